@@ -26,8 +26,8 @@ from pplan import profile as measure
 from pplan.api.check_cases import prepare_case
 from pplan.cost_models.errors import PplanError
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
-from pplan.planner.build_plan import bare_plan, build_problem
-from pplan.planner.joint_search import find
+from pplan.planner.build_plan import build_problem, plan_without_comparison
+from pplan.planner.joint_search import find_best_plan
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.plan_records import ProfileReference
@@ -199,10 +199,10 @@ def plans(name: str, devices: int) -> Iterator[tuple[str, Plan | str, Profile, T
         )  # fmt: skip
         try:
             problem = build_problem(profile.chain(), topology, options, reference, {})
-            answer = find(problem)
+            answer = find_best_plan(problem)
             best = answer.best
             made = "no plan" if best is None else verified(
-                bare_plan(problem, best, answer.result, model=name, profile=reference), profile
+                plan_without_comparison(problem, best, answer.result, model=name, profile=reference), profile
             )  # fmt: skip
         except PplanError as error:
             made = error.what

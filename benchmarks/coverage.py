@@ -207,7 +207,7 @@ def compared(name: str) -> Row:
         return found
     apart, layers = copy.deepcopy(loaded.module), as_sequential(chain)
     own = trained(apart, lambda: given.clone().call(apart))
-    theirs = trained(loaded.module, lambda: layers(given.clone().handed))
+    theirs = trained(loaded.module, lambda: layers(given.clone().layer_input))
     return found | {"off": max(difference(*pair) for pair in zip(own, theirs, strict=True))}
 
 

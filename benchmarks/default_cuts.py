@@ -145,7 +145,7 @@ def chain_of(name: str) -> tuple[nn.Module, LayerChain, Any]:
     loaded = load_model(name, settings=settings, on_meta=True)
     example = loaded.example_input_for(2).to("meta")
     chain = build_chain(loaded.module.to("meta"), example, name=name, granularity=loaded.granularity)
-    return loaded.module, chain, example.handed
+    return loaded.module, chain, example.layer_input
 
 
 def cuts_of(model: nn.Module, chain: LayerChain, given: Any) -> Cuts:

@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from pplan.cost_models.schedules import schedule_named
+from pplan.cost_models.schedules import find_schedule
 from pplan.cost_models.simulator.costs import Costs
 from pplan.cost_models.simulator.dependencies import resolve_order
 from pplan.cost_models.simulator.loops import available
@@ -74,7 +74,7 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 def row(case: Case) -> str:
     """One line of the table."""
-    schedule, given = schedule_named(case.schedule), costs(case)
+    schedule, given = find_schedule(case.schedule), costs(case)
 
     def prepared() -> object:
         return resolve_order(schedule.program(case.stages, case.micro_batches))
@@ -94,7 +94,7 @@ def row(case: Case) -> str:
 def bytes_an_action(case: Case) -> float:
     """Peak memory of the order and of a simulation with all its spans, an action."""
     one = costs(case).candidate(0)
-    program = schedule_named(case.schedule).program(case.stages, case.micro_batches)
+    program = find_schedule(case.schedule).program(case.stages, case.micro_batches)
     tracemalloc.start()
     timeline = simulate(program, one, "python")
     held = len(timeline.spans) + len(timeline.transfers)

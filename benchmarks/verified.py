@@ -14,7 +14,7 @@ def verified(plan: Plan, profile: Profile | Path) -> Plan:
     report = pplan.verify(plan, profile)
     if not report.agrees:
         lines = "\n".join(
-            f"  {line.name}: {line.detail}: the plan says {line.said}, worked out {line.found}"
+            f"  {line.name}: {line.detail}: the plan says {line.plan_value}, worked out {line.expected_value}"
             for line in report.differing
         )
         raise AssertionError(f"pplan verify does not agree with a plan of {plan.model}:\n{lines}")

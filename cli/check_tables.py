@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from ..cost_models.quantities import counted, format_bytes, format_rate, format_seconds
+from ..cost_models.quantities import format_bytes, format_count, format_rate, format_seconds
 from ..runtimes.checking.check_report import PLAN, SAME_LOSS, Check, CheckedCase, CheckedDevice
 from .number_format import compare_steps, percent, ranges, three_digits
 from .table import Column, line, number, print_table, text, word
@@ -42,7 +42,7 @@ def _answer(check: Check) -> str:
 
 def _where(check: Check) -> str:
     how = "stages that wait, emulated" if check.emulated else "trained for real"
-    steps = counted(len(check.of_plan.step_seconds), "step")
+    steps = format_count(len(check.of_plan.step_seconds), "step")
     processes = "1 process" if check.processes == 1 else f"{check.processes} processes"
     of = "torch.distributed.pipelining" if check.runtime == "torch" else check.runtime
     over = "" if check.processes == 1 and check.runtime != "torch" else f" over {check.backend}"
@@ -145,7 +145,7 @@ def _losses(check: Check) -> list[str]:
         return []
     if losses.plain is None:
         return [f"The losses were not compared: {losses.reason}."]
-    steps, difference = counted(len(losses.plain), "step"), losses.difference or 0.0
+    steps, difference = format_count(len(losses.plain), "step"), losses.difference or 0.0
     if check.of_plan.same_losses:
         return [f"The losses of {steps} are the plain model's (difference {difference:.1e})."]
     pairs = ", ".join(

@@ -15,7 +15,7 @@ from .number_format import compare_steps, percent, three_digits
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..planner.explanation.compare import Compared, PlanComparison
+    from ..planner.explanation.compare import ComparisonRow, PlanComparison
 
 DIFFERENCE = 4
 """Exit status: what the user asked to be told about was found."""
@@ -97,7 +97,7 @@ def print_comparison(comparison: PlanComparison, console: Console) -> None:
     from .table import Column, number, print_notes, print_table, text
 
     first = comparison.rows[0]
-    columns: list[Column[Compared]] = [
+    columns: list[Column[ComparisonRow]] = [
         text("plan\n", lambda row: row.name, min_width=10),
         number("step\n", lambda row: row.step_seconds, format_seconds),
         number("samples/s\n", lambda row: row.samples_per_second, three_digits, drop=7),
@@ -117,7 +117,7 @@ def _versus(slower: float) -> str:
     return compare_steps(1 + slower, 1)
 
 
-def _configuration(row: Compared) -> str:
+def _configuration(row: ComparisonRow) -> str:
     balance = "-".join(map(str, row.balance[:16])) + ("-…" if len(row.balance) > 16 else "")
     return f"{balance}, {row.micro_batches} x {row.micro_batch_size}, {row.schedule}"
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from ..cost_models.quantities import counted, format_bytes, format_seconds
+from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..planner.explanation.current_split import Side, SplitComparison
 from ..planner.explanation.explanation import Explanation
-from ..planner.explanation.sensitivity import WORTH, Sensitivity, Turn
+from ..planner.explanation.sensitivity import WORTH, Crossover, Sensitivity
 from ..planner.explanation.step_limits import PathShare, StepLimits
 from ..planner.plan_stages import PlanSummary
 from .number_format import SAME, compared_percent, percent, ranges
@@ -73,7 +73,7 @@ def _takes(other: PlanSummary, own: PlanSummary) -> str:
 def describe_plan(plan: PlanSummary) -> str:
     """A plan in words."""
     balance = "-".join(map(str, islice(plan.balance, 16))) + ("-…" if len(plan.balance) > 16 else "")
-    parts = [f"{counted(plan.stages, 'stage')} of {balance} layers"]
+    parts = [f"{format_count(plan.stages, 'stage')} of {balance} layers"]
     if plan.virtual_stages > 1:
         parts.append(f"{plan.virtual_stages} virtual stages each")
     if max(plan.replicas) > 1:
@@ -159,7 +159,7 @@ def _print_sensitivity(sensitivities: Sequence[Sensitivity], console: Console) -
         for own in sensitivities
         for turn, end, way in ((own.below, own.least, "down"), (own.above, own.most, "up"))
     ]
-    columns: list[Column[tuple[Sensitivity, Turn | None, str]]] = [
+    columns: list[Column[tuple[Sensitivity, Crossover | None, str]]] = [
         text("what", lambda row: _what(row[0]), min_width=14),
         text("from", lambda row: row[2], min_width=10),
         text("better plan", lambda row: row[1] and describe_plan(row[1].rival), min_width=20),
@@ -174,7 +174,7 @@ def _what(own: Sensitivity) -> str:
     return own.what if own.first_layer is None else f"{own.what} ({own.first_layer} to {own.last_layer})"
 
 
-def _factor_text(own: Sensitivity, turn: Turn | None, end: float, way: str) -> str:
+def _factor_text(own: Sensitivity, turn: Crossover | None, end: float, way: str) -> str:
     """From where on another plan is better; or how far it was looked for."""
     of_layers = own.first_layer is not None
     if turn is None:

@@ -92,15 +92,15 @@ def export_command(
     """Write a plan for a training runtime, in that runtime's own words, and a script that trains by it."""
     from ..api.provenance import made_by
     from ..cost_models.document import MadeBy
-    from ..cost_models.runtime import runtime_named
+    from ..cost_models.runtime import find_runtime
     from ..cost_models.text_files import FOR_A_RUNTIME, TEXT, write_whole
     from ..planner.plan_file import Plan
     from ..runtimes.formats.export_document import default_device, hash_layers
     from ..runtimes.formats.exporters import SUFFIXES, export
-    from .invocation import command_line
+    from .field_names import command_line
     from .output import chosen_target, file_stem, named_or_newest
 
-    name = runtime_named(runtime).name
+    name = find_runtime(runtime).name
     source = named_or_newest(plan_file, ("plan",))
     plan = Plan.load(source)
     default = f"{file_stem(plan.model)}.{name}.{SUFFIXES.get(name, 'json')}"

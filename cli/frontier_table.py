@@ -6,7 +6,7 @@ from itertools import islice
 
 from rich.console import Console
 
-from ..cost_models.quantities import counted, format_bytes, format_seconds
+from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..planner.objectives.frontier import Frontier, Point
 from ..planner.plan_file import Plan
 from .number_format import three_digits
@@ -50,7 +50,7 @@ def _configuration(plan: Plan) -> str:
 
 
 def _proof(frontier: Frontier) -> str:
-    count = counted(len(frontier.points), "plan")
+    count = format_count(len(frontier.points), "plan")
     apart = "a byte" if not frontier.memory_step else f"{100 * frontier.memory_step:g} %"
     sure = "each is the fastest there is for its memory" if _exact(frontier) else "not all are proven"
     more = "smaller ones may exist: raise --points" if _exact(frontier) else "smaller ones may exist"

@@ -47,14 +47,14 @@ def import_plan_command(
     torchtitan's module names, a device_map, or what pplan export wrote."""
     from ..api.import_plan import import_plan
     from ..api.provenance import made_by
-    from ..cost_models.text_files import as_text, read_bytes, sha256
+    from ..cost_models.text_files import decode_text, read_bytes, sha256
     from ..profiler.profile_file import Profile
-    from .invocation import command_line
+    from .field_names import command_line
     from .output import chosen_target, file_stem, named_or_newest
 
     path = named_or_newest(profile_file, ("profile",))
     content = read_bytes(path, "profile")
-    profile = Profile.parse(as_text(content, path, "profile"), str(path))
+    profile = Profile.parse(decode_text(content, path, "profile"), str(path))
     about = {
         "model": profile.model,
         "profile.file": path.name,

@@ -15,9 +15,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from ..cost_models.option_fields import Option, Options, declared
-from .field_names import as_options, name_field
-from .invocation import TYPED
+from ..cost_models.option_fields import Option, Options, list_declarations
+from .field_names import TYPED, as_options, name_field
 
 Command = Callable[..., None]
 _CONTEXT = "typer_context"
@@ -98,20 +97,25 @@ def _find_model(hint: Any) -> _ModelParameters | None:
     model, *more = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     if not (isinstance(model, type) and issubclass(model, Options)):
         return None
-    names = {name for name, own in declared(model).items() if own.help}
+    names = {name for name, own in list_declarations(model).items() if own.help}
     for each in more:
         listed_names = set(each)
         if unknown := listed_names - names:
             raise TypeError(f"{model.__name__} has no options {', '.join(sorted(unknown))}")
         names = names - listed_names if isinstance(each, Without) else names & listed_names
-    return _ModelParameters(model, {name: own for name, own in declared(model).items() if name in names})
+    return _ModelParameters(
+        model, {name: own for name, own in list_declarations(model).items() if name in names}
+    )
 
 
 def _parameters(model: _ModelParameters) -> Iterator[inspect.Parameter]:
     for name, own in model.fields.items():
         kind, default = _kind_and_default(own, model.model.__dataclass_fields__[name].default)
         parameter = typer.Option(
-            option_flag(name, own), metavar=own.form, help=as_options(own.help), rich_help_panel=own.panel
+            *filter(None, (option_flag(name, own), own.old_flag)),
+            metavar=own.form,
+            help=as_options(own.help),
+            rich_help_panel=own.panel,
         )
         yield inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, parameter]

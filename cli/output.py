@@ -14,11 +14,11 @@ import typer
 from ..cost_models.errors import FileError
 from ..cost_models.text_files import (
     TEXT,
-    check_place,
+    add_line_hash,
+    check_destination,
     check_same_kind,
-    is_about,
     is_unchanged,
-    sealed_lines,
+    matches_fields,
     write_whole,
 )
 from .streams import remark, result
@@ -53,7 +53,7 @@ class Target:
                 f"{self.path}: the folder {folder} does not exist", "Make it, or name another place with -o."
             )
         # An input named as the output is told so, not advised to --force.
-        check_place(self.path, force=True)
+        check_destination(self.path, force=True)
         if any(source is not None and _same_file(self.path, source) for source in sources):
             raise FileError(
                 f"{self.path}: would overwrite what it is made from", "Name another file with -o."
@@ -72,17 +72,17 @@ class Target:
         """Writes `text`, with its hash where it is no JSON and the file the tool's own. Raises FileError."""
         self._check_free()
         in_lines = self.own and self.path.suffix != ".json"
-        write_whole(self.path, sealed_lines(text) if in_lines else text, force=True)
+        write_whole(self.path, add_line_hash(text) if in_lines else text, force=True)
 
     def _check_free(self) -> None:
         """Raises FileError where another file is at the path that may not go."""
         if not self.own or self.replace or not self.path.is_file():
-            check_place(self.path, force=self.replace)
+            check_destination(self.path, force=self.replace)
             return
         text = self.path.read_bytes().decode(errors="replace")
         if not is_unchanged(text):
             raise FileError(f"{self.path} exists already, and not as pplan wrote it", _OTHERWISE)
-        if not is_about(text, self.about):
+        if not matches_fields(text, self.about):
             raise FileError(f"{self.path} exists already, for another model, profile or device", _OTHERWISE)
 
     def write(self, document: Document, *, as_json: bool, show: Callable[[], None]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..cost_models.quantities import counted, format_seconds
-from ..cost_models.runtime import runtime_named
+from ..cost_models.quantities import format_count, format_seconds
+from ..cost_models.runtime import find_runtime
 from ..planner.pipeline_config import SEARCHED
 from ..planner.plan_file import Plan
 from ..planner.plan_records import TIE, Aim, Alternative, Baseline, DefaultMiniBatch, OtherMiniBatch
@@ -30,7 +30,7 @@ def _answer(plan: Plan) -> list[str]:
     rival = _faster_baseline(plan)
     figures = _figures(plan.prediction.step_seconds, plan.prediction.samples_per_second)
     figures += _give_or_take(plan.prediction.uncertainty)
-    if plan.was_given:
+    if plan.is_fixed_partition:
         return [f"{what} as given: {figures}."]
     if rival is None:
         lines = [f"{what} is the fastest{_how_sure(plan)}: {figures}."]
@@ -63,9 +63,13 @@ def _what(plan: Plan) -> str:
     stages, chunks = len(plan.stages) // plan.virtual_stages, plan.virtual_stages
     if len(plan.stages) > 1:
         each = f", {chunks} virtual stages on each," if chunks > 1 else ""
-        return f"A pipeline of {counted(stages, 'stage')} over {counted(used, plan.device_kind)}{each}"
+        return (
+            f"A pipeline of {format_count(stages, 'stage')} over {format_count(used, plan.device_kind)}{each}"
+        )
     return (
-        f"Data parallelism over {counted(used, plan.device_kind)}" if used > 1 else f"One {plan.device_kind}"
+        f"Data parallelism over {format_count(used, plan.device_kind)}"
+        if used > 1
+        else f"One {plan.device_kind}"
     )
 
 
@@ -94,7 +98,9 @@ def _give_or_take(uncertainty: float | None) -> str:
 
 def _rival_answer(plan: Plan, rival: Baseline) -> str:
     on = (
-        f" over {counted(plan.gpus, plan.device_kind)}" if rival.name == "data-parallel" and plan.gpus else ""
+        f" over {format_count(plan.gpus, plan.device_kind)}"
+        if rival.name == "data-parallel" and plan.gpus
+        else ""
     )
     step = rival.step_seconds or 0.0
     unable = rival.name == "data-parallel" and plan.runtime and plan.gpus and not _replicates(plan)
@@ -107,7 +113,7 @@ def _rival(plan: Plan, rival: Baseline) -> str:
 
 
 def _replicates(plan: Plan) -> bool:
-    return runtime_named(plan.runtime or "").runs_replicas([plan.gpus or 1])
+    return find_runtime(plan.runtime or "").runs_replicas([plan.gpus or 1])
 
 
 def _fewer(plan: Plan, used: int, offered: int) -> str:
@@ -126,8 +132,8 @@ def _fewer(plan: Plan, used: int, offered: int) -> str:
     ]
     # A faster one is not for this plan's options: it may not stand here as the price of using all.
     slower = [row for row in on_all if row[0] >= plan.prediction.step_seconds]
-    uses = f"It uses {used} of the {counted(offered, plan.device_kind)}"
-    runtime = None if plan.runtime is None else runtime_named(plan.runtime)
+    uses = f"It uses {used} of the {format_count(offered, plan.device_kind)}"
+    runtime = None if plan.runtime is None else find_runtime(plan.runtime)
     if runtime is not None and runtime.one_process and used == plan.gpus_per_node:
         return f"{uses}: {runtime.name} reaches those of one node."
     if not slower and not plan.prediction.exact:

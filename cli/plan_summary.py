@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..cost_models.optimizers import optimizer_named
-from ..cost_models.quantities import counted, format_bytes, format_seconds
+from ..cost_models.optimizers import find_optimizer
+from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..planner.plan_file import Plan
 from ..planner.plan_records import Aim, Prediction
 from .number_format import percent, three_digits
@@ -17,7 +17,7 @@ def short_summary(plan: Plan) -> list[str]:
 def summary_lines(plan: Plan) -> list[str]:
     """The same with the searched space where the proof is about other plans, and the devices."""
     lines = short_summary(plan)
-    if plan.searched not in ("", plan.prediction.bound_covers) and not plan.was_given:
+    if plan.searched not in ("", plan.prediction.bound_covers) and not plan.is_fixed_partition:
         lines.append(f"Searched: {plan.searched}")
     if plan.topology:
         lines.append(f"Devices: {plan.topology}")
@@ -37,7 +37,7 @@ def _figures(plan: Plan) -> list[str]:
 def _batch(plan: Plan) -> str:
     """`Global batch 256 = 32 micro-batches x 8 replicas x 1`."""
     samples, replicas = plan.micro_batch_size, set(plan.replicas)
-    each = f"Global batch {plan.mini_batch} = {counted(plan.micro_batches, 'micro-batch')}"
+    each = f"Global batch {plan.mini_batch} = {format_count(plan.micro_batches, 'micro-batch')}"
     shared = max(replicas)
     if len(replicas) == 1 and shared > 1 and samples % shared == 0:
         return f"{each} x {shared} replicas x {samples // shared}"
@@ -48,8 +48,8 @@ def _states(plan: Plan) -> str:
     """In which numbers it trains, where the plan says it: `; mixed precision, bf16 gradients, ...`."""
     if plan.precision is None or (plan.precision in ("fp32", "fp64") and not plan.zero):
         return ""
-    trained = plan.trained
-    size = trained.bytes_per_parameter(optimizer_named(plan.optimizer))
+    trained = plan.training_precision
+    size = trained.bytes_per_parameter(find_optimizer(plan.optimizer))
     name = {"mixed": "mixed precision", "bf16": "pure bf16"}.get(trained.name, trained.name)
     gradients = f", {trained.gradient_dtype} gradients" if trained.name == "mixed" else ""
     spread = f"; ZeRO-{plan.zero} over the replicas of a stage" if plan.zero else ""
@@ -71,7 +71,7 @@ def _interval(predicted: Prediction) -> str:
 
 
 def _proof(plan: Plan) -> str:
-    if plan.was_given:
+    if plan.is_fixed_partition:
         return "No other partition was looked at: pplan solve finds the best."
     if plan.objective is not None:
         return _objective_proof(plan, plan.objective)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from ..cost_models.quantities import counted, format_bytes, format_seconds
+from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..profiler.profile_file import Profile
 from ..profiler.profile_records import LayerMeasurement, MeasuredLoss, WholeMeasurement
 from .number_format import percent, three_digits
@@ -66,7 +66,7 @@ def _headline(profile: Profile) -> str:
     estimated = ", estimated and not measured" if profile.estimated else ""
     return (
         f"{profile.model} on {on}, {', '.join([profile.dtype, *_modes(profile)])}{shape}: "
-        f"{counted(len(profile.layers), 'layer')}{_granularity(profile)}, "
+        f"{format_count(len(profile.layers), 'layer')}{_granularity(profile)}, "
         f"{format_bytes(parameters)} of parameters{estimated}"
     )
 

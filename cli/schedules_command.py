@@ -10,7 +10,7 @@ import typer
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.option_fields import Options, option
-from ..cost_models.typed_text import one_of
+from ..cost_models.option_readers import read_choice
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _action(text: str) -> str:
-    return one_of(ACTIONS)(text, "schedules")
+    return read_choice(ACTIONS)(text, "schedules")
 
 
 ACTIONS = ("list", "show")
@@ -72,7 +72,7 @@ def schedules_command(
 def _show(name: str, size: ScheduleSize, *, as_text: bool) -> None:
     """A step in which F, B and W take the same time, and a B without W as long as both; or the actions."""
     from ..api.stage_costs import StageCosts, check_size
-    from ..cost_models.schedules import schedule_named
+    from ..cost_models.schedules import find_schedule
     from ..cost_models.schedules.registration import schedule_word
     from ..cost_models.schedules.schedule_text import write_program
     from ..cost_models.timeline import simulate
@@ -81,7 +81,7 @@ def _show(name: str, size: ScheduleSize, *, as_text: bool) -> None:
     from .table import line
     from .timeline_drawing import print_drawing
 
-    schedule = schedule_named(schedule_word("schedule", name, ()))
+    schedule = find_schedule(schedule_word("schedule", name, ()))
     chunks = size.virtual_stages or schedule.default_virtual_stages
     check_size(size.stages, size.micro_batches, chunks)
     program = schedule.program(size.stages, size.micro_batches, chunks)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..api.options import FrontierOptions, MachineOptions, ObjectiveOptions, PlanOptions, SweepOptions
-from .field_names import FIELDS
-from .invocation import typed_text
+from .field_names import FIELDS, typed_text
 from .output import AsJson, Force, Output
 from .streams import console
 from .sweep_options import GridOptions
@@ -62,9 +61,9 @@ def solve_command(
     """Find the fastest plan for a measured model on N GPUs, and how far it is from the best possible."""
     from ..api.provenance import made_by
     from ..api.solve import solve
-    from ..cost_models.text_files import as_text, read_bytes, sha256
+    from ..cost_models.text_files import decode_text, read_bytes, sha256
     from ..profiler.profile_file import Profile
-    from .invocation import command_line
+    from .field_names import command_line
     from .output import chosen_target, file_stem, named_or_newest
     from .sweep_command import run_sweep
 
@@ -78,7 +77,7 @@ def solve_command(
     _check_together(bool(grid.sweep), frontier, output, aim)
     path = named_or_newest(profile_file, ("profile",))
     content = read_bytes(path, "profile")
-    profile = Profile.parse(as_text(content, path, "profile"), str(path))
+    profile = Profile.parse(decode_text(content, path, "profile"), str(path))
     keywords = {
         **vars(machine),
         **vars(plan_options),

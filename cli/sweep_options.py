@@ -11,8 +11,8 @@ from typing import Any
 from ..api.options import MachineOptions, ObjectiveOptions, PlanOptions
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
-from ..cost_models.option_fields import Option, Options, declared, option
-from ..cost_models.typed_text import whole_number
+from ..cost_models.option_fields import Option, Options, list_declarations, option
+from ..cost_models.option_readers import read_whole_number
 from .option_parameters import option_flag
 
 _PANEL = "Many problems"
@@ -23,7 +23,7 @@ def _keys() -> dict[str, tuple[str, Option]]:
     return {
         option_flag(name, own).removeprefix("--"): (name, own)
         for model in (MachineOptions, PlanOptions, ObjectiveOptions)
-        for name, own in declared(model).items()
+        for name, own in list_declarations(model).items()
         if own.help and own.form and not own.repeats
     }
 
@@ -64,7 +64,7 @@ def _values(text: str, name: str, own: Option, part: str) -> list[Any]:
         return [own.value(part, name)]
     if not own.is_count:
         raise UsageError(f"{text}: has no ranges", "List its values, with commas between them.")
-    low, high = whole_number(1)(first.strip(), name), whole_number(1)(last.strip(), name)
+    low, high = read_whole_number(1)(first.strip(), name), read_whole_number(1)(last.strip(), name)
     powers = [2**power for power in range(high.bit_length()) if low <= 2**power <= high]
     if not powers:
         raise UsageError(

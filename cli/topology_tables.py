@@ -11,7 +11,12 @@ from typing import Any
 
 from rich.console import Console
 
-from ..cost_models.communication import SIZES, AllReduceTime, all_reduces, transfers
+from ..cost_models.communication import (
+    EXAMPLE_BYTES,
+    AllReduceTime,
+    list_all_reduce_times,
+    list_transfer_times,
+)
 from ..cost_models.hardware import Device, Level
 from ..cost_models.machines.catalogue import MACHINES, Machine
 from ..cost_models.machines.presets import PRESETS, PresetLink
@@ -60,7 +65,7 @@ def print_topology(topology: Topology, title: str, console: Console) -> None:
     _print_devices(topology, console)
     _print_levels(topology, console)
     _print_transfers(topology, console)
-    reduced = all_reduces(topology)
+    reduced = list_all_reduce_times(topology)
     if reduced:
         _print_all_reduces(reduced, console)
     console.print()
@@ -112,13 +117,13 @@ def _levels(topology: Topology) -> Iterator[tuple[Level, int | None]]:
 
 
 def _print_transfers(topology: Topology, console: Console) -> None:
-    seconds = {(time.level, time.bytes): time.seconds for time in transfers(topology)}
+    seconds = {(time.level, time.bytes): time.seconds for time in list_transfer_times(topology)}
 
     def of(size: int) -> Column[Level]:
         return number(_size(size), lambda level: seconds[level.name, size], format_seconds)
 
     names: Column[Level] = word("joined by", lambda level: level.name)
-    columns = [names, *map(of, SIZES)]
+    columns = [names, *map(of, EXAMPLE_BYTES)]
     print_table(console, columns, topology.levels, title="Transfers between two GPUs")
 
 
@@ -173,8 +178,8 @@ def topology_json(topology: Topology, title: str) -> str:
             "gpus_per_node": topology.gpus_per_node,
             "devices": [{**asdict(device), "number": number} for device, number in topology.groups],
             "levels": [_level_record(level) for level in topology.levels],
-            "transfers": [asdict(time) for time in transfers(topology)],
-            "all_reduces": [asdict(time) for time in all_reduces(topology)],
+            "transfers": [asdict(time) for time in list_transfer_times(topology)],
+            "all_reduces": [asdict(time) for time in list_all_reduce_times(topology)],
         }
     )
 

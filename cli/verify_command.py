@@ -74,9 +74,10 @@ def _detail(own: Line) -> str:
 
 def _difference(own: Line) -> str:
     """What differs, with both values where there are two."""
-    if own.said is None and own.found is None:
+    if own.plan_value is None and own.expected_value is None:
         return own.detail
-    return f"{own.detail}: the plan says {_value_text(own.said)}, worked out {_value_text(own.found)}"
+    plan, expected = _value_text(own.plan_value), _value_text(own.expected_value)
+    return f"{own.detail}: the plan says {plan}, worked out {expected}"
 
 
 def _value_text(value: Value) -> str:

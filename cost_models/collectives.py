@@ -36,8 +36,8 @@ def all_reduce_seconds(
 ) -> Amount:
     """Seconds until every device has the sum of `bytes` held by each; 0 for one device or no bytes.
 
-    For n devices: `ring` takes 2 (n - 1) steps of bytes / n; `tree` 2 ceil(log2 n) latencies and sends
-    bytes twice; `hierarchical` at every level, from the inside, a reduce-scatter of what is left, and the
+    For n devices: `ring` takes 2 (n - 1) steps of bytes / n; `tree` 2 ceil(log2 n) latencies and sends bytes
+    twice; `hierarchical` at every level, from the inside, a reduce-scatter of the remaining part, and the
     all-gathers back; `best` is the fastest of them for each size. Raises UsageError, also where
     `hierarchical` is asked for over devices that are not spread evenly.
     """
@@ -105,7 +105,7 @@ def is_even(topology: Topology, devices: Iterable[int]) -> bool:
     return all(len(members) == 1 for members in topology.members(devices))
 
 
-def alike(topology: Topology, devices: Iterable[int]) -> tuple[object, ...]:
+def link_signature(topology: Topology, devices: Iterable[int]) -> tuple[object, ...]:
     """What the seconds of collectives depend on: the same for runs of devices that are joined alike."""
     ranks = sorted(set(devices))
     if len(ranks) == 1:

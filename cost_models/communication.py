@@ -41,22 +41,20 @@ def point_to_point_seconds(link: Link, bytes: Amount) -> Amount:
     return link.seconds(bytes)
 
 
-def gradient_buckets(
-    parameter_bytes: Values, first_bytes: float = FIRST_BUCKET_BYTES, bucket_bytes: float = BUCKET_BYTES
-) -> list[tuple[int, int]]:
+def gradient_buckets(parameter_bytes: Values) -> list[tuple[int, int]]:
     """Buckets of gradients as DistributedDataParallel makes them: ranges [start, stop) of the parameters.
 
     `parameter_bytes` stands in the order in which gradients become ready, by which DDP regroups after its
     first step. A bucket takes gradients until it holds at least its size, so that the last one may exceed
-    it, by any amount: a parameter is never split. The first bucket is small, the last holds what is left.
+    it, by any amount: a parameter is never split. The first bucket is small, the last one has what remains.
     """
     buckets: list[tuple[int, int]] = []
-    start, bytes_so_far, size = 0, 0.0, first_bytes
+    start, bytes_so_far, size = 0, 0.0, float(FIRST_BUCKET_BYTES)
     for index, own in enumerate(parameter_bytes):
         bytes_so_far += own
         if bytes_so_far >= size:
             buckets.append((start, index + 1))
-            start, bytes_so_far, size = index + 1, 0.0, bucket_bytes
+            start, bytes_so_far, size = index + 1, 0.0, BUCKET_BYTES
     if bytes_so_far > 0:
         buckets.append((start, len(parameter_bytes)))
     return buckets
@@ -130,7 +128,7 @@ def _bucket_ends(gradients: npt.NDArray[np.float64]) -> tuple[list[int], list[fl
     return last, [float(gradients[start:stop].sum()) for start, stop in buckets]
 
 
-SIZES = (10**6, 10**9)
+EXAMPLE_BYTES = (10**6, 10**9)
 """Bytes: one that latency decides, and one that bandwidth decides."""
 
 
@@ -154,23 +152,26 @@ class AllReduceTime:
     seconds: dict[str, float]
 
 
-def transfers(topology: Topology) -> list[TransferTime]:
+def list_transfer_times(topology: Topology) -> list[TransferTime]:
     """Of both sizes, at every level from the inside, also where the devices do not reach it."""
     return [
         TransferTime(level.name, size, float(level.link.seconds(float(size))))
         for level in topology.levels
-        for size in SIZES
+        for size in EXAMPLE_BYTES
     ]
 
 
-def all_reduces(topology: Topology) -> list[AllReduceTime]:
+def list_all_reduce_times(topology: Topology) -> list[AllReduceTime]:
     """Of both sizes, over a node and over all devices where these are more; none for one device."""
     node = min(topology.gpus_per_node, topology.gpus)
     groups = {f"a node ({node} GPUs)": node, f"all {topology.gpus} GPUs": topology.gpus}
     if node == topology.gpus:
         groups = {f"all {topology.gpus} GPUs": topology.gpus}
     return [
-        _all_reduce(topology, over, gpus, size) for over, gpus in groups.items() if gpus > 1 for size in SIZES
+        _all_reduce(topology, over, gpus, size)
+        for over, gpus in groups.items()
+        if gpus > 1
+        for size in EXAMPLE_BYTES
     ]
 
 

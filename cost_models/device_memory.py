@@ -28,7 +28,7 @@ from .schedules.action import Action, Program
 Floats = npt.NDArray[np.float64]
 
 
-class Alive(NamedTuple):
+class InFlightBytes(NamedTuple):
     """A micro-batch in flight on a chunk, and the bytes that it holds."""
 
     micro_batch: int
@@ -43,7 +43,7 @@ class DeviceLedger:
 
     terms: dict[str, float]
     action: Action
-    alive: tuple[Alive, ...]
+    alive: tuple[InFlightBytes, ...]
 
     @property
     def bytes(self) -> float:
@@ -64,13 +64,13 @@ class ActionBytes(NamedTuple):
         return self.activations + self.stage_inputs + self.workspace
 
 
-def held_by_action(
+def bytes_by_action(
     program: Program, device: int, chunk_bytes: Sequence[StageBytes], recompute: str = "never"
 ) -> ActionBytes:
     """What a device holds during each action, besides what it has all the time. Arguments and errors as of
     `device_ledger`."""
     _check(program, device, chunk_bytes, recompute)
-    own, stays = program.actions[device], _stays(program, device, recompute)
+    own, stays = program.actions[device], _lifetimes(program, device, recompute)
     sizes = [_sizes(chunk) for chunk in chunk_bytes]
     workspace = np.array([float(chunk_bytes[action.chunk].workspace) for action in own])
     return ActionBytes(*_over_time(len(own), stays, sizes), workspace)
@@ -99,9 +99,9 @@ def device_ledger(
     Transfers: the largest received and the largest sent tensor of a chunk; none between chunks of the device.
     Raises UsageError.
     """
-    usage = held_by_action(program, device, chunk_bytes, recompute)
+    usage = bytes_by_action(program, device, chunk_bytes, recompute)
     peak = int(np.argmax(usage.bytes))
-    whole = _together(chunk_bytes)
+    whole = _merge_chunks(chunk_bytes)
     terms = {
         **training.states(whole),
         "weight_versions": _versions(program, chunk_bytes, training, weight_versions, copies),
@@ -123,16 +123,16 @@ def device_ledger(
 
 def _alive(
     program: Program, device: int, chunks: Sequence[StageBytes], recompute: str, position: int
-) -> Iterator[Alive]:
+) -> Iterator[InFlightBytes]:
     """The micro-batches in flight at a position in the list, in the order of their forwards."""
     sizes = [_sizes(chunk) for chunk in chunks]
-    for stay in _stays(program, device, recompute):
+    for stay in _lifetimes(program, device, recompute):
         if stay.start <= position <= stay.end:
             own = sizes[stay.chunk][stay.saves]
             amount = own.activations + own.inputs
             if position >= stay.backward:
                 amount += own.rebuilt
-            yield Alive(stay.micro_batch, stay.chunk, stay.share * amount)
+            yield InFlightBytes(stay.micro_batch, stay.chunk, stay.share * amount)
 
 
 class _Sizes(NamedTuple):
@@ -144,7 +144,7 @@ class _Sizes(NamedTuple):
     rebuilt: float
 
 
-class _Stay(NamedTuple):
+class _Lifetime(NamedTuple):
     """A micro-batch on a chunk: the positions in the list of its F, its B and what ends it."""
 
     micro_batch: int
@@ -157,7 +157,7 @@ class _Stay(NamedTuple):
     """Whether it saves all in forward."""
 
 
-def _stays(program: Program, device: int, recompute: str) -> list[_Stay]:
+def _lifetimes(program: Program, device: int, recompute: str) -> list[_Lifetime]:
     """In the order of the forwards."""
     where = {action: position for position, action in enumerate(program.actions[device])}
     last = program.micro_batches - 1
@@ -167,7 +167,7 @@ def _stays(program: Program, device: int, recompute: str) -> list[_Stay]:
             backward = where[Action("B", m, chunk)]
             end = where.get(Action("W", m, chunk), backward)
             saves = recompute == "never" or (recompute == "except_last" and m == last)
-            stays.append(_Stay(m, chunk, program.share(m), start, backward, end, saves))
+            stays.append(_Lifetime(m, chunk, program.share(m), start, backward, end, saves))
     return stays
 
 
@@ -179,7 +179,7 @@ def _sizes(stage: StageBytes) -> tuple[_Sizes, _Sizes]:
 
 
 def _over_time(
-    count: int, stays: Sequence[_Stay], sizes: Sequence[tuple[_Sizes, _Sizes]]
+    count: int, stays: Sequence[_Lifetime], sizes: Sequence[tuple[_Sizes, _Sizes]]
 ) -> tuple[Floats, Floats]:
     """(actions,) each: bytes of activations and of stage inputs during every action.
 
@@ -200,7 +200,7 @@ def _over_time(
     )
 
 
-def _together(chunks: Sequence[StageBytes]) -> StageBytes:
+def _merge_chunks(chunks: Sequence[StageBytes]) -> StageBytes:
     """All chunks of a device in one, as far as the terms of the weights read it."""
     parts = [float(chunk.parameters if chunk.gathered is None else chunk.gathered) for chunk in chunks]
     return replace(
@@ -230,7 +230,7 @@ def _versions(
         )
     older = sum(training.versions(chunk, own) for chunk, own in zip(chunks, each, strict=True))
     pipes = len(program.pipes)
-    return older + _together(chunks).parameters / pipes * max(copies - pipes, 0)
+    return older + _merge_chunks(chunks).parameters / pipes * max(copies - pipes, 0)
 
 
 def _transfers(program: Program, device: int, chunks: Sequence[StageBytes]) -> float:

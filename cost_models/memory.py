@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from .errors import UsageError
 from .layer import LayerCosts
-from .optimizers import FLOAT32, Optimizer, Precision, optimizer_named
+from .optimizers import FLOAT32, Optimizer, Precision, find_optimizer
 from .precision import ZERO_STAGES
 
 Amount = float | npt.NDArray[np.float64]
@@ -128,7 +128,7 @@ class Training:
     zero: int = 0
 
     def __post_init__(self) -> None:
-        optimizer_named(self.optimizer)
+        find_optimizer(self.optimizer)
         if self.zero not in ZERO_STAGES:
             raise UsageError(
                 f"zero {self.zero}: there is no such stage", "Use 0 (nothing is spread), 1, 2 or 3."
@@ -152,7 +152,7 @@ class Training:
         return terms | {"optimizer": self._spread(stage.trainable * (state / precision.weight), 1)}
 
     def step_temporaries(self, stage: StageBytes) -> Amount | None:
-        """Bytes that an optimizer's step needs besides, while it runs; None where it makes nothing.
+        """Bytes that an optimizer's step needs besides, while it runs; None where it allocates nothing.
 
         Of what it updates: the weights, or float32 masters, for which PyTorch's optimizers also need the
         gradients in float32.
@@ -197,7 +197,7 @@ class Training:
 
     @property
     def _optimizer(self) -> Optimizer:
-        return optimizer_named(self.optimizer)
+        return find_optimizer(self.optimizer)
 
     def _gradients(self, weights: Amount) -> Amount:
         """Bytes of the gradients of so many bytes of weights; tables of stages are not copied in vain."""
@@ -271,8 +271,8 @@ def ledger(
                 "optimizer_step": temporaries,
             }
         else:
-            gone = terms["activations"] + terms["stage_inputs"] + stage.workspace
-            terms["optimizer_step"] = step_excess(temporaries, waits, gone)
+            freed = terms["activations"] + terms["stage_inputs"] + stage.workspace
+            terms["optimizer_step"] = step_excess(temporaries, waits, freed)
     return with_reserve(terms, context_bytes)
 
 
@@ -282,9 +282,9 @@ def with_reserve(terms: dict[str, Amount], context_bytes: float = 0) -> dict[str
     return terms | {"reserve": FRAGMENTATION_RESERVE * total(terms)} | context
 
 
-def step_excess(temporaries: Amount, waits: Amount, gone: Amount) -> Amount:
+def step_excess(temporaries: Amount, waits: Amount, freed: Amount) -> Amount:
     """Bytes that an optimizer's step needs with what waits meanwhile, above those of the passes before."""
-    return np.maximum(temporaries + waits - gone, 0.0)
+    return np.maximum(temporaries + waits - freed, 0.0)
 
 
 def total(terms: dict[str, Amount]) -> Any:

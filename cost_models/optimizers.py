@@ -90,7 +90,7 @@ _ALL = (
 OPTIMIZERS: dict[str, Optimizer] = {optimizer.name: optimizer for optimizer in _ALL}
 
 
-def optimizer_named(name: str) -> Optimizer:
+def find_optimizer(name: str) -> Optimizer:
     """The optimizer of that name. Raises UsageError, with the names there are."""
     try:
         return OPTIMIZERS[name]

@@ -1,4 +1,4 @@
-"""Options: what a user may ask for, each declared once, as a field with type, default, unit and help.
+"""Options of commands and of the Python API, each declared once: a field with type, default, unit and help.
 
 The fields of an `Options` are the keyword arguments of the Python API, the options of the command line
 (`pplan.cli.option_parameters` makes them) and, of a plan's, what its file says under `options`. They are
@@ -15,7 +15,7 @@ from typing import Any
 
 from . import arguments
 from .errors import UsageError
-from .typed_text import one_of, settings, whole_number
+from .option_readers import read_choice, read_settings, read_whole_number
 
 Check = Callable[[str, Any], Any]
 """Of a field's name and a value: the value as the field holds it. Raises UsageError."""
@@ -32,7 +32,7 @@ class Option:
     field's; one that begins with "no-" makes the field False. `words`: all that may be typed; `least`: the
     smallest whole number that may be; `read`: how texts are read that are not just words or numbers.
     `repeats`: it may be given several times. `default_text`: the default as it is typed, where that is not
-    the value itself.
+    the value itself. `old_flag`: another name of the option, of earlier versions.
     """
 
     check: Check
@@ -45,6 +45,7 @@ class Option:
     read: Read | None = None
     repeats: bool = False
     default_text: str | None = None
+    old_flag: str = ""
 
     @property
     def is_count(self) -> bool:
@@ -56,8 +57,8 @@ class Option:
         if self.read is not None:
             return self.read(typed, flag)
         if self.words:
-            return one_of(self.words)(typed, flag)
-        return typed if self.least is None else whole_number(self.least)(typed, flag)
+            return read_choice(self.words)(typed, flag)
+        return typed if self.least is None else read_whole_number(self.least)(typed, flag)
 
 
 def option(default: Any, check: Check, help: str = "", form: str | None = None, **more: Any) -> Any:
@@ -67,7 +68,7 @@ def option(default: Any, check: Check, help: str = "", form: str | None = None, 
 
 def settings_option(help: str, check: Check = arguments.settings) -> Any:
     """A field of keywords: of a factory, or keys of a configuration, typed one by one as --set NAME=VALUE."""
-    return option(None, check, help, "NAME=VALUE", flag="set", read=settings, repeats=True)
+    return option(None, check, help, "NAME=VALUE", flag="set", read=read_settings, repeats=True)
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,11 @@ class Options:
     """Fields made by `option`, checked when they are set. Raises UsageError."""
 
     def __post_init__(self) -> None:
-        for name, own in declared(type(self)).items():
+        for name, own in list_declarations(type(self)).items():
             object.__setattr__(self, name, own.check(name, getattr(self, name)))
 
 
-def declared(model: type[Options]) -> dict[str, Option]:
+def list_declarations(model: type[Options]) -> dict[str, Option]:
     """The declarations of a model's fields, by their names."""
     return {each.name: each.metadata["option"] for each in fields(model) if "option" in each.metadata}
 
@@ -97,7 +98,7 @@ def options_from(
     """
     owners: dict[str, type[Options]] = {}
     for model in models:
-        for name in declared(model):
+        for name in list_declarations(model):
             if takes is None or name in takes:
                 owners.setdefault(name, model)
     for name in values:
@@ -111,13 +112,13 @@ def options_from(
 def check_values(values: Mapping[str, Any], *models: type[Options]) -> None:
     """Each value by itself, of fields that one of the models has. Raises UsageError."""
     for model in models:
-        for name, own in declared(model).items():
+        for name, own in list_declarations(model).items():
             if name in values:
                 own.check(name, values[name])
 
 
 def unknown_option(name: str, names: list[str], of: str) -> UsageError:
-    """What to say of a name that is no option."""
+    """The error for a name that is no option."""
     near = difflib.get_close_matches(str(name), names, n=1)
     guess = f"Did you mean {near[0]}? " if near else ""
     return UsageError(f"{name}: is no option of {of}", f"{guess}There are: {', '.join(names)}.")

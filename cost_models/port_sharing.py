@@ -125,7 +125,7 @@ class Hop(NamedTuple):
     seconds: float
 
 
-class Reduced(NamedTuple):
+class AllReduceBytes(NamedTuple):
     """The bytes that an all-reduce over `ranks` adds up, so many `times` in a step; `before`: bytes of
     all-reduces that send as much as the ranks exchange earlier in the step. `key` names it to the caller."""
 
@@ -154,7 +154,7 @@ class PortSharing:
         return np.array(same, dtype=np.int64).tobytes()
 
 
-class PortSharings:
+class TopologyPorts:
     """Of the pipelines on a topology; what its ports carry is remembered."""
 
     def __init__(self, topology: Topology, routes: Routes | None = None) -> None:
@@ -165,7 +165,9 @@ class PortSharings:
         self._parts: dict[tuple[Ranks, Ranks], list[tuple[Port, float]]] = {}
         self._reduced: dict[Ranks, Loads] = {}
 
-    def of(self, ranks: Sequence[Ranks], hops: Sequence[Hop], reductions: Sequence[Reduced]) -> PortSharing:
+    def sharing(
+        self, ranks: Sequence[Ranks], hops: Sequence[Hop], reductions: Sequence[AllReduceBytes]
+    ) -> PortSharing:
         """`ranks`: by device of the program, those of its replicas."""
         links = np.full((len(ranks), len(ranks)), NONE, dtype=np.int64)
         seconds_by_port: defaultdict[Port, float] = defaultdict(float)
@@ -230,7 +232,7 @@ def end_on_ports(end: float, loads: Loads, free: Loads) -> float:
     return last
 
 
-def ends_reduced(ready: Sequence[float], seconds: Sequence[float], loads: dict[int, Loads]) -> list[float]:
+def all_reduce_ends(ready: Sequence[float], seconds: Sequence[float], loads: dict[int, Loads]) -> list[float]:
     """By stage, when its gradients are added up: `ready` when its last backward ends, `seconds` of its
     all-reduce by itself, `loads` of shared ports by stage. Whoever is ready first goes first."""
     ends = [begin + more for begin, more in zip(ready, seconds, strict=True)]

@@ -1,4 +1,4 @@
-"""In which numbers a model is trained: bytes of a weight, a gradient and a master weight, by name.
+"""The precision of training, by name: bytes of a weight, a gradient and a master weight.
 
 A profile says in which numbers the passes were measured; the precision says what training keeps besides. Of a
 profile in 16 bits, `mixed` keeps float32 master weights beside the 16-bit ones (Micikevicius et al., "Mixed
@@ -23,9 +23,9 @@ PRECISIONS = ("fp32", "mixed", "bf16")
 """The words of `precision`."""
 GRADIENT_DTYPES = ("fp32", "bf16", "fp16")
 """The words of `gradient_dtype`."""
-FUSED_STEPS = frozenset({"megatron", "megatron-bridge", "deepspeed"})
+FUSED_OPTIMIZER_RUNTIMES = frozenset({"megatron", "megatron-bridge", "deepspeed"})
 """Runtimes whose optimizers are fused kernels: Megatron-LM's and Apex' FusedAdam, DeepSpeed's FusedAdam."""
-ADDS_UP_IN_FLOAT32 = frozenset({"megatron", "megatron-bridge", "deepspeed"})
+FLOAT32_GRADIENT_RUNTIMES = frozenset({"megatron", "megatron-bridge", "deepspeed"})
 """Runtimes that add bfloat16 gradients up in float32: Megatron-LM with `--bf16` does so unless told otherwise
 (`megatron/training/arguments.py`), DeepSpeed's BF16_Optimizer keeps float32 gradients."""
 
@@ -50,8 +50,8 @@ class TrainingPrecision:
         return self.bytes.weight + self.bytes.gradient + optimizer.bytes_per_parameter(self.bytes)
 
     @property
-    def leaves_out(self) -> str | None:
-        """What training so is without, in words; None where nothing is missing."""
+    def limitation(self) -> str | None:
+        """A disadvantage of the precision, in words; None where it has none."""
         if self.name != "bf16":
             return None
         return (
@@ -76,21 +76,21 @@ def training_precision(
 
     "auto": `mixed` for 16 bits and for autocast, else as profiled. Gradients are by default in the dtype of
     the weights, but float32 where the weights are bfloat16 and the runtime adds up in float32
-    (`ADDS_UP_IN_FLOAT32`). Raises UsageError for words that are not known, and for a precision whose passes
-    are others than those profiled.
+    (`FLOAT32_GRADIENT_RUNTIMES`). Raises UsageError for unknown words, and for a precision whose passes are
+    not those that were profiled.
     """
     if dtype not in _DTYPES:
         raise UsageError(f"dtype {dtype!r} is unknown", f"Use one of: {', '.join(_DTYPES)}.")
     own = _DTYPES[dtype]
-    known_word("precision", precision, ("auto", *PRECISIONS), own)
-    known_word("gradient_dtype", gradient_dtype, ("auto", *GRADIENT_DTYPES), own)
+    check_word("precision", precision, ("auto", *PRECISIONS), own)
+    check_word("gradient_dtype", gradient_dtype, ("auto", *GRADIENT_DTYPES), own)
     autocast = amp is not None and own == "fp32"
     usual = "mixed" if autocast or own in ("fp16", "bf16") else own
     name = cast(PrecisionName, usual if precision == "auto" else precision)
     _check_passes(name, own, autocast, amp)
     gradient = cast(DtypeName, gradient_dtype)
     if gradient_dtype == "auto":
-        adds_up = name == "mixed" and own == "bf16" and runtime in ADDS_UP_IN_FLOAT32
+        adds_up = name == "mixed" and own == "bf16" and runtime in FLOAT32_GRADIENT_RUNTIMES
         gradient = "fp32" if adds_up else own
     _check_gradients(gradient, name, own, autocast)
     master = 4 if name == "mixed" and not autocast else 0
@@ -100,12 +100,12 @@ def training_precision(
 
 def step_kernels(device: str, runtime: str | None = None) -> StepKernels:
     """How the optimizer of a runtime (None: PyTorch's own) steps on such a device."""
-    if runtime in FUSED_STEPS:
+    if runtime in FUSED_OPTIMIZER_RUNTIMES:
         return "fused"
     return {"cpu": "for-loop", "cuda": "foreach", "analytic": "foreach"}.get(device, "fused")  # type: ignore[return-value]
 
 
-def known_word(field: str, word: str, words: tuple[str, ...], also: str = "") -> None:
+def check_word(field: str, word: str, words: tuple[str, ...], also: str = "") -> None:
     """Raises UsageError, with the nearest of the known words, unless the word is one of them, or `also`."""
     if word not in (*words, also):
         near = get_close_matches(word, words, n=1)

@@ -26,7 +26,7 @@ _LAST = "# As pplan wrote it, by the SHA-256 of the lines above: "
 _STEERS = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
-def sealed(text: str) -> str:
+def add_hash(text: str) -> str:
     """A document's JSON, indented by 1, with the hash of its content where it says what made it.
 
     Characters that a terminal would obey are escaped.
@@ -44,7 +44,7 @@ def escape_text(text: str) -> str:
     return text if text.isascii() and text.replace("\n", "").isprintable() else "".join(map(_escape, text))
 
 
-def sealed_lines(text: str) -> str:
+def add_line_hash(text: str) -> str:
     """A text in lines, with a comment of its hash behind it."""
     return f"{text}{_LAST}{hashlib.sha256(text.encode()).hexdigest()}\n"
 
@@ -62,7 +62,7 @@ def is_unchanged(text: str) -> bool:
         return False
 
 
-def is_about(text: str, about: Mapping[str, str]) -> bool:
+def matches_fields(text: str, about: Mapping[str, str]) -> bool:
     """Whether a document says this of what it is made for, as far as it says anything: `profile.file` is the
     key `file` of `profile`. A text that is no document says nothing."""
     for path, expected in about.items():
@@ -102,26 +102,28 @@ KINDS = {
     "plan": "prediction",
     "simulation": "bubble_rate_span",
     "frontier": "points",
+    "degrees": "combinations",
     FOR_A_RUNTIME: "step_seconds",
 }
 """A key at the top of a file that only files of this kind have, and those named before it."""
 _OTHER_KINDS = {"calibration": "corrections", "check": "cases", "sweep": "rows", "trace": "traceEvents"}
-"""The same of files that no verb takes for another."""
+"""The same for kinds of files that no command mistakes for another."""
 COSTS, SVG, TEXT = "table or graph of costs", "SVG drawing", "text"
 
 
-def kinds_of(content: dict[str, Any]) -> list[str]:
+def list_kinds(content: dict[str, Any]) -> list[str]:
     """The kinds that a document may be of, by its keys."""
     return [name for name, key in KINDS.items() if key in content]
 
 
 def detect_kind(text: str) -> str | None:
-    """Which of pplan's files this is, by the keys that only one kind has; None where they do not tell."""
+    """Which of pplan's files this is, by the keys that only one kind of file has; None where no key is one of
+    these."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return next(iter(kinds_of(content)), None) if isinstance(content, dict) else None
+    return next(iter(list_kinds(content)), None) if isinstance(content, dict) else None
 
 
 def file_kind(text: str) -> str:
@@ -171,7 +173,7 @@ def read_bytes(path: Path, kind: str) -> bytes:
         raise FileError(f"{path}: cannot be read: {why}", "Check the path and its rights.") from error
 
 
-def as_text(content: bytes, path: Path, kind: str) -> str:
+def decode_text(content: bytes, path: Path, kind: str) -> str:
     """The text of a file's content, in UTF-8 with or without a byte order mark. Raises FileError."""
     try:
         return content.decode("utf-8-sig")
@@ -183,10 +185,10 @@ def as_text(content: bytes, path: Path, kind: str) -> str:
 
 def read_text(path: Path, kind: str) -> str:
     """The text of a file. Raises FileError, with `kind` in the message."""
-    return as_text(read_bytes(path, kind), path, kind)
+    return decode_text(read_bytes(path, kind), path, kind)
 
 
-def check_place(path: Path, *, force: bool) -> None:
+def check_destination(path: Path, *, force: bool) -> None:
     """Raises FileError where a file may not be put at `path`.
 
     A link counts as existing also where it leads nowhere; what is no file (a folder, a device) is never
@@ -210,7 +212,7 @@ def write_whole(path: Path, text: str, *, force: bool) -> None:
     A link stays, and the file it leads to is written. Raises FileError where `path` exists and `force` is not
     given, or where the disk refuses.
     """
-    check_place(path, force=force)
+    check_destination(path, force=force)
     check_same_kind(path, file_kind(text))
     temporary = None
     try:

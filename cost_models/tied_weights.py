@@ -112,7 +112,7 @@ def ends_after_sums(ends: Floats, sums: Sequence[TiedSum]) -> Floats:
     return after
 
 
-def copied_bytes(tied: Sequence[TiedWeight], cut_points: Sequence[int], *, trainable: bool = False) -> Floats:
+def copy_bytes(tied: Sequence[TiedWeight], cut_points: Sequence[int], *, trainable: bool = False) -> Floats:
     """(n, n): bytes of the copies in the layers from cut point i to before cut point j; those of `trainable`
     weights alone."""
     points = np.array(cut_points)
@@ -123,7 +123,7 @@ def copied_bytes(tied: Sequence[TiedWeight], cut_points: Sequence[int], *, train
     return copies
 
 
-def copied_buffer_bytes(buffers: Sequence[SharedBuffer], cut_points: Sequence[int]) -> Floats:
+def buffer_copy_bytes(buffers: Sequence[SharedBuffer], cut_points: Sequence[int]) -> Floats:
     """(n, n): as `copied_bytes`, of buffers."""
     points = np.array(cut_points)
     copies = np.zeros((len(points),) * 2)

@@ -17,7 +17,7 @@ import numpy as np
 from .errors import UsageError
 from .schedules import Action, cached_program
 from .schedules.action import Program, linear_program
-from .simulator.action_costs import ActionCosts, lower_costs, statically_served
+from .simulator.action_costs import ActionCosts, has_static_link_order, lower_costs
 from .simulator.costs import Array, Costs
 from .simulator.dependencies import resolve_order
 from .simulator.engine import Engine, Run, run, run_many
@@ -56,7 +56,7 @@ def step_seconds(schedule: str | Program, costs: PipelineCosts | Costs, engine: 
         single = general if general.candidates is None else general.candidate(0)
         return np.array([_step(lower_costs(order, single), engine)])
     values = lower_costs(order, general)
-    if not (statically_served(values) and _ends_alone(values)):
+    if not (has_static_link_order(values) and _ends_alone(values)):
         singles = (general.candidate(index) for index in range(values.duration.shape[1]))
         return np.array([_step(lower_costs(order, single), engine) for single in singles])
     ends = run_many(values, engine)
@@ -69,24 +69,24 @@ def step_seconds(schedule: str | Program, costs: PipelineCosts | Costs, engine: 
     return latest
 
 
-def device_ends(program: Program, costs: Costs, engine: Engine = "auto") -> Array | None:
+def device_ends(program: Program, costs: Costs) -> Array | None:
     """(devices, candidates): when each device has run its last action, of many candidates; None where a link
     serves several devices, so that it is not known beforehand in which order."""
     values = lower_costs(resolve_order(program), costs)
-    return run_many(values, engine) if statically_served(values) else None
+    return run_many(values, "auto") if has_static_link_order(values) else None
 
 
 def runs_side_by_side(program: Program, costs: Costs) -> bool:
     """Whether `step_seconds` takes many such candidates in one pass, and not one after another."""
     values = lower_costs(resolve_order(program), costs if costs.candidates is None else costs.candidate(0))
-    return statically_served(values) and _ends_alone(values)
+    return has_static_link_order(values) and _ends_alone(values)
 
 
 def _cached_program(schedule: str, costs: PipelineCosts | Costs) -> Program:
     if isinstance(costs, Costs):
         raise UsageError(
             f"schedule {schedule} by name, with costs by device and chunk",
-            "Give the program: schedule_named(name).program(stages, micro_batches, virtual_stages).",
+            "Give the program: find_schedule(name).program(stages, micro_batches, virtual_stages).",
         )
     return cached_program(schedule, *costs.forward.shape[:2])
 
@@ -128,10 +128,10 @@ def _stage_ends(values: ActionCosts, ran: Run, reduced: Sequence[Reduction]) -> 
 def _ends_alone(values: ActionCosts) -> bool:
     """Whether each device's all-reduce simply follows its last action, and nothing goes on beside it."""
     program, costs = values.order.program, values.costs
-    straight_through = len(program.pipes) == 1 and program.parts == 1
-    if costs.tied and (costs.transfers != "overlapped" or not straight_through):
+    is_linear = len(program.pipes) == 1 and program.parts == 1
+    if costs.tied and (costs.transfers != "overlapped" or not is_linear):
         return False
-    alone = straight_through and costs.buckets == 1 and program.update_every is None
+    alone = is_linear and costs.buckets == 1 and program.update_every is None
     if costs.reduce_loads:
         return False
     # A device that blocks sends its last result while it reduces.

@@ -17,10 +17,10 @@ from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.memory import StageBytes, Training
 from ..cost_models.optimizers import Precision
-from ..cost_models.port_sharing import Hop, PortSharing, PortSharings, Reduced
+from ..cost_models.port_sharing import AllReduceBytes, Hop, PortSharing, TopologyPorts
 from ..cost_models.precision import training_precision
 from ..cost_models.schedules import Program, Schedule, StageSlot
-from ..cost_models.simulator.costs import Costs, recompute_shares, transfers_named
+from ..cost_models.simulator.costs import Costs, find_transfers, recompute_shares
 from ..cost_models.tied_weights import TiedSum, reduction_seconds, tied_sums
 from ..cost_models.topology import Device, Topology
 from .replica_exchange import (
@@ -158,11 +158,12 @@ class Assembly:
             reduce_loads=sharing.reduce_loads,
             port_seconds=sharing.port_seconds,
             tied=self.tied_sums,
-            transfers=transfers_named(self.transfers),
+            transfers=find_transfers(self.transfers),
         )
 
     def _accumulation(self, part: str) -> Floats:
-        """(devices, chunks, 1): what of the backward, or its `weight` part, the first one does not take."""
+        """(devices, chunks, 1): the part of the backward seconds (or of its `weight` part) that a step's
+        first backward does not take: it adds to no gradients."""
         return self.by_place(part) - self.by_place(f"first_{part}")
 
     def launch_seconds(self, name: str) -> Floats:
@@ -210,7 +211,9 @@ class Assembly:
             if here.device != there.device
         ]
         ranks = [tuple(own) for own in self.ranks]
-        return _ports(self.topology).of(ranks, hops, [*self._reductions(), *tied_exchanges(self.tied_sums)])
+        return _ports(self.topology).sharing(
+            ranks, hops, [*self._reductions(), *tied_exchanges(self.tied_sums)]
+        )
 
     @cached_property
     def tied_sums(self) -> tuple[TiedSum, ...]:
@@ -228,7 +231,7 @@ class Assembly:
             )
         )
 
-    def _reductions(self) -> Iterator[Reduced]:
+    def _reductions(self) -> Iterator[AllReduceBytes]:
         """What is added up, by part of the layers."""
         every = self.program.update_every
         times = 1 if every is None else self.program.micro_batches // every
@@ -241,10 +244,10 @@ class Assembly:
                 at_end = bytes_at_end(numbers[0], self.number_bytes, self.zero)
                 by_layer = bytes_by_layer(numbers[0], numbers[1], self.number_bytes, self.zero)
                 before = float(by_layer[0]) * self.program.micro_batches
-                yield Reduced(part, tuple(ranks), float(at_end[0]), times, before)
+                yield AllReduceBytes(part, tuple(ranks), float(at_end[0]), times, before)
 
     def _all_reduce(self) -> Floats | None:
-        """(devices, chunks): what of the all-reduce follows a place's last backward."""
+        """(devices, chunks): the seconds of the all-reduce that follow a slot's last backward."""
         seconds = np.zeros((self.program.devices, self.program.chunks))
         for place, part in self.program.parts_by_slot.items():
             ranks = self.part_ranks(part)
@@ -310,8 +313,8 @@ class Assembly:
 
 
 @lru_cache(maxsize=16)
-def _ports(topology: Topology) -> PortSharings:
-    return PortSharings(topology)
+def _ports(topology: Topology) -> TopologyPorts:
+    return TopologyPorts(topology)
 
 
 @lru_cache(maxsize=16)

@@ -14,8 +14,8 @@ import numpy as np
 
 from ..cost_models.collectives import all_reduce_seconds
 from ..cost_models.memory import Recompute
-from ..cost_models.quantities import counted
-from ..cost_models.schedules import schedule_named
+from ..cost_models.quantities import format_count
+from ..cost_models.schedules import find_schedule
 from ..cost_models.simulator.steady import steady_state
 from .assembly import Assembly
 from .candidate import Proposal, ScoredPlan
@@ -39,7 +39,7 @@ def assemble_endless(
     assembly, config = assemble(space, proposal, modes), proposal.config
     stages = len(proposal.ends)
     count = max(rounds * stages, 4 * config.micro_batches)
-    program = schedule_named(config.schedule).program(stages, count)
+    program = find_schedule(config.schedule).program(stages, count)
     return replace(assembly, program=replace(program, update_every=config.micro_batches))
 
 
@@ -74,7 +74,7 @@ def steady_bubble(space: Space, plan: ScoredPlan) -> float:
 def asynchronous_notes(plan: ScoredPlan) -> list[str]:
     """What a user must know before training so."""
     name, stages = plan.config.schedule, len(plan.proposal.ends)
-    schedule, count = schedule_named(name), max(plan.config.micro_batches, stages)
+    schedule, count = find_schedule(name), max(plan.config.micro_batches, stages)
     versions = [int(schedule.weight_versions(stage, stages, count)) for stage in range(stages)]
     stale = [schedule.staleness(stage, stages, count) for stage in range(stages)]
     return [
@@ -83,7 +83,7 @@ def asynchronous_notes(plan: ScoredPlan) -> list[str]:
         f"{'update' if set(stale) == {1} else 'updates'} late; "
         "training may need other learning rates",
         f"the step is what a further global batch takes in the steady state; filling "
-        f"{counted(stages, 'stage')} once is not counted",
+        f"{format_count(stages, 'stage')} once is not counted",
     ]
 
 

@@ -41,14 +41,14 @@ def balance(
     Raises UsageError for a cost that is negative or not finite, and InfeasibleError where the allowed cuts do
     not make so many stages.
     """
-    layers = _checked("costs", costs)
+    layers = _check_values("costs", costs)
     places = _places(len(layers), cut_after)
     _check_stages(stages, len(places) - 1, len(layers))
     work = np.concatenate([[0.0], np.cumsum(layers)])[places]
     if cut_costs is None:
         ends = _by_greed(work.tolist(), stages)
     else:
-        at_cuts = np.concatenate([[0.0], _checked("cut_costs", cut_costs), [0.0]])
+        at_cuts = np.concatenate([[0.0], _check_values("cut_costs", cut_costs), [0.0]])
         if len(at_cuts) != len(layers) + 1:
             raise UsageError(
                 f"{len(at_cuts) - 2} cut_costs for {len(layers)} layers", "Give one between each two layers."
@@ -80,7 +80,7 @@ def balance_table(cost: Callable[[int], Floats], stages: int) -> list[int]:
     return ends[::-1]
 
 
-def _checked(name: str, values: Sequence[float] | Floats) -> Floats:
+def _check_values(name: str, values: Sequence[float] | Floats) -> Floats:
     array = np.asarray(values, dtype=np.float64)
     bad = array[~(np.isfinite(array) & (array >= 0))]
     if bad.size:

@@ -1,4 +1,4 @@
-"""The sizes of a problem's global batch and micro-batches: what the options say, or the profile reaches."""
+"""The sizes of a problem's global batch and micro-batches: as the options ask, or as the profile allows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import isqrt
 
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
-from .pipeline_config import MOST_MICRO_BATCHES, some
+from .pipeline_config import MOST_MICRO_BATCHES, abbreviate
 
 SAMPLES_PER_DEVICE = 32
 """Of a global batch that is not requested: the same whatever sizes the profiling machine reached."""
@@ -53,15 +53,15 @@ class BatchSizes:
         if not sizes:
             raise UsageError(
                 f"mini_batch={batch}: no micro-batch size that the profile reaches makes it, in at most "
-                f"{MOST_MICRO_BATCHES} micro-batches (measured sizes: {some(measured)})",
+                f"{MOST_MICRO_BATCHES} micro-batches (measured sizes: {abbreviate(measured)})",
                 f"Use a multiple of {measured[-1]}, or measure more sizes with pplan profile.",
             )
         return sizes
 
     @property
     def _unit(self) -> int:
-        """What divides a global batch that is not requested: the micro-batches that are; with one measured
-        size what all devices share; else the devices."""
+        """The number that divides a global batch that was not requested: the micro-batches that are; with one
+        measured size what all devices share; else the devices."""
         alone = len(self.chain.sizes) == 1 and not self.chain.scales_with_samples
         return self.micro_batches or (self.chain.sizes[0] * self.max_replicas if alone else self.gpus)
 
@@ -91,7 +91,7 @@ class BatchSizes:
             fitting = [count for count in range(1, min(batch, MOST_MICRO_BATCHES) + 1) if batch % count == 0]
             raise UsageError(
                 f"micro_batches={micro_batches}: a global batch of {batch} does not divide into so many",
-                f"Use a divisor of {batch}: {some(fitting)}.",
+                f"Use a divisor of {batch}: {abbreviate(fitting)}.",
             )
         size = batch // micro_batches
         if len(self.chain.sizes) == 1 and not self._reaches_share(size, self.gpus):

@@ -1,4 +1,4 @@
-"""From costs and options to a plan: what is searched, what it is compared with, and what is said about it."""
+"""From costs and options to a plan file, with its comparisons, warnings and notes."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from ..cost_models.errors import DefectError, UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.machines.catalogue import is_gpu
 from ..cost_models.machines.topology_text import to_toml
-from ..cost_models.quantities import counted
+from ..cost_models.quantities import format_count
 from ..cost_models.topology import Topology
 from .alternatives import find_alternatives, score_baselines
 from .candidate import ScoredPlan
 from .coverage import describe_coverage, describe_search
 from .infeasible import no_plan_fits
-from .joint_search import JointSearchResult, find
+from .joint_search import JointSearchResult, find_best_plan
 from .mini_batch import choose_mini_batch
 from .plan_file import Plan
 from .plan_options import PlanOptions
 from .plan_records import TIE, Prediction, ProfileReference
-from .plan_simulation import of_same_layers
+from .plan_simulation import align_profiles
 from .plan_stages import bubble, list_prediction_limits, plan_recompute, plan_stages, shared_weights
 from .problem import Problem
 from .robust.resampling import estimate_interval
-from .scoring import assemble, written_order
+from .scoring import assemble, write_order
 from .search.branch_and_bound import SearchResult
 from .search.space import divide_batch
 
 
-def solve(
+def solve_problem(
     chain: Chain,
     topology: Topology,
     options: PlanOptions,
@@ -47,7 +47,7 @@ def solve(
     name in the topology. Raises UsageError for options that cannot be, InfeasibleError where nothing fits.
     """
     problem = build_problem(chain, topology, options, profile, profiles or {}).with_time_limit()
-    answer = find(problem)
+    answer = find_best_plan(problem)
     if answer.best is None:
         raise no_plan_fits(problem)
     return build_plan(problem, answer, model=model, profile=profile, notes=notes, warnings=warnings)
@@ -61,7 +61,7 @@ def build_problem(
     profiles: Mapping[str, Chain],
 ) -> Problem:
     """The problem. Raises UsageError, for profiles that are missing or of other layers, too."""
-    own = of_same_layers(chain, profiles)
+    own = align_profiles(chain, profiles)
     for kind in topology.kinds:
         if kind.profile is not None and kind.profile not in own:
             raise UsageError(
@@ -85,7 +85,7 @@ def build_plan(
     if best is None:
         raise no_plan_fits(problem)
     baselines, alternatives = score_baselines(problem, answer), find_alternatives(problem, answer)
-    plan = bare_plan(problem, best, answer.result, model=model, profile=profile)
+    plan = plan_without_comparison(problem, best, answer.result, model=model, profile=profile)
     own = list(list_prediction_limits(assemble(problem.space, best.proposal, best.recompute)))
     compared = {row.size for row in baselines if row.size is not None}
     compared |= {divide_batch(other.micro_batch_size, other.replicas) for other in alternatives}
@@ -94,13 +94,13 @@ def build_plan(
         update={
             "baselines": [row.record for row in baselines],
             "alternatives": alternatives,
-            "warnings": list(dict.fromkeys([*warnings, *list_warnings(problem), *own])),
+            "warnings": list(dict.fromkeys([*warnings, *list_problem_warnings(problem), *own])),
             "notes": list(dict.fromkeys([*notes, *_notes(problem), *others])),
         }
     )
 
 
-def bare_plan(
+def plan_without_comparison(
     problem: Problem, best: ScoredPlan, result: SearchResult, *, model: str, profile: ProfileReference
 ) -> Plan:
     """A candidate as a plan, without what it is compared with."""
@@ -113,7 +113,7 @@ def bare_plan(
         micro_batches=config.micro_batches,
         micro_batch_size=config.micro_batch_size,
         schedule=config.schedule,
-        order=written_order(best.proposal),
+        order=write_order(best.proposal),
         virtual_stages=config.virtual_stages,
         optimizer=problem.options.optimizer,
         precision=problem.precision.name,
@@ -174,8 +174,8 @@ def _bound(best: ScoredPlan, bound: float) -> float:
     return min(bound, best.step_seconds)
 
 
-def list_warnings(problem: Problem) -> list[str]:
-    """What the machine leaves unknown, and whether time, not counted work, ended the search."""
+def list_problem_warnings(problem: Problem) -> list[str]:
+    """Warnings about unknown figures of the machine, and about a search that the time limit ended."""
     warnings = []
     if problem.options.memory_limit is None:
         warnings += [
@@ -198,15 +198,16 @@ def _notes(problem: Problem) -> list[str]:
         for kind in problem.topology.kinds
         if kind.speed != 1
     ]
-    if problem.precision.leaves_out:
-        notes.append(problem.precision.leaves_out)
+    if problem.precision.limitation:
+        notes.append(problem.precision.limitation)
     most = problem.space.chain.max_stages
     if gpus > most and runtime is not None and runtime.replicas == "none":
         notes.append(
-            f"the allowed cuts make at most {counted(most, 'stage')}, fewer than {counted(gpus, 'GPU')}"
+            f"the allowed cuts make at most {format_count(most, 'stage')}, "
+            f"fewer than {format_count(gpus, 'GPU')}"
         )
     if problem.usable_gpus < gpus and runtime is not None:
-        usable = counted(problem.usable_gpus, "GPU")
+        usable = format_count(problem.usable_gpus, "GPU")
         notes.append(f"{runtime.name} is one process: it reaches the {usable} of one node")
     return notes
 

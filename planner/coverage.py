@@ -1,4 +1,4 @@
-"""Which plans a bound speaks of, those that are searched or all that there can be, and the same in words."""
+"""The plans for which a bound holds, searched ones or all possible ones, and their description in words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .batch_sizes import divisors
 from .candidate import Proposal
 from .other_placements import Shape, Symmetry
-from .pipeline_config import MODES, SEARCHED, STARTS_OF_ORDERS, SYNTHESIZED, Mode, some
+from .pipeline_config import MODES, SEARCHED, STARTS_OF_ORDERS, SYNTHESIZED, Mode, abbreviate
 from .problem import Problem
 from .search.branch_and_bound import SearchResult
 from .search.coarse import is_large
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 MOST_SHAPES = 64
-"""Choices of devices in an order that a plan's are compared with."""
+"""Choices of devices that are listed for an order, to find those of a plan."""
 
 
 def is_searched(problem: Problem, proposal: Proposal) -> bool:
@@ -30,7 +30,7 @@ def is_searched(problem: Problem, proposal: Proposal) -> bool:
     return any(proposal.devices in shapes for shapes in _shapes(problem, proposal))
 
 
-def as_searched(problem: Problem, proposal: Proposal) -> Proposal:
+def to_searched_devices(problem: Problem, proposal: Proposal) -> Proposal:
     """The same plan on devices that are alike, of those that the search looks at; else as it is."""
     if problem.gpus == 1 or is_searched(problem, proposal):
         return proposal
@@ -71,9 +71,9 @@ def _runs(family: Family, counts: Sequence[int], position: int = 0) -> Iterator[
 def describe_coverage(problem: Problem, result: SearchResult) -> str:
     """The plans that the bound of an answer holds for, in words."""
     if result.universal:
-        return _any_plan(problem, problem.proposable)
+        return _any_plan(problem, problem.allowed_schedules)
     words = describe_exact_search(problem, relaxed=is_large(problem.space, problem.families))
-    if others := problem.unsearched:
+    if others := problem.heuristic_schedules:
         return f"{words}; and {_any_plan(problem, others)}"
     return words
 
@@ -94,7 +94,7 @@ def describe_search(problem: Problem) -> str:
             describe_exact_search(problem)
             + f"; {', '.join(STARTS_OF_ORDERS)} and orders of their own: heuristic only"
         )
-    names = ", ".join(problem.unsearched)
+    names = ", ".join(problem.heuristic_schedules)
     return describe_exact_search(problem) + (f"; {names}: heuristic only" if names else "")
 
 
@@ -130,7 +130,7 @@ def describe_micro_batches(problem: Problem) -> str:
     between = [count for count in divisors(problem.mini_batch) if counts[0] <= count <= counts[-1]]
     if len(counts) > 2 and counts == between:
         return f"{counts[0]} to {counts[-1]} equal micro-batches"
-    return "1 micro-batch" if counts == [1] else f"{some(counts)} micro-batches"
+    return "1 micro-batch" if counts == [1] else f"{abbreviate(counts)} micro-batches"
 
 
 def describe_order(problem: Problem, *, any_order: bool = False) -> str:
@@ -164,7 +164,7 @@ def _describe_replicas(problem: Problem, *, any_count: bool) -> str:
         return "equal replicas"
     counts = problem.replica_sets[0]
     most = counts[-1]
-    return f"1 to {most} replicas each" if len(counts) == most else f"{some(counts)} replicas each"
+    return f"1 to {most} replicas each" if len(counts) == most else f"{abbreviate(counts)} replicas each"
 
 
 def _describe_mode(mode: Mode) -> str:

@@ -1,4 +1,4 @@
-"""What the options leave of the cuts of a chain."""
+"""The cuts of a chain that the options allow, and those that they ask for."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy.typing as npt
 
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
-from ..cost_models.quantities import counted
-from ..cost_models.runtime import runtime_named
+from ..cost_models.quantities import format_count
+from ..cost_models.runtime import find_runtime
 from .plan_options import CutLimits, PlanOptions
 
 
 def limit_cuts(chain: Chain, options: PlanOptions, *, untied_reason: str = "") -> tuple[Chain, CutLimits]:
-    """The chain without the cuts that the options forbid, and what else they ask. `untied_reason`: why it has
-    no cuts between the users of one weight. Raises UsageError."""
+    """The chain without the cuts that the options forbid, with the cuts and pins that they ask for.
+    `untied_reason`: why it has no cuts between the users of one weight. Raises UsageError."""
     cut_after = chain.cut_after.copy()
     for pattern in options.keep_together:
         matching = np.array([fnmatchcase(name, pattern) for name in chain.names])
@@ -89,13 +89,9 @@ def _no_such_layer(chain: Chain, field: str, name: str) -> UsageError:
 
 def check_layer_count(chain: Chain, gpus: int, options: PlanOptions) -> None:
     """Raises UsageError for more devices than layers, where the runtime has no replicas."""
-    if (
-        gpus > len(chain)
-        and options.runtime is not None
-        and runtime_named(options.runtime).replicas == "none"
-    ):
+    if gpus > len(chain) and options.runtime is not None and find_runtime(options.runtime).replicas == "none":
         raise UsageError(
-            f"gpus={gpus}: the model has {counted(len(chain), 'layer')}, and a stage needs at least one",
-            f"Use at most {counted(len(chain), 'GPU')} (its allowed cuts make "
-            f"{counted(chain.max_stages, 'stage')}).",
+            f"gpus={gpus}: the model has {format_count(len(chain), 'layer')}, and a stage needs at least one",
+            f"Use at most {format_count(len(chain), 'GPU')} (its allowed cuts make "
+            f"{format_count(chain.max_stages, 'stage')}).",
         )

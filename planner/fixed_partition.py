@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..cost_models.errors import UsageError
-from ..cost_models.quantities import counted, format_bytes
-from ..cost_models.schedules import schedule_named
+from ..cost_models.quantities import format_bytes, format_count
+from ..cost_models.schedules import find_schedule
 from ..cost_models.timeline import step_seconds
 from .assembly import Assembly
-from .build_plan import bare_plan, list_warnings
+from .build_plan import list_problem_warnings, plan_without_comparison
 from .candidate import Proposal, ScoredPlan
 from .pipeline_config import PipelineConfig
 from .plan_file import FIXED_PARTITION, Plan
@@ -43,7 +43,7 @@ class FixedPartition:
         """
         own = replace(config, virtual_stages=self.virtual_stages)
         devices = len(self.ends) // self.virtual_stages
-        program = schedule_named(own.schedule).program(devices, own.micro_batches, own.virtual_stages)
+        program = find_schedule(own.schedule).program(devices, own.micro_batches, own.virtual_stages)
         ranks = [
             tuple(range(place.device * self.replicas, (place.device + 1) * self.replicas))
             for place in program.pipes[0]
@@ -69,7 +69,7 @@ def plan_partition(
     """
     if partition.gpus > problem.gpus:
         raise UsageError(
-            f"gpus={problem.gpus}: the partition takes {counted(partition.gpus, 'GPU')}",
+            f"gpus={problem.gpus}: the partition takes {format_count(partition.gpus, 'GPU')}",
             f"Give as many: gpus={partition.gpus}",
         )
     _check_cuts(problem, partition)
@@ -78,14 +78,16 @@ def plan_partition(
     lacking: list[str] = []
     if best is None:
         best, lacking = _too_large(problem, proposals)
-    schedules = dict.fromkeys((*problem.proposable, best.config.schedule))
+    schedules = dict.fromkeys((*problem.allowed_schedules, best.config.schedule))
     bound = universal_bound(problem, schedules, best.step_seconds)
     result = SearchResult(
         best=best, bound_seconds=bound, root_bound_seconds=bound, exact=False, universal=True
     )
-    plan = bare_plan(problem, best, result, model=model, profile=profile)
+    plan = plan_without_comparison(problem, best, result, model=model, profile=profile)
     assembly = assemble(problem.space, best.proposal, best.recompute)
-    texts = dict.fromkeys([*lacking, *warnings, *list_warnings(problem), *list_prediction_limits(assembly)])
+    texts = dict.fromkeys(
+        [*lacking, *warnings, *list_problem_warnings(problem), *list_prediction_limits(assembly)]
+    )
     all_notes = list(dict.fromkeys(notes))
     return plan.model_copy(update={"searched": FIXED_PARTITION, "warnings": list(texts), "notes": all_notes})
 

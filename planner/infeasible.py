@@ -17,14 +17,14 @@ from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.memory import Recompute
 from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.quantities import format_bytes
-from ..cost_models.schedules import schedule_named
+from ..cost_models.schedules import find_schedule
 from .balance import balance_table
 from .candidate import ScoredPlan
-from .joint_search import BEST, find, plan_with
+from .joint_search import BEST, find_best_plan, plan_with
 from .pipeline_config import SEARCHED, PipelineConfig
 from .plan_options import PlanOptions
 from .plan_stages import run_in_words
-from .planners import planner_named
+from .planners import find_planner
 from .problem import Problem
 from .search.pipelines import stage_modes
 from .search.replica_group import ReplicaGroupCosts
@@ -35,7 +35,7 @@ SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Tightest:
+class TightestStage:
     """The stage that needs most, of the plan that needs least: cut points `start` to `end`, on `replicas`
     devices."""
 
@@ -53,7 +53,7 @@ class Tightest:
 
 def no_plan_fits(problem: Problem) -> InfeasibleError:
     """The error for a problem without a plan that fits."""
-    tightest, limited = least_memory(problem), problem.space.limit(range(problem.gpus)) < inf
+    tightest, limited = find_smallest_plan(problem), problem.space.limit(range(problem.gpus)) < inf
     others = _solve_with(problem, replace(problem.options, planner=BEST))
     if problem.options.planner != BEST and (others is not None or not limited):
         return _no_plan_of_planner(problem, others)
@@ -91,7 +91,7 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
     return InfeasibleError(what, "What would fit: " + "; or ".join(changes) + ".", details)
 
 
-def _details(tightest: Tightest, first: str, last: str) -> dict[str, Any]:
+def _details(tightest: TightestStage, first: str, last: str) -> dict[str, Any]:
     """Of the stage that is too large, as JSON says it."""
     return {
         "stage": {
@@ -109,18 +109,18 @@ def _details(tightest: Tightest, first: str, last: str) -> dict[str, Any]:
 
 
 def _of_searched(problem: Problem) -> str:
-    """Of the schedules that are not searched only some plans were looked at."""
+    """Says that only some plans of heuristic schedules were tried."""
     searched = [name for name in problem.schedules if name in SEARCHED]
-    return f" of {' or '.join(searched)}" if problem.unsearched else ""
+    return f" of {' or '.join(searched)}" if problem.heuristic_schedules else ""
 
 
 def _none_left(problem: Problem) -> str:
-    if problem.unsearched and any(config.schedule in SEARCHED for config in problem.configs):
+    if problem.heuristic_schedules and any(config.schedule in SEARCHED for config in problem.configs):
         return f"no plan{_of_searched(problem)} is allowed by these options, whatever the memory"
     if any(config.schedule in SEARCHED for config in problem.configs):
         return "no plan is allowed by these options, whatever the memory"
     names = ", ".join(problem.schedules)
-    return f"no plan under {names} was found for these options, whatever the memory; not all are looked at"
+    return f"no plan under {names} was found for these options, whatever the memory; not all were tried"
 
 
 def _narrowing(options: PlanOptions) -> list[str]:
@@ -147,7 +147,7 @@ def _either_field(fields: list[str]) -> str:
 def _no_plan_of_planner(problem: Problem, others: ScoredPlan | None) -> InfeasibleError:
     """Of a named planner, which may know why; others may have a plan."""
     planner = problem.options.planner
-    why = plan_with(planner_named(planner), problem)
+    why = plan_with(find_planner(planner), problem)
     hint = "Nor is there any other plan: check the options."
     if others is not None:
         hint = f"Without `planner` there is one: {run_in_words(others)}."
@@ -165,13 +165,13 @@ def _no_plan_of_schedule(problem: Problem) -> InfeasibleError:
     )
 
 
-def _in_words(tightest: Tightest) -> str:
+def _in_words(tightest: TightestStage) -> str:
     config = tightest.config
     mode = tightest.recompute.replace("_", " ")
     return f"{config.micro_batches} x {config.micro_batch_size}, {config.schedule}, recompute {mode}"
 
 
-def least_memory(problem: Problem) -> Tightest | None:
+def find_smallest_plan(problem: Problem) -> TightestStage | None:
     """The plan with as many replicas of every stage whose largest stage is smallest; None where no plan is
     allowed whatever the memory."""
     plans = (
@@ -194,7 +194,7 @@ def _replicas(problem: Problem, config: PipelineConfig, stages: int) -> list[int
     return sorted({1, shared[-1]}) if shared else []
 
 
-def _changes(problem: Problem, tightest: Tightest) -> list[str]:
+def _changes(problem: Problem, tightest: TightestStage) -> list[str]:
     """Single changes with which a plan was found, the cheapest for the user first."""
     changes = _other_runs(problem)
     changes += [f"optimizer={name!r}" for name in _lighter_optimizers(problem)]
@@ -254,7 +254,7 @@ def _solve_with(problem: Problem, options: PlanOptions) -> ScoredPlan | None:
 def _solve_quickly(problem: Problem) -> ScoredPlan | None:
     """The plan that solving finds, in a short time."""
     short = replace(problem.options, time_limit=SECONDS)
-    return find(replace(problem, options=short), planners=()).best
+    return find_best_plan(replace(problem, options=short), planners=()).best
 
 
 def _with_memory(problem: Problem, size: float) -> Problem:
@@ -292,11 +292,11 @@ def _more_gpus(problem: Problem, limit: int) -> int | None:
     return None
 
 
-def _tightest(space: Space, config: PipelineConfig, stages: int, replicas: int) -> Tightest | None:
+def _tightest(space: Space, config: PipelineConfig, stages: int, replicas: int) -> TightestStage | None:
     """The plan of so many stages that needs least; None where no such plan is allowed whatever the memory."""
     if replicas > config.micro_batch_size or not space.fits_someone(config.micro_batch_size, replicas):
         return None
-    schedule = schedule_named(config.schedule)
+    schedule = find_schedule(config.schedule)
     group = space.replica_group(config.micro_batch_size, range(replicas))
     mode = stage_modes(config)[-1]
     in_flight = [schedule.in_flight(stage, stages, config.micro_batches) for stage in range(stages)]
@@ -310,7 +310,7 @@ def _tightest(space: Space, config: PipelineConfig, stages: int, replicas: int) 
     stage = int(np.argmax(excess))
     ledger = _ledger(group, starts[stage], ends[stage], in_flight[stage], mode)
     limit = group.limit if np.isfinite(group.limit) else 0
-    return Tightest(
+    return TightestStage(
         config,
         mode,
         replicas,

@@ -13,13 +13,13 @@ from math import inf
 
 from ..cost_models.errors import DefectError, UsageError
 from .candidate import Proposal, ScoredPlan
-from .coverage import as_searched, is_searched
-from .other_placements import along_other_orders, reassign
-from .other_schedules import transplant
+from .coverage import is_searched, to_searched_devices
+from .other_placements import reassign, search_other_orders
+from .other_schedules import propose_other_schedules
 from .pipeline_config import SEARCHED, SYNTHESIZED
 from .plan_records import TIE
-from .planners import PLANNERS, planner_named
-from .planners.base import Planner, refusal
+from .planners import PLANNERS, find_planner
+from .planners.base import Planner, refusal_reason
 from .problem import INTERLEAVED, Problem
 from .scoring import fastest
 from .search.branch_and_bound import SearchResult, search
@@ -30,22 +30,23 @@ from .synthesis.synthesize import synthesize
 from .universal_bound import universal_bound
 
 SEARCH_SHARE = 0.6
-"""Of the work that the time limit stands for, what the search may do; the rest is for what is not counted."""
+"""Share of the time limit's work that the search may do; the rest is for work that is not counted."""
 BEST = "best"
 COSTLY = ("pipedream", "pipedream-published", "dapple", "alpa", "interleaved")
-"""Planners that search themselves: where the problem is not small, they are asked after the joint search."""
+"""Planners that search themselves: unless the problem is small, they run after the joint search."""
 SIMPLE = ("one-gpu", "data-parallel", "even")
-"""Planners that are asked whatever the time."""
+"""Planners that run even when the time limit is reached."""
 OUT_OF_TIME = "the time limit was reached before it made a plan"
 PLANNER_SHARE = 0.2
-"""Of the time that is left, what the proposals of one planner may take."""
+"""Share of the remaining time that the proposals of one planner may take."""
 SMALL = 1_000
-"""Devices times blocks between cuts."""
+"""Devices times blocks between cuts, up to which a problem is small."""
 
 
 @dataclass(frozen=True)
 class JointSearchResult:
-    """The best plan and what was proven; `by_planner`: what each named planner came to, or why to nothing."""
+    """The best plan and what was proven; `by_planner`: the best plan of each named planner, or why it has
+    none."""
 
     result: SearchResult
     by_planner: Mapping[str, ScoredPlan | str]
@@ -56,51 +57,53 @@ class JointSearchResult:
         return self.result.best
 
 
-def find(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> JointSearchResult:
+def find_best_plan(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> JointSearchResult:
     """The best plan of the problem, or of the planner that it names, and the bound on all plans.
 
-    No plan of `planners` is faster, of the schedules that are in the running. Raises UsageError for an
+    No plan that the `planners` propose under an allowed schedule is faster. Raises UsageError for an
     unknown planner.
     """
     planner = problem.options.planner
     if planner != BEST:
-        plan = plan_with(planner_named(planner), problem)
+        plan = plan_with(find_planner(planner), problem)
         own = {planner: plan}
         best = plan if isinstance(plan, ScoredPlan) else None
         return JointSearchResult(with_bound(problem, best, run_search(problem, _plans(own))), own)
-    quick = is_small(problem)
+    quick = is_small_problem(problem)
     large = is_large(problem.space, problem.families)
     first = [name for name in planners if quick or (name in SIMPLE if large else name not in COSTLY)]
-    by_planner = {name: plan_with(planner_named(name), _opened_to(name, problem)) for name in first}
-    result = joint_search(problem, _running(problem, by_planner))
+    by_planner = {name: plan_with(find_planner(name), _problem_for_planner(name, problem)) for name in first}
+    result = joint_search(problem, _allowed_plans(problem, by_planner))
     others = [name for name in planners if name not in first]
     if others:
-        by_planner |= {name: plan_with(planner_named(name), _opened_to(name, problem)) for name in others}
-        result = _with(problem, result, _running(problem, by_planner))
+        by_planner |= {
+            name: plan_with(find_planner(name), _problem_for_planner(name, problem)) for name in others
+        }
+        result = _faster_of(problem, result, _allowed_plans(problem, by_planner))
     if not result.exact:
-        result = _with(problem, result, _on_fewer(problem))
-    if result.best is not None and (other := along_other_orders(problem, result.best)) is not None:
+        result = _faster_of(problem, result, _plans_on_fewer_devices(problem))
+    if result.best is not None and (other := search_other_orders(problem, result.best)) is not None:
         moved = _on_other_devices(problem, [other])
-        result = _with(problem, result, [other] if moved is None else [other, moved])
+        result = _faster_of(problem, result, [other] if moved is None else [other, moved])
     if problem.options.schedule == SYNTHESIZED:
-        result = _with(problem, result, synthesize(problem, result.best))
+        result = _faster_of(problem, result, synthesize(problem, result.best))
     return JointSearchResult(result, by_planner)
 
 
-def _opened_to(planner: str, problem: Problem) -> Problem:
-    """The problem as a planner is asked: the one of interleaved pipelines for its own, also where they are
-    not in the running."""
+def _problem_for_planner(planner: str, problem: Problem) -> Problem:
+    """The problem that a planner is given: interleaved pipelines are allowed for their own planner, also
+    where the options exclude them."""
     if planner != INTERLEAVED:
         return problem
     return replace(problem, options=replace(problem.options, planner=planner, robust=False))
 
 
-def _running(problem: Problem, by_planner: Mapping[str, ScoredPlan | str]) -> list[ScoredPlan]:
-    """The plans that may be the answer."""
-    return [plan for plan in _plans(by_planner) if plan.config.schedule in problem.proposable]
+def _allowed_plans(problem: Problem, by_planner: Mapping[str, ScoredPlan | str]) -> list[ScoredPlan]:
+    """The plans whose schedules the options allow."""
+    return [plan for plan in _plans(by_planner) if plan.config.schedule in problem.allowed_schedules]
 
 
-def _on_fewer(problem: Problem) -> list[ScoredPlan]:
+def _plans_on_fewer_devices(problem: Problem) -> list[ScoredPlan]:
     """The best plan on the largest power of two of devices below all of them: more devices may not make the
     answer worse, also where it is not proven."""
     if problem.gpus == 1 or problem.options.use_all or is_large(problem.space, problem.families):
@@ -113,14 +116,14 @@ def _on_fewer(problem: Problem) -> list[ScoredPlan]:
         fewer = replace(problem, topology=problem.topology.with_gpus(gpus), options=options)
     except UsageError:
         return []  # so few cannot have what is requested
-    best = find(fewer).best
+    best = find_best_plan(fewer).best
     if best is None or not problem.allows(best.proposal):
         return []
     resolved = fastest(problem.space, [best.proposal])
     return [] if resolved is None else [resolved]
 
 
-def is_small(problem: Problem) -> bool:
+def is_small_problem(problem: Problem) -> bool:
     """Whether there is time to ask every planner, and to solve again for every runtime."""
     return problem.gpus * problem.space.chain.max_stages <= SMALL
 
@@ -129,7 +132,7 @@ def _plans(by_planner: Mapping[str, ScoredPlan | str]) -> list[ScoredPlan]:
     return [plan for plan in by_planner.values() if isinstance(plan, ScoredPlan)]
 
 
-def _with(problem: Problem, result: SearchResult, plans: Iterable[ScoredPlan]) -> SearchResult:
+def _faster_of(problem: Problem, result: SearchResult, plans: Iterable[ScoredPlan]) -> SearchResult:
     """The answer, unless one of the plans is faster: then that, with the bound that holds for it."""
     best = min(plans, key=lambda plan: plan.step_seconds, default=None)
     if best is None or (result.best is not None and result.best.step_seconds <= best.step_seconds):
@@ -154,11 +157,11 @@ def plan_with(planner: Planner, problem: Problem) -> ScoredPlan | str:
         if not proposals:
             return OUT_OF_TIME
     if not proposals:
-        return refusal(planner, problem)
-    return fastest(problem.space, proposals, budget=budget) or _unfit(problem.space)
+        return refusal_reason(planner, problem)
+    return fastest(problem.space, proposals, budget=budget) or _misfit_reason(problem.space)
 
 
-def _unfit(space: Space) -> str:
+def _misfit_reason(space: Space) -> str:
     if space.runtime is not None and space.runtime.trains_every_stage:
         return "does not fit, or a stage has nothing to train, which the runtime asks of every stage"
     return "does not fit"
@@ -167,10 +170,12 @@ def _unfit(space: Space) -> str:
 def joint_search(problem: Problem, seeds: Iterable[ScoredPlan] = ()) -> SearchResult:
     """The joint search from these plans, and from them on other devices; of schedules that it does not
     search, plans that are made of its own. With a bound on all of them."""
-    seeds = [_as_searched(problem, seed) for seed in seeds]
+    seeds = [_to_searched_devices(problem, seed) for seed in seeds]
     result = run_search(problem, seeds)
     others = _on_other_devices(problem, [*seeds, *([] if result.best is None else [result.best])])
-    transplanted = fastest(problem.space, transplant(problem, problem.unsearched, result.best))
+    transplanted = fastest(
+        problem.space, propose_other_schedules(problem, problem.heuristic_schedules, result.best)
+    )
     more = [plan for plan in (others, transplanted) if plan is not None]
     # Among equals the one of the searched space.
     best = result.best
@@ -186,9 +191,9 @@ def _on_other_devices(problem: Problem, plans: Sequence[ScoredPlan]) -> ScoredPl
     return fastest(problem.space, reassign(problem, plans, limit), limit * (1 - TIE))
 
 
-def _as_searched(problem: Problem, plan: ScoredPlan) -> ScoredPlan:
+def _to_searched_devices(problem: Problem, plan: ScoredPlan) -> ScoredPlan:
     """The plan on devices that the search looks at, where some are like its own."""
-    return replace(plan, proposal=as_searched(problem, plan.proposal))
+    return replace(plan, proposal=to_searched_devices(problem, plan.proposal))
 
 
 def with_bound(problem: Problem, best: ScoredPlan | None, result: SearchResult) -> SearchResult:
@@ -198,13 +203,13 @@ def with_bound(problem: Problem, best: ScoredPlan | None, result: SearchResult) 
     """
     if best is None:
         return replace(result, best=None, exact=result.exact and result.bound_seconds == inf)
-    best = _as_searched(problem, best)
-    step, own = best.step_seconds, problem.unsearched
+    best = _to_searched_devices(problem, best)
+    step, own = best.step_seconds, problem.heuristic_schedules
     name = best.config.schedule
     inside = is_searched(problem, best.proposal) or (name not in SEARCHED and problem.may_run(name))
     bound, universal = result.bound_seconds, result.universal or not inside or not problem.families
     if universal:
-        bound = universal_bound(problem, problem.proposable, step)
+        bound = universal_bound(problem, problem.allowed_schedules, step)
     elif own:
         bound = min(bound, universal_bound(problem, own, step))
     if bound > step * (1 + TIE):

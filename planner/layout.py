@@ -1,4 +1,4 @@
-"""Where the layers of a plan are computed: as it stands, or under another schedule, with other numbers."""
+"""The stages and devices of a plan in a simulation: its own, or those under overrides."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain, list_cut_points
 from ..cost_models.machines.topology_file import TopologyFile, parse_topology
-from ..cost_models.runtime import runtime_named
-from ..cost_models.schedules import Program, Schedule, schedule_named
+from ..cost_models.runtime import find_runtime
+from ..cost_models.schedules import Program, Schedule, find_schedule
 from .balance import balance
 from .overrides import Overrides
-from .pipeline_config import MOST_MICRO_BATCHES, some
+from .pipeline_config import MOST_MICRO_BATCHES, abbreviate
 from .plan_file import Plan
 
 
-def devices_needed(plan: Plan, overrides: Overrides) -> int:
+def count_devices(plan: Plan, overrides: Overrides) -> int:
     """How many devices the topology must have."""
     used = 1 + max(device for stage in plan.stages for device in stage.devices)
     stages = overrides.stages or len(plan.stages) // plan.virtual_stages
@@ -47,7 +47,7 @@ class Layout:
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule that is simulated."""
-        return schedule_named(self.overrides.schedule or self.plan.schedule)
+        return find_schedule(self.overrides.schedule or self.plan.schedule)
 
     @cached_property
     def virtual_stages(self) -> int:
@@ -95,7 +95,7 @@ class Layout:
             fitting = [parts for parts in range(1, min(batch, MOST_MICRO_BATCHES) + 1) if batch % parts == 0]
             raise UsageError(
                 f"micro-batches {count}: a global batch of {batch} does not divide into so many",
-                f"Use a divisor of {batch}: {some(fitting)}.",
+                f"Use a divisor of {batch}: {abbreviate(fitting)}.",
             )
         return batch // count
 
@@ -152,7 +152,7 @@ class Layout:
     @cached_property
     def launches(self) -> bool:
         """Whether one process launches the work of all stages."""
-        runtime = None if self.plan.runtime is None else runtime_named(self.plan.runtime)
+        runtime = None if self.plan.runtime is None else find_runtime(self.plan.runtime)
         return runtime is not None and runtime.one_process and runtime.runs(self.schedule.name)
 
     @cached_property

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations, groupby, islice, permutations
 from math import inf
 
-from ..cost_models.schedules import schedule_named
+from ..cost_models.schedules import find_schedule
 from ..cost_models.topology import Topology
 from .candidate import Proposal, ScoredPlan
 from .pipeline_config import SEARCHED
@@ -80,7 +80,7 @@ class Symmetry:
 
 
 FEW = 8
-"""Devices of which all assignments are looked at."""
+"""Up to so many devices all assignments are tried."""
 SHAPES = 2
 """Plans whose stages are given other devices."""
 MOST_ASSIGNMENTS = 40_320
@@ -110,7 +110,7 @@ def reassign(problem: Problem, plans: Iterable[ScoredPlan], limit: float = inf) 
                 yield changed
 
 
-def along_other_orders(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
+def search_other_orders(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
     """A faster plan of the best one's schedule, where a short search along other orders of few devices finds
     one."""
     topology = problem.topology
@@ -145,7 +145,7 @@ def _assignments(space: Space, proposal: Proposal, limit: float) -> Iterator[Sha
     topology = space.topology
     if topology.gpus <= FEW:
         leaves = _Feasibility(narrow_space(space, proposal.ends), proposal, limit)
-        yield from _all_assignments(topology, proposal.replicas, leaves if leaves.is_judged else None)
+        yield from _all_assignments(topology, proposal.replicas, leaves if leaves.knows_memory else None)
     else:
         for order in _orders(topology):
             ranks = iter(order)
@@ -161,7 +161,7 @@ class _Feasibility:
     limit: float
 
     @property
-    def is_judged(self) -> bool:
+    def knows_memory(self) -> bool:
         """Whether the schedule is one of which `__call__` knows the memory."""
         return self.proposal.config.schedule in SEARCHED
 
@@ -169,7 +169,7 @@ class _Feasibility:
         """Of the devices of the first stages, the last of which fits and, between the first forward that it
         waits for and the backward that waits for it, computes all micro-batches."""
         stage, config = len(shape) - 1, self.proposal.config
-        schedule, stages = schedule_named(config.schedule), len(self.proposal.ends)
+        schedule, stages = find_schedule(config.schedule), len(self.proposal.ends)
         in_flight = schedule.in_flight(stage, stages, config.micro_batches)
         group = self.space.replica_group(config.micro_batch_size, shape[-1])
         if cheapest_mode(group, config, stage, stage + 1, in_flight) is None:

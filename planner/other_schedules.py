@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ..cost_models.errors import UsageError
-from ..cost_models.schedules import schedule_named
+from ..cost_models.schedules import find_schedule
 from .balance import balance
 from .candidate import Proposal, ScoredPlan, linear_pipeline
 from .pipeline_config import PipelineConfig
@@ -15,13 +15,15 @@ from .planners.base import add_counts, work_seconds
 from .problem import Problem
 
 
-def transplant(problem: Problem, schedules: Iterable[str], best: ScoredPlan | None) -> Iterator[Proposal]:
+def propose_other_schedules(
+    problem: Problem, schedules: Iterable[str], best: ScoredPlan | None
+) -> Iterator[Proposal]:
     """The shape of the best plan, and of balanced ones, under other schedules with one stage a device; and
     balanced ones with as many as a schedule is made for."""
     own = [config for config in problem.configs if config.schedule in set(schedules)]
-    straight_ones = [s for s in own if schedule_named(s.schedule).default_virtual_stages == 1]
+    linear_configs = [s for s in own if find_schedule(s.schedule).default_virtual_stages == 1]
     shapes: list[Proposal] = [] if best is None else [best.proposal]
-    for config in straight_ones:
+    for config in linear_configs:
         for shape in (*shapes, *_balanced(problem, config.micro_batch_size, best)):
             proposal = replace(shape, config=config)
             if problem.allows(proposal):
@@ -32,7 +34,7 @@ def transplant(problem: Problem, schedules: Iterable[str], best: ScoredPlan | No
 
 def _in_parts(problem: Problem, config: PipelineConfig) -> Iterator[Proposal]:
     """Balanced pipelines with several parts of the layers on each device, where the schedule has them so."""
-    space, schedule = problem.space, schedule_named(config.schedule)
+    space, schedule = problem.space, find_schedule(config.schedule)
     parts = schedule.default_virtual_stages
     if parts == 1 or config.virtual_stages > 1 or not space.fits_someone(config.micro_batch_size, 1):
         return

@@ -60,7 +60,7 @@ def pipeline_configs(
     ]
 
 
-def some(values: Sequence[int]) -> str:
+def abbreviate(values: Sequence[int]) -> str:
     """The values in words, the first twelve and the last of many."""
     text = ", ".join(str(value) for value in values[:12])
     return text if len(values) <= 12 else f"{text}, … {values[-1]}"

@@ -19,7 +19,7 @@ from ..cost_models.document import (
     ZeroStage,
 )
 from ..cost_models.errors import UsageError
-from ..cost_models.option_fields import declared
+from ..cost_models.option_fields import list_declarations
 from ..cost_models.precision import DtypeName, PrecisionName, TrainingPrecision, training_precision
 from ..cost_models.quantities import MOST_DEVICES
 from ..cost_models.schedules import PUBLISHED
@@ -48,7 +48,7 @@ def _read_options(value: Any) -> Any:
     if str(value.get("schedule", "")).endswith(SUFFIX):
         raise ValueError("schedule: a plan's file names a schedule, and opens no other file")
     try:
-        return PlanOptions(**{name: value[name] for name in declared(PlanOptions) if name in value})
+        return PlanOptions(**{name: value[name] for name in list_declarations(PlanOptions) if name in value})
     except UsageError as error:
         raise ValueError(error.what) from error
 
@@ -162,12 +162,12 @@ class Plan(Document):
         return self.options
 
     @property
-    def was_given(self) -> bool:
+    def is_fixed_partition(self) -> bool:
         """Whether its partition is another tool's, and it is compared with no other."""
         return self.searched == FIXED_PARTITION
 
     @property
-    def trained(self) -> TrainingPrecision:
+    def training_precision(self) -> TrainingPrecision:
         """In which numbers the weights are trained."""
         return training_precision(
             self.profile.dtype,
@@ -216,7 +216,7 @@ def _check_precision(plan: Plan) -> None:
     """The precision is one that the profile's passes are of."""
     if plan.precision is not None:
         try:
-            plan.trained  # noqa: B018  raises
+            plan.training_precision  # noqa: B018  raises
         except UsageError as error:
             raise ValueError(error.what) from error
 

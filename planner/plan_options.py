@@ -1,4 +1,4 @@
-"""The options that say what the user asks of a plan."""
+"""The options of a plan."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.option_fields import Options, option
-from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS, ZERO_STAGES, known_word
+from ..cost_models.option_readers import read_choice, read_number_or_auto
+from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS, ZERO_STAGES, check_word
 from ..cost_models.quantities import MOST_MINI_BATCH, parse_seconds
-from ..cost_models.runtime import RUNTIMES, runtime_named
+from ..cost_models.runtime import RUNTIMES, find_runtime
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.schedules.registration import schedule_word
-from ..cost_models.typed_text import number_or_auto, one_of
 from .pipeline_config import MODES, MOST_MICRO_BATCHES, SYNTHESIZED
 
 ASYNCHRONOUS = tuple(name for name, schedule in SCHEDULES.items() if not schedule.synchronous)
@@ -68,7 +68,7 @@ def _recompute(name: str, value: Any) -> str:
 
 
 def _read_recompute(text: str, name: str) -> str:
-    return one_of(("never", "always", "except-last", "auto"))(text, name).replace("-", "_")
+    return read_choice(("never", "always", "except-last", "auto"))(text, name).replace("-", "_")
 
 
 def read_pins(texts: Sequence[str], name: str) -> tuple[tuple[str, int], ...]:
@@ -85,7 +85,7 @@ def _read_pin(text: str, name: str) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class PlanOptions(Options):
-    """What the user asks of a plan; None and "auto" leave it to the search. Raises UsageError.
+    """The options of a plan; None and "auto" leave the choice to the search. Raises UsageError.
 
     `mini_batch`: 32 samples a GPU, as nearly as micro-batches make it, where it is None. `precision`: auto is
     mixed for a profile in 16 bits or under autocast. `gradient_dtype`: in which micro-batches add up. `zero`:
@@ -115,7 +115,7 @@ class PlanOptions(Options):
         "M|auto",
         "How many equal parts the global batch is cut into.",
         least=1,
-        read=number_or_auto,
+        read=read_number_or_auto,
         default_text="auto",
     )
     schedule: str = _training(
@@ -244,14 +244,14 @@ class PlanOptions(Options):
             ("precision", self.precision, ("auto", *PRECISIONS)),
             ("gradient_dtype", self.gradient_dtype, ("auto", *GRADIENT_DTYPES)),
         ):
-            known_word(field, word, words, also="fp64")
+            check_word(field, word, words, also="fp64")
         if self.zero not in ZERO_STAGES:
             raise UsageError(
                 f"zero={self.zero}: there is no such stage",
                 "Use 0 (nothing is spread over the replicas of a stage), 1, 2 or 3.",
             )
         if self.runtime is not None:
-            runtime_named(self.runtime).check_states(self.precision, self.zero)
+            find_runtime(self.runtime).check_states(self.precision, self.zero)
         if self.recompute == "except_last" and self.schedule not in ("auto", "gpipe"):
             raise UsageError(
                 f"recompute='except_last' with schedule={self.schedule!r}: only GPipe's backward begins with "

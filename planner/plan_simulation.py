@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
-from ..cost_models.quantities import counted, format_bytes
-from ..cost_models.runtime import runtime_named
+from ..cost_models.quantities import format_bytes, format_count
+from ..cost_models.runtime import find_runtime
 from ..cost_models.schedules import Schedule
 from ..cost_models.timeline import Timeline, simulate
 from ..cost_models.topology import Topology
@@ -40,7 +40,7 @@ class DeviceMemory:
 
 
 def device_memory(assembly: Assembly, device: int, timeline: Timeline) -> DeviceMemory:
-    """The ledger of a device, and what of it comes and goes; the limit is that of its replica with the least
+    """The ledger of a device, and its bytes over time; the limit is that of its replica with the least
     memory."""
     terms = {name: round(amount) for name, amount in assembly.ledger(device).items()}
     recompute = assembly.recompute[device] != "never"
@@ -84,7 +84,7 @@ def simulate_plan(
     that cannot stay, and for `profiles` that are missing or of other layers.
     """
     layout = Layout(plan, chain, overrides or Overrides())
-    assembly = _assembly(layout, topology, of_same_layers(chain, profiles or {}))
+    assembly = _assembly(layout, topology, align_profiles(chain, profiles or {}))
     timeline = simulate(assembly.program, assembly.costs())
     memory = tuple(device_memory(assembly, device, timeline) for device in range(assembly.program.devices))
     return SimulatedPlan(
@@ -98,7 +98,7 @@ def simulate_plan(
     )
 
 
-def of_same_layers(chain: Chain, profiles: Mapping[str, Chain]) -> dict[str, Chain]:
+def align_profiles(chain: Chain, profiles: Mapping[str, Chain]) -> dict[str, Chain]:
     """The profiles, with the cuts of the chain."""
     for name, own in profiles.items():
         if own.names != chain.names:
@@ -118,7 +118,7 @@ def _too_large(memory: Sequence[DeviceMemory]) -> Iterator[str]:
     ]
     if lacking:
         _, stage, needed, limit = max(lacking)
-        others = f" ({counted(len(lacking), 'stage')} in all)" if len(lacking) > 1 else ""
+        others = f" ({format_count(len(lacking), 'stage')} in all)" if len(lacking) > 1 else ""
         yield f"it does not fit: stage {stage} needs {format_bytes(needed)} of {format_bytes(limit)}{others}"
 
 
@@ -134,7 +134,7 @@ def _assembly(layout: Layout, topology: Topology, profiles: Mapping[str, Chain])
         recompute=layout.recompute,
         optimizer=layout.plan.optimizer,
         dtype=layout.plan.profile.dtype,
-        precision=layout.plan.trained.bytes,
+        precision=layout.plan.training_precision.bytes,
         zero=layout.plan.zero,
         launches=layout.launches,
         transfers=layout.overrides.transfers,
@@ -159,6 +159,6 @@ def _notes(layout: Layout) -> Iterator[str]:
         elif not layout.keeps_stages:
             yield f"recompute {layout.recompute[0]} on every stage: the plan says it for its own stages"
     runtime = plan.runtime
-    if runtime is not None and not runtime_named(runtime).runs(layout.schedule.name):
+    if runtime is not None and not find_runtime(runtime).runs(layout.schedule.name):
         name = layout.schedule.name
         yield f"{runtime} does not run {name}: as if each stage had a process of its own"

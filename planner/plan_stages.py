@@ -107,7 +107,7 @@ class PlanSummary(Record):
         return len(self.balance) // self.virtual_stages
 
     @property
-    def used(self) -> int:
+    def device_count(self) -> int:
         """How many devices it uses."""
         return len({device for own in self.devices for device in own})
 

@@ -1,4 +1,4 @@
-"""The problem to solve: a chain, a topology and the user's options, checked, and the plans left to search."""
+"""The problem to solve: a chain, a topology and the user's options, checked, and the plans to search."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.precision import TrainingPrecision, training_precision
-from ..cost_models.runtime import Runtime, runtime_named
+from ..cost_models.runtime import Runtime, find_runtime
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.topology import Topology
 from .batch_sizes import SAMPLES_PER_DEVICE, BatchSizes
@@ -26,7 +26,7 @@ from .pipeline_config import (
 )
 from .plan_options import PlanOptions
 from .search.budget import SearchBudget
-from .search.placements import MOST_DEVICES, Placement, placements
+from .search.placements import MOST_DEVICES, Placement, list_placements
 from .search.space import Space
 from .search.subproblem import Family
 
@@ -74,7 +74,7 @@ class Problem:
     @property
     def runtime(self) -> Runtime | None:
         """The runtime that the plan is for, where one was named."""
-        return None if self.options.runtime is None else runtime_named(self.options.runtime)
+        return None if self.options.runtime is None else find_runtime(self.options.runtime)
 
     @cached_property
     def precision(self) -> TrainingPrecision:
@@ -172,7 +172,7 @@ class Problem:
 
     @cached_property
     def schedules(self) -> tuple[str, ...]:
-        """The schedules that the options and the runtime leave, those that are searched exactly first."""
+        """The schedules that the options and the runtime allow, those that are searched exactly first."""
         runtime, requested = self.runtime, self.options.schedule
         if requested == SYNTHESIZED:
             names = (*SEARCHED, *STARTS_OF_ORDERS)
@@ -185,27 +185,27 @@ class Problem:
         return tuple(name for name in ordered if name in runtime.schedules)
 
     @property
-    def proposable(self) -> tuple[str, ...]:
-        """The schedules in the running; the planner of interleaved pipelines makes them where all is open."""
+    def allowed_schedules(self) -> tuple[str, ...]:
+        """The schedules that a plan may have; interleaved is excluded where it was not asked for by name."""
         left_open = self.options.schedule == "auto" and self.runtime is None
         proposes_interleaved = self.options.planner == INTERLEAVED and left_open
         return (*self.schedules, INTERLEAVED) if proposes_interleaved else self.schedules
 
     def may_run(self, schedule: str) -> bool:
         """Whether plans of this schedule are allowed."""
-        if schedule in self.proposable:
+        if schedule in self.allowed_schedules:
             return True
         takes_any = self.runtime is None or self.runtime.any_order
         return self.options.schedule == SYNTHESIZED and takes_any and schedule.startswith(f"{SYNTHESIZED}-")
 
     @property
-    def unsearched(self) -> tuple[str, ...]:
-        """The schedules in the running that are not searched."""
-        return tuple(name for name in self.proposable if name not in SEARCHED)
+    def heuristic_schedules(self) -> tuple[str, ...]:
+        """The allowed schedules that are not searched, but only proposed."""
+        return tuple(name for name in self.allowed_schedules if name not in SEARCHED)
 
     @cached_property
     def configs(self) -> list[PipelineConfig]:
-        """The configurations that the options and the runtime leave."""
+        """The configurations that the options and the runtime allow."""
         return [
             config
             for schedule in self.schedules
@@ -213,7 +213,7 @@ class Problem:
         ]
 
     def modes(self, schedule: str) -> tuple[Mode, ...]:
-        """The ways to recompute that the runtime knows and the options leave."""
+        """The ways to recompute that the runtime and the options allow."""
         requested, runtime = self.options.recompute, self.runtime
         if runtime is None:
             # That of torchgpipe differs little from always: not worth as much again on many devices.
@@ -244,11 +244,11 @@ class Problem:
     def placements(self) -> list[Placement]:
         """Orders of the devices: of those within reach as they are ranked, where a runtime numbers them."""
         if self.runtime is None:
-            return placements(self.topology)
+            return list_placements(self.topology)
         topology = (
             self.topology if self.usable_gpus == self.gpus else self.topology.with_gpus(self.usable_gpus)
         )
-        return placements(topology)[:1]
+        return list_placements(topology)[:1]
 
     @cached_property
     def replica_sets(self) -> list[tuple[int, ...]]:
@@ -299,7 +299,7 @@ class Problem:
         return self.usable_gpus <= EVERY_COUNT or all(own.replicas == (1,) for own in self.families[:1])
 
     def allows(self, proposal: Proposal) -> bool:
-        """Whether the options and the runtime leave a proposal."""
+        """Whether the options and the runtime allow a proposal."""
         runtime, config = self.runtime, proposal.config
         stages = len(proposal.ends) // config.virtual_stages
         chunked = config.virtual_stages > 1
@@ -315,7 +315,7 @@ class Problem:
         )
 
     def with_time_limit(self) -> Problem:
-        """The same with its time limit running: everything that is done for it shares what is left."""
+        """The same with its time limit running, which everything done for the problem shares."""
         return replace(self, budget=SearchBudget.of_seconds(self.options.time_limit))
 
     @property

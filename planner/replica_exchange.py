@@ -29,7 +29,7 @@ import numpy.typing as npt
 from ..cost_models.collectives import all_gather_seconds, reduce_scatter_seconds
 from ..cost_models.layer import LayerCosts
 from ..cost_models.optimizers import Precision
-from ..cost_models.port_sharing import Reduced
+from ..cost_models.port_sharing import AllReduceBytes
 from ..cost_models.tied_weights import TiedSum
 from ..cost_models.topology import Topology
 from .stage_table import Floats, StageTable, part_seconds
@@ -60,10 +60,10 @@ def bytes_by_layer(trainable: Floats, parameters: Floats, precision: Precision, 
     return reduced if zero == 2 else reduced + parameters
 
 
-def tied_exchanges(sums: Sequence[TiedSum]) -> Iterator[Reduced]:
+def tied_exchanges(sums: Sequence[TiedSum]) -> Iterator[AllReduceBytes]:
     """What these sums of tied weights' gradients load ports with, for which no other exchange waits."""
     for number, own in enumerate(sums):
-        yield Reduced(-1 - number, own.ranks, 0.0, before=own.bytes)
+        yield AllReduceBytes(-1 - number, own.ranks, 0.0, before=own.bytes)
 
 
 @dataclass(frozen=True, eq=False)

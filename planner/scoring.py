@@ -1,4 +1,4 @@
-"""Proposals, scored by the simulator: the fastest that fits."""
+"""Simulates proposals and returns the fastest that fits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from ..cost_models.errors import UsageError
 from ..cost_models.memory import Recompute
-from ..cost_models.schedules import PUBLISHED, Program, cached_program, schedule_named
+from ..cost_models.schedules import PUBLISHED, Program, cached_program, find_schedule
 from ..cost_models.schedules.schedule_text import write_program
 from ..cost_models.timeline import step_seconds
 from .assembly import Assembly
@@ -26,8 +26,8 @@ from .search.space import Space, divide_batch, narrow_space
 from .stage_table import Floats
 
 WHOLE_BOUNDS: dict[str, Callable[[Pipelines], Floats]] = {
-    "1f1b": bounds_1f1b.whole_bound,
-    "gpipe": bounds_gpipe.whole_bound,
+    "1f1b": bounds_1f1b.whole_bound_1f1b,
+    "gpipe": bounds_gpipe.whole_bound_gpipe,
 }
 MOST_SCORED, MOST_TRIED = 6, 60
 """Of the pipelines of a long chain that one planner proposes: those that fit, and those that may not."""
@@ -128,7 +128,7 @@ def _linear_trials(space: Space, proposals: Sequence[Proposal]) -> Iterator[_Tri
 def _score_linear(
     pipelines: Pipelines, row: int, proposal: Proposal, modes: tuple[Recompute, ...], limit: float
 ) -> ScoredPlan | None:
-    step = float(pipelines.some(np.array([row])).step_seconds()[0])
+    step = float(pipelines.select(np.array([row])).step_seconds()[0])
     return ScoredPlan(proposal, modes, step) if step < limit else None
 
 
@@ -181,16 +181,16 @@ def make_program(proposal: Proposal) -> Program:
             f"{parts} parts of the layers with {config.virtual_stages} virtual stages a device",
             "Give as many parts to every device.",
         )
-    return schedule_named(config.schedule).program(stages, config.micro_batches, config.virtual_stages)
+    return find_schedule(config.schedule).program(stages, config.micro_batches, config.virtual_stages)
 
 
-def written_order(proposal: Proposal) -> list[str] | None:
+def write_order(proposal: Proposal) -> list[str] | None:
     """The lines of the text that holds every action of a schedule that is not pplan's own; None of one that
     is."""
     name = proposal.config.schedule
     if name in PUBLISHED:
         return None
-    return write_program(name, make_program(proposal), schedule_named(name).source).splitlines()
+    return write_program(name, make_program(proposal), find_schedule(name).source).splitlines()
 
 
 def assemble(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> Assembly:
@@ -204,7 +204,7 @@ def assemble(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> As
         ranks[place.device], recompute[place.device] = proposal.devices[part], modes[part]
     runtime = space.runtime
     return Assembly(
-        schedule=schedule_named(proposal.config.schedule),
+        schedule=find_schedule(proposal.config.schedule),
         program=program,
         chain=space.chain,
         topology=space.topology,
@@ -243,7 +243,7 @@ def busiest_seconds(space: Space, proposal: Proposal) -> float:
     """The work of the busiest device, or, where devices compute parts of each other, an even share of all: a
     bound on the step under any schedule."""
     size, work = proposal.config.micro_batch_size, defaultdict[tuple[int, ...], float](float)
-    copies = schedule_named(proposal.config.schedule).copies
+    copies = find_schedule(proposal.config.schedule).copies
     share = min(1.0, copies / proposal.config.micro_batches)
     before = {
         count: np.append(0.0, np.cumsum(space.least_work(divide_batch(size, count), first_share=share)))

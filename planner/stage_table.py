@@ -21,7 +21,7 @@ from ..cost_models.machines.catalogue import device_context
 from ..cost_models.memory import LedgerOptions, StageBytes, ledger, total
 from ..cost_models.optimizers import Precision
 from ..cost_models.precision import training_precision
-from ..cost_models.tied_weights import copied_buffer_bytes, copied_bytes
+from ..cost_models.tied_weights import buffer_copy_bytes, copy_bytes
 
 Floats = npt.NDArray[np.float64]
 
@@ -128,19 +128,19 @@ class StageTable:
         """Of each stage, copies of tied weights included."""
         largest = self._largest(self.costs.largest_bytes)
         for weight in self.costs.tied:
-            alone = copied_bytes((weight,), self.cut_points, trainable=True)
+            alone = copy_bytes((weight,), self.cut_points, trainable=True)
             largest = np.maximum(largest, alone)
         return largest
 
     def _copied_bytes(self, *, trainable: bool) -> Floats | float:
         """Bytes of weights of each stage that an earlier one has, too; of those that are trained."""
         tied = self.costs.tied
-        return copied_bytes(tied, self.cut_points, trainable=trainable) if tied else 0.0
+        return copy_bytes(tied, self.cut_points, trainable=trainable) if tied else 0.0
 
     @property
     def _copied_buffers(self) -> Floats | float:
         shared = self.costs.shared_buffers
-        return copied_buffer_bytes(shared, self.cut_points) if shared else 0.0
+        return buffer_copy_bytes(shared, self.cut_points) if shared else 0.0
 
     def reduced_bytes(self, zero: int) -> Floats:
         """Trainable bytes whose gradients the replicas of each stage add up among themselves."""

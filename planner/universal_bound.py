@@ -1,6 +1,6 @@
 """A lower bound on the step of every plan of any schedule, on any devices in any order.
 
-It knows nothing of the order of actions but what every synchronous schedule has in common. M micro-batches;
+It uses only what the orders of all synchronous schedules have in common. M micro-batches;
 of a stage and a micro-batch f forward, b backward (of the input alone where the weights' gradient is an
 action of its own), w all of its work; c a transfer between stages; D devices, of which a stage takes r. All
 are the least that any device, number of replicas and link gives:
@@ -21,7 +21,7 @@ there, and goes the same way.
 
 The last two are minimised over all partitions by a dynamic programme on (devices used, layers done) that
 keeps the least lead and the least lead and trail, each by itself, for stages that meet a step; the step is
-bisected. Memory is not looked at, so that recomputation counts only where every stage is told to recompute.
+bisected. Memory is ignored, so that recomputation counts only where every stage must recompute.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from .stage_table import Floats, part_seconds
 if TYPE_CHECKING:
     from .problem import Problem
 
-STRAIGHT = frozenset({"naive", "gpipe", "1f1b", "dapple"})
+LINEAR = frozenset({"naive", "gpipe", "1f1b", "dapple"})
 """One stage a device, whole backwards."""
-STRAIGHT_SPLIT = frozenset({"zb-h1", "zb-h2"})
+LINEAR_SPLIT = frozenset({"zb-h1", "zb-h2"})
 """One stage a device; weight gradients may wait."""
-SLICED = frozenset({"autopipe"})
+SLICED_SCHEDULES = frozenset({"autopipe"})
 """Whose first micro-batch goes through in halves."""
-ANY = ("",)
+UNKNOWN = ("",)
 """A schedule of which nothing is known."""
 HALVINGS = 12
 """Of what is open between the simple bound and the step."""
@@ -60,7 +60,7 @@ MOST_ENTRIES = 1e8
 
 def universal_bound(problem: Problem, schedules: Iterable[str], step: float = inf) -> float:
     """Seconds that no plan of these schedules is below, with the problem's micro-batches, limits and runtime;
-    it need not be told closer than to `step`, above which it does not go. inf where there is no plan."""
+    it is not refined above `step`. inf where there is no plan."""
     cases = [case for name in dict.fromkeys(schedules) for case in _cases(problem, name)]
     # Cases that bound alike stand for each other.
     distinct = sorted({case.key: case for case in cases}.values(), key=lambda case: case.simple)
@@ -70,17 +70,17 @@ def universal_bound(problem: Problem, schedules: Iterable[str], step: float = in
     cost = (HALVINGS + 2) * sum(case.entries for case in distinct)
     if step == inf or cost > MOST_ENTRIES or problem.space.is_long:
         return low
-    return _bisected(distinct, low, step)
+    return _bisect(distinct, low, step)
 
 
 def work_bound(problem: Problem) -> float:
     """A bound on the seconds between two steps of any schedule, also of one that is never flushed: the work,
     as cheap as any number of replicas makes each layer, shared by all devices."""
-    cases = (case for name in ANY for case in _cases(problem, name))
+    cases = (case for name in UNKNOWN for case in _cases(problem, name))
     return min((case.ideal_seconds for case in cases), default=inf)
 
 
-def _bisected(cases: Sequence[_Case], low: float, step: float) -> float:
+def _bisect(cases: Sequence[_Case], low: float, step: float) -> float:
     """The largest step from `low` on that is known to be too short for every case."""
 
     def too_short(seconds: float) -> bool:
@@ -100,8 +100,8 @@ def _bisected(cases: Sequence[_Case], low: float, step: float) -> float:
 
 def _cases(problem: Problem, schedule: str) -> Iterator[_Case]:
     """By micro-batch size, and by the numbers of replicas that stages may have together."""
-    kind = {"naive": "naive", **dict.fromkeys(SLICED, "sliced")}.get(schedule, "any")
-    if kind == "any" and schedule in STRAIGHT | STRAIGHT_SPLIT:
+    kind = {"naive": "naive", **dict.fromkeys(SLICED_SCHEDULES, "sliced")}.get(schedule, "any")
+    if kind == "any" and schedule in LINEAR | LINEAR_SPLIT:
         kind = "straight"
     own = [config for config in problem.configs if config.schedule == schedule] or problem.configs
     for size, recompute in dict.fromkeys((s.micro_batch_size, s.recompute == "always") for s in own):
@@ -110,7 +110,7 @@ def _cases(problem: Problem, schedule: str) -> Iterator[_Case]:
                 space=problem.space,
                 usable_gpus=problem.usable_gpus,
                 kind=kind,
-                splits=schedule not in STRAIGHT,
+                splits=schedule not in LINEAR,
                 copies=SCHEDULES[schedule].copies if schedule in SCHEDULES else MOST_COPIES,
                 size=size,
                 micro_batches=problem.mini_batch // size,

@@ -51,7 +51,7 @@ class AnalyticTarget:
 def parse_analytic_device(
     device: str | None, calibrate: str | Path | Profile | None = None
 ) -> AnalyticTarget | None:
-    """Of `analytic:NAME` or `analytic:FILE.toml`; None for another device.
+    """The GPU that `analytic:NAME` or `analytic:FILE.toml` names; None for another device.
 
     Raises UsageError, FileError.
     """
@@ -81,21 +81,21 @@ def estimate(
 
     Raises UsageError: a dtype without a figure, a measured profile of another model.
     """
-    curves, said = Curves(), "the efficiencies are assumptions"
+    curves, efficiency_note = Curves(), "the efficiencies are assumptions"
     if target.measured is not None:
         curves, measured_on = _calibrated(subject, target.measured, target.roofline)
-        said = f"the efficiencies are calibrated from a profile measured on {measured_on}"
+        efficiency_note = f"the efficiencies are calibrated from a profile measured on {measured_on}"
     timed = [
         dataclasses.replace(result, rounds=TimedPasses(layers=[_times(subject, result.size, target, curves)]))
         for result in results
     ]
     note = (
-        f"an estimate from FLOPs and bytes for {target.roofline.device_name}, not a measurement; {said} "
-        f"(FLOPs {_told(curves.compute)}, bytes {_told(curves.memory)})"
+        f"an estimate from FLOPs and bytes for {target.roofline.device_name}, not a measurement; "
+        f"{efficiency_note} (FLOPs {_describe_curve(curves.compute)}, bytes {_describe_curve(curves.memory)})"
     )
     adding = [_adding(layer, target.roofline, curves) for layer in subject.chain.layers]
-    made = build_profile(subject, timed, (), [note, *notes], adding)
-    return made.model_copy(
+    profile = build_profile(subject, timed, (), [note, *notes], adding)
+    return profile.model_copy(
         update={
             "device": DEVICE,
             "device_name": target.roofline.device_name,
@@ -105,7 +105,7 @@ def estimate(
     )
 
 
-def _told(curve: Efficiency) -> str:
+def _describe_curve(curve: Efficiency) -> str:
     return f"at most {curve.highest:.0%}, half of that in {curve.half_seconds * 1e6:.3g} µs"
 
 
@@ -163,8 +163,8 @@ def _calibrated(subject: MeasurementTarget, measured: Profile, roofline: Rooflin
         for layer, cost in zip(layers, costs, strict=True):
             works += _works(layer, own, tf32=measured.tf32)
             seconds += [cost.forward_seconds, cost.backward_seconds]
-    told: Vector = np.array(seconds, dtype=np.float64)
-    return fit_efficiency(works, told, own.launch.value), measured.device_name
+    row: Vector = np.array(seconds, dtype=np.float64)
+    return fit_efficiency(works, row, own.launch.value), measured.device_name
 
 
 def _works(layer: LayerOperations, roofline: Roofline, *, tf32: bool) -> list[OperationWork]:
@@ -178,8 +178,10 @@ def _check_same(subject: MeasurementTarget, measured: Profile) -> None:
     theirs = [layer.name for layer in measured.layers]
     if names != theirs:
         differ = next((pair for pair in zip(names, theirs, strict=False) if pair[0] != pair[1]), None)
-        shown = f"{differ[0]} is {differ[1]} there" if differ else f"{len(theirs)} layers, not {len(names)}"
-        what = f"other layers ({shown})"
+        difference = (
+            f"{differ[0]} is {differ[1]} there" if differ else f"{len(theirs)} layers, not {len(names)}"
+        )
+        what = f"other layers ({difference})"
     elif measured.input_shape not in (None, shape):
         what = f"an input of {measured.input_shape}, not {shape}"
     elif (measured.dtype, measured.amp) != (dtype, subject.modes.amp):
@@ -193,7 +195,7 @@ def _check_same(subject: MeasurementTarget, measured: Profile) -> None:
 
 
 def _roofline_of(measured: Profile, roofline: Roofline) -> Roofline:
-    """Of the GPU that was measured. Raises UsageError where there are no figures of it."""
+    """The roofline of the GPU that was measured. Raises UsageError where there are no figures of it."""
     if measured.device_name == roofline.device_name:
         return roofline
     preset = match_device(measured.device_name)

@@ -13,19 +13,18 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from .measurement_target import MeasurementTarget
-from .passes.timing import OutputGradients, run_layers
-from .structure import Kernels
-from .torch_internals import (
+from .operator_internals import (
     BATCH_NORMS,
     CPU_FLASH_BACKWARDS,
     CPU_FLASH_FORWARDS,
     FREE_OPERATORS,
     OpOverload,
-    TorchDispatchMode,
     schema_arguments,
     suggest_memory_format,
-    tree_leaves,
 )
+from .passes.timing import OutputGradients, run_layers
+from .structure import Kernels
+from .torch_internals import TorchDispatchMode, tree_leaves
 from .user_model.loaded_model import ModelInput
 
 _aten: Any = torch.ops.aten
@@ -33,7 +32,8 @@ _aten: Any = torch.ops.aten
 
 @dataclass(frozen=True)
 class Operation:
-    """One kernel. `flops`: of matrix products, convolutions and attention; others are bound by `bytes`.
+    """One kernel. `flops` counts matrix products, convolutions and attention; other kernels have 0 and
+    are bound by `bytes`.
 
     `conversion_bytes`: of a convolution whose tensors do not lie channels last, as tensor cores take them:
     cuDNN reads and writes each once more around it ("Tensor Layouts In Memory: NCHW vs NHWC", NVIDIA Deep
@@ -56,18 +56,18 @@ class LayerOperations:
 
 
 def count_operations(subject: MeasurementTarget, size: int, kernels: Kernels) -> list[LayerOperations]:
-    """Of every layer at a micro-batch of `size`, and of the loss, where there is one, after the last.
+    """The operations of every layer at a micro-batch of `size`, and last those of the loss, if there is one.
 
     `subject` lies on the meta device, and its gradients exist. `kernels`: of which device.
     """
     layers, context = subject.chain.layers, partial(subject.modes.forward_context, subject.device)
-    given = ModelInput.of(subject.loaded.example_input_for(size))
-    given = given.to(subject.device, subject.dtype, subject.modes.memory_format).clone()
-    made = [LayerOperations() for _ in range(len(layers) + (subject.loss is not None))]
-    with kernels(), _Counter(made) as counter:
+    example = ModelInput.of(subject.loaded.example_input_for(size))
+    example = example.to(subject.device, subject.dtype, subject.modes.memory_format).clone()
+    counts = [LayerOperations() for _ in range(len(layers) + (subject.loss is not None))]
+    with kernels(), _Counter(counts) as counter:
         gradients = OutputGradients(subject.seed)
-        run_layers(layers, given.handed, gradients, counter, loss=subject.loss, context=context)
-    return made
+        run_layers(layers, example.layer_input, gradients, counter, loss=subject.loss, context=context)
+    return counts
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -80,7 +80,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._layers = layers
         self._now: list[Operation] | None = None
 
-    def before(self, index: int, given: Any) -> None:  # noqa: ARG002
+    def before(self, index: int, layer_input: Any) -> None:  # noqa: ARG002
         self._now = self._layers[index].forward
 
     def after(self, index: int, output: Any) -> None:  # noqa: ARG002
@@ -145,7 +145,7 @@ def _convolution(flops: int, read: Sequence[Tensor], written: Sequence[Tensor]) 
 
 
 def _backward_of_convolution(
-    flops: int, gradient: Tensor, given: Tensor, weight: Tensor, *results: Tensor | None
+    flops: int, gradient: Tensor, layer_input: Tensor, weight: Tensor, *results: Tensor | None
 ) -> list[Operation]:
     """One kernel for the gradient of what was given, one for that of the weight and the bias."""
     kernels = []
@@ -153,7 +153,7 @@ def _backward_of_convolution(
     if of_given is not None:
         kernels.append(((gradient, weight), [of_given]))
     if any(one is not None for one in of_weights):
-        kernels.append(((gradient, given), [one for one in of_weights if one is not None]))
+        kernels.append(((gradient, layer_input), [one for one in of_weights if one is not None]))
     return [_convolution(flops // len(kernels), read, written) for read, written in kernels]
 
 
@@ -168,8 +168,8 @@ def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    found: Iterable[Any] = tree_leaves(values)
-    return list({id(leaf): leaf for leaf in found if isinstance(leaf, Tensor)}.values())
+    leaves: Iterable[Any] = tree_leaves(values)
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
 
 
 def _extent(tensor: Tensor) -> int:

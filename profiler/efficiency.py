@@ -36,7 +36,7 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Curves:
-    """Of FLOPs and of bytes. The defaults are assumptions of ours, for large products and copies."""
+    """The curves of FLOPs and of bytes. The defaults are assumptions, for large products and copies."""
 
     compute: Efficiency = Efficiency(0.75, 2e-6)
     memory: Efficiency = Efficiency(0.85, 1e-6)
@@ -71,13 +71,13 @@ def fit_efficiency(works: list[OperationWork], seconds: Vector, launch: float) -
     1 / highest and half_seconds / highest; that is solved, and what is bound by what looked at again, from
     several starts. A curve that no operation is bound by stays the default. Raises UsageError.
     """
-    kept = [index for index, work in enumerate(works) if seconds[index] > 0 and len(work.compute)]
-    works, seconds = [works[index] for index in kept], seconds[kept]
+    usable = [index for index, work in enumerate(works) if seconds[index] > 0 and len(work.compute)]
+    works, seconds = [works[index] for index in usable], seconds[usable]
     best: tuple[float, Curves] | None = None
     for curves in itertools.chain.from_iterable(_steps(works, seconds, launch, at) for at in _starts()):
         own = np.array([work.seconds(curves, launch) for work in works])
         error = float((((own - seconds) / seconds) ** 2).sum())
-        best = min(best or (error, curves), (error, curves), key=lambda found: found[0])
+        best = min(best or (error, curves), (error, curves), key=lambda pair: pair[0])
     if best is None:
         raise UsageError(
             "`calibrate`: no efficiency makes the estimate like the measured seconds",
@@ -96,14 +96,14 @@ def _starts() -> Iterator[Curves]:
 
 
 def _steps(works: list[OperationWork], seconds: Vector, launch: float, curves: Curves) -> Iterator[Curves]:
-    seen: set[bytes] = set()
+    sets: set[bytes] = set()
     for _ in range(_STEPS):
         bound = [work.is_bound_by_compute(curves) for work in works]
         key = np.concatenate(bound).tobytes() if bound else b""
-        solved = None if key in seen else _solved(works, bound, seconds, launch)
+        solved = None if key in sets else _solved(works, bound, seconds, launch)
         if solved is None:
             return
-        seen.add(key)
+        sets.add(key)
         curves = solved
         yield curves
 
@@ -122,18 +122,18 @@ def _solved(
         [[w.compute[b].sum(), b.sum(), w.memory[~b].sum(), (~b).sum()] for w, b in pairs], dtype=np.float64
     )
     launches = launch * np.array([len(work.compute) for work in works])
-    matrix, wanted = columns / seconds[:, None], (seconds - launches) / seconds
+    matrix, target = columns / seconds[:, None], (seconds - launches) / seconds
     slopes = [column for column in (0, 2) if columns[:, column].any()]
     best: tuple[float, Vector] | None = None
     for halves in itertools.chain.from_iterable(itertools.combinations(slopes, n) for n in range(3)):
-        chosen = sorted([*slopes, *(slope + 1 for slope in halves)])
-        part = np.linalg.lstsq(matrix[:, chosen], wanted, rcond=None)[0]
-        found = np.zeros(4)
-        found[chosen] = part
-        if (part < 0).any() or (found[slopes] <= 0).any():
+        columns_used = sorted([*slopes, *(slope + 1 for slope in halves)])
+        part = np.linalg.lstsq(matrix[:, columns_used], target, rcond=None)[0]
+        solution = np.zeros(4)
+        solution[columns_used] = part
+        if (part < 0).any() or (solution[slopes] <= 0).any():
             continue
-        error = float(((matrix @ found - wanted) ** 2).sum())
-        best = min(best or (error, found), (error, found), key=lambda pair: pair[0])
+        error = float(((matrix @ solution - target) ** 2).sum())
+        best = min(best or (error, solution), (error, solution), key=lambda pair: pair[0])
     if best is None:
         return None
     default = Curves()

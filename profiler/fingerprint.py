@@ -60,9 +60,9 @@ def fingerprint(subject: MeasurementTarget) -> str:
     the model's name nor any value of its weights or of its input is in it. Of code, the files of the model's
     classes and functions count, and all files of the user's that these import.
     """
-    told = {"layers": _chain(subject.chain), **_input(subject), **_conditions(subject), **_code(subject)}
+    content = {"layers": _chain(subject.chain), **_input(subject), **_conditions(subject), **_code(subject)}
     # Addresses are others in every process.
-    return sha256(re.sub("0x[0-9a-fA-F]+", "", json.dumps(told, sort_keys=True)))
+    return sha256(re.sub("0x[0-9a-fA-F]+", "", json.dumps(content, sort_keys=True)))
 
 
 def _chain(chain: LayerChain) -> dict[str, Any]:
@@ -111,8 +111,8 @@ def _code(subject: MeasurementTarget) -> dict[str, Any]:
         node.target for part in modules if isinstance(part, fx.GraphModule) for node in part.graph.nodes
     ]
     loss = [] if subject.loss is None else [subject.loss.function]
-    made = (*classes, *settings, *(type(value) for value in settings), *functions, *loss)
-    names = {name for one in made if isinstance(name := getattr(one, "__module__", None), str)}
+    sources = (*classes, *settings, *(type(value) for value in settings), *functions, *loss)
+    names = {name for one in sources if isinstance(name := getattr(one, "__module__", None), str)}
     return {"sources": hash_sources(names), "packages": list_versions(names)}
 
 
@@ -134,12 +134,12 @@ def _setting(value: object) -> object:
     return type(value).__qualname__
 
 
-def _source(made: Any) -> str:
+def _source(definition: Any) -> str:
     """Source of the file that a class or a function is from, with what it calls there; else its own.
 
     None of torch, which has a version.
     """
-    target = made.__func__ if isinstance(made, MethodType) else made
+    target = definition.__func__ if isinstance(definition, MethodType) else definition
     if str(getattr(target, "__module__", "")).split(".")[0] in ("torch", "_operator", "math", "builtins"):
         return ""
     for one in (inspect.getmodule(target), target):
@@ -156,14 +156,14 @@ def _input(subject: MeasurementTarget) -> dict[str, Any]:
     """Shapes of two samples, dtypes, and what else forward is given."""
     example = subject.loaded.example_input_for(2).to(dtype=subject.dtype)
     leaves, form = tree_flatten((example.args, example.kwargs))
-    given = [
+    tensors = [
         [list(leaf.shape), str(leaf.dtype)] if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
     ]
-    return {"input": given, "form": str(form)}
+    return {"input": tensors, "form": str(form)}
 
 
 def _conditions(subject: MeasurementTarget) -> dict[str, Any]:
-    device, modes, loss, made = subject.device, subject.modes, subject.loss, versions()
+    device, modes, loss, packages = subject.device, subject.modes, subject.loss, versions()
     return {
         "dtype": str(subject.dtype),
         "training": subject.loaded.module.training,
@@ -174,7 +174,14 @@ def _conditions(subject: MeasurementTarget) -> dict[str, Any]:
         "process": _kernel_choices(),
         "loss": None if loss is None else [loss.name, _source(loss.function)],
         "seed": subject.seed,
-        "versions": [made.pplan, made.python, made.torch, made.cuda, made.driver, platform.platform()],
+        "versions": [
+            packages.pplan,
+            packages.python,
+            packages.torch,
+            packages.cuda,
+            packages.driver,
+            platform.platform(),
+        ],
     }
 
 
@@ -214,19 +221,19 @@ def hash_sources(modules: Iterable[str]) -> dict[str, str]:
     Imports inside functions count where they have been run. Installed packages and Python's own modules
     have versions, and are left out with what they import.
     """
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     pending = list(modules)
     while pending:
         name = pending.pop()
         module = sys.modules.get(name)
-        file = None if module is None or name in found else _own_file(module)
+        file = None if module is None or name in hashes else _own_file(module)
         if module is None or file is None:
             continue
         with suppress(OSError, ValueError, SyntaxError):
             text = file.read_bytes()
-            found[name] = sha256(text.decode("utf-8", errors="replace"))
+            hashes[name] = sha256(text.decode("utf-8", errors="replace"))
             pending += _imported(ast.parse(text), module)
-    return found
+    return hashes
 
 
 def list_versions(modules: Iterable[str]) -> dict[str, str]:
@@ -238,10 +245,10 @@ def list_versions(modules: Iterable[str]) -> dict[str, str]:
 
 def _own_file(module: ModuleType) -> Path | None:
     """None for what is installed, and for what has no source."""
-    named = getattr(module, "__file__", None)
-    if not isinstance(named, str) or not named.endswith(".py"):
+    path = getattr(module, "__file__", None)
+    if not isinstance(path, str) or not path.endswith(".py"):
         return None
-    file = Path(named).resolve()
+    file = Path(path).resolve()
     if _INSTALLED.intersection(file.parts) or any(file.is_relative_to(folder) for folder in _VERSIONED):
         return None
     return file

@@ -22,11 +22,11 @@ class GpuState(Record):
     """At one moment; None: the driver does not tell."""
 
     clock_mhz: int | None = None
-    """Of the multiprocessors."""
+    """The clock of the multiprocessors."""
     power_watts: float | None = None
     temperature_celsius: int | None = None
     other_processes: int | None = None
-    """That compute on it, besides this one."""
+    """Other processes that compute on it."""
 
 
 class GpuRecord(Record):
@@ -37,22 +37,22 @@ class GpuRecord(Record):
 
     def notes(self) -> list[str]:
         """What may make the measured seconds others than those of the training."""
-        found = []
+        lines = []
         first, last = self.begin.clock_mhz, self.end.clock_mhz
         if first and last and abs(last / first - 1) > CLOCK_CHANGES:
-            found.append(
+            lines.append(
                 f"the GPU's clock went from {first} to {last} MHz while it was measured: the seconds are of "
                 "several clocks; fix it (nvidia-smi --lock-gpu-clocks), or give a larger `budget_seconds`"
             )
         others = max(self.begin.other_processes or 0, self.end.other_processes or 0)
         if others:
             count = "another process computes" if others == 1 else f"{others} other processes compute"
-            found.append(f"{count} on the GPU: the seconds and the free memory are shared with it")
-        return found
+            lines.append(f"{count} on the GPU: the seconds and the free memory are shared with it")
+        return lines
 
 
 def read_gpu_state(device: torch.device) -> GpuState | None:
-    """Of a CUDA device, right after it has computed; None for others.
+    """The state of a CUDA device, right after it has computed; None for others.
 
     As PyTorch tells it, which needs the package nvidia-ml-py; else as nvidia-smi does, where it is installed.
     """

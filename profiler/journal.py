@@ -1,4 +1,4 @@
-"""The journal of a profile in the making: every pass is in a file as soon as it is done.
+"""The journal of a profile that is being measured: every pass is written to a file as soon as it is done.
 
 One JSON object a line: first the key of what is measured, then, of each size, its bytes once and its passes
 as they come. Each line is handed to the operating system at once, where it outlives the process, and to the
@@ -63,12 +63,12 @@ _COUNTED = TypeAdapter(CountedBytes)
 
 
 @dataclass
-class KeptSize:
+class JournalSize:
     """What a journal holds of one micro-batch size."""
 
     counted: CountedBytes
     rounds: TimedPasses = field(default_factory=TimedPasses)
-    taken: list[float] = field(default_factory=list)
+    round_seconds: list[float] = field(default_factory=list)
     """Host seconds of each round."""
     parts_left_out: str = ""
 
@@ -80,21 +80,23 @@ class KeptSize:
     @property
     def seconds(self) -> float:
         """Host seconds of all its rounds."""
-        return sum(self.taken)
+        return sum(self.round_seconds)
 
 
 class Journal:
-    """An open journal: `kept` is what it held when it was opened, by micro-batch size."""
+    """An open journal: `sizes` is what it held when it was opened, by micro-batch size."""
 
-    def __init__(self, file: BinaryIO, path: Path, kept: Mapping[int, KeptSize], passes_found: int) -> None:
-        self._file, self.path, self.kept = file, path, dict(kept)
-        self.passes_found = passes_found
+    def __init__(
+        self, file: BinaryIO, path: Path, sizes: Mapping[int, JournalSize], passes_in_file: int
+    ) -> None:
+        self._file, self.path, self.sizes = file, path, dict(sizes)
+        self.passes_in_file = passes_in_file
         """In the file, whether or not they are kept."""
         self._written = 0
         self._synced = monotonic()
 
     @classmethod
-    def opened(cls, path: Path, key: str, layers: int, *, resume: bool) -> Self:
+    def open(cls, path: Path, key: str, layers: int, *, resume: bool) -> Self:
         """The one in this file, which is made; without `resume`, or where it is another key's, begun anew.
 
         Raises OSError; BlockingIOError where another process writes it.
@@ -102,16 +104,16 @@ class Journal:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         try:
             _lock(file)
-            kept, end = read(file.read(), key, layers)
-            found = _passes(kept)
+            sizes, end = read(file.read(), key, layers)
+            passes = _passes(sizes)
             if not resume:
-                kept, end = {}, 0
+                sizes, end = {}, 0
             file.seek(end)
             file.truncate()
         except BaseException:
             file.close()
             raise
-        journal = cls(file, path, kept, found)
+        journal = cls(file, path, sizes, passes)
         if not end:
             journal._write({"journal": 1, "key": key})
         return journal
@@ -119,7 +121,7 @@ class Journal:
     @property
     def passes(self) -> int:
         """How many passes are kept."""
-        return _passes(self.kept)
+        return _passes(self.sizes)
 
     @property
     def is_worth_keeping(self) -> bool:
@@ -129,22 +131,22 @@ class Journal:
     @property
     def seconds(self) -> float:
         """Host seconds of the rounds that are kept."""
-        return sum(kept.seconds for kept in self.kept.values())
+        return sum(size.seconds for size in self.sizes.values())
 
-    def counted(self, size: int, counted: CountedBytes) -> None:
+    def write_counts(self, size: int, counted: CountedBytes) -> None:
         """The bytes of a size; before its passes."""
         self._write({"size": size, "counted": _COUNTED.dump_python(counted, mode="json")})
 
-    def passed(self, size: int, kind: PassKind, times: Times) -> None:
+    def write_pass(self, size: int, kind: PassKind, times: Times) -> None:
         """One pass is done."""
         self._write({"size": size, "pass": kind, "seconds": _plain(times)})
         self._written += 1
 
-    def round_done(self, size: int, seconds: float) -> None:
+    def write_round(self, size: int, seconds: float) -> None:
         """All passes of a round are done, in so many host seconds."""
         self._write({"size": size, "round": seconds})
 
-    def parts_left_out(self, size: int, why: str) -> None:
+    def write_parts_left_out(self, size: int, why: str) -> None:
         """The size has no backward in two parts."""
         self._write({"size": size, "without_parts": why})
 
@@ -169,9 +171,9 @@ class Journal:
                 self._synced = monotonic()
 
 
-def read(content: bytes, key: str, layers: int) -> tuple[dict[int, KeptSize], int]:
+def read(content: bytes, key: str, layers: int) -> tuple[dict[int, JournalSize], int]:
     """What a journal of this key holds, and the bytes of its whole lines; nothing and 0 for another key."""
-    kept: dict[int, KeptSize] = {}
+    sizes: dict[int, JournalSize] = {}
     end = 0
     for line in _whole_lines(content):
         try:
@@ -179,11 +181,11 @@ def read(content: bytes, key: str, layers: int) -> tuple[dict[int, KeptSize], in
             if not end and (record["journal"], record["key"]) != (1, key):
                 return {}, 0
             if end:
-                _take(record, kept, layers)
+                _take(record, sizes, layers)
         except _BROKEN:
             break
         end += len(line)
-    return kept, end
+    return sizes, end
 
 
 def _lock(file: BinaryIO) -> None:
@@ -192,8 +194,8 @@ def _lock(file: BinaryIO) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _passes(kept: Mapping[int, KeptSize]) -> int:
-    of_sizes = (of_size.rounds for of_size in kept.values())
+def _passes(sizes: Mapping[int, JournalSize]) -> int:
+    of_sizes = (of_size.rounds for of_size in sizes.values())
     return sum(len(rounds.layers) + len(rounds.whole) + len(rounds.parts) for rounds in of_sizes)
 
 
@@ -201,21 +203,21 @@ def _whole_lines(content: bytes) -> Iterator[bytes]:
     return (line for line in content.splitlines(keepends=True) if line.endswith(b"\n"))
 
 
-def _take(record: Mapping[str, Any], kept: dict[int, KeptSize], layers: int) -> None:
+def _take(record: Mapping[str, Any], sizes: dict[int, JournalSize], layers: int) -> None:
     """Raises one of `_BROKEN`."""
     size = record["size"]
     if "counted" in record:
         counted = _COUNTED.validate_python(record["counted"])
         if len(counted.saved_bytes) != layers:
             raise ValueError("other layers")
-        kept[size] = KeptSize(counted)
+        sizes[size] = JournalSize(counted)
         return
-    of_size = kept[size]
+    of_size = sizes[size]
     if "pass" in record:
         kind = record["pass"]
         getattr(of_size.rounds, kind).append(_times(_TIMES[kind], record["seconds"], layers))
     elif "round" in record:
-        of_size.taken.append(float(record["round"]))
+        of_size.round_seconds.append(float(record["round"]))
     else:
         of_size.parts_left_out = str(record["without_parts"])
         of_size.rounds.parts.clear()
@@ -229,11 +231,11 @@ def _plain(times: Times) -> dict[str, Any]:
 
 
 def _times(kind: type[Any], seconds: Mapping[str, Any], layers: int) -> Any:
-    def value(given: Any) -> Any:
-        if isinstance(given, list):
-            if len(given) != layers:
+    def value(entry: Any) -> Any:
+        if isinstance(entry, list):
+            if len(entry) != layers:
                 raise ValueError("other layers")
-            return np.array(given, dtype=np.float64)
-        return LossTimes(**given) if isinstance(given, dict) else given
+            return np.array(entry, dtype=np.float64)
+        return LossTimes(**entry) if isinstance(entry, dict) else entry
 
-    return kind(**{name: value(given) for name, given in seconds.items()})
+    return kind(**{name: value(entry) for name, entry in seconds.items()})

@@ -82,7 +82,7 @@ def _ratios(line: Line, bytes: Values, measured: Values) -> Values:
 
 def _least_deviations(bytes: Values, measured: Values) -> Line:
     """The line with the least sum of deviations through two of the points, or from 0 through one."""
-    lines = [(0.0, float(taken / size)) for size, taken in zip(bytes, measured, strict=True)]
+    lines = [(0.0, float(seconds / size)) for size, seconds in zip(bytes, measured, strict=True)]
     for i, j in combinations(range(len(bytes)), 2):
         if bytes[i] == bytes[j]:
             continue
@@ -98,10 +98,10 @@ def _least_squares(line: Line, bytes: Values, measured: Values) -> Line:
     difference over fitted and measured seconds."""
     for _ in range(ROUNDS):
         fitted = measured * _ratios(line, bytes, measured)
-        found = _weighted(np.sqrt(1 / (fitted * measured)), bytes, measured)
-        if found is None or np.allclose(found, line, rtol=1e-12, atol=0):
+        fit = _weighted(np.sqrt(1 / (fitted * measured)), bytes, measured)
+        if fit is None or np.allclose(fit, line, rtol=1e-12, atol=0):
             break
-        line = found
+        line = fit
     return line
 
 

@@ -67,14 +67,14 @@ def measure_links(
         )
     try:
         with _listening("measuring", timeout_seconds):
-            found = _measure(process, sizes, repeats, wait)
+            measured = _measure(process, sizes, repeats, wait)
     except BaseException:
         # NCCL waits for what hangs when it is taken down; the process ends with this error anyway.
         if not torch.cuda.is_available():
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
-    return found
+    return measured
 
 
 @contextmanager
@@ -112,28 +112,30 @@ def _measure(
     process: TorchrunEnv, sizes: Sequence[int] | None, repeats: int, wait: timedelta
 ) -> MeasuredLinks:
     own = _own(process)
-    everyone: list[_Own] = _told(own)
+    everyone: list[_Own] = _gather(own)
     backend = _backend(everyone)
     members = _members(everyone)
     group: dist.ProcessGroup | None = None
     if backend == "nccl":
         torch.cuda.set_device(own.device)
-        made = dist.new_group(backend="nccl", timeout=wait)
-        group = made if isinstance(made, dist.ProcessGroup) else None  # it is a number for who is not in it
-    wanted = sorted({-(-size // ELEMENT) * ELEMENT for size in sizes or SIZES[backend]})
+        nccl_group = dist.new_group(backend="nccl", timeout=wait)
+        group = (
+            nccl_group if isinstance(nccl_group, dist.ProcessGroup) else None
+        )  # it is a number for who is not in it
+    whole_sizes = sorted({-(-size // ELEMENT) * ELEMENT for size in sizes or SIZES[backend]})
     bench = _Bench(process.rank, own.device, group, repeats, wait.total_seconds())
     seconds: dict[tuple[int, int], list[float]] = {}
     pairs = choose_pairs([member.node for member in members])
     for first, second in pairs:
         for way in ((first, second), (second, first)):
-            seconds[way] = bench.transfers(*way, wanted)
-    reduced = [bench.all_reduce(size) for size in wanted]
-    everywhere: list[dict[tuple[int, int], list[float]]] = _told(seconds)
-    slowest: list[list[float]] = _told(reduced)
+            seconds[way] = bench.transfers(*way, whole_sizes)
+    reduced = [bench.all_reduce(size) for size in whole_sizes]
+    everywhere: list[dict[tuple[int, int], list[float]]] = _gather(seconds)
+    slowest: list[list[float]] = _gather(reduced)
     return MeasuredLinks(
         backend=backend,
         members=members,
-        sizes=wanted,
+        sizes=whole_sizes,
         repeats=repeats,
         pairs=[
             PairTimes(
@@ -159,7 +161,7 @@ def choose_pairs(nodes: Sequence[int]) -> list[tuple[int, int]]:
     return [pair for pair in (inside, between) if pair is not None]
 
 
-def _told(own: Any) -> list[Any]:
+def _gather(own: Any) -> list[Any]:
     """What every process has, by rank."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
@@ -189,14 +191,14 @@ def _backend(everyone: Sequence[_Own]) -> str:
             f"profile-links: rank {without[0]} has no CUDA device, others have one",
             "Start it on machines of one kind, or everywhere with CUDA_VISIBLE_DEVICES= for the processors.",
         )
-    taken: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for rank, one in enumerate(everyone):
-        if one.identity in taken:
+        if one.identity in counts:
             raise MachineError(
-                f"profile-links: ranks {taken[one.identity]} and {rank} share one GPU ({one.name})",
+                f"profile-links: ranks {counts[one.identity]} and {rank} share one GPU ({one.name})",
                 "Start as many processes on a machine as it has GPUs: torchrun --nproc-per-node gpu.",
             )
-        taken[one.identity] = rank
+        counts[one.identity] = rank
     if not dist.is_nccl_available():
         raise MachineError("this torch is built without NCCL", "Install torch for CUDA from pytorch.org.")
     return "nccl"
@@ -229,13 +231,13 @@ class _Bench:
 
     def all_reduce(self, size: int) -> float:
         """Seconds to sum `size` bytes over all processes."""
-        held = self._tensor(size)
+        tensor = self._tensor(size)
         dist.barrier()
-        return self._median(lambda: dist.all_reduce(held, group=self.group))
+        return self._median(lambda: dist.all_reduce(tensor, group=self.group))
 
     def _round_trip(self, sender: int, receiver: int, size: int) -> float:
         """Seconds of `size` bytes there and one element back; 0 for a process that only waits."""
-        taken = 0.0
+        seconds = 0.0
         if self.rank in (sender, receiver):
             sent, answer = self._tensor(size), self._tensor(ELEMENT)
 
@@ -247,22 +249,22 @@ class _Bench:
                 dist.recv(sent, sender, group=self.group)
                 dist.send(answer, sender, group=self.group)
 
-            taken = self._median(ask if self.rank == sender else reply)
+            seconds = self._median(ask if self.rank == sender else reply)
         dist.barrier()
-        return taken
+        return seconds
 
     def _tensor(self, size: int) -> torch.Tensor:
         return torch.zeros(size // ELEMENT, dtype=torch.float32, device=self.device)
 
     def _median(self, run: Callable[[], object]) -> float:
         """Seconds of one run, after some that do not count."""
-        taken = []
+        samples = []
         for _ in range(WARM_UPS + self.repeats):
             start = time.perf_counter()
             run()
             self._settle()
-            taken.append(time.perf_counter() - start)
-        return median(taken[WARM_UPS:])
+            samples.append(time.perf_counter() - start)
+        return median(samples[WARM_UPS:])
 
     def _settle(self) -> None:
         """Waits for the device, not for ever: a synchronization with a process that is gone has no end."""

@@ -21,14 +21,14 @@ DTYPES = {
 }
 
 
-def dtype_named(name: str) -> torch.dtype:
-    """Raises UsageError with the names there are."""
+def parse_dtype(name: str) -> torch.dtype:
+    """The torch dtype of this name. Raises UsageError, which lists the names."""
     if name not in DTYPES:
         raise UsageError(f"dtype {name!r} is not known", f"Use one of {', '.join(DTYPES)}.")
     return DTYPES[name]
 
 
-def device_named(name: str | None) -> torch.device:
+def parse_device(name: str | None) -> torch.device:
     """`cpu`, `cuda`, `cuda:N` or `meta`; by default CUDA where there is a device.
 
     Raises UsageError for another name, MachineError for a device that is not here.
@@ -51,13 +51,13 @@ def device_named(name: str | None) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """What the maker calls it; nothing for meta."""
+    """The manufacturer's name of the device; empty for meta."""
     if device.type == "meta":
         return ""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    found = re.search(r"^model name\s*:\s*(.+)$", _text("/proc/cpuinfo"), re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", _text("/proc/cpuinfo"), re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def device_memory_bytes(device: torch.device) -> int | None:
@@ -72,11 +72,11 @@ def free_host_bytes() -> int | None:
 
     Linux hands out more than it has and ends the process later, so that a CPU allocation seldom fails.
     """
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", _text("/proc/meminfo"), re.MULTILINE)
-    if found is None:
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", _text("/proc/meminfo"), re.MULTILINE)
+    if match is None:
         return None
     limit, used = (_text(f"/sys/fs/cgroup/memory.{key}").strip() for key in ("max", "current"))
-    free = int(found[1]) * 1024
+    free = int(match[1]) * 1024
     return min(free, int(limit) - int(used)) if limit.isdecimal() and used.isdecimal() else free
 
 

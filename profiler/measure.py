@@ -18,7 +18,7 @@ from ..cost_models.quantities import format_bytes
 from .analytic import AnalyticTarget, estimate
 from .build_profile import build_profile
 from .journal import Journal
-from .local_machine import device_named, free_bytes
+from .local_machine import free_bytes, parse_device
 from .measurement_target import MeasurementTarget, Setup, build_target
 from .models import from_module
 from .passes.clocks import Clock, CpuClock, CudaClock
@@ -93,40 +93,47 @@ def profile_model(
     Raises UsageError, ModelError, MachineError; Interrupted, which holds a profile of what there is, at
     Ctrl-C after a micro-batch size was measured.
     """
-    asked = options or ProfileOptions()
+    settings = options or ProfileOptions()
     loaded = model if isinstance(model, LoadedModel) else from_module(*model)
     check_limits(rounds, memory_bytes)
-    sizes = check_micro_batch_sizes(asked.micro_batch_sizes)
-    place = device_named(asked.device if estimate_for is None else "meta")
+    sizes = check_micro_batch_sizes(settings.micro_batch_sizes)
+    place = parse_device(settings.device if estimate_for is None else "meta")
     modes = Modes(
-        compile=asked.compile,
-        channels_last=asked.channels_last,
-        amp=asked.amp,
-        tf32=asked.tf32,
-        cudnn_benchmark=asked.cudnn_benchmark,
+        compile=settings.compile,
+        channels_last=settings.channels_last,
+        amp=settings.amp,
+        tf32=settings.tf32,
+        cudnn_benchmark=settings.cudnn_benchmark,
     )
     passing = modes if estimate_for is None else dataclasses.replace(modes, tf32=False, cudnn_benchmark=False)
     passing.check(place)
     setup = Setup(
         device=place,
-        dtype=asked.dtype,
-        granularity=loaded.granularity if asked.granularity is None else asked.granularity,
-        keep_together=tuple(asked.keep_together),
-        loss=loaded.loss if asked.loss is None else asked.loss,
+        dtype=settings.dtype,
+        granularity=loaded.granularity if settings.granularity is None else settings.granularity,
+        keep_together=tuple(settings.keep_together),
+        loss=loaded.loss if settings.loss is None else settings.loss,
         modes=modes,
-        seed=asked.seed,
+        seed=settings.seed,
         clock=clock or (CudaClock(place) if place.type == "cuda" else CpuClock()),
-        verify_seconds=asked.budget_seconds if rounds is None else inf,
+        verify_seconds=settings.budget_seconds if rounds is None else inf,
     )
-    kept = place.type != "meta"
+    may_cache = place.type != "meta"
     profile_cache = ProfileCache.of_user(
-        cache=asked.cache and kept, resume=asked.resume and kept, remark=remark
+        cache=settings.cache and may_cache, resume=settings.resume and may_cache, remark=remark
     )
     limits = MeasurementLimits(
-        sizes, asked.budget_seconds, rounds, parts, memory_bytes, progress, estimate_for, profile_cache
+        sizes,
+        settings.budget_seconds,
+        rounds,
+        parts,
+        memory_bytes,
+        progress,
+        estimate_for,
+        profile_cache,
     )
     # The device first: CUDA has no random numbers to seed before it is initialised.
-    with _on(place), fixed_seed(asked.seed), torch.enable_grad():
+    with _on(place), fixed_seed(settings.seed), torch.enable_grad():
         return _measured(loaded, setup, limits)
 
 
@@ -141,7 +148,7 @@ def check_limits(rounds: int | None, memory_bytes: int | None) -> None:
 
 
 def _measured(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
-    """As a whole where it fits, else in segments."""
+    """Measures the model whole where it fits, else in segments."""
     if setup.device.type == "meta":
         return _structure(loaded, setup, limits)
     try:
@@ -155,7 +162,7 @@ def _measured(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> P
 
 
 def _in_one(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
-    """With the whole model on the device. Raises DoesNotFit."""
+    """Measures with the whole model on the device. Raises DoesNotFit."""
     subject = build_target(loaded, setup, limits.smallest)
     _check_fits(subject, limits.smallest, limits.memory_bytes)
 
@@ -164,7 +171,7 @@ def _in_one(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Pro
 
 
 def _in_segments(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
-    """With only a part of the weights on the device at a time. There is no journal of it."""
+    """Measures with only a part of the weights on the device at a time. This keeps no journal."""
     subject = build_target(loaded, setup, limits.smallest, host=True)
     free = partial(_usable_bytes, setup.device, limits.memory_bytes)
     return _sweep_profile(subject, limits, partial(SegmentedSweep, free_bytes=free), way="-segments")
@@ -173,7 +180,7 @@ def _in_segments(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -
 def _sweep_profile(
     subject: MeasurementTarget, limits: MeasurementLimits, kind: Callable[..., SizeSweep[Any]], way: str = ""
 ) -> Profile:
-    """From the cache, or measured. Raises Interrupted."""
+    """The profile, from the cache or measured. Raises Interrupted."""
 
     def measure(journal: Journal | None) -> Profile:
         sweep_limits = (limits.sizes, limits.budget_seconds, limits.rounds, limits.progress)
@@ -209,7 +216,7 @@ def _check_fits(subject: MeasurementTarget, size: int, memory_bytes: int | None)
 
 
 def _usable_bytes(device: torch.device, memory_bytes: int | None) -> int:
-    """Of the device; no more than `memory_bytes`, which a CPU has."""
+    """Free bytes of the device, at most `memory_bytes`; on a CPU `memory_bytes`."""
     limits = [memory_bytes, free_bytes(device) if device.type == "cuda" else None]
     return min(limit for limit in limits if limit is not None)
 

@@ -11,7 +11,7 @@ from ..cost_models.communication import all_reduce_seconds
 from ..cost_models.document import MadeBy, Record
 from ..cost_models.hardware import Device, Link
 from ..cost_models.machines.catalogue import match_device
-from ..cost_models.quantities import counted, format_bytes, format_rate, format_seconds
+from ..cost_models.quantities import format_bytes, format_count, format_rate, format_seconds
 from ..cost_models.topology import Topology, two_level_topology
 from .link_fit import LinkFit, fit_link
 
@@ -90,31 +90,31 @@ class MeasuredLinks(Record):
     @property
     def remarks(self) -> list[str]:
         """What the topology file cannot say."""
-        made = []
+        lines = []
         names = sorted({member.device_name for member in self.members})
         if len(names) > 1:
-            made.append(f"the devices differ ({', '.join(names)}), a topology has one kind")
+            lines.append(f"the devices differ ({', '.join(names)}), a topology has one kind")
         counts = self._on_nodes
         if any(count != self.gpus_per_node for count in counts[:-1]):
-            made.append(
+            lines.append(
                 f"the nodes have {', '.join(map(str, counts))} devices, "
                 f"the file says {self.gpus_per_node} for each"
             )
         if "between" in self.levels and "inside" not in self.levels:
-            made.append("there is one device a node: the link inside a node is written as the one between")
+            lines.append("there is one device a node: the link inside a node is written as the one between")
         for level, fit in self.levels.items():
             if fit.deviation > FAR_FROM_A_LINE:
-                made.append(
+                lines.append(
                     f"{LEVEL_TITLES[level]} a measured size is {fit.deviation:.0%} from the fitted line: the "
                     "machine was busy, or the link is not of one bandwidth"
                 )
         slower = self.all_reduce_seconds[-1] / self.predicted_all_reduce()[-1]
         if slower > SLOW_ALL_REDUCE:
-            made.append(
+            lines.append(
                 f"an all-reduce of {format_bytes(self.sizes[-1])} takes {slower:.1f} times what these links "
                 "predict for it"
             )
-        return made
+        return lines
 
     @property
     def topology(self) -> Topology:
@@ -148,10 +148,10 @@ class MeasuredLinks(Record):
 
     def _head(self) -> list[str]:
         devices = Counter(member.device_name for member in self.members)
-        named = ", ".join(f"{count} x {name}" for name, count in sorted(devices.items()))
+        counts = ", ".join(f"{count} x {name}" for name, count in sorted(devices.items()))
         lines = [
             f"Links measured by pplan {self.made_by.pplan} at {self.made_by.time}.",
-            f"World size {len(self.members)} on {counted(len(self._on_nodes), 'node')}: {named}.",
+            f"World size {len(self.members)} on {format_count(len(self._on_nodes), 'node')}: {counts}.",
             f"Backend {self.backend}, torch {self.made_by.torch}; medians of {self.repeats} transfers.",
             *(f"Note: {remark}." for remark in self.remarks),
         ]
@@ -180,7 +180,7 @@ class MeasuredLinks(Record):
         for level, fit in self.levels.items():
             there, back = self.medians(level)
             pairs = self.pairs_of(level)
-            lines += [f"Transfers {LEVEL_TITLES[level]}, median of {counted(len(pairs), 'pair')}:"]
+            lines += [f"Transfers {LEVEL_TITLES[level]}, median of {format_count(len(pairs), 'pair')}:"]
             lines += [_row("size", "there", "back", "fitted")]
             for size, one, other in zip(self.sizes, there, back, strict=True):
                 lines.append(_row(format_bytes(size), *map(format_seconds, (one, other, fit.seconds(size)))))
@@ -194,7 +194,7 @@ class MeasuredLinks(Record):
 
 
 class MeasuredAndFitted(MeasuredLinks):
-    """As it is printed in JSON: the link of each level beside what was measured."""
+    """The JSON output: the link of each level beside what was measured."""
 
     fitted: dict[str, dict[str, float]]
 

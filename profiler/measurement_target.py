@@ -1,4 +1,4 @@
-"""What is measured, and where."""
+"""The model that is measured: its working copy on the device, its layers and the clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import nn
 from ..cost_models.errors import ModelError
 from .chain.layers import LayerChain, build_chain
 from .chain.shared_parameters import storage_aliases
-from .local_machine import DTYPES, dtype_named
+from .comparison.model_check import gradients_left_alone
+from .local_machine import DTYPES, parse_dtype
 from .passes.clocks import Clock
 from .passes.modes import Modes
 from .user_model.failures import DoesNotFit, is_out_of_memory, refusal
@@ -23,9 +24,9 @@ from .user_model.loaded_model import (
     copy_to_host,
     copy_to_meta,
     own_dtype,
-    refuse_lazy,
+    refuse_lazy_or_sparse,
 )
-from .user_model.losses import Loss, loss_named
+from .user_model.losses import Loss, load_loss
 
 
 @dataclass(frozen=True)
@@ -72,16 +73,17 @@ def build_target(
         for parameter in copy.parameters():
             parameter.grad = None
         example = loaded.example_input_for(smallest).to(dtype=kind)
-        chain = build_chain(
-            copy,
-            example,
-            name=loaded.name,
-            granularity=setup.granularity,
-            keep_together=setup.keep_together,
-            aliases=storage_aliases(loaded.module),
-            verify=True,
-            verify_seconds=setup.verify_seconds,
-        )
+        with gradients_left_alone(loaded.module, loaded.name):
+            chain = build_chain(
+                copy,
+                example,
+                name=loaded.name,
+                granularity=setup.granularity,
+                keep_together=setup.keep_together,
+                aliases=storage_aliases(loaded.module),
+                verify=True,
+                verify_seconds=setup.verify_seconds,
+            )
         layouts = setup.modes.notes((*copy.parameters(), *copy.buffers(), *example.tensors))
         return MeasurementTarget(
             dataclasses.replace(loaded, module=copy),
@@ -92,14 +94,14 @@ def build_target(
             setup.seed,
             (*loaded.notes, *notes, *layouts),
             setup.modes,
-            loss_named(setup.loss, setup.seed),
+            load_loss(setup.loss, setup.seed),
         )
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        said = refusal(error)
+        reason = refusal(error)
     raise DoesNotFit(
-        f"{loaded.name}: the model does not fit on {place}: {said}",
+        f"{loaded.name}: the model does not fit on {place}: {reason}",
         "Use a smaller `dtype`, a smaller model, or a device of more memory.",
     )
 
@@ -116,9 +118,9 @@ def _copied_to(place: torch.device, loaded: LoadedModel) -> nn.Module:
 
 def dtype_for(loaded: LoadedModel, name: str | None) -> tuple[torch.dtype, tuple[str, ...]]:
     """What the model is converted to, and what is to be said of it. Raises UsageError, ModelError."""
-    asked = None if name is None else dtype_named(name)
+    dtype = None if name is None else parse_dtype(name)
     module = loaded.module
-    refuse_lazy(loaded.name, module)
+    refuse_lazy_or_sparse(loaded.name, module)
     tensors = list(itertools.chain(module.named_parameters(), module.named_buffers()))
     for path, tensor in tensors:
         if tensor.is_complex():
@@ -126,8 +128,8 @@ def dtype_for(loaded: LoadedModel, name: str | None) -> tuple[torch.dtype, tuple
                 f"{loaded.name}: {path} is {_name(tensor.dtype)}; only real numbers can be measured",
                 "Keep real and imaginary parts in tensors of their own (torch.view_as_real).",
             )
-    if asked is not None:
-        return asked, ()
+    if dtype is not None:
+        return dtype, ()
     own = own_dtype(module)
     if own is not None and own in DTYPES.values():
         return own, ()

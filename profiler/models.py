@@ -11,7 +11,7 @@ from torch import nn
 from ..cost_models.errors import ModelError, UsageError
 from .chain.layer_sequential import model_name
 from .loading.factories import call_factory
-from .named_model import may_name, shown
+from .named_model import may_name, quote_name
 from .user_model.loaded_model import LoadedModel, ModelInput, describe_type
 from .user_model.seeding import check_seed, fixed_seed, noise
 
@@ -45,7 +45,9 @@ def load_model(
     such a model does not take; MachineError without transformers.
     """
     if known_only and not may_name(name):
-        raise ModelError(f"model {shown(name)}: a file's word runs no code", "Name it yourself: `model`.")
+        raise ModelError(
+            f"model {quote_name(name)}: a file's word runs no code", "Name it yourself: `model`."
+        )
     seed = check_seed(seed)
     shape = None if input_shape is None else _checked_shape(input_shape)
     if classes is not None and not is_positive(classes):
@@ -103,15 +105,15 @@ def _from_transformers(
     from .loading.transformers_models import load_transformers
 
     device = "meta" if on_meta else "cpu"
-    made = load_transformers(name, settings, seed=seed, device=device, known_only=known_only)
+    loaded = load_transformers(name, settings, seed=seed, device=device, known_only=known_only)
     return LoadedModel(
-        made.module,
-        made.name,
-        made.example,
-        loss=made.loss,
-        granularity=made.granularity,
+        loaded.module,
+        loaded.name,
+        loaded.example,
+        loss=loaded.loss,
+        granularity=loaded.granularity,
         settings=settings,
-        notes=made.notes,
+        notes=loaded.notes,
     )
 
 
@@ -119,31 +121,31 @@ def _from_factory(
     name: str, shape: tuple[int, ...] | None, settings: Mapping[str, object], seed: int
 ) -> LoadedModel:
     with fixed_seed(seed):
-        made = call_factory(name, settings)
-    module, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        product = call_factory(name, settings)
+    module, example = product if isinstance(product, tuple) and len(product) == 2 else (product, None)
     if not isinstance(module, nn.Module):
         raise ModelError(
-            f"{name} returned {describe_type(made)}",
+            f"{name} returned {describe_type(product)}",
             "Return an nn.Module, or a tuple of an nn.Module and an example input.",
         )
     if example is None:
-        given = ModelInput.of(noise(shape or _DEFAULT_SHAPE, seed))
+        example_input = ModelInput.of(noise(shape or _DEFAULT_SHAPE, seed))
     else:
-        given = ModelInput.of(example, name)
-        given = given if shape is None else _reshaped(given, shape, name, seed)
-    return LoadedModel(module, name, given, settings=settings)
+        example_input = ModelInput.of(example, name)
+        example_input = example_input if shape is None else _reshaped(example_input, shape, name, seed)
+    return LoadedModel(module, name, example_input, settings=settings)
 
 
-def _reshaped(given: ModelInput, shape: tuple[int, ...], name: str, seed: int) -> ModelInput:
+def _reshaped(example: ModelInput, shape: tuple[int, ...], name: str, seed: int) -> ModelInput:
     """The example with samples of another shape, where it is one tensor."""
-    if len(given.tensors) > 1:
+    if len(example.tensors) > 1:
         raise UsageError(
-            f"input_shape={shape!r}: {name} takes {len(given.tensors)} tensors",
+            f"input_shape={shape!r}: {name} takes {len(example.tensors)} tensors",
             "Omit `input_shape`: the factory's example input says what the model takes.",
         )
-    tensor = given.tensors[0]
+    tensor = example.tensors[0]
     if tuple(tensor.shape[1:]) == shape:
-        return given
-    if given.is_token_ids:
-        return given.mapped(lambda tensor: torch.zeros((2, *shape), dtype=tensor.dtype))
-    return given.mapped(lambda tensor: noise(shape, seed).to(tensor.dtype))
+        return example
+    if example.is_token_ids:
+        return example.mapped(lambda tensor: torch.zeros((2, *shape), dtype=tensor.dtype))
+    return example.mapped(lambda tensor: noise(shape, seed).to(tensor.dtype))

@@ -17,7 +17,7 @@ from .profile_file import Profile
 LOSSES = ("cross-entropy", "mse", "none")
 """Names of losses that are no code of the user's."""
 TRANSFORMERS = "hf:"
-SHOWN = 80
+MOST_CHARACTERS = 80
 """Characters of a name in a file that an error shows."""
 
 _TORCHVISION = re.compile(r"[A-Za-z0-9_]{1,100}")
@@ -57,15 +57,15 @@ def model_for(profile: Profile, model: str | None, settings: Mapping[str, Any]) 
         return NamedModel(model, dict(settings), by_user=True)
     name = profile.model
     if not may_name(name):
-        raise _refused(f"the profile names the model {shown(name)}", profile)
+        raise _refused(f"the profile names the model {quote_name(name)}", profile)
     if name.startswith(TRANSFORMERS):
         for key, value in profile.settings.items():
             if not _is_size(key, value):
-                raise _refused(f"the profile gives {shown(name)} the setting {shown(key)}", profile)
+                raise _refused(f"the profile gives {quote_name(name)} the setting {quote_name(key)}", profile)
     elif profile.settings:
         key = next(iter(profile.settings))
         raise _refused(
-            f"the profile gives {shown(name)}, which takes none, the setting {shown(key)}", profile
+            f"the profile gives {quote_name(name)}, which takes none, the setting {quote_name(key)}", profile
         )
     return NamedModel(name, {**profile.settings, **settings})
 
@@ -76,9 +76,9 @@ def loss_for(profile: Profile, loss: str | None) -> str:
         return loss
     own = "none" if profile.loss is None else profile.loss.name
     if own not in LOSSES:
-        typed = own if _FACTORY.fullmatch(own) and len(own) <= SHOWN else "package.module:function"
+        typed = own if _FACTORY.fullmatch(own) and len(own) <= MOST_CHARACTERS else "package.module:function"
         raise ModelError(
-            f"the profile names the loss {shown(own)}: a file's word runs no code",
+            f"the profile names the loss {quote_name(own)}: a file's word runs no code",
             f"Name it yourself, if it is yours: loss={typed!r}; or one of {', '.join(LOSSES)}.",
         )
     return own
@@ -89,10 +89,10 @@ def may_name(name: str) -> bool:
     return (_TORCHVISION.fullmatch(name) or _OF_TRANSFORMERS.fullmatch(name)) is not None
 
 
-def shown(text: str) -> str:
+def quote_name(text: str) -> str:
     """A name out of a file as an error shows it: in quotes, ASCII with everything else escaped, cut."""
-    quoted = ascii(text[:SHOWN])
-    return f"{quoted}…" if len(text) > SHOWN else quoted
+    quoted = ascii(text[:MOST_CHARACTERS])
+    return f"{quoted}…" if len(text) > MOST_CHARACTERS else quoted
 
 
 def _is_size(key: str, value: object) -> bool:
@@ -122,14 +122,14 @@ def _typed(profile: Profile) -> str:
     plain = (
         all(_KEY.fullmatch(key) and _fits(value) for key, value in settings.items()) and len(settings) <= 6
     )
-    if len(name) <= SHOWN and plain and (_FACTORY.fullmatch(name) or may_name(name)):
-        given = f", settings={dict(settings)!r}" if settings else ""
-        return f"Name it yourself, if you know and trust it: model={name!r}{given}"
+    if len(name) <= MOST_CHARACTERS and plain and (_FACTORY.fullmatch(name) or may_name(name)):
+        settings_text = f", settings={dict(settings)!r}" if settings else ""
+        return f"Name it yourself, if you know and trust it: model={name!r}{settings_text}"
     return "Name the model yourself: model='package.module:factory', with its `settings`."
 
 
 def _fits(value: object) -> bool:
     """Whether a setting's value may stand in the line that is proposed."""
     if isinstance(value, str):
-        return len(value) <= SHOWN // 2 and value.isascii() and value.isprintable()
+        return len(value) <= MOST_CHARACTERS // 2 and value.isascii() and value.isprintable()
     return value is None or isinstance(value, bool | int | float)

@@ -1,4 +1,4 @@
-"""What outlives a run: finished profiles and unfinished journals, in a folder of the user's.
+"""The cache: finished profiles and the journals of unfinished ones, in a folder of the user's.
 
 Both are found by what was measured (see fingerprint.py), never by a name.
 """
@@ -24,9 +24,9 @@ from .profile_warnings import misses_whole
 
 def cache_folder() -> Path:
     """$PPLAN_CACHE, else pplan in $XDG_CACHE_HOME or ~/.cache. Raises RuntimeError without a home."""
-    named = os.environ.get("PPLAN_CACHE")
-    if named:
-        return Path(named)
+    folder = os.environ.get("PPLAN_CACHE")
+    if folder:
+        return Path(folder)
     shared = os.environ.get("XDG_CACHE_HOME")
     return (Path(shared) if shared else Path.home() / ".cache") / "pplan"
 
@@ -40,10 +40,10 @@ class Request(Record):
     parts: bool
     memory_bytes: int | None
 
-    def answers(self, asked: Request) -> bool:
-        """Whether what was measured for this is good enough for `asked`: the same, and no longer."""
-        longer = asked.budget_seconds > self.budget_seconds and asked.rounds is None
-        return not longer and self == asked.model_copy(update={"budget_seconds": self.budget_seconds})
+    def answers(self, other: Request) -> bool:
+        """Whether what was measured for this is good enough for `other`: the same, and no longer."""
+        longer = other.budget_seconds > self.budget_seconds and other.rounds is None
+        return not longer and self == other.model_copy(update={"budget_seconds": self.budget_seconds})
 
 
 class StoredProfile(Profile):
@@ -56,7 +56,7 @@ class StoredProfile(Profile):
 
 @dataclass(frozen=True)
 class ProfileCache:
-    """Takes profiles from the folder and puts them there. `folder` None: nothing is kept.
+    """Takes profiles from the folder and puts them there. `folder` None: nothing is stored.
 
     `resume`: an interrupted profile is continued. `remark` is told what a user should know.
     """
@@ -95,15 +95,15 @@ class ProfileCache:
             return measure(None)
         key = fingerprint(subject) + way
         path = self.folder / f"{key}.profile.json"
-        found = self._found(path, request)
-        if found is not None:
+        stored = self._stored(path, request)
+        if stored is not None:
             loaded = subject.loaded
-            told = {
+            entry = {
                 "model": loaded.name,
                 "classes": loaded.classes,
                 "settings": loaded.settings_in_json,
             }
-            return found.model_copy(update=told)
+            return stored.model_copy(update=entry)
         if way:
             profile = measure(None)
             self._store(path, profile, request)
@@ -121,7 +121,7 @@ class ProfileCache:
                 journal.close()
         return profile
 
-    def _found(self, path: Path, request: Request) -> Profile | None:
+    def _stored(self, path: Path, request: Request) -> Profile | None:
         """What cannot be read counts as not there."""
         try:
             text = read_text(path, "profile")
@@ -136,7 +136,7 @@ class ProfileCache:
 
     def _journal(self, path: Path, key: str, layers: int) -> Journal | None:
         try:
-            journal = Journal.opened(path, key, layers, resume=self.resume)
+            journal = Journal.open(path, key, layers, resume=self.resume)
         except BlockingIOError:
             self.remark("Another process measures the same: this one keeps no journal for `resume`")
             return None
@@ -147,9 +147,9 @@ class ProfileCache:
             self.remark(f"Continuing an interrupted profile: {journal.passes} passes of it are kept")
         elif self.resume:
             self.remark("There is no interrupted profile of this to resume: measuring from the beginning")
-        elif journal.passes_found:
+        elif journal.passes_in_file:
             self.remark(
-                f"An interrupted profile of this, of {journal.passes_found} passes, is begun anew; "
+                f"An interrupted profile of this, of {journal.passes_in_file} passes, is begun anew; "
                 "`resume` would have continued it"
             )
         return journal

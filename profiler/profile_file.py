@@ -86,11 +86,11 @@ class Profile(Document):
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
         sizes = self.micro_batch_sizes
-        seen: set[str] = set()
+        names: set[str] = set()
         for layer in self.layers:
-            if layer.name in seen:
+            if layer.name in names:
                 raise ValueError(f"two layers are named {layer.name!r}")
-            seen.add(layer.name)
+            names.add(layer.name)
             own = [cost.micro_batch_size for cost in layer.costs]
             if own != sizes:
                 raise ValueError(
@@ -215,14 +215,14 @@ class Profile(Document):
             workspace[-1] = self._last_workspace(self.loss)
 
         def table(key: str) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-            made = np.array(
+            values = np.array(
                 [[getattr(cost, key) or 0.0 for cost in layer.costs] for layer in self.layers],
                 dtype=np.float64,
             )
             if self.loss is not None and key in _OF_THE_LOSS:
                 own = "backward_seconds" if key == "backward_input_seconds" else key
-                made[-1] += [getattr(cost, own) or 0.0 for cost in self.loss.costs]
-            return made
+                values[-1] += [getattr(cost, own) or 0.0 for cost in self.loss.costs]
+            return values
 
         return Chain(
             names=tuple(layer.name for layer in self.layers),
@@ -272,7 +272,7 @@ class Profile(Document):
     def _tied(self) -> tuple[TiedWeight, ...]:
         """In the order of their first users."""
         order = {layer.name: index for index, layer in enumerate(self.layers)}
-        made = [
+        weights = [
             TiedWeight(
                 name=own.tensor,
                 bytes=float(own.bytes),
@@ -282,7 +282,7 @@ class Profile(Document):
             for own in self.tied
             if own.bytes is not None
         ]
-        return tuple(sorted(made, key=lambda own: own.layers[0]))
+        return tuple(sorted(weights, key=lambda own: own.layers[0]))
 
     def _last_workspace(self, loss: MeasuredLoss) -> list[int]:
         """The last layer's with the loss; its own where the loss' is not known."""

@@ -12,8 +12,8 @@ from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.optimizers import dtype_precision
 from ..cost_models.option_fields import Options, option, settings_option
+from ..cost_models.option_readers import read_sizes
 from ..cost_models.quantities import parse_bytes, parse_seconds
-from ..cost_models.typed_text import sizes
 
 if TYPE_CHECKING:
     from .profile_file import Profile
@@ -120,7 +120,11 @@ class ProfileOptions(Options):
     )
     classes: int | None = _number("How many classes a torchvision model tells apart.")
     micro_batch_sizes: Sequence[int] | None = option(
-        None, arguments.wholes, "Micro-batch sizes to measure; default: powers of two.", "1,2,4,8", read=sizes
+        None,
+        arguments.wholes,
+        "Micro-batch sizes to measure; default: powers of two.",
+        "1,2,4,8",
+        read=read_sizes,
     )
     dtype: str | None = _text(
         "float32", "Or float16, bfloat16, float64: of weights and input; default: the model's own."
@@ -227,24 +231,24 @@ class ProfileImportOptions(Options):
 
     def check(self) -> None:
         """Raises UsageError for words that are not known."""
-        for field, word, known in (
+        for field, word, allowed in (
             ("format", self.format, FORMATS),
             ("granularity", self.granularity, GRANULARITIES),
         ):
-            if word is not None and word not in known:
-                raise UsageError(f"{field}={word!r}: not known", f"Use one of: {', '.join(known)}.")
+            if word is not None and word not in allowed:
+                raise UsageError(f"{field}={word!r}: not known", f"Use one of: {', '.join(allowed)}.")
         dtype_precision(self.dtype)
 
 
 def _read_byte_sizes(text: str, name: str) -> tuple[int, ...]:
     """`1KiB,16MiB` in bytes. Raises UsageError."""
-    found = tuple(sorted({parse_bytes(part.strip(), name) for part in text.split(",")}))
-    if len(found) < 2:
+    sizes = tuple(sorted({parse_bytes(part.strip(), name) for part in text.split(",")}))
+    if len(sizes) < 2:
         raise UsageError(
             f"{name} {text}: one size does not tell latency from bandwidth",
             f"Give two or more, as in {name} 1KiB,1MiB,16MiB.",
         )
-    return found
+    return sizes
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,9 @@ class SegmentedSweep(SizeSweep[SizeResult]):
         """What would run together in `share` of what is free. Raises DoesNotFit, ModelError."""
         model, chain = self._counted
         example = self._example(size)
-        given, amp = example.to("meta").handed, self.subject.modes.amp is not None
+        inputs, amp = example.to("meta").layer_input, self.subject.modes.amp is not None
         needs = count_needs(
-            model, chain.layers, given, self.subject.loss, amp=amp, kernels=kernels_on(self.subject.device)
+            model, chain.layers, inputs, self.subject.loss, amp=amp, kernels=kernels_on(self.subject.device)
         )
         entering = sum(tensor.nbytes for tensor in example.tensors)
         try:
@@ -75,27 +75,27 @@ class SegmentedSweep(SizeSweep[SizeResult]):
 
     def measure_size(self, size: int) -> SizeResult:
         """In more segments where memory runs out."""
-        said, tried = "", 0
+        reason, attempts = "", 0
         for share in _SHARES:
             try:
                 segments = self.segments(size, share)
             except DoesNotFit:
-                if not tried:
+                if not attempts:
                     raise
                 break
-            if len(segments) == tried:
+            if len(segments) == attempts:
                 continue
-            tried = len(segments)
+            attempts = len(segments)
             try:
                 return self._measure_segments(size, segments)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                said = refusal(error)
+                reason = refusal(error)
             # Only here, behind the except block, is nothing held by the traceback any more.
             release(self.subject.device)
         raise DoesNotFit(
-            f"{self._of(size)} does not fit even in segments: {said}",
+            f"{self._of(size)} does not fit even in segments: {reason}",
             "Use smaller `micro_batch_sizes`, a smaller `dtype`, or a device of more memory.",
         )
 
@@ -114,7 +114,7 @@ class SegmentedSweep(SizeSweep[SizeResult]):
                 self.mover,
                 visit=lambda layer: self.tell("in segments", size, layer.name),
                 running=subject.modes.layers(subject.chain.layers),
-            ).measure(self._example(size).handed, self.rounds or _ROUNDS)
+            ).measure(self._example(size).layer_input, self.rounds or _ROUNDS)
         self._note(size, run.note, len(segments))
         return SizeResult.of_segments(size, run)
 

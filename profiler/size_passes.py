@@ -15,7 +15,7 @@ from .memory.live_bytes import build_meter
 from .memory.workspace import LossWorkspace, StepMemory, Workspace, peak_of_step
 from .passes.backward_parts import PartTimes, run_parts
 from .passes.launch_lead import LeadTuner
-from .passes.layer_stamps import LayerStamps, LayerTimes, tell_leads
+from .passes.layer_stamps import LayerStamps, LayerTimes, update_leads
 from .passes.timing import OutputGradients, WholeTimes, run_layers, run_whole
 from .passes.watchers import SavedBytes, Watcher
 from .user_model.flat_output import tensors_in
@@ -43,39 +43,39 @@ class SizePasses:
 
     def run_layers(self, watcher: Watcher, loss: Loss | None = None) -> None:
         """One layer after another, forward and backward."""
-        given = self._fresh_input().handed
+        inputs = self._fresh_input().layer_input
         self._subject.clock.settle()
-        run_layers(self.layers, given, self._gradients, watcher, loss=loss, context=self._context)
+        run_layers(self.layers, inputs, self._gradients, watcher, loss=loss, context=self._context)
 
     def time_layers(self) -> LayerTimes:
         """The seconds of each layer, and of the loss that ends the pass."""
         stamps = LayerStamps(self._subject.clock, len(self.layers), self.leads.leads)
         self.run_layers(stamps, self._subject.loss)
         times = stamps.times()
-        tell_leads(self.leads, times)
+        update_leads(self.leads, times)
         return times
 
-    def run_layers_unled(self) -> None:
+    def warm_up_layers(self) -> None:
         """A pass as `time_layers` makes it, without holding the device back: to warm up."""
         self.run_layers(LayerStamps(self._subject.clock, len(self.layers)), self._subject.loss)
 
     def time_whole(self) -> WholeTimes:
         """The seconds of the untouched model."""
-        given, clock = self._fresh_input(), self._subject.clock
+        inputs, clock = self._fresh_input(), self._subject.clock
         clock.settle()
         return run_whole(
-            self._model, given, self._gradients, clock, leads=self.leads.leads, context=self._context
+            self._model, inputs, self._gradients, clock, leads=self.leads.leads, context=self._context
         )
 
     def time_parts(self) -> PartTimes:
         """The seconds of each layer's backward in two parts: gradients of the input, and of the weights."""
-        given, clock = self._fresh_input().handed, self._subject.clock
+        inputs, clock = self._fresh_input().layer_input, self._subject.clock
         clock.settle()
         times = run_parts(
-            self.layers, given, self._gradients, clock, leads=self.leads.leads, context=self._context
+            self.layers, inputs, self._gradients, clock, leads=self.leads.leads, context=self._context
         )
         if times.weight_host is not None:
-            self.leads.weights_seen(times.weight_host[::-1], times.weight[::-1])
+            self.leads.observe_weights(times.weight_host[::-1], times.weight[::-1])
         return times
 
     def find_leads(self) -> None:
@@ -85,28 +85,28 @@ class SizePasses:
             self.time_layers()
 
     def step_memory(self, saved: SavedBytes) -> StepMemory:
-        """Without the loss, as the whole model's pass is."""
+        """The memory of a pass without the loss, as the untouched model's pass is."""
         module, device = self._subject.loaded.module, self._subject.device
         # Those that backward starts from are of the pass: they are drawn in it.
         self._gradients.forget()
         with build_meter(device, module) as meter:
-            given = self._fresh_input().handed
-            workspace = Workspace(module, len(self.layers), meter, tensors_in(given))
-            run_layers(self.layers, given, self._gradients, workspace, context=self._context)
+            inputs = self._fresh_input().layer_input
+            workspace = Workspace(module, len(self.layers), meter, tensors_in(inputs))
+            run_layers(self.layers, inputs, self._gradients, workspace, context=self._context)
         return workspace.memory(saved.saved_bytes)
 
     def loss_workspace(self, saved: SavedBytes) -> LossWorkspace | None:
-        """Of a pass that the loss ends; None without one."""
+        """The bytes that the loss needs for itself; None without a loss."""
         subject = self._subject
         if subject.loss is None:
             return None
         module, count = subject.loaded.module, len(self.layers)
         with build_meter(subject.device, module) as meter:
-            given = self._fresh_input().handed
-            workspace = Workspace(module, count, meter, tensors_in(given))
+            inputs = self._fresh_input().layer_input
+            workspace = Workspace(module, count, meter, tensors_in(inputs))
             # Its targets are of the pass.
             loss = subject.loss.without_targets()
-            run_layers(self.layers, given, self._gradients, workspace, loss=loss, context=self._context)
+            run_layers(self.layers, inputs, self._gradients, workspace, loss=loss, context=self._context)
         return workspace.loss(saved.saved_bytes, saved.loss_saved_bytes)
 
     def peak_bytes(self) -> int:
@@ -125,13 +125,13 @@ class SizePasses:
         """A clone, made before the time counts: the model may work in place."""
         if self._input is None:
             subject = self._subject
-            given = ModelInput.of(subject.loaded.example_input_for(self._size))
-            self._input = given.to(subject.device, subject.dtype, subject.modes.memory_format)
+            example = ModelInput.of(subject.loaded.example_input_for(self._size))
+            self._input = example.to(subject.device, subject.dtype, subject.modes.memory_format)
         return self._input.clone()
 
 
 class VisitingWatcher:
-    """Passes everything on to another watcher, and says before each layer which it is."""
+    """Passes everything on to another watcher, and calls `visit` before each layer."""
 
     def __init__(self, watcher: Watcher, layers: Sequence[Layer], visit: Callable[[Layer], None]) -> None:
         self._watcher, self._layers, self._visit = watcher, layers, visit
@@ -140,14 +140,14 @@ class VisitingWatcher:
         self.gradient = watcher.gradient
         self.backward_ends = watcher.backward_ends
 
-    def before(self, index: int, given: object) -> None:
+    def before(self, index: int, layer_input: object) -> None:
         if index < len(self._layers):
             self._visit(self._layers[index])
-        self._watcher.before(index, given)
+        self._watcher.before(index, layer_input)
 
 
 def release(device: torch.device) -> None:
-    """Gives back what a failed pass left."""
+    """Frees the memory that a failed pass left."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -155,7 +155,7 @@ def release(device: torch.device) -> None:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Python's garbage collector would stop some passes and not others."""
+    """Inside, Python's garbage collector is off: it would delay some passes and not others."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -19,7 +19,7 @@ from .size_passes import SizePasses, VisitingWatcher, no_collection, release
 from .user_model.failures import first_line, is_out_of_memory, refusal
 
 if TYPE_CHECKING:
-    from .journal import CountedBytes, Journal, KeptSize, PassKind
+    from .journal import CountedBytes, Journal, JournalSize, PassKind
 
 PARTS_ROUNDS = 3
 FIRST_PASSES = 3
@@ -58,7 +58,7 @@ class SizeRun:
         self.parts_left_out = ""
         self.counts_less = False
         self._parts = parts
-        self._taken: list[float] = []
+        self._round_seconds: list[float] = []
         self._journal = journal
         self._is_warm = True
 
@@ -77,7 +77,7 @@ class SizeRun:
             return
         if self._subject.device.type == "cuda":
             # What the libraries allocate once and keep (cuBLAS' workspaces, cuDNN's plans) is no layer's.
-            self._passes.run_layers_unled()
+            self._passes.warm_up_layers()
             self._passes.time_whole()
         self.memory = self._passes.step_memory(self.saved)
         if not has_time(LATER_PASSES * a_pass):
@@ -99,7 +99,7 @@ class SizeRun:
         if self._subject.clock.has_host:
             self._passes.find_leads()
         if self._journal is not None:
-            self._journal.counted(self.size, self._counted())
+            self._journal.write_counts(self.size, self._counted())
 
     def warm_until_stable(self, seconds: float) -> None:
         """Passes of the whole until the last few take as long as those before them; so long at the most."""
@@ -112,9 +112,9 @@ class SizeRun:
             if len(before) == _STABLE and abs(median(after) / median(before) - 1) < _UNCHANGED:
                 return
 
-    def go_on(self, kept: KeptSize) -> None:
+    def resume(self, earlier: JournalSize) -> None:
         """Takes over what a journal holds of this size; it is warmed up when its next round comes."""
-        counted = kept.counted
+        counted = earlier.counted
         self.saved.saved_bytes = counted.saved_bytes
         self.saved.saved_input_bytes = counted.saved_input_bytes
         self.saved.output_bytes = counted.output_bytes
@@ -122,16 +122,16 @@ class SizeRun:
         self.saved.loss_output_bytes = counted.loss_output_bytes
         self.memory, self.loss_workspace = counted.memory, counted.loss_workspace
         self.peak_bytes = counted.peak_bytes
-        self.rounds.layers += kept.rounds.layers
-        self.rounds.whole += kept.rounds.whole
-        self.rounds.parts += kept.rounds.parts
-        self.rounds.first += kept.rounds.first
-        self._taken += kept.taken
+        self.rounds.layers += earlier.rounds.layers
+        self.rounds.whole += earlier.rounds.whole
+        self.rounds.parts += earlier.rounds.parts
+        self.rounds.first += earlier.rounds.first
+        self._round_seconds += earlier.round_seconds
         self._is_warm = False
         if not self._parts:
             self.rounds.parts.clear()
-        elif kept.parts_left_out:
-            self._parts, self.parts_left_out = False, kept.parts_left_out
+        elif earlier.parts_left_out:
+            self._parts, self.parts_left_out = False, earlier.parts_left_out
 
     def warm_up_parts(self) -> None:
         """An untimed pass in two parts; on a device, those that show how far it must be held back."""
@@ -142,7 +142,7 @@ class SizeRun:
             self._timed_parts()
         self.rounds.parts.clear()
 
-    def put_away(self) -> None:
+    def free_inputs(self) -> None:
         """Frees its input and the gradients it starts from, while other sizes run; they are made again."""
         self._passes.free_inputs()
 
@@ -157,14 +157,14 @@ class SizeRun:
         clock = self._subject.clock
         begun = clock.now()
         passes = self._due()
-        first = len(self._taken) % len(passes)
+        first = len(self._round_seconds) % len(passes)
         with no_collection():
             for kind, one in passes[first:] + passes[:first]:
                 one()
-                self._keep(kind)
-        self._taken.append(clock.now() - begun)
+                self._write_pass(kind)
+        self._round_seconds.append(clock.now() - begun)
         if self._journal is not None:
-            self._journal.round_done(self.size, self._taken[-1])
+            self._journal.write_round(self.size, self._round_seconds[-1])
 
     def time_first_backward(self, passes: int) -> None:
         """Of the whole without gradients to add to, as a step's first micro-batch after `zero_grad()`."""
@@ -175,12 +175,12 @@ class SizeRun:
                 for parameter in self._subject.loaded.module.parameters():
                     parameter.grad = None
                 self.rounds.first.append(self._passes.time_whole())
-                self._keep("first")
+                self._write_pass("first")
 
     @property
     def rounds_done(self) -> int:
         """Whole rounds: of one that was interrupted, a pass may be there already."""
-        return min(len(self.rounds.layers), len(self.rounds.whole), len(self._taken))
+        return min(len(self.rounds.layers), len(self.rounds.whole), len(self._round_seconds))
 
     @property
     def is_measured(self) -> bool:
@@ -195,7 +195,7 @@ class SizeRun:
     @property
     def round_seconds(self) -> float:
         """Host seconds that a round takes, everything included: the median so far."""
-        return median(self._taken)
+        return median(self._round_seconds)
 
     @property
     def counting_passes(self) -> int:
@@ -232,7 +232,7 @@ class SizeRun:
         self.parts_left_out = why
         self.rounds.parts.clear()
         if self._journal is not None:
-            self._journal.parts_left_out(self.size, why)
+            self._journal.write_parts_left_out(self.size, why)
 
     def _counted(self) -> CountedBytes:
         from .journal import CountedBytes
@@ -251,14 +251,14 @@ class SizeRun:
     def _warm_up_again(self) -> None:
         """As `warm_up`, for a size whose bytes are known."""
         self._is_warm = True
-        self._passes.run_layers_unled()
+        self._passes.warm_up_layers()
         self._passes.time_whole()
         if self._subject.clock.has_host:
             self._passes.find_leads()
-        known = list(self.rounds.parts)
-        if len(known) < PARTS_ROUNDS:
+        earlier = list(self.rounds.parts)
+        if len(earlier) < PARTS_ROUNDS:
             self.warm_up_parts()
-            self.rounds.parts[:] = known if self._parts else []
+            self.rounds.parts[:] = earlier if self._parts else []
 
     def _due(self) -> list[tuple[PassKind, Callable[[], None]]]:
         """The passes of a round, but for those that an interrupted one has had."""
@@ -272,10 +272,10 @@ class SizeRun:
             passes.append(("parts", self._timed_parts))
         return passes
 
-    def _keep(self, kind: PassKind) -> None:
+    def _write_pass(self, kind: PassKind) -> None:
         """In the journal. Parts that were left out have told so themselves."""
         if self._journal is not None and (kind != "parts" or self._parts):
-            self._journal.passed(self.size, kind, getattr(self.rounds, kind)[-1])
+            self._journal.write_pass(self.size, kind, getattr(self.rounds, kind)[-1])
 
     def _timed_layers(self) -> None:
         self.rounds.layers.append(self._passes.time_layers())
@@ -289,8 +289,8 @@ class SizeRun:
             self.rounds.parts.append(self._passes.time_parts())
             return
         except Exception as error:
-            said = error.what if isinstance(error, PplanError) else first_line(error)
-            said = refusal(error) if is_out_of_memory(error) else said
-        self.leave_parts_out(said)
+            reason = error.what if isinstance(error, PplanError) else first_line(error)
+            reason = refusal(error) if is_out_of_memory(error) else reason
+        self.leave_parts_out(reason)
         # Only here, behind the except block, is nothing held by the traceback any more.
         release(self._subject.device)

@@ -1,14 +1,15 @@
-"""All that pplan uses of PyTorch without PyTorch promising to keep it; no other file names such a thing.
+"""The private names of PyTorch that pplan uses, which a release may take away without notice.
 
-Each name is an entry of `INTERNALS`: what it is needed for, and what to do when a PyTorch has it no longer.
-All are in torch 2.11 and 2.14. Those that nothing works without are looked for when this module is imported,
-the rest where they are used. `runtimes/pipelining/runtime_internals.py` does the same for the runtimes.
+Each is an entry of `INTERNALS`: what it is needed for, and what to do when a release of PyTorch lacks it. All
+are in torch 2.11 and 2.14. Those that nothing works without are looked for when this module is imported, the
+rest where they are used. Operators are in `operator_internals.py`, the training runtimes' private names in
+`runtimes/pipelining/runtime_internals.py`; a test sees to it that no other file uses a private name.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +23,16 @@ from ..cost_models.errors import MachineError
 TESTED = "2.14"
 """The latest release of PyTorch in which every name was found."""
 
+
+def missing_import(error: ImportError) -> MachineError:
+    """The error where a private module that nothing works without is missing."""
+    return MachineError(
+        f"torch {torch.__version__} lacks what pplan needs of it: {error}",
+        f"Install torch {TESTED}, or a later version of pplan.",
+    )
+
+
 try:
-    from torch._ops import OpOverload as OpOverload
-    from torch._prims_common import suggest_memory_format as suggest_memory_format
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._pytree import TreeSpec as TreeSpec
     from torch.utils._pytree import tree_flatten as tree_flatten
@@ -33,21 +41,17 @@ try:
     from torch.utils._pytree import tree_map_only as tree_map_only
     from torch.utils._pytree import tree_unflatten as tree_unflatten
 except ImportError as error:
-    raise MachineError(
-        f"torch {torch.__version__} lacks what pplan needs of it: {error}",
-        f"Install torch {TESTED}, or a later version of pplan.",
-    ) from error
+    raise missing_import(error) from error
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _OF_MODULES = (*_REGISTRIES[:3], "_non_persistent_buffers_set", *_HOOKS)
-_aten: Any = torch.ops.aten
 _autograd: Any = torch.autograd
 
 
 @dataclass(frozen=True)
 class Internal:
-    """A name that its library does not promise to keep, of `package`."""
+    """A private name of `package`, which a release may take away."""
 
     name: str
     find: Callable[[], object]
@@ -74,10 +78,10 @@ def check_internals(internals: Iterable[Internal], version: str) -> None:
     """Raises MachineError for the first that `version` of its package lacks."""
     for internal in internals:
         if not internal.exists:
-            known = f"{internal.package} {internal.tested}"
+            release = f"{internal.package} {internal.tested}"
             raise MachineError(
                 f"{internal.package} {version} has no {internal.name}, needed for {internal.purpose}",
-                f"Install {known}, or a later version of pplan.",
+                f"Install {release}, or a later version of pplan.",
             )
 
 
@@ -86,41 +90,6 @@ SLEEP = Internal(
     lambda: torch.cuda._sleep,
     "timing a GPU: it is kept busy while the host launches what is timed",
     "Launch a kernel of known length instead: torch.cuda.jiterator with a loop over clock64().",
-    is_required=False,
-)
-FUSED_CHOICE = Internal(
-    "torch._fused_sdp_choice",
-    lambda: torch._fused_sdp_choice,
-    "attention on the meta device: which kernel the CPU takes",
-    "Without it attention is counted as unfused, which the profile says; ask torch.nn.attention instead.",
-    is_required=False,
-)
-CPU_FLASH = Internal(
-    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
-    lambda: _aten._scaled_dot_product_flash_attention_for_cpu,
-    "attention on the meta device: the CPU's fused kernel",
-    "Without it attention is counted as unfused, which the profile says; look for the kernel's new name.",
-    is_required=False,
-)
-GPU_ATTENTION = Internal(
-    "torch.ops.aten._scaled_dot_product_flash_attention, _scaled_dot_product_efficient_attention",
-    lambda: (_aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_efficient_attention),
-    "attention on the meta device: a GPU's fused kernels",
-    "Without them attention is counted as unfused, which the profile says; look for the kernels' new names.",
-    is_required=False,
-)
-DECOMPOSE = Internal(
-    "torch._ops.OpOverload.decompose",
-    lambda: OpOverload.decompose,
-    "attention on the meta device: the unfused path",
-    "Write the decomposition of scaled_dot_product_attention out in memory/meta_kernels.py.",
-    is_required=False,
-)
-DESTROY = Internal(
-    "torch.library.Library._destroy",
-    lambda: torch.library.Library._destroy,
-    "attention on the meta device: taking pplan's kernel back",
-    "Keep one Library for the whole process, whose kernel asks whether it is wanted.",
     is_required=False,
 )
 TRANSFORMS = Internal(
@@ -145,11 +114,6 @@ INTERNALS = (
     TRANSFORMS,
     ALLOCATION_RECORDS,
     SLEEP,
-    FUSED_CHOICE,
-    CPU_FLASH,
-    GPU_ATTENTION,
-    DECOMPOSE,
-    DESTROY,
     Internal(
         "torch.utils._pytree.tree_map_only",
         lambda: tree_map_only,
@@ -161,24 +125,6 @@ INTERNALS = (
         lambda: TorchDispatchMode,
         "counting bytes and operations below autograd",
         "torch.utils.flop_counter and torch.distributed._tools.mem_tracker show what took its place.",
-    ),
-    Internal(
-        "torch._ops.OpOverload",
-        lambda: OpOverload,
-        "telling operators of ATen from Python functions",
-        "Take type(torch.ops.aten.add.Tensor).",
-    ),
-    Internal(
-        "torch._prims_common.suggest_memory_format",
-        lambda: suggest_memory_format,
-        "layouts of convolutions on the meta device",
-        "Compare the strides: channels last where the channel's is 1 and no dimension of 1 decides.",
-    ),
-    Internal(
-        "torch.ops.aten.add.Tensor._schema",
-        lambda: _aten.add.Tensor._schema,
-        "the names of what an operator was given",
-        "torch._C._jit_get_schemas_for_operator, or torch.library's infer_schema.",
     ),
     Internal(
         "torch.Tensor._version",
@@ -217,29 +163,9 @@ INTERNALS = (
         "Without it a profile does not say so: find what torch.utils.checkpoint.checkpoint calls now.",
         is_required=False,
     ),
-    Internal(
-        "torch.ops.aten._unsafe_view, _reshape_alias, _embedding_bag, _native_batch_norm_legit",
-        lambda: [
-            getattr(_aten, name)
-            for name in ("_unsafe_view", "_reshape_alias", "_embedding_bag", "_native_batch_norm_legit")
-        ],
-        "operators that move no bytes, bags of embeddings, batch norm on the meta device",
-        "They are left out by themselves; look for what counts instead in torch/_meta_registrations.py.",
-        is_required=False,
-    ),
 )
 
 
-def _packets(*names: str) -> tuple[Any, ...]:
-    return tuple(getattr(_aten, name) for name in names if hasattr(_aten, name))
-
-
-FREE_OPERATORS = _packets("_unsafe_view", "_reshape_alias")
-"""They move no bytes."""
-EMBEDDING_BAGS = tuple(packet.default for packet in _packets("_embedding_bag"))
-BATCH_NORMS = (_aten.native_batch_norm, *_packets("_native_batch_norm_legit"))
-CPU_FLASH_FORWARDS = _packets("_scaled_dot_product_flash_attention_for_cpu")
-CPU_FLASH_BACKWARDS = _packets("_scaled_dot_product_flash_attention_for_cpu_backward")
 CONVERSION = "_to_copy"
 """torch.export's name for a conversion of dtype or device."""
 EXPORT_CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async")
@@ -282,7 +208,7 @@ def stop_allocation_records(mark: str) -> list[int | None]:
     ]
 
 
-def entered_transforms() -> int:
+def count_transforms() -> int:
     """How many of torch.vmap and the like are entered."""
     top = torch._C._functorch.peek_interpreter_stack() if TRANSFORMS.exists else None
     return 0 if top is None else int(top.level())
@@ -290,40 +216,8 @@ def entered_transforms() -> int:
 
 def leave_transforms(but: int) -> None:
     """Leaves the latest, until so many are left."""
-    while entered_transforms() > but:
+    while count_transforms() > but:
         torch._C._functorch.pop_dynamic_layer_stack()
-
-
-def missing_for_attention() -> Internal | None:
-    """The first that attention on the meta device lacks."""
-    needed = (FUSED_CHOICE, CPU_FLASH, GPU_ATTENTION, DECOMPOSE, DESTROY)
-    return next((internal for internal in needed if not internal.exists), None)
-
-
-def choose_attention(*given: Any, **options: Any) -> int:
-    """The number of the SDPBackend that torch takes for such tensors."""
-    chosen: int = torch._fused_sdp_choice(*given, **options)
-    return chosen
-
-
-def flash_attention_on_cpu(*given: Any, **options: Any) -> Tensor:
-    attended: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu.default(*given, **options)[0]
-    return attended
-
-
-def flash_attention_on_gpu(*given: Any, **options: Any) -> Tensor:
-    attended: Tensor = _aten._scaled_dot_product_flash_attention.default(*given, **options)[0]
-    return attended
-
-
-def efficient_attention_on_gpu(*given: Any, **options: Any) -> Tensor:
-    attended: Tensor = _aten._scaled_dot_product_efficient_attention.default(*given, **options)[0]
-    return attended
-
-
-def remove_library(library: torch.library.Library) -> None:
-    """Takes back the kernels that were registered with it."""
-    library._destroy()  # type: ignore[no-untyped-call]
 
 
 def checkpoint_functions() -> list[str]:
@@ -332,8 +226,8 @@ def checkpoint_functions() -> list[str]:
     return [name for name in names if hasattr(checkpoint, name)]
 
 
-def version_of(tensor: Tensor) -> int:
-    """A number that every change in place makes larger."""
+def tensor_version(tensor: Tensor) -> int:
+    """A number that grows with every in-place change."""
     return tensor._version
 
 
@@ -344,14 +238,8 @@ def storage_key(of: Tensor | torch.UntypedStorage) -> int:
 
 
 def sequence_number(node: Node) -> int:
-    """The larger, the later the operation was made."""
+    """Grows with the order in which autograd recorded the operations."""
     return node._sequence_nr()
-
-
-def schema_arguments(operator: Any) -> Sequence[Any]:
-    """Of an operator: each has a `name` and a `default_value`."""
-    arguments: Sequence[Any] = operator._schema.arguments
-    return arguments
 
 
 def copy_as(tensor: Tensor, values: Tensor) -> Tensor:
@@ -366,17 +254,17 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, name) for name in _HOOKS)
 
 
-def forward_pre_hooks_of(module: nn.Module) -> list[object]:
+def list_forward_pre_hooks(module: nn.Module) -> list[object]:
     """In the order in which they run."""
     return list(module._forward_pre_hooks.values())
 
 
-def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     """By name; unlike `named_children` also None, and a module each time that it is registered."""
     return module._modules
 
 
-def own_registries(module: nn.Module, *, hooks_only: bool = False) -> None:
+def copy_registries(module: nn.Module, *, hooks_only: bool = False) -> None:
     """Copies what a shallow copy of a module shares with it: parameters, buffers, children, forward hooks."""
     for name in _REGISTRIES[3:] if hooks_only else _REGISTRIES:
         module.__dict__[name] = copy.copy(module.__dict__[name])

@@ -1,4 +1,4 @@
-"""What torchrun tells each of the processes it starts. Needs no torch."""
+"""The environment variables that torchrun sets in each process it starts. Needs no torch."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def read_torchrun_env(
             f"Start one process for each device: {COMMAND} {verb}",
         )
     group = environment.get("GROUP_RANK")
-    found = TorchrunEnv(
+    env = TorchrunEnv(
         rank=_whole(environment, "RANK", verb),
         world_size=_whole(environment, "WORLD_SIZE", verb),
         local_rank=_whole(environment, "LOCAL_RANK", verb),
         local_world_size=_whole(environment, "LOCAL_WORLD_SIZE", verb),
         node=None if not group else _whole(environment, "GROUP_RANK", verb),
     )
-    if found.world_size < at_least:
+    if env.world_size < at_least:
         raise UsageError(f"{verb}: there is one process, so no link", f"Start two or more: {COMMAND} {verb}")
-    return found
+    return env
 
 
 def _whole(environment: Mapping[str, str], name: str, verb: str) -> int:

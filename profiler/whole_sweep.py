@@ -12,7 +12,7 @@ from .passes.timing import time_gradient_adding
 from .size_passes import release
 from .size_result import SizeResult
 from .size_run import FIRST_PASSES, SizeRun
-from .size_sweep import SizeSweep, in_words
+from .size_sweep import SizeSweep, seconds_text
 from .user_model.failures import DoesNotFit, is_out_of_memory, refusal
 
 _FIRST_ROUNDS = 3
@@ -75,7 +75,7 @@ class WholeSweep(SizeSweep[SizeRun]):
         slope = (last.round_seconds - before.round_seconds) / (last.size - before.size)
         return min(most, last.round_seconds + max(slope, 0.0) * (size - last.size))
 
-    def beyond_memory(self, size: int) -> str:
+    def memory_detail(self, size: int) -> str:
         last = self.runs[-1]
         if self.memory_bytes is not None and last.memory and last.peak_bytes:
             static = last.memory.static
@@ -91,13 +91,15 @@ class WholeSweep(SizeSweep[SizeRun]):
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            said = refusal(error)
+            reason = refusal(error)
         # Only here, behind the except block, is nothing held by the traceback any more.
         self._switch_to(None)
         release(self.subject.device)
-        smallest = f"{self.subject.loaded.name}: the smallest micro-batch size, {size}, does not fit: {said}"
+        smallest = (
+            f"{self.subject.loaded.name}: the smallest micro-batch size, {size}, does not fit: {reason}"
+        )
         raise DoesNotFit(
-            said if self.runs else smallest,
+            reason if self.runs else smallest,
             "Use smaller `micro_batch_sizes`, a smaller `dtype`, or a device of more memory.",
         )
 
@@ -112,14 +114,14 @@ class WholeSweep(SizeSweep[SizeRun]):
             return False
         self._switch_to(run)
         self.tell("first backward" if begins else f"round {len(run.rounds) + 1}", run.size)
-        kept = len(run.rounds)
+        rounds_before = len(run.rounds)
         try:
             run.time_first_backward(FIRST_PASSES) if begins else run.round()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             self._full.add(run.size)
-            run.rounds.cut_to(kept)
+            run.rounds.cut_to(rounds_before)
         if run.size in self._full:
             release(self.subject.device)
         self._note_parts(run)
@@ -152,8 +154,8 @@ class WholeSweep(SizeSweep[SizeRun]):
         parts = self.parts and not self.subject.modes.compile
         run = SizeRun(self.subject, size, parts=parts, journal=self.journal)
         self._switch_to(run)
-        kept = self.kept(size)
-        if kept is None:
+        earlier = self.journal_size(size)
+        if earlier is None:
             run.warm_up(
                 lambda layer: self.tell("warm-up", size, layer.name),
                 lambda seconds: bool(self.runs) or not self._ends_budget(seconds),
@@ -172,15 +174,15 @@ class WholeSweep(SizeSweep[SizeRun]):
                 run.leave_parts_out(beyond)
             run.warm_up_parts()
         else:
-            run.go_on(kept)
-        wanted = self._first_round_count
-        for number in range(run.rounds_done, wanted):
+            run.resume(earlier)
+        rounds = self._first_round_count
+        for number in range(run.rounds_done, rounds):
             if number and self._ends_budget(run.round_seconds):
                 break
-            self.tell(f"round {number + 1} of {wanted}", size)
+            self.tell(f"round {number + 1} of {rounds}", size)
             run.round()
         if parts and self.rounds is not None:
-            run.time_first_backward(min(FIRST_PASSES, wanted))
+            run.time_first_backward(min(FIRST_PASSES, rounds))
         self._note_parts(run)
         if not self.runs and self.rounds is None and self.spent > self.budget_seconds:
             self.notes.append(self._short_budget(run))
@@ -206,7 +208,7 @@ class WholeSweep(SizeSweep[SizeRun]):
         a_pass = self.spent / run.counting_passes
         passes = run.parts_passes + 3  # to warm up, and one of each kind
         if self._ends_budget(passes * a_pass):
-            needed = in_words(self.spent + passes * a_pass, math.ceil)
+            needed = seconds_text(self.spent + passes * a_pass, math.ceil)
             run.leave_parts_out(f"a budget of {self.budget_seconds:g} s is too short, it takes {needed}")
 
     def _short_budget(self, run: SizeRun) -> str:
@@ -214,15 +216,15 @@ class WholeSweep(SizeSweep[SizeRun]):
         whole = run.warm_up_rounds + run.counts_less / 2
         enough = run.round_seconds * (self._first_round_count + whole)
         return (
-            f"micro-batch size {run.size} alone took {in_words(self.spent)} with {len(run.rounds)} "
+            f"micro-batch size {run.size} alone took {seconds_text(self.spent)} with {len(run.rounds)} "
             f"round{'s' * (len(run.rounds) > 1)}, the budget is {self.budget_seconds:g} s: its seconds are "
-            f"less certain; about {in_words(enough, math.ceil)} would do for it"
+            f"less certain; about {seconds_text(enough, math.ceil)} would do for it"
         )
 
     def _switch_to(self, run: SizeRun | None) -> None:
         """Makes it the only one that holds its input on the device."""
         if self._current is not None and self._current is not run:
-            self._current.put_away()
+            self._current.free_inputs()
         self._current = run
 
     def _beyond_host(self, needed: float, what: str) -> str:
@@ -240,8 +242,8 @@ class WholeSweep(SizeSweep[SizeRun]):
 
     def _lacks_first_backward(self, run: SizeRun, left: float) -> bool:
         """Whether it is to be measured: as backward in two parts, and where the time is left."""
-        wanted = self.parts and not self.subject.modes.compile and len(run.rounds.first) < FIRST_PASSES
-        return wanted and FIRST_PASSES * run.round_seconds / 2 <= left
+        is_wanted = self.parts and not self.subject.modes.compile and len(run.rounds.first) < FIRST_PASSES
+        return is_wanted and FIRST_PASSES * run.round_seconds / 2 <= left
 
     def _open(self) -> list[SizeRun]:
         """The sizes that can be run again: compiled code is kept for the size begun last only."""

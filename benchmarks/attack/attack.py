@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from pplan.cost_models.errors import InfeasibleError, UsageError
-from pplan.planner.build_plan import build_problem, solve
+from pplan.planner.build_plan import build_problem, solve_problem
 from pplan.planner.candidate import ScoredPlan
 from pplan.planner.joint_search import plan_with
 from pplan.planner.objectives.frontier import build_frontier
 from pplan.planner.objectives.objective import COST, MEMORY, THROUGHPUT
-from pplan.planner.objectives.solve_objective import solve_for
+from pplan.planner.objectives.solve_objective import solve_objective
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_records import ProfileReference
 from pplan.planner.planners import PLANNERS
@@ -44,13 +44,13 @@ def reference(case: Case) -> ProfileReference:
 
 def quickly_solved(case: Case, problem: Problem) -> Plan:
     """The same without what the answer is compared with, which takes as long again."""
-    return solve_for(case.objective, problem, model="attacked", profile=reference(case), compared=False)
+    return solve_objective(case.objective, problem, model="attacked", profile=reference(case), compared=False)
 
 
 def solved(case: Case, problem: Problem) -> Plan:
     """What the public entry answers."""
     if case.objective.name == "step-time":
-        return solve(
+        return solve_problem(
             case.chain,
             case.topology,
             case.options,
@@ -217,7 +217,7 @@ class _Attack:
     def _fastest(self) -> float:
         """The step of what is answered for the fastest."""
         case = self.case
-        answer = solve(
+        answer = solve_problem(
             case.chain,
             case.topology,
             case.options,

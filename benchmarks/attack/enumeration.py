@@ -11,7 +11,7 @@ from typing import Literal
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.memory import Recompute
-from pplan.cost_models.schedules import Program, schedule_named
+from pplan.cost_models.schedules import Program, find_schedule
 from pplan.cost_models.timeline import step_seconds
 from pplan.planner.assembly import Assembly
 from pplan.planner.asynchronous import ASYNCHRONOUS, assemble_endless, steady_seconds
@@ -117,7 +117,7 @@ class Enumeration:
                 if name in ASYNCHRONOUS and not _runs_late(name, devices, count):
                     continue
                 try:
-                    program = schedule_named(name).program(devices, count, parts)
+                    program = find_schedule(name).program(devices, count, parts)
                 except UsageError:
                     continue
                 yield PipelineConfig(name, "by_stage", count, size, parts), program

@@ -10,7 +10,7 @@ from itertools import combinations, product
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import Recompute
-from pplan.cost_models.runtime import Runtime, runtime_named
+from pplan.cost_models.runtime import Runtime, find_runtime
 from pplan.cost_models.schedules import SCHEDULES
 from pplan.cost_models.topology import Topology
 from pplan.planner.plan_options import PlanOptions
@@ -32,7 +32,7 @@ class Rules:
     @property
     def runtime(self) -> Runtime | None:
         """The runtime that was named."""
-        return None if self.options.runtime is None else runtime_named(self.options.runtime)
+        return None if self.options.runtime is None else find_runtime(self.options.runtime)
 
     @cached_property
     def reached(self) -> int:

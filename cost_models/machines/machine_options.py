@@ -9,8 +9,8 @@ from typing import Any, TypedDict
 
 from .. import arguments
 from ..option_fields import Options, option
+from ..option_readers import read_by_level
 from ..quantities import parse_bytes, parse_rate, parse_seconds
-from ..typed_text import by_level
 from .catalogue import MACHINES
 from .presets import PRESETS
 
@@ -72,14 +72,14 @@ class MachineOptions(Options):
         _bandwidth,
         "300GB/s[,25GB/s]",
         "Link bandwidth, inside a server and between servers.",
-        read=by_level(parse_rate),
+        read=read_by_level(parse_rate),
     )
     latency: Sequence[float] | None = _machine(
         None,
         _latency,
         "5us[,20us]",
         "Link latency, inside a server and between servers.",
-        read=by_level(parse_seconds),
+        read=read_by_level(parse_seconds),
     )
     topology: Path | None = _machine(
         None,

@@ -53,7 +53,7 @@ MOST_COPIES = max(schedule.copies for schedule in _ALL)
 """Of the weights of a layer, that a micro-batch may be the first of."""
 
 
-def schedule_named(name: str) -> Schedule:
+def find_schedule(name: str) -> Schedule:
     """The schedule of that name. Raises UsageError, with the names there are."""
     try:
         return SCHEDULES[name]
@@ -71,7 +71,7 @@ __all__ = [
     "Program",
     "Schedule",
     "StageSlot",
-    "schedule_named",
+    "find_schedule",
 ]
 
 
@@ -92,7 +92,7 @@ class ProgramCache:
         if key in self.programs:
             self.programs.move_to_end(key)
             return self.programs[key]
-        program = self.programs[key] = schedule_named(schedule).program(stages, micro_batches)
+        program = self.programs[key] = find_schedule(schedule).program(stages, micro_batches)
         self.actions += _actions(program)
         while self.actions > self.most:
             _, oldest = self.programs.popitem(last=False)

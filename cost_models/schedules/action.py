@@ -121,12 +121,12 @@ def linear_program(actions: list[list[Action]], *, update_every: int | None = No
     )
 
 
-def everywhere(value: Number) -> Callable[[int, int, int], Number]:
+def same_on_every_stage(value: Number) -> Callable[[int, int, int], Number]:
     """A figure of a schedule that is the same on every stage, whatever the numbers."""
     return lambda stage, stages, micro_batches: value  # noqa: ARG005 - called as those that differ
 
 
-_ONE_VERSION, _NONE_STALE = everywhere(1), everywhere(0)
+_ONE_VERSION, _NONE_STALE = same_on_every_stage(1), same_on_every_stage(0)
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Schedule:
         return max(self.program(stages, micro_batches).in_flight(stage))
 
 
-def exactly(name: str, virtual_stages: int, allowed: int) -> None:
+def check_virtual_stages(name: str, virtual_stages: int, allowed: int) -> None:
     """Raises UsageError unless a device of schedule `name` holds `allowed` virtual stages."""
     if virtual_stages != allowed:
         raise UsageError(
@@ -187,7 +187,7 @@ def exactly(name: str, virtual_stages: int, allowed: int) -> None:
         )
 
 
-def multiple(name: str, micro_batches: int, unit: int, of: str) -> None:
+def check_multiple(name: str, micro_batches: int, unit: int, of: str) -> None:
     """Raises UsageError unless the micro-batches of schedule `name` are a multiple of `unit`, named `of`."""
     if micro_batches % unit:
         below = micro_batches - micro_batches % unit
@@ -197,7 +197,7 @@ def multiple(name: str, micro_batches: int, unit: int, of: str) -> None:
         )
 
 
-def at_least(name: str, argument: str, value: int, least: int, why: str) -> None:
+def check_at_least(name: str, argument: str, value: int, least: int, why: str) -> None:
     """Raises UsageError where `value` of `argument` is below `least`."""
     if value < least:
         raise UsageError(f"{argument} {value}: {name} needs at least {least}, {why}", f"Use {least} or more.")

@@ -17,8 +17,8 @@ Needs of the runtime: micro-batches of different size. Weight versions: 1. Stale
 
 from __future__ import annotations
 
-from .action import Action, Program, Schedule, StageSlot, at_least, exactly
-from .one_f_one_b import in_flight, lists
+from .action import Action, Program, Schedule, StageSlot, check_at_least, check_virtual_stages
+from .one_f_one_b import in_flight, stage_lists
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 1, sliced: int = 1) -> Program:
@@ -26,15 +26,15 @@ def program(stages: int, micro_batches: int, virtual_stages: int = 1, sliced: in
 
     Raises UsageError where `sliced` is negative or more than there are.
     """
-    exactly("autopipe", virtual_stages, 1)
-    at_least("autopipe", "sliced micro-batches", sliced, 0, "none")
-    at_least("autopipe", "micro-batches", micro_batches, sliced, "those that are sliced")
+    check_virtual_stages("autopipe", virtual_stages, 1)
+    check_at_least("autopipe", "sliced micro-batches", sliced, 0, "none")
+    check_at_least("autopipe", "micro-batches", micro_batches, sliced, "those that are sliced")
     halves = [(2 * m, 2 * m + 1) for m in range(sliced)]
     whole = [(m + sliced,) for m in range(sliced, micro_batches)]
     entries: list[tuple[int, ...]] = [*halves, *whole]
     actions = tuple(
         tuple(Action(kind, entry) for kind, m, _ in own for entry in entries[m])
-        for own in lists(stages, micro_batches)
+        for own in stage_lists(stages, micro_batches)
     )
     pipe = tuple(StageSlot(stage) for stage in range(stages))
     shares = tuple(1 / len(parts) for parts in entries for _ in parts)

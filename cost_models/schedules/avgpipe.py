@@ -16,8 +16,8 @@ Staleness: 0 within a pipeline, whose weights drift from the others' between ave
 
 from __future__ import annotations
 
-from .action import Action, Program, Schedule, StageSlot, at_least, exactly, multiple
-from .one_f_one_b import alternating
+from .action import Action, Program, Schedule, StageSlot, check_at_least, check_multiple, check_virtual_stages
+from .one_f_one_b import alternate_passes
 
 PIPELINES = 2
 
@@ -26,15 +26,15 @@ def program(
     stages: int, micro_batches: int, virtual_stages: int = 1, pipelines: int = PIPELINES, advance: int = 0
 ) -> Program:
     """`micro_batches` of all pipelines together, dealt out in turn: a multiple of `pipelines`."""
-    exactly("avgpipe", virtual_stages, 1)
-    at_least("avgpipe", "pipelines", pipelines, 1, "one to train")
-    at_least("avgpipe", "advance", advance, 0, "1F1B's own order")
-    multiple("avgpipe", micro_batches, pipelines, "the pipelines")
+    check_virtual_stages("avgpipe", virtual_stages, 1)
+    check_at_least("avgpipe", "pipelines", pipelines, 1, "one to train")
+    check_at_least("avgpipe", "advance", advance, 0, "1F1B's own order")
+    check_multiple("avgpipe", micro_batches, pipelines, "the pipelines")
     each = micro_batches // pipelines
     actions = tuple(
         tuple(
             Action(kind, m * pipelines + pipe, pipe)
-            for kind, m, _ in alternating(min(each, stages - stage + advance), each)
+            for kind, m, _ in alternate_passes(min(each, stages - stage + advance), each)
             for pipe in range(pipelines)
         )
         for stage in range(stages)

@@ -19,18 +19,18 @@ p - 1 - d; transfers both ways at once. Weight versions: 1 (two copies). Stalene
 from __future__ import annotations
 
 from ..errors import UsageError
-from .action import Action, Program, Schedule, StageSlot, exactly, multiple
+from .action import Action, Program, Schedule, StageSlot, check_multiple, check_virtual_stages
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
     """Of each unit of p micro-batches the first half goes down (chunk 0), the second up (chunk 1)."""
-    exactly("chimera", virtual_stages, 1)
+    check_virtual_stages("chimera", virtual_stages, 1)
     if stages % 2:
         raise UsageError(
             f"stages {stages}: chimera needs an even number",
             f"Use {stages - 1} or {stages + 1}." if stages > 1 else "Use 2 or more.",
         )
-    multiple("chimera", micro_batches, stages, "the stages")
+    check_multiple("chimera", micro_batches, stages, "the stages")
     down = tuple(StageSlot(device, 0) for device in range(stages))
     up = tuple(StageSlot(device, 1) for device in reversed(range(stages)))
     pipe_of = tuple(m % stages // (stages // 2) for m in range(micro_batches))

@@ -17,18 +17,18 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .action import Program, Schedule, exactly, linear_program
-from .one_f_one_b import alternating
+from .action import Program, Schedule, check_virtual_stages, linear_program
+from .one_f_one_b import alternate_passes
 
 Policy = Literal["PA", "PB"]
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 1, policy: Policy = "PA") -> Program:
     """1F1B with the warm-up of the policy: PA where transfers are short, PB where they are long."""
-    exactly("dapple", virtual_stages, 1)
+    check_virtual_stages("dapple", virtual_stages, 1)
     return linear_program(
         [
-            alternating(in_flight(stage, stages, micro_batches, policy), micro_batches)
+            alternate_passes(in_flight(stage, stages, micro_batches, policy), micro_batches)
             for stage in range(stages)
         ]
     )

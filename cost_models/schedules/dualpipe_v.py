@@ -19,14 +19,14 @@ and overlapped all-to-all to gain from it. At least 2p micro-batches. Weight ver
 
 from __future__ import annotations
 
-from .action import Action, Program, Schedule, at_least, exactly
+from .action import Action, Program, Schedule, check_at_least, check_virtual_stages
 from .zb_v import B0, B1, F0, F1, W1, Turn, number_actions, v_pipe
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 2) -> Program:
     """The list of every device, fill to drain."""
-    exactly("dualpipe-v", virtual_stages, 2)
-    at_least("dualpipe-v", "micro-batches", micro_batches, 2 * stages, "two a stage")
+    check_virtual_stages("dualpipe-v", virtual_stages, 2)
+    check_at_least("dualpipe-v", "micro-batches", micro_batches, 2 * stages, "two a stage")
     actions = tuple(tuple(_device(device, stages, micro_batches)) for device in range(stages))
     return Program(actions, v_pipe(stages), (0,) * micro_batches)
 

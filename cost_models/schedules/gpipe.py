@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .action import Action, Program, Schedule, exactly, linear_program
+from .action import Action, Program, Schedule, check_virtual_stages, linear_program
 
 Backwards = Literal["last_to_first", "first_to_last"]
 
@@ -22,7 +22,7 @@ def program(
     stages: int, micro_batches: int, virtual_stages: int = 1, backwards: Backwards = "last_to_first"
 ) -> Program:
     """All forwards, then the backwards in the order that `backwards` says."""
-    exactly("gpipe", virtual_stages, 1)
+    check_virtual_stages("gpipe", virtual_stages, 1)
     forward = range(micro_batches)
     backward = reversed(forward) if backwards == "last_to_first" else forward
     order = [Action("F", m) for m in forward] + [Action("B", m) for m in backward]

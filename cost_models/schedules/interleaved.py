@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .action import Action, Program, Schedule, StageSlot, at_least, multiple
+from .action import Action, Program, Schedule, StageSlot, check_at_least, check_multiple
 
 Turn = tuple[int, int]
 """A micro-batch and a chunk."""
@@ -26,12 +26,12 @@ Turn = tuple[int, int]
 def program(stages: int, micro_batches: int, virtual_stages: int = 2, a_round: int | None = None) -> Program:
     """`a_round`: micro-batches of a round, which must divide all; None: the stages, as Megatron-LM has it."""
     size = stages if a_round is None else a_round
-    at_least("interleaved", "micro-batches of a round", size, 1, "to make progress")
-    multiple("interleaved", micro_batches, size, "the stages" if a_round is None else "a round")
+    check_at_least("interleaved", "micro-batches of a round", size, 1, "to make progress")
+    check_multiple("interleaved", micro_batches, size, "the stages" if a_round is None else "a round")
     actions = tuple(
         tuple(device_actions(device, stages, micro_batches, virtual_stages, size)) for device in range(stages)
     )
-    return Program(actions, looped(stages, virtual_stages), (0,) * micro_batches)
+    return Program(actions, looped_pipe(stages, virtual_stages), (0,) * micro_batches)
 
 
 def device_actions(
@@ -39,12 +39,12 @@ def device_actions(
 ) -> list[Action]:
     """One device's list; numbers as of `program`."""
     size = stages if a_round is None else a_round
-    forwards = rounds(range(virtual_stages), micro_batches, size)
-    backwards = rounds(range(virtual_stages - 1, -1, -1), micro_batches, size)
-    return in_turn(forwards, backwards, (virtual_stages - 1) * size + 2 * (stages - 1 - device))
+    forwards = list_turns(range(virtual_stages), micro_batches, size)
+    backwards = list_turns(range(virtual_stages - 1, -1, -1), micro_batches, size)
+    return alternate_actions(forwards, backwards, (virtual_stages - 1) * size + 2 * (stages - 1 - device))
 
 
-def rounds(chunks: Iterable[int], micro_batches: int, size: int) -> list[Turn]:
+def list_turns(chunks: Iterable[int], micro_batches: int, size: int) -> list[Turn]:
     """The turns in order: a round of `size` micro-batches goes through all chunks, then the next round."""
     order = tuple(chunks)
     return [
@@ -52,7 +52,7 @@ def rounds(chunks: Iterable[int], micro_batches: int, size: int) -> list[Turn]:
     ]
 
 
-def in_turn(forwards: list[Turn], backwards: list[Turn], ahead: int) -> list[Action]:
+def alternate_actions(forwards: list[Turn], backwards: list[Turn], ahead: int) -> list[Action]:
     """A device's list: `ahead` forwards, then a forward and a backward in turn, then the backwards left."""
     order = [Action("F", *turn) for turn in forwards[:ahead]]
     together = len(forwards) - len(order)
@@ -61,7 +61,7 @@ def in_turn(forwards: list[Turn], backwards: list[Turn], ahead: int) -> list[Act
     return order + [Action("B", *turn) for turn in backwards[together:]]
 
 
-def looped(stages: int, virtual_stages: int) -> tuple[tuple[StageSlot, ...], ...]:
+def looped_pipe(stages: int, virtual_stages: int) -> tuple[tuple[StageSlot, ...], ...]:
     """One pipe: all devices with their first chunk, then all with their second, and so on."""
     return (tuple(StageSlot(device, chunk) for chunk in range(virtual_stages) for device in range(stages)),)
 

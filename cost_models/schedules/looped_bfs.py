@@ -16,7 +16,7 @@ micro-batches. Weight versions: 1. Staleness: 0.
 from __future__ import annotations
 
 from .action import Action, Program, Schedule
-from .interleaved import looped
+from .interleaved import looped_pipe
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 2) -> Program:
@@ -24,7 +24,7 @@ def program(stages: int, micro_batches: int, virtual_stages: int = 2) -> Program
     forwards = [Action("F", m, chunk) for chunk in range(virtual_stages) for m in range(micro_batches)]
     backwards = [Action("B", m, chunk) for _, m, chunk in reversed(forwards)]
     return Program(
-        (tuple(forwards + backwards),) * stages, looped(stages, virtual_stages), (0,) * micro_batches
+        (tuple(forwards + backwards),) * stages, looped_pipe(stages, virtual_stages), (0,) * micro_batches
     )
 
 

@@ -10,12 +10,12 @@ Needs of the runtime: nothing but layers on several devices. Weight versions: 1.
 
 from __future__ import annotations
 
-from .action import Action, Program, Schedule, exactly, linear_program
+from .action import Action, Program, Schedule, check_virtual_stages, linear_program
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
     """Every stage runs F and B of a micro-batch before the F of the next."""
-    exactly("naive", virtual_stages, 1)
+    check_virtual_stages("naive", virtual_stages, 1)
     order = [Action(kind, m) for m in range(micro_batches) for kind in ("F", "B")]
     return linear_program([order] * stages)
 

@@ -12,21 +12,23 @@ Needs of the runtime: a process or a queue for each stage. Weight versions: 1. S
 
 from __future__ import annotations
 
-from .action import Action, Program, Schedule, exactly, linear_program
+from .action import Action, Program, Schedule, check_virtual_stages, linear_program
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
     """Each stage's warm-up of forwards, then a backward before every forward."""
-    exactly("1f1b", virtual_stages, 1)
-    return linear_program(lists(stages, micro_batches))
+    check_virtual_stages("1f1b", virtual_stages, 1)
+    return linear_program(stage_lists(stages, micro_batches))
 
 
-def lists(stages: int, micro_batches: int) -> list[list[Action]]:
+def stage_lists(stages: int, micro_batches: int) -> list[list[Action]]:
     """Each stage's actions in order."""
-    return [alternating(in_flight(stage, stages, micro_batches), micro_batches) for stage in range(stages)]
+    return [
+        alternate_passes(in_flight(stage, stages, micro_batches), micro_batches) for stage in range(stages)
+    ]
 
 
-def alternating(ahead: int, micro_batches: int) -> list[Action]:
+def alternate_passes(ahead: int, micro_batches: int) -> list[Action]:
     """A stage's list: `ahead` forwards, then B and F in turn, then the backwards that are left."""
     order = [Action("F", m) for m in range(ahead)]
     for m in range(micro_batches - ahead):

@@ -14,14 +14,14 @@ p - 1 - i.
 
 from __future__ import annotations
 
-from .action import Program, Schedule, exactly, linear_program
-from .one_f_one_b import in_flight, lists
+from .action import Program, Schedule, check_virtual_stages, linear_program
+from .one_f_one_b import in_flight, stage_lists
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
     """1F1B's lists, `micro_batches` global batches in a row, with an update after each."""
-    exactly("pipedream", virtual_stages, 1)
-    return linear_program(lists(stages, micro_batches), update_every=1)
+    check_virtual_stages("pipedream", virtual_stages, 1)
+    return linear_program(stage_lists(stages, micro_batches), update_every=1)
 
 
 def weight_versions(stage: int, stages: int, micro_batches: int) -> int:

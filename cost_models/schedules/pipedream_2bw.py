@@ -17,18 +17,25 @@ Staleness: 1, on all stages.
 
 from __future__ import annotations
 
-from .action import Program, Schedule, at_least, everywhere, exactly, linear_program
-from .one_f_one_b import in_flight, lists
+from .action import (
+    Program,
+    Schedule,
+    check_at_least,
+    check_virtual_stages,
+    linear_program,
+    same_on_every_stage,
+)
+from .one_f_one_b import in_flight, stage_lists
 
 
 def program(
     stages: int, micro_batches: int, virtual_stages: int = 1, update_every: int | None = None
 ) -> Program:
     """1F1B's lists, `micro_batches` in a row, with an update after each `update_every` (None: the stages)."""
-    exactly("pipedream-2bw", virtual_stages, 1)
+    check_virtual_stages("pipedream-2bw", virtual_stages, 1)
     every = stages if update_every is None else update_every
-    at_least("pipedream-2bw", "micro-batches an update", every, stages, "the stages")
-    return linear_program(lists(stages, micro_batches), update_every=every)
+    check_at_least("pipedream-2bw", "micro-batches an update", every, stages, "the stages")
+    return linear_program(stage_lists(stages, micro_batches), update_every=every)
 
 
 SCHEDULE = Schedule(
@@ -39,7 +46,7 @@ SCHEDULE = Schedule(
     bubble="none in steady state",
     in_flight_formula="min(m, p-i)",
     synchronous=False,
-    weight_versions=everywhere(2),
-    staleness=everywhere(1),
+    weight_versions=same_on_every_stage(2),
+    staleness=same_on_every_stage(1),
     closed_in_flight=in_flight,
 )

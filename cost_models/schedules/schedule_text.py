@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from ..errors import UsageError, short_repr
 from ..quantities import MOST_ACTIONS
 from .action import Action, Program, Schedule, StageSlot
-from .interleaved import looped
+from .interleaved import looped_pipe
 from .text_reader import HELP, DeviceList, LineReader, Number, ScheduleTextError, Values, Writer, Written
 from .zb_v import v_pipe
 
@@ -157,7 +157,7 @@ def _check_complete(own: Sequence[Action], device: int, line: int, micro_batches
 def _pipe(places: str, stages: int, chunks: int) -> tuple[StageSlot, ...]:
     if places == "v":
         return v_pipe(stages)[0]
-    return looped(stages, chunks)[0]
+    return looped_pipe(stages, chunks)[0]
 
 
 def _check_progress(
@@ -280,13 +280,13 @@ def write_program(name: str, program: Program, source: str = "") -> str:
 
     Raises UsageError for a program of several pipes, of parts of micro-batches, or that updates meanwhile.
     """
-    places = places_of(program)
+    places = name_places(program)
     rows = [f"device {device}: {' '.join(map(str, own))}" for device, own in enumerate(program.actions)]
     head = [f"name: {name}", *([f"source: {source}"] if source else []), f"places: {places}"]
     return "\n".join([*head, f"chunks: {program.chunks}", *rows]) + "\n"
 
 
-def places_of(program: Program) -> str:
+def name_places(program: Program) -> str:
     """`line`, `loop` or `v`. Raises UsageError for what the language has no word for."""
     plain = len(program.pipes) == 1 and program.shares is None and program.update_every is None
     if plain:

@@ -19,24 +19,31 @@ average. Staleness: 1 in the first chunk, 0 in the second.
 
 from __future__ import annotations
 
-from .action import Program, Schedule, at_least, everywhere, exactly, multiple
-from .interleaved import in_turn, looped, rounds
+from .action import (
+    Program,
+    Schedule,
+    check_at_least,
+    check_multiple,
+    check_virtual_stages,
+    same_on_every_stage,
+)
+from .interleaved import alternate_actions, list_turns, looped_pipe
 
 
 def program(
     stages: int, micro_batches: int, virtual_stages: int = 2, update_every: int | None = None
 ) -> Program:
     """`micro_batches` in a row, in rounds of `update_every` (None: the stages), which must divide them."""
-    exactly("wpipe", virtual_stages, 2)
+    check_virtual_stages("wpipe", virtual_stages, 2)
     every = stages if update_every is None else update_every
-    at_least("wpipe", "micro-batches an update", every, stages, "the stages")
-    multiple("wpipe", micro_batches, every, "the stages" if update_every is None else "an update")
-    forwards, backwards = rounds((0, 1), micro_batches, every), rounds((1, 0), micro_batches, every)
+    check_at_least("wpipe", "micro-batches an update", every, stages, "the stages")
+    check_multiple("wpipe", micro_batches, every, "the stages" if update_every is None else "an update")
+    forwards, backwards = list_turns((0, 1), micro_batches, every), list_turns((1, 0), micro_batches, every)
     # p - 1 - i forwards ahead of the second group's first backward, as in 1F1B: with more, those of a later
     # round would come before the group's update.
     ahead = [every + stages - 1 - stage for stage in range(stages)]
-    actions = tuple(tuple(in_turn(forwards, backwards, count)) for count in ahead)
-    return Program(actions, looped(stages, 2), (0,) * micro_batches, update_every=every)
+    actions = tuple(tuple(alternate_actions(forwards, backwards, count)) for count in ahead)
+    return Program(actions, looped_pipe(stages, 2), (0,) * micro_batches, update_every=every)
 
 
 SCHEDULE = Schedule(
@@ -48,6 +55,6 @@ SCHEDULE = Schedule(
     in_flight_formula="p-i/2",
     synchronous=False,
     default_virtual_stages=2,
-    weight_versions=everywhere(1.5),
-    staleness=everywhere(1),
+    weight_versions=same_on_every_stage(1.5),
+    staleness=same_on_every_stage(1),
 )

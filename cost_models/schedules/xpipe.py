@@ -7,17 +7,17 @@ Global batches of T micro-batches, here two; the first of each (F0, F2, F4) pred
     stage 2  .  .  F0 B0 F1 B1|F2 B2 F3 B3|F4 B4 F5 B5|
 
 A stage updates its weights after the last backward of a global batch (|). Between the forward of a global
-batch and its own update others come: the weights are predicted over that many with Adam's moments
-(`predicted_over`), for the forward and again for the backward, and no version is kept. Guan et al., "XPipe",
-arXiv 1911.04610. Needs of the runtime: Adam-like moments to predict with, a prediction per global batch and
-pass. Weight versions: 1. Staleness: ceil((p - 1 - i) / T) updates on stage i, which the prediction makes up
-for.
+batch and its own update others come: the weights are predicted over that many with Adam's moments, for the
+forward and again for the backward, and no version is kept.
+Guan et al., "XPipe", arXiv 1911.04610.
+Needs of the runtime: Adam-like moments to predict with, a prediction per global batch and pass. Weight
+versions: 1. Staleness: ceil((p - 1 - i) / T) updates on stage i, for which the prediction makes up.
 """
 
 from __future__ import annotations
 
-from .action import Program, Schedule, at_least, exactly, linear_program
-from .one_f_one_b import in_flight, lists
+from .action import Program, Schedule, check_at_least, check_virtual_stages, linear_program
+from .one_f_one_b import in_flight, stage_lists
 
 
 def program(
@@ -25,10 +25,10 @@ def program(
 ) -> Program:
     """1F1B's lists, `micro_batches` in a row; `update_every`: T, those of a global batch (None: the
     stages)."""
-    exactly("xpipe", virtual_stages, 1)
+    check_virtual_stages("xpipe", virtual_stages, 1)
     every = stages if update_every is None else update_every
-    at_least("xpipe", "micro-batches an update", every, 1, "one global batch")
-    return linear_program(lists(stages, micro_batches), update_every=every)
+    check_at_least("xpipe", "micro-batches an update", every, 1, "one global batch")
+    return linear_program(stage_lists(stages, micro_batches), update_every=every)
 
 
 def staleness(stage: int, stages: int, micro_batches: int, update_every: int | None = None) -> int:
@@ -39,17 +39,6 @@ def staleness(stage: int, stages: int, micro_batches: int, update_every: int | N
     """
     every = stages if update_every is None else update_every
     return min(-(-(stages - 1 - stage) // every), (micro_batches - 1) // every)
-
-
-def predicted_over(stage: int, stages: int, update_every: int) -> tuple[int, int]:
-    """Updates that the weights are predicted over on `stage` (0-based), for the forward and the backward.
-
-    The distance to the end of the global batch's round trip on stage 0, in updates: a hop between stages
-    takes half a turn of one forward and one backward. The paper's two formulas.
-    """
-    forward = (stages + update_every - stage / 2 - 2) / update_every
-    backward = (update_every + stage // 2 - 1) / update_every
-    return round(forward), round(backward)
 
 
 SCHEDULE = Schedule(

@@ -12,16 +12,16 @@ Needs of the runtime: input and weight gradients computed apart. Weight versions
 
 from __future__ import annotations
 
-from .action import Action, Program, Schedule, exactly, linear_program
+from .action import Action, Program, Schedule, check_virtual_stages, linear_program
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
     """Each stage's warm-up of forwards, then B, the W that is due, and F in turn."""
-    exactly("zb-h1", virtual_stages, 1)
-    return linear_program([split(stages - stage, stage, micro_batches) for stage in range(stages)])
+    check_virtual_stages("zb-h1", virtual_stages, 1)
+    return linear_program([split_backwards(stages - stage, stage, micro_batches) for stage in range(stages)])
 
 
-def split(ahead: int, behind: int, micro_batches: int) -> list[Action]:
+def split_backwards(ahead: int, behind: int, micro_batches: int) -> list[Action]:
     """A stage's list: `ahead` forwards, then B, W and F in turn, the W `behind` micro-batches after its B."""
     order = [Action("F", m) for m in range(min(ahead, micro_batches))]
     for m in range(micro_batches):

@@ -14,15 +14,15 @@ stage (checked and rolled back afterwards, section 4). Weight versions: 1. Stale
 
 from __future__ import annotations
 
-from .action import Program, Schedule, exactly, linear_program
-from .zb_h1 import split
+from .action import Program, Schedule, check_virtual_stages, linear_program
+from .zb_h1 import split_backwards
 
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 1) -> Program:
     """ZB-H1's order with warm-ups of 2(p - i) - 1."""
-    exactly("zb-h2", virtual_stages, 1)
+    check_virtual_stages("zb-h2", virtual_stages, 1)
     return linear_program(
-        [split(2 * (stages - stage) - 1, 2 * stage, micro_batches) for stage in range(stages)]
+        [split_backwards(2 * (stages - stage) - 1, 2 * stage, micro_batches) for stage in range(stages)]
     )
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from .action import Action, Kind, Program, Schedule, StageSlot, exactly
+from .action import Action, Kind, Program, Schedule, StageSlot, check_virtual_stages
 
 Turn = tuple[Kind, int]
 """A kind of action and its chunk, where two chunks are laid out as a V; its micro-batch is the next of the
@@ -50,7 +50,7 @@ def number_actions(turns: Iterable[Turn]) -> Iterator[Action]:
 
 def program(stages: int, micro_batches: int, virtual_stages: int = 2) -> Program:
     """Fewer micro-batches than 2p - 1 run in the order of 2p - 1, from which the others are left out."""
-    exactly("zb-v", virtual_stages, 2)
+    check_virtual_stages("zb-v", virtual_stages, 2)
     turns = (_turns(device, stages, max(micro_batches, 2 * stages - 1)) for device in range(stages))
     actions = tuple(
         tuple(action for action in number_actions(own) if action.micro_batch < micro_batches) for own in turns

@@ -28,7 +28,7 @@ class ActionCosts:
     latency: Array
     link: Indices
     links: int
-    launched: Array | None
+    launch_start: Array | None
     launch_end: Array | None
 
 
@@ -37,7 +37,7 @@ def lower_costs(order: Order, costs: Costs) -> ActionCosts:
     costs.check(order.program)
     cut, occupancy, latency = _transfers(order, costs)
     link = _links(order, costs, cut, occupancy)
-    launched, launch_end = _launches(order, costs)
+    launch_start, launch_end = _launches(order, costs)
     return ActionCosts(
         order=order,
         costs=costs,
@@ -47,7 +47,7 @@ def lower_costs(order: Order, costs: Costs) -> ActionCosts:
         latency=latency,
         link=link,
         links=int(link.max(initial=FREE)) + 1,
-        launched=launched,
+        launch_start=launch_start,
         launch_end=launch_end,
     )
 
@@ -92,7 +92,7 @@ def _durations(order: Order, costs: Costs) -> Array:
         durations *= _shares(order, everything, durations)
     if costs.overhead is not None:
         durations += costs.overhead[order.device if len(costs.overhead) > 1 else 0]
-    updates = updating(order)
+    updates = update_actions(order)
     if costs.optimizer is not None and len(updates):
         seconds = costs.optimizer[order.device[updates] if len(costs.optimizer) > 1 else 0]
         durations[updates] += seconds / order.program.parts
@@ -105,7 +105,7 @@ def recompute_seconds(order: Order, costs: Costs, backwards: Indices) -> Array:
     return _at(order, costs.recompute, backwards) * _at(order, costs.forward, backwards)
 
 
-def updating(order: Order) -> Indices:
+def update_actions(order: Order) -> Indices:
     """Actions after which a chunk's weights are updated at once (asynchronous schedules)."""
     every = order.program.update_every
     if every is None:
@@ -172,12 +172,12 @@ def _launches(order: Order, costs: Costs) -> tuple[Array | None, Array | None]:
     if costs.hosts == "one":
         ends = np.cumsum(seconds, axis=0)
         return _before(ends), ends
-    launched, ends = np.zeros_like(seconds), np.zeros_like(seconds)
+    launch_start, ends = np.zeros_like(seconds), np.zeros_like(seconds)
     for device in range(order.program.devices):
         own = np.flatnonzero(order.device == device)
         ends[own] = np.cumsum(seconds[own], axis=0)
-        launched[own] = _before(ends[own])
-    return launched, ends
+        launch_start[own] = _before(ends[own])
+    return launch_start, ends
 
 
 def _before(ends: Array) -> Array:
@@ -185,7 +185,7 @@ def _before(ends: Array) -> Array:
     return np.concatenate([np.zeros_like(ends[:1]), ends[:-1]])
 
 
-def statically_served(values: ActionCosts) -> bool:
+def has_static_link_order(values: ActionCosts) -> bool:
     """Whether the order in which each link serves is known beforehand: that of the clock.
 
     So it is where all that a link carries comes from one device, whose actions end one after another. Not

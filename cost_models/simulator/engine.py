@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import UsageError
 from . import loops
-from .action_costs import FREE, ActionCosts, statically_served
+from .action_costs import FREE, ActionCosts, has_static_link_order
 from .costs import Array
 from .dependencies import NONE, Indices, Order
 
@@ -68,7 +68,7 @@ def choose_engine(engine: Engine, seconds: float) -> Literal["python", "numba"]:
 def run(values: ActionCosts, engine: Engine = "auto") -> Run:
     """Runs one candidate. Raises UsageError where devices wait for each other for ever."""
     fast = choose_engine(engine, SECONDS_AN_ACTION * len(values.order)) == "numba"
-    return _in_order(values, fast) if statically_served(values) else _by_events(values, fast)
+    return _in_order(values, fast) if has_static_link_order(values) else _by_events(values, fast)
 
 
 def run_many(values: ActionCosts, engine: Engine = "auto") -> Array:
@@ -83,10 +83,10 @@ def run_many(values: ActionCosts, engine: Engine = "auto") -> Array:
 def _hosted(values: ActionCosts, fast: bool) -> tuple[Any, Any]:
     """The launches, empty where no host is late."""
     none = np.zeros((0, *values.duration.shape[1:]))
-    launched, ends = values.launched, values.launch_end
-    if launched is None or ends is None:
-        launched = ends = none
-    return (launched, ends) if fast else (launched.tolist(), ends.tolist())
+    launch_start, ends = values.launch_start, values.launch_end
+    if launch_start is None or ends is None:
+        launch_start = ends = none
+    return (launch_start, ends) if fast else (launch_start.tolist(), ends.tolist())
 
 
 def _blank(count: int, fast: bool) -> Any:
@@ -216,11 +216,11 @@ def _side_by_side(values: ActionCosts) -> Array:
     links, cut = values.link.tolist(), values.cut.tolist()
     occupancy, latency = list(values.occupancy), list(values.latency)
     waits = values.costs.transfers == "blocking"
-    launched, launch_end = values.launched, values.launch_end
+    launch_start, launch_end = values.launch_start, values.launch_end
     for i, (own, sender, line) in enumerate(zip(lists["device"], lists["source"], links, strict=True)):
         begins = free[own] if sender < 0 else np.maximum(free[own], arrived.pop(sender))
-        if launched is not None and launch_end is not None:
-            begins = np.maximum(begins, launched[i])
+        if launch_start is not None and launch_end is not None:
+            begins = np.maximum(begins, launch_start[i])
             ends = np.maximum(begins + values.duration[i], launch_end[i])
         else:
             ends = begins + values.duration[i]

@@ -21,7 +21,7 @@ def run_in_order(
     cut: Any,
     occupancy: Any,
     latency: Any,
-    launched: Any,
+    launch_start: Any,
     launch_end: Any,
     waits: bool,
     free: Any,
@@ -37,7 +37,7 @@ def run_in_order(
     `waits`: a device is busy until what it sent has arrived. Fills `start` and `end`, when each transfer
     begins and arrives, and `free`, when each device is free.
     """
-    hosted = len(launched) > 0
+    hosted = len(launch_start) > 0
     columns = zip(device, source, link, cut, duration)  # noqa: B905 - numba knows no strict
     for i, (own, sender, line, row, seconds) in enumerate(columns):
         begins = free[own]
@@ -45,8 +45,8 @@ def run_in_order(
             begins = arrival[sender]
         ends = begins + seconds
         if hosted:
-            if launched[i] > begins:
-                begins = launched[i]
+            if launch_start[i] > begins:
+                begins = launch_start[i]
                 ends = begins + seconds
             if launch_end[i] > ends:
                 ends = launch_end[i]
@@ -77,7 +77,7 @@ def run_by_events(
     cut: Any,
     occupancy: Any,
     latency: Any,
-    launched: Any,
+    launch_start: Any,
     launch_end: Any,
     sender_waits: bool,
     receiver_waits: bool,
@@ -98,7 +98,7 @@ def run_by_events(
     An action that can run is run at once; when none can, the transfer that was ready first goes on its link:
     whatever is not known yet becomes ready no earlier. Returns how many actions ran.
     """
-    hosted = len(launched) > 0
+    hosted = len(launch_start) > 0
     can_run = [i for i in range(len(device)) if action_waits[i] == 0]
     requests = [(0.0, i) for i in can_run[:0]]
     ran = 0
@@ -106,8 +106,8 @@ def run_by_events(
         if len(can_run) > 0:
             i = can_run.pop()
             ran += 1
-            if hosted and launched[i] > start[i]:
-                start[i] = launched[i]
+            if hosted and launch_start[i] > start[i]:
+                start[i] = launch_start[i]
             end[i] = start[i] + duration[i]
             if hosted and launch_end[i] > end[i]:
                 end[i] = launch_end[i]
@@ -168,7 +168,7 @@ def run_many_in_order(
     cut: Any,
     occupancy: Any,
     latency: Any,
-    launched: Any,
+    launch_start: Any,
     launch_end: Any,
     waits: bool,
     free: Any,
@@ -176,15 +176,15 @@ def run_many_in_order(
     arrival: Any,
 ) -> None:
     """`run_in_order` with a second axis of candidates, for numba alone: plain Python takes numpy's rows."""
-    hosted = len(launched) > 0
+    hosted = len(launch_start) > 0
     for i in range(len(device)):
         own, sender, line, row = device[i], source[i], link[i], cut[i]
         for c in range(duration.shape[1]):
             begins = free[own, c]
             if sender >= 0 and arrival[sender, c] > begins:
                 begins = arrival[sender, c]
-            if hosted and launched[i, c] > begins:
-                begins = launched[i, c]
+            if hosted and launch_start[i, c] > begins:
+                begins = launch_start[i, c]
             ends = begins + duration[i, c]
             if hosted and launch_end[i, c] > ends:
                 ends = launch_end[i, c]

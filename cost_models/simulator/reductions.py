@@ -1,4 +1,5 @@
-"""The all-reduces of a step: beside what is left of the drain, on the network of each device in turn."""
+"""The all-reduces of a step: on the network of each device one after another, during the rest of the
+drain."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..port_sharing import Loads, end_on_ports
-from .action_costs import ActionCosts, recompute_seconds, updating
+from .action_costs import ActionCosts, recompute_seconds, update_actions
 from .engine import Run
 
 
@@ -48,7 +49,7 @@ def reductions(values: ActionCosts, run: Run) -> tuple[Reduction, ...]:
 
 
 def _tied_reductions(values: ActionCosts, run: Run, earlier: Sequence[Reduction]) -> Iterator[Reduction]:
-    """The sums of weights that several parts use; told as those of the first of these."""
+    """The sums of weights that several parts use; each counts for the first of these parts."""
     ends: list[float] = run.free.tolist()
     for reduction in earlier:
         for stage in reduction.stages:
@@ -90,7 +91,7 @@ def _last_actions(values: ActionCosts) -> dict[tuple[int, int], list[int]]:
     """By (device, chunk), the actions that complete gradients to be reduced."""
     order = values.order
     every = order.program.update_every
-    actions = np.flatnonzero(order.finishing) if every is None else updating(order)
+    actions = np.flatnonzero(order.finishing) if every is None else update_actions(order)
     by_chunk: dict[tuple[int, int], list[int]] = {}
     for i in actions.tolist():
         key = (int(order.device[i]), int(order.chunk[i]))
@@ -108,5 +109,5 @@ def _lead(values: ActionCosts) -> list[float]:
     _, backwards, _ = order.of_kind
     if costs.recompute is not None:
         lead[backwards] = recompute_seconds(order, costs, backwards)
-    listed: list[float] = lead.tolist()
-    return listed
+    seconds: list[float] = lead.tolist()
+    return seconds

@@ -29,7 +29,7 @@ import numpy as np
 from ..errors import FileError
 from ..text_files import read_text
 
-Layout = Literal["TN", "NN", "NT"]
+MatmulLayout = Literal["TN", "NN", "NT"]
 """Of a linear layer: forward, gradient of its input, gradient of its weight (which is added up in
 float32)."""
 Pass = Literal["forward", "input_gradient", "weight_gradient"]
@@ -44,7 +44,7 @@ class Matmul:
     m: int
     k: int
     n: int
-    layout: Layout
+    layout: MatmulLayout
 
     @property
     def flops(self) -> float:

@@ -6,37 +6,18 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
 
-from .block_kernels import NUMBER, Work, block_work, embedding_work, head_work
+from .block_kernels import NUMBER, LayerWork, block_work, embedding_work, head_work
 from .parallel_degrees import ParallelDegrees, padded_vocabulary
-from .rank_costs import PassSeconds, RankCosts, rank_group
+from .rank_costs import PassSeconds, RankCosts
 from .training_setting import TrainingSetting, block_ranges, chunks_in_flight
 from .transformer_shape import LayerParameters, TransformerShape
-
-WEIGHT, GRADIENT, STATE = 2, 4, 12
-
-"""Bytes of a parameter: in bfloat16, its float32 gradient, and Adam's float32 master weight and two
-moments."""
-
-_UPDATED = GRADIENT + 3 * 2 * 4 + WEIGHT
-
-"""That the update of a parameter reads and writes."""
+from .weight_update import GRADIENT, STATE, WEIGHT, ParameterCounts, gradient_collective, update_seconds
 
 LIBRARIES = 0.22e9
 
 """Bytes that cuBLAS, cuDNN and Transformer Engine keep: what is left of the memory of the published B200
 steps when all else is taken off (0.21 to 0.25 GB in four of them)."""
-
-
-class ParameterCounts(NamedTuple):
-    """Of one device: dense ones, and those of its routed experts."""
-
-    dense: float
-    routed: float
-
-    def plus(self, other: ParameterCounts) -> ParameterCounts:
-        return ParameterCounts(self.dense + other.dense, self.routed + other.routed)
 
 
 @dataclass(frozen=True)
@@ -67,10 +48,17 @@ class LayerTable:
         self.blocks = {routed: block_work(shape, routed, degrees, tokens) for routed in set(shape.routed)}
         self.embedding = embedding_work(shape, degrees, tokens)
         self.head = head_work(shape, degrees, tokens)
-        self._seconds = {routed: self._block_seconds(work) for routed, work in self.blocks.items()}
-        self._ends = [costs.seconds(work, degrees) for work in (self.embedding, self.head)]
-        self._bytes: dict[tuple[int, int, int], float] = {}
         self._parameters = {routed: self._block_parameters(routed) for routed in self.blocks}
+        self._seconds = {
+            routed: self._beside_collectives(self._block_seconds(work), self._parameters[routed])
+            for routed, work in self.blocks.items()
+        }
+        self._table = padded_vocabulary(shape, degrees.tensor) * shape.hidden / degrees.tensor
+        self._ends = [
+            self._beside_collectives(costs.seconds(work, degrees), ParameterCounts(self._table, 0))
+            for work in (self.embedding, self.head)
+        ]
+        self._bytes: dict[tuple[int, int, int], float] = {}
         self._routed_before = [0, *accumulate(shape.routed)]
         self._boundary = NUMBER * tokens.on(degrees) * shape.hidden / degrees.tensor
 
@@ -132,8 +120,15 @@ class LayerTable:
             parts.append(ParameterCounts(count * own.dense, count * own.routed))
         dense = sum(part.dense for part in parts) / stages
         experts = sum(part.routed for part in parts) / stages
-        once, twice = (self._update_seconds(ParameterCounts(0, times * experts)) for times in (1, 2))
-        return self._update_seconds(ParameterCounts(dense, 0)) + twice - once
+        once, twice, of_dense = (
+            update_seconds(own, self.degrees, self.costs)
+            for own in (
+                ParameterCounts(0, experts),
+                ParameterCounts(0, 2 * experts),
+                ParameterCounts(dense, 0),
+            )
+        )
+        return of_dense + twice - once
 
     def _counts(self, blocks: range) -> tuple[int, int]:
         """Blocks without experts and with."""
@@ -159,7 +154,7 @@ class LayerTable:
 
     def update_seconds(self, blocks: Sequence[range], device: int) -> float:
         """Of a device with the blocks of its virtual stages: reduction, update and gathering."""
-        return self._update_seconds(self.device_parameters(blocks, device))
+        return update_seconds(self.device_parameters(blocks, device), self.degrees, self.costs)
 
     def device_parameters(self, blocks: Sequence[range], device: int) -> ParameterCounts:
         """Of all virtual stages of a device."""
@@ -170,8 +165,7 @@ class LayerTable:
 
     def parameters(self, blocks: range, slot: int) -> ParameterCounts:
         """On one device, of a (virtual) stage."""
-        degrees, shape = self.degrees, self.shape
-        table = padded_vocabulary(shape, degrees.tensor) * shape.hidden / degrees.tensor
+        shape, table = self.shape, self._table
         first, last = slot == 0, slot == self.slots - 1
         tables = table * (first + last - (first and last and shape.tied)) + shape.hidden * last
         parts = [(count, self._parameters[routed]) for routed, count in self._kinds(blocks)]
@@ -184,7 +178,9 @@ class LayerTable:
         where the last block's backward begins."""
         degrees, setting = self.degrees, self.setting
         dense, routed = self.device_parameters(blocks, device)
-        spread = (degrees.gradient_group, degrees.expert_gradient_group) if degrees.zero else (1, 1)
+        groups = degrees.gradient_group, degrees.expert_gradient_group
+        spread = groups if degrees.zero else (1, 1)
+        share = groups if degrees.zero > 1 else (1, 1)
         works = [self.blocks[kind] for kind in {kind for own in blocks for kind, _ in self._kinds(own)}]
         saved = [self._saved(own) for own in blocks]
         alive = chunks_in_flight(device, degrees.pipeline, setting.micro_batches, setting.virtual_stages)
@@ -192,14 +188,26 @@ class LayerTable:
         rebuilt = max((again * work.saved + work.workspace for work in works), default=0.0)
         last = device == degrees.pipeline - 1
         return {
-            "weights": WEIGHT * (dense + routed),
-            "gradients": GRADIENT * (dense + routed),
+            "weights": WEIGHT
+            * (2 * self._largest_parameters(blocks) if degrees.zero == 3 else dense + routed),
+            "gradients": GRADIENT * (dense / share[0] + routed / share[1]) + self._unreduced_bytes(blocks),
             "optimizer": STATE * (dense / spread[0] + routed / spread[1]),
             "activations": max(sum(n * own for n, own in zip(each, saved, strict=True)) for each in alive),
             "workspace": max(rebuilt, self.head.saved if last else 0.0),
             "placeholders": self._placeholders(blocks),
             "libraries": LIBRARIES,
         }
+
+    def _largest_parameters(self, blocks: Sequence[range]) -> float:
+        """Of a block, or of the embedding or head: FSDP has that which computes and the next one whole."""
+        kinds = {kind for own in blocks for kind, _ in self._kinds(own)}
+        return max([self._table + self.shape.hidden, *(sum(self._parameters[kind]) for kind in kinds)])
+
+    def _unreduced_bytes(self, blocks: Sequence[range]) -> float:
+        """Where gradients are spread: of the layer whose backward runs, in bfloat16 and in float32."""
+        if self.degrees.zero < 2:
+            return 0.0
+        return (NUMBER + GRADIENT) * self._largest_parameters(blocks)
 
     def _saved(self, blocks: range) -> float:
         """Bytes that the blocks keep of a micro-batch for backward."""
@@ -242,7 +250,7 @@ class LayerTable:
         devices = range(self.degrees.pipeline)
         return max(sum(self.ledger(self.own_blocks(ranges, each), each).values()) for each in devices)
 
-    def _block_seconds(self, work: Work) -> PassSeconds:
+    def _block_seconds(self, work: LayerWork) -> PassSeconds:
         forward, backward = self.costs.seconds(work, self.degrees)
         match self.setting.recompute:
             case "full":
@@ -253,6 +261,18 @@ class LayerTable:
             case "none":
                 return PassSeconds(forward, backward)
 
+    def _beside_collectives(self, own: PassSeconds, parameters: ParameterCounts) -> PassSeconds:
+        """With ZeRO 2 and 3 a layer's weights are gathered, and its gradients reduced, while its neighbours
+        compute: a pass takes the longer of both."""
+        zero = self.degrees.zero
+        if zero < 2:
+            return own
+        gather = gradient_collective("all_gather", WEIGHT, parameters, self.degrees, self.costs)
+        reduce = gradient_collective("reduce_scatter", GRADIENT, parameters, self.degrees, self.costs)
+        return PassSeconds(
+            max(own.forward, gather), max(own.backward, reduce + (gather if zero == 3 else 0.0))
+        )
+
     def _block_parameters(self, routed: bool) -> ParameterCounts:
         attention = self._on_device(self.shape.attention_parameters())
         return attention.plus(self._on_device(self.shape.feed_forward_parameters(routed)))
@@ -260,26 +280,6 @@ class LayerTable:
     def _on_device(self, layer: LayerParameters) -> ParameterCounts:
         degrees = self.degrees
         return ParameterCounts(layer.whole + layer.shared / degrees.tensor, layer.routed / degrees.expert)
-
-    def _update_seconds(self, own: ParameterCounts) -> float:
-        """Reduction, update and gathering of the weights; with ZeRO each device updates its share."""
-        total = 0.0
-        for count, group in ((own.dense, "gradients"), (own.routed, "expert_gradients")):
-            if not count:
-                continue
-            size, stride = rank_group(group, self.degrees)
-            links = self.costs.links
-            share = count
-            if size > 1 and self.degrees.zero:
-                share = count / size
-                total += links.collective("reduce_scatter", GRADIENT * count, size, stride)
-                total += links.collective("all_gather", WEIGHT * count, size, stride)
-            elif size > 1:
-                total += links.collective("all_reduce", GRADIENT * count, size, stride)
-            # The gradients are zeroed, their norm is taken, the weights are updated.
-            for bytes in (GRADIENT * count, GRADIENT * share, _UPDATED * share):
-                total += self.costs.memory_seconds(bytes)
-        return total
 
     def _placeholders(self, blocks: Sequence[range]) -> float:
         """Transformer Engine returns for a weight whose gradient was added up elsewhere an empty tensor in

@@ -18,8 +18,13 @@ class ParallelDegrees:
     Models", MLSys 2023, section 4.2.2). `context` devices share the sequence: attention exchanges heads for
     tokens by all-to-all (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509). `expert` devices, of those
     that would hold the same layers, share the routed experts; an expert is whole on its device. `pipeline`
-    stages follow one another, of `data` replicas each. `zero` 1 spreads the optimizer's state over the
-    devices that add up the same gradients (0: nothing is spread).
+    stages follow one another, of `data` replicas each.
+
+    `zero`: what is spread over the devices that add up the same gradients (Rajbhandari et al., "ZeRO", SC
+    2020). 0: nothing. 1: the optimizer's state. 2: gradients too, and 3: weights too, as torch's FSDP2 does
+    it without and with `reshard_after_forward`: weights are gathered for every micro-batch, in forward (3: in
+    backward again), and gradients reduced in every backward. A pipeline of torch keeps both whole for a step,
+    as 1 does, so 2 and 3 are of one stage.
     """
 
     tensor: int = 1
@@ -36,8 +41,8 @@ class ParallelDegrees:
                 raise UsageError(
                     f"{field}={value}: must be from 1 to {2**20}", "Give the devices that share."
                 )
-        if self.zero not in (0, 1):
-            raise UsageError(f"zero={self.zero}: of degrees 0 and 1 are known", "Use 0 or 1.")
+        if self.zero not in range(4):
+            raise UsageError(f"zero={self.zero}: not known", "Use 0, 1, 2 or 3.")
 
     @property
     def devices(self) -> int:
@@ -58,7 +63,8 @@ class ParallelDegrees:
         """As `TP 4 x PP 2 x DP 4, EP 8`."""
         degrees = (("TP", self.tensor), ("CP", self.context), ("PP", self.pipeline), ("DP", self.data))
         text = " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "one device"
-        return f"{text}, EP {self.expert}" if self.expert > 1 else text
+        text += f", EP {self.expert}" if self.expert > 1 else ""
+        return f"{text}, ZeRO {self.zero}" if self.zero > 1 else text
 
     def problem_with(self, shape: TransformerShape, sequence: int) -> str:
         """Why the model cannot be shared so, in words; empty where it can."""
@@ -82,6 +88,8 @@ class ParallelDegrees:
             if (tensor * self.context * self.data) % self.expert:
                 group = tensor * self.context * self.data
                 return f"expert={self.expert} does not divide tensor x context x data = {group}"
+        if self.zero > 1 and self.pipeline > 1:
+            return f"zero={self.zero}: is of one pipeline stage, not of {self.pipeline}"
         if self.pipeline > shape.blocks:
             return f"{shape.blocks} blocks make no {self.pipeline} stages"
         return ""

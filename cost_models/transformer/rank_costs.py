@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from ..collectives import all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
 from ..topology import Topology
-from .block_kernels import Work
+from .block_kernels import LayerWork
 from .kernel_table import (
     AttentionKernel,
     Collective,
@@ -126,7 +126,7 @@ class RankCosts:
     table: KernelTable | None = None
     overheads: Overheads = Overheads()
 
-    def seconds(self, work: Work, degrees: ParallelDegrees) -> PassSeconds:
+    def seconds(self, work: LayerWork, degrees: ParallelDegrees) -> PassSeconds:
         """Of the forward and the backward of a layer, one kernel after another."""
         wait = self.overheads.dispatch if work.exchanges_tokens else 0.0
         forward, backward = (self._sum(kernels, degrees) + wait for kernels in (work.forward, work.backward))
@@ -153,7 +153,7 @@ class RankCosts:
                 return self.limits.product_seconds(kernel) * self.overheads.slowdown
 
 
-def products(works: Iterable[Work]) -> list[Product]:
+def products(works: Iterable[LayerWork]) -> list[Product]:
     """The different products of some layers."""
     kernels = (kernel for work in works for kernel in (*work.forward, *work.backward))
     return list(dict.fromkeys(kernel for kernel in kernels if isinstance(kernel, Product)))

@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from ..errors import UsageError
-from ..schedules import schedule_named
+from ..schedules import find_schedule
 from ..schedules.action import Program
 from ..simulator.costs import Costs
 from ..timeline import simulate
@@ -73,7 +73,7 @@ def estimate_stages(layers: LayerTable, counts: Sequence[int]) -> StepEstimate:
 @lru_cache(maxsize=16)
 def _program(stages: int, micro_batches: int, virtual_stages: int) -> Program:
     name = "1f1b" if virtual_stages == 1 else "interleaved"
-    return schedule_named(name).program(stages, micro_batches, virtual_stages)
+    return find_schedule(name).program(stages, micro_batches, virtual_stages)
 
 
 _SIMULATED = 64

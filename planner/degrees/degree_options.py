@@ -1,4 +1,4 @@
-"""What a user asks of a plan by degrees of parallelism."""
+"""The options of a plan by degrees of parallelism."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from ...cost_models import arguments
 from ...cost_models.errors import UsageError
 from ...cost_models.option_fields import Options, option
-from ...cost_models.typed_text import whole_number
+from ...cost_models.option_readers import read_whole_number
 
 RECOMPUTES = ("auto", "none", "selective", "full")
 
@@ -17,14 +17,14 @@ RECOMPUTES = ("auto", "none", "selective", "full")
 class DegreeKeywords(TypedDict, total=False):
     """The fields of `DegreeOptions`, as a caller may give them."""
 
-    batch_size: int
+    mini_batch: int
     sequence: int
     layers: int | None
     tp: Sequence[int] | None
     pp: Sequence[int] | None
     cp: Sequence[int] | None
     ep: Sequence[int] | None
-    zero: int
+    zero: int | Sequence[int]
     micro_batch_size: Sequence[int] | None
     virtual_stages: Sequence[int] | None
     recompute: str
@@ -40,17 +40,25 @@ def _counts(name: str, value: Any) -> tuple[int, ...] | None:
 
 
 def _read_counts(text: str, name: str) -> tuple[int, ...]:
-    return tuple(whole_number(1)(part.strip(), name) for part in text.split(","))
+    return tuple(read_whole_number(1)(part.strip(), name) for part in text.split(","))
 
 
-def _allowed(what: str) -> Any:
+def _degree_option(what: str) -> Any:
     return option(None, _counts, what, "N[,N]", panel="The search", read=_read_counts)
 
 
-def _zero(name: str, value: Any) -> int:
-    if value not in (0, 1) or isinstance(value, bool):
-        raise UsageError(f"{name}={value!r}: must be 0 or 1", "1 spreads the optimizer's states.")
-    return int(value)
+def _zero(name: str, value: Any) -> tuple[int, ...]:
+    values = value if isinstance(value, list | tuple) else (value,)
+    if not values or any(each not in (0, 1, 2, 3) or isinstance(each, bool) for each in values):
+        raise UsageError(
+            f"{name}={value!r}: must be 0, 1, 2 or 3",
+            "1 spreads the optimizer's states, 2 the gradients too, 3 the weights too.",
+        )
+    return tuple(sorted({int(each) for each in values}))
+
+
+def _read_zero(text: str, name: str) -> tuple[int, ...]:
+    return tuple(read_whole_number(0)(part.strip(), name) for part in text.split(","))
 
 
 def _recompute(name: str, value: Any) -> str:
@@ -61,14 +69,20 @@ def _recompute(name: str, value: Any) -> str:
 
 @dataclass(frozen=True)
 class DegreeOptions(Options):
-    """What is trained, and which degrees may be; None leaves one to the search. Raises UsageError.
+    """What is trained, and which degrees are allowed; None: all. Raises UsageError.
 
-    `batch_size`: sequences of one optimizer step; `sequence`: tokens of each. `layers`: of the model, where
-    not all of the configuration's. `zero` 1: the optimizer's states are spread over the replicas.
+    `mini_batch`: sequences of one optimizer step; `sequence`: tokens of each. `layers`: of the model, where
+    not all of the configuration's. `zero`: the stages of ZeRO that may be (2 and 3: FSDP, no pipelines).
     """
 
-    batch_size: int = option(
-        256, arguments.whole, "Sequences of one optimizer step.", "B", panel="The training", least=1
+    mini_batch: int = option(
+        256,
+        arguments.whole,
+        "Global batch: sequences of one optimizer step.",
+        "B",
+        panel="The training",
+        least=1,
+        old_flag="--batch-size",
     )
     sequence: int = option(4096, arguments.whole, "Tokens of a sequence.", "T", panel="The training", least=1)
     layers: int | None = option(
@@ -79,20 +93,21 @@ class DegreeOptions(Options):
         panel="The training",
         least=1,
     )
-    zero: int = option(
-        1,
+    zero: Sequence[int] = option(
+        (1,),
         _zero,
-        "1 spreads the optimizer's states over the replicas, 0 does not.",
-        "0|1",
+        "Stages of ZeRO that may be: 0 spreads nothing over the replicas, 1 the optimizer's states, 2 the "
+        "gradients too, 3 the weights too (FSDP; no pipelines).",
+        "N[,N]",
         panel="The training",
-        least=0,
+        read=_read_zero,
     )
-    tp: Sequence[int] | None = _allowed("Tensor-parallel degrees that may be.")
-    pp: Sequence[int] | None = _allowed("Numbers of pipeline stages that may be.")
-    cp: Sequence[int] | None = _allowed("Context-parallel degrees that may be; default: 1.")
-    ep: Sequence[int] | None = _allowed("Expert-parallel degrees that may be.")
-    micro_batch_size: Sequence[int] | None = _allowed("Sequences of a micro-batch that may be.")
-    virtual_stages: Sequence[int] | None = _allowed(
+    tp: Sequence[int] | None = _degree_option("Allowed tensor-parallel degrees.")
+    pp: Sequence[int] | None = _degree_option("Allowed numbers of pipeline stages.")
+    cp: Sequence[int] | None = _degree_option("Allowed context-parallel degrees; default: 1.")
+    ep: Sequence[int] | None = _degree_option("Allowed expert-parallel degrees.")
+    micro_batch_size: Sequence[int] | None = _degree_option("Allowed sequences of a micro-batch.")
+    virtual_stages: Sequence[int] | None = _degree_option(
         "Virtual stages of a device that may be; 1: 1F1B, more: interleaved 1F1B; default: 1 to 8."
     )
     recompute: str = option(

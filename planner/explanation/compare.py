@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from ...cost_models.document import Document, Record
 from ..candidate import ScoredPlan
-from ..joint_search import BEST, JointSearchResult, find
+from ..joint_search import BEST, JointSearchResult, find_best_plan
 from ..pipeline_config import SEARCHED
 from ..plan_file import Plan
 from ..plan_options import PlanOptions
@@ -18,7 +18,7 @@ from ..plan_stages import bubble, plan_stages
 from .explain_context import ExplainContext
 
 
-class Compared(Record):
+class ComparisonRow(Record):
     """A plan in a comparison; where a planner has none, `reason` says why. `gap`: of the step over the best
     bound that the searches behind the plans compared proved of its problem, less 1; None where there is none.
     `memory_bytes`: of the device that needs most. `slower`: seconds a sample over those of the first plan,
@@ -47,22 +47,22 @@ class PlanComparison(Document):
 
     kind: ClassVar[str] = "comparison"
 
-    rows: list[Compared]
+    rows: list[ComparisonRow]
     first_slower: float | None
     notes: list[str] = []
 
 
-def compare(
-    plans_by_name: Sequence[tuple[str, Plan]], question: ExplainContext | None = None
+def compare_plans(
+    plans_by_name: Sequence[tuple[str, Plan]], context: ExplainContext | None = None
 ) -> PlanComparison:
     """The plans by their names; with the problem of the first, what all named planners make of it, too."""
-    answer = None if question is None else find(question.problem)
+    answer = None if context is None else find_best_plan(context.problem)
     bounds = [_bound(plan) for _, plan in plans_by_name]
     rows = [_of_plan(name, plan, _proven_bound(plan, bounds)) for name, plan in plans_by_name]
-    if question is not None and answer is not None:
+    if context is not None and answer is not None:
         own = [*bounds, (_problem(plans_by_name[0][1]), answer.result.bound_seconds)]
         rows[0] = _of_plan(*plans_by_name[0], _proven_bound(plans_by_name[0][1], own))
-        rows += _of_planners(question, answer)
+        rows += _of_planners(context, answer)
     first = rows[0].samples_per_second or 0.0
     rates = [row.samples_per_second for row in rows[1:] if row.samples_per_second is not None]
     return PlanComparison(
@@ -91,7 +91,7 @@ def _bound(plan: Plan) -> tuple[Key, float]:
     default = PlanOptions()
     same: dict[str, Any] = {name: getattr(default, name) for name in _NOT_NARROWING}
     narrowed = replace(plan.options, **same) != default
-    nothing = plan.was_given or narrowed or plan.objective is not None
+    nothing = plan.is_fixed_partition or narrowed or plan.objective is not None
     return _problem(plan), 0.0 if nothing else plan.prediction.lower_bound_seconds
 
 
@@ -108,13 +108,13 @@ def _proven_bound(plan: Plan, bounds: Sequence[tuple[Key, float]]) -> float:
     shared = max((seconds for other, seconds in bounds if other == key and searched), default=0.0)
     if 0 < shared <= step * (1 + TIE):
         return shared
-    return 0.0 if plan.was_given else own
+    return 0.0 if plan.is_fixed_partition else own
 
 
-def _of_plan(name: str, plan: Plan, bound: float) -> Compared:
+def _of_plan(name: str, plan: Plan, bound: float) -> ComparisonRow:
     predicted = plan.prediction
     gap = max(predicted.step_seconds / bound - 1, 0.0) if bound > 0 else None
-    return Compared(
+    return ComparisonRow(
         name=name,
         step_seconds=predicted.step_seconds,
         samples_per_second=plan.mini_batch / predicted.step_seconds,
@@ -129,27 +129,27 @@ def _of_plan(name: str, plan: Plan, bound: float) -> Compared:
     )
 
 
-def _of_planners(question: ExplainContext, answer: JointSearchResult) -> list[Compared]:
+def _of_planners(context: ExplainContext, answer: JointSearchResult) -> list[ComparisonRow]:
     """The joint search, and each named planner; those without a plan last."""
     plans: dict[str, ScoredPlan | str] = {BEST: answer.best or "no plan fits", **answer.by_planner}
-    rows = [_of_planner(question, answer, name, plan) for name, plan in plans.items()]
+    rows = [_of_planner(context, answer, name, plan) for name, plan in plans.items()]
     return sorted(rows, key=lambda row: row.step_seconds or inf)
 
 
 def _of_planner(
-    question: ExplainContext, answer: JointSearchResult, name: str, plan: ScoredPlan | str
-) -> Compared:
+    context: ExplainContext, answer: JointSearchResult, name: str, plan: ScoredPlan | str
+) -> ComparisonRow:
     if isinstance(plan, str):
-        return Compared(name=name, reason=plan)
-    space, config, bound = question.problem.space, plan.config, answer.result.bound_seconds
-    return Compared(
+        return ComparisonRow(name=name, reason=plan)
+    space, config, bound = context.problem.space, plan.config, answer.result.bound_seconds
+    return ComparisonRow(
         name=name,
         step_seconds=plan.step_seconds,
         samples_per_second=config.mini_batch / plan.step_seconds,
         bubble=bubble(space, plan),
         memory_bytes=max(stage.memory_bytes for stage in plan_stages(space, plan)),
         devices=plan.proposal.device_count,
-        # Of a schedule that is not in the running nothing was proven.
+        # Nothing was proven of a schedule that the options exclude.
         gap=plan.step_seconds / bound - 1 if 0 < bound <= plan.step_seconds else None,
         balance=[end - first for first, end in plan.proposal.bounds],
         schedule=config.schedule,
@@ -159,7 +159,7 @@ def _of_planner(
 
 
 def _differences(plans_by_name: Sequence[tuple[str, Plan]]) -> Iterator[str]:
-    """What the plans do not have in common, so that their figures do not tell of the plans alone."""
+    """Settings in which the plans differ, so that their figures cannot be compared directly."""
     (first, own), *others = plans_by_name
     for name, plan in others:
         if plan.model != own.model:

@@ -113,7 +113,7 @@ class _Walk:
                     causes.append(self._transfer(before))
             if source != NONE:
                 causes.append(self._transfer(source))
-            if values.launched is not None and values.launched[i] > 0:
+            if values.launch_start is not None and values.launch_start[i] > 0:
                 causes.append(self._host(i, i))
             return parts, _latest(*causes)
 
@@ -177,16 +177,16 @@ class _Walk:
         """The launches before position `upto` in the order of the clock, one after another from 0 on: of all
         devices, or where each has its host of one: that of action `of`, which waits, else of the last."""
         order, values = self.order, self.values
-        assert values.launched is not None
+        assert values.launch_start is not None
         assert values.launch_end is not None
         own = np.arange(upto)
         if self.timeline.costs.hosts == "each":
             device = order.device[upto - 1 if of is None else of]
             own = own[order.device[:upto] == device]
-        launched, ends = values.launched[own], values.launch_end[own]
+        launch_start, ends = values.launch_start[own], values.launch_end[own]
         parts = [
             Segment("host", int(order.device[i]), None, float(start), float(end))
-            for i, start, end in zip(own.tolist(), launched, ends, strict=True)
+            for i, start, end in zip(own.tolist(), launch_start, ends, strict=True)
         ]
         until = parts[-1].end if parts else 0.0
         return _Cause(until, lambda: (parts[::-1], None))

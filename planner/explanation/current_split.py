@@ -8,10 +8,10 @@ from itertools import accumulate
 
 from ...cost_models.document import Record
 from ...cost_models.errors import UsageError
-from ...cost_models.quantities import counted
+from ...cost_models.quantities import format_count
 from ...cost_models.simulator.costs import Array
 from ...cost_models.simulator.result import Timeline
-from ..build_plan import list_warnings
+from ..build_plan import list_problem_warnings
 from ..candidate import ScoredPlan
 from ..fixed_partition import FixedPartition, plan_partition
 from ..pipeline_config import SEARCHED
@@ -22,7 +22,7 @@ from ..scoring import fastest
 from ..search.subproblem import Family
 from .explain_context import ExplainContext, score_plan, simulate_candidate
 from .resolve import SECONDS, search_near
-from .step_limits import Busiest, find_busiest
+from .step_limits import BusiestStage, find_busiest
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Side(Record):
 
     plan: PlanSummary
     bubble: float
-    busiest: Busiest
+    busiest: BusiestStage
     stages: list[PlannedStage]
 
 
@@ -51,11 +51,6 @@ class Cause(Record):
     name: str
     current_seconds: float
     plan_seconds: float
-
-    @property
-    def more_seconds(self) -> float:
-        """What the split spends more."""
-        return self.current_seconds - self.plan_seconds
 
 
 class SplitComparison(Record):
@@ -74,28 +69,28 @@ class SplitComparison(Record):
     notes: list[str]
 
 
-def compare_split(question: ExplainContext, current: CurrentSplit) -> SplitComparison:
+def compare_split(context: ExplainContext, current: CurrentSplit) -> SplitComparison:
     """What the split takes, and why it is slower than the plan.
 
     Raises UsageError for a balance of another number of layers, cuts that are not allowed, too few devices,
     and numbers that the schedule does not run.
     """
-    free = _free_problem(question.problem, current, as_split=False)
-    own = _free_problem(question.problem, current, as_split=True)
+    free = _free_problem(context.problem, current, as_split=False)
+    own = _free_problem(context.problem, current, as_split=True)
     partition = _as_partition(own, current)
     if partition.gpus > own.gpus:
         raise UsageError(
-            f"`current`: the split takes {counted(partition.gpus, 'GPU')}, the plan is for {own.gpus}",
+            f"`current`: the split takes {format_count(partition.gpus, 'GPU')}, the plan is for {own.gpus}",
             f"Explain a plan for as many: pplan solve gpus={partition.gpus}",
         )
     plan_of_split = plan_partition(own, partition, model="", profile=ProfileReference(file="", sha256=""))
     split = score_plan(own, plan_of_split)
-    of_the_machine = list_warnings(own)
-    plan = question.present
-    mine, theirs = simulate_candidate(own, split), question.timeline
+    of_the_machine = list_problem_warnings(own)
+    plan = context.present
+    mine, theirs = simulate_candidate(own, split), context.timeline
     return SplitComparison(
         current=_side(own, split, mine),
-        plan=_side(question.problem, plan, theirs),
+        plan=_side(context.problem, plan, theirs),
         slower=split.step_seconds / plan.step_seconds - 1,
         causes=_causes(mine, theirs),
         best_setting=_faster(_best_setting(free, partition), split),
@@ -127,7 +122,7 @@ def _as_partition(problem: Problem, current: CurrentSplit) -> FixedPartition:
     if counted_layers != layers or min(current.balance, default=0) < 1:
         text = ",".join(map(str, current.balance))
         raise UsageError(
-            f"current='{text}': holds {counted(counted_layers, 'layer')}, the model has {layers}"
+            f"current='{text}': holds {format_count(counted_layers, 'layer')}, the model has {layers}"
             if counted_layers != layers
             else f"current='{text}': a stage has no layer",
             "Give the number of layers of every stage, as in current='12,34'.",

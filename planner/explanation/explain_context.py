@@ -1,4 +1,4 @@
-"""What is asked about: a plan, and the problem that it answers, read back from the plan's file."""
+"""The plan to be explained, and its problem, read back from the plan's file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ...cost_models.errors import UsageError
 from ...cost_models.layer import Chain
 from ...cost_models.memory import Recompute
-from ...cost_models.schedules import schedule_named
+from ...cost_models.schedules import find_schedule
 from ...cost_models.simulator.result import Timeline
 from ...cost_models.timeline import simulate
 from ...cost_models.topology import Topology
@@ -19,7 +19,7 @@ from ..overrides import Overrides
 from ..pipeline_config import Mode, PipelineConfig
 from ..plan_file import Plan
 from ..plan_options import PlanOptions
-from ..plan_simulation import of_same_layers
+from ..plan_simulation import align_profiles
 from ..problem import Problem
 from ..scoring import assemble, fastest
 
@@ -52,12 +52,12 @@ def make_context(
     name in the topology. Raises UsageError for a plan whose cuts the chain does not allow, and for one of an
     asynchronous schedule.
     """
-    if not schedule_named(plan.schedule).synchronous:
+    if not find_schedule(plan.schedule).synchronous:
         raise UsageError(
             f"the plan's schedule, {plan.schedule}, is asynchronous: it has no step that others compare with",
             "Name a plan of a synchronous schedule; pplan simulate tells where the time of this one goes.",
         )
-    own = of_same_layers(chain, profiles or {})
+    own = align_profiles(chain, profiles or {})
     problem = Problem(
         chain,
         topology,
@@ -72,13 +72,13 @@ def make_context(
 
 
 def plan_options(plan: Plan) -> PlanOptions:
-    """What was asked for the plan, its global batch settled, for the joint search."""
+    """The options of the plan for the joint search, with its global batch fixed."""
     return replace(
         plan.options,
         mini_batch=plan.mini_batch,
         optimizer=plan.optimizer,
-        precision=plan.trained.name,
-        gradient_dtype=plan.trained.gradient_dtype,
+        precision=plan.training_precision.name,
+        gradient_dtype=plan.training_precision.gradient_dtype,
         zero=plan.zero,
         runtime=plan.runtime,
         planner="best",

@@ -43,7 +43,7 @@ class WhatIf(Record):
 Change = Callable[[Problem], Problem]
 
 
-def solve_what_ifs(question: ExplainContext, seeds: Sequence[ScoredPlan]) -> list[WhatIf]:
+def solve_what_ifs(context: ExplainContext, seeds: Sequence[ScoredPlan]) -> list[WhatIf]:
     """Each change by itself; the searches start from the seeds, so that a change for the better is never
     answered with a slower plan."""
     changes: list[tuple[str, Change]] = [
@@ -53,19 +53,19 @@ def solve_what_ifs(question: ExplainContext, seeds: Sequence[ScoredPlan]) -> lis
         ("recompute always", lambda p: _recomputing(p, "always")),
         ("recompute never", lambda p: _recomputing(p, "never")),
     ]
-    return [_solve_what_if(question, seeds, words, change) for words, change in changes]
+    return [_solve_what_if(context, seeds, words, change) for words, change in changes]
 
 
 def _solve_what_if(
-    question: ExplainContext, seeds: Sequence[ScoredPlan], words: str, change: Change
+    context: ExplainContext, seeds: Sequence[ScoredPlan], words: str, change: Change
 ) -> WhatIf:
     try:
-        result = resolve(change(question.problem), seeds, SECONDS / 2)
+        result = resolve(change(context.problem), seeds, SECONDS / 2)
     except UsageError as error:
         return WhatIf(change=words, reason=error.what)
     if result.best is None:
         return WhatIf(change=words, reason="no plan fits")
-    faster = question.present.step_seconds / result.best.step_seconds - 1
+    faster = context.present.step_seconds / result.best.step_seconds - 1
     return WhatIf(change=words, plan=summarize(result.best), faster=faster, proven=result.exact)
 
 
@@ -101,7 +101,7 @@ class Explanation(Document):
     notes: list[str] = []
 
 
-def explain(
+def explain_plan(
     plan: Plan,
     chain: Chain,
     topology: Topology,
@@ -113,16 +113,16 @@ def explain(
     `profiles`: the same layers as measured on the kinds of devices that have a profile of their own, by its
     name in the topology. Raises UsageError for a plan, or a split, whose cuts the chain does not allow.
     """
-    question = make_context(plan, chain, topology, profiles)
+    context = make_context(plan, chain, topology, profiles)
     # A split that cannot be is refused before the long work.
-    split = None if current is None else compare_split(question, current)
-    present = question.present
-    resolved = resolve(question.problem, [present]).best
+    split = None if current is None else compare_split(context, current)
+    present = context.present
+    resolved = resolve(context.problem, [present]).best
     better = _faster(resolved, present)
     seeds: list[ScoredPlan] = [present] if resolved is None else [present, resolved]
-    limits = find_limits(question, seeds)
+    limits = find_limits(context, seeds)
     busiest = limits.busiest.stage
-    rivals = runners_up(question, seeds, busiest)
+    rivals = runners_up(context, seeds, busiest)
     pool = [*seeds, *rivals.plans]
     return Explanation(
         model=plan.model,
@@ -132,10 +132,10 @@ def explain(
         second_best=rivals.second_best,
         as_fast=None if rivals.as_fast is None else summarize(rivals.as_fast),
         other_stages=rivals.other_stages,
-        holds=sensitivities(question, pool, busiest) if better is None and question.fits else [],
-        what_if=solve_what_ifs(question, pool),
+        holds=sensitivities(context, pool, busiest) if better is None and context.fits else [],
+        what_if=solve_what_ifs(context, pool),
         current=split,
-        notes=_notes(question, plan),
+        notes=_notes(context, plan),
     )
 
 
@@ -144,9 +144,9 @@ def _faster(other: ScoredPlan | None, present: ScoredPlan) -> ScoredPlan | None:
     return other if faster else None
 
 
-def _notes(question: ExplainContext, plan: Plan) -> list[str]:
-    step, predicted = question.present.step_seconds, plan.prediction.step_seconds
-    notes = [] if question.fits else ["the plan does not fit into the memory of its devices"]
+def _notes(context: ExplainContext, plan: Plan) -> list[str]:
+    step, predicted = context.present.step_seconds, plan.prediction.step_seconds
+    notes = [] if context.fits else ["the plan does not fit into the memory of its devices"]
     if format_seconds(step) != format_seconds(predicted):
         notes.append(
             f"the plan takes {format_seconds(step)} a step here, it says {format_seconds(predicted)}: "

@@ -1,10 +1,10 @@
-"""What the second-best plan costs: the best that has other cuts, replicas or devices, and the best with
+"""The runner-up plans: the best that has other cuts, replicas or devices, and the best with
 another number of stages.
 
 A plan with as many stages and other cuts leaves out one of the plan's own cuts: the search is run again with
 each of them forbidden. Other replicas and devices of the same stages are scored one by one. Where a stage has
-time to spare, plans with other cuts are as fast: they are told apart, and the cuts that they have instead are
-forbidden, too.
+time to spare, plans with other cuts are as fast: they are reported apart, and the cuts that they have instead
+are forbidden, too.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MOST_CUTS = 8
 """Cuts that are forbidden in turn, those next to the busiest stage first."""
 MOST_SHAPES = 128
 """Choices of devices for the same stages that are scored, those nearest to the plan's own first."""
-LISTED = 4000
-"""Choices of devices that are looked at for an order of the devices."""
+MOST_LISTED = 4000
+"""Choices of devices that are listed for each order of the devices."""
 
 TIES = 6
 """Plans that are as fast, at the most, for each cut that is forbidden."""
@@ -72,21 +72,21 @@ class _Best:
     ties: tuple[ScoredPlan, ...] = ()
 
 
-def runners_up(question: ExplainContext, seeds: Sequence[ScoredPlan], busiest: int) -> RunnersUp:
+def runners_up(context: ExplainContext, seeds: Sequence[ScoredPlan], busiest: int) -> RunnersUp:
     """The second-best plans. `busiest`: the stage whose cuts matter most."""
-    stages = _other_stage_counts(question, seeds)
-    cuts = [_without_cut(question, seeds, end) for end in _cuts(question.present.proposal, busiest)]
-    every = len(cuts) == len(question.present.proposal.ends) - 1
-    bests = [*cuts, _other_devices(question), stages]
+    stages = _other_stage_counts(context, seeds)
+    cuts = [_without_cut(context, seeds, end) for end in _cuts(context.present.proposal, busiest)]
+    every = len(cuts) == len(context.present.proposal.ends) - 1
+    bests = [*cuts, _other_devices(context), stages]
     ties = [plan for best in bests for plan in best.ties]
     slower = [best.plan for best in bests if best.plan is not None]
-    if stages.plan is not None and _as_fast(stages.plan, question.present):
+    if stages.plan is not None and _as_fast(stages.plan, context.present):
         ties.append(stages.plan)
         slower.remove(stages.plan)
     proven = every and not ties and all(best.proven for best in bests)
     return RunnersUp(
-        _rival(question, _Best(_fastest(slower), proven), "cuts, replicas or devices"),
-        _rival(question, stages, "number of stages"),
+        _rival(context, _Best(_fastest(slower), proven), "cuts, replicas or devices"),
+        _rival(context, stages, "number of stages"),
         ties[0] if ties else None,
         (*slower, *ties),
     )
@@ -96,8 +96,8 @@ def _as_fast(plan: ScoredPlan, present: ScoredPlan) -> bool:
     return abs(plan.step_seconds - present.step_seconds) <= 10 * TIE * present.step_seconds
 
 
-def _rival(question: ExplainContext, best: _Best, differs: str) -> RunnerUp:
-    plan, own = best.plan, question.present.step_seconds
+def _rival(context: ExplainContext, best: _Best, differs: str) -> RunnerUp:
+    plan, own = best.plan, context.present.step_seconds
     return RunnerUp(
         differs=differs,
         plan=None if plan is None else summarize(plan),
@@ -115,8 +115,8 @@ def _counts(proposal: Proposal) -> int:
     return len(proposal.ends) // proposal.config.virtual_stages
 
 
-def _other_stage_counts(question: ExplainContext, seeds: Sequence[ScoredPlan]) -> _Best:
-    problem, own = question.problem, _counts(question.present.proposal)
+def _other_stage_counts(context: ExplainContext, seeds: Sequence[ScoredPlan]) -> _Best:
+    problem, own = context.problem, _counts(context.present.proposal)
     counts = [count for count in problem.stage_counts if count != own]
     others = [seed.proposal for seed in seeds if _counts(seed.proposal) != own]
     return _search_counts(problem, counts, others)
@@ -142,13 +142,13 @@ def _cuts(proposal: Proposal, busiest: int) -> list[int]:
     return [proposal.ends[cut] for cut in sorted(nearest)]
 
 
-def _without_cut(question: ExplainContext, seeds: Sequence[ScoredPlan], end: int) -> _Best:
+def _without_cut(context: ExplainContext, seeds: Sequence[ScoredPlan], end: int) -> _Best:
     """The best plan of as many stages without a cut before layer `end`, and those as fast."""
-    present, must_cut = question.present, question.problem.space.limits.must_cut
+    present, must_cut = context.present, context.problem.space.limits.must_cut
     index, forbidden = present.proposal.ends.index(end), [end]
     ties: list[ScoredPlan] = []
     while len(ties) < TIES and forbidden[-1] - 1 not in must_cut:
-        best = _without(question, seeds, forbidden)
+        best = _without(context, seeds, forbidden)
         if best.plan is None or not _as_fast(best.plan, present):
             return replace(best, ties=tuple(ties))
         ties.append(best.plan)
@@ -156,10 +156,10 @@ def _without_cut(question: ExplainContext, seeds: Sequence[ScoredPlan], end: int
     return _Best(None, proven=not ties, ties=tuple(ties))
 
 
-def _without(question: ExplainContext, seeds: Sequence[ScoredPlan], forbidden: Sequence[int]) -> _Best:
+def _without(context: ExplainContext, seeds: Sequence[ScoredPlan], forbidden: Sequence[int]) -> _Best:
     """The best plan of as many stages without cuts before these layers, the first of which is one of the
     plan's own."""
-    problem, present = question.problem, question.present
+    problem, present = context.problem, context.present
     own, parts = problem.space, len(present.proposal.ends)
     proposals = [
         *(seed.proposal for seed in seeds if len(seed.proposal.ends) == parts),
@@ -190,13 +190,13 @@ def _move_cut(problem: Problem, proposal: Proposal, end: int) -> Iterator[Propos
                 yield changed
 
 
-def _other_devices(question: ExplainContext) -> _Best:
+def _other_devices(context: ExplainContext) -> _Best:
     """The best with the plan's cuts and other replicas, or devices that make a difference."""
-    problem, present = question.problem, question.present
+    problem, present = context.problem, context.present
     if present.config.virtual_stages > 1 or present.config.schedule not in SEARCHED:
         return _Best(None, proven=False)
     shapes, every = _shapes(problem, present.proposal)
-    choices = [devices for devices in shapes if _differs(question, devices)]
+    choices = [devices for devices in shapes if _differs(context, devices)]
     ties: list[ScoredPlan] = []
     while True:
         proposals = [
@@ -212,15 +212,15 @@ def _other_devices(question: ExplainContext) -> _Best:
         choices.remove(best.proposal.devices)
 
 
-def _differs(question: ExplainContext, devices: Shape) -> bool:
+def _differs(context: ExplainContext, devices: Shape) -> bool:
     """Whether these devices make another plan: more or fewer, or joined in another way, which shows in the
     step of the same configuration."""
-    present = question.present
+    present = context.present
     if tuple(map(len, devices)) != present.proposal.replicas:
         return True
     if devices == present.proposal.devices:
         return False
-    same = fastest(question.problem.space, [replace(present.proposal, devices=devices)])
+    same = fastest(context.problem.space, [replace(present.proposal, devices=devices)])
     return same is None or abs(same.step_seconds - present.step_seconds) > TIE * present.step_seconds
 
 
@@ -232,8 +232,8 @@ def _shapes(problem: Problem, proposal: Proposal) -> tuple[list[Shape], bool]:
     shapes, every = dict.fromkeys(_neighbours(problem, proposal)), True
     for family in families.values():
         allowed = [count for count in family.replicas if count <= size]
-        runs = list(islice(_runs(family.placement, len(proposal.ends), allowed, 0), LISTED + 1))
-        every = every and len(runs) <= LISTED
+        runs = list(islice(_runs(family.placement, len(proposal.ends), allowed, 0), MOST_LISTED + 1))
+        every = every and len(runs) <= MOST_LISTED
         shapes |= dict.fromkeys(runs)
     own = proposal.replicas
     nearest = sorted(shapes, key=lambda shape: sum(abs(len(a) - b) for a, b in zip(shape, own, strict=True)))

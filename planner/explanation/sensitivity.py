@@ -1,4 +1,4 @@
-"""How far the answer holds: the bandwidth, or the error of the layers' seconds, at which another plan becomes
+"""Sensitivity of a plan: the bandwidth, or the error of the layers' seconds, at which another plan becomes
 better.
 
 The factor nearest to 1 at which a known rival beats the plan is found by steps outwards and bisection,
@@ -40,7 +40,7 @@ ROUNDS = 4
 """Solving again for rivals that the ends of the range did not show, at the most."""
 
 
-class Turn(Record):
+class Crossover(Record):
     """The factor at which another plan becomes better, what the plan and that one then take, and where that
     one starts to be better: `rival`, as it stands at `factor`."""
 
@@ -50,8 +50,8 @@ class Turn(Record):
 
 
 class Sensitivity(Record):
-    """How far the answer holds when something is multiplied by a factor; `below` and `above` 1. None: to the
-    end of the range (`least`, `most`) no better plan was found."""
+    """The range of a factor of something in which no other plan is better; `below` and `above` 1. None: to
+    the end of the range (`least`, `most`) no better plan was found."""
 
     what: str
     first_layer: int | None = None
@@ -59,8 +59,8 @@ class Sensitivity(Record):
     """Of layers' seconds: which."""
     least: float
     most: float
-    below: Turn | None
-    above: Turn | None
+    below: Crossover | None
+    above: Crossover | None
 
 
 Varied = Callable[[float], Problem]
@@ -76,20 +76,20 @@ class _Variation:
     varied: Varied
 
 
-def sensitivities(question: ExplainContext, seeds: Sequence[ScoredPlan], busiest: int) -> list[Sensitivity]:
+def sensitivities(context: ExplainContext, seeds: Sequence[ScoredPlan], busiest: int) -> list[Sensitivity]:
     """Bandwidth of all links, of those between nodes, and seconds of the heaviest stage's layers. `busiest`:
     that stage."""
-    first, end = _heaviest(question, busiest)
+    first, end = _heaviest(context, busiest)
     name = f"seconds of the layers of stage {busiest}"
     layers = _Variation(
         name,
         (1 / WIDEST_SECONDS, WIDEST_SECONDS),
         False,
-        lambda f: with_slower_layers(question.problem, first, end, f),
+        lambda f: with_slower_layers(context.problem, first, end, f),
     )
-    own = _reach(question, seeds, layers)
+    own = _reach(context, seeds, layers)
     return [
-        *(_reach(question, seeds, one) for one in _links(question.problem)),
+        *(_reach(context, seeds, one) for one in _links(context.problem)),
         own.model_copy(update={"first_layer": first, "last_layer": end - 1}),
     ]
 
@@ -112,15 +112,15 @@ def _links(problem: Problem) -> Iterator[_Variation]:
         )
 
 
-def _heaviest(question: ExplainContext, stage: int) -> tuple[int, int]:
+def _heaviest(context: ExplainContext, stage: int) -> tuple[int, int]:
     """The layers of a stage: of its first part where it has several."""
-    assembly = question.assembly
+    assembly = context.assembly
     part = min(part for place, part in assembly.program.parts_by_slot.items() if place.device == stage)
-    return question.present.proposal.bounds[part]
+    return context.present.proposal.bounds[part]
 
 
-def _reach(question: ExplainContext, seeds: Sequence[ScoredPlan], range: _Variation) -> Sensitivity:
-    contest = _Rivalry(question.present, range.varied, range.faster_above, list(seeds))
+def _reach(context: ExplainContext, seeds: Sequence[ScoredPlan], range: _Variation) -> Sensitivity:
+    contest = _PlanRace(context.present, range.varied, range.faster_above, list(seeds))
     least, most = range.ends
     return Sensitivity(
         what=range.what,
@@ -132,7 +132,7 @@ def _reach(question: ExplainContext, seeds: Sequence[ScoredPlan], range: _Variat
 
 
 @dataclass
-class _Rivalry:
+class _PlanRace:
     """The plan against its rivals, as something varies: all plans become faster with a larger factor
     (`faster_above`), or slower. Problems are kept, with their tables of stages."""
 
@@ -143,7 +143,7 @@ class _Rivalry:
     _problems: dict[float, Problem] = field(default_factory=dict)
     _solved: set[float] = field(default_factory=set)
 
-    def turn(self, end: float) -> Turn | None:
+    def turn(self, end: float) -> Crossover | None:
         """Where between 1 and `end` the plan is first beaten."""
         if self._safe(end):
             return None
@@ -161,11 +161,11 @@ class _Rivalry:
         """Where the problem is solved again: powers of a factor."""
         return (1,) if self._problem(1.0).usable_gpus > MANY else (1, 1 / 2)
 
-    def _turn(self, factor: float) -> Turn | None:
+    def _turn(self, factor: float) -> Crossover | None:
         plan, rival = self._scores(factor)
         if plan is None or rival is None:
             return None
-        return Turn(factor=factor, plan_seconds=plan.step_seconds, rival=summarize(rival))
+        return Crossover(factor=factor, plan_seconds=plan.step_seconds, rival=summarize(rival))
 
     def _safe(self, end: float) -> bool:
         """Whether no plan can be better between 1 and `end`. All become slower on the way, or all faster: the

@@ -25,8 +25,8 @@ class PathShare(Record):
     """Of the step."""
 
 
-class Busiest(Record):
-    """The stage that computes longest, what is run again included; `busy` is its share of the step."""
+class BusiestStage(Record):
+    """The stage that computes longest, recomputation included; `busy` is its share of the step."""
 
     stage: int
     seconds: float
@@ -42,27 +42,27 @@ class StepLimits(Record):
 
     kinds: list[PathShare]
     places: list[PathShare]
-    busiest: Busiest
+    busiest: BusiestStage
     without_memory_limit: PlanSummary | None = None
 
 
-def find_limits(question: ExplainContext, seeds: Sequence[ScoredPlan]) -> StepLimits:
+def find_limits(context: ExplainContext, seeds: Sequence[ScoredPlan]) -> StepLimits:
     """What limits the plan; the search without a memory limit starts from the seeds."""
-    timeline = question.timeline
+    timeline = context.timeline
     path, step = critical_path(timeline), timeline.step_seconds
     return StepLimits(
         kinds=_by_kind(path, step),
         places=_by_place(path, step),
         busiest=find_busiest(timeline),
-        without_memory_limit=_without_memory_limit(question, seeds),
+        without_memory_limit=_without_memory_limit(context, seeds),
     )
 
 
-def find_busiest(timeline: Timeline) -> Busiest:
+def find_busiest(timeline: Timeline) -> BusiestStage:
     """The stage that computes longest, the first of several."""
     busy, step = timeline.busy_seconds, timeline.step_seconds
     stage = busy.index(max(busy))
-    return Busiest(stage=stage, seconds=busy[stage], busy=busy[stage] / step)
+    return BusiestStage(stage=stage, seconds=busy[stage], busy=busy[stage] / step)
 
 
 def _by_kind(path: Sequence[Segment], step: float) -> list[PathShare]:
@@ -86,9 +86,9 @@ def _by_place(path: Sequence[Segment], step: float) -> list[PathShare]:
     return sorted(shares, key=lambda share: -share.seconds)
 
 
-def _without_memory_limit(question: ExplainContext, seeds: Sequence[ScoredPlan]) -> PlanSummary | None:
-    best = resolve(with_memory(question.problem, None), seeds).best
-    limit = question.present.step_seconds * (1 - TIE)
+def _without_memory_limit(context: ExplainContext, seeds: Sequence[ScoredPlan]) -> PlanSummary | None:
+    best = resolve(with_memory(context.problem, None), seeds).best
+    limit = context.present.step_seconds * (1 - TIE)
     fastest_seed = min((seed.step_seconds for seed in seeds), default=limit)
     # What is as fast under the limit is not forbidden by it.
     if best is None or best.step_seconds >= min(limit, fastest_seed * (1 - TIE)):

@@ -16,18 +16,18 @@ from pydantic import Field
 
 from ...cost_models.document import Document, MadeBy, Record, StepSeconds, TotalBytes
 from ...cost_models.errors import UsageError
-from ..build_plan import list_warnings
+from ..build_plan import list_problem_warnings
 from ..candidate import ScoredPlan
 from ..infeasible import no_plan_fits
-from ..joint_search import BEST, find
+from ..joint_search import BEST, find_best_plan
 from ..plan_file import Plan
 from ..plan_records import TIE, ProfileReference
 from ..plan_stages import list_prediction_limits
 from ..problem import Problem
 from ..scoring import assemble
 from ..search.branch_and_bound import SearchResult
-from .objective_result import peak_bytes, search_again, within
-from .solve_objective import plan_alone
+from .objective_result import peak_bytes, search_again, with_memory_limit
+from .solve_objective import objective_plan_without_comparison
 
 
 class Point(Record):
@@ -108,7 +108,7 @@ def build_frontier(
     all_points = [_point(problem, optimum, model, profile) for optimum in optima]
     texts = [
         *warnings,
-        *list_warnings(problem),
+        *list_problem_warnings(problem),
         *(text for point in all_points for text in point.plan.warnings),
     ]
     return Frontier(
@@ -122,7 +122,7 @@ def build_frontier(
 
 def _stepping_down(problem: Problem, memory_step: float) -> Iterator[FrontierOptimum | None]:
     """The fastest plans under smaller and smaller limits; at the end None, where nothing smaller fits."""
-    result, seeds = find(problem).result, []
+    result, seeds = find_best_plan(problem).result, []
     while result.best is not None:
         peak = peak_bytes(problem.space, result.best)
         yield FrontierOptimum(result.best, result, peak)
@@ -130,13 +130,15 @@ def _stepping_down(problem: Problem, memory_step: float) -> Iterator[FrontierOpt
         limit = min(peak - 1, peak * (1 - memory_step))
         if limit <= 0:
             return
-        result = search_again(within(problem, limit), seeds[-SEEDS:])
+        result = search_again(with_memory_limit(problem, limit), seeds[-SEEDS:])
     if problem.options.planner == BEST and result.exact:
         yield None
 
 
 def _point(problem: Problem, optimum: FrontierOptimum, model: str, profile: ProfileReference) -> Point:
-    plan = plan_alone(problem, optimum.plan, optimum.result, model=model, profile=profile)
+    plan = objective_plan_without_comparison(
+        problem, optimum.plan, optimum.result, model=model, profile=profile
+    )
     outside = list_prediction_limits(assemble(problem.space, optimum.plan.proposal, optimum.plan.recompute))
     return Point(
         step_seconds=optimum.plan.step_seconds,

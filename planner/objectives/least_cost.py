@@ -9,19 +9,19 @@ from math import inf
 import numpy as np
 
 from ...cost_models.errors import DefectError, UsageError
-from ...cost_models.quantities import counted
+from ...cost_models.quantities import format_count
 from ...cost_models.schedules import MOST_COPIES
 from ...cost_models.topology import Group, Topology
 from ..candidate import Proposal, ScoredPlan
 from ..coverage import describe_coverage
-from ..joint_search import JointSearchResult, find
+from ..joint_search import JointSearchResult, find_best_plan, with_bound
 from ..plan_records import TIE, Aim
 from ..problem import EVERY_COUNT, Problem
 from ..scoring import fastest, least_in_parts
 from ..search.space import Space
 from ..universal_bound import universal_bound
 from .objective import price_by_kind
-from .objective_result import ObjectiveResult, of_fastest, search_again
+from .objective_result import ObjectiveResult, search_again
 
 HOUR = 3600.0
 
@@ -37,7 +37,7 @@ def least_cost(problem: Problem, prices: Mapping[str, float]) -> ObjectiveResult
     """
     own = price_by_kind(prices, problem.topology)
     hourly = [own[problem.topology.device(rank).name] for rank in range(problem.gpus)]
-    answer = find(problem)
+    answer = find_best_plan(problem)
     search = _CostSearch(problem, hourly, answer)
     search.run()
     if search.best is None:
@@ -49,18 +49,18 @@ def least_cost(problem: Problem, prices: Mapping[str, float]) -> ObjectiveResult
         unit="$/sample",
         lower_bound=min(search.bound, search.cost),
         exact=search.bound >= search.cost * (1 - TIE),
-        detail=f"{counted(used, 'device')} at {search.dollars(search.best):g} dollars an hour together",
+        detail=f"{format_count(used, 'device')} at {search.dollars(search.best):g} dollars an hour together",
         covers=f"{describe_coverage(problem, answer.result)}; each on the first so many devices",
     )
     notes = [f"a million samples cost {1e6 * search.cost:.4g} dollars"]
     if used < problem.gpus:
         notes.append(f"the cheapest plan uses {used} of the {problem.gpus} devices; the others cost nothing")
-    return ObjectiveResult(of_fastest(problem, answer.result, search.best), answer, aim, tuple(notes))
+    return ObjectiveResult(with_bound(problem, search.best, answer.result), answer, aim, tuple(notes))
 
 
 @dataclass
 class _CostSearch:
-    """The cheapest plan so far; dollars per sample, and a bound on them for what was looked at."""
+    """The cheapest plan so far; dollars per sample, and a bound on them for the plans searched so far."""
 
     problem: Problem
     hourly: list[float]
@@ -70,7 +70,7 @@ class _CostSearch:
     bound: float = inf
 
     def run(self) -> None:
-        """Looks at every number of devices, all of them first: that plan is known."""
+        """Searches every number of devices, all of them first: that plan is known."""
         for count in self._counts():
             self._look(count)
         if len(self.problem.topology.kinds) > 1 and not self.problem.options.use_all:
@@ -84,7 +84,7 @@ class _CostSearch:
             )
 
     def _look_at_kinds(self) -> None:
-        """At plans on devices that are not the first."""
+        """Searches plans on devices that are not the first."""
         for plan in self.answer.by_planner.values():
             if isinstance(plan, ScoredPlan):
                 self._take(plan)
@@ -97,7 +97,7 @@ class _CostSearch:
         self.bound = min(self.bound, self._work_cost())
 
     def _look_at_group(self, group: Group, start: int) -> None:
-        """At plans on these devices, of which the first has rank `start`."""
+        """Searches plans on these devices, of which the first has rank `start`."""
         alone = self._on(replace(self.problem.topology, groups=(group,)))
         least = self._cost(group.number * self.hourly[start], self._least_step(alone))
         if alone is None or least >= self.cost * (1 - TIE):
@@ -175,7 +175,7 @@ class _CostSearch:
             return None
 
     def _least_step(self, problem: Problem | None) -> float:
-        return inf if problem is None else universal_bound(problem, problem.proposable)
+        return inf if problem is None else universal_bound(problem, problem.allowed_schedules)
 
     def _bound(self, count: int, step: float) -> None:
         self.bound = min(self.bound, self._cost(sum(self.hourly[:count]), step))

@@ -12,11 +12,11 @@ from math import inf
 
 from ...cost_models.quantities import format_bytes, format_seconds
 from ..candidate import ScoredPlan
-from ..coverage import as_searched, describe_coverage, is_searched
-from ..joint_search import find
+from ..coverage import describe_coverage, is_searched, to_searched_devices
+from ..joint_search import find_best_plan, with_bound
 from ..plan_records import TIE, Aim
 from ..problem import Problem
-from .objective_result import ObjectiveResult, of_fastest, peak_bytes, search_again, within
+from .objective_result import ObjectiveResult, peak_bytes, search_again, with_memory_limit
 
 NEAR = 1 / 128
 """Share of the memory that is left open when the bisection ends."""
@@ -27,14 +27,16 @@ STEPS = 12
 def least_memory(problem: Problem, slack: float) -> ObjectiveResult:
     """The plan with the least peak memory of a device among those whose step is at most `slack` longer than
     the fastest one's."""
-    answer = find(problem)
+    answer = find_best_plan(problem)
     fastest = answer.best
     if fastest is None:
         return ObjectiveResult(answer.result, answer)
     search = _MemorySearch(problem, fastest, fastest.step_seconds * (1 + slack) * (1 + TIE))
     search.bisect()
     # Whoever found it, of plans outside of the searched space nothing is proven.
-    is_exact = answer.result.exact and is_searched(problem, as_searched(problem, search.best.proposal))
+    is_exact = answer.result.exact and is_searched(
+        problem, to_searched_devices(problem, search.best.proposal)
+    )
     exact = search.step_down() and is_exact
     peak, before = (peak_bytes(problem.space, plan) for plan in (search.best, fastest))
     aim = Aim(
@@ -51,7 +53,7 @@ def least_memory(problem: Problem, slack: float) -> ObjectiveResult:
         f"{format_bytes(before)} on a device; with at most {100 * slack:g} % more time, "
         f"{format_bytes(peak)} do"
     )
-    return ObjectiveResult(of_fastest(problem, answer.result, search.best), answer, aim, (note,))
+    return ObjectiveResult(with_bound(problem, search.best, answer.result), answer, aim, (note,))
 
 
 @dataclass
@@ -70,7 +72,7 @@ class _MemorySearch:
 
     def fits(self, limit: float) -> bool:
         """Whether a plan that is fast enough needs at most `limit` bytes."""
-        result = search_again(within(self.problem, limit), [self.best])
+        result = search_again(with_memory_limit(self.problem, limit), [self.best])
         if result.best is not None and result.best.step_seconds <= self.most_seconds:
             self.best = result.best
             self.peak = min(peak_bytes(self.problem.space, result.best), limit)
@@ -82,7 +84,7 @@ class _MemorySearch:
         return False
 
     def bisect(self) -> None:
-        """Until what is left open is small."""
+        """Halves the range of limits until it is small."""
         low = 0.0
         while self.peak - low > NEAR * self.peak:
             limit = (low + self.peak) / 2
@@ -90,5 +92,5 @@ class _MemorySearch:
                 low = limit
 
     def step_down(self) -> bool:
-        """Down to the least; whether it is proven to be."""
+        """Lowers the limit to the least memory; whether that is proven to be the least."""
         return any(not self.fits(self.peak - 1) for _ in range(STEPS)) and self.proven

@@ -1,4 +1,4 @@
-"""What an objective came to: a plan, what was proven of it, and what it is compared with."""
+"""The result of an objective: a plan, what was proven of it, and what it is compared with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..candidate import ScoredPlan
-from ..joint_search import BEST, JointSearchResult, find, joint_search, with_bound
+from ..joint_search import BEST, JointSearchResult, find_best_plan, joint_search
 from ..plan_records import Aim
 from ..problem import Problem
 from ..scoring import assemble, fastest
@@ -33,12 +33,12 @@ class ObjectiveResult:
 def search_again(problem: Problem, seeds: Sequence[ScoredPlan]) -> SearchResult:
     """The fastest plan of a problem whose limits are others than those of which the `seeds` are plans."""
     if problem.options.planner != BEST:
-        return find(problem).result
+        return find_best_plan(problem).result
     scored = fastest(problem.space, [plan.proposal for plan in seeds])
     return joint_search(problem, [] if scored is None else [scored])
 
 
-def within(problem: Problem, memory_limit: float) -> Problem:
+def with_memory_limit(problem: Problem, memory_limit: float) -> Problem:
     """The same where no device may hold more bytes."""
     return replace(problem, options=replace(problem.options, memory_limit=memory_limit))
 
@@ -47,8 +47,3 @@ def peak_bytes(space: Space, plan: ScoredPlan) -> float:
     """What the device that needs most needs."""
     assembly = assemble(space, plan.proposal, plan.recompute)
     return max(sum(assembly.ledger(device).values()) for device in range(assembly.program.devices))
-
-
-def of_fastest(problem: Problem, result: SearchResult, plan: ScoredPlan) -> SearchResult:
-    """A plan that need not be the fastest, with what was proven of all steps."""
-    return with_bound(problem, plan, result)

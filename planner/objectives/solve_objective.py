@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...cost_models.errors import UsageError
-from ...cost_models.quantities import counted, format_seconds
+from ...cost_models.quantities import format_count, format_seconds
 from ..asynchronous import ASYNCHRONOUS, steady_bubble, steady_stages
-from ..build_plan import bare_plan, build_plan, list_warnings
+from ..build_plan import build_plan, list_problem_warnings, plan_without_comparison
 from ..candidate import ScoredPlan
 from ..coverage import describe_order, describe_search
 from ..infeasible import no_plan_fits
-from ..joint_search import find
+from ..joint_search import find_best_plan, with_bound
 from ..mini_batch import choose_mini_batch, smaller_defaults
 from ..plan_file import Plan
 from ..plan_records import Aim, ProfileReference
@@ -23,11 +23,11 @@ from ..search.branch_and_bound import SearchResult
 from .least_cost import least_cost
 from .least_memory import least_memory
 from .objective import COST, MEMORY, STEP_TIME, THROUGHPUT, Objective
-from .objective_result import ObjectiveResult, of_fastest
+from .objective_result import ObjectiveResult
 from .throughput import asynchronous_refusal, throughput
 
 
-def _besides(objective: Objective, problem: Problem) -> str:
+def _additional_space(objective: Objective, problem: Problem) -> str:
     """What an objective adds to the searched space, in words. Asynchronous plans are searched along orders of
     the devices, also where the bound on the others holds for any."""
     if objective.name == COST:
@@ -38,8 +38,8 @@ def _besides(objective: Objective, problem: Problem) -> str:
     return f"; and {' and '.join(ASYNCHRONOUS)} of two stages or more{order}"
 
 
-def best_for(objective: Objective, problem: Problem) -> ObjectiveResult:
-    """What the objective comes to. Raises UsageError."""
+def optimize(objective: Objective, problem: Problem) -> ObjectiveResult:
+    """The best plan for the objective, with what was proven. Raises UsageError."""
     if problem.options.robust and objective.name != STEP_TIME:
         raise UsageError(
             f"`robust` with objective={objective.name!r}: it is of the step's time",
@@ -54,7 +54,7 @@ def best_for(objective: Objective, problem: Problem) -> ObjectiveResult:
     return step_time(problem)
 
 
-def solve_for(
+def solve_objective(
     objective: Objective,
     problem: Problem,
     *,
@@ -69,16 +69,16 @@ def solve_for(
     Raises UsageError, and InfeasibleError where nothing fits.
     """
     problem = problem.with_time_limit()
-    outcome = best_for(objective, problem)
+    outcome = optimize(objective, problem)
     if outcome.best is None:
-        results = ((own, best_for(objective, own)) for own in smaller_defaults(problem))
+        results = ((own, optimize(objective, own)) for own in smaller_defaults(problem))
         smaller = next(
             ((own, other) for own, other in results if other.best is not None),
             None,
         )
         if smaller is None:
             raise no_plan_fits(problem)
-        warnings = [*warnings, _lessened(problem, smaller[0])]
+        warnings = [*warnings, _smaller_batch_warning(problem, smaller[0])]
         problem, outcome = smaller
     plan = _build_plan(objective, problem, outcome, model, profile, notes, warnings, compared=compared)
     if not compared or plan.objective is not None:
@@ -86,7 +86,7 @@ def solve_for(
     return plan.model_copy(update={"default_mini_batch": choose_mini_batch(problem, try_others=True)})
 
 
-def _lessened(problem: Problem, smaller: Problem) -> str:
+def _smaller_batch_warning(problem: Problem, smaller: Problem) -> str:
     return (
         f"no plan with {problem.samples_per_device} samples a device fits: the global batch is "
         f"{smaller.mini_batch}, not {problem.mini_batch}"
@@ -114,12 +114,14 @@ def _build_plan(
         )
         if outcome.best == outcome.answer.best and outcome.aim is None and not outcome.notes:
             return fastest_plan
-    own = plan_alone(problem, outcome.best, outcome.result, model=model, profile=profile)
-    besides = _besides(objective, problem)
+    own = objective_plan_without_comparison(
+        problem, outcome.best, outcome.result, model=model, profile=profile
+    )
+    besides = _additional_space(objective, problem)
     if objective.name == THROUGHPUT and not asynchronous_refusal(problem):
-        own = _covering(own, besides)
+        own = _extend_coverage(own, besides)
     assembly = assemble(problem.space, outcome.best.proposal, outcome.best.recompute)
-    texts = [*warnings, *list_warnings(problem)] if fastest_plan is None else fastest_plan.warnings
+    texts = [*warnings, *list_problem_warnings(problem)] if fastest_plan is None else fastest_plan.warnings
     return own.model_copy(
         update={
             "objective": outcome.aim,
@@ -134,17 +136,17 @@ def _build_plan(
     )
 
 
-def _covering(plan: Plan, besides: str) -> Plan:
+def _extend_coverage(plan: Plan, besides: str) -> Plan:
     """The plan, whose bound holds for other plans besides."""
     covers = plan.prediction.bound_covers + besides
     return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"bound_covers": covers})})
 
 
-def plan_alone(
+def objective_plan_without_comparison(
     problem: Problem, best: ScoredPlan, result: SearchResult, *, model: str, profile: ProfileReference
 ) -> Plan:
     """A candidate as a plan, without what it is compared with; of an asynchronous one in its steady state."""
-    plan = bare_plan(problem, best, result, model=model, profile=profile)
+    plan = plan_without_comparison(problem, best, result, model=model, profile=profile)
     if best.config.schedule not in ASYNCHRONOUS:
         return plan
     bubble = plan.prediction.model_copy(update={"bubble": steady_bubble(problem.space, best)})
@@ -154,11 +156,11 @@ def plan_alone(
 def step_time(problem: Problem) -> ObjectiveResult:
     """The fastest plan; with `PlanOptions.robust`, of those near it the one with the best 90th percentile.
 
-    Raises UsageError where the profile does not tell how the layers' seconds vary.
+    Raises UsageError where the profile has no spread of the layers' seconds.
     """
     if problem.options.robust:
         check_known(problem)
-    answer = find(problem)
+    answer = find_best_plan(problem)
     if not problem.options.robust or answer.best is None:
         return ObjectiveResult(answer.result, answer)
     robust = most_robust(problem, answer)
@@ -171,12 +173,12 @@ def step_time(problem: Problem) -> ObjectiveResult:
         detail="the 90th percentile of the step, as the layers' seconds vary",
     )
     note = _note(robust, answer.best.step_seconds)
-    return ObjectiveResult(of_fastest(problem, answer.result, robust.plan), answer, aim, (note,))
+    return ObjectiveResult(with_bound(problem, robust.plan, answer.result), answer, aim, (note,))
 
 
 def _note(robust: RobustPlan, fastest_seconds: float) -> str:
-    """How many were compared, and what the fastest has to say for itself."""
-    compared = f"compared at the 90th percentile of their step: {counted(robust.compared, 'plan')}"
+    """How many plans were compared, and the 90th percentiles of the chosen and of the fastest one."""
+    compared = f"compared at the 90th percentile of their step: {format_count(robust.compared, 'plan')}"
     high = format_seconds(robust.fastest_high_seconds)
     if robust.is_fastest:
         return f"{compared}; the fastest plan is the best there, too, with {high}"

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.memory import LedgerOptions, Recompute
-from ...cost_models.schedules import schedule_named
+from ...cost_models.schedules import find_schedule
 from ..asynchronous import TWO_VERSIONS, pace, reduced_seconds
 from ..candidate import Proposal, ScoredPlan
 from ..pipeline_config import PipelineConfig
@@ -78,13 +78,13 @@ class SteadySearch:
         count = self.config.micro_batches
         if not self.groups or not self.counts:
             return None, inf
-        best = self.reaching(min(limit / count * (1 - SAME), self._endless))
+        best = self.find_pipeline(min(limit / count * (1 - SAME), self._endless))
         if best is None:
             return None, limit
         low, high = 0.0, best.step_seconds / count
         while high - low > SAME * high:
             trial = (low + high) / 2
-            plan = self.reaching(trial)
+            plan = self.find_pipeline(trial)
             if plan is None:
                 low = trial
             else:
@@ -167,7 +167,7 @@ class SteadySearch:
         routes = np.concatenate([latency + sent * each for latency, each in self._routes.values()])
         return 2 * (work + reduced + float(routes[np.isfinite(routes)].max(initial=0.0))) * self.devices + 1.0
 
-    def reaching(self, seconds: float) -> ScoredPlan | None:
+    def find_pipeline(self, seconds: float) -> ScoredPlan | None:
         """A pipeline whose micro-batches take at most so many seconds each; the fewest stages first."""
         rows: list[Row] = []
         for stages in range(1, self.counts[-1] + 1):
@@ -308,7 +308,7 @@ class SteadySearch:
         """What every stage needs as the k-th from the end, whose pipeline is as long."""
         if group.costs.limit == inf:
             return np.zeros(group.costs.forward.shape)
-        schedule = schedule_named(self.config.schedule)
+        schedule = find_schedule(self.config.schedule)
         options: LedgerOptions = {**group.costs.ledger, "weight_versions": schedule.weight_versions(0, k, k)}
         return group.costs.table.memory(
             schedule.in_flight(0, k, k), mode, self.space.optimizer, group.replicas, **options

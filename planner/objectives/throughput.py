@@ -16,11 +16,11 @@ from typing import Literal
 from ...cost_models.errors import DefectError, UsageError
 from ..asynchronous import ASYNCHRONOUS, PIPEDREAM, TWO_VERSIONS, asynchronous_notes, steady_seconds
 from ..candidate import Proposal, ScoredPlan
-from ..joint_search import BEST, find
+from ..joint_search import BEST, find_best_plan
 from ..pipeline_config import Mode, PipelineConfig
 from ..plan_records import TIE
 from ..planners.pipedream_planner import plan_asynchronous
-from ..planners.replica_groups import thin
+from ..planners.replica_groups import thin_cuts
 from ..problem import Problem
 from ..search.branch_and_bound import SearchResult
 from ..search.budget import OutOfTime
@@ -29,17 +29,17 @@ from ..universal_bound import work_bound
 from .objective_result import ObjectiveResult
 from .steady_search import SteadySearch
 
-QUESTIONS = 15
-"""Paces that a search tries, more or less."""
+TRIED_PACES = 15
+"""About so many paces are tried by a search."""
 ENTRIES_A_SECOND = 1e8
-"""Of tables that a search looks at: about what one core does."""
+"""Of tables: about what one core goes through."""
 COARSE = (48, 24)
 """Blocks of layers, where a search of all cuts would take too long."""
 
 
 def throughput(problem: Problem) -> ObjectiveResult:
     """The plan with the most samples a second: the best that flushes, or an asynchronous one."""
-    answer = find(problem)
+    answer = find_best_plan(problem)
     step = inf if answer.best is None else answer.best.step_seconds
     refusal = asynchronous_refusal(problem)
     if refusal:
@@ -85,7 +85,11 @@ def fastest_asynchronous(problem: Problem, limit: float) -> tuple[ScoredPlan | N
     # Each stage updates its weights at its own time: those that share one stay together.
     problem = replace(problem, chain=problem.chain.without_tied_cuts())
     searches = list(_searches(problem)) if problem.options.planner == BEST else []
-    plans = [plan for plan in _by_planner(problem) if plan.step_seconds < limit] if not _all(searches) else []
+    plans = (
+        [plan for plan in _by_planner(problem) if plan.step_seconds < limit]
+        if not _cover_everything(searches)
+        else []
+    )
     best = min(plans, key=lambda plan: plan.step_seconds, default=None)
     bound = inf if searches else work_bound(problem)
     for search in searches:
@@ -102,29 +106,29 @@ def fastest_asynchronous(problem: Problem, limit: float) -> tuple[ScoredPlan | N
 
 
 @dataclass(frozen=True)
-class _Planned:
+class _ConfigSearch:
     """A search, and whether it looks at all plans of its configuration."""
 
     of: SteadySearch
     whole: bool
 
 
-def _all(searches: list[_Planned]) -> bool:
+def _cover_everything(searches: list[_ConfigSearch]) -> bool:
     return bool(searches) and all(search.whole for search in searches)
 
 
-def _searches(problem: Problem) -> Iterator[_Planned]:
+def _searches(problem: Problem) -> Iterator[_ConfigSearch]:
     """One of every configuration and order of the devices; none where even small ones would take too long."""
     configs = asynchronous_configs(problem)
     for space, counts, whole in _spaces(problem):
-        questions = QUESTIONS * len(configs) * len(problem.placements)
+        questions = TRIED_PACES * len(configs) * len(problem.placements)
         if questions * _entries(problem, space, counts) <= problem.options.time_limit * ENTRIES_A_SECOND:
             for config in configs:
                 for placement in problem.placements:
                     search = SteadySearch(
                         space, config, placement, counts, problem.stage_counts, on_all=problem.options.use_all
                     )
-                    yield _Planned(search, whole)
+                    yield _ConfigSearch(search, whole)
             return
 
 
@@ -139,11 +143,11 @@ def _spaces(problem: Problem) -> Iterator[tuple[Space, tuple[int, ...], bool]]:
     yield space, every, problem.every_replica_count
     yield space, few, few == every
     for blocks in COARSE:
-        yield thin(space, blocks), few, False
+        yield thin_cuts(space, blocks), few, False
 
 
 def _entries(problem: Problem, space: Space, counts: tuple[int, ...]) -> float:
-    """What one question of the search looks at."""
+    """Entries of the tables for one pace."""
     blocks, stages = space.table(space.chain.sizes[0]).blocks, problem.stage_counts[-1]
     return stages * problem.usable_gpus * len(counts) * blocks * (blocks + len(counts))
 
@@ -167,7 +171,7 @@ def _modes(problem: Problem) -> tuple[Mode, ...]:
 
 
 def _by_planner(problem: Problem) -> Iterator[ScoredPlan]:
-    """What PipeDream's own programme comes to, in the simulator."""
+    """The plans of PipeDream's dynamic programme, as simulated."""
     for config in asynchronous_configs(problem):
         recompute: Literal["never", "always"] = "always" if config.recompute == "always" else "never"
         with suppress(UsageError, OutOfTime):

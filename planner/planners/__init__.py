@@ -36,7 +36,7 @@ _ALL: tuple[Planner, ...] = (
 PLANNERS: dict[str, Planner] = {planner.name: planner for planner in _ALL}
 
 
-def planner_named(name: str) -> Planner:
+def find_planner(name: str) -> Planner:
     """The planner of that name; `deepspeed-type:REGEX` counts the layers that match.
 
     Raises UsageError, with the nearest name and all there are.
@@ -51,4 +51,4 @@ def planner_named(name: str) -> Planner:
     raise UsageError(f"planner {name!r} is unknown", f"{guess}There are: best, {', '.join(PLANNERS)}.")
 
 
-__all__ = ["PLANNERS", "planner_named"]
+__all__ = ["PLANNERS", "find_planner"]

@@ -30,7 +30,7 @@ from .replica_groups import (
     count_replicas,
     group_devices,
     micro_batch_choices,
-    thin,
+    thin_cuts,
 )
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ class Alpa:
 
     def propose(self, problem: Problem) -> Iterable[Proposal]:
         """The cheapest plan of the most promising micro-batch sizes."""
-        space, gpus = thin(problem.space, BLOCKS), problem.usable_gpus
-        coarse, most = thin(space, QUICK_BLOCKS), problem.stage_counts[-1]
+        space, gpus = thin_cuts(problem.space, BLOCKS), problem.usable_gpus
+        coarse, most = thin_cuts(space, QUICK_BLOCKS), problem.stage_counts[-1]
         quick_plans = [
             (quick_plan.cost_seconds, choice)
             for choice in micro_batch_choices(problem.configs)

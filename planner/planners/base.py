@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.layer import Chain, list_cut_points
-from ...cost_models.schedules import schedule_named
+from ...cost_models.schedules import find_schedule
 from ..candidate import Proposal, replicated_pipeline
 from ..pipeline_config import PipelineConfig
 
@@ -42,7 +42,7 @@ class Refusing(Protocol):
         ...
 
 
-def refusal(planner: Planner, problem: Problem) -> str:
+def refusal_reason(planner: Planner, problem: Problem) -> str:
     """Why a planner proposed nothing for the problem, in words."""
     if isinstance(planner, Refusing):
         return planner.refusal(problem)
@@ -78,7 +78,7 @@ def linear_configs(problem: Problem) -> list[PipelineConfig]:
     return [
         config
         for config in problem.configs
-        if config.virtual_stages == 1 and schedule_named(config.schedule).default_virtual_stages == 1
+        if config.virtual_stages == 1 and find_schedule(config.schedule).default_virtual_stages == 1
     ]
 
 

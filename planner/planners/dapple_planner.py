@@ -26,7 +26,7 @@ from ..candidate import Proposal
 from ..search.space import Space
 from ..stage_table import Floats
 from .dapple_moves import CostedPlans, DappleStage, Ints, Machines, Moves, split_machines
-from .replica_groups import MOST_GROUPS, MicroBatchChoice, count_replicas, micro_batch_choices, thin
+from .replica_groups import MOST_GROUPS, MicroBatchChoice, count_replicas, micro_batch_choices, thin_cuts
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -40,7 +40,7 @@ PROMISING = 3
 @dataclass(frozen=True)
 class BeamLimits:
     """What a search may do. More devices than `groups` stay together with their neighbours; `entries` next
-    stages are looked at side by side, and a third as many plans, by cut points, are kept of each number of
+    stages are costed side by side, and a third as many plans, by cut points, are kept of each number of
     stages, `plans_per_state` of each state."""
 
     groups: int = MOST_GROUPS
@@ -81,8 +81,8 @@ class Dapple:
 
     def propose(self, problem: Problem) -> Iterable[Proposal]:
         """The plan of least estimated latency for the most promising micro-batch sizes."""
-        space, gpus = thin(problem.space, BLOCKS), problem.usable_gpus
-        coarse, routes = thin(space, QUICK_BLOCKS), Routes(space.topology)
+        space, gpus = thin_cuts(problem.space, BLOCKS), problem.usable_gpus
+        coarse, routes = thin_cuts(space, QUICK_BLOCKS), Routes(space.topology)
         limits = StageLimits(problem.stage_counts[-1], problem.options.use_all)
         quick_plans = []
         for choice in micro_batch_choices(problem.configs):

@@ -21,8 +21,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ...cost_models.layer import Chain
-from ...cost_models.quantities import counted
-from ...cost_models.schedules import schedule_named
+from ...cost_models.quantities import format_count
+from ...cost_models.schedules import find_schedule
 from ..balance import balance
 from ..candidate import Proposal
 from ..pipeline_config import PipelineConfig
@@ -126,7 +126,7 @@ class Megatron:
         blocks = repeated_blocks(problem.space.chain)
         if blocks is None:
             return "no transformer blocks recognised"
-        devices = counted(problem.usable_gpus, "device")
+        devices = format_count(problem.usable_gpus, "device")
         return f"{len(blocks)} blocks, {blocks.stem}*, do not divide into stages of {devices} in use"
 
 
@@ -183,7 +183,7 @@ def interleaved_configs(problem: Problem) -> list[PipelineConfig]:
 @cache
 def place_chunks(stages: int, chunks: int) -> tuple[tuple[int, ...], ...]:
     """By part, the device that has it: as the schedule's program says."""
-    pipe = schedule_named(INTERLEAVED_SCHEDULE).program(stages, stages, chunks).pipes[0]
+    pipe = find_schedule(INTERLEAVED_SCHEDULE).program(stages, stages, chunks).pipes[0]
     return tuple((place.device,) for place in pipe)
 
 

@@ -15,15 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.memory import LedgerOptions, Moment, Recompute
-from ...cost_models.schedules import schedule_named
+from ...cost_models.schedules import find_schedule
 from ...cost_models.topology import Topology
 from ..pipeline_config import PipelineConfig
 from ..search.space import Space, divide_batch
 from ..stage_table import StageTable, ledger_options
-from .replica_groups import thin
+from .replica_groups import thin_cuts
 
 ENTRIES = 30_000_000
-"""Stages times numbers of replicas whose memory is looked at: 240 MB."""
+"""Stages times numbers of replicas in the tables of memory: 240 MB."""
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
@@ -91,7 +91,8 @@ class NestedStage:
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """What is to be planned, over n + 1 cut points; see `StageTable` for cut points and matrices.
+    """The problem of the dynamic programme, over n + 1 cut points; see `StageTable` for cut points and
+    matrices.
 
     seconds, weights: (n + 1, n + 1), of one global batch on one device (inf where no stage may be), and bytes
     whose gradients replicas exchange. crossing: (n + 1,) bytes of a global batch. tiers: from the innermost
@@ -123,7 +124,7 @@ class Instance:
         blocks = self.seconds[np.arange(last), np.arange(1, last + 1)]
         return np.concatenate([[0.0], np.cumsum(np.where(np.isfinite(blocks), blocks, 0.0))])
 
-    def thinned(self, points: npt.NDArray[np.int64]) -> Instance:
+    def select_points(self, points: npt.NDArray[np.int64]) -> Instance:
         """The same with these cut points alone."""
         own, among = self.fits, np.ix_(points, points)
         return replace(
@@ -207,7 +208,7 @@ class PipeDreamStages:
         for tier in list_tiers(space.topology):
             counts = {count * machines for count in counts for machines in range(1, tier.machines + 1)}
         most = self.most_replicas or inf
-        return thin(space, isqrt(ENTRIES // sum(count <= most for count in counts)))
+        return thin_cuts(space, isqrt(ENTRIES // sum(count <= most for count in counts)))
 
     @property
     def size(self) -> int:
@@ -271,12 +272,12 @@ class PipeDreamStages:
 
     def in_flight(self, behind: int) -> int:
         """Micro-batches in flight on a stage with so many behind it."""
-        own = schedule_named(self.config.schedule)
+        own = find_schedule(self.config.schedule)
         return int(own.in_flight(0, behind + 1, self.config.micro_batches))
 
     def versions(self, behind: int) -> int:
         """Weight versions of a stage with so many behind it."""
-        own = schedule_named(self.config.schedule)
+        own = find_schedule(self.config.schedule)
         return int(own.weight_versions(0, behind + 1, self.config.micro_batches))
 
     def bytes(self, replicas: int, behind: int, recompute: Recompute, moment: Moment = "any") -> Floats:

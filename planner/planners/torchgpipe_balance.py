@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ...cost_models.optimizers import Precision, optimizer_named
+from ...cost_models.optimizers import Precision, find_optimizer
 from ..candidate import Proposal
 from .base import Ends, linear_configs, linear_pipelines, nearest_cuts, work_seconds
 
@@ -129,7 +129,7 @@ class TorchgpipeSize:
 def parameter_copies(optimizer: str, precision: Precision) -> float:
     """torchgpipe's `param_scale`: 2 for SGD, 3 with momentum, 4 for Adam; more with master weights. Raises
     UsageError."""
-    states = optimizer_named(optimizer).bytes_per_parameter(precision)
+    states = find_optimizer(optimizer).bytes_per_parameter(precision)
     return 1 + (precision.gradient + states) / precision.weight
 
 

@@ -49,7 +49,7 @@ from .stage_choices import GroupChoices, StageChoices
 
 
 class RoundTripBound:
-    """The bounds of the module's docstring, for plans below `limit`: all others may be told to be there, or
+    """The bounds of the module's docstring, for plans below `limit`: all others may be kept, or
     not to be (inf). Of GPipe they hold, too, with all micro-batches held."""
 
     def __init__(self, choices: StageChoices, limit: float = np.inf) -> None:
@@ -81,7 +81,9 @@ class RoundTripBound:
         at = (stage.end_position, stage.end)
         lag, back = state["lag"] + stage.cut, state["back"] + stage.cut
         way = 2 * stage.least_cut
-        stay = Stay(f, b, stage.accumulation, stage.least_occupancy, way + trips[at], way + first_trips[at])
+        stay = StageTimes(
+            f, b, stage.accumulation, stage.least_occupancy, way + trips[at], way + first_trips[at]
+        )
         own = self._stage_term(stage.remaining, stay)
         inward = np.maximum(own, f + b + 2 * stage.least_cut + to_last_backward[at])
         whole = np.maximum(inward + e, f + stage.least_cut + to_end[at])
@@ -92,7 +94,7 @@ class RoundTripBound:
 
     def finished(self, plans: Pipelines) -> Floats:
         """(plans,): the bound of whole plans, whose cuts are all known."""
-        return np.maximum(whole_bound(plans), self.choices.launches)
+        return np.maximum(whole_bound_1f1b(plans), self.choices.launches)
 
     def _after_last(self) -> tuple[Floats, Floats, Floats, Floats]:
         nothing = self.choices.after_last
@@ -129,7 +131,7 @@ class RoundTripBound:
         occupancy = slowness * group.sent[stages.pair]
         cut = occupancy + latency * group.inner[stages.pair]
         saved = group.accumulation[stages.pair]
-        stay = Stay(f, b, saved, occupancy, 2 * cut + trips, 2 * cut + first_trips)
+        stay = StageTimes(f, b, saved, occupancy, 2 * cut + trips, 2 * cut + first_trips)
         own = self._stage_term(remaining, stay)
         inward = np.maximum(own, f + b + 2 * cut + to_last_backward)
         whole = np.maximum(inward + group.least_after[stages.pair], f + cut + to_end)
@@ -145,12 +147,12 @@ class RoundTripBound:
         last_differs = self.choices.config.recompute == "except_last"
         return np.where(np.isinf(b), np.inf, group.plain) if last_differs else b
 
-    def _stage_term(self, remaining: int, stay: Stay) -> Floats:
+    def _stage_term(self, remaining: int, stay: StageTimes) -> Floats:
         return stage_term(self.choices.config, self.choices.in_flight(remaining), stay)
 
 
 @dataclass(frozen=True, eq=False)
-class Stay:
+class StageTimes:
     """What a stage's term depends on, in the letters of the module's docstring: f, b, a, o, D and D'."""
 
     forward: Floats
@@ -161,13 +163,13 @@ class Stay:
     first_trip: Floats
 
 
-def stage_term(config: PipelineConfig, in_flight: float, stay: Stay) -> Floats:
+def stage_term(config: PipelineConfig, in_flight: float, stay: StageTimes) -> Floats:
     """From the first start to the last end on a stage that may hold `in_flight` micro-batches: the largest of
     the module's docstring."""
     count, f, b, trip = config.micro_batches, stay.forward, stay.backward, stay.trip
     first, first_trip = b - stay.accumulation, stay.first_trip
     last, last_trip = (first, first_trip) if config.schedule == "gpipe" else (b, trip)
-    chained = times(math.ceil(count / in_flight) - 1, f + b + trip) + f + first + first_trip
+    chained = multiply_finite(math.ceil(count / in_flight) - 1, f + b + trip) + f + first + first_trip
     if count > in_flight:
         ramped = (
             np.maximum(in_flight * f, f + first_trip)
@@ -177,18 +179,18 @@ def stage_term(config: PipelineConfig, in_flight: float, stay: Stay) -> Floats:
         )
     else:
         work, ending = count * (f + b) - stay.accumulation, count * f + last + last_trip
-        ramped = np.maximum(work, np.maximum(ending, f + times(count - 1, b) + first + first_trip))
+        ramped = np.maximum(work, np.maximum(ending, f + multiply_finite(count - 1, b) + first + first_trip))
     link = f + last + last_trip + (count - 1) * stay.occupancy
     term: Floats = np.maximum(np.maximum(chained, ramped), link)
     return term
 
 
-def times(count: int, values: Floats) -> Floats | float:
+def multiply_finite(count: int, values: Floats) -> Floats | float:
     """count * values, where 0 times infinity is 0."""
     return count * values if count else 0.0
 
 
-def whole_bound(plans: Pipelines) -> Floats:
+def whole_bound_1f1b(plans: Pipelines) -> Floats:
     """(plans,): the bound of whole plans, but for their launches."""
     count, stages = plans.config.micro_batches, plans.stages
     after_last = np.zeros((len(plans), 1))
@@ -204,7 +206,7 @@ def whole_bound(plans: Pipelines) -> Floats:
     for stage in range(stages):
         trip, first_trip = (2 * cut[:, stage] + after[stage + 1] for after in (trips, first_trips))
         own_f, own_b, own_saved = f[:, stage], b[:, stage], saved[:, stage]
-        stay = Stay(own_f, own_b, own_saved, occupancy[:, stage], trip, first_trip)
+        stay = StageTimes(own_f, own_b, own_saved, occupancy[:, stage], trip, first_trip)
         own = stage_term(plans.config, min(count, stages - stage), stay)
         ends[stage] = lag + own + e[:, stage]
         bound = np.maximum(bound, lag + own + np.maximum(back, e[:, stage]))

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ..pipeline_config import PipelineConfig
 from ..stage_table import Floats
-from .bounds_1f1b import RoundTripBound, times
+from .bounds_1f1b import RoundTripBound, multiply_finite
 from .partial import BoundState, Expansion
 from .pipelines import Pipelines
 from .stage_choices import GroupChoices, StageChoices
@@ -102,8 +102,10 @@ class GPipeBound:
         # Only what goes on to the stage before takes the link to it.
         passing = np.maximum(most, stage.occupancy)
         followers = self._count - 1
-        reduced = suffix + times(followers, most) + stage.least_after
-        tail = np.maximum(np.maximum(suffix + times(followers, passing) + back, reduced), ahead.tail)
+        reduced = suffix + multiply_finite(followers, most) + stage.least_after
+        tail = np.maximum(
+            np.maximum(suffix + multiply_finite(followers, passing) + back, reduced), ahead.tail
+        )
         whole = _Sums(
             forward=now["forward"] + ahead.forward,
             usual=now["usual"] + ahead.usual,
@@ -119,7 +121,7 @@ class GPipeBound:
 
     def finished(self, plans: Pipelines) -> Floats:
         """(plans,): the bound of whole plans."""
-        return np.maximum(whole_bound(plans), self.choices.launches)
+        return np.maximum(whole_bound_gpipe(plans), self.choices.launches)
 
     def _first(self, plain: Floats, usual: Floats) -> Floats:
         """Seconds of the backward that runs first, as if it added to gradients."""
@@ -169,14 +171,15 @@ class GPipeBound:
             "most_backward": most_backward,
             "most_both": np.maximum(np.maximum(f + b, 2 * o), ahead.most_both),
             "tail": np.maximum(
-                suffix + times(self._count - 1, most_backward) + group.least_after[pairs], ahead.tail
+                suffix + multiply_finite(self._count - 1, most_backward) + group.least_after[pairs],
+                ahead.tail,
             ),
         }
         for name, values in own.items():
             stages.least_into(rows[name], values)
 
 
-def whole_bound(plans: Pipelines) -> Floats:
+def whole_bound_gpipe(plans: Pipelines) -> Floats:
     """(plans,): the bound of whole plans, but for their launches."""
     config, after_last = plans.config, np.zeros((len(plans), 1))
     f, b = plans.forward, plans.backward
@@ -207,15 +210,17 @@ def whole_bound(plans: Pipelines) -> Floats:
 def _total(config: PipelineConfig, sums: _Sums, last: Floats | float) -> Floats:
     """The bound from the sums and the largest of all stages; `last`: b' of the last stage, at the least."""
     followers = config.micro_batches - 1
-    forwards = sums.forward + sums.cuts + times(followers, sums.most_forward)
+    forwards = sums.forward + sums.cuts + multiply_finite(followers, sums.most_forward)
     paths = [(sums.plain, followers)]
     if followers:
         paths.append((sums.usual + last, followers - 1))
     bounds = [forwards + sums.tail]
     for seconds, count in paths:
         span = sums.forward + seconds + 2 * sums.cuts
-        bounds.append(span + times(followers, sums.most_forward) + times(count, sums.most_backward))
-        more = times(followers - count, sums.most_forward)
-        bounds.append(span + times(count, sums.most_both) + more)
+        bounds.append(
+            span + multiply_finite(followers, sums.most_forward) + multiply_finite(count, sums.most_backward)
+        )
+        more = multiply_finite(followers - count, sums.most_forward)
+        bounds.append(span + multiply_finite(count, sums.most_both) + more)
     total: Floats = np.max(np.broadcast_arrays(*bounds), axis=0)
     return total

@@ -29,10 +29,10 @@ from .space import Space
 from .subproblem import Chunk, Family, Subproblem
 
 WORK = 3e9
-"""What a search may spend unless it is told, see `SearchBudget`."""
+"""The default work of a search, see `SearchBudget`."""
 FOR_ROOTS = 1e9
-"""That a search may spend above its work on bounds and beams of what it has not looked at."""
-MOST_KEPT = 400_000
+"""Further work on bounds and beams of subproblems that were not searched."""
+MOST_UNFINISHED = 400_000
 """Unfinished plans that are kept."""
 
 
@@ -137,7 +137,7 @@ class _BranchAndBound:
             open_plans -= len(chunk)
             if lowest >= self.step * (1 - TIE):
                 break
-            if self.work.spent or open_plans > MOST_KEPT:
+            if self.work.spent or open_plans > MOST_UNFINISHED:
                 return min(lowest, left_out)
             try:
                 if chunk.remaining:

@@ -25,10 +25,10 @@ from .relaxed_bound import RelaxedBound
 from .space import Space, narrow_space, with_cuts
 from .subproblem import Family, quick_bound
 
-MOST_STRAIGHT = 256
+MOST_LINEAR = 256
 """The same where stages have one device each."""
 MOST_POSITIONS = 1_024
-"""Of more devices only the plans near relaxed ones are looked at: tables by position would be too large."""
+"""With more devices only plans near relaxed ones are scored: tables by position would be too large."""
 COARSE_BLOCKS = 64
 NEAR = 3
 """Cuts on either side to which a refined search may move one."""
@@ -45,7 +45,7 @@ def is_large(space: Space, families: Sequence[Family]) -> bool:
     for family in families:
         linear = family.replicas == (1,)
         most[linear] = max(most[linear], len(family.placement.ranks))
-    return space.is_long or most[False] > MOST_DEVICES or most[True] > MOST_STRAIGHT
+    return space.is_long or most[False] > MOST_DEVICES or most[True] > MOST_LINEAR
 
 
 def search_large(

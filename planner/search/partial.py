@@ -91,7 +91,7 @@ COLUMNS = ("forward", "backward", "plain", "accumulation", "exposed_allreduce", 
 
 
 @dataclass(frozen=True, eq=False)
-class Partial:
+class PartialPlans:
     """Unfinished plans of a configuration, side by side: (plans, stages so far) arrays of what was chosen.
 
     `occupancy` and `latency` stand beside the stage that a transfer goes to (0 for the first).
@@ -110,10 +110,10 @@ class Partial:
         return len(self.place)
 
 
-def nothing(state: BoundState) -> Partial:
+def empty_plans(state: BoundState) -> PartialPlans:
     """The plan of no stages."""
     none = np.zeros((1, 0), dtype=np.int64)
-    return Partial(
+    return PartialPlans(
         place=np.zeros(1, dtype=np.int64),
         position=np.zeros(1, dtype=np.int64),
         state=state,
@@ -125,7 +125,7 @@ def nothing(state: BoundState) -> Partial:
     )
 
 
-def extend_plans(plans: Partial, stage: Expansion, state: BoundState, rows: Indices) -> Partial:
+def extend_plans(plans: PartialPlans, stage: Expansion, state: BoundState, rows: Indices) -> PartialPlans:
     """The plans with the kept entries of a further stage."""
     parent = stage.parent[rows]
 
@@ -133,7 +133,7 @@ def extend_plans(plans: Partial, stage: Expansion, state: BoundState, rows: Indi
         longer: Indices = np.concatenate([history[parent], own[rows][:, None]], axis=1)
         return longer
 
-    return Partial(
+    return PartialPlans(
         place=stage.end[rows],
         position=stage.end_position[rows],
         state={name: values[rows] for name, values in state.items()},
@@ -148,7 +148,7 @@ def extend_plans(plans: Partial, stage: Expansion, state: BoundState, rows: Indi
     )
 
 
-def join(parts: list[Partial], rows: Indices | None = None) -> Partial:
+def join_plans(parts: list[PartialPlans], rows: Indices | None = None) -> PartialPlans:
     """Several in one; of all of them only the chosen."""
     pick = slice(None) if rows is None else rows
 
@@ -156,7 +156,7 @@ def join(parts: list[Partial], rows: Indices | None = None) -> Partial:
         return np.concatenate(values)[pick]
 
     first = parts[0]
-    return Partial(
+    return PartialPlans(
         place=concatenate([part.place for part in parts]),  # type: ignore[arg-type] # of one dtype each
         position=concatenate([part.position for part in parts]),  # type: ignore[arg-type]
         state={

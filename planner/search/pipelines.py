@@ -10,9 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.memory import Recompute
-from ...cost_models.port_sharing import Hop, PortSharing, PortSharings, Ranks, Reduced, ends_reduced
-from ...cost_models.schedules import Program, cached_program, schedule_named
-from ...cost_models.simulator.costs import Costs, transfers_named
+from ...cost_models.port_sharing import (
+    AllReduceBytes,
+    Hop,
+    PortSharing,
+    Ranks,
+    TopologyPorts,
+    all_reduce_ends,
+)
+from ...cost_models.schedules import Program, cached_program, find_schedule
+from ...cost_models.simulator.costs import Costs, find_transfers
 from ...cost_models.simulator.pipeline_costs import PipelineCosts
 from ...cost_models.tied_weights import TiedSum, ends_after_sums, tied_sums
 from ...cost_models.timeline import device_ends, step_seconds
@@ -30,13 +37,13 @@ class PipelineRoutes:
     the replicas of a stage exchange after the last backward, and before it, see `replica_exchange`; by
     pipeline, the sums of tied weights' gradients."""
 
-    ports: PortSharings
+    ports: TopologyPorts
     devices: Sequence[tuple[Ranks, ...]]
     at_end: Floats
     before: Floats
     tied: Sequence[tuple[TiedSum, ...]]
 
-    def some(self, rows: npt.NDArray[np.int64]) -> PipelineRoutes:
+    def select(self, rows: npt.NDArray[np.int64]) -> PipelineRoutes:
         """Of a part of them."""
         devices = [self.devices[row] for row in rows]
         tied = [self.tied[row] for row in rows]
@@ -76,10 +83,10 @@ class Pipelines:
         """Of each."""
         return int(self.forward.shape[1])
 
-    def some(self, rows: npt.NDArray[np.int64]) -> Pipelines:
+    def select(self, rows: npt.NDArray[np.int64]) -> Pipelines:
         """A part of them."""
         arrays = {name: values[rows] for name, values in vars(self).items() if isinstance(values, np.ndarray)}
-        routes = None if self.routes is None else self.routes.some(rows)
+        routes = None if self.routes is None else self.routes.select(rows)
         return replace(self, routes=routes, **arrays)  # type: ignore[arg-type] # arrays only
 
     def step_seconds(self, limit: float | None = None) -> Floats:
@@ -93,7 +100,7 @@ class Pipelines:
         for row in range(len(self)) if limit is None else np.flatnonzero(steps < limit).tolist():
             patterns.setdefault(sharings[row].pattern, []).append(row)
         for rows in patterns.values():
-            own = self.some(np.array(rows))._alike([sharings[row] for row in rows], limit)
+            own = self.select(np.array(rows))._alike([sharings[row] for row in rows], limit)
             steps[rows] = np.maximum(steps[rows], own)
             limit = None if limit is None else min(limit, float(steps[rows].min()))
         return steps
@@ -151,11 +158,11 @@ class Pipelines:
             ]
             exchanged = enumerate(zip(devices, at_end, before, strict=True))
             reduced = [
-                Reduced(stage, own, last, before=earlier)
+                AllReduceBytes(stage, own, last, before=earlier)
                 for stage, (own, last, earlier) in exchanged
                 if len(own) > 1
             ]
-            sharings.append(routes.ports.of(devices, hops, [*reduced, *tied_exchanges(tied)]))
+            sharings.append(routes.ports.sharing(devices, hops, [*reduced, *tied_exchanges(tied)]))
         return sharings
 
     @property
@@ -163,7 +170,7 @@ class Pipelines:
         return cached_program(self.config.schedule, self.stages, self.config.micro_batches)
 
     def _general(self) -> Costs:
-        return replace(self.costs().general(), transfers=transfers_named(self.transfers))
+        return replace(self.costs().general(), transfers=find_transfers(self.transfers))
 
     def costs(self) -> PipelineCosts:
         """For the simulator."""
@@ -208,7 +215,7 @@ def _reductions(
     ends = device_ends + exposed_allreduce.T
     for row, own in enumerate(sharings):
         if own.reduce_loads:
-            ends[:, row] = ends_reduced(
+            ends[:, row] = all_reduce_ends(
                 device_ends[:, row].tolist(), exposed_allreduce[row].tolist(), own.reduce_loads
             )
         ends[:, row] = ends_after_sums(ends[:, row], tied[row])
@@ -232,9 +239,9 @@ def cheapest_mode(
 
 
 def choose_modes(space: Space, proposal: Proposal) -> tuple[Recompute, ...] | None:
-    """By stage, what recomputes in a straight pipeline; None where it does not fit, or a stage may not be."""
+    """By stage, what recomputes in a linear pipeline; None where it does not fit, or a stage may not be."""
     config, cut_points = proposal.config, list(space.table(space.chain.sizes[0]).cut_points)
-    schedule, stages, modes = schedule_named(config.schedule), len(proposal.ends), []
+    schedule, stages, modes = find_schedule(config.schedule), len(proposal.ends), []
     for stage, ((first, end), devices) in enumerate(zip(proposal.bounds, proposal.devices, strict=True)):
         if not space.fits_someone(config.micro_batch_size, len(devices)):
             return None
@@ -283,7 +290,7 @@ def _tied_sums(space: Space, devices: tuple[Ranks, ...], ends: Sequence[int]) ->
 def build_pipelines(
     space: Space, proposals: Sequence[Proposal], modes: Sequence[Sequence[Recompute]]
 ) -> Pipelines:
-    """Straight pipelines of one configuration and one number of stages, side by side."""
+    """Linear pipelines of one configuration and one number of stages, side by side."""
     config, cut_points = proposals[0].config, list(space.table(space.chain.sizes[0]).cut_points)
     shape = (len(proposals), len(proposals[0].ends))
     names = ("forward", "backward", "plain", "accumulation", "exposed_allreduce")
@@ -294,7 +301,7 @@ def build_pipelines(
     for row, proposal in enumerate(proposals):
         groups = [space.replica_group(config.micro_batch_size, devices) for devices in proposal.devices]
         for stage, (group, (first, end)) in enumerate(zip(groups, proposal.bounds, strict=True)):
-            backward, accumulation = group.backward_of(config.micro_batches)
+            backward, accumulation = group.backward_seconds(config.micro_batches)
             at = cut_points.index(first), cut_points.index(end)
             recompute = group.forward[at] if modes[row][stage] != "never" else 0.0
             columns["forward"][row, stage] = group.forward[at]

@@ -70,7 +70,7 @@ class Placement:
         return position == 0 or self.next_group[position - 1] == position
 
 
-def placements(topology: Topology) -> list[Placement]:
+def list_placements(topology: Topology) -> list[Placement]:
     """The orders that are searched: as ranked; across the full nodes, where there are several; and where
     there are several kinds of devices, their runs in every order (in either direction where there are more
     than `MOST_RUNS`)."""

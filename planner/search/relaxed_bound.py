@@ -18,17 +18,17 @@ from ..candidate import Proposal
 from ..stage_table import Floats
 from .budget import OutOfTime, SearchBudget
 from .relaxed_problem import CheapestStage, PricedSums, RelaxedProblem, Weights
-from .relaxed_stages import RelaxedStages, relaxed_stages
+from .relaxed_stages import RelaxedStages, make_relaxed_stages
 from .rounding import round_stages
 from .space import Space
 from .subproblem import Family, quick_bound
 
 LOOKS = 4
-"""Prices that a range is looked at with, each sum of them."""
+"""Prices that are tried for a range, for each of the sums."""
 NARROW = 1.01
 """Ranges that end so near their beginning are not halved."""
 MOST_MOVE = 2.0
-"""By how much a look changes a price at most."""
+"""The most by which one step changes a price."""
 
 Score = Callable[[Sequence[Proposal]], float]
 """Seconds of the best plan known, once these proposals were scored."""
@@ -67,7 +67,7 @@ class RelaxedBound:
     _pushed: int = 0
     _heap: list[tuple[float, int, _StageRange | Family]] = field(default_factory=list)
     _closed: float = inf
-    """The least bound of what is not looked at any more."""
+    """The least bound of ranges that are not refined any more."""
 
     def least(self, step: float) -> float:
         """A bound on all pipelines that take less than `step` seconds; else `step`."""
@@ -110,7 +110,7 @@ class RelaxedBound:
 
     def _whole_range(self, family: Family, bound: float) -> Iterator[_StageRange]:
         """The whole range of a family; what has one stage is known at once."""
-        stages = relaxed_stages(self.space, family)
+        stages = make_relaxed_stages(self.space, family)
         self.budget.spend(1e7)
         if stages is None:
             return

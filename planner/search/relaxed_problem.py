@@ -36,7 +36,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...cost_models.schedules import schedule_named
+from ...cost_models.schedules import find_schedule
 from ..pipeline_config import PipelineConfig
 from ..stage_table import Floats
 from .pipelines import stage_modes
@@ -45,8 +45,8 @@ from .relaxed_stages import RelaxedStages
 Indices = npt.NDArray[np.int64]
 SAFE = 1 - 1e-9
 """Of a bound, so that none is above a step by rounding."""
-EVERY_HELD = 8
-"""Up to so many micro-batches held, memory is looked at for each number; beyond, every eighth more."""
+EVERY_IN_FLIGHT = 8
+"""Up to so many micro-batches held, memory is checked for each number; beyond, for every eighth more."""
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,11 @@ class RelaxedProblem:
 
     def in_flight(self, remaining: int) -> float:
         """Micro-batches in flight, of a few numbers: no more than there are."""
-        count = schedule_named(self.config.schedule).in_flight(0, remaining, self.config.micro_batches)
+        count = find_schedule(self.config.schedule).in_flight(0, remaining, self.config.micro_batches)
         if self.config.schedule == "gpipe":
             return count
         step = 1
-        while count > EVERY_HELD * step:
+        while count > EVERY_IN_FLIGHT * step:
             step += max(1, step // 4)
         return count - count % step if step > 1 else count
 

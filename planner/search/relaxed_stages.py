@@ -34,7 +34,7 @@ SINGLE_SHARES = 24
 
 
 @dataclass(frozen=True)
-class Replicas:
+class ReplicaRange:
     """Numbers of replicas from `fewest` to `most`, and the samples that a replica computes with them."""
 
     fewest: int
@@ -48,7 +48,7 @@ class RelaxedStages:
     of device and numbers of replicas.
 
     `kind`, `replicas` (choices,): which kind, and the fewest devices. Seconds of a micro-batch: `forward`,
-    `backward` without what is run again, `accumulation` what of it the first of a step does not take;
+    `backward` without recomputation, `accumulation` the part of it that the first of a step does not take;
     `exposed_allreduce`: of the all-reduce that follows; `cut` (choices,
     cut points): of the transfer to the next stage, by where it starts. `room`: by mode of recomputation, how
     many micro-batches may be in flight. `exact`: whether cut points are all cuts.
@@ -68,7 +68,7 @@ class RelaxedStages:
     exact: bool
 
 
-def relaxed_stages(space: Space, family: Family) -> RelaxedStages | None:
+def make_relaxed_stages(space: Space, family: Family) -> RelaxedStages | None:
     """The tables of a family; None where no number of replicas can be costed."""
     config, topology = family.config, space.topology
     ranks = family.placement.ranks
@@ -108,7 +108,7 @@ def relaxed_stages(space: Space, family: Family) -> RelaxedStages | None:
     return stages if exact else _inner(stages)
 
 
-def replica_counts(space: Space, family: Family) -> Iterator[Replicas]:
+def replica_counts(space: Space, family: Family) -> Iterator[ReplicaRange]:
     """The numbers of replicas that stages may have, those with the same share together."""
     size, devices = family.config.micro_batch_size, len(family.placement.ranks)
     most, counts = min(size, devices), bounded_counts(family)
@@ -116,7 +116,7 @@ def replica_counts(space: Space, family: Family) -> Iterator[Replicas]:
     each = zip(counts, after if family.any_count else counts, strict=True)
     own = [(low, high) for low, high in each if high <= most and space.fits_someone(size, low)]
     for group in _group_sizes(own):
-        yield Replicas(group[0][0], group[-1][1], tuple(divide_batch(size, low) for low, _ in group))
+        yield ReplicaRange(group[0][0], group[-1][1], tuple(divide_batch(size, low) for low, _ in group))
 
 
 def _group_sizes(own: Sequence[tuple[int, int]]) -> list[Sequence[tuple[int, int]]]:
@@ -128,7 +128,7 @@ def _group_sizes(own: Sequence[tuple[int, int]]) -> list[Sequence[tuple[int, int
 
 
 def _choice(
-    space: Space, kind: Device, kinds: Sequence[Device], counts: Replicas, size: int, *, exact: bool
+    space: Space, kind: Device, kinds: Sequence[Device], counts: ReplicaRange, size: int, *, exact: bool
 ) -> ReplicaGroupCosts:
     """As a replica group of that kind; its replicas are the most, of which each needs the least memory."""
     timed = [

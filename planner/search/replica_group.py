@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ...cost_models.communication import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from ...cost_models.memory import LedgerOptions, Moment, Recompute
-from ...cost_models.optimizers import FLOAT32, optimizer_named
+from ...cost_models.optimizers import FLOAT32, find_optimizer
 from ..stage_table import Floats, StageTable
 
 Indices = npt.NDArray[np.int64]
@@ -108,9 +108,9 @@ class ReplicaGroupCosts:
     """Of sums of tied weights' gradients, at the least: they follow the all-reduce."""
     _room: dict[str, Floats] = field(default_factory=dict)
 
-    def backward_of(self, micro_batches: int) -> tuple[Floats, Floats]:
-        """Backward seconds of a micro-batch, and what of them the first of several does not take; a single
-        one is the first."""
+    def backward_seconds(self, micro_batches: int) -> tuple[Floats, Floats]:
+        """Backward seconds of a micro-batch, and the part of them that the first of several does not take; a
+        single one is the first."""
         if micro_batches > 1:
             return self.backward, self.accumulation
         return self.backward - self.accumulation, np.zeros_like(self.accumulation)
@@ -143,7 +143,7 @@ class ReplicaGroupCosts:
     def _most(self, need: Callable[[float, Moment], Floats]) -> Floats:
         """`need`: bytes with so many micro-batches held. At each moment the ledger is a line of them."""
         most = self._most_at(need(1, "passes"), need(2, "passes"))
-        if not optimizer_named(self.optimizer).has_temporaries(self.ledger.get("precision", FLOAT32)):
+        if not find_optimizer(self.optimizer).has_temporaries(self.ledger.get("precision", FLOAT32)):
             return most
         return np.minimum(most, self._most_at(need(1, "step"), need(2, "step")))
 

@@ -1,4 +1,4 @@
-"""Plans near the pipelines that the relaxed problem comes to: on as many devices as there are, in order."""
+"""Plans near the solutions of the relaxed problem, on the devices that there are, in their order."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def round_stages(
     ends = [stage.end for stage in stages]
     if any(end <= start for start, end in zip([0, *ends], ends, strict=False)):
         return []
-    if not all(_fitted(space, family, stages, kind, int(n)) for kind, n in enumerate(tables.devices)):
+    if not all(_fit_replicas(space, family, stages, kind, int(n)) for kind, n in enumerate(tables.devices)):
         return []
     orders = dict.fromkeys(own.placement for own in families if own.config == family.config)
     return [
@@ -58,7 +58,9 @@ def round_stages(
     ]
 
 
-def _fitted(space: Space, family: Family, stages: Sequence[_RoundedStage], kind: int, devices: int) -> bool:
+def _fit_replicas(
+    space: Space, family: Family, stages: Sequence[_RoundedStage], kind: int, devices: int
+) -> bool:
     """Changes the replicas on a kind of device until there are devices enough; whether there are."""
     own = [stage for stage in stages if stage.kind == kind]
     spare = devices - sum(stage.replicas for stage in own)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...cost_models.collectives import alike, all_reduce_seconds
+from ...cost_models.collectives import all_reduce_seconds, link_signature
 from ...cost_models.errors import UsageError
 from ...cost_models.hardware import Device
 from ...cost_models.layer import Chain, LayerCosts
 from ...cost_models.optimizers import Precision
-from ...cost_models.port_sharing import PortSharings, Routes
+from ...cost_models.port_sharing import Routes, TopologyPorts
 from ...cost_models.precision import training_precision
 from ...cost_models.runtime import Runtime
 from ...cost_models.tied_weights import least_seconds_after, reduction_seconds
@@ -146,9 +146,9 @@ class Space:
         return Routes(self.topology)
 
     @cached_property
-    def ports(self) -> PortSharings:
+    def ports(self) -> TopologyPorts:
         """The ports that stages share."""
-        return PortSharings(self.topology, self.routes)
+        return TopologyPorts(self.topology, self.routes)
 
     def tied_seconds(self, ranks: tuple[int, ...], bytes: float) -> float:
         """Of the sum of a tied weight's gradients over all that hold it."""
@@ -209,7 +209,7 @@ class Space:
         devices = tuple(devices)
         run = self._run(devices)
         if run not in self._joined:
-            self._joined[run] = (self._kinds(devices), alike(self.topology, devices))
+            self._joined[run] = (self._kinds(devices), link_signature(self.topology, devices))
         key = (size, self._joined[run])
         if key not in self._group_costs:
             self._group_costs[key] = self._cost_group(size, devices)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.memory import Recompute
-from ...cost_models.schedules import schedule_named
+from ...cost_models.schedules import find_schedule
 from ..pipeline_config import PipelineConfig
 from ..stage_table import Floats
 from .pipelines import stage_modes
@@ -75,12 +75,12 @@ class GroupChoices:
     @cached_property
     def plain(self) -> Floats:
         """Backward, without what is run again."""
-        return self.costs.backward_of(self.config.micro_batches)[0][self.start, self.end]
+        return self.costs.backward_seconds(self.config.micro_batches)[0][self.start, self.end]
 
     @cached_property
     def accumulation(self) -> Floats:
         """What the first backward of several does not take."""
-        return self.costs.backward_of(self.config.micro_batches)[1][self.start, self.end]
+        return self.costs.backward_seconds(self.config.micro_batches)[1][self.start, self.end]
 
     @cached_property
     def exposed_allreduce(self) -> Floats:
@@ -182,7 +182,7 @@ class StageChoices:
 
     def in_flight(self, remaining: int) -> float:
         """Micro-batches in flight on the stage that is the `remaining`-th from the end."""
-        schedule, count = schedule_named(self.config.schedule), self.config.micro_batches
+        schedule, count = find_schedule(self.config.schedule), self.config.micro_batches
         return schedule.in_flight(0, remaining, count)
 
     @cached_property

@@ -16,7 +16,7 @@ from ..stage_table import Floats
 from .bounds_1f1b import RoundTripBound
 from .bounds_gpipe import GPipeBound
 from .budget import SearchBudget
-from .partial import BoundState, Expansion, Partial, extend_plans, join, nothing
+from .partial import BoundState, Expansion, PartialPlans, empty_plans, extend_plans, join_plans
 from .pipelines import Pipelines, find_routes
 from .placements import DeviceRanges, Placement
 from .space import Space, divide_batch
@@ -53,7 +53,7 @@ class Family:
 class Chunk:
     """Plans of so many stages, of which `remaining` are missing, and their bounds, the lowest first."""
 
-    plans: Partial
+    plans: PartialPlans
     bounds: Floats
     stages: int
     remaining: int
@@ -129,7 +129,7 @@ class Subproblem:
     def start(self, stages: int, limit: float) -> Chunk:
         """All plans of so many stages, none of which is chosen yet."""
         _, bound = self._bound(limit)
-        return Chunk(nothing(bound.start()), np.array([self.roots[stages]]), stages, stages)
+        return Chunk(empty_plans(bound.start()), np.array([self.roots[stages]]), stages, stages)
 
     def extend(self, chunk: Chunk, limit: float, width: int = CHUNK) -> list[Chunk]:
         """The plans with every further stage whose bound stays below `limit`, the lowest bounds first; whole
@@ -150,7 +150,7 @@ class Subproblem:
                 bounds.append(own[rows])
         if not parts:
             return []
-        plans, lowest = join(parts), np.concatenate(bounds)
+        plans, lowest = join_plans(parts), np.concatenate(bounds)
         if remaining == 1:
             lowest = np.maximum(lowest, bound.finished(self._pipelines(choices, plans)))
         return list(_chunks(plans, lowest, chunk.stages, remaining - 1, limit, width))
@@ -160,7 +160,7 @@ class Subproblem:
         choices, _ = self._bound(limit)
         order = np.arange(len(chunk))
         now, later = order[: chunk.batch], order[chunk.batch :]
-        pipelines = self._pipelines(choices, join([chunk.plans], now))
+        pipelines = self._pipelines(choices, join_plans([chunk.plans], now))
         self.work.check()
         steps = pipelines.step_seconds(limit)
         self.work.simulate(len(steps), 2 * pipelines.stages * self.family.config.micro_batches)
@@ -169,10 +169,10 @@ class Subproblem:
         if not len(later):
             return best, None
         batch = min(8 * chunk.batch, BATCH)
-        plans = join([chunk.plans], later)
+        plans = join_plans([chunk.plans], later)
         return best, Chunk(plans, chunk.bounds[later], chunk.stages, 0, batch)
 
-    def _pipelines(self, choices: StageChoices, plans: Partial) -> Pipelines:
+    def _pipelines(self, choices: StageChoices, plans: PartialPlans) -> Pipelines:
         runtime, columns = self.space.runtime, dict(plans.columns)
         table = choices.groups[0].costs.table
         starts = np.concatenate([np.zeros_like(plans.ends[:, :1]), plans.ends[:, :-1]], axis=1)
@@ -186,13 +186,13 @@ class Subproblem:
         routes = find_routes(self.space, self.family.config, devices, starts, plans.ends)
         return Pipelines(self.family.config, **columns, transfers=transfers, routes=routes)
 
-    def _devices(self, choices: StageChoices, plans: Partial, row: int) -> tuple[tuple[int, ...], ...]:
+    def _devices(self, choices: StageChoices, plans: PartialPlans, row: int) -> tuple[tuple[int, ...], ...]:
         """Of the stages of a whole plan."""
         ranks, groups = self.family.placement.ranks, choices.groups
         ranges = zip(plans.begins[row].tolist(), plans.groups[row].tolist(), strict=True)
         return tuple(ranks[begin : begin + groups[group].replicas] for begin, group in ranges)
 
-    def _candidate(self, choices: StageChoices, plans: Partial, row: int, step: float) -> ScoredPlan:
+    def _candidate(self, choices: StageChoices, plans: PartialPlans, row: int, step: float) -> ScoredPlan:
         cut_points, mode = choices.groups[0].costs.table.cut_points, self.family.config.recompute
         modes: list[Recompute] = [
             ("always" if recompute else "never") if mode == "by_stage" else mode
@@ -204,14 +204,14 @@ class Subproblem:
 
 
 def _chunks(
-    plans: Partial, bounds: Floats, stages: int, remaining: int, limit: float, width: int
+    plans: PartialPlans, bounds: Floats, stages: int, remaining: int, limit: float, width: int
 ) -> Iterator[Chunk]:
     """Those below `limit`, so many at a time, the lowest bounds first."""
     order = np.argsort(bounds, kind="stable")
     order = order[: int(np.searchsorted(bounds[order], limit))]
     for start in range(0, len(order), width):
         rows = order[start : start + width]
-        yield Chunk(join([plans], rows), bounds[rows], stages, remaining)
+        yield Chunk(join_plans([plans], rows), bounds[rows], stages, remaining)
 
 
 def _within(limit: float) -> float:
@@ -219,7 +219,7 @@ def _within(limit: float) -> float:
     return limit * (1 + 2 * TIE)
 
 
-def expansions(choices: StageChoices, plans: Partial, remaining: int) -> Iterator[Expansion]:
+def expansions(choices: StageChoices, plans: PartialPlans, remaining: int) -> Iterator[Expansion]:
     """Every further stage of the plans, which leaves a device and a block for each that is to follow."""
     starts = choices.ranges.starts
     pairs = [(row, begin) for row, end in enumerate(plans.position.tolist()) for begin in starts[end]]
@@ -245,7 +245,7 @@ def expansions(choices: StageChoices, plans: Partial, remaining: int) -> Iterato
 
 
 def _cut(
-    choices: StageChoices, plans: Partial, group: GroupChoices, parent: Indices, position: Indices
+    choices: StageChoices, plans: PartialPlans, group: GroupChoices, parent: Indices, position: Indices
 ) -> tuple[Floats, Floats]:
     """Latency of the transfer from the stage before, and the seconds for which it takes its links: the larger
     part of both sides."""

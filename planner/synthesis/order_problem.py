@@ -190,7 +190,7 @@ class OrderProblem:
         return Program(tuple(actions), like.pipes, like.pipe_of)
 
 
-def lists_of(program: Program) -> Lists | None:
+def list_steps(program: Program) -> Lists | None:
     """The kinds and parts of a program in their order; None where its micro-batches are not in order, or some
     backwards are in two parts and others whole."""
     of_kind = Counter(action.kind for own in program.actions for action in own)

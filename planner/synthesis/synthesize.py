@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING
 from ...cost_models.errors import UsageError
 from ...cost_models.memory import Recompute
 from ...cost_models.quantities import MOST_ACTIONS
-from ...cost_models.schedules import Program, schedule_named
+from ...cost_models.schedules import Program, find_schedule
 from ...cost_models.schedules.registration import register_order
 from ...cost_models.schedules.schedule_text import read_schedule, write_program
 from ...cost_models.timeline import simulate
 from ..assembly import Assembly
 from ..candidate import Proposal, ScoredPlan
-from ..other_schedules import transplant
+from ..other_schedules import propose_other_schedules
 from ..pipeline_config import SYNTHESIZED
 from ..plan_simulation import device_memory
 from ..scoring import assemble, fastest, possible
 from .fill_orders import fill_orders
 from .local_search import improve_order
-from .order_problem import Lists, OrderProblem, lists_of, order_problem
+from .order_problem import Lists, OrderProblem, list_steps, order_problem
 from .run_order import run_order
 from .solve_order import MOST_ACTIONS as MOST_SOLVED
 from .solve_order import has_solver, solve_order
@@ -96,7 +96,7 @@ def _candidates(problem: Problem, best: ScoredPlan | None, limit: float) -> Iter
     """Shapes of good plans, by base, whose bound on all orders is below the limit."""
     names = [name for name in BASES if name in problem.schedules]
     straight = None if best is None or best.config.virtual_stages > 1 else best
-    proposals: Iterable[Proposal] = transplant(problem, names, straight)
+    proposals: Iterable[Proposal] = propose_other_schedules(problem, names, straight)
     for proposal in dict.fromkeys(proposals):
         config = proposal.config
         devices = len(proposal.ends) // config.virtual_stages
@@ -167,8 +167,8 @@ def _published_orders(own: _Candidate) -> Iterator[Lists]:
     config = own.proposal.config
     for name in STARTS[config.schedule]:
         with suppress(UsageError):
-            program = schedule_named(name).program(own.program.devices, config.micro_batches)
-            lists = lists_of(program)
+            program = find_schedule(name).program(own.program.devices, config.micro_batches)
+            lists = list_steps(program)
             if lists is not None:
                 yield lists
 

@@ -10,8 +10,8 @@ from ..cost_models.errors import PplanError
 from ..cost_models.layer import Chain
 from ..cost_models.machines.topology_text import to_toml
 from ..cost_models.topology import Device, Group, Topology
-from ..planner.build_plan import bare_plan, build_problem
-from ..planner.joint_search import find
+from ..planner.build_plan import build_problem, plan_without_comparison
+from ..planner.joint_search import find_best_plan
 from ..planner.plan_file import Plan
 from ..runtimes.checking.calibration import Calibration
 from ..runtimes.checking.check_report import Check
@@ -54,12 +54,14 @@ def _solved_again(read: PlanAndProfile, topology: Topology, profiles: Mapping[st
     try:
         plan_options = read.plan.options
         problem = build_problem(read.profile.chain(), topology, plan_options, read.plan.profile, profiles)
-        answer = find(problem)
+        answer = find_best_plan(problem)
     except PplanError as error:
         return error.what
     if answer.best is None:
         return "no plan fits"
-    return bare_plan(problem, answer.best, answer.result, model=read.plan.model, profile=read.plan.profile)
+    return plan_without_comparison(
+        problem, answer.best, answer.result, model=read.plan.model, profile=read.plan.profile
+    )
 
 
 def slower_alone(result: Check) -> float:

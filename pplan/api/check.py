@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Unpack
 
 from ..cost_models.errors import MachineError, PplanError, UsageError
-from ..cost_models.quantities import counted
-from ..cost_models.runtime import runtime_named
+from ..cost_models.quantities import format_count
+from ..cost_models.runtime import find_runtime
 from ..planner.plan_file import Plan
 from ..profiler.named_model import loss_for, model_for
 from ..profiler.profile_file import Profile
@@ -101,7 +101,7 @@ def _check_runtime(
     check_runtime(options.runtime, emulate=options.emulate, calibrate=_calibrates(options))
     own, remark = placed.choose_plan(plan, options.runtime)
     notes += [] if remark is None else [remark]
-    one_process = runtime_named(options.runtime).one_process
+    one_process = find_runtime(options.runtime).one_process
     devices = sum(stage.replicas for stage in own.stages)
     device = chosen_device(devices, options, one_process=one_process)
     cases = [for_runtime(PLAN, own, placed, options.runtime, device)]
@@ -130,7 +130,7 @@ def _calibrates(options: CheckOptions) -> bool:
 
 def _crowded(job: Job) -> list[str]:
     if job.device == "cpu" and job.processes > cores() and job.model is not None:
-        return [f"{job.processes} processes share {counted(cores(), 'core')}: the seconds say little"]
+        return [f"{job.processes} processes share {format_count(cores(), 'core')}: the seconds say little"]
     return []
 
 
@@ -195,10 +195,10 @@ def chosen_device(devices: int, options: CheckOptions, *, one_process: bool = Fa
         needed = read_torchrun_env(os.environ, "check", at_least=1).local_world_size
     if count >= needed:
         return "cuda"
-    here = f"{counted(count, 'CUDA device')} and {counted(cores(), 'core')}"
+    here = f"{format_count(count, 'CUDA device')} and {format_count(cores(), 'core')}"
     if options.device == "cuda" or (needed > cores() and not one_process):
         raise MachineError(
-            f"check: the plan takes {counted(needed, 'device')}, here are {here}",
+            f"check: the plan takes {format_count(needed, 'device')}, here are {here}",
             "With `emulate` its stages wait instead of computing; `device='cpu'` shares the cores.",
         )
     return "cpu"
@@ -248,7 +248,7 @@ def run_here(job: Job, callbacks: ProgressCallbacks | None = None) -> CheckMeasu
     process = read_torchrun_env(os.environ, "check", at_least=1)
     if process.world_size != job.processes:
         raise UsageError(
-            f"check: world size {process.world_size} for a plan of {counted(job.processes, 'device')}",
+            f"check: world size {process.world_size} for a plan of {format_count(job.processes, 'device')}",
             f"Start {job.processes}: torchrun --no-python --nproc-per-node {job.processes} pplan check",
         )
     from ..runtimes.checking.processes.worker import run_in_torchrun

@@ -105,8 +105,8 @@ def even_plan(plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[st
             schedule=plan.schedule,
             recompute="auto" if plan.recompute == "selective" else plan.recompute,
             optimizer=plan.optimizer,
-            precision=plan.trained.name,
-            gradient_dtype=plan.trained.gradient_dtype,
+            precision=plan.training_precision.name,
+            gradient_dtype=plan.training_precision.gradient_dtype,
             zero=plan.zero,
             runtime=plan.runtime,
         )

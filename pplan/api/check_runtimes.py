@@ -10,7 +10,7 @@ from itertools import accumulate
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import ExportError, MachineError, UsageError
 from ..cost_models.layer import Chain
-from ..cost_models.runtime import runtime_named
+from ..cost_models.runtime import find_runtime
 from ..cost_models.topology import Topology
 from ..planner.build_plan import build_problem
 from ..planner.fixed_partition import FixedPartition, plan_partition
@@ -44,9 +44,9 @@ class Placed:
 
         Raises ExportError where the runtime runs neither.
         """
-        about = runtime_named(runtime)
+        about = find_runtime(runtime)
         choice, remark = choose(plan, about)
-        launches = plan.runtime is not None and runtime_named(plan.runtime).one_process
+        launches = plan.runtime is not None and find_runtime(plan.runtime).one_process
         if remark is None and (launches or not about.one_process):
             return plan, None
         text = None if remark is None else remark.replace("Exported instead", "Checked instead")
@@ -59,8 +59,8 @@ class Placed:
             schedule=choice.schedule,
             recompute=choice.recompute,
             optimizer=plan.optimizer,
-            precision=plan.trained.name,
-            gradient_dtype=plan.trained.gradient_dtype,
+            precision=plan.training_precision.name,
+            gradient_dtype=plan.training_precision.gradient_dtype,
             zero=plan.zero,
             runtime=runtime,
         )

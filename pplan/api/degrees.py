@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import gcd
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -23,8 +22,7 @@ from ..cost_models.transformer.transformer_shape import (
     transformer_shape,
 )
 from ..planner.degrees.degree_options import DegreeOptions
-from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan, search_degrees
-from ..runtimes.formats.megatron_export import write_layout
+from ..planner.degrees.degree_search import DegreeAnswer, search_degrees
 from .options import DegreesKeywords, options_from
 
 
@@ -46,9 +44,10 @@ def degrees(
     Raises UsageError, FileError, and InfeasibleError where nothing fits.
     """
     table = arguments.optional_path("kernels", kernels)
-    degree_options, machine = options_from(
-        {**options, "gpus": gpus}, DegreeOptions, MachineOptions, of="degrees"
-    )
+    values: dict[str, Any] = {**options, "gpus": gpus}
+    if "batch_size" in values:  # the name of earlier versions
+        values.setdefault("mini_batch", values.pop("batch_size"))
+    degree_options, machine = options_from(values, DegreeOptions, MachineOptions, of="degrees")
     shape = (
         transformer_shape(config)
         if isinstance(config, Mapping)
@@ -104,38 +103,3 @@ def rank_costs(topology: Topology, table: KernelTable | None) -> RankCosts:
     roofline = ROOFLINES[preset.name]
     peak = roofline.peak("bfloat16") if table is None else table.peak
     return RankCosts(DeviceLimits(peak, roofline.bandwidth.value), TopologyLinks(topology), table)
-
-
-def megatron_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
-    """What `pretrain_gpt.py` takes besides the model and the data."""
-    degrees = plan.degrees
-    flags: dict[str, object] = {
-        "--num-layers": sum(plan.blocks),
-        "--seq-length": answer.options.sequence,
-        "--micro-batch-size": plan.micro_batch_size,
-        "--global-batch-size": answer.options.batch_size,
-        "--tensor-model-parallel-size": degrees.tensor,
-        "--pipeline-model-parallel-size": degrees.pipeline,
-    }
-    if plan.virtual_stages > 1 and len(set(plan.blocks)) == 1:
-        flags["--num-layers-per-virtual-pipeline-stage"] = plan.blocks[0]
-    elif len(set(plan.blocks)) > 1:
-        flags["--pipeline-model-parallel-layout"] = write_layout(plan.blocks)
-    if degrees.context > 1:
-        flags["--context-parallel-size"] = degrees.context
-        flags["--cp-comm-type"] = "a2a"
-    if degrees.expert > 1:
-        flags["--expert-model-parallel-size"] = degrees.expert
-        flags["--expert-tensor-parallel-size"] = 1
-    if plan.recompute == "selective":
-        flags["--recompute-granularity"] = "selective"
-    if plan.recompute == "full":
-        flags["--recompute-granularity"] = "full"
-        flags["--recompute-method"] = "uniform"
-        flags["--recompute-num-layers"] = gcd(*plan.blocks)
-    words = ["--bf16"]
-    if degrees.tensor > 1:
-        words.append("--sequence-parallel")
-    if degrees.zero:
-        words.append("--use-distributed-optimizer")
-    return [str(part) for flag in flags.items() for part in flag] + words

@@ -8,7 +8,7 @@ from shlex import quote
 
 from ..cost_models import arguments
 from ..cost_models.errors import FileError, UsageError
-from ..cost_models.text_files import as_text, read_bytes, sha256
+from ..cost_models.text_files import decode_text, read_bytes, sha256
 from ..planner.plan_file import Plan
 from ..planner.plan_records import ProfileReference
 from ..profiler.profile_file import Profile
@@ -57,7 +57,7 @@ def profile_and_reference(
     if isinstance(profile, str | Path):
         path = Path(profile)
         content = read_bytes(path, "profile")
-        profile = Profile.parse(as_text(content, path, "profile"), str(path))
+        profile = Profile.parse(decode_text(content, path, "profile"), str(path))
         file, sha = file or path.name, sha or sha256(content)
     arguments.instance(
         "profile", profile, Profile, "Give what pplan.profile returns, or the path of its file."
@@ -105,7 +105,7 @@ def read_plan(path: Path, profile_file: Path | None) -> PlanAndProfile:
             f"the plan says {plan.profile.sha256[:12]}…)",
             f"Name the right one as `profile`, or plan again: pplan solve {quote(str(where))}",
         )
-    profile = Profile.parse(as_text(content, where, "profile"), str(where))
+    profile = Profile.parse(decode_text(content, where, "profile"), str(where))
     if sum(plan.balance) != len(profile.layers):
         raise FileError(
             f"{path}: has {sum(plan.balance)} layers, its profile {where} {len(profile.layers)}",

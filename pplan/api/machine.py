@@ -14,7 +14,7 @@ from ..cost_models.machines.topology_options import (
     make_topology,
 )
 from ..cost_models.topology import Topology
-from ..planner.layout import devices_needed, read_machine
+from ..planner.layout import count_devices, read_machine
 from ..planner.overrides import Overrides
 from ..planner.plan_file import Plan
 from ..profiler.profile_file import Profile
@@ -38,7 +38,7 @@ def planned_machine(plan: Plan, profile: Profile, folder: Path) -> tuple[Topolog
     Raises FileError.
     """
     topology = make_topology(
-        gpus=devices_needed(plan, Overrides()),
+        gpus=count_devices(plan, Overrides()),
         file=read_machine(plan, "plan"),
         profiled=profiled_device(profile),
     )

@@ -8,9 +8,16 @@ from typing import Any, Literal, Required, TypedDict
 
 from ..cost_models import arguments
 from ..cost_models.machines.machine_options import MachineKeywords, MachineOptions
-from ..cost_models.option_fields import Option, Options, declared, option, options_from, unknown_option
+from ..cost_models.option_fields import (
+    Option,
+    Options,
+    list_declarations,
+    option,
+    options_from,
+    unknown_option,
+)
+from ..cost_models.option_readers import read_counts
 from ..cost_models.schedules.registration import optional_schedule
-from ..cost_models.typed_text import counts
 from ..planner.degrees.degree_options import DegreeKeywords
 from ..planner.objectives.objective import ObjectiveKeywords, ObjectiveOptions
 from ..planner.overrides import OverrideKeywords, Overrides
@@ -124,7 +131,7 @@ class ExplainOptions(Options):
         arguments.wholes,
         "Layers of each stage as you split them now: why it is slower than the plan.",
         "N,N,...",
-        read=counts,
+        read=read_counts,
         panel=_IN_USE,
     )
     replicas: int = option(
@@ -207,7 +214,7 @@ __all__ = [
     "SweepOptions",
     "TrainingKeywords",
     "TransformerSizes",
-    "declared",
+    "list_declarations",
     "options_from",
     "unknown_option",
 ]

@@ -15,7 +15,7 @@ from ..cost_models.schedules import SCHEDULES, Program
 from ..cost_models.timeline import Timeline
 from ..cost_models.timeline import simulate as simulate_program
 from ..cost_models.topology import Topology
-from ..planner.layout import devices_needed, read_machine
+from ..planner.layout import count_devices, read_machine
 from ..planner.plan_file import Plan
 from ..planner.plan_records import TIE
 from ..planner.plan_simulation import simulate_plan
@@ -53,7 +53,7 @@ def simulate(
     overrides, other = options_from(
         options, *(Overrides, MachineOptions), of="simulate", takes=SimulateKeywords.__annotations__
     )
-    machine = _topology(plan_document, measured, other, devices_needed(plan_document, overrides), "plan")
+    machine = _topology(plan_document, measured, other, count_devices(plan_document, overrides), "plan")
     profiles = own_profiles(machine, other.folder)
     chain = measured.chain()
     return _with_fields(lambda: simulate_plan(plan_document, chain, machine, overrides, profiles)).timeline
@@ -62,7 +62,7 @@ def simulate(
 def simulate_files(read: PlanAndProfile, overrides: Overrides, machine: MachineOptions) -> Simulation:
     """A step of the plan, on its machine or on `machine`. Raises UsageError, FileError."""
     plan, chain = read.plan, read.profile.chain()
-    topology = _topology(plan, read.profile, machine, devices_needed(plan, overrides), str(read.plan_file))
+    topology = _topology(plan, read.profile, machine, count_devices(plan, overrides), str(read.plan_file))
     profiles = own_profiles(topology, read.plan_file.parent if machine.topology is None else machine.folder)
     simulation = _with_fields(lambda: simulate_plan(plan, chain, topology, overrides, profiles))
     as_it_is = overrides == Overrides()

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from ..cost_models.document import Document, MadeBy, Record
-from ..cost_models.quantities import counted
+from ..cost_models.quantities import format_count
 from ..cost_models.schedules import Schedule
 from ..cost_models.simulator.steady import SteadyState, steady_state
 from ..cost_models.timeline import Timeline
@@ -45,7 +45,7 @@ class Simulation:
     def title(self) -> str:
         """`zb-h1, 8 stages, 24 micro-batches`."""
         chunks = f" of {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
-        stages, parts = counted(self.stages, "stage"), counted(self.micro_batches, "micro-batch")
+        stages, parts = format_count(self.stages, "stage"), format_count(self.micro_batches, "micro-batch")
         return f"{self.schedule.name}, {stages}{chunks}, {parts}"
 
     @property

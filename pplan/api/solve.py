@@ -15,10 +15,10 @@ from ..cost_models.option_fields import check_values
 from ..planner.build_plan import build_problem
 from ..planner.joint_search import BEST
 from ..planner.objectives.frontier import Frontier, build_frontier
-from ..planner.objectives.solve_objective import solve_for
+from ..planner.objectives.solve_objective import solve_objective
 from ..planner.plan_file import Plan
 from ..planner.plan_records import ProfileReference
-from ..planner.planners import planner_named
+from ..planner.planners import find_planner
 from ..planner.problem import Problem
 from ..planner.problem_grid import SweepResult, list_points, solve_points
 from ..profiler.profile_file import Profile
@@ -34,14 +34,14 @@ from .options import (
     SolveKeywords,
     SweepKeywords,
     SweepOptions,
-    declared,
+    list_declarations,
     options_from,
     unknown_option,
 )
 from .provenance import made_by
 
 MODELS = (MachineOptions, PlanOptions, ObjectiveOptions)
-SWEEP = tuple(declared(SweepOptions))
+SWEEP = tuple(list_declarations(SweepOptions))
 
 
 def solve(
@@ -76,7 +76,7 @@ def _solve(
     machine, plan_options, objective = options_from(options, *MODELS)
     measured, reference = profile_and_reference(profile, profile_file, profile_sha256)
     problem = make_problem(measured, reference, machine, plan_options)
-    plan = solve_for(
+    plan = solve_objective(
         objective.aim,
         problem,
         model=measured.model,
@@ -190,7 +190,7 @@ def _solve_point(
 def check_grid(grid: Any, options: Mapping[str, Any]) -> None:
     """Raises UsageError for keys that are no arguments, or stand in both, and for values that are no list."""
     arguments.instance("grid", grid, Mapping, 'For example: grid={"gpus": [2, 4]}.')
-    names = [name for model in MODELS for name in declared(model)]
+    names = [name for model in MODELS for name in list_declarations(model)]
     for key in (*grid, *options):
         if key not in names:
             raise unknown_option(key, names, "solve")
@@ -216,4 +216,4 @@ def _check_word(key: str, value: Any) -> None:
     values: dict[str, Any] = {key: value}
     planner = PlanOptions(**values).planner
     if planner != BEST:
-        planner_named(planner)
+        find_planner(planner)

@@ -88,14 +88,14 @@ class StageCosts:
 
         Raises UsageError for wrong counts, and where a split backward is given whole.
         """
-        from ..cost_models.simulator.costs import transfers_named
+        from ..cost_models.simulator.costs import find_transfers
         from ..cost_models.simulator.pipeline_costs import stage_costs
 
         self._check(program)
         costs = stage_costs(program, self.forward, self.backward, self.weight)
         latency = self._latency(program)
         return replace(
-            costs, forward_latency=latency, backward_latency=latency, transfers=transfers_named(transfers)
+            costs, forward_latency=latency, backward_latency=latency, transfers=find_transfers(transfers)
         )
 
     def _check(self, program: Program) -> None:

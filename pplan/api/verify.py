@@ -9,8 +9,7 @@ from ..planner.plan_file import Plan
 from ..profiler.profile_file import Profile
 from ..verification.documents import LARGEST_PROFILE, read_content
 from ..verification.report import Report
-from ..verification.verify_files import Sources, sources_of
-from ..verification.verify_files import verify as verify_sources
+from ..verification.verify_files import Sources, read_sources, verify_sources
 from .load import check_is_plan
 
 
@@ -25,7 +24,7 @@ def verify(plan: Plan | str | Path, profile: Profile | str | Path | None = None)
     """
     if isinstance(plan, str | Path):
         path = profile if isinstance(profile, str | Path) else None
-        sources = sources_of(Path(plan), None if path is None else Path(path))
+        sources = read_sources(Path(plan), None if path is None else Path(path))
     else:
         check_is_plan(plan)
         sources = Sources(plan.to_json().encode(), "plan")

@@ -45,12 +45,12 @@ def part_bytes(layers: Layers, first: int, end: int, size: int) -> PartBytes:
     costs, own = layers.at(size), slice(first, end)
     saved, workspace = costs["saved_bytes"][own], costs["workspace_bytes"][own]
     received = float(costs["output_bytes"][first - 1]) if first else 0.0
-    kept, parameters = saved.cumsum(), layers.parameters[own]
-    copies = [weight for weight in layers.shared if weight.users[0] < first and weight.held_by(first, end)]
+    saved_before, parameters = saved.cumsum(), layers.parameters[own]
+    copies = [weight for weight in layers.shared if weight.users[0] < first and weight.is_used(first, end)]
     copied = sum(weight.bytes for weight in copies if weight.trains)
     largest = layers.trainable if layers.largest is None else layers.largest
     buffers = sum(
-        own.bytes for own in layers.shared_buffers if own.users[0] < first and own.held_by(first, end)
+        own.bytes for own in layers.shared_buffers if own.users[0] < first and own.is_used(first, end)
     )
     pairs = parameters[1:] + parameters[:-1]
     return PartBytes(
@@ -61,14 +61,14 @@ def part_bytes(layers: Layers, first: int, end: int, size: int) -> PartBytes:
         input=received if first else layers.input_bytes_per_sample * size,
         received=received,
         sent=float(costs["output_bytes"][end - 1]) if end < len(layers) else 0.0,
-        workspace=max(float((kept + workspace).max() - kept[-1]), 0.0),
+        workspace=max(float((saved_before + workspace).max() - saved_before[-1]), 0.0),
         neighbours=float(pairs.max() if len(pairs) else parameters[0]),
         copied=copied,
         largest=max([float(largest[own].max()), *(weight.bytes for weight in copies if weight.trains)]),
     )
 
 
-Held = tuple[float, float, float]
+HeldBytes = tuple[float, float, float]
 """Bytes of activations, of stage inputs, and of the workspace."""
 
 
@@ -78,7 +78,7 @@ class Ledger:
     come and go may be."""
 
     terms: dict[str, float]
-    others: list[Held]
+    others: list[HeldBytes]
 
     @property
     def bytes(self) -> float:
@@ -91,7 +91,7 @@ class Ledger:
         return sum(round(amount) for amount in self.terms.values())
 
 
-def ledger(
+def compute_ledger(
     order: ScheduleOrder,
     device: int,
     chunks: list[PartBytes],
@@ -107,17 +107,18 @@ def ledger(
     the same gradients. `copies`: of the weights that the schedule keeps, of which each route trains one."""
     parameters, trainable = (sum(getattr(own, key) for own in chunks) for key in ("parameters", "trainable"))
     gradients = trainable * training.gradient / training.weight
-    most = _most_held(order, device, chunks, recompute)
+    most = _largest_terms(order, device, chunks, recompute)
     routes = len(order.routes)
-    kept = training.spread(parameters, replicas, 3)
+    weights = training.spread(parameters, replicas, 3)
     terms = {
-        "weights": kept + sum(own.buffers for own in chunks),
+        "weights": weights + sum(own.buffers for own in chunks),
         "gradients": training.spread(gradients, replicas, 2),
         "optimizer": training.spread(trainable * training.state / training.weight, replicas, 1),
-        "weight_versions": kept * (weight_versions - 1) + parameters / routes * max(copies - routes, 0),
+        "weight_versions": weights * (weight_versions - 1) + parameters / routes * max(copies - routes, 0),
         "activations": most[0][0],
         "stage_inputs": most[0][1],
-        "communication": _at_cuts(order, device, chunks) + _exchanged(chunks, training, replicas, gradients),
+        "communication": _at_cuts(order, device, chunks)
+        + _exchange_bytes(chunks, training, replicas, gradients),
         "workspace": most[0][2],
     }
     if training.master:
@@ -127,8 +128,8 @@ def ledger(
     temporaries = training.step_temporaries(trainable, largest, gpu=context_bytes > 0)
     if temporaries is not None:
         waiting, inputs, _, alive = most[0]
-        held = waiting if recompute == "never" else inputs
-        waits = held * (alive - 1) / alive if weight_versions > 1 else 0.0
+        waiting_bytes = waiting if recompute == "never" else inputs
+        waits = waiting_bytes * (alive - 1) / alive if weight_versions > 1 else 0.0
         needed = training.spread(temporaries, replicas, 1) + waits
         terms["optimizer_step"] = max(needed - sum(most[0][:3]), 0.0)
     terms["reserve"] = RESERVE * sum(terms.values())
@@ -137,7 +138,9 @@ def ledger(
     return Ledger(terms, [moment[:3] for moment in most[1:]])
 
 
-def _exchanged(chunks: list[PartBytes], training: StatedTraining, replicas: int, gradients: float) -> float:
+def _exchange_bytes(
+    chunks: list[PartBytes], training: StatedTraining, replicas: int, gradients: float
+) -> float:
     """What replicas exchange: buckets hold the gradients once more, but for those of copies; ZeRO-1 reduces
     them where they lie; where ZeRO spreads them, those of two neighbouring layers are whole at a time, and
     where it spreads the weights, those of two, too."""
@@ -161,7 +164,7 @@ def _at_cuts(order: ScheduleOrder, device: int, chunks: list[PartBytes]) -> floa
     return received + sent
 
 
-def _most_held(
+def _largest_terms(
     order: ScheduleOrder, device: int, chunks: list[PartBytes], recompute: str
 ) -> list[tuple[float, float, float, int]]:
     """The terms that come and go, at each action during which they are the largest together (without
@@ -173,7 +176,7 @@ def _most_held(
     own, last = order.lists[device], len(order.route_of) - 1
     split = {(batch, chunk) for kind, batch, chunk in own if kind == "W"}
     waiting, inputs = [0.0] * len(chunks), [0.0] * len(chunks)
-    moments: dict[Held, int] = {}
+    moments: dict[HeldBytes, int] = {}
     alive = 0
     for kind, batch, chunk in own:
         share = order.shares[batch]

@@ -19,7 +19,7 @@ LARGEST = 2**80
 MOST_SECONDS = 1e9
 LONGEST = 1_000_000
 """Entries of a list."""
-SHOWN = 60
+MOST_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Table:
         """A whole number."""
         value = self._value(key, default)
         if type(value) is not int or not least <= value <= most:
-            raise self.refused(key, value, f"a whole number from {least} to {most}")
+            raise self.refusal(key, value, f"a whole number from {least} to {most}")
         return value
 
     def optional_count(self, key: str, *, least: int = 0) -> int | None:
@@ -52,18 +52,18 @@ class Table:
         value = self._value(key, default)
         fine = type(value) in (int, float) and abs(value) <= 1e308 and isfinite(value)
         if not fine or not least <= value <= most:
-            raise self.refused(key, value, f"a number from {least:g} to {most:g}")
+            raise self.refusal(key, value, f"a number from {least:g} to {most:g}")
         return float(value)
 
-    def optional_number(self, key: str, *, least: float = 0.0) -> float | None:
+    def optional_number(self, key: str) -> float | None:
         """A finite number, or None."""
-        return self.number(key, least=least) if self.has(key) else None
+        return self.number(key) if self.has(key) else None
 
     def text(self, key: str, default: str | None = None) -> str:
         """A text."""
         value = self._value(key, default)
         if not isinstance(value, str):
-            raise self.refused(key, value, "a text")
+            raise self.refusal(key, value, "a text")
         return value
 
     def optional_text(self, key: str) -> str | None:
@@ -74,14 +74,14 @@ class Table:
         """true or false."""
         value = self._value(key, default)
         if not isinstance(value, bool):
-            raise self.refused(key, value, "true or false")
+            raise self.refusal(key, value, "true or false")
         return value
 
     def table(self, key: str, *, optional: bool = False) -> Table:
         """An object; an empty one where it may be left out."""
         value = self._value(key, {} if optional else None)
         if not isinstance(value, dict):
-            raise self.refused(key, value, "an object")
+            raise self.refusal(key, value, "an object")
         return Table(value, f"{self.where}: {key}")
 
     def tables(self, key: str, *, least: int = 0) -> list[Table]:
@@ -92,12 +92,12 @@ class Table:
 
     def counts(self, key: str, *, least: int = 0, most: int = LARGEST) -> list[int]:
         """A list of whole numbers."""
-        made = []
+        values = []
         for index, value in self._items(key, int, 0):
             if isinstance(value, bool) or not least <= value <= most:
-                raise self.refused(f"{key}.{index}", value, f"a whole number from {least} to {most}")
-            made.append(value)
-        return made
+                raise self.refusal(f"{key}.{index}", value, f"a whole number from {least} to {most}")
+            values.append(value)
+        return values
 
     def texts(self, key: str) -> list[str]:
         """A list of texts."""
@@ -110,10 +110,10 @@ class Table:
     def _items(self, key: str, kind: type, least: int) -> Iterator[tuple[int, Any]]:
         values = self._value(key, None if least else [])
         if not isinstance(values, list) or not least <= len(values) <= LONGEST:
-            raise self.refused(key, values, f"a list of {least} to {LONGEST} entries")
+            raise self.refusal(key, values, f"a list of {least} to {LONGEST} entries")
         for index, value in enumerate(values):
             if not isinstance(value, kind):
-                raise self.refused(f"{key}.{index}", value, f"of the kind {_KINDS[kind]}")
+                raise self.refusal(f"{key}.{index}", value, f"of the kind {_KINDS[kind]}")
             yield index, value
 
     def _value(self, key: str, default: Any) -> Any:
@@ -124,9 +124,9 @@ class Table:
             return default
         return value
 
-    def refused(self, key: str, value: Any, expected: str) -> FileError:
+    def refusal(self, key: str, value: Any, expected: str) -> FileError:
         """The error for a value that cannot be."""
-        return FileError(f"{self.where}: {key} must be {expected}, the value is {_shown(value)}", _MEND)
+        return FileError(f"{self.where}: {key} must be {expected}, the value is {_short_text(value)}", _MEND)
 
 
 _MEND = "Mend the file, or make it again with pplan."
@@ -153,19 +153,19 @@ def read_content(path: Path, kind: str, most: int) -> bytes:
 def parse(content: bytes, where: str, kind: str, key: str) -> Table:
     """The object in a file's content, which has `key` as every file of its kind. Raises FileError."""
     try:
-        made = json.loads(content.decode("utf-8-sig"), parse_constant=_no_number)
+        document = json.loads(content.decode("utf-8-sig"), parse_constant=_no_number)
     except UnicodeDecodeError:
         raise FileError(f"{where}: not a text file, so not a {kind} file", f"Name a {kind} file.") from None
     except RecursionError:
         raise FileError(f"{where}: not a {kind} of pplan: nested too deep", f"Name a {kind} file.") from None
     except ValueError as error:
         raise FileError(f"{where}: not a whole JSON file: {error}", f"Name a {kind} file.") from None
-    if not isinstance(made, dict) or key not in made:
+    if not isinstance(document, dict) or key not in document:
         raise FileError(f"{where}: not a {kind} of pplan (it has no key {key!r})", f"Name a {kind} file.")
-    table = Table(made, where)
+    table = Table(document, where)
     if table.count("schema", least=1) > 1:
         raise FileError(
-            f"{where}: schema is {made['schema']}, this pplan reads {kind}s up to 1",
+            f"{where}: schema is {document['schema']}, this pplan reads {kind}s up to 1",
             "Install the pplan that wrote it, or newer: pip install --upgrade pplan",
         )
     return table
@@ -175,10 +175,10 @@ def _no_number(text: str) -> float:
     raise ValueError(f"{text} is no number")
 
 
-def _shown(value: Any) -> str:
+def _short_text(value: Any) -> str:
     if isinstance(value, list | dict):
         return f"a {_KINDS[type(value)]} of {len(value)} entries"
     if isinstance(value, int) and abs(value) > 10**40:
         return "a far larger number"
     text = repr(value)
-    return f"{text[:SHOWN]}…" if len(text) > SHOWN else text
+    return f"{text[:MOST_CHARACTERS]}…" if len(text) > MOST_CHARACTERS else text

@@ -6,7 +6,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from .orders import ASYNCHRONOUS
-from .report import EXACT, LineCheck, Sheet
+from .report import EXACT, LineCheck, ReportBuilder
 from .stated_plan import StatedStage
 from .verification_inputs import VerificationInputs, planned_order
 from .wiring import check_order, most_in_flight
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
 MOVING = ("activations", "stage_inputs", "workspace")
 
 
-def check_figures(sheet: Sheet, inputs: VerificationInputs) -> None:
+def check_figures(builder: ReportBuilder, inputs: VerificationInputs) -> None:
     """Adds the lines."""
     plan = inputs.plan
-    with sheet.line("order of actions", "") as check:
+    with builder.line("order of actions", "") as check:
         if plan.schedule in ASYNCHRONOUS:
-            check.leave(f"{plan.schedule} is asynchronous: it is never flushed")
+            check.skip(f"{plan.schedule} is asynchronous: it is never flushed")
         order = planned_order(plan)
         check_order(order)
-        held = ", ".join(f"{most:g}" for most in most_in_flight(order)[:8])
-        check.detail = f"{order.rule}; each F and B once, none waits for ever; in flight {held}"
-    with sheet.line(
+        in_flight = ", ".join(f"{most:g}" for most in most_in_flight(order)[:8])
+        check.detail = f"{order.rule}; each F and B once, none waits for ever; in flight {in_flight}"
+    with builder.line(
         "seconds of stages", "forward and backward with what is run again, from the profile"
     ) as check:
         _seconds(check, inputs)
-    with sheet.line(
+    with builder.line(
         "memory of stages", "every term from the profile, their sums, and each under its limit"
     ) as check:
         _memory(check, inputs)
-    with sheet.line("step", "the event loop's") as check:
+    with builder.line("step", "the event loop's") as check:
         _step(check, inputs)
-    with sheet.line("ports", "the step is not below what the bytes through a port need") as check:
+    with builder.line("ports", "the step is not below what the bytes through a port need") as check:
         _ports(check, inputs)
-    _check_prediction(sheet, inputs)
+    _check_prediction(builder, inputs)
 
 
 def _seconds(check: LineCheck, inputs: VerificationInputs) -> None:
@@ -53,12 +53,12 @@ def _seconds(check: LineCheck, inputs: VerificationInputs) -> None:
 def _memory(check: LineCheck, inputs: VerificationInputs) -> None:
     plan, figures = inputs.plan, inputs.figures(check)
     requested = plan.options.optional_number("memory_limit")
-    told = (*plan.warnings, *plan.notes)
-    lacking = plan.was_given and any(each.startswith("it does not fit") for each in told)
+    notes = (*plan.warnings, *plan.notes)
+    lacking = plan.is_fixed_partition and any(each.startswith("it does not fit") for each in notes)
     for device in range(figures.order.devices):
         ledger = figures.ledger(device, _weight_versions(plan.schedule, device, figures.order.devices))
         limit = figures.limit(device, requested)
-        for part in figures.order.stages_of(device):
+        for part in figures.order.device_stages(device):
             _stage_memory(check, part, plan.stages[part], ledger, limit)
         check.at_most(f"memory of stage {device}, above its limit", ledger.bytes, inf if lacking else limit)
 
@@ -71,14 +71,14 @@ def _weight_versions(schedule: str, device: int, devices: int) -> int:
 def _stage_memory(check: LineCheck, part: int, stage: StatedStage, ledger: Ledger, limit: float) -> None:
     if stage.memory:
         unknown = sorted(set(stage.memory) ^ set(ledger.terms))
-        check.holds(f"terms of stage {part}: {', '.join(unknown)}", not unknown)
+        check.require(f"terms of stage {part}: {', '.join(unknown)}", not unknown)
         moving = tuple(stage.memory[name] for name in MOVING)
         also = any(
             all(abs(a - b) <= 1 for a, b in zip(moving, other, strict=True)) for other in ledger.others
         )
-        for name, found in ledger.terms.items():
+        for name, expected in ledger.terms.items():
             if not (also and name in MOVING):
-                check.bytes(f"{name} of stage {part}", stage.memory[name], found)
+                check.bytes(f"{name} of stage {part}", stage.memory[name], expected)
         check.same(f"memory_bytes of stage {part}", stage.memory_bytes, sum(stage.memory.values()))
     check.bytes(f"memory_bytes of stage {part}", stage.memory_bytes, ledger.rounded)
     own = None if limit == inf else int(limit)
@@ -86,72 +86,79 @@ def _stage_memory(check: LineCheck, part: int, stage: StatedStage, ledger: Ledge
 
 
 def _step(check: LineCheck, inputs: VerificationInputs) -> None:
-    said = inputs.plan.prediction.number("step_seconds")
-    check.holds("a step of no seconds", said > 0, said)
+    plan_value = inputs.plan.prediction.number("step_seconds")
+    check.require("a step of no seconds", plan_value > 0, plan_value)
     if inputs.plan.schedule in ASYNCHRONOUS:
-        check.leave(f"{inputs.plan.schedule} is asynchronous: its step is that of a steady state")
-    check.near("step_seconds", said, inputs.figures(check).step.seconds)
+        check.skip(f"{inputs.plan.schedule} is asynchronous: its step is that of a steady state")
+    check.near("step_seconds", plan_value, inputs.figures(check).step.seconds)
 
 
 def _ports(check: LineCheck, inputs: VerificationInputs) -> None:
     if inputs.plan.schedule in ASYNCHRONOUS:
-        check.leave(f"{inputs.plan.schedule} is asynchronous: sums of gradients go on beside later steps")
+        check.skip(f"{inputs.plan.schedule} is asynchronous: sums of gradients go on beside later steps")
     figures = inputs.figures(check)
     if not figures.shared_ports:
-        check.leave("ports were not to be shared")
+        check.skip("ports were not to be shared")
     needed, port = figures.port_seconds
-    said = inputs.plan.prediction.number("step_seconds")
+    plan_value = inputs.plan.prediction.number("step_seconds")
     name = "" if port is None else f" through port {port[2]} of level {figures.machine.levels[port[0]].name}"
-    check.holds(f"the bytes{name} need more than the step", said >= needed * (1 - 1e-9), said, needed)
+    check.require(
+        f"the bytes{name} need more than the step", plan_value >= needed * (1 - 1e-9), plan_value, needed
+    )
 
 
-def _check_prediction(sheet: Sheet, inputs: VerificationInputs) -> None:
-    plan, said = inputs.plan, inputs.plan.prediction
-    step, bound = said.number("step_seconds"), said.number("lower_bound_seconds")
-    with sheet.line("samples per second", "mini_batch / step_seconds") as check:
-        check.holds("a step of no seconds", step > 0, step)
-        check.near("samples_per_second", said.number("samples_per_second"), plan.mini_batch / step)
-    with sheet.line("bubble", "the idle share of the devices in the event loop") as check:
+def _check_prediction(builder: ReportBuilder, inputs: VerificationInputs) -> None:
+    plan, plan_value = inputs.plan, inputs.plan.prediction
+    step, bound = plan_value.number("step_seconds"), plan_value.number("lower_bound_seconds")
+    with builder.line("samples per second", "mini_batch / step_seconds") as check:
+        check.require("a step of no seconds", step > 0, step)
+        check.near("samples_per_second", plan_value.number("samples_per_second"), plan.mini_batch / step)
+    with builder.line("bubble", "the idle share of the devices in the event loop") as check:
         if plan.schedule in ASYNCHRONOUS:
-            check.leave(f"{plan.schedule} is asynchronous")
-        check.near("bubble", said.number("bubble", least=-1), inputs.figures(check).step.bubble, around=1.0)
-    with sheet.line(
+            check.skip(f"{plan.schedule} is asynchronous")
+        check.near(
+            "bubble", plan_value.number("bubble", least=-1), inputs.figures(check).step.bubble, around=1.0
+        )
+    with builder.line(
         "lower bound", "not above the step nor below the root's; that no plan is below it: not checked"
     ) as check:
         check.at_most("lower_bound_seconds, above the step", bound, step)
-        root = said.optional_number("root_bound_seconds")
-        check.holds(
+        root = plan_value.optional_number("root_bound_seconds")
+        check.require(
             "root_bound_seconds, above the bound", root is None or root <= bound * (1 + 1e-9), root, bound
         )
-        if plan.was_given:
-            check.holds("exact, of a partition that was given", not said.flag("exact"), step, bound)
-    with sheet.line("gap", "step_seconds / lower_bound_seconds - 1; exact only where it is 0") as check:
-        gap = said.number("gap", least=-1, most=1e300)
-        check.holds("a bound of no seconds", bound > 0, bound)
+        if plan.is_fixed_partition:
+            check.require("exact, of a partition that was given", not plan_value.flag("exact"), step, bound)
+    with builder.line("gap", "step_seconds / lower_bound_seconds - 1; exact only where it is 0") as check:
+        gap = plan_value.number("gap", least=-1, most=1e300)
+        check.require("a bound of no seconds", bound > 0, bound)
         check.near("gap", gap, step / bound - 1, around=1.0)
-        check.holds("exact, with a gap", not said.flag("exact") or gap <= EXACT, gap, 0)
-    with sheet.line(
+        check.require("exact, with a gap", not plan_value.flag("exact") or gap <= EXACT, gap, 0)
+    with builder.line(
         "uncertainty", "how far the layers' sum is from the whole model, by the profile"
     ) as check:
         _uncertainty(check, inputs)
-    low, high = (said.optional_number(f"{end}_seconds") for end in ("low", "high"))
-    with sheet.line("interval", "") as check:
+    low, high = (plan_value.optional_number(f"{end}_seconds") for end in ("low", "high"))
+    with builder.line("interval", "") as check:
         ordered = low is not None and high is not None and low <= high
-        check.holds("low_seconds and high_seconds", ordered or (low is None and high is None), low, high)
-        check.leave(
+        check.require("low_seconds and high_seconds", ordered or (low is None and high is None), low, high)
+        check.skip(
             "low_seconds and high_seconds are percentiles of random draws" if ordered else "there is none"
         )
 
 
 def _uncertainty(check: LineCheck, inputs: VerificationInputs) -> None:
     if inputs.layers is None:
-        check.leave(inputs.no_profile)
+        check.skip(inputs.no_profile)
     else:
         plan = inputs.plan
         shares = {-(-plan.micro_batch_size // stage.replicas) for stage in plan.stages}
-        known = [off for share in shares if (off := inputs.layers.uncertainty(share)) is not None]
-        said, found = plan.prediction.optional_number("uncertainty"), max(known) if known else None
-        if said is None or found is None:
-            check.same("uncertainty", said, found)
+        shares_off = [off for share in shares if (off := inputs.layers.uncertainty(share)) is not None]
+        plan_value, expected = (
+            plan.prediction.optional_number("uncertainty"),
+            max(shares_off) if shares_off else None,
+        )
+        if plan_value is None or expected is None:
+            check.same("uncertainty", plan_value, expected)
         else:
-            check.near("uncertainty", said, found, around=1e-3)
+            check.near("uncertainty", plan_value, expected, around=1e-3)

@@ -33,7 +33,7 @@ LARGEST_SIZE = 2**24
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedTensor:
     """A weight or buffer that several layers use (their numbers), and that may be on several stages."""
 
     name: str
@@ -41,7 +41,7 @@ class Shared:
     trains: bool
     users: tuple[int, ...]
 
-    def held_by(self, first: int, end: int) -> bool:
+    def is_used(self, first: int, end: int) -> bool:
         """Whether a user is among the layers `first` to `end` - 1."""
         return any(user in range(first, end) for user in self.users)
 
@@ -64,10 +64,10 @@ class Layers:
     figures: dict[str, Vector]
     scales: bool
     closing: dict[int, float]
-    shared: tuple[Shared, ...] = ()
+    shared: tuple[SharedTensor, ...] = ()
     largest: Vector | None = None
     """Bytes of each layer's largest trainable parameter; None: not known."""
-    shared_buffers: tuple[Shared, ...] = ()
+    shared_buffers: tuple[SharedTensor, ...] = ()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -83,9 +83,9 @@ class Layers:
                 f"{self.where}: has no costs at micro-batch size {size}, only at {self.sizes[0]}",
                 "Profile more sizes, or check the plan's micro-batch size and replicas.",
             )
-        if size not in self._known:
-            self._known[size] = self._worked_out(size)
-        return self._known[size]
+        if size not in self._costs_by_size:
+            self._costs_by_size[size] = self._compute_costs(size)
+        return self._costs_by_size[size]
 
     def uncertainty(self, size: int) -> float | None:
         """How far the closing ratio of the sizes around this one is from 1, at most."""
@@ -96,19 +96,19 @@ class Layers:
         return max(abs(self.closing[self.sizes[index]] - 1) for index in around)
 
     @cached_property
-    def _known(self) -> dict[int, dict[str, Vector]]:
+    def _costs_by_size(self) -> dict[int, dict[str, Vector]]:
         return {}
 
-    def _worked_out(self, size: int) -> dict[str, Vector]:
-        made = {name: self._at(name, values, size) for name, values in self.figures.items()}
+    def _compute_costs(self, size: int) -> dict[str, Vector]:
+        costs = {name: self._at(name, values, size) for name, values in self.figures.items()}
         trains = np.where(self.trainable > 0, WEIGHT_SHARE, 0.0)
-        made.setdefault("backward_input_seconds", made["backward_seconds"] * (1 - trains))
-        made.setdefault("backward_weight_seconds", made["backward_seconds"] * trains)
-        adding = np.minimum(self.adding, made["backward_seconds"])
-        made["first_backward_seconds"] = made["backward_seconds"] - adding
-        weight = made["backward_weight_seconds"]
-        made["first_backward_weight_seconds"] = weight - np.minimum(adding, weight)
-        return made
+        costs.setdefault("backward_input_seconds", costs["backward_seconds"] * (1 - trains))
+        costs.setdefault("backward_weight_seconds", costs["backward_seconds"] * trains)
+        adding = np.minimum(self.adding, costs["backward_seconds"])
+        costs["first_backward_seconds"] = costs["backward_seconds"] - adding
+        weight = costs["backward_weight_seconds"]
+        costs["first_backward_weight_seconds"] = weight - np.minimum(adding, weight)
+        return costs
 
     def _at(self, name: str, values: Vector, size: int) -> Vector:
         if size in self.sizes:
@@ -124,22 +124,22 @@ class Layers:
         return np.maximum(line, right_values) if size > self.sizes[-1] else line
 
 
-def layers_of(table: Table) -> Layers:
+def read_layers(table: Table) -> Layers:
     """The layers of a profile file; the last one's figures hold the loss'. Raises FileError."""
     if table.text("device", "cpu") == "meta":
-        raise table.refused("device", "meta", "a device that has seconds")
+        raise table.refusal("device", "meta", "a device that has seconds")
     own = table.tables("layers", least=1)
     names = tuple(layer.text("name") for layer in own)
     if len(set(names)) < len(names):
-        raise table.refused("layers", list(names), "layers of different names")
+        raise table.refusal("layers", list(names), "layers of different names")
     sizes = _sizes(own[0])
     measured = [_costs(layer, sizes) for layer in own]
-    kept = [
+    optional = [
         name for name in PARTS if all(cost.has(part) for row in measured for cost in row for part in PARTS)
     ]
     figures = {
         name: np.array([[_figure(cost, name) for cost in row] for row in measured])
-        for name in (*SECONDS, *HOST, *BYTES, *kept)
+        for name in (*SECONDS, *HOST, *BYTES, *optional)
     }
     if table.has("loss"):
         _add_loss(figures, _costs(table.table("loss"), sizes))
@@ -174,20 +174,20 @@ def layers_of(table: Table) -> Layers:
     )
 
 
-def _shared(table: Table, names: tuple[str, ...], key: str) -> tuple[Shared, ...]:
+def _shared(table: Table, names: tuple[str, ...], key: str) -> tuple[SharedTensor, ...]:
     """By first user; those without bytes have all their users on one stage."""
-    made = []
+    tensors = []
     for own in table.tables(key):
         if not own.has("bytes"):
             continue
         users = own.texts("layers")
         if len(users) < 2 or not set(users).issubset(names):
-            raise own.refused("layers", users, "two layers of the profile or more")
+            raise own.refusal("layers", users, "two layers of the profile or more")
         numbers = tuple(sorted(names.index(user) for user in users))
-        made.append(
-            Shared(own.text("tensor"), float(own.count("bytes")), own.flag("trainable", True), numbers)
+        tensors.append(
+            SharedTensor(own.text("tensor"), float(own.count("bytes")), own.flag("trainable", True), numbers)
         )
-    return tuple(sorted(made, key=lambda own: own.users[0]))
+    return tuple(sorted(tensors, key=lambda own: own.users[0]))
 
 
 def _column(own: list[Table], key: str, default: int | None) -> Vector:
@@ -198,13 +198,13 @@ def _sizes(layer: Table) -> tuple[int, ...]:
     costs = layer.tables("costs", least=1)
     sizes = tuple(cost.count("micro_batch_size", least=1, most=LARGEST_SIZE) for cost in costs)
     if list(sizes) != sorted(set(sizes)):
-        raise layer.refused("costs", list(sizes), "of ascending micro-batch sizes")
+        raise layer.refusal("costs", list(sizes), "of ascending micro-batch sizes")
     return sizes
 
 
 def _costs(layer: Table, sizes: tuple[int, ...]) -> list[Table]:
     if _sizes(layer) != sizes:
-        raise layer.refused("costs", [], f"at the micro-batch sizes of the first layer, {list(sizes)[:8]}")
+        raise layer.refusal("costs", [], f"at the micro-batch sizes of the first layer, {list(sizes)[:8]}")
     return layer.tables("costs")
 
 

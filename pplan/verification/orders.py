@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from .report import NotChecked, NotLegal
+from .report import ImpossiblePlan, NotChecked
 
 Action = tuple[str, int, int]
 Place = tuple[int, int]
@@ -29,7 +29,7 @@ class ScheduleOrder:
     routes: list[list[Place]]
     route_of: list[int]
     shares: list[float]
-    most_held: list[float]
+    most_in_flight: list[float]
     rule: str
 
     @property
@@ -47,49 +47,51 @@ class ScheduleOrder:
         """Whether some gradients of weights are actions of their own."""
         return any(kind == "W" for own in self.lists for kind, _, _ in own)
 
-    def stages_of(self, device: int) -> list[int]:
+    def device_stages(self, device: int) -> list[int]:
         """The parts that the plan has on a device: those of its first route."""
         return [part for part, (at, _) in enumerate(self.routes[0]) if at == device]
 
-    def parts_of(self, device: int) -> list[int]:
+    def device_parts(self, device: int) -> list[int]:
         """By chunk of a device, the part of the layers that it computes."""
-        found = {chunk: part for way in self.routes for part, (at, chunk) in enumerate(way) if at == device}
-        return [found[chunk] for chunk in range(len(found))]
+        part_of_chunk = {
+            chunk: part for way in self.routes for part, (at, chunk) in enumerate(way) if at == device
+        }
+        return [part_of_chunk[chunk] for chunk in range(len(part_of_chunk))]
 
 
-def order_of(schedule: str, p: int, m: int, v: int) -> ScheduleOrder:
+def make_order(schedule: str, p: int, m: int, v: int) -> ScheduleOrder:
     """The order of a schedule. Raises NotLegal for a name or numbers that cannot be, NotChecked for so many
     micro-batches and stages that it would not fit into memory."""
     if schedule not in _RULES:
-        raise NotLegal(f"schedule {schedule[:40]!r} is none of {', '.join(_RULES)}")
+        raise ImpossiblePlan(f"schedule {schedule[:40]!r} is none of {', '.join(_RULES)}")
     if min(p, m, v) < 1:
-        raise NotLegal(f"{p} devices, {m} micro-batches, {v} parts of the layers on a device")
+        raise ImpossiblePlan(f"{p} devices, {m} micro-batches, {v} parts of the layers on a device")
     rule, parts, build = _RULES[schedule]
     if parts and v != parts:
-        raise NotLegal(f"{schedule} has {parts} parts of the layers on a device, the plan {v}")
+        raise ImpossiblePlan(f"{schedule} has {parts} parts of the layers on a device, the plan {v}")
     if p * m * v > MOST_CELLS:
         raise NotChecked(f"{m} micro-batches on {p * v} stages are more than {MOST_CELLS} together")
     return ScheduleOrder(*build(p, m, v), rule=rule)
 
 
-Built = tuple[list[list[Action]], list[list[Place]], list[int], list[float], list[float]]
+OrderParts = tuple[list[list[Action]], list[list[Place]], list[int], list[float], list[float]]
 
 
-def _straight(lists: list[list[Action]], m: int, held: list[float]) -> Built:
-    return lists, [[(device, 0) for device in range(len(lists))]], [0] * m, [1.0] * m, held
+def _linear(lists: list[list[Action]], m: int, most_in_flight: list[float]) -> OrderParts:
+    return lists, [[(device, 0) for device in range(len(lists))]], [0] * m, [1.0] * m, most_in_flight
 
 
-def _naive(p: int, m: int, v: int) -> Built:  # noqa: ARG001
+def _naive(p: int, m: int, v: int) -> OrderParts:  # noqa: ARG001
     order = [(kind, batch, 0) for batch in range(m) for kind in "FB"]
-    return _straight([order] * p, m, [1.0] * p)
+    return _linear([order] * p, m, [1.0] * p)
 
 
-def _gpipe(p: int, m: int, v: int) -> Built:  # noqa: ARG001
+def _gpipe(p: int, m: int, v: int) -> OrderParts:  # noqa: ARG001
     order = [("F", batch, 0) for batch in range(m)] + [("B", m - 1 - batch, 0) for batch in range(m)]
-    return _straight([order] * p, m, [float(m)] * p)
+    return _linear([order] * p, m, [float(m)] * p)
 
 
-def _held_at_most(m: int, ahead: int, weights_behind: int | None) -> Iterator[Action]:
+def _limited_in_flight(m: int, ahead: int, weights_behind: int | None) -> Iterator[Action]:
     """F while fewer than `ahead` micro-batches wait for their B, and any are left; else B, and where the
     weights' gradients are apart, a W once more than so many of them are behind."""
     forwards = backwards = weights = 0
@@ -107,52 +109,52 @@ def _held_at_most(m: int, ahead: int, weights_behind: int | None) -> Iterator[Ac
         yield from (("W", batch, 0) for batch in range(weights, m))
 
 
-def _one_f_one_b(p: int, m: int, v: int) -> Built:  # noqa: ARG001
-    lists = [list(_held_at_most(m, p - i, None)) for i in range(p)]
-    return _straight(lists, m, [float(min(m, p - i)) for i in range(p)])
+def _one_f_one_b(p: int, m: int, v: int) -> OrderParts:  # noqa: ARG001
+    lists = [list(_limited_in_flight(m, p - i, None)) for i in range(p)]
+    return _linear(lists, m, [float(min(m, p - i)) for i in range(p)])
 
 
-def _zb_h1(p: int, m: int, v: int) -> Built:  # noqa: ARG001
-    return _straight([list(_held_at_most(m, p - i, i)) for i in range(p)], m, [float(min(m, p))] * p)
+def _zb_h1(p: int, m: int, v: int) -> OrderParts:  # noqa: ARG001
+    return _linear([list(_limited_in_flight(m, p - i, i)) for i in range(p)], m, [float(min(m, p))] * p)
 
 
-def _zb_h2(p: int, m: int, v: int) -> Built:  # noqa: ARG001
-    lists = [list(_held_at_most(m, 2 * (p - i) - 1, 2 * i)) for i in range(p)]
-    return _straight(lists, m, [float(min(m, 2 * p - 1))] * p)
+def _zb_h2(p: int, m: int, v: int) -> OrderParts:  # noqa: ARG001
+    lists = [list(_limited_in_flight(m, 2 * (p - i) - 1, 2 * i)) for i in range(p)]
+    return _linear(lists, m, [float(min(m, 2 * p - 1))] * p)
 
 
-def _autopipe(p: int, m: int, v: int) -> Built:
-    lists, _, _, _, held = _one_f_one_b(p, m, v)
+def _autopipe(p: int, m: int, v: int) -> OrderParts:
+    lists, _, _, _, most_in_flight = _one_f_one_b(p, m, v)
     halves = [
         [(kind, entry, 0) for kind, batch, _ in own for entry in ((0, 1) if batch == 0 else (batch + 1,))]
         for own in lists
     ]
-    made = _straight(halves, m + 1, held)
-    return *made[:3], [0.5, 0.5, *([1.0] * (m - 1))], held
+    halved = _linear(halves, m + 1, most_in_flight)
+    return *halved[:3], [0.5, 0.5, *([1.0] * (m - 1))], most_in_flight
 
 
-def _avgpipe(p: int, m: int, v: int) -> Built:
+def _avgpipe(p: int, m: int, v: int) -> OrderParts:
     if m % 2:
-        raise NotLegal(f"avgpipe deals micro-batches to 2 pipelines in turn, and there are {m}")
-    lists, _, _, _, held = _one_f_one_b(p, m // 2, v)
+        raise ImpossiblePlan(f"avgpipe deals micro-batches to 2 pipelines in turn, and there are {m}")
+    lists, _, _, _, most_in_flight = _one_f_one_b(p, m // 2, v)
     both = [[(kind, 2 * batch + pipe, pipe) for kind, batch, _ in own for pipe in (0, 1)] for own in lists]
     routes = [[(device, pipe) for device in range(p)] for pipe in (0, 1)]
-    return both, routes, [batch % 2 for batch in range(m)], [1.0] * m, [2 * own for own in held]
+    return both, routes, [batch % 2 for batch in range(m)], [1.0] * m, [2 * own for own in most_in_flight]
 
 
-def _looped(p: int, v: int) -> list[list[Place]]:
+def _looped_places(p: int, v: int) -> list[list[Place]]:
     return [[(device, chunk) for chunk in range(v) for device in range(p)]]
 
 
-def _looped_bfs(p: int, m: int, v: int) -> Built:
+def _looped_bfs(p: int, m: int, v: int) -> OrderParts:
     forwards = [("F", batch, chunk) for chunk in range(v) for batch in range(m)]
     order = forwards + [("B", batch, chunk) for _, batch, chunk in reversed(forwards)]
-    return [order] * p, _looped(p, v), [0] * m, [1.0] * m, [float(m)] * p
+    return [order] * p, _looped_places(p, v), [0] * m, [1.0] * m, [float(m)] * p
 
 
-def _interleaved(p: int, m: int, v: int) -> Built:
+def _interleaved(p: int, m: int, v: int) -> OrderParts:
     if m % p:
-        raise NotLegal(f"interleaved goes in rounds of {p} micro-batches, and there are {m}")
+        raise ImpossiblePlan(f"interleaved goes in rounds of {p} micro-batches, and there are {m}")
     lists, turns = [], m * v
 
     def forward(turn: int) -> Action:
@@ -167,13 +169,15 @@ def _interleaved(p: int, m: int, v: int) -> Built:
         for turn in range(turns - ahead):
             own += [forward(turn + ahead), backward(turn)]
         lists.append(own + [backward(turn) for turn in range(turns - ahead, turns)])
-    held = [min(v * m, 2 * (p - i - 1) + (v - 1) * p + 1) / v for i in range(p)]
-    return lists, _looped(p, v), [0] * m, [1.0] * m, held
+    most_in_flight = [min(v * m, 2 * (p - i - 1) + (v - 1) * p + 1) / v for i in range(p)]
+    return lists, _looped_places(p, v), [0] * m, [1.0] * m, most_in_flight
 
 
-def _chimera(p: int, m: int, v: int) -> Built:  # noqa: ARG001
+def _chimera(p: int, m: int, v: int) -> OrderParts:  # noqa: ARG001
     if p % 2 or m % p:
-        raise NotLegal(f"chimera needs an even number of devices that divides the {m} micro-batches, not {p}")
+        raise ImpossiblePlan(
+            f"chimera needs an even number of devices that divides the {m} micro-batches, not {p}"
+        )
     way_of = [batch % p * 2 // p for batch in range(m)]
     lists = []
     for device in range(p):
@@ -188,23 +192,23 @@ def _chimera(p: int, m: int, v: int) -> Built:  # noqa: ARG001
     return lists, [down, up], way_of, [1.0] * m, [float(p)] * p
 
 
-def _numbered(turns: list[str], m: int) -> list[Action]:
+def _number_actions(turns: list[str], m: int) -> list[Action]:
     """Turns such as `F0`, a kind and a chunk: each kind takes the micro-batches of each chunk in order."""
     done: dict[str, int] = {}
-    made = []
+    actions = []
     for turn in turns:
         batch = done.get(turn, 0)
         done[turn] = batch + 1
         if batch < m:
-            made.append((turn[0], batch, int(turn[1])))
-    return made
+            actions.append((turn[0], batch, int(turn[1])))
+    return actions
 
 
-def _folded(p: int) -> list[list[Place]]:
+def _v_places(p: int) -> list[list[Place]]:
     return [[(device, 0) for device in range(p)] + [(device, 1) for device in range(p - 1, -1, -1)]]
 
 
-def _zb_v(p: int, m: int, v: int) -> Built:  # noqa: ARG001
+def _zb_v(p: int, m: int, v: int) -> OrderParts:  # noqa: ARG001
     lists, most = [], max(m, 2 * p - 1)
     for i in range(p):
         left = p - i
@@ -212,32 +216,32 @@ def _zb_v(p: int, m: int, v: int) -> Built:  # noqa: ARG001
         turns += ["F0", "B0", "W0", "F1", "B1", "W1"] * (most - 2 * p + i + 1)
         turns += ["B0", "W0", "F1", "B1", "W1"] * (left - 1)
         turns += ["B0", "B1"] * i + ["B0", "W0"] * left + ["W1"] * i + ["W0"] * i
-        lists.append(_numbered(turns, m))
-    return lists, _folded(p), [0] * m, [1.0] * m, [float(min(m, p))] * p
+        lists.append(_number_actions(turns, m))
+    return lists, _v_places(p), [0] * m, [1.0] * m, [float(min(m, p))] * p
 
 
-def _dualpipe_v(p: int, m: int, v: int) -> Built:  # noqa: ARG001
+def _dualpipe_v(p: int, m: int, v: int) -> OrderParts:  # noqa: ARG001
     """A B whose W does not stand in the list is a whole backward."""
     if m < 2 * p:
-        raise NotLegal(f"dualpipe-v needs {2 * p} micro-batches on {p} devices, there are {m}")
+        raise ImpossiblePlan(f"dualpipe-v needs {2 * p} micro-batches on {p} devices, there are {m}")
     lists = []
     for i in range(p):
         after, own = p - 1 - i, i + 1
         turns = ["F0"] * (2 * after) + ["F0", "F1"] * own + ["B1", "W1", "F1"] * after
         turns += ["F0", "B1", "F1", "B0"] * (m - 2 * p + own) + ["B1", "F1", "B0"] * after
         fill = len(turns)
-        order = _numbered(turns + ["B1", "B0"] * own + ["B0"] * after, m)
+        order = _number_actions(turns + ["B1", "B0"] * own + ["B0"] * after, m)
         drain = order[fill:]
         late = [("W", batch, chunk) for _, batch, chunk in drain[own:]]
         end = drain[: 2 * own]
         for weight, backward in zip(late, drain[2 * own :], strict=False):
             end += [weight, backward]
         lists.append(order[:fill] + end + late[after:])
-    return lists, _folded(p), [0] * m, [1.0] * m, [p + 0.5] * p
+    return lists, _v_places(p), [0] * m, [1.0] * m, [p + 0.5] * p
 
 
 _ONE = "device i runs F while fewer than p - i micro-batches wait for their B, else B"
-_RULES: dict[str, tuple[str, int, Callable[[int, int, int], Built]]] = {
+_RULES: dict[str, tuple[str, int, Callable[[int, int, int], OrderParts]]] = {
     "naive": ("F and B of a micro-batch before the F of the next", 1, _naive),
     "gpipe": ("all F, then all B, the last micro-batch first", 1, _gpipe),
     "1f1b": (_ONE, 1, _one_f_one_b),

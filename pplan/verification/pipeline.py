@@ -1,23 +1,31 @@
-"""A pipeline worked out again: seconds of its stages, ledgers, and its simulated step."""
+"""A pipeline computed again: seconds of its stages, ledgers, and its simulated step."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import inf
 
 import numpy as np
 
-from .device_ledger import Ledger, PartBytes, ledger, part_bytes
+from .device_ledger import Ledger, PartBytes, compute_ledger, part_bytes
 from .layer_costs import HOST, Layers
 from .orders import ScheduleOrder
-from .report import NotChecked, NotLegal
+from .report import ImpossiblePlan, NotChecked
 from .stated_machine import Port, StatedDevice, StatedMachine
 from .stated_training import Exchange, StatedTraining
-from .traffic import Way, all_reduce_seconds, exposed_seconds, sum_loads, way
-from .wiring import NONE, Ran, StepWork, Wired, check_order, cuts_crossed, run
+from .traffic import (
+    AllReduce,
+    TransferRoute,
+    all_reduce_time,
+    exposed_seconds,
+    find_transfer_route,
+    run_all_reduces,
+    shared_loads,
+    sum_loads,
+)
+from .wiring import NONE, RunTimes, StepWork, WiredOrder, check_order, cuts_crossed, simulate_events
 
 COPIES = {"chimera": 2, "avgpipe": 3}
 """Of the weights that a schedule keeps; of others one."""
@@ -44,14 +52,14 @@ class Figures:
     @cached_property
     def ranks(self) -> list[tuple[int, ...]]:
         """By device of the pipeline, its replicas. Raises NotLegal where its parts have others."""
-        found: dict[int, tuple[int, ...]] = {}
+        ranks_by_device: dict[int, tuple[int, ...]] = {}
         for part, (device, _) in enumerate(self.order.routes[0]):
-            if found.setdefault(device, self.devices[part]) != self.devices[part]:
-                raise NotLegal(
+            if ranks_by_device.setdefault(device, self.devices[part]) != self.devices[part]:
+                raise ImpossiblePlan(
                     f"part {part} of the layers is on {list(self.devices[part])}, {self.schedule} has it "
-                    f"with those on {list(found[device])}"
+                    f"with those on {list(ranks_by_device[device])}"
                 )
-        return [found[device] for device in range(self.order.devices)]
+        return [ranks_by_device[device] for device in range(self.order.devices)]
 
     @cached_property
     def recompute(self) -> list[str]:
@@ -59,7 +67,7 @@ class Figures:
         own = {device: self.modes[part] for part, (device, _) in enumerate(self.order.routes[0])}
         return [own[device] for device in range(self.order.devices)]
 
-    def share(self, device: int) -> int:
+    def per_replica_batch(self, device: int) -> int:
         """Samples of a micro-batch that each replica computes, at the most."""
         return -(-self.size // len(self.ranks[device]))
 
@@ -82,10 +90,12 @@ class Figures:
         all kinds, are the plan's profile's."""
         first, end = self.bounds(part)
         if name in HOST:
-            return float(self.layers.at(self.share(device))[name][first:end].sum())
+            return float(self.layers.at(self.per_replica_batch(device))[name][first:end].sum())
         exchange = self.exchange(part)
         return max(
-            exchange.seconds(name, self._measured(kind).at(self.share(device))[name][first:end] / kind.speed)
+            exchange.seconds(
+                name, self._measured(kind).at(self.per_replica_batch(device))[name][first:end] / kind.speed
+            )
             for kind in self._kinds(device)
         )
 
@@ -97,21 +107,21 @@ class Figures:
     def shared(self) -> list[tuple[list[int], list[int], float]]:
         """Of each weight that several parts use: devices of the pipeline that hold it, all their ranks, and
         the bytes of its gradient; where there is something to add up."""
-        made = []
+        weights = []
         for weight in self.layers.shared:
-            parts = [part for part in range(self.order.parts) if weight.held_by(*self.bounds(part))]
-            ranks = sorted({rank for part in parts for rank in self.ranks_of(part)})
+            parts = [part for part in range(self.order.parts) if weight.is_used(*self.bounds(part))]
+            ranks = sorted({rank for part in parts for rank in self.part_ranks(part)})
             if weight.trains and len(parts) > 1 and len(ranks) > 1:
                 places = sorted({route[part][0] for route in self.order.routes for part in parts})
-                made.append((places, ranks, weight.bytes * self.training.gradient / self.training.weight))
-        return made
+                weights.append((places, ranks, weight.bytes * self.training.gradient / self.training.weight))
+        return weights
 
     def exchange(self, part: int) -> Exchange:
         """What ZeRO exchanges over the devices that have a part."""
         own = slice(*self.bounds(part))
         parameters, trainable = self.layers.parameters[own], self.layers.trainable[own].copy()
         trainable[0] += self._copied(part)
-        return Exchange(self.machine, self.ranks_of(part), self.training, parameters, trainable)
+        return Exchange(self.machine, self.part_ranks(part), self.training, parameters, trainable)
 
     def saved_first(self, part: int, device: int, name: str) -> float:
         """What the first backward of a part on a device does not take, of such seconds: it adds to no
@@ -128,8 +138,8 @@ class Figures:
         return forward, self.seconds(part, device, "backward_seconds") + again
 
     def part_bytes(self, part: int, device: int) -> PartBytes:
-        """What the ledger of a part is made from."""
-        return part_bytes(self.layers, *self.bounds(part), self.share(device))
+        """The bytes from which the ledger of a part is computed."""
+        return part_bytes(self.layers, *self.bounds(part), self.per_replica_batch(device))
 
     def limit(self, device: int, requested: float | None) -> float:
         """Bytes that each replica may hold."""
@@ -138,43 +148,46 @@ class Figures:
 
     def ledger(self, device: int, weight_versions: float = 1) -> Ledger:
         """Of a device of the pipeline with all its parts; of several kinds the one with the least memory."""
-        parts = self.order.parts_of(device)
+        parts = self.order.device_parts(device)
         kinds = self._kinds(device)
         least = min(kinds, key=lambda own: inf if own.memory_bytes is None else own.memory_bytes)
-        return ledger(
+        return compute_ledger(
             self.order,
             device,
             [self.part_bytes(part, device) for part in parts],
             self.training,
             recompute=self.recompute[device],
-            replicas=len(self.ranks_of(parts[0])),
+            replicas=len(self.part_ranks(parts[0])),
             weight_versions=weight_versions,
             copies=COPIES.get(self.schedule, 1),
             context_bytes=least.context_bytes,
         )
 
-    def ranks_of(self, part: int) -> list[int]:
+    def part_ranks(self, part: int) -> list[int]:
         """All devices that sum the gradients of a part."""
         return sorted({rank for route in self.order.routes for rank in self.ranks[route[part][0]]})
 
     @cached_property
     def step(self) -> Step:
         """Simulated."""
-        return _simulated(self)
+        return _simulate(self)
 
     @cached_property
-    def ways(self) -> dict[tuple[int, int, int], tuple[float, Way]]:
+    def transfers(self) -> dict[tuple[int, int, int], tuple[float, TransferRoute]]:
         """Bytes and way of a transfer between two devices of the pipeline, by (part before the cut, sender,
         receiver), in both directions. All replicas send at once; the bytes of a whole micro-batch are those
         of the larger share times the fewer replicas."""
-        made = {}
+        transfers = {}
         for _, part, here, there in cuts_crossed(self.order):
-            end, shares = self.ends[part], (self.share(here), self.share(there))
-            each = max(float(self.layers.at(share)["output_bytes"][end - 1]) for share in shares)
+            end, shares = self.ends[part], (self.per_replica_batch(here), self.per_replica_batch(there))
+            each = max(
+                float(self.layers.at(per_replica_batch)["output_bytes"][end - 1])
+                for per_replica_batch in shares
+            )
             whole = each * min(len(self.ranks[here]), len(self.ranks[there]))
             for a, b in ((here, there), (there, here)):
-                made[part, a, b] = whole, way(self.machine, self.ranks[a], self.ranks[b])
-        return made
+                transfers[part, a, b] = whole, find_transfer_route(self.machine, self.ranks[a], self.ranks[b])
+        return transfers
 
     def gradient_bytes(self, part: int) -> list[float]:
         """By layer of a part."""
@@ -187,16 +200,17 @@ class Figures:
 
     def reduce_seconds(self, part: int, device: int) -> float:
         """What of the sum of a part's gradients follows its last backward on a device."""
-        ranks, gradients = self.ranks_of(part), self.gradient_bytes(part)
+        ranks, gradients = self.part_ranks(part), self.gradient_bytes(part)
         if len(ranks) < 2:
             return 0.0
         if self.training.zero:
             return self.exchange(part).at_end()
         if ranks != sorted(self.ranks[device]):
-            return all_reduce_seconds(self.machine, ranks, sum(gradients))
+            return all_reduce_time(self.machine, ranks, sum(gradients))
         first, end = self.bounds(part)
         each = [
-            self._measured(kind).at(self.share(device))["backward_seconds"][first:end] / kind.speed
+            self._measured(kind).at(self.per_replica_batch(device))["backward_seconds"][first:end]
+            / kind.speed
             for kind in self._kinds(device)
         ]
         slowest = max(each, key=lambda seconds: float(seconds.sum()))
@@ -211,11 +225,11 @@ class Figures:
             count[route] += self.order.shares[entry]
         for route, part, here, there in cuts_crossed(self.order):
             for ends in ((here, there), (there, here)):
-                size, own = self.ways[part, *ends]
+                size, own = self.transfers[part, *ends]
                 for port, load in own.loads.items():
                     loads[port] = loads.get(port, 0.0) + count[route] * size * load
         for part in range(self.order.parts):
-            ranks = self.ranks_of(part)
+            ranks = self.part_ranks(part)
             for port, load in sum_loads(self.machine, ranks, sum(self.gradient_bytes(part))).items():
                 loads[port] = loads.get(port, 0.0) + load
         for _, ranks, size in self.shared:
@@ -233,32 +247,25 @@ class Step:
     bubble: float
 
 
-def _simulated(figures: Figures) -> Step:
+def _simulate(figures: Figures) -> Step:
     wiring = check_order(figures.order)
     work = _work(figures, wiring)
-    ran = run(work)
-    end = max(_reduced(figures, wiring, ran))
+    ran = simulate_events(work)
+    end = max(_reduce_gradients(figures, wiring, ran))
     if figures.shared_ports:
         end = max(end, figures.port_seconds[0])
     busy = sum(ran.end) - sum(ran.start)
     return Step(end, 1 - busy / (figures.order.devices * end) if end else 0.0)
 
 
-def _work(figures: Figures, wiring: Wired) -> StepWork:
+def _work(figures: Figures, wiring: WiredOrder) -> StepWork:
     order, last, splits = figures.order, len(figures.order.route_of) - 1, figures.order.splits
     split = {
         (device, *own[1:]) for device, actions in enumerate(order.lists) for own in actions if own[0] == "W"
     }
     seconds, launches = [], []
-    known: dict[tuple[int, int, str], float] = {}
     begun: set[tuple[int, int]] = set()
-
-    def figure(part: int, device: int, name: str) -> float:
-        key = (part, device, name)
-        if key not in known:
-            known[key] = figures.seconds(part, device, name)
-        return known[key]
-
+    figure = cache(figures.seconds)
     for device, (kind, batch, chunk), part in zip(wiring.device, wiring.action, wiring.part, strict=True):
         forward = figure(part, device, "forward_seconds")
         share, mode = order.shares[batch], figures.recompute[device]
@@ -290,12 +297,14 @@ def _work(figures: Figures, wiring: Wired) -> StepWork:
         ports,
         occupancy,
         latency,
-        launched=[0.0, *ends[:-1]] if ends else None,
+        launch_start=[0.0, *ends[:-1]] if ends else None,
         launch_end=ends,
     )
 
 
-def _transfers(figures: Figures, wiring: Wired) -> tuple[list[Hashable | None], list[float], list[float]]:
+def _transfers(
+    figures: Figures, wiring: WiredOrder
+) -> tuple[list[Hashable | None], list[float], list[float]]:
     ports: list[Hashable | None] = []
     occupancy, latency = [], []
     for index, target in enumerate(wiring.target):
@@ -305,50 +314,34 @@ def _transfers(figures: Figures, wiring: Wired) -> tuple[list[Hashable | None], 
             latency.append(0.0)
             continue
         here, there = wiring.device[index], wiring.device[target]
-        size, own = figures.ways[min(wiring.part[index], wiring.part[target]), here, there]
+        size, own = figures.transfers[min(wiring.part[index], wiring.part[target]), here, there]
         ports.append(own.leaves_by if figures.shared_ports else (here, there))
         occupancy.append(size * own.pace * figures.order.shares[wiring.action[index][1]])
         latency.append(own.latency)
     return ports, occupancy, latency
 
 
-def _reduced(figures: Figures, wiring: Wired, ran: Ran) -> list[float]:
-    """When each device is done: the sums of gradients follow, each device one at a time, who is ready first
-    before the others; those that go through one port wait there for what the others must send."""
-    ends, free = list(ran.free), [0.0] * len(ran.free)
-    port_free: dict[Port, float] = {}
+def _reduce_gradients(figures: Figures, wiring: WiredOrder, ran: RunTimes) -> list[float]:
+    """When each device is done: after its last action come its all-reduces, then those of shared weights."""
     ready: dict[tuple[int, int], float] = {}
     for index, last in enumerate(wiring.last):
         if last:
             place = wiring.part[index], wiring.device[index]
             ready[place] = max(ready.get(place, 0.0), ran.end[index])
-    shared = _shared_loads(figures) if figures.shared_ports else {}
-    requests = []
+    shared: dict[int, dict[Port, float]] = {}
+    if figures.shared_ports:
+        parts = range(figures.order.parts)
+        sizes = [sum(figures.gradient_bytes(part)) for part in parts]
+        shared = shared_loads(figures.machine, [figures.part_ranks(part) for part in parts], sizes)
+    requests = list[AllReduce]()
     for part in range(figures.order.parts):
         members = sorted({route[part][0] for route in figures.order.routes})
         seconds = max(figures.reduce_seconds(part, device) for device in members)
         if seconds > 0 or shared.get(part):
-            requests.append((max(ready[part, device] for device in members), part, members, seconds))
-    for begin, part, members, seconds in sorted(requests):
-        alone = end = max(begin, *(free[device] for device in members)) + seconds
-        for port, load in shared.get(part, {}).items():
-            port_free[port] = max(alone - load, port_free.get(port, 0.0)) + load
-            end = max(end, port_free[port])
-        for device in members:
-            free[device] = end
-            ends[device] = max(ends[device], end)
+            requests.append(AllReduce(max(ready[part, device] for device in members), part, members, seconds))
+    ends = run_all_reduces(ran.free, requests, shared)
     for places, ranks, size in figures.shared:
         begin = max(ends[device] for device in places)
         for device in places:
-            ends[device] = begin + all_reduce_seconds(figures.machine, ranks, size)
+            ends[device] = begin + all_reduce_time(figures.machine, ranks, size)
     return ends
-
-
-def _shared_loads(figures: Figures) -> dict[int, dict[Port, float]]:
-    """By part, the seconds that the sum of its gradients needs of ports that other parts' need, too."""
-    loads = {
-        part: sum_loads(figures.machine, figures.ranks_of(part), sum(figures.gradient_bytes(part)))
-        for part in range(figures.order.parts)
-    }
-    uses = Counter(port for own in loads.values() for port, load in own.items() if load)
-    return {part: {port: load for port, load in own.items() if uses[port] > 1} for part, own in loads.items()}

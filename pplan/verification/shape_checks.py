@@ -6,42 +6,44 @@ import hashlib
 from fnmatch import fnmatchcase
 
 from .documents import Table
-from .report import LineCheck, Sheet
+from .report import LineCheck, ReportBuilder
 from .stated_plan import RECOMPUTES, StatedPlan
-from .stated_training import training_of
-from .verification_inputs import RULES, VerificationInputs, check_runtime, one_process
+from .stated_training import read_training
+from .verification_inputs import RULES, VerificationInputs, check_runtime_rules, one_process
 
 
-def check_shape(sheet: Sheet, inputs: VerificationInputs) -> None:
+def check_layout(builder: ReportBuilder, inputs: VerificationInputs) -> None:
     """Adds the lines."""
-    _check_files(sheet, inputs)
-    with sheet.line("layers", "every layer once and in order; balance and stages say the same") as check:
+    _check_files(builder, inputs)
+    with builder.line("layers", "every layer once and in order; balance and stages say the same") as check:
         _layers(check, inputs)
-    with sheet.line(
+    with builder.line(
         "cuts", "the profile and the options allow every cut, and each one asked for is made"
     ) as check:
         _cuts(check, inputs)
-    with sheet.line("devices", "each is in the machine, and used by the replicas of one stage") as check:
+    with builder.line("devices", "each is in the machine, and used by the replicas of one stage") as check:
         _devices(check, inputs)
-    with sheet.line("micro-batches", "sizes divide; every replica has a sample; as the options say") as check:
+    with builder.line(
+        "micro-batches", "sizes divide; every replica has a sample; as the options say"
+    ) as check:
         _micro_batches(check, inputs)
-    with sheet.line("recomputation", "known words; as the options say") as check:
+    with builder.line("recomputation", "known words; as the options say") as check:
         _recompute(check, inputs)
-    with sheet.line(
+    with builder.line(
         "training", "the optimizer, the precision and ZeRO's stage, of this profile; as the options say"
     ) as check:
         _training(check, inputs)
-    with sheet.line("runtime", "it runs this schedule, recomputation and these replicas") as check:
+    with builder.line("runtime", "it runs this schedule, recomputation and these replicas") as check:
         _runtime(check, inputs)
 
 
-def _check_files(sheet: Sheet, inputs: VerificationInputs) -> None:
+def _check_files(builder: ReportBuilder, inputs: VerificationInputs) -> None:
     stated, profile = inputs.plan.profile, inputs.profile
-    with sheet.line(
+    with builder.line(
         "profile", "the file's SHA-256, its dtype, device and kind are those of the plan"
     ) as check:
         if profile is None:
-            check.leave(inputs.no_profile)
+            check.skip(inputs.no_profile)
         else:
             for key, default in (("dtype", "float32"), ("granularity", "block")):
                 check.same(key, stated.text(key, default), profile.text(key, default))
@@ -51,28 +53,26 @@ def _check_files(sheet: Sheet, inputs: VerificationInputs) -> None:
             check.same("device", stated.text("device", "") or device, device)
             check.same("estimated", stated.flag("estimated", False), profile.flag("estimated", False))
             check.same("model", inputs.plan.whole.text("model"), profile.text("model"))
-            said = stated.text("sha256", "")
-            if said != inputs.profile_sha256 and not inputs.is_file:
-                check.leave(
-                    "the profile was not given as the file that the plan names: no SHA-256 to compare"
-                )
-            check.same("SHA-256 of the profile file", said, inputs.profile_sha256)
-    with sheet.line("layer names", "the plan's, their SHA-256, and the profile's") as check:
+            plan_value = stated.text("sha256", "")
+            if plan_value != inputs.profile_sha256 and not inputs.is_file:
+                check.skip("the profile was not given as the file that the plan names: no SHA-256 to compare")
+            check.same("SHA-256 of the profile file", plan_value, inputs.profile_sha256)
+    with builder.line("layer names", "the plan's, their SHA-256, and the profile's") as check:
         names = inputs.plan.layer_names
         if profile is None and not names:
-            check.leave(inputs.no_profile)
+            check.skip(inputs.no_profile)
         measured = names if inputs.layers is None else list(inputs.layers.names)
-        said = stated.text("layers_sha256", "")
-        check.holds("layer names", not names or names == measured, names, measured)
-        found = hashlib.sha256("\n".join(measured).encode("utf-8", "surrogatepass")).hexdigest()
-        check.holds("SHA-256 of the layer names", said in ("", found), said, found)
+        plan_value = stated.text("layers_sha256", "")
+        check.require("layer names", not names or names == measured, names, measured)
+        digest = hashlib.sha256("\n".join(measured).encode("utf-8", "surrogatepass")).hexdigest()
+        check.require("SHA-256 of the layer names", plan_value in ("", digest), plan_value, digest)
 
 
 def _layers(check: LineCheck, inputs: VerificationInputs) -> None:
     plan, after = inputs.plan, 0
     for number, stage in enumerate(plan.stages):
         check.same(f"first layer of stage {number}", stage.first_layer, after)
-        check.holds(
+        check.require(
             f"stage {number} ends before it begins", stage.last_layer >= after, stage.last_layer, after
         )
         after = stage.last_layer + 1
@@ -87,72 +87,74 @@ def _cuts(check: LineCheck, inputs: VerificationInputs) -> None:
     plan, layers, options = inputs.plan, inputs.layers, inputs.plan.options
     names = plan.layer_names if layers is None else list(layers.names)
     ends = [end for end in plan.ends[:-1] if 0 < end < len(names)]
-    check.holds("a cut behind the last layer", layers is None or len(ends) == len(plan.ends) - 1)
+    check.require("a cut behind the last layer", layers is None or len(ends) == len(plan.ends) - 1)
     for end in ends:
         allowed = layers is None or layers.cut_after[end - 1]
-        check.holds(f"the profile allows no cut after layer {end - 1}, {names[end - 1]}", allowed)
+        check.require(f"the profile allows no cut after layer {end - 1}, {names[end - 1]}", allowed)
         for pattern in options.texts("keep_together"):
             parted = fnmatchcase(names[end - 1], pattern) and fnmatchcase(names[end], pattern)
-            check.holds(f"{pattern} was to be kept together, layer {end - 1} ends a stage", not parted)
+            check.require(f"{pattern} was to be kept together, layer {end - 1} ends a stage", not parted)
     for name in options.texts("cut_after") if names else []:
-        check.holds(f"no layer is named {name}", name in names)
-        check.holds(f"a stage was to end after {name}", names.index(name) + 1 in plan.ends)
+        check.require(f"no layer is named {name}", name in names)
+        check.require(f"a stage was to end after {name}", names.index(name) + 1 in plan.ends)
     for pin in options.lists("pins") if names else []:
-        _pinned(check, inputs, names, pin)
+        _check_pin(check, inputs, names, pin)
     most, stages = options.optional_count("max_stages"), len(plan.stages) // plan.virtual_stages
-    check.holds("more stages than requested", most is None or stages <= most, stages, most)
+    check.require("more stages than requested", most is None or stages <= most, stages, most)
     if layers is None:
-        check.leave(inputs.no_profile)
+        check.skip(inputs.no_profile)
 
 
-def _pinned(check: LineCheck, inputs: VerificationInputs, names: list[str], pin: list[object]) -> None:
+def _check_pin(check: LineCheck, inputs: VerificationInputs, names: list[str], pin: list[object]) -> None:
     fine = len(pin) == 2 and isinstance(pin[0], str) and isinstance(pin[1], int) and pin[0] in names
-    check.holds("a pin of no layer", fine, str(pin)[:60])
+    check.require("a pin of no layer", fine, str(pin)[:60])
     layer, number = names.index(str(pin[0])), int(str(pin[1]))
     own = inputs.plan.stages[number] if 0 <= number < len(inputs.plan.stages) else None
     inside = own is not None and own.first_layer <= layer <= own.last_layer
-    check.holds(f"{pin[0]} was to be in stage {number}", inside)
+    check.require(f"{pin[0]} was to be in stage {number}", inside)
 
 
 def _devices(check: LineCheck, inputs: VerificationInputs) -> None:
     plan, machine, options = inputs.plan, inputs.machine, inputs.plan.options
     for number, stage in enumerate(plan.stages):
         check.same(f"replicas of stage {number}", stage.replicas, len(stage.devices))
-        check.holds(f"stage {number} has a device twice", len(set(stage.devices)) == len(stage.devices))
+        check.require(f"stage {number} has a device twice", len(set(stage.devices)) == len(stage.devices))
     groups = list(dict.fromkeys(frozenset(stage.devices) for stage in plan.stages))
     used = [device for group in groups for device in group]
-    check.holds("a device is used by different stages", len(set(used)) == len(used))
-    check.holds(
+    check.require("a device is used by different stages", len(set(used)) == len(used))
+    check.require(
         "parts on as many devices", len(groups) * plan.virtual_stages == len(plan.stages), len(groups)
     )
     if machine is None:
-        check.leave("the plan does not say what machine it was made for")
+        check.skip("the plan does not say what machine it was made for")
     else:
-        check.holds(
+        check.require(
             "a device that the machine does not have", max(used) < machine.gpus, max(used), machine.gpus
         )
-        check.holds("gpus", plan.gpus in (None, machine.gpus), plan.gpus, machine.gpus)
+        check.require("gpus", plan.gpus in (None, machine.gpus), plan.gpus, machine.gpus)
         node = machine.gpus_per_node
-        check.holds("gpus_per_node", plan.gpus_per_node in (None, node), plan.gpus_per_node, node)
-        reached = min(node, machine.gpus) if one_process(plan.runtime) else machine.gpus
-        check.holds("devices of other nodes than one process has", max(used) < reached, max(used), reached)
-        if options.flag("use_all", False) and not plan.was_given:
-            check.same("devices in use, where all were requested", len(used), reached)
+        check.require("gpus_per_node", plan.gpus_per_node in (None, node), plan.gpus_per_node, node)
+        reachable = min(node, machine.gpus) if one_process(plan.runtime) else machine.gpus
+        check.require(
+            "devices of other nodes than one process has", max(used) < reachable, max(used), reachable
+        )
+        if options.flag("use_all", False) and not plan.is_fixed_partition:
+            check.same("devices in use, where all were requested", len(used), reachable)
 
 
 def _micro_batches(check: LineCheck, inputs: VerificationInputs) -> None:
     plan, options = inputs.plan, inputs.plan.options
-    made = plan.micro_batches * plan.micro_batch_size
-    check.same("mini_batch, of micro_batches times micro_batch_size", plan.mini_batch, made)
+    product = plan.micro_batches * plan.micro_batch_size
+    check.same("mini_batch, of micro_batches times micro_batch_size", plan.mini_batch, product)
     most = max(stage.replicas for stage in plan.stages)
     check.at_most("replicas of a micro-batch", most, plan.micro_batch_size)
     for key, own in (("mini_batch", plan.mini_batch), ("micro_batches", plan.micro_batches)):
         requested = options.optional_count(key)
-        check.holds(f"{key} is not the requested one", requested in (None, own), own, requested)
+        check.require(f"{key} is not the requested one", requested in (None, own), own, requested)
     for key, word, default in (("schedule", plan.schedule, "auto"), ("optimizer", plan.optimizer, None)):
         name = options.text(key, default or word)
         is_requested = name in ("auto", word) or (key == "schedule" and name == "synthesized")
-        check.holds(f"{key} is not the requested one", is_requested, word, name)
+        check.require(f"{key} is not the requested one", is_requested, word, name)
 
 
 def _recompute(check: LineCheck, inputs: VerificationInputs) -> None:
@@ -160,44 +162,41 @@ def _recompute(check: LineCheck, inputs: VerificationInputs) -> None:
     for number, stage in enumerate(plan.stages):
         mixed = plan.recompute == "selective"
         fine = stage.recompute in RECOMPUTES[:3] if mixed else stage.recompute in (None, plan.recompute)
-        check.holds(f"recomputation of stage {number}", fine, stage.recompute, plan.recompute)
+        check.require(f"recomputation of stage {number}", fine, stage.recompute, plan.recompute)
     mode = plan.options.text("recompute", "auto")
-    check.holds("it is not the requested one", mode in ("auto", plan.recompute), plan.recompute, mode)
+    check.require("it is not the requested one", mode in ("auto", plan.recompute), plan.recompute, mode)
     last = plan.schedule == "gpipe" or "except_last" not in plan.modes
-    check.holds(
+    check.require(
         "except_last is of gpipe, whose backwards begin with the last micro-batch", last, plan.schedule
     )
 
 
 def _training(check: LineCheck, inputs: VerificationInputs) -> None:
     plan, options = inputs.plan, inputs.plan.options
-    training = training_of(plan)
+    training = read_training(plan)
     if inputs.profile is not None:
-        check.same("amp", plan.profile.optional_text("amp"), _known(plan, "amp", inputs.profile))
+        check.same("amp", plan.profile.optional_text("amp"), _profile_text(plan, "amp", inputs.profile))
     for key, default in (("precision", "auto"), ("gradient_dtype", "auto")):
         own, requested = plan.whole.optional_text(key), options.text(key, default)
-        any_order = key == "schedule" and requested == "synthesized"
-        check.holds(
-            f"{key} is not the requested one", any_order or requested in ("auto", own), own, requested
-        )
+        check.require(f"{key} is not the requested one", requested in ("auto", own), own, requested)
     check.same("zero, and the requested one", training.zero, options.count("zero", training.zero))
     if plan.runtime in RULES:
-        known = training.zero in RULES[plan.runtime].zero
-        check.holds(f"{plan.runtime} does not run this stage of ZeRO", known, training.zero)
+        runs_zero = training.zero in RULES[plan.runtime].zero
+        check.require(f"{plan.runtime} does not run this stage of ZeRO", runs_zero, training.zero)
 
 
-def _known(plan: StatedPlan, key: str, profile: Table) -> str | None:
+def _profile_text(plan: StatedPlan, key: str, profile: Table) -> str | None:
     """What the profile says, where the plan is of those that say it."""
     return profile.optional_text(key) if plan.whole.has("precision") else None
 
 
-def _shared(check: LineCheck, inputs: VerificationInputs, allowed: str) -> None:
+def _check_shared(check: LineCheck, inputs: VerificationInputs, allowed: str) -> None:
     """The weights that several stages use are those that the runtime keeps copies of."""
     bounds = [(own.first_layer, own.last_layer + 1) for own in inputs.plan.stages]
     for weight in () if inputs.layers is None else inputs.layers.shared:
-        users = [stage for stage, own in enumerate(bounds) if weight.held_by(*own)]
+        users = [stage for stage, own in enumerate(bounds) if weight.is_used(*own)]
         fine = len(users) == 1 or allowed == "any" or (allowed == "ends" and users == [0, len(bounds) - 1])
-        check.holds(f"{inputs.plan.runtime} keeps no copies of {weight.name}", fine, users)
+        check.require(f"{inputs.plan.runtime} keeps no copies of {weight.name}", fine, users)
 
 
 def _runtime(check: LineCheck, inputs: VerificationInputs) -> None:
@@ -206,7 +205,7 @@ def _runtime(check: LineCheck, inputs: VerificationInputs) -> None:
     check.same("runtime, and the requested one", plan.runtime, requested)
     if plan.runtime is None:
         return
-    check_runtime(
+    check_runtime_rules(
         check,
         plan.runtime,
         schedule=plan.schedule,
@@ -215,10 +214,10 @@ def _runtime(check: LineCheck, inputs: VerificationInputs) -> None:
         virtual_stages=plan.virtual_stages,
         size=plan.micro_batch_size,
     )
-    _shared(check, inputs, RULES[plan.runtime].shares)
+    _check_shared(check, inputs, RULES[plan.runtime].shares)
     if RULES[plan.runtime].trains_all and inputs.layers is not None:
         for number, stage in enumerate(plan.stages):
             own = stage.first_layer, stage.last_layer + 1
-            shared = any(weight.trains and weight.held_by(*own) for weight in inputs.layers.shared)
+            shared = any(weight.trains and weight.is_used(*own) for weight in inputs.layers.shared)
             trained = shared or inputs.layers.trainable[slice(*own)].sum() > 0
-            check.holds(f"stage {number} has nothing to train, which {plan.runtime} refuses", bool(trained))
+            check.require(f"stage {number} has nothing to train, which {plan.runtime} refuses", bool(trained))

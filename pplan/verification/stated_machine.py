@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import inf, prod
 
-from ..cost_models.errors import FileError, UsageError
+from ..cost_models.errors import FileError
 from .documents import LARGEST, Table
 from .stated_plan import MOST_DEVICES
 
@@ -50,8 +50,8 @@ class StatedDevice:
     @property
     def context_bytes(self) -> int:
         """What a process takes of it before its first tensor."""
-        found = (size for size, names in CONTEXTS if re.fullmatch(names, self.name.strip(), re.IGNORECASE))
-        return next(found, 0)
+        sizes = (size for size, names in CONTEXTS if re.fullmatch(names, self.name.strip(), re.IGNORECASE))
+        return next(sizes, 0)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class StatedMachine:
         return (index, 0, a // each), (index, 1, b // each)
 
 
-def machine_of(text: str, where: str) -> StatedMachine:
+def parse_machine(text: str, where: str) -> StatedMachine:
     """The machine of a topology file of [[device]] and [[level]] tables. Raises FileError."""
     try:
         content = tomllib.loads(text)
@@ -121,7 +121,7 @@ def machine_of(text: str, where: str) -> StatedMachine:
         total += own.count("count", least=1, most=MOST_DEVICES)
         ends.append(total)
     if total > MOST_DEVICES:
-        raise table.refused("device", total, f"{MOST_DEVICES} devices at most")
+        raise table.refusal("device", total, f"{MOST_DEVICES} devices at most")
     return StatedMachine(tuple(kinds), tuple(ends), _levels(table, total))
 
 
@@ -132,10 +132,10 @@ def _kind(table: Table) -> StatedDevice:
     memory = table.optional_text("memory")
     speed = table.number("speed", 1.0)
     if speed == 0:
-        raise table.refused("speed", speed, "above 0")
+        raise table.refusal("speed", speed, "above 0")
     size = None if memory is None else _quantity(table, "memory", memory, _SIZES)
     if size is not None and not 1 <= size <= LARGEST:
-        raise table.refused("memory", memory, "a size of at least one byte")
+        raise table.refusal("memory", memory, "a size of at least one byte")
     return StatedDevice(
         table.text("name"), None if size is None else round(size), speed, table.optional_text("profile")
     )
@@ -145,16 +145,16 @@ def _levels(table: Table, gpus: int) -> tuple[StatedLevel, ...]:
     own = table.tables("level", least=1)
     sizes = [level.optional_count("size", least=1) for level in own]
     if len(own) > 64 or None in sizes[:-1]:
-        raise table.refused("level", sizes, "levels with a size each but for the outermost")
+        raise table.refusal("level", sizes, "levels with a size each but for the outermost")
     inner = list(accumulate((size or 1 for size in sizes), lambda a, b: a * b, initial=1))
     if sizes[-1] is not None and gpus > prod(size or 1 for size in sizes):
-        raise table.refused("level", sizes, f"levels that hold {gpus} devices")
-    made = []
+        raise table.refusal("level", sizes, f"levels that hold {gpus} devices")
+    levels = []
     for index, level in enumerate(own):
         each = level.count("devices_per_port", 1, least=1)
         if inner[index] % each:
-            raise level.refused("devices_per_port", each, f"a divisor of {inner[index]}")
-        made.append(
+            raise level.refusal("devices_per_port", each, f"a divisor of {inner[index]}")
+        levels.append(
             StatedLevel(
                 name=level.text("name"),
                 inner=inner[index],
@@ -165,14 +165,14 @@ def _levels(table: Table, gpus: int) -> tuple[StatedLevel, ...]:
                 devices_per_port=each,
             )
         )
-    return tuple(made)
+    return tuple(levels)
 
 
 def _rate(table: Table) -> float:
     text = table.text("bandwidth")
     rate = inf if text.strip().lower() == "inf" else _quantity(table, "bandwidth", text, _RATES)
     if not rate > 0:
-        raise table.refused("bandwidth", text, "above 0 bytes per second")
+        raise table.refusal("bandwidth", text, "above 0 bytes per second")
     return rate
 
 
@@ -182,26 +182,19 @@ def _duration(table: Table) -> float:
     if number == 0 and not unit:
         return 0.0
     if unit.upper().replace("\u03bc", "µ") not in _PER_SECOND:
-        raise table.refused("latency", text, "a duration such as 5us")
+        raise table.refusal("latency", text, "a duration such as 5us")
     return number / _PER_SECOND[unit.upper().replace("\u03bc", "µ")]
 
 
 def _quantity(table: Table, key: str, text: str, units: dict[str, float]) -> float:
     number, unit = _split(table, key, text)
     if unit.upper() not in units or unit.endswith(("b", "b/s")):
-        raise table.refused(key, text, f"a quantity such as 16{'GiB' if units is _SIZES else 'GB/s'}")
+        raise table.refusal(key, text, f"a quantity such as 16{'GiB' if units is _SIZES else 'GB/s'}")
     return number * units[unit.upper()]
 
 
 def _split(table: Table, key: str, text: str) -> tuple[float, str]:
-    found = re.fullmatch(r"\s*(\d{1,40}(?:\.\d{0,40})?(?:[eE][+-]?\d{1,3})?)\s*(\S{0,8})\s*", text)
-    if not found:
-        raise table.refused(key, text, "a number with its unit")
-    return float(found[1]), found[2]
-
-
-def check_ranks(machine: StatedMachine, ranks: tuple[int, ...]) -> None:
-    """Raises UsageError where a device is not there."""
-    odd = next((rank for rank in ranks if rank >= machine.gpus), None)
-    if odd is not None:
-        raise UsageError(f"device {odd}: the machine has devices 0 to {machine.gpus - 1}", _MEND)
+    match = re.fullmatch(r"\s*(\d{1,40}(?:\.\d{0,40})?(?:[eE][+-]?\d{1,3})?)\s*(\S{0,8})\s*", text)
+    if not match:
+        raise table.refusal(key, text, "a number with its unit")
+    return float(match[1]), match[2]

@@ -1,4 +1,4 @@
-"""What a plan file states, read without any judgement of it."""
+"""A plan file as it is written, read without checking what it says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RECOMPUTES = ("never", "always", "except_last", "selective")
 MOST_DEVICES = 2**24
 MOST_PASSES = 1_000_000
 """Micro-batches of all stages in a step, of which each action is followed."""
-GIVEN = "this partition alone"
+FIXED_PARTITION = "this partition alone"
 """What was searched of a plan whose partition another tool made."""
 
 
@@ -61,9 +61,9 @@ class StatedPlan:
     whole: Table
 
     @property
-    def was_given(self) -> bool:
+    def is_fixed_partition(self) -> bool:
         """Whether its partition is another tool's, and nothing else was searched."""
-        return self.searched == GIVEN
+        return self.searched == FIXED_PARTITION
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ class StatedPlan:
         return tuple(stage.recompute or "selective" if mixed else self.recompute for stage in self.stages)
 
 
-def stated_plan(table: Table) -> StatedPlan:
+def parse_plan(table: Table) -> StatedPlan:
     """Raises FileError for what is missing or of another kind, and for a step too long to be worked out."""
     stages = [_stage(own) for own in table.tables("stages", least=1)]
     return StatedPlan(
@@ -128,5 +128,5 @@ def _stage(table: Table) -> StatedStage:
 def _word(table: Table, key: str, default: str | None) -> str:
     word = table.text(key, default)
     if word not in RECOMPUTES:
-        raise table.refused(key, word, f"one of {', '.join(RECOMPUTES)}")
+        raise table.refusal(key, word, f"one of {', '.join(RECOMPUTES)}")
     return word

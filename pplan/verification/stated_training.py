@@ -66,8 +66,8 @@ class StatedTraining:
         return STATES[self.optimizer] * (self.master or self.weight) + OWN_BYTES.get(self.optimizer, 0.0)
 
     def step_temporaries(self, trainable: float, largest: float, gpu: bool) -> float | None:
-        """Bytes that a step makes and frees again; None: it makes nothing. Float32 masters need the gradients
-        in float32, too. `gpu`: whether the device is one that is known."""
+        """Bytes that a step makes and frees again; None: it allocates nothing. Float32 masters need the
+        gradients in float32, too. `gpu`: whether the device is one that is known."""
         kernels = "foreach" if gpu and self.kernels == "for-loop" else self.kernels
         count = TEMPORARIES.get(kernels, {}).get(self.optimizer)
         if count is None:
@@ -81,12 +81,12 @@ class StatedTraining:
         return amount / replicas if self.zero >= from_stage else amount
 
 
-def kernels_of_a_step(device: str, runtime: str | None) -> str:
+def optimizer_kernels(device: str, runtime: str | None) -> str:
     """How the optimizer of a runtime (None: PyTorch's own) steps with a profile of such a device."""
     return "fused" if runtime in FUSED else KERNELS.get(device, "fused")
 
 
-def training_of(plan: StatedPlan) -> StatedTraining:
+def read_training(plan: StatedPlan) -> StatedTraining:
     """As the plan says. Raises UsageError for words that are not known, or are not of the profile's dtype."""
     dtype, amp = plan.profile.text("dtype", "float32"), plan.profile.optional_text("amp")
     if dtype not in BYTES_BY_DTYPE:
@@ -95,7 +95,7 @@ def training_of(plan: StatedPlan) -> StatedTraining:
     zero = plan.whole.count("zero", 0, most=3)
     precision = plan.whole.optional_text("precision")
     device = plan.profile.text("device", "")
-    kernels = kernels_of_a_step(device, plan.runtime)
+    kernels = optimizer_kernels(device, plan.runtime)
     if precision is None:
         return StatedTraining(plan.optimizer, weight, weight, zero=zero, kernels=kernels)
     autocast = amp is not None and dtype == "float32"
@@ -132,7 +132,7 @@ class Exchange:
         """Of all layers with these seconds: `forward_seconds`, `backward_seconds`, or a part of it."""
         if not self.by_layer:
             return float(own.sum())
-        gathered, reduced = self._gathered(), self._reduced()
+        gathered, reduced = self._gather_seconds(), self._reduce_seconds()
         if name == "forward_seconds":
             meanwhile = np.append(gathered[1:], 0.0)
             return float(gathered[0] + np.maximum(own, meanwhile).sum())
@@ -148,18 +148,18 @@ class Exchange:
         if self.training.zero == 3:
             return 0.0
         gathered = half_reduce_seconds(self.machine, self.ranks, float(self.trainable.sum()))
-        return gathered + (float(self._all_reduced()) if self.training.zero == 1 else 0.0)
+        return gathered + (float(self._all_reduce_seconds()) if self.training.zero == 1 else 0.0)
 
-    def _gathered(self) -> Vector:
+    def _gather_seconds(self) -> Vector:
         sizes = self.parameters if self.training.zero == 3 else self.parameters * 0.0
         return np.array([half_reduce_seconds(self.machine, self.ranks, float(size)) for size in sizes])
 
-    def _reduced(self) -> Vector:
+    def _reduce_seconds(self) -> Vector:
         scale = self.training.gradient / self.training.weight
         return np.array(
             [half_reduce_seconds(self.machine, self.ranks, float(size) * scale) for size in self.trainable]
         )
 
-    def _all_reduced(self) -> float:
+    def _all_reduce_seconds(self) -> float:
         scale = self.training.gradient / self.training.weight
         return half_reduce_seconds(self.machine, self.ranks, float(self.trainable.sum()) * scale)

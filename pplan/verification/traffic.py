@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from math import ceil, log2
+from typing import NamedTuple
 
 from .stated_machine import Port, StatedLevel, StatedMachine
 
@@ -19,7 +20,7 @@ BUCKETS = (1 * 2**20, 25 * 2**20)
 
 
 @dataclass(frozen=True)
-class Way:
+class TransferRoute:
     """Of a transfer: its latency, by port the seconds a byte of the whole tensor, and the port by which it
     leaves that is loaded most (of equals the first)."""
 
@@ -33,7 +34,9 @@ class Way:
         return max(self.loads.values())
 
 
-def way(machine: StatedMachine, senders: tuple[int, ...], receivers: tuple[int, ...]) -> Way:
+def find_transfer_route(
+    machine: StatedMachine, senders: tuple[int, ...], receivers: tuple[int, ...]
+) -> TransferRoute:
     """From the replicas of one stage to those of another."""
     latency, loads = 0.0, dict[Port, float]()
     whole, done = len(senders) * len(receivers), 0
@@ -46,10 +49,10 @@ def way(machine: StatedMachine, senders: tuple[int, ...], receivers: tuple[int, 
             loads[port] = loads.get(port, 0.0) + (until - done) / whole / level.bandwidth
         done = until
     out = {port: load for port, load in loads.items() if port[1] == 0}
-    return Way(latency, loads, min(out, key=lambda port: (-out[port], port)))
+    return TransferRoute(latency, loads, min(out, key=lambda port: (-out[port], port)))
 
 
-def all_reduce_seconds(machine: StatedMachine, ranks: list[int], size: float) -> float:
+def all_reduce_time(machine: StatedMachine, ranks: list[int], size: float) -> float:
     """Of the ring, the two trees and the hierarchy of rings the fastest; 0 for one device or no bytes.
 
     Ring: 2 (n - 1) steps of size / n. Trees: up and down with 2 ceil(log2 n) latencies, the size twice. Both
@@ -90,8 +93,8 @@ def _members(machine: StatedMachine, ranks: list[int], index: int) -> set[int]:
     """Of each group of a level that holds some of the devices, how many of its members do."""
     level = machine.levels[index]
     outermost = index == len(machine.levels) - 1
-    held = {(0 if outermost else level.group(rank), rank // level.inner) for rank in ranks}
-    return set(Counter(group for group, _ in held).values())
+    members = {(0 if outermost else level.group(rank), rank // level.inner) for rank in ranks}
+    return set(Counter(group for group, _ in members).values())
 
 
 def exposed_seconds(
@@ -99,17 +102,17 @@ def exposed_seconds(
 ) -> float:
     """Seconds from the end of a backward until its gradients are summed over the replicas, bucket by bucket
     while it runs; by layer, in the order of the forward. A bucket is complete with its last gradient."""
-    now = done = held = 0.0
+    now = done = bucket = 0.0
     size, last = BUCKETS[0], 0.0
     for seconds, own in zip(reversed(backward), reversed(gradients), strict=True):
         now += seconds
-        held += own
+        bucket += own
         last = now if own > 0 else last
-        if held >= size:
-            done = max(done, last) + all_reduce_seconds(machine, ranks, held)
-            held, size = 0.0, BUCKETS[1]
-    if held > 0:
-        done = max(done, last) + all_reduce_seconds(machine, ranks, held)
+        if bucket >= size:
+            done = max(done, last) + all_reduce_time(machine, ranks, bucket)
+            bucket, size = 0.0, BUCKETS[1]
+    if bucket > 0:
+        done = max(done, last) + all_reduce_time(machine, ranks, bucket)
     return max(0.0, done - now)
 
 
@@ -131,3 +134,42 @@ def sum_loads(machine: StatedMachine, ranks: list[int], size: float) -> dict[Por
                 for direction in (0, 1):
                     loads[index, direction, port] = share * size / level.bandwidth
     return loads
+
+
+def shared_loads(
+    machine: StatedMachine, ranks: list[list[int]], sizes: list[float]
+) -> dict[int, dict[Port, float]]:
+    """By all-reduce, the `sum_loads` of ports that other all-reduces go through, too."""
+    loads = [sum_loads(machine, *own) for own in zip(ranks, sizes, strict=True)]
+    uses = Counter(port for own in loads for port, load in own.items() if load)
+    return {
+        index: {port: load for port, load in own.items() if uses[port] > 1} for index, own in enumerate(loads)
+    }
+
+
+class AllReduce(NamedTuple):
+    """A sum of the gradients of a `part` on the devices `members`, of so many seconds by itself."""
+
+    ready: float
+    part: int
+    members: list[int]
+    seconds: float
+
+
+def run_all_reduces(
+    free: list[float], requests: list[AllReduce], shared: dict[int, dict[Port, float]]
+) -> list[float]:
+    """When each device is done, of which each is `free` for the first. A device takes part in one all-reduce
+    at a time, in the order in which they are ready; those that go through one port (`shared`: seconds by part
+    and port) wait there for each other."""
+    ends, busy = list(free), [0.0] * len(free)
+    port_free: dict[Port, float] = {}
+    for begin, part, members, seconds in sorted(requests):
+        alone = end = max(begin, *(busy[device] for device in members)) + seconds
+        for port, load in shared.get(part, {}).items():
+            port_free[port] = max(alone - load, port_free.get(port, 0.0)) + load
+            end = max(end, port_free[port])
+        for device in members:
+            busy[device] = end
+            ends[device] = max(ends[device], end)
+    return ends

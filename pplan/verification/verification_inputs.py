@@ -7,13 +7,13 @@ from functools import cached_property
 
 from .documents import Table
 from .layer_costs import Layers
-from .orders import ASYNCHRONOUS, SYNCHRONOUS, ScheduleOrder, order_of
+from .orders import ASYNCHRONOUS, SYNCHRONOUS, ScheduleOrder, make_order
 from .pipeline import Figures
-from .report import LineCheck, NotChecked, NotLegal
+from .report import ImpossiblePlan, LineCheck, NotChecked
 from .stated_machine import StatedMachine
 from .stated_plan import StatedPlan
-from .stated_training import training_of
-from .written_order import written_order
+from .stated_training import read_training
+from .written_order import read_written_order
 
 _TORCH = frozenset(
     "naive gpipe 1f1b dapple interleaved looped-bfs zb-h1 zb-h2 zb-v dualpipe-v".split()  # noqa: SIM905
@@ -65,7 +65,7 @@ def one_process(runtime: str | None) -> bool:
     return runtime in RULES and RULES[runtime].one_process
 
 
-def check_runtime(
+def check_runtime_rules(
     check: LineCheck,
     runtime: str,
     *,
@@ -76,20 +76,20 @@ def check_runtime(
     size: int,
 ) -> None:
     """Whether a runtime runs a pipeline."""
-    check.holds(f"runtime {runtime} is unknown", runtime in RULES)
+    check.require(f"runtime {runtime} is unknown", runtime in RULES)
     rules = RULES[runtime]
     own = schedule not in {*SYNCHRONOUS, *ASYNCHRONOUS}
     runs = schedule in rules.schedules or (own and rules.lists)
-    check.holds(f"{runtime} does not run it", runs, schedule, sorted(rules.schedules))
-    check.holds(
+    check.require(f"{runtime} does not run it", runs, schedule, sorted(rules.schedules))
+    check.require(
         f"{runtime} recomputes all stages in one way", rules.by_stage or len(set(modes)) == 1, list(modes)
     )
-    known = set(modes) <= rules.recompute
-    check.holds(f"{runtime} does not recompute so", known, list(modes), sorted(rules.recompute))
-    check.holds(f"{runtime} has as many replicas of every stage", len(set(replicas)) == 1, replicas)
-    check.holds(f"{runtime} has no replicas", rules.replicas or replicas[0] == 1, replicas)
-    check.holds(f"{runtime} has one stage on a device", rules.parts or virtual_stages == 1, virtual_stages)
-    check.holds(
+    recomputes_so = set(modes) <= rules.recompute
+    check.require(f"{runtime} does not recompute so", recomputes_so, list(modes), sorted(rules.recompute))
+    check.require(f"{runtime} has as many replicas of every stage", len(set(replicas)) == 1, replicas)
+    check.require(f"{runtime} has no replicas", rules.replicas or replicas[0] == 1, replicas)
+    check.require(f"{runtime} has one stage on a device", rules.parts or virtual_stages == 1, virtual_stages)
+    check.require(
         "a micro-batch does not divide by the replicas",
         all(size % own == 0 for own in replicas),
         size,
@@ -118,9 +118,10 @@ class VerificationInputs:
     shared_ports: bool = True
 
     def figures(self, check: LineCheck) -> Figures:
-        """What is worked out of the plan; the line is left where the files do not say enough."""
+        """The figures computed from the plan; the line is skipped where the files do not have enough for
+        them."""
         if isinstance(self._figures, str):
-            check.leave(self._figures)
+            check.skip(self._figures)
         return self._figures
 
     @cached_property
@@ -141,7 +142,7 @@ class VerificationInputs:
             layers=layers,
             profiles=self.profiles,
             machine=machine,
-            training=training_of(plan),
+            training=read_training(plan),
             shared_ports=self.shared_ports,
         )
 
@@ -165,11 +166,13 @@ def planned_order(plan: StatedPlan) -> ScheduleOrder:
     Raises NotLegal, NotChecked."""
     devices, left = divmod(len(plan.stages), plan.virtual_stages)
     if left:
-        raise NotLegal(f"{len(plan.stages)} parts do not divide into {plan.virtual_stages} on every device")
+        raise ImpossiblePlan(
+            f"{len(plan.stages)} parts do not divide into {plan.virtual_stages} on every device"
+        )
     if plan.schedule in ASYNCHRONOUS and plan.schedule not in STASHING:
         raise NotChecked(f"{plan.schedule} is asynchronous")
     if plan.schedule in STASHING:
-        return order_of("1f1b", devices, 2 * devices + 2, plan.virtual_stages)
+        return make_order("1f1b", devices, 2 * devices + 2, plan.virtual_stages)
     if plan.order:
-        return written_order(plan.order, devices, plan.micro_batches, plan.virtual_stages)
-    return order_of(plan.schedule, devices, plan.micro_batches, plan.virtual_stages)
+        return read_written_order(plan.order, devices, plan.micro_batches, plan.virtual_stages)
+    return make_order(plan.schedule, devices, plan.micro_batches, plan.virtual_stages)

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..cost_models.errors import FileError
+from .comparison_checks import check_comparisons
 from .documents import LARGEST_PLAN, LARGEST_PROFILE, parse, read_content
 from .figure_checks import check_figures
-from .layer_costs import Layers, layers_of
-from .other_checks import check_others
-from .report import Report, Sheet
-from .shape_checks import check_shape
-from .stated_machine import StatedMachine, machine_of
-from .stated_plan import stated_plan
+from .layer_costs import Layers, read_layers
+from .report import Report, ReportBuilder
+from .shape_checks import check_layout
+from .stated_machine import StatedMachine, parse_machine
+from .stated_plan import parse_plan
 from .verification_inputs import VerificationInputs
 
 
@@ -31,52 +31,55 @@ class Sources:
     folder: Path = field(default_factory=Path)
 
 
-def verify(sources: Sources, *, shared_ports: bool = True) -> Report:
+def verify_sources(sources: Sources, *, shared_ports: bool = True) -> Report:
     """All lines. `shared_ports`: whether transfers and sums of gradients wait for each other at the ports
     that they share. Raises FileError for a file that cannot be read, UsageError."""
     inputs = _inputs(sources, shared_ports)
-    sheet = Sheet()
-    check_shape(sheet, inputs)
-    check_figures(sheet, inputs)
-    check_others(sheet, inputs)
-    return Report(sources.plan_name, sources.profile_name, tuple(sheet.lines))
+    builder = ReportBuilder()
+    check_layout(builder, inputs)
+    check_figures(builder, inputs)
+    check_comparisons(builder, inputs)
+    return Report(sources.plan_name, sources.profile_name, tuple(builder.lines))
 
 
-def verify_files(plan: Path, profile: Path | None = None, *, shared_ports: bool = True) -> Report:
+def verify_files(plan: Path, profile: Path | None = None) -> Report:
     """The plan in a file; its profile is named, or beside it under the name that it says.
 
     Raises FileError.
     """
-    return verify(sources_of(plan, profile), shared_ports=shared_ports)
+    return verify_sources(read_sources(plan, profile))
 
 
-def sources_of(plan: Path, profile: Path | None) -> Sources:
+def read_sources(plan: Path, profile: Path | None) -> Sources:
     """What is read for `verify_files`. Raises FileError."""
     content = read_content(plan, "plan", LARGEST_PLAN)
-    made = Sources(content, str(plan), folder=plan.parent)
+    sources = Sources(content, str(plan), folder=plan.parent)
     if profile is None:
-        named = parse(content, str(plan), "plan", "prediction").table("profile").text("file", "")
-        beside = plan.parent / Path(named).name
-        profile = beside if named and beside.is_file() else None
+        profile_name = parse(content, str(plan), "plan", "prediction").table("profile").text("file", "")
+        beside = plan.parent / Path(profile_name).name
+        profile = beside if profile_name and beside.is_file() else None
     if profile is not None:
-        made.profile, made.profile_name = read_content(profile, "profile", LARGEST_PROFILE), str(profile)
-    return made
+        sources.profile, sources.profile_name = (
+            read_content(profile, "profile", LARGEST_PROFILE),
+            str(profile),
+        )
+    return sources
 
 
 def _inputs(sources: Sources, shared_ports: bool) -> VerificationInputs:
-    plan = stated_plan(parse(sources.plan, sources.plan_name, "plan", "prediction"))
+    plan = parse_plan(parse(sources.plan, sources.plan_name, "plan", "prediction"))
     profile = layers = None
     if sources.profile is not None:
         profile = parse(sources.profile, sources.profile_name or "profile", "profile", "layers")
-        layers = layers_of(profile)
-    machine = machine_of(plan.machine, f"{sources.plan_name}: machine") if plan.machine else None
-    named = plan.profile.text("file", "") or "a profile without a name"
+        layers = read_layers(profile)
+    machine = parse_machine(plan.machine, f"{sources.plan_name}: machine") if plan.machine else None
+    profile_name = plan.profile.text("file", "") or "a profile without a name"
     return VerificationInputs(
         plan=plan,
         profile=profile,
         profile_sha256="" if sources.profile is None else hashlib.sha256(sources.profile).hexdigest(),
         is_file=sources.is_file,
-        no_profile=f"no profile was given, and {named[:80]} is not beside the plan",
+        no_profile=f"no profile was given, and {profile_name[:80]} is not beside the plan",
         layers=layers,
         machine=machine,
         profiles={} if layers is None else _own_profiles(machine, layers, sources.folder),
@@ -86,18 +89,20 @@ def _inputs(sources: Sources, shared_ports: bool) -> VerificationInputs:
 
 def _own_profiles(machine: StatedMachine | None, layers: Layers, folder: Path) -> dict[str, Layers]:
     """Of the kinds of devices that have one, those that are there. Raises FileError for other layers."""
-    made = {}
+    profiles = {}
     for kind in () if machine is None else machine.kinds:
-        if kind.profile is None or kind.profile in made or not _is_file(folder / kind.profile):
+        if kind.profile is None or kind.profile in profiles or not _is_file(folder / kind.profile):
             continue
         path = folder / kind.profile
-        own = layers_of(parse(read_content(path, "profile", LARGEST_PROFILE), str(path), "profile", "layers"))
+        own = read_layers(
+            parse(read_content(path, "profile", LARGEST_PROFILE), str(path), "profile", "layers")
+        )
         if own.names != layers.names:
             raise FileError(
                 f"{path}: has other layers than the plan's profile", "Profile the same model on that kind."
             )
-        made[kind.profile] = own
-    return made
+        profiles[kind.profile] = own
+    return profiles
 
 
 def _is_file(path: Path) -> bool:

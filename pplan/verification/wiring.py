@@ -18,13 +18,13 @@ from heapq import heappop, heappush
 from itertools import pairwise
 
 from .orders import Action, ScheduleOrder
-from .report import NotLegal
+from .report import ImpossiblePlan
 
 NONE = -1
 
 
 @dataclass(frozen=True, eq=False)
-class Wired:
+class WiredOrder:
     """Every action, sorted by its tick (of one tick by device): its device, the action itself, its part of
     the layers and its route. `before`: the action before it on its device; `source`: what it receives from
     another device; `target`: what receives from it. `last`: whether it ends its micro-batch's work there.
@@ -44,20 +44,20 @@ class Wired:
         return len(self.device)
 
 
-Named = tuple[str, int, int]
+ActionName = tuple[str, int, int]
 """A kind, a micro-batch and a part: of all actions one."""
 
 
-def wired(order: ScheduleOrder) -> Wired:
+def wire_order(order: ScheduleOrder) -> WiredOrder:
     """Raises NotLegal for an order that misses or repeats an action, or whose actions wait in a circle."""
     devices = [device for device, own in enumerate(order.lists) for _ in own]
     actions = [action for own in order.lists for action in own]
     part_at = {(way, *place): part for way, own in enumerate(order.routes) for part, place in enumerate(own)}
-    where: dict[Named, int] = {}
+    where: dict[ActionName, int] = {}
     for index, (device, (kind, batch, chunk)) in enumerate(zip(devices, actions, strict=True)):
         part = part_at.get((order.route_of[batch], device, chunk))
         if part is None or (kind, batch, part) in where:
-            raise NotLegal(f"device {device} runs {kind}{batch}.{chunk} twice, or not where it belongs")
+            raise ImpossiblePlan(f"device {device} runs {kind}{batch}.{chunk} twice, or not where it belongs")
         where[kind, batch, part] = index
     _check_whole(order, where)
     names = sorted(where, key=where.__getitem__)
@@ -69,14 +69,14 @@ def wired(order: ScheduleOrder) -> Wired:
     return _in_order(order, clock, devices, actions, names, needs, before, where)
 
 
-def _check_whole(order: ScheduleOrder, where: dict[Named, int]) -> None:
+def _check_whole(order: ScheduleOrder, where: dict[ActionName, int]) -> None:
     for batch in range(len(order.route_of)):
         for part in range(order.parts):
             if ("F", batch, part) not in where or ("B", batch, part) not in where:
-                raise NotLegal(f"F or B of micro-batch {batch} is missing on part {part} of the layers")
+                raise ImpossiblePlan(f"F or B of micro-batch {batch} is missing on part {part} of the layers")
 
 
-def _needs(name: Named, where: dict[Named, int], parts: int) -> list[int]:
+def _needs(name: ActionName, where: dict[ActionName, int], parts: int) -> list[int]:
     kind, batch, part = name
     if kind == "F":
         return [where["F", batch, part - 1]] if part else []
@@ -104,7 +104,7 @@ def _by_clock(needs: list[list[int]]) -> list[int]:
                     following.append(other)
         now = sorted(following)
     if len(clock) < len(needs):
-        raise NotLegal("some actions wait for each other in a circle")
+        raise ImpossiblePlan("some actions wait for each other in a circle")
     return clock
 
 
@@ -113,11 +113,11 @@ def _in_order(
     clock: list[int],
     devices: list[int],
     actions: list[Action],
-    names: list[Named],
+    names: list[ActionName],
     needs: list[list[int]],
     before: list[int],
-    where: dict[Named, int],
-) -> Wired:
+    where: dict[ActionName, int],
+) -> WiredOrder:
     rank = [0] * len(clock)
     for position, index in enumerate(clock):
         rank[index] = position
@@ -127,7 +127,7 @@ def _in_order(
             if devices[needed] != devices[index]:
                 source[rank[index]], target[rank[needed]] = rank[needed], rank[index]
     split = {(batch, part) for kind, batch, part in where if kind == "W"}
-    return Wired(
+    return WiredOrder(
         order=order,
         device=[devices[index] for index in clock],
         action=[actions[index] for index in clock],
@@ -158,14 +158,16 @@ def most_in_flight(order: ScheduleOrder) -> list[float]:
     return most
 
 
-def check_order(order: ScheduleOrder) -> Wired:
+def check_order(order: ScheduleOrder) -> WiredOrder:
     """The order with what waits for what. Raises NotLegal also where a device holds more micro-batches than
     its schedule's definition says."""
-    made = wired(order)
-    for device, (held, most) in enumerate(zip(most_in_flight(order), order.most_held, strict=True)):
-        if held > most + 1e-9:
-            raise NotLegal(f"device {device} holds {held:g} micro-batches, {most:g} at the most are allowed")
-    return made
+    wired_order = wire_order(order)
+    for device, (in_flight, most) in enumerate(zip(most_in_flight(order), order.most_in_flight, strict=True)):
+        if in_flight > most + 1e-9:
+            raise ImpossiblePlan(
+                f"device {device} holds {in_flight:g} micro-batches, {most:g} at the most are allowed"
+            )
+    return wired_order
 
 
 def cuts_crossed(order: ScheduleOrder) -> list[tuple[int, int, int, int]]:
@@ -188,18 +190,18 @@ class StepWork:
     waits for no other; `launched` and `launch_end` on the host, None where it is never late. `blocking`: a
     device starts nothing until what it sent has arrived."""
 
-    wired: Wired
+    wired_order: WiredOrder
     seconds: list[float]
     port: list[Hashable | None]
     occupancy: list[float]
     latency: list[float]
-    launched: list[float] | None = None
+    launch_start: list[float] | None = None
     launch_end: list[float] | None = None
     blocking: bool = False
 
 
 @dataclass(frozen=True, eq=False)
-class Ran:
+class RunTimes:
     """By action its start and end; by device when it is free."""
 
     start: list[float]
@@ -209,7 +211,7 @@ class Ran:
 
 class _Loop:
     def __init__(self, work: StepWork) -> None:
-        wiring = work.wired
+        wiring = work.wired_order
         count = len(wiring)
         self.work, self.wiring = work, wiring
         self.start, self.end = [0.0] * count, [0.0] * count
@@ -225,26 +227,26 @@ class _Loop:
         self.events: list[tuple[float, int, int]] = []
         self.port_free: dict[Hashable, float] = {}
 
-    def run(self) -> Ran:
+    def run(self) -> RunTimes:
         for index, count in enumerate(self.waits):
             if not count:
                 self._begin(index)
         while self.events:
             now, what, index = heappop(self.events)
-            (self._ended, self._arrived, self._served)[what](now, index)
-        return Ran(self.start, self.end, self.free)
+            (self._end_action, self._arrive, self._serve)[what](now, index)
+        return RunTimes(self.start, self.end, self.free)
 
     def _begin(self, index: int) -> None:
         work = self.work
-        if work.launched is not None:
-            self.start[index] = max(self.start[index], work.launched[index])
+        if work.launch_start is not None:
+            self.start[index] = max(self.start[index], work.launch_start[index])
         end = self.start[index] + work.seconds[index]
         if work.launch_end is not None:
             end = max(end, work.launch_end[index])
         self.end[index] = end
         heappush(self.events, (end, ENDS, index))
 
-    def _meets(self, index: int, now: float) -> None:
+    def _satisfy(self, index: int, now: float) -> None:
         """One of the things that an action waits for has happened."""
         if index == NONE:
             return
@@ -253,19 +255,19 @@ class _Loop:
         if not self.waits[index]:
             self._begin(index)
 
-    def _ended(self, now: float, index: int) -> None:
+    def _end_action(self, now: float, index: int) -> None:
         sends = self.wiring.target[index] != NONE
         if sends:
             heappush(self.events, (now, ASKS, index))
         if not (sends and self.work.blocking):
-            self._released(now, index)
+            self._release(now, index)
 
-    def _released(self, now: float, index: int) -> None:
+    def _release(self, now: float, index: int) -> None:
         device = self.wiring.device[index]
         self.free[device] = max(self.free[device], now)
-        self._meets(self.following[index], now)
+        self._satisfy(self.following[index], now)
 
-    def _served(self, now: float, index: int) -> None:
+    def _serve(self, now: float, index: int) -> None:
         begin, port = now, self.work.port[index]
         if port is not None:
             begin = max(now, self.port_free.get(port, 0.0))
@@ -273,12 +275,12 @@ class _Loop:
         arrival = begin + self.work.occupancy[index] + self.work.latency[index]
         heappush(self.events, (arrival, ARRIVES, index))
 
-    def _arrived(self, now: float, index: int) -> None:
+    def _arrive(self, now: float, index: int) -> None:
         if self.work.blocking:
-            self._released(now, index)
-        self._meets(self.wiring.target[index], now)
+            self._release(now, index)
+        self._satisfy(self.wiring.target[index], now)
 
 
-def run(work: StepWork) -> Ran:
+def simulate_events(work: StepWork) -> RunTimes:
     """Runs all of it."""
     return _Loop(work).run()

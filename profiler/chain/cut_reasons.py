@@ -88,8 +88,8 @@ def find_tensor_users(
             one = key if path is None else first_of.get(path, path)
             name = one if isinstance(one, str) else "a tensor"
             new = TensorUsers(name, tensor, [], path in first_of, key in written)
-            found = users.setdefault(one, new).layers
-            found.extend([index] if index not in found else [])
+            positions = users.setdefault(one, new).layers
+            positions.extend([index] if index not in positions else [])
     return list(users.values())
 
 
@@ -118,5 +118,5 @@ def pin_reasons(patterns: Sequence[str], names: Sequence[str], model_name: str) 
 
 
 def layer_numbers(segments: Sequence[GraphSegment]) -> dict[fx.Node, int]:
-    """Of each node of the graph, the position of its layer."""
+    """The position of each node's layer."""
     return {node: index for index, segment in enumerate(segments) for node in segment.part.nodes}

@@ -10,8 +10,8 @@ from typing import Self
 from torch import fx, nn
 
 from ..graphs.graph import graph_module
-from ..torch_internals import children_of, own_registries
-from .shared_parameters import Again, Borrowed, Borrows, OnClone, registered
+from ..torch_internals import child_modules, copy_registries
+from .shared_parameters import BorrowedFields, BorrowedTensor, CloneInput, ReusedModule, registered
 
 _RANDOM = "dropout"
 _NORMS = ("batch_norm", "instance_norm")
@@ -26,7 +26,7 @@ class LayerSequential(nn.Sequential):
 
     model_name: str = ""
     layer_names: tuple[str, ...] = ()
-    """Of another number than the elements where some were added or taken away: then they are no longer so."""
+    """Void where their number is not that of the elements: some were added or removed."""
     granularity: str = "block"
     """How finely the model was cut; its elements are taken for its layers whatever is asked for."""
     keep_together: tuple[str, ...] = ()
@@ -40,14 +40,23 @@ class LayerSequential(nn.Sequential):
     """Names of buffers that several layers use and none writes: stages may have copies of these."""
     traced_mode: bool = True
     """Whether the model was in training mode then."""
+    own_modes: tuple[str, ...] = ()
+    """Modules of the model whose class has a `train` of its own, which the layers do not call."""
 
     def train(self, mode: bool = True) -> Self:
-        """As every module's; warns where layers cannot follow."""
+        """As every module's; warns where layers cannot follow, or the model would do otherwise."""
         if mode != self.traced_mode and self.mode_bound:
             own, other = ("training" if way else "evaluation" for way in (self.traced_mode, mode))
             warnings.warn(
                 f"{', '.join(self.mode_bound)} of {self.model_name} stay in {own} mode, in which they were "
                 f"traced: make the layers again from the model in {other} mode (pplan.sequential)",
+                UserWarning,
+                stacklevel=2,
+            )
+        if self.own_modes:
+            warnings.warn(
+                f"{', '.join(self.own_modes)} of {self.model_name} override train(), which the layers do not "
+                "call: call train() and eval() of the model instead, whose modules the layers run",
                 UserWarning,
                 stacklevel=2,
             )
@@ -77,11 +86,11 @@ def model_name(module: nn.Module) -> str:
     return own or type(module).__name__
 
 
-def registered_once(modules: Sequence[nn.Module], *, on_clone: bool) -> list[nn.Module]:
+def register_once(modules: Sequence[nn.Module], *, on_clone: bool) -> list[nn.Module]:
     """The elements of an nn.Sequential of these layers; `on_clone`: the first overwrites its input."""
     sharing = Sharing()
     children = [sharing.own(module) for module in modules]
-    return [OnClone(children[0]), *children[1:]] if on_clone else children
+    return [CloneInput(children[0]), *children[1:]] if on_clone else children
 
 
 class Sharing:
@@ -90,12 +99,12 @@ class Sharing:
     def __init__(self) -> None:
         self._layers: set[int] = set()
         """Identities of those given; torchgpipe and FairScale refuse the same one twice."""
-        self._held: dict[int, nn.Module] = {}
+        self._earlier: dict[int, nn.Module] = {}
         """By the identity of a module of the model: what stands for it in an earlier layer."""
         self._owners: dict[int, tuple[nn.Module, str]] = {}
         """By the identity of a tensor: the module of an earlier layer that registers it, and as what."""
-        self._made: dict[int, nn.Module] = {}
-        """As `_held`, of the layer in hand."""
+        self._replacements: dict[int, nn.Module] = {}
+        """As `_earlier`, of the layer in hand."""
 
     def own(self, layer: nn.Module) -> nn.Module:
         """`layer` itself where it holds nothing that an earlier layer does, else what runs the same.
@@ -103,29 +112,29 @@ class Sharing:
         The model's own modules are not changed. All layers must stay alive until the last call.
         """
         if id(layer) in self._layers or self._is_held(layer):
-            return Again(self._held[id(layer)])
+            return ReusedModule(self._earlier[id(layer)])
         self._layers.add(id(layer))
-        self._made = {}
-        result = self._without_held(layer)
-        self._held |= self._made
+        self._replacements = {}
+        result = self._without_earlier(layer)
+        self._earlier |= self._replacements
         for part in result.modules():
             for name, tensor in registered(part):
                 self._owners.setdefault(id(tensor), (part, name))
         return result
 
-    def _without_held(self, module: nn.Module, borrows: Borrows | None = None) -> nn.Module:
+    def _without_earlier(self, module: nn.Module, borrows: BorrowedFields | None = None) -> nn.Module:
         """`borrows`: of the module around, where `module` belongs to one that is copied too."""
-        if id(module) in self._made:
-            return self._made[id(module)]
+        if id(module) in self._replacements:
+            return self._replacements[id(module)]
         if not self._shares(module):
-            self._made.update((id(part), part) for part in module.modules())
+            self._replacements.update((id(part), part) for part in module.modules())
             return module
         if isinstance(module, fx.GraphModule):
-            made: nn.Module = self._graph_copy(module)
+            copied: nn.Module = self._graph_copy(module)
         else:
-            made = self._shallow_copy(module, borrows)
-        self._made[id(module)] = made
-        return made
+            copied = self._shallow_copy(module, borrows)
+        self._replacements[id(module)] = copied
+        return copied
 
     def _shares(self, module: nn.Module) -> bool:
         return any(id(parameter) in self._owners for parameter in module.parameters()) or any(
@@ -136,24 +145,24 @@ class Sharing:
     def _is_held(self, module: nn.Module) -> bool:
         """Whether an earlier layer has `module`, and it matters where its tensors are registered."""
         has_tensors = any(True for _ in (*module.parameters(), *module.buffers()))
-        return has_tensors and id(module) in self._held
+        return has_tensors and id(module) in self._earlier
 
     def _reads_owned(self, module: fx.GraphModule) -> bool:
         return any(id(_attribute(module, node)) in self._owners for node in module.graph.nodes)
 
-    def _part(self, module: nn.Module, borrows: Borrows | None) -> nn.Module:
+    def _part(self, module: nn.Module, borrows: BorrowedFields | None) -> nn.Module:
         """What stands for a part of a layer. A container may be indexed: its elements are stood in for."""
         if self._is_held(module) and not isinstance(module, _CONTAINERS):
-            return Again(self._held[id(module)])
-        return self._without_held(module, borrows)
+            return ReusedModule(self._earlier[id(module)])
+        return self._without_earlier(module, borrows)
 
-    def _shallow_copy(self, module: nn.Module, outer: Borrows | None) -> nn.Module:
+    def _shallow_copy(self, module: nn.Module, outer: BorrowedFields | None) -> nn.Module:
         """The same tensors; of the parameters that earlier layers hold only references."""
         twin = copy.copy(module)
-        own_registries(twin)
-        borrows = Borrows() if outer is None else outer
-        for name, child in children_of(module).items():
-            children_of(twin)[name] = None if child is None else self._part(child, borrows)
+        copy_registries(twin)
+        borrows = BorrowedFields() if outer is None else outer
+        for name, child in child_modules(module).items():
+            child_modules(twin)[name] = None if child is None else self._part(child, borrows)
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) in self._owners:
                 borrows.add(twin, name, *self._owners[id(parameter)])
@@ -179,12 +188,12 @@ class Sharing:
                     node.target = place
                     setattr(root, place, other)
             elif id(_attribute(module, node)) in self._owners:
-                setattr(root, place, Borrowed(*self._owners[id(_attribute(module, node))]))
+                setattr(root, place, BorrowedTensor(*self._owners[id(_attribute(module, node))]))
                 with graph.inserting_before(node):
                     node.replace_all_uses_with(graph.call_module(place))
                 graph.erase_node(node)
-        made = graph_module(graph, root, module, name=type(module).__name__)
-        return _with_hooks_of(module, made)
+        copied = graph_module(graph, root, module, name=type(module).__name__)
+        return _with_hooks_of(module, copied)
 
 
 def _attribute(module: fx.GraphModule, node: fx.Node) -> object:
@@ -195,9 +204,9 @@ def _attribute(module: fx.GraphModule, node: fx.Node) -> object:
     return getattr(module.get_submodule(owner), name)
 
 
-def _with_hooks_of(source: fx.GraphModule, made: fx.GraphModule) -> fx.GraphModule:
-    made.meta = source.meta
+def _with_hooks_of(source: fx.GraphModule, target: fx.GraphModule) -> fx.GraphModule:
+    target.meta = source.meta
     for name, value in vars(source).items():
         if "hooks" in name:
-            made.__dict__[name] = copy.copy(value)
-    return made
+            target.__dict__[name] = copy.copy(value)
+    return target

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -12,12 +12,12 @@ from ...cost_models.errors import ModelError
 from ..comparison.model_check import Comparison, ModelCheck
 from ..graphs.cutting import Granularity, parts
 from ..graphs.flow import Flow
-from ..graphs.frontends import ELEMENTS, trace_model
+from ..graphs.frontends import ELEMENTS, is_plain_sequential, trace_model
 from ..graphs.graph import TracedGraph
 from ..graphs.remodule import attribute
 from ..graphs.segments import GraphSegment
-from ..graphs.trial import Trial, naming_larger_pictures
-from ..user_model.loaded_model import ModelInput, refuse_lazy
+from ..graphs.trial import Trial, suggest_larger_pictures
+from ..user_model.loaded_model import ModelInput, refuse_lazy_or_sparse
 from ..user_model.seeding import fixed_seed
 from .cut_reasons import (
     TensorUsers,
@@ -28,7 +28,7 @@ from .cut_reasons import (
     pin_reasons,
     sharing_reasons,
 )
-from .layer_sequential import LayerSequential, model_name, registered_once
+from .layer_sequential import LayerSequential, model_name, register_once
 from .shared_parameters import storage_aliases, tensors_used
 
 
@@ -92,11 +92,13 @@ class LayerChain:
     tool: str = "torch.fx"
     """What drew the graph that was cut."""
     comparison: Comparison | None = None
-    """With the model, by value; None: not asked for."""
+    """The comparison with the model by value; None: not asked for."""
     unused: tuple[str, ...] = ()
     """Parameters and buffers of the model that no layer uses, by name."""
     users: tuple[TensorUsers, ...] = ()
-    """Of each parameter and buffer."""
+    """The users of each parameter and buffer."""
+    own_modes: tuple[str, ...] = ()
+    """Modules with a `train` of their own, the model itself by its class."""
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -104,7 +106,7 @@ class LayerChain:
 
 def build_chain(
     model: nn.Module,
-    given: object,
+    example_input: object,
     *,
     name: str | None = None,
     granularity: str = "block",
@@ -138,16 +140,16 @@ def build_chain(
     pattern that nothing matches; with `verify` also where all tools' layers differ from the model, or where
     it fails in training; UsageError for an unknown granularity.
     """
-    wanted = Granularity.parse(granularity)
+    cut_by = Granularity.parse(granularity)
     name = name or model_name(model)
-    example = ModelInput.of(given, name)
-    refuse_lazy(name, model)
-    told = str(wanted)
-    if isinstance(model, LayerSequential) and wanted.kind != "module":
+    example = ModelInput.of(example_input, name)
+    refuse_lazy_or_sparse(name, model)
+    granularity_text = str(cut_by)
+    if isinstance(model, LayerSequential) and cut_by.kind != "module":
         # Its elements are the layers that it was made of.
-        wanted, told = Granularity("block"), model.granularity
+        cut_by, granularity_text = Granularity("block"), model.granularity
     segments, flow, comparison = _segments(
-        model, example, name, wanted, verify_seconds=verify_seconds if verify else None, tool=tool
+        model, example, name, cut_by, verify_seconds=verify_seconds if verify else None, tool=tool
     )
     modules = [segment.bind(model) for segment in segments]
     names = _names(model, segments)
@@ -176,7 +178,7 @@ def build_chain(
         name,
         layers,
         flow.overwrites_input,
-        told,
+        granularity_text,
         _edges(segments, flow),
         pins,
         aliases,
@@ -185,26 +187,34 @@ def build_chain(
         comparison,
         _unused(model, modules),
         tuple(users),
+        tuple(_own_modes(model)),
     )
+
+
+def _own_modes(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules():
+        own = type(module).train
+        if own is not nn.Module.train and not (own.__module__ or "").startswith(("torch.", "pplan.")):
+            yield path or type(module).__name__
 
 
 def _unused(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
     used = {id(tensor) for module in modules for tensor in tensors_used(module)}
-    kept = model.state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True)
     own = (*model.named_parameters(), *model.named_buffers())
-    return tuple(name for name, tensor in own if name in kept and id(tensor) not in used)
+    return tuple(name for name, tensor in own if name in state and id(tensor) not in used)
 
 
 def _segments(
     model: nn.Module,
-    given: ModelInput,
+    example: ModelInput,
     name: str,
     granularity: Granularity,
     *,
     verify_seconds: float | None,
     tool: str | None,
 ) -> tuple[list[GraphSegment], Flow, Comparison | None]:
-    check = None if verify_seconds is None else ModelCheck(model, given, name, verify_seconds)
+    check = None if verify_seconds is None else ModelCheck(model, example, name, verify_seconds)
 
     def compared(traced: TracedGraph, trial: Trial) -> tuple[list[GraphSegment], Flow, Comparison | None]:
         segments, flow = _cut(traced, trial, name, granularity)
@@ -212,22 +222,24 @@ def _segments(
             return segments, flow, None
         if traced.tool == ELEMENTS and not _any_shared([segment.bind(model) for segment in segments]):
             # The model does nothing else than to call these modules.
-            return segments, flow, check.look()
+            return segments, flow, check.check_output()
 
         def bound_to(copy: nn.Module) -> nn.Sequential:
             modules = [segment.bind(copy) for segment in segments]
-            return nn.Sequential(*registered_once(modules, on_clone=flow.overwrites_input))
+            return nn.Sequential(*register_once(modules, on_clone=flow.overwrites_input))
 
         return segments, flow, check.compare(bound_to, _names(model, segments), traced.tool)
 
-    with fixed_seed(0), naming_larger_pictures(model, given, name):
-        return trace_model(model, given, name, granularity, compared, tool)
+    if check is not None and not (is_plain_sequential(model) and granularity.kind == "block"):
+        check.run_once()
+    with fixed_seed(0), suggest_larger_pictures(model, example, name):
+        return trace_model(model, example, name, granularity, compared, tool)
 
 
 def _any_shared(modules: Sequence[nn.Module]) -> bool:
     """Whether a parameter or buffer is in several of them."""
-    found = [{id(tensor) for tensor in tensors_used(module)} for module in modules]
-    return len(frozenset[int]().union(*found)) < sum(map(len, found))
+    identities = [{id(tensor) for tensor in tensors_used(module)} for module in modules]
+    return len(frozenset[int]().union(*identities)) < sum(map(len, identities))
 
 
 def _cut(
@@ -245,8 +257,12 @@ def _cut(
 
 def _names(model: nn.Module, segments: Sequence[GraphSegment]) -> list[str]:
     """An nn.Sequential that was made of a model's layers keeps their names: it is the same chain."""
-    kept = model.layer_names if isinstance(model, LayerSequential) else ()
-    return list(kept) if len(kept) == len(segments) else _unique([segment.name for segment in segments])
+    own_names = model.layer_names if isinstance(model, LayerSequential) else ()
+    return (
+        list(own_names)
+        if len(own_names) == len(segments)
+        else _unique([segment.name for segment in segments])
+    )
 
 
 def _remembered(model: nn.Module, segments: Sequence[GraphSegment]) -> tuple[str, ...]:
@@ -257,17 +273,17 @@ def _remembered(model: nn.Module, segments: Sequence[GraphSegment]) -> tuple[str
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    taken: set[str] = set()
-    given = set(names)
+    used: set[str] = set()
+    originals = set(names)
     counts: dict[str, int] = {}
     unique: list[str] = []
     for name in names:
         candidate, count = name, counts.get(name, 0)
-        while candidate in taken or (count and candidate in given):
+        while candidate in used or (count and candidate in originals):
             count += 1
             candidate = f"{name}_{count}"
         counts[name] = count
-        taken.add(candidate)
+        used.add(candidate)
         unique.append(candidate)
     return unique
 
@@ -275,7 +291,7 @@ def _unique(names: Sequence[str]) -> list[str]:
 def _edges(segments: Sequence[GraphSegment], flow: Flow) -> tuple[tuple[int, int], ...]:
     layers = layer_numbers(segments)
     last = len(segments) - 1
-    found = {
+    edges = {
         (maker, layers.get(user, last))
         for node, maker in layers.items()
         for user in node.users
@@ -283,7 +299,7 @@ def _edges(segments: Sequence[GraphSegment], flow: Flow) -> tuple[tuple[int, int
         and maker != layers.get(user, last)
         and not flow.tables.is_made_again(node)
     }
-    return tuple(sorted(found))
+    return tuple(sorted(edges))
 
 
 def _written(model: nn.Module, flow: Flow, comparison: Comparison | None) -> set[int]:
@@ -295,10 +311,10 @@ def _written(model: nn.Module, flow: Flow, comparison: Comparison | None) -> set
 def _first_users(
     modules: Sequence[nn.Module],
 ) -> list[tuple[tuple[nn.Parameter, ...], tuple[Tensor, ...]]]:
-    seen: set[int] = set()
+    counted: set[int] = set()
 
     def fresh(tensor: Tensor) -> bool:
-        return id(tensor) not in seen and not seen.add(id(tensor))  # type: ignore[func-returns-value]
+        return id(tensor) not in counted and not counted.add(id(tensor))  # type: ignore[func-returns-value]
 
     return [
         (tuple(p for p in module.parameters() if fresh(p)), tuple(b for b in module.buffers() if fresh(b)))

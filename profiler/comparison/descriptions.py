@@ -1,4 +1,4 @@
-"""Where layers differ from their model, in words: the first layer and tensor, and what to do."""
+"""Error texts where layers differ from their model: the first layer and tensor that do, and what to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..torch_internals import has_hooks, tree_leaves
 from ..user_model.failures import at_user_line, first_line
-from .differences import Difference, named
+from .differences import Difference, describe_difference
 from .side_by_side import LayersDiffer, SideBySide
 from .training_pass import Trainee, plain_attributes
 
@@ -45,18 +45,18 @@ def describe(side: SideBySide, error: LayersDiffer, layer_names: Sequence[str]) 
     random = any(each.kind == "random state" for each in error.differences)
     kinds = [each for each in error.differences if each.kind != "random state"]
     gradients = [each for each in kinds if each.kind == "gradient"]
-    lost = [each for each in gradients if each.expected is None or each.found is None]
+    lost = [each for each in gradients if each.expected is None or each.actual is None]
     if not kinds:
         return _random_state(error, when), _RANDOM + _NAME
     if kinds[0].kind in ("output", "structure of the output"):
         where = _layer_of_output(side, error, layer_names)
-        what = f"{named(kinds[0])} is not the model's {when}{_by(kinds[0])}{where}"
+        what = f"{describe_difference(kinds[0])} is not the model's {when}{_by(kinds[0])}{where}"
         return what, _hint(error, random) + _NAME
     if lost:
         return _gradients(lost, side, when, layer_names), _GRADIENTS + _NAME
     first = gradients[-1] if gradients else kinds[0]
     layer = _holder(first, side, layer_names)
-    what = f"{named(first)} is not the model's {when}{_by(first)}{layer}"
+    what = f"{describe_difference(first)} is not the model's {when}{_by(first)}{layer}"
     return what, (_GRADIENTS if first.kind == "gradient" else _hint(error, random)) + _NAME
 
 
@@ -73,19 +73,19 @@ def suspects(side: SideBySide, error: LayersDiffer) -> Iterator[str]:
 
 
 def _hint(error: LayersDiffer, random: bool) -> str:
-    """By the pass: the first, the same again, or one on a larger batch."""
+    """In which pass: the first, the same again, or one on a larger batch."""
     if random:
         return _RANDOM
     return (_OTHER_WAY, _STATE, _SIZE)[len(error.batches) - 1]
 
 
 def _random_state(error: LayersDiffer, when: str) -> str:
-    drawn = " and ".join(each.name for each in error.differences)
-    return f"its layers draw other random numbers than the model, of {drawn}, {when}"
+    generators = " and ".join(each.name for each in error.differences)
+    return f"its layers draw other random numbers than the model, of {generators}, {when}"
 
 
 def _gradients(lost: Sequence[Difference], side: SideBySide, when: str, layer_names: Sequence[str]) -> str:
-    """Of parameters that get one in the layers or in the model only."""
+    """Text on parameters that get a gradient in the layers only, or in the model only."""
     first = lost[0]
     more = f" (and {len(lost) - 1} more parameters)" if len(lost) > 1 else ""
     has, lacks = ("layers", "model") if first.expected is None else ("model", "layers")
@@ -95,11 +95,11 @@ def _gradients(lost: Sequence[Difference], side: SideBySide, when: str, layer_na
 
 def _by(difference: Difference) -> str:
     """How far off, of finite tensors."""
-    expected, found = difference.expected, difference.found
-    if not isinstance(expected, Tensor) or not isinstance(found, Tensor):
-        return f" ({_shown(found)} instead of {_shown(expected)})"
-    if expected.shape != found.shape or expected.dtype != found.dtype:
-        return f" ({_shown(found)} instead of {_shown(expected)})"
+    expected, actual = difference.expected, difference.actual
+    if not isinstance(expected, Tensor) or not isinstance(actual, Tensor):
+        return f" ({_format(actual)} instead of {_format(expected)})"
+    if expected.shape != actual.shape or expected.dtype != actual.dtype:
+        return f" ({_format(actual)} instead of {_format(expected)})"
     if not difference.may_be_rounding:
         return ""
     largest = float(expected.detach().abs().nan_to_num(0, 0, 0).max())
@@ -107,7 +107,7 @@ def _by(difference: Difference) -> str:
     return f" (off by {share:.2g} of the largest element)"
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{'x'.join(map(str, value.shape))} {str(value.dtype).removeprefix('torch.')}"
     return value.__name__ if isinstance(value, type) else repr(value)[:60]
@@ -126,7 +126,7 @@ def _holder(difference: Difference, side: SideBySide, layer_names: Sequence[str]
     return ""
 
 
-_Seen = dict[tuple[str, int], tuple[float, ...]]
+_OutputMarks = dict[tuple[str, int], tuple[float, ...]]
 """By the name of a module and the number of its call: what tells one output from another."""
 
 
@@ -134,10 +134,10 @@ def _layer_of_output(side: SideBySide, error: LayersDiffer, layer_names: Sequenc
     """The first module that returns something else, and the layer it is in."""
     try:
         expected, _ = _record(side.plain(), side, error.batches)
-        found, layers = _record(side.layered(), side, error.batches)
+        actual, layers = _record(side.layered(), side, error.batches)
     except Exception:  # It is known already that something differs.
         return ""
-    for key, value in found.items():
+    for key, value in actual.items():
         if not _alike(value, expected.get(key)):
             name = layer_names[layers[key]]
             module = "" if key[0] == name else f" ({key[0]})"
@@ -145,19 +145,21 @@ def _layer_of_output(side: SideBySide, error: LayersDiffer, layer_names: Sequenc
     return f"; no module differs up to layer {layer_names[max(layers.values())]}" if layers else ""
 
 
-def _record(trainee: Trainee, side: SideBySide, batches: Sequence[int]) -> tuple[_Seen, dict[Any, int]]:
+def _record(
+    trainee: Trainee, side: SideBySide, batches: Sequence[int]
+) -> tuple[_OutputMarks, dict[Any, int]]:
     """Of the last pass."""
     for batch in batches[:-1]:
         trainee.train_once(side.example(batch), side.seed)
-    seen: _Seen = {}
+    marks: _OutputMarks = {}
     layers: dict[tuple[str, int], int] = {}
-    with _recording(trainee, seen, layers):
+    with _recording(trainee, marks, layers):
         trainee.train_once(side.example(batches[-1]), side.seed)
-    return seen, layers
+    return marks, layers
 
 
 @contextmanager
-def _recording(trainee: Trainee, seen: _Seen, layers: dict[tuple[str, int], int]) -> Iterator[None]:
+def _recording(trainee: Trainee, marks: _OutputMarks, layers: dict[tuple[str, int], int]) -> Iterator[None]:
     counts: dict[str, int] = {}
     current = [0]
 
@@ -165,10 +167,10 @@ def _recording(trainee: Trainee, seen: _Seen, layers: dict[tuple[str, int], int]
         return lambda *_: current.__setitem__(0, index)
 
     def returned(path: str) -> Any:
-        def note(_module: nn.Module, _given: Any, output: Any) -> None:
+        def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
             key = (path, counts.setdefault(path, 0))
             counts[path] += 1
-            seen[key], layers[key] = _marks(output), current[0]
+            marks[key], layers[key] = _marks(output), current[0]
 
         return note
 
@@ -183,25 +185,25 @@ def _recording(trainee: Trainee, seen: _Seen, layers: dict[tuple[str, int], int]
 
 def _marks(output: Any) -> tuple[float, ...]:
     """A few sums of all elements, weighted differently."""
-    found: list[float] = []
+    marks: list[float] = []
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_quantized:
             flat = torch.view_as_real(leaf.detach()) if leaf.is_complex() else leaf.detach()
             flat = flat.flatten().double()
             weights = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=flat.dtype)
-            found += [
+            marks += [
                 float(flat.numel()),
                 float(flat.sum()),
                 float(flat.abs().sum()),
                 float((flat / weights).sum()),
             ]
-    return tuple(found)
+    return tuple(marks)
 
 
-def _alike(found: tuple[float, ...], expected: tuple[float, ...] | None) -> bool:
-    if expected is None or len(found) != len(expected):
+def _alike(actual: tuple[float, ...], expected: tuple[float, ...] | None) -> bool:
+    if expected is None or len(actual) != len(expected):
         return expected is None
     return all(
         math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) or (math.isnan(a) and math.isnan(b))
-        for a, b in zip(found, expected, strict=True)
+        for a, b in zip(actual, expected, strict=True)
     )

@@ -1,4 +1,4 @@
-"""What of two passes is not the same, and how much of that may be rounding."""
+"""Differences between the values that two passes leave, and which of them may be rounding."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Difference:
     kind: str
     name: str
     expected: Any
-    """Of the model."""
-    found: Any
-    """Of the layers."""
+    """The model's value."""
+    actual: Any
+    """The layers' value."""
 
     @property
     def may_be_rounding(self) -> bool:
         """Whether both are floating tensors of one shape, with NaN and infinity in the same places."""
-        a, b = self.expected, self.found
+        a, b = self.expected, self.actual
         if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or not _comparable(a, b):
             return False
         finite = torch.isfinite(a)
@@ -45,14 +45,14 @@ class Difference:
     @property
     def size(self) -> float:
         """The largest difference of two finite elements."""
-        return _distance(self.expected, self.found)
+        return _distance(self.expected, self.actual)
 
 
-def differences(expected: PassResult, found: PassResult) -> list[Difference]:
+def differences(expected: PassResult, actual: PassResult) -> list[Difference]:
     """In the order of `PassResult.values`; none: equal bit for bit."""
-    if expected.structure != found.structure or len(expected.output) != len(found.output):
-        return [Difference("structure of the output", "", expected.structure, found.structure)]
-    own = {(kind, name): value for kind, name, value in found.values()}
+    if expected.structure != actual.structure or len(expected.output) != len(actual.output):
+        return [Difference("structure of the output", "", expected.structure, actual.structure)]
+    own = {(kind, name): value for kind, name, value in actual.values()}
     return [
         Difference(kind, name, value, own.get((kind, name)))
         for kind, name, value in expected.values()
@@ -63,7 +63,7 @@ def differences(expected: PassResult, found: PassResult) -> list[Difference]:
 def split_by_cause(
     several: list[Difference], expected: PassResult, varied: PassResult
 ) -> tuple[list[Difference], list[Difference]]:
-    """Those too large for rounding; and those of which nothing can be told, as rounding alone is as large.
+    """The differences too large for rounding; and those that rounding alone may explain.
 
     `varied`: of the model with the last bit of every parameter and input changed, a change as large as any
     operation's rounding. What it makes of a value tells how much the model amplifies rounding; sums in
@@ -101,12 +101,12 @@ def relative_size(several: list[Difference], expected: PassResult) -> float:
 
 
 def _scales(result: PassResult) -> Mapping[str, float]:
-    """By kind, the largest value."""
-    found: dict[str, float] = {}
+    """The largest value of each kind."""
+    scales: dict[str, float] = {}
     for kind, _, value in result.values():
         largest = _largest(value) if isinstance(value, Tensor) else 0.0
-        found[kind] = max(found.get(kind, 0.0), largest)
-    return found
+        scales[kind] = max(scales.get(kind, 0.0), largest)
+    return scales
 
 
 def not_finite(result: PassResult) -> Iterator[str]:
@@ -120,12 +120,12 @@ def not_finite(result: PassResult) -> Iterator[str]:
 
 
 def output_name(index: int, count: int) -> str:
-    """Of a tensor of the model's output."""
+    """The name of a tensor of the model's output."""
     return "the output" if count == 1 else f"output {index}"
 
 
-def named(difference: Difference) -> str:
-    """In words."""
+def describe_difference(difference: Difference) -> str:
+    """Its kind and name, as an error says them."""
     if difference.kind == "output":
         return output_name(int(difference.name), 1 if difference.name == "0" else 2)
     if difference.kind in ("gradient", "need of a gradient"):

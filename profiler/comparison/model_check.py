@@ -1,9 +1,9 @@
-"""Layers run beside the model they were made of, and are refused where they leave anything else behind."""
+"""Runs layers beside the model they were made of; raises an error where their results differ."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -54,39 +54,41 @@ class Comparison:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a profile is to say of it; nothing where all is equal."""
-        said = []
+        lines = []
         if self.why_not:
-            said.append(f"layers and model were not compared by value: {self.why_not}")
+            lines.append(f"layers and model were not compared by value: {self.why_not}")
         if self.rounding:
-            said.append(
+            lines.append(
                 f"outputs and gradients of the layers are those of the model within rounding: they differ by "
                 f"{self.rounding:.1g} of the largest"
             )
         if self.not_finite:
-            said.append(f"the model's own output holds {self.not_finite}, on the example input")
+            lines.append(f"the model's own output holds {self.not_finite}, on the example input")
         if self.attributes:
-            said.append(
+            lines.append(
                 f"forward changes {', '.join(self.attributes)} at each call, in Python, which the layers do "
                 "not: where what it computes comes to depend on that, name the module a layer (`granularity`)"
             )
         if self.mixing:
-            said.append(
+            lines.append(
                 f"dimension 0 of the input does not look like the batch: {self.mixing} takes the batch "
                 "second (batch_first=False), and the outputs of one sample change with the others; "
                 "micro-batch sizes count dimension 0: set batch_first=True, or transpose in forward"
             )
-        return tuple(said)
+        return tuple(lines)
 
 
 class ModelCheck:
     """Compares layers with the model; those of several frontends in turn."""
 
-    def __init__(self, model: nn.Module, given: ModelInput, name: str, most_seconds: float = SECONDS) -> None:
+    def __init__(
+        self, model: nn.Module, example: ModelInput, name: str, most_seconds: float = SECONDS
+    ) -> None:
         self._model, self._name, self._seconds = model, name, min(most_seconds, SECONDS)
-        self._why_not = _why_not(model, given)
+        self._why_not = _why_not(model, example)
         if not self._why_not:
-            tensors = (*model.parameters(), *model.buffers(), *given.tensors)
-            self._given = given.to(tensors[0].device)
+            tensors = (*model.parameters(), *model.buffers(), *example.tensors)
+            self._example = example.to(tensors[0].device)
 
     def compare(self, bind: Bind, layer_names: Sequence[str], how: str) -> Comparison:
         """Raises NotTheModel where the layers that `bind` makes differ, ModelError where the model fails.
@@ -98,10 +100,10 @@ class ModelCheck:
         if self._why_not:
             return Comparison(why_not=self._why_not)
         failures: list[ModelError] = []
-        for smallest in dict.fromkeys((1, 2, self._given.batch)):
-            side = SideBySide(self._model, self._given, self._name, bind)
+        for smallest in dict.fromkeys((1, 2, self._example.batch)):
+            side = SideBySide(self._model, self._example, self._name, bind)
             try:
-                with fixed_seed(side.seed), _gradients_left_alone(self._model, self._name):
+                with fixed_seed(side.seed), gradients_left_alone(self._model, self._name):
                     return _compared(side, smallest, self._seconds)
             except ModelFails as error:
                 failures.append(error)
@@ -119,15 +121,24 @@ class ModelCheck:
                 return Comparison(why_not="memory ran out")
         raise failures[0]
 
-    def look(self) -> Comparison:
-        """Of layers that are the model by construction: only what the model's own output tells."""
+    def run_once(self) -> None:
+        """Before anything is traced: tables that forward keeps outside of the model, in a global or by
+        functools.cache, are then made of real tensors, and not of a trace's stand-ins for good."""
+        if not self._why_not:
+            side = SideBySide(self._model, self._example, self._name, lambda _: nn.Sequential())
+            # What fails is told when it is compared.
+            with suppress(Exception), fixed_seed(side.seed):
+                side.plain().forward_once(self._example.clone(), side.seed)
+
+    def check_output(self) -> Comparison:
+        """For layers that equal the model by construction: only looks for NaN and infinity in its output."""
         if self._why_not:
             return Comparison()
-        side = SideBySide(self._model, self._given, self._name, lambda _: nn.Sequential())
+        side = SideBySide(self._model, self._example, self._name, lambda _: nn.Sequential())
         try:
             with fixed_seed(side.seed):
-                found = ", ".join(not_finite(side.plain().forward_once(side.example(1), side.seed)))
-                return Comparison(not_finite=found, mixing=mixing_module(side))
+                values = ", ".join(not_finite(side.plain().forward_once(side.example(1), side.seed)))
+                return Comparison(not_finite=values, mixing=mixing_module(side))
         except Exception:
             # Batch norm takes no single sample; what else is wrong shows when it is measured.
             return Comparison()
@@ -143,7 +154,7 @@ def _compared(side: SideBySide, smallest: int, most_seconds: float) -> Compariso
         if seconds > most_seconds:
             break
         try:
-            side.go_on(batch)
+            side.compare_again(batch)
         except ModelFails:
             break
     return Comparison(
@@ -158,7 +169,7 @@ def _compared(side: SideBySide, smallest: int, most_seconds: float) -> Compariso
 
 
 @contextmanager
-def _gradients_left_alone(model: nn.Module, name: str) -> Iterator[None]:
+def gradients_left_alone(model: nn.Module, name: str) -> Iterator[None]:
     """Raises ModelError where training copies gives parameters of the model itself a gradient."""
     before = [(path, parameter, parameter.grad) for path, parameter in model.named_parameters()]
     for _, parameter, _ in before:
@@ -177,9 +188,9 @@ def _gradients_left_alone(model: nn.Module, name: str) -> Iterator[None]:
         )
 
 
-def _why_not(model: nn.Module, given: ModelInput) -> str:
+def _why_not(model: nn.Module, example: ModelInput) -> str:
     """Why the model cannot be run here; empty where it can, as far as its weights tell."""
-    tensors = (*model.parameters(), *model.buffers(), *given.tensors)
+    tensors = (*model.parameters(), *model.buffers(), *example.tensors)
     if any(tensor.is_meta for tensor in tensors):
         return "tensors on the meta device have no values"
     needed = _COPIES * sum(tensor.nbytes for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Passes of a model and of its layers in turn, each on a copy of its own."""
+"""Runs a model and its layers in turn, each on its own copy, and compares what the passes leave."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from ...cost_models.errors import ModelError
-from ..torch_internals import version_of
+from ..torch_internals import tensor_version
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput, copy_model
-from .differences import Difference, differences, named, not_finite, relative_size, split_by_cause
+from .differences import (
+    Difference,
+    describe_difference,
+    differences,
+    not_finite,
+    relative_size,
+    split_by_cause,
+)
 from .training_pass import PassResult, Trainee, plain_attributes
 
 Bind = Callable[[nn.Module], nn.Sequential]
@@ -44,10 +51,12 @@ class SideBySide:
     """One comparison; see `ModelCheck.compare`."""
 
     model: nn.Module
-    given: ModelInput
+    model_input: ModelInput
     name: str
     bind: Bind
-    seed: int = 0
+    seed: int = 3_790_211
+    """None that forward is likely to give torch.manual_seed, nor that of the trace: what either drew would be
+    taken for what the model draws."""
     batches: list[int] = field(default_factory=list, init=False)
     """Of the passes so far."""
     seconds: float = field(default=0.0, init=False)
@@ -64,7 +73,7 @@ class SideBySide:
         """
         self._own, self._layers = self.plain(), self.layered()
         buffers = self._own.model.named_buffers(remove_duplicate=False)
-        self._versions = {name: version_of(buffer) for name, buffer in buffers}
+        self._versions = {name: tensor_version(buffer) for name, buffer in buffers}
         begun = time.perf_counter()
         expected = self._model_pass(batch)
         self.seconds = time.perf_counter() - begun
@@ -76,7 +85,7 @@ class SideBySide:
         self.seconds = min(self.seconds, time.perf_counter() - begun)
         return True
 
-    def go_on(self, batch: int) -> None:
+    def compare_again(self, batch: int) -> None:
         """A further pass, in the state that the ones before left. Raises as `begin` does."""
         self._compare(self._model_pass(batch))
 
@@ -93,7 +102,7 @@ class SideBySide:
         """Those that the passes so far changed in the model's copy, by each of their names."""
         before = dict(self.model.named_buffers(remove_duplicate=False))
         for name, now in self._own.model.named_buffers(remove_duplicate=False):
-            if version_of(now) != self._versions.get(name) or not _is_equal(now, before.get(name)):
+            if tensor_version(now) != self._versions.get(name) or not _is_equal(now, before.get(name)):
                 yield name
 
     @property
@@ -104,13 +113,13 @@ class SideBySide:
     def plain(self) -> Trainee:
         """A copy of the model."""
         copy = copy_model(self.model, self.name)
-        return Trainee(copy, lambda given: given.call(copy))
+        return Trainee(copy, lambda inputs: inputs.call(copy))
 
     def layered(self) -> Trainee:
         """The layers of a copy."""
         copy = copy_model(self.model, self.name)
         layers = self.bind(copy)
-        return Trainee(copy, lambda given: layers(given.handed), tuple(layers))
+        return Trainee(copy, lambda inputs: layers(inputs.layer_input), tuple(layers))
 
     def example(self, batch: int) -> ModelInput:
         """So many samples that differ: those of the example, then the same with their elements rotated.
@@ -119,13 +128,13 @@ class SideBySide:
         """
 
         def rotated(tensor: Tensor, source: Tensor) -> Tensor:
-            if source.dim() > 1 and len(source) == self.given.batch:
-                for sample in range(self.given.batch, batch):
-                    tensor[sample] = tensor[sample].roll(sample // self.given.batch, dims=-1)
+            if source.dim() > 1 and len(source) == self.model_input.batch:
+                for sample in range(self.model_input.batch, batch):
+                    tensor[sample] = tensor[sample].roll(sample // self.model_input.batch, dims=-1)
             return tensor.requires_grad_(source.requires_grad)
 
-        sources = iter(self.given.tensors)
-        plain = self.given.repeated(batch).clone()
+        sources = iter(self.model_input.tensors)
+        plain = self.model_input.repeated(batch).clone()
         return plain.mapped(lambda tensor: rotated(tensor, next(sources)))
 
     def _model_pass(self, batch: int) -> PassResult:
@@ -145,12 +154,12 @@ class SideBySide:
 
     def _compare(self, expected: PassResult) -> None:
         try:
-            found = self._layers.train_once(self.example(self.batches[-1]), self.seed)
+            actual = self._layers.train_once(self.example(self.batches[-1]), self.seed)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             raise LayersDiffer([], self.batches, error) from error
-        several = differences(expected, found)
+        several = differences(expected, actual)
         if not several:
             return
         real, unsure = split_by_cause(several, expected, self._varied())
@@ -158,7 +167,8 @@ class SideBySide:
             raise LayersDiffer(real, self.batches)
         if unsure:
             raise RoundingHides(
-                f"on a batch of {self.batches[-1]} rounding alone changes {named(unsure[0])} as much"
+                f"on a batch of {self.batches[-1]} rounding alone changes "
+                f"{describe_difference(unsure[0])} as much"
             )
         self.rounding = max(self.rounding, relative_size(several, expected))
 
@@ -169,11 +179,11 @@ class SideBySide:
             for parameter in varied.model.parameters():
                 _change_last_bits(parameter)
         for batch in self.batches:
-            given = self.example(batch)
+            inputs = self.example(batch)
             with torch.no_grad():
-                for tensor in given.tensors:
+                for tensor in inputs.tensors:
                     _change_last_bits(tensor)
-            result = varied.train_once(given, self.seed)
+            result = varied.train_once(inputs, self.seed)
         return result
 
 

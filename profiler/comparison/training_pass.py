@@ -31,32 +31,32 @@ class Trainee:
     run: Callable[[ModelInput], Any]
     layers: tuple[nn.Module, ...] = ()
 
-    def train_once(self, given: ModelInput, seed: int) -> PassResult:
+    def train_once(self, inputs: ModelInput, seed: int) -> PassResult:
         """Forward, and backward from random gradients, which add up to those of the passes before.
 
-        `given` is worked on: in place, and for gradients of what needs them.
+        `inputs` is worked on: in place, and for gradients of what needs them.
         """
         result = PassResult(self.model)
         # torch.fx prints where in the code of a graph an operation failed.
         with torch.enable_grad(), leave_vmap(), warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             reseed(seed)
-            result.output, result.structure = flat(self.run(given))
+            result.output, result.structure = flat(self.run(inputs))
             starts = [leaf for leaf in result.output if isinstance(leaf, Tensor) and leaf.requires_grad]
             if starts:
                 gradients = [normal_like(leaf, seed + index) for index, leaf in enumerate(starts)]
                 torch.autograd.backward(starts, gradients)
             result.random = random_states()
-        result.inputs = given.tensors
+        result.inputs = inputs.tensors
         return result
 
-    def forward_once(self, given: ModelInput, seed: int) -> PassResult:
+    def forward_once(self, inputs: ModelInput, seed: int) -> PassResult:
         """Without gradients: the output alone."""
         result = PassResult(self.model)
         with torch.no_grad(), leave_vmap(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             reseed(seed)
-            result.output, result.structure = flat(self.run(given))
+            result.output, result.structure = flat(self.run(inputs))
         return result
 
 

@@ -25,15 +25,15 @@ DOMINATES = 0.5
 
 @dataclass(frozen=True)
 class Call:
-    """Of a module that is to be a layer: the operations from `first` up to `end`."""
+    """The call of a module that is to be a layer: the operations from `first` up to `end`."""
 
     path: str
     first: int
     end: int
 
 
-def calls_of(flow: Flow, outermost: Callable[[str], str | None]) -> Iterator[Call]:
-    """Of the modules that `outermost` names for the modules inside them, in order."""
+def find_calls(flow: Flow, outermost: Callable[[str], str | None]) -> Iterator[Call]:
+    """The calls of the modules that `outermost` names for the modules inside them, in order."""
     open_key: tuple[str, str] | None = None
     first = end = 0
     for index, node in enumerate(flow.order):
@@ -71,11 +71,11 @@ class BlockCalls:
 
     def calls(self, paths: frozenset[str]) -> list[Call]:
         """Of these modules, in order."""
-        return list(calls_of(self._flow, lambda path: _outermost(path, paths)))
+        return list(find_calls(self._flow, lambda path: _outermost(path, paths)))
 
     @cached_property
     def _repeated(self) -> frozenset[str]:
-        found: set[str] = set()
+        repeated: set[str] = set()
         for entries in self._lists("").values():
             # Of a class of which one is a block, all are: some blocks have no branch besides their parts.
             whole = {self._kind(path) for path in entries if not self._blocks_inside(path)}
@@ -83,22 +83,22 @@ class BlockCalls:
             stages = [path for path in entries if self._kind(path) not in whole]
             inner = set(entries).difference(stages).union(*map(self._stages, stages))
             if self._is_needed(self.calls(frozenset(inner))):
-                found |= inner
-        return frozenset(found)
+                repeated |= inner
+        return frozenset(repeated)
 
     def _lists(self, within: str) -> dict[str, list[str]]:
         """By list: its entries, where they run in a row. The outermost lists of a module ("": the model)."""
-        found: dict[str, list[str]] = {}
+        lists: dict[str, list[str]] = {}
         for name in self._flow.trial.module_names:
-            if (within and not is_inside(name, [within])) or is_inside(name, found):
+            if (within and not is_inside(name, [within])) or is_inside(name, lists):
                 continue
             module = self._flow.trial.module(name)
             if isinstance(module, _LISTS):
                 entries = [f"{name}.{key}" for key, child in module.named_children() if _has_parts(child)]
                 calls = self.calls(frozenset(entries))
                 if calls and self._runs_in_a_row(calls) and not self._is_bypassed(name, calls):
-                    found[name] = entries
-        return found
+                    lists[name] = entries
+        return lists
 
     def _stages(self, path: str) -> Iterator[str]:
         """The block itself; or, where it is a stage of blocks, these."""
@@ -138,10 +138,10 @@ class BlockCalls:
 
     def _leads(self, one: Call, two: Call) -> bool:
         order = self._flow.order
-        reached = {node for node in order[one.first : one.end] if self._flow.is_fed(node)}
+        nodes = {node for node in order[one.first : one.end] if self._flow.is_fed(node)}
         for index in range(one.end, two.end):
-            if not reached.isdisjoint(order[index].all_input_nodes):
-                reached.add(order[index])
+            if not nodes.isdisjoint(order[index].all_input_nodes):
+                nodes.add(order[index])
                 if index >= two.first:
                     return True
         return False
@@ -196,10 +196,10 @@ class BlockCalls:
             return frozenset(path for entries in self._lists(block).values() for path in entries)
         for depth in range(len(whole) + 1, _DEEPEST):
             heads = dict.fromkeys(self._head(path, depth) for path in own)
-            found = [path for path in heads if _has_parts(self._flow.trial.module(path))]
-            if len(found) > 1:
-                return frozenset(found)
-            if not found:
+            modules = [path for path in heads if _has_parts(self._flow.trial.module(path))]
+            if len(modules) > 1:
+                return frozenset(modules)
+            if not modules:
                 break
         return frozenset()
 

@@ -12,10 +12,10 @@ from typing import Literal, Self
 from torch import fx
 
 from ...cost_models.errors import ModelError, UsageError
-from .blocks import BlockCalls, Call, calls_of
+from .blocks import BlockCalls, Call, find_calls
 from .flow import Flow, Position
 
-_NAMED = 6
+_MOST_NAMES = 6
 """Names that an error shows."""
 
 
@@ -42,25 +42,25 @@ def parts(flow: Flow, granularity: Granularity) -> list[Part]:
     Where modules are called one after another, as in an nn.Sequential, they are layers whatever they hand on.
     """
     if granularity.kind == "module":
-        calls = list(calls_of(flow, granularity.outermost))
+        calls = list(find_calls(flow, granularity.outermost))
         return _split(flow, _around(flow, calls), calls)
     single = _single(flow, any_number=flow.is_chain)
     blocks = BlockCalls(flow, single)
     calls = blocks.calls(blocks.paths)
     cuts = _beside_blocks(flow, single, calls) if calls else single
     if granularity.kind == "fine":
-        found = {position.index: position for position in (*single, *cuts)}
-        return _split(flow, _after_work(flow, [found[index] for index in sorted(found)]))
+        by_index = {position.index: position for position in (*single, *cuts)}
+        return _split(flow, _after_work(flow, [by_index[index] for index in sorted(by_index)]))
     return _split(flow, cuts, calls)
 
 
 def _beside_blocks(flow: Flow, single: Sequence[Position], calls: Sequence[Call]) -> list[Position]:
     """Cuts around the calls of blocks, and those of `single` that part other modules from each other."""
-    found = {position.index: position for position in _around(flow, calls)}
+    by_index = {position.index: position for position in _around(flow, calls)}
     for position in single:
         if not any(call.first < position.index < call.end for call in calls):
-            found.setdefault(position.index, position)
-    cuts = [found[index] for index in sorted(found)]
+            by_index.setdefault(position.index, position)
+    cuts = [by_index[index] for index in sorted(by_index)]
     spans = list(pairwise([0, *(cut.index for cut in cuts), len(flow.order)]))
     is_block = [any(first <= call.first and call.end <= end for call in calls) for first, end in spans]
     is_named = [any(map(flow.calls_parameters, flow.order[first:end])) for first, end in spans]
@@ -86,28 +86,28 @@ def _single(flow: Flow, *, any_number: bool = False) -> list[Position]:
     """
     makers = [flow.makes_tensors(node) for node in flow.order]
     work = [flow.is_work(node) for node in flow.order]
-    found: list[Position] = []
+    positions: list[Position] = []
     last = 0
     for index, position in flow.positions.items():
         before = work[last:index] if position.rest else makers[last:index]
         if not any(before) or not any(makers[index:]):
             continue
         if (any_number or flow.tensors(position) == 1) and flow.is_offered(position):
-            found.append(position)
+            positions.append(position)
             last = index
-    return found
+    return positions
 
 
 def _after_work(flow: Flow, blocks: Sequence[Position]) -> list[Position]:
     """`blocks`, and one place between any two operations that do work: where the fewest bytes cross."""
     work = [index for index, node in enumerate(flow.order) if flow.is_work(node)]
-    found = {position.index: position for position in blocks}
+    by_index = {position.index: position for position in blocks}
     for first, second in pairwise(work):
-        if not any(index in found for index in range(first + 1, second + 1)):
+        if not any(index in by_index for index in range(first + 1, second + 1)):
             best = _cheapest(flow, first + 1, second)
             if best is not None:
-                found[best.index] = best
-    return [found[index] for index in sorted(found)]
+                by_index[best.index] = best
+    return [by_index[index] for index in sorted(by_index)]
 
 
 def _cheapest(flow: Flow, first: int, last: int) -> Position | None:
@@ -121,22 +121,22 @@ def _cheapest(flow: Flow, first: int, last: int) -> Position | None:
 def _around(flow: Flow, calls: Sequence[Call]) -> list[Position]:
     """Cuts before and after each call. What lies between two and does no work goes with the second."""
     work = [index for index, node in enumerate(flow.order) if flow.is_work(node)]
-    found: list[Position | None] = []
+    positions: list[Position | None] = []
     ends = [0, *(call.end for call in calls)]
     starts = [*(call.first for call in calls), len(flow.order)]
     for number, (end, start) in enumerate(zip(ends, starts, strict=True)):
         between = [index for index in work if end <= index < start]
         if number > 0 and (between or number < len(calls)):
-            found.append(_cheapest(flow, end, between[0] if between else start))
+            positions.append(_cheapest(flow, end, between[0] if between else start))
         if between and number < len(calls):
-            found.append(_cheapest(flow, between[-1] + 1, start))
-    return [position for position in found if position is not None]
+            positions.append(_cheapest(flow, between[-1] + 1, start))
+    return [position for position in positions if position is not None]
 
 
 def _split(flow: Flow, cuts: Sequence[Position], calls: Sequence[Call] = ()) -> list[Part]:
     ends: list[Position | None] = [None, *cuts, None]
     rest = frozenset(node for cut in cuts for node in cut.rest)
-    found: list[Part] = []
+    parts: list[Part] = []
     for before, after in pairwise(ends):
         first = before.index if before else 0
         end = after.index if after else len(flow.order)
@@ -144,8 +144,8 @@ def _split(flow: Flow, cuts: Sequence[Position], calls: Sequence[Call] = ()) -> 
         module = within[0] if len(within) == 1 else None
         elsewhere = frozenset(call.path for call in calls).difference(within)
         nodes = tuple(flow.order[first:end])
-        found.append(Part(nodes, before, after, module, rest.intersection(nodes), elsewhere))
-    return found
+        parts.append(Part(nodes, before, after, module, rest.intersection(nodes), elsewhere))
+    return parts
 
 
 @dataclass(frozen=True)
@@ -198,6 +198,6 @@ def _nearest(pattern: str, names: Collection[str]) -> str:
 
 
 def _some(names: Collection[str]) -> str:
-    shown = list(names)[:_NAMED]
-    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-    return (", ".join(shown) or "none") + more
+    first = list(names)[:_MOST_NAMES]
+    more = f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
+    return (", ".join(first) or "none") + more

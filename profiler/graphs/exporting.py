@@ -37,8 +37,8 @@ from .exported_graph import ExportedModule, rebuild_graph
 from .graph import AROUND, TracedGraph, is_inside
 from .opaque_calls import OpaqueCalls
 from .remodule import (
+    alias_leaf_inputs,
     attribute,
-    tell_inputs_apart,
 )
 from .tracing_patches import masks_as_in_training, refuse_custom_functions
 
@@ -48,7 +48,7 @@ _INSTEAD = (
 )
 
 
-def export_around(model: nn.Module, given: ModelInput, name: str, whole: Sequence[str] = ()) -> TracedGraph:
+def export_around(model: nn.Module, example: ModelInput, name: str, whole: Sequence[str] = ()) -> TracedGraph:
     """As `export_graph` on the model's own device; each call of a module is one, and is not gone into, of the
     modules `whole`, of those that cannot be traced, and of all others of their classes.
 
@@ -60,7 +60,7 @@ def export_around(model: nn.Module, given: ModelInput, name: str, whole: Sequenc
     while True:
         inside: list[str] = []
         try:
-            graph = rebuild_graph(model, _exported_around(model, given, name, paths, inside), paths)
+            graph = rebuild_graph(model, _exported_around(model, example, name, paths, inside), paths)
             return dataclasses.replace(graph, tool=AROUND + ", ".join(paths))
         except Exception as error:
             if is_out_of_memory(error):
@@ -81,18 +81,18 @@ def _with_its_class(model: nn.Module, path: str, paths: Sequence[str]) -> list[s
 
 
 def _exported_around(
-    model: nn.Module, given: ModelInput, name: str, paths: list[str], inside: list[str]
+    model: nn.Module, example: ModelInput, name: str, paths: list[str], inside: list[str]
 ) -> ExportedModule:
     """`inside`: takes the modules that were being called when it failed."""
     calls = OpaqueCalls(paths)
     if paths:
-        watched, some, _ = _for_real(model, given, name)
+        watched, some, _ = _for_real(model, example, name)
         calls.watch(watched, [some, some.repeated(some.batch + 1)])
-    return _exported(*_for_real(model, given, name), calls, inside)
+    return _exported(*_for_real(model, example, name), calls, inside)
 
 
-def export_graph(model: nn.Module, given: ModelInput, name: str, *, for_real: bool = False) -> TracedGraph:
-    """The graph of `model` called with `given`, for any batch size.
+def export_graph(model: nn.Module, example: ModelInput, name: str, *, for_real: bool = False) -> TracedGraph:
+    """The graph of `model` called with `example`, for any batch size.
 
     Traced on a meta copy, or where that fails or `for_real` on a real one (models may compute otherwise on
     the device that they are on), in the mode (`training`) that each module is in.
@@ -102,9 +102,9 @@ def export_graph(model: nn.Module, given: ModelInput, name: str, *, for_real: bo
     failures: list[Exception] = []
     for place in (_for_real,) if for_real else (_on_meta, _for_real):
         try:
-            export = _exported(*place(model, given, name))
+            export = _exported(*place(model, example, name))
             if place is _on_meta:
-                _refuse_no_values(export, given)
+                _refuse_no_values(export, example)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -124,48 +124,50 @@ def _as_model_error(failure: Exception, name: str) -> ModelError:
     )
 
 
-def _on_meta(model: nn.Module, given: ModelInput, name: str) -> tuple[nn.Module, ModelInput, str]:
-    return copy_to_meta(model, name), _several(given).to("meta"), name
+def _on_meta(model: nn.Module, example: ModelInput, name: str) -> tuple[nn.Module, ModelInput, str]:
+    return copy_to_meta(model, name), _several(example).to("meta"), name
 
 
-def _for_real(model: nn.Module, given: ModelInput, name: str) -> tuple[nn.Module, ModelInput, str]:
-    device = next((tensor.device for tensor in model.parameters()), given.tensors[0].device)
-    return copy_model(model, name), _several(given).to(device).clone(), name
+def _for_real(model: nn.Module, example: ModelInput, name: str) -> tuple[nn.Module, ModelInput, str]:
+    device = next((tensor.device for tensor in model.parameters()), example.tensors[0].device)
+    return copy_model(model, name), _several(example).to(device).clone(), name
 
 
-def _several(given: ModelInput) -> ModelInput:
+def _several(example: ModelInput) -> ModelInput:
     """torch.export takes a size of one for a constant; what is no batch must not look like one."""
-    others = {len(tensor) for tensor in given.tensors if tensor.dim() and len(tensor) != given.batch}
-    return given.repeated(next(n for n in itertools.count(max(2, given.batch)) if n not in others))
+    others = {len(tensor) for tensor in example.tensors if tensor.dim() and len(tensor) != example.batch}
+    return example.repeated(next(n for n in itertools.count(max(2, example.batch)) if n not in others))
 
 
 def _exported(
     model: nn.Module,
-    given: ModelInput,
+    example: ModelInput,
     name: str,
     calls: OpaqueCalls | None = None,
     inside: list[str] | None = None,
 ) -> ExportedModule:
     calls = calls or OpaqueCalls(())
-    no_tensors = tell_inputs_apart(model)
+    no_tensors = alias_leaf_inputs(model)
     if inside is not None:
         _note_calls(model, inside)
     output = FlatOutput(model)
     shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
-    for tensor in given.tensors:
-        if tensor.dim() and len(tensor) == given.batch:
+    for tensor in example.tensors:
+        if tensor.dim() and len(tensor) == example.batch:
             shapes[tensor] = {0: torch.export.Dim.AUTO}
-    own_positions = "position_ids" not in given.kwargs
+    own_positions = "position_ids" not in example.kwargs
     masks = masks_as_in_training(one_text_a_row=own_positions)
     with _silence(), masks, output.flattened(), refuse_custom_functions(), calls.inside(model):
-        _spell_keywords_out(model, given)
-        program = torch.export.export(model, given.args, given.kwargs, dynamic_shapes=shapes, strict=False)
+        _spell_keywords_out(model, example)
+        program = torch.export.export(
+            model, example.args, example.kwargs, dynamic_shapes=shapes, strict=False
+        )
         module = program.module()
-    inputs = _placeholders(module, program, given)
-    _refuse_some_batch_sizes(inputs, program, given, name)
+    inputs = _placeholders(module, program, example)
+    _refuse_some_batch_sizes(inputs, program, example, name)
     if inside is not None:
         inside.clear()
-    return ExportedModule(module, model, given.tensors[0].device, inputs, output.finish, no_tensors, calls)
+    return ExportedModule(module, model, example.tensors[0].device, inputs, output.finish, no_tensors, calls)
 
 
 def _note_calls(model: nn.Module, inside: list[str]) -> None:
@@ -175,17 +177,22 @@ def _note_calls(model: nn.Module, inside: list[str]) -> None:
         inside.pop()
 
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            # They take no hooks.
+            continue
         module.register_forward_pre_hook(lambda *_, path=path: inside.append(path))
         module.register_forward_hook(leave)
 
 
-def _spell_keywords_out(model: nn.Module, given: ModelInput) -> None:
+def _spell_keywords_out(model: nn.Module, example: ModelInput) -> None:
     """In place, for those that forward takes as `**any`: torch 2.11 cannot let sizes of such tensors vary."""
     signature = inspect.signature(model.forward)
-    named = {key: value for key, value in signature.parameters.items() if value.kind is not value.VAR_KEYWORD}
-    for key in given.kwargs:
-        named.setdefault(key, inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY))
-    model.forward.__signature__ = signature.replace(parameters=list(named.values()))  # type: ignore[attr-defined]
+    parameters = {
+        key: value for key, value in signature.parameters.items() if value.kind is not value.VAR_KEYWORD
+    }
+    for key in example.kwargs:
+        parameters.setdefault(key, inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY))
+    model.forward.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -206,24 +213,24 @@ def _silence() -> Iterator[None]:
 
 
 def _placeholders(
-    module: fx.GraphModule, program: torch.export.ExportedProgram, given: ModelInput
+    module: fx.GraphModule, program: torch.export.ExportedProgram, example: ModelInput
 ) -> tuple[fx.Node, ...]:
-    """Of each tensor of `given`; torch.export puts keywords in the order of forward's signature."""
+    """Of each tensor of `example`; torch.export puts keywords in the order of forward's signature."""
     spec = program.call_spec.in_spec
-    keywords = spec.child(1).context if spec is not None else list(given.kwargs)
-    leaves, _ = tree_flatten((given.args, {key: given.kwargs[key] for key in keywords}))
+    keywords = spec.child(1).context if spec is not None else list(example.kwargs)
+    leaves, _ = tree_flatten((example.args, {key: example.kwargs[key] for key in keywords}))
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     places = {id(leaf): node for node, leaf in zip(nodes, leaves, strict=True) if isinstance(leaf, Tensor)}
-    return tuple(places[id(tensor)] for tensor in given.tensors)
+    return tuple(places[id(tensor)] for tensor in example.tensors)
 
 
 def _refuse_some_batch_sizes(
-    inputs: tuple[fx.Node, ...], program: torch.export.ExportedProgram, given: ModelInput, name: str
+    inputs: tuple[fx.Node, ...], program: torch.export.ExportedProgram, example: ModelInput, name: str
 ) -> None:
     first = inputs[0].meta["val"]
     size = first.shape[0]
     if is_concrete_int(size):
-        sizes, line = f"{given.batch} samples only", _at(_specializing_line(first))
+        sizes, line = f"{example.batch} samples only", _at(_specializing_line(first))
     else:
         span = program.range_constraints.get(size.node.expr)
         endless = span is not None and bool(span.upper > 2**62)
@@ -239,9 +246,9 @@ def _refuse_some_batch_sizes(
     )
 
 
-def _refuse_no_values(export: ExportedModule, given: ModelInput) -> None:
+def _refuse_no_values(export: ExportedModule, example: ModelInput) -> None:
     """A tensor that forward makes of numbers on its input's device has none left when that is meta."""
-    if given.tensors[0].is_meta:
+    if example.tensors[0].is_meta:
         return
     for node in export.module.graph.nodes:
         value = attribute(export.module, str(node.target)) if node.op == "get_attr" else None
@@ -256,13 +263,13 @@ def _at(line: str) -> str:
 
 def _stopping_line(error: BaseException) -> str:
     """Of the innermost exception that comes from the user's own code."""
-    found, current = "", error
-    known: set[int] = set()
-    while current is not None and id(current) not in known:
-        known.add(id(current))
-        found = found or user_line(current)
+    line, current = "", error
+    visited: set[int] = set()
+    while current is not None and id(current) not in visited:
+        visited.add(id(current))
+        line = line or user_line(current)
         current = current.__cause__ or current.__context__  # type: ignore[assignment]
-    return found
+    return line
 
 
 def _specializing_line(value: Tensor) -> str:

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ..torch_internals import CONVERSION
 from .graph import TracedGraph
-from .size_recovery import TensorSeen, recover_sizes
+from .size_recovery import TensorMeta, recover_sizes
 from .tables import GraphTables, fed_by_inputs, operations
 from .trial import Trial
 
@@ -28,7 +28,7 @@ class Position:
 
     index: int
     """Number of operations before it."""
-    handed: tuple[fx.Node, ...]
+    crossing: tuple[fx.Node, ...]
     """Those that are, or hold, tensors: the same tensor once."""
     rest: tuple[fx.Node, ...]
     """Sizes, devices and the like, which are found again and not handed on; those of tables, too."""
@@ -60,13 +60,13 @@ class Flow:
     @property
     def reaches_output(self) -> bool:
         """Whether the output depends on the input."""
-        pending, known = [self.output], set[fx.Node]()
+        pending, visited = [self.output], set[fx.Node]()
         while pending:
             node = pending.pop()
             if node.op == "placeholder":
                 return True
-            pending += [source for source in node.all_input_nodes if source not in known]
-            known.update(node.all_input_nodes)
+            pending += [source for source in node.all_input_nodes if source not in visited]
+            visited.update(node.all_input_nodes)
         return False
 
     @property
@@ -80,7 +80,7 @@ class Flow:
         """The first operation behind the position that changes in place what crosses there."""
         if position is None:
             return None
-        stored = frozenset[int]().union(*(self._run.storages[node] for node in position.handed))
+        stored = frozenset[int]().union(*(self._run.storages[node] for node in position.crossing))
         later = (node for place, node in self._overwriting if place >= position.index)
         return next((node for node in later if self._run.overwrites[node] & stored), None)
 
@@ -101,7 +101,7 @@ class Flow:
     @cached_property
     def positions(self) -> dict[int, Position]:
         """Between all operations, by the number of those before; also where no cut can be."""
-        found: dict[int, Position] = {}
+        by_index: dict[int, Position] = {}
         live: dict[fx.Node, int] = {}
         for node, place in self.places.items():
             last = max((self.places[user] for user in node.users), default=place)
@@ -109,49 +109,50 @@ class Flow:
             if last > place and node is not self.output:
                 live[node] = last
             if 0 <= place < len(self.order) - 1:
-                found[place + 1] = self._position(place + 1, live)
-        return found
+                by_index[place + 1] = self._position(place + 1, live)
+        return by_index
 
     def _position(self, index: int, live: dict[fx.Node, int]) -> Position:
         made_again = [node for node in live if self.tables.is_made_again(node)]
         latest = {self.same(node): node for node in live if node not in made_again}
-        handed = tuple(node for node in latest.values() if self._run.storages[node])
+        crossing = tuple(node for node in latest.values() if self._run.storages[node])
         sizes = itertools.chain.from_iterable(map(self.tables.sizes, made_again))
         rest = tuple(dict.fromkeys((*(node for node in live if not self._run.storages[node]), *sizes)))
-        return Position(index, handed, rest, sum(self._run.bytes[node] for node in handed))
+        return Position(index, crossing, rest, sum(self._run.bytes[node] for node in crossing))
 
     def is_offered(self, position: Position) -> bool:
         """Whether tensors can be handed over there, and suffice: computed ones, and no input alone."""
-        if position.index in self._inside_vmap or all(node.op == "placeholder" for node in position.handed):
+        if position.index in self._inside_vmap or all(node.op == "placeholder" for node in position.crossing):
             return False
-        values = [self._run.values[node] for node in position.handed]
-        if not all(isinstance(value, TensorSeen) for value in values):
+        values = [self._run.values[node] for node in position.crossing]
+        if not all(isinstance(value, TensorMeta) for value in values):
             return len(values) == 1 and not position.rest and _is_tuple_of_tensors(values[0])
         return not position.rest or self._can_be_found(position)
 
     @cached_property
     def _inside_vmap(self) -> frozenset[int]:
         """Positions where torch.vmap is entered and not left: tensors there have one dimension less."""
-        found, depth = set[int](), 0
+        inside, depth = set[int](), 0
         for index, node in enumerate(self.order):
             name = getattr(node.target, "__name__", "")
             depth += (name == "_vmap_increment_nesting") - (name == "_vmap_decrement_nesting")
-            found |= {index + 1} if depth else set()
-        return frozenset(found)
+            inside |= {index + 1} if depth else set()
+        return frozenset(inside)
 
     def _can_be_found(self, position: Position) -> bool:
         values = self.trial.values
         if not values:
             return False
         graph = fx.Graph()
-        copies = {node: graph.placeholder(node.name) for node in position.handed}
+        copies = {node: graph.placeholder(node.name) for node in position.crossing}
         return all(
-            recover_sizes(node, position.handed, graph, copies, values) is not None for node in position.rest
+            recover_sizes(node, position.crossing, graph, copies, values) is not None
+            for node in position.rest
         )
 
     def tensors(self, position: Position) -> int:
         """How many cross there."""
-        values = [self._run.values[node] for node in position.handed]
+        values = [self._run.values[node] for node in position.crossing]
         return sum(len(value) if isinstance(value, tuple) else 1 for value in values)
 
     def is_fed(self, node: fx.Node) -> bool:
@@ -173,8 +174,8 @@ class Flow:
             return False
         if node.op == "call_module" or run.overwrites[node]:
             return True
-        given = frozenset[int]().union(*(run.storages[source] for source in node.all_input_nodes))
-        return not run.storages[node] <= given
+        sources = frozenset[int]().union(*(run.storages[source] for source in node.all_input_nodes))
+        return not run.storages[node] <= sources
 
     def calls_parameters(self, node: fx.Node) -> bool:
         """Whether it calls a module that has parameters."""
@@ -189,4 +190,4 @@ class Flow:
 
 
 def _is_tuple_of_tensors(value: object) -> bool:
-    return isinstance(value, tuple) and len(value) > 0 and all(isinstance(v, TensorSeen) for v in value)
+    return isinstance(value, tuple) and len(value) > 0 and all(isinstance(v, TensorMeta) for v in value)

@@ -1,4 +1,4 @@
-"""Which tool draws a model's graph: none for an nn.Sequential; torch.fx; torch.export where fx cannot."""
+"""Which tool traces a model: none for a plain nn.Sequential, else torch.fx, else torch.export."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import TypeVar
 from torch import fx, nn
 
 from ...cost_models.errors import ModelError
-from ..torch_internals import children_of, has_hooks
+from ..torch_internals import child_modules, has_hooks
 from ..user_model.failures import first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput
 from .cutting import Granularity, refuse_unmatched
 from .graph import AROUND, TracedGraph
 from .module_row import IN_A_ROW, call_in_a_row
-from .tracing import INSTEAD, called_with, container_paths, trace_symbolically
+from .tracing import INSTEAD, bind_example, container_paths, trace_symbolically
 from .tracing_patches import notice_checkpoints
 from .trial import NotTheModel, Trial, refuse_failing, runs_on_meta
 
 _Frontend = Callable[[nn.Module, ModelInput, str], TracedGraph]
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
 
 ELEMENTS = "its elements"
@@ -30,20 +30,20 @@ ELEMENTS = "its elements"
 
 def trace_model(
     model: nn.Module,
-    given: ModelInput,
+    example: ModelInput,
     name: str,
     granularity: Granularity,
-    make: Callable[[TracedGraph, Trial], _Made],
+    make: Callable[[TracedGraph, Trial], _Result],
     tool: str | None = None,
-) -> _Made:
+) -> _Result:
     """What `make` makes of the graph of `model` by the first tool whose graph runs as the model does.
 
     `make` is called with a graph and its trial, and raises NotTheModel where that is another model's. `tool`:
     the only one to be tried, as a graph of another copy of this model names it.
 
     Raises ModelError: no tool can draw it (with the lines of the model that stopped them), it fails on this
-    input, a pattern matches no module, `given` does not fit forward, or the model has hooks; and what `make`
-    raises.
+    input, a pattern matches no module, `example` does not fit forward, or the model has hooks; and what
+    `make` raises.
     """
     if has_hooks(model):
         raise ModelError(
@@ -53,15 +53,15 @@ def trace_model(
     modules = [path for path, _ in model.named_modules() if path]
     refuse_unmatched(granularity.patterns, modules, "module", name)
     if is_plain_sequential(model) and granularity.kind == "block":
-        elements = sequential_graph(model, given, name)
-        return make(elements, Trial(elements, model, given, name))
-    called_with(model, given, name)
+        elements = sequential_graph(model, example, name)
+        return make(elements, Trial(elements, model, example, name))
+    bind_example(model, example, name)
     failures: list[ModelError] = []
     suspects: list[str] = []
     for words, frontend in _frontends(model, granularity, tool, suspects):
         try:
             with notice_checkpoints() as noticed:
-                traced = frontend(model, given, name)
+                traced = frontend(model, example, name)
             if traced.tool == AROUND:
                 # With nothing taken whole it is the graph that failed before.
                 continue
@@ -71,13 +71,13 @@ def trace_model(
             failures.append(error)
             continue
         try:
-            trial = Trial(traced, model, given, name)
+            trial = Trial(traced, model, example, name)
             trial.check_against_model(name)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             failure = _as_model_error(error, words, name)
-            if not runs_on_meta(model, given, name):
+            if not runs_on_meta(model, example, name):
                 raise failure from error
             failures.append(failure)
             continue
@@ -86,7 +86,7 @@ def trace_model(
         except NotTheModel as error:
             failures.append(error)
             suspects += error.suspects
-    refuse_failing(model, given, name)
+    refuse_failing(model, example, name)
     raise _combined(failures, name)
 
 
@@ -133,14 +133,14 @@ def _all_frontends(
         yield "torch.export on its device", partial(export_graph, for_real=True)
         yield AROUND, partial(export_around, whole=suspects)
     if matched:
-        yield IN_A_ROW, lambda model, given, name: call_in_a_row(model, given, name, matched)
+        yield IN_A_ROW, lambda model, example, name: call_in_a_row(model, example, name, matched)
     containers = container_paths(model)
     if containers:
         yield "torch.fx around modules of torch.nn", _with_leaves([*matched, *containers])
 
 
 def _with_leaves(leaves: list[str]) -> _Frontend:
-    return lambda model, given, name: trace_symbolically(model, given, name, leaves)
+    return lambda model, example, name: trace_symbolically(model, example, name, leaves)
 
 
 def _combined(failures: list[ModelError], name: str) -> ModelError:
@@ -166,7 +166,7 @@ def is_plain_sequential(module: nn.Module) -> bool:
     )
 
 
-def sequential_graph(model: nn.Module, given: ModelInput, name: str) -> TracedGraph:
+def sequential_graph(model: nn.Module, example: ModelInput, name: str) -> TracedGraph:
     """The graph of a plain nn.Sequential, whose nested ones are taken apart too: nothing is traced.
 
     Several tensors of the input are handed to the first element as one tuple. Raises ModelError where there
@@ -176,7 +176,7 @@ def sequential_graph(model: nn.Module, given: ModelInput, name: str) -> TracedGr
     if not paths:
         raise ModelError(f"{name} has no layers", "Give a model that computes something.")
     graph = fx.Graph()
-    count = len(given.tensors)
+    count = len(example.tensors)
     inputs = tuple(graph.placeholder("input" if count == 1 else f"input_{i}") for i in range(count))
     value: fx.Node | tuple[fx.Node, ...] = inputs[0] if count == 1 else inputs
     placed: dict[fx.Node, str] = {}
@@ -189,7 +189,7 @@ def sequential_graph(model: nn.Module, given: ModelInput, name: str) -> TracedGr
 
 def _elements(module: nn.Module, prefix: str) -> list[str]:
     paths: list[str] = []
-    for key, child in children_of(module).items():
+    for key, child in child_modules(module).items():
         if child is not None:
             path = prefix + key
             paths += _elements(child, path + ".") if is_plain_sequential(child) else [path]

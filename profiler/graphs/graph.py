@@ -1,8 +1,8 @@
-"""A model's computation as one graph, whichever tool drew it, and a module that runs such a graph."""
+"""A model's computation as one graph, whichever tool traced it, and a module that runs such a graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,12 +52,12 @@ def is_inside(path: str, modules: Iterable[str]) -> bool:
 def module_around(traced: TracedGraph, node: fx.Node) -> str:
     """The innermost module that the operation ran in by the way that the model called it: what several blocks
     share goes by one name, and ran in each of them."""
-    found = ""
+    around = ""
     for path in node.meta.get("modules_around") or _stack(node):
-        if found and not is_inside(path, [found]):
+        if around and not is_inside(path, [around]):
             break
-        found = path or found
-    return found or traced.paths.get(node, "").partition("@")[0]
+        around = path or around
+    return around or traced.paths.get(node, "").partition("@")[0]
 
 
 def _stack(node: fx.Node) -> list[str]:
@@ -68,23 +68,42 @@ def _stack(node: fx.Node) -> list[str]:
 def graph_module(graph: fx.Graph, *sources: nn.Module, name: str = "GraphModule") -> fx.GraphModule:
     """Runs `graph` with what it names, each taken from the first of `sources` that has it.
 
-    A buffer is part of the state where it is part of its source's. The mode is the first source's.
+    A buffer is part of the state where it is part of its source's. The mode is the first source's. In
+    `graph`, which is the module's own from then on, names that a GraphModule keeps to itself are others.
     """
-    targets = [str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")]
-    having = {top: _first_having(top, sources) for top in (target.partition(".")[0] for target in targets)}
+    naming = [node for node in graph.nodes if node.op in ("get_attr", "call_module")]
+    targets = {node: str(node.target) for node in naming}
+    having = {
+        top: _first_having(top, sources) for top in (each.partition(".")[0] for each in targets.values())
+    }
     root = nn.Module()
     root.training = sources[0].training
     for top, source in having.items():
-        setattr(root, top, getattr(source, top))
+        setattr(root, _allowed(top, having), getattr(source, top))
+    for node, target in targets.items():
+        top, dot, rest = target.partition(".")
+        node.target = _allowed(top, having) + dot + rest
     module = fx.GraphModule(root, graph, name)
-    for node in graph.nodes:
+    for node, target in targets.items():
         if node.op == "get_attr":
-            top = str(node.target).partition(".")[0]
-            _keep_persistence(module, having[top], str(node.target))
+            _keep_persistence(module, str(node.target), having[target.partition(".")[0]], target)
     return module
 
 
-def named(target: str, *sources: nn.Module) -> Any:
+_OF_GRAPH_MODULES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph()))).difference(dir(nn.Module()))
+"""Such as `code` and `graph`, which a model may call modules of its own."""
+
+
+def _allowed(top: str, used: Container[str]) -> str:
+    """The name itself, or with underscores behind it."""
+    if top in _OF_GRAPH_MODULES:
+        top += "_"
+        while top in used or top in _OF_GRAPH_MODULES:
+            top += "_"
+    return top
+
+
+def find_attribute(target: str, *sources: nn.Module) -> Any:
     """The module or tensor of this dotted name, of the first of `sources` that has it."""
     value: Any = _first_having(target.partition(".")[0], sources)
     for part in target.split("."):
@@ -96,9 +115,10 @@ def _first_having(top: str, sources: tuple[nn.Module, ...]) -> nn.Module:
     return next((source for source in sources if hasattr(source, top)), sources[-1])
 
 
-def _keep_persistence(module: nn.Module, source: nn.Module, target: str) -> None:
+def _keep_persistence(module: nn.Module, target: str, source: nn.Module, own_target: str) -> None:
     """GraphModule registers every tensor that is no parameter as a buffer of the state."""
     path, _, field = target.rpartition(".")
-    owner, of_source = module.get_submodule(path), source.get_submodule(path)
-    if owner is not of_source and not is_persistent(of_source, field):
+    own_path, _, own_field = own_target.rpartition(".")
+    owner, of_source = module.get_submodule(path), source.get_submodule(own_path)
+    if owner is not of_source and not is_persistent(of_source, own_field):
         make_transient(owner, field)

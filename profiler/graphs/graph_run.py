@@ -12,21 +12,21 @@ from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
-from ..torch_internals import CONVERSION, TorchDispatchMode, tree_leaves, version_of
+from ..torch_internals import CONVERSION, TorchDispatchMode, tensor_version, tree_leaves
 from ..user_model.failures import is_out_of_memory, layer_failure
 from ..user_model.loaded_model import ModelInput
-from .graph import TracedGraph, named
-from .size_recovery import seen
+from .graph import TracedGraph, find_attribute
+from .size_recovery import describe_tensors
 
 _CONVERSIONS = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16", CONVERSION})
 
 
 @dataclass(eq=False)
 class GraphRun:
-    """What was seen at each node. Storages are numbered, and told apart by their numbers."""
+    """What a run found at each node. Storages are identified by numbers."""
 
     values: dict[fx.Node, Any] = field(default_factory=dict)
-    """As `rederiving.seen` describes them."""
+    """As `size_recovery.describe_tensors` returns them."""
     same: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """Of nodes whose value is, in every mode, the very tensor of another: the first that had it."""
     storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
@@ -39,18 +39,18 @@ class GraphRun:
     writes: frozenset[str] = frozenset()
     """Buffers of the model that the run changed, or put others in place of, by each of their names."""
     output: Any = None
-    """As `values`, of what the graph returns."""
+    """The graph's result, as `values` hold those of nodes."""
 
 
 def run_graph(
-    traced: TracedGraph, model: nn.Module, given: ModelInput, *, count_flops: bool = False
+    traced: TracedGraph, model: nn.Module, example: ModelInput, *, count_flops: bool = False
 ) -> GraphRun:
     """Runs the graph with the modules and parameters of `model`, where they are.
 
     Values are let go of after their last use. Raises ModelError that names the operation and the shape it was
     given, where one fails; where memory runs out, what the allocator raises.
     """
-    runner = _Runner(traced, model, given)
+    runner = _Runner(traced, model, example)
     before = _versions(model)
     with runner.counter if count_flops else contextlib.nullcontext():
         run = runner.run()
@@ -63,7 +63,8 @@ def run_graph(
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Of each buffer which tensor it is, and how often that was changed."""
     return {
-        name: (id(buffer), version_of(buffer)) for name, buffer in model.named_buffers(remove_duplicate=False)
+        name: (id(buffer), tensor_version(buffer))
+        for name, buffer in model.named_buffers(remove_duplicate=False)
     }
 
 
@@ -82,42 +83,42 @@ class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Runner:
-    def __init__(self, traced: TracedGraph, model: nn.Module, given: ModelInput) -> None:
+    def __init__(self, traced: TracedGraph, model: nn.Module, example: ModelInput) -> None:
         self._traced, self._model, self._constants = traced, model, traced.constants_of(model)
-        self._given = dict(zip(traced.inputs, given.tensors, strict=True))
-        self._device = given.tensors[0].device
+        self._inputs = dict(zip(traced.inputs, example.tensors, strict=True))
+        self._device = example.tensors[0].device
         self._now: dict[fx.Node, Any] = {}
         """Values that are still needed."""
         self._numbers: dict[int, tuple[int, StorageWeakRef]] = {}
         """By the address of a storage, which the reference keeps from being given to another."""
-        self.seen = GraphRun()
+        self.record = GraphRun()
         self.counter = _FlopCounter()
 
     def run(self) -> GraphRun:
         unneeded = _unneeded_after(self._traced.graph)
         for node in self._traced.graph.nodes:
             if node.op == "output":
-                self.seen.output = seen(self._plain(node.args[0]))
+                self.record.output = describe_tensors(self._plain(node.args[0]))
                 break
             before = self.counter.total
             self._note(node, *self._result(node))
-            self.seen.flops[node] = self.counter.total - before
+            self.record.flops[node] = self.counter.total - before
             for done in unneeded.get(node, ()):
                 del self._now[done]
-        return self.seen
+        return self.record
 
     def _result(self, node: fx.Node) -> tuple[Any, frozenset[int]]:
         """The value, and what was overwritten for it."""
         if node.op == "placeholder":
-            return self._given.get(node), frozenset()
+            return self._inputs.get(node), frozenset()
         if node.op == "get_attr":
-            value = named(str(node.target), self._model, self._constants)
+            value = find_attribute(str(node.target), self._model, self._constants)
             # A tensor that is neither parameter nor buffer stays behind when a model is moved to meta.
             on_meta = self._device.type == "meta" and isinstance(value, Tensor)
             return value.to("meta") if on_meta else value, frozenset()
-        before = [(tensor, version_of(tensor)) for tensor in _tensors(list(self._now.values()))]
+        before = [(tensor, tensor_version(tensor)) for tensor in _tensors(list(self._now.values()))]
         value = self._call(node)
-        changed = [tensor for tensor, version in before if version_of(tensor) != version]
+        changed = [tensor for tensor, version in before if tensor_version(tensor) != version]
         return value, self._storages(changed)
 
     def _call(self, node: fx.Node) -> Any:
@@ -152,18 +153,20 @@ class _Runner:
 
     def _callable(self, node: fx.Node) -> Any:
         if node.op == "call_module":
-            return named(str(node.target), self._model, self._constants)
+            return find_attribute(str(node.target), self._model, self._constants)
         return node.target
 
     def _note(self, node: fx.Node, value: Any, overwritten: frozenset[int]) -> None:
-        self.seen.values[node] = seen(value)
-        self.seen.overwrites[node] = overwritten
-        self.seen.storages[node] = self._storages(_tensors(value))
-        self.seen.bytes[node] = sum(tensor.nbytes for tensor in {id(t): t for t in _tensors(value)}.values())
+        self.record.values[node] = describe_tensors(value)
+        self.record.overwrites[node] = overwritten
+        self.record.storages[node] = self._storages(_tensors(value))
+        self.record.bytes[node] = sum(
+            tensor.nbytes for tensor in {id(t): t for t in _tensors(value)}.values()
+        )
         if isinstance(value, Tensor):
             source = next((n for n in node.all_input_nodes if self._now.get(n) is value), None)
             if source is not None and (overwritten or self._is_same_in_every_mode(node)):
-                self.seen.same[node] = self.seen.same.get(source, source)
+                self.record.same[node] = self.record.same.get(source, source)
         self._now[node] = value
 
     def _is_same_in_every_mode(self, node: fx.Node) -> bool:
@@ -204,9 +207,9 @@ def _name(target: Any) -> str:
 def _unneeded_after(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """After each node, the values that nothing later takes."""
     order = {node: index for index, node in enumerate(graph.nodes)}
-    found: dict[fx.Node, list[fx.Node]] = {}
+    unneeded: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.op != "output":
             last = max((node, *node.users), key=order.__getitem__)
-            found.setdefault(last, []).append(node)
-    return found
+            unneeded.setdefault(last, []).append(node)
+    return unneeded

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...cost_models.errors import ModelError
-from ..torch_internals import children_of, own_registries, tree_flatten, tree_leaves, tree_unflatten
+from ..torch_internals import child_modules, copy_registries, tree_flatten, tree_leaves, tree_unflatten
 from ..user_model.failures import first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput, copy_model
 from ..user_model.seeding import fixed_seed
@@ -29,7 +29,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _HINT = "Name modules that are called one after another, each with what the one before returned."
 
 
-class _Reached(Exception):
+class _RowStart(Exception):
     """The first module of the row is called, with these tensors."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
@@ -41,10 +41,10 @@ class _StopHere(nn.Module):
     """Stands for the modules of the row before they run."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise _Reached(_distinct(tree_leaves((args, kwargs))))
+        raise _RowStart(_distinct(tree_leaves((args, kwargs))))
 
 
-class _Answers:
+class _RecordedResults:
     """What the modules of a row return while the code behind them runs. No module: copies of the part and of
     the stand-ins in it keep the same."""
 
@@ -56,7 +56,7 @@ class _Answers:
         self.count = sum(leaf is Tensor for leaf in returned[0])
 
     @contextlib.contextmanager
-    def given(self, tensors: tuple[Tensor, ...]) -> Iterator[None]:
+    def supply(self, tensors: tuple[Tensor, ...]) -> Iterator[None]:
         """Until the last module is asked nothing needs gradients, nor draws from the random state."""
         self._left, self._tensors = list(self._row), tensors
         with contextlib.ExitStack() as self._idle:
@@ -82,7 +82,7 @@ class _Answers:
 class _Answer(nn.Module):
     """Stands for a module of the row behind it."""
 
-    def __init__(self, answers: _Answers, path: str) -> None:
+    def __init__(self, answers: _RecordedResults, path: str) -> None:
         super().__init__()
         self._answers, self._path = answers, path
 
@@ -102,11 +102,11 @@ class BeforeModules(nn.Module):
         self.model = _twin(model, {**instead, **{path: _StopHere() for path in row}})
         self._form = _form_of(form)
 
-    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Of the tensors of the model's input."""
         try:
-            _called(self.model, self._form, given)
-        except _Reached as reached:
+            _called(self.model, self._form, inputs)
+        except _RowStart as reached:
             return reached.tensors
         raise RuntimeError("forward calls none of the modules in the row")
 
@@ -116,14 +116,14 @@ class AfterModules(nn.Module):
 
     def __init__(self, model: nn.Module, row: Sequence[str], form: ModelInput, returned: _Form) -> None:
         super().__init__()
-        self._answers, self._form = _Answers(row, returned), _form_of(form)
+        self._answers, self._form = _RecordedResults(row, returned), _form_of(form)
         self.model = _twin(model, {path: _Answer(self._answers, path) for path in row})
 
-    def forward(self, *given: Tensor) -> Any:
+    def forward(self, *inputs: Tensor) -> Any:
         """Of the tensors that the last module returned, then those of the model's input."""
         count = self._answers.count
-        with self._answers.given(given[:count]):
-            return _called(self.model, self._form, given[count:])
+        with self._answers.supply(inputs[:count]):
+            return _called(self.model, self._form, inputs[count:])
 
 
 _Form = tuple[list[Any], Any]
@@ -135,13 +135,13 @@ def _marked(value: Any) -> _Form:
     return [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
 
 
-def _form_of(given: ModelInput) -> _Form:
-    return _marked((given.args, given.kwargs))
+def _form_of(example: ModelInput) -> _Form:
+    return _marked((example.args, example.kwargs))
 
 
-def _called(model: nn.Module, form: _Form, given: Sequence[Tensor]) -> Any:
+def _called(model: nn.Module, form: _Form, inputs: Sequence[Tensor]) -> Any:
     leaves, structure = form
-    tensors = iter(given)
+    tensors = iter(inputs)
     filled = [next(tensors) if leaf is Tensor else leaf for leaf in leaves]
     args, kwargs = tree_unflatten(filled, structure)
     return model(*args, **kwargs)
@@ -151,12 +151,12 @@ def _distinct(leaves: Iterable[Any]) -> tuple[Tensor, ...]:
     return tuple({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
 
 
-def call_in_a_row(model: nn.Module, given: ModelInput, name: str, row: Sequence[str]) -> TracedGraph:
+def call_in_a_row(model: nn.Module, example: ModelInput, name: str, row: Sequence[str]) -> TracedGraph:
     """A graph of one call of each module of the `row`, and of the model's own code before and behind these.
 
     Raises ModelError where the model calls none, one twice, or computes something between two.
     """
-    calls, unused = _record(model, given, name, row)
+    calls, unused = _record(model, example, name, row)
     if not calls:
         raise ModelError(f"{name} cannot be cut by {IN_A_ROW}: it calls none", _HINT)
     order = [path for path, _, _ in calls]
@@ -164,34 +164,34 @@ def call_in_a_row(model: nn.Module, given: ModelInput, name: str, row: Sequence[
     if twice is not None:
         raise ModelError(f"{name} cannot be cut by {IN_A_ROW}: it calls {twice} twice", _HINT)
     graph = fx.Graph()
-    inputs = tuple(graph.placeholder(f"input_{index}") for index in range(len(given.tensors)))
+    inputs = tuple(graph.placeholder(f"input_{index}") for index in range(len(example.tensors)))
     before, after = (_free(model, word) for word in ("before", "after"))
     first = graph.call_module(before, inputs)
-    handed = _distinct(tree_leaves(calls[0][1]))
-    known = {id(own): graph.call_function(operator.getitem, (first, i)) for i, own in enumerate(handed)}
+    row_inputs = _distinct(tree_leaves(calls[0][1]))
+    nodes = {id(own): graph.call_function(operator.getitem, (first, i)) for i, own in enumerate(row_inputs)}
     placed = {first: ""}
     results: list[fx.Node] = []
     for path, arguments, returned in calls:
-        args, kwargs = _as_nodes(arguments, known, f"{name} cannot be cut by {IN_A_ROW}: {path}")
+        args, kwargs = _as_nodes(arguments, nodes, f"{name} cannot be cut by {IN_A_ROW}: {path}")
         node = graph.call_module(path, args, kwargs)
         placed[node] = path
-        results = _results(graph, node, returned, known, f"{name} cannot be cut by {IN_A_ROW}: {path}")
+        results = _results(graph, node, returned, nodes, f"{name} cannot be cut by {IN_A_ROW}: {path}")
     last = graph.call_module(after, (*results, *inputs))
     placed[last] = ""
     graph.output(last)
     returned = _marked(calls[-1][2])
 
     def parts(of: nn.Module) -> nn.Module:
-        made = nn.Module()
-        made.add_module(before, BeforeModules(of, order, given, unused))
-        made.add_module(after, AfterModules(of, order, given, returned))
-        return made
+        holder = nn.Module()
+        holder.add_module(before, BeforeModules(of, order, example, unused))
+        holder.add_module(after, AfterModules(of, order, example, returned))
+        return holder
 
     return TracedGraph(graph, inputs, parts(model), placed, parts=parts)
 
 
 def _record(
-    model: nn.Module, given: ModelInput, name: str, row: Sequence[str]
+    model: nn.Module, example: ModelInput, name: str, row: Sequence[str]
 ) -> tuple[list[tuple[str, Any, Any]], list[str]]:
     """Of each call, in order: the module, what it was handed, and what it returned. And the modules, the
     outermost ones, that nothing has called before the first of these."""
@@ -210,10 +210,10 @@ def _record(
             calls.append((path, (args, kwargs), output))
 
         own.get_submodule(path).register_forward_hook(note, with_kwargs=True)
-    device = next((tensor.device for tensor in own.parameters()), given.tensors[0].device)
+    device = next((tensor.device for tensor in own.parameters()), example.tensors[0].device)
     try:
         with torch.no_grad(), fixed_seed(0):
-            given.to(device).clone().call(own)
+            example.to(device).clone().call(own)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -227,10 +227,10 @@ def _record(
     return calls, unused
 
 
-def _as_nodes(arguments: Any, known: dict[int, fx.Node], where: str) -> Any:
+def _as_nodes(arguments: Any, nodes: dict[int, fx.Node], where: str) -> Any:
     leaves, structure = tree_flatten(arguments)
     for leaf in leaves:
-        if isinstance(leaf, Tensor) and id(leaf) not in known:
+        if isinstance(leaf, Tensor) and id(leaf) not in nodes:
             raise ModelError(
                 f"{where} is handed a tensor of shape {'x'.join(map(str, leaf.shape))} that the model "
                 "computes behind the module before it",
@@ -238,29 +238,29 @@ def _as_nodes(arguments: Any, known: dict[int, fx.Node], where: str) -> Any:
             )
         if not isinstance(leaf, (Tensor, *_PLAIN)):
             raise ModelError(f"{where} is handed a {type(leaf).__name__}", _HINT)
-    nodes = [known[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return tree_unflatten(nodes, structure)
+    leaves_as_nodes = [nodes[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return tree_unflatten(leaves_as_nodes, structure)
 
 
 def _results(
-    graph: fx.Graph, node: fx.Node, returned: Any, known: dict[int, fx.Node], where: str
+    graph: fx.Graph, node: fx.Node, returned: Any, nodes: dict[int, fx.Node], where: str
 ) -> list[fx.Node]:
     """The tensors of what a module returned, each as a node."""
     if isinstance(returned, Tensor):
-        known[id(returned)] = node
+        nodes[id(returned)] = node
         return [node]
     if not isinstance(returned, tuple | list):
         raise ModelError(
             f"{where} returns a {type(returned).__name__}", "Return a tensor or a tuple of them."
         )
-    found = []
+    results = []
     for index, value in enumerate(returned):
         if isinstance(value, Tensor):
-            known[id(value)] = graph.call_function(operator.getitem, (node, index))
-            found.append(known[id(value)])
+            nodes[id(value)] = graph.call_function(operator.getitem, (node, index))
+            results.append(nodes[id(value)])
         elif not isinstance(value, _PLAIN):
             raise ModelError(f"{where} returns a {type(value).__name__} in a tuple", _HINT)
-    return found
+    return results
 
 
 def _free(model: nn.Module, word: str) -> str:
@@ -277,8 +277,8 @@ def _twin(model: nn.Module, instead: dict[str, nn.Module], path: str = "") -> nn
     if not any(f"{own}.".startswith(f"{path}." if path else "") for own in instead):
         return model
     twin = copy.copy(model)
-    own_registries(twin)
-    for name, child in children_of(model).items():
+    copy_registries(twin)
+    for name, child in child_modules(model).items():
         if child is not None:
-            children_of(twin)[name] = _twin(child, instead, f"{path}.{name}" if path else name)
+            child_modules(twin)[name] = _twin(child, instead, f"{path}.{name}" if path else name)
     return twin

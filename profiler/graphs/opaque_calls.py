@@ -34,7 +34,7 @@ class _OpaqueCall:
 
     path: str
     arguments: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
-    """Of each run, the shapes of the tensors given."""
+    """The shapes of the input tensors of each run."""
     results: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
     dtypes: tuple[torch.dtype, ...] = ()
     leaves: list[Any] = field(default_factory=list)
@@ -43,7 +43,7 @@ class _OpaqueCall:
     structure: Structure | None = None
     spec: TreeSpec | None = None
     """Of the arguments, as they were while it was traced."""
-    given: list[Any] = field(default_factory=list)
+    constants: list[Any] = field(default_factory=list)
     """Their leaves; None in the place of each tensor."""
     given_tensors: list[bool] = field(default_factory=list)
 
@@ -51,17 +51,17 @@ class _OpaqueCall:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self.arguments.append(tuple(tuple(tensor.shape) for tensor in tensors))
         leaves, self.structure = flat(output)
-        found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self.results.append(tuple(tuple(tensor.shape) for tensor in found))
-        self.dtypes = tuple(tensor.dtype for tensor in found)
+        results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.results.append(tuple(tuple(tensor.shape) for tensor in results))
+        self.dtypes = tuple(tensor.dtype for tensor in results)
         self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.are_tensors = [isinstance(leaf, Tensor) for leaf in leaves]
 
-    def like_results(self, given: Sequence[Tensor]) -> list[Tensor]:
+    def like_results(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Empty tensors of the shapes that the module would return for these."""
-        device = given[0].device
+        device = inputs[0].device
         sizes = [
-            [self._size(shapes, given) for shapes in zip(*both, strict=True)]
+            [self._size(shapes, inputs) for shapes in zip(*both, strict=True)]
             for both in zip(*self.results, strict=True)
         ]
         return [
@@ -69,13 +69,13 @@ class _OpaqueCall:
             for shape, dtype in zip(sizes, self.dtypes, strict=True)
         ]
 
-    def _size(self, seen: tuple[int, int], given: Sequence[Tensor]) -> Any:
-        if seen[0] == seen[1]:
-            return seen[0]
-        for tensor, (first, second) in zip(given, zip(*self.arguments, strict=True), strict=True):
+    def _size(self, sizes: tuple[int, int], inputs: Sequence[Tensor]) -> Any:
+        if sizes[0] == sizes[1]:
+            return sizes[0]
+        for tensor, (first, second) in zip(inputs, zip(*self.arguments, strict=True), strict=True):
             for dimension, (a, b) in enumerate(zip(first, second, strict=True)):
-                if a != b and seen[0] * b == seen[1] * a and seen[0] % a == 0:
-                    return tensor.shape[dimension] * (seen[0] // a)
+                if a != b and sizes[0] * b == sizes[1] * a and sizes[0] % a == 0:
+                    return tensor.shape[dimension] * (sizes[0] // a)
         raise CannotBeOpaque(f"{self.path}: a size of what it returns follows no size of what it is given")
 
 
@@ -84,12 +84,12 @@ _now: dict[int, _OpaqueCall] = {}
 
 
 @torch.library.register_fake("pplan::opaque_call", lib=_library)  # type: ignore[untyped-decorator]
-def _like_results(number: int, given: Sequence[Tensor]) -> list[Tensor]:
-    return _now[number].like_results(given)
+def _like_results(number: int, inputs: Sequence[Tensor]) -> list[Tensor]:
+    return _now[number].like_results(inputs)
 
 
 class OpaqueCalls:
-    """Of the modules `paths` of copies of one model."""
+    """The calls of the modules `paths` of copies of one model."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = tuple(paths)
@@ -98,10 +98,10 @@ class OpaqueCalls:
     def watch(self, model: nn.Module, inputs: Sequence[ModelInput]) -> None:
         """Runs `model`, which it may change, once on each of two inputs of different batch sizes."""
         runs: list[list[_OpaqueCall]] = []
-        for given in inputs:
+        for example in inputs:
             calls: list[_OpaqueCall] = []
             with _forwards(model, self._paths, lambda path, forward: _noting(path, forward, calls)):  # noqa: B023
-                given.clone().call(model)
+                example.clone().call(model)
             runs.append(calls)
         if [call.path for call in runs[0]] != [call.path for call in runs[1]]:
             raise CannotBeOpaque("the modules are called in another order at another batch size")
@@ -145,29 +145,29 @@ class OpaqueCalls:
                 self._write(graph, node, self._calls[node.args[0]])
 
     def _write(self, graph: fx.Graph, node: fx.Node, call: _OpaqueCall) -> None:
-        given: Any = node.args[1]
-        tensors = iter(given)
+        operands: Any = node.args[1]
+        tensors = iter(operands)
         assert call.spec is not None
         leaves = [
             next(tensors) if is_tensor else leaf
-            for leaf, is_tensor in zip(call.given, call.given_tensors, strict=True)
+            for leaf, is_tensor in zip(call.constants, call.given_tensors, strict=True)
         ]
         args, kwargs = tree_unflatten(leaves, call.spec)
         alone = call.structure is not None and call.structure.spec.is_leaf() and call.are_tensors == [True]
         alone = alone and call.structure is not None and call.structure.objects == (None,)
         with graph.inserting_before(node):
-            made = graph.create_node("call_module", call.path, args, kwargs)
-            made.meta = dict(node.meta)
-            made.meta["value_kind"] = "tensor" if alone else "other"
-            parts = made if alone else graph.call_function(tensors_in, (made,))
+            call_node = graph.create_node("call_module", call.path, args, kwargs)
+            call_node.meta = dict(node.meta)
+            call_node.meta["value_kind"] = "tensor" if alone else "other"
+            parts = call_node if alone else graph.call_function(tensors_in, (call_node,))
             if not alone:
                 parts.meta = {**node.meta, "value_kind": "other"}
         for user in list(node.users):
             if user.target is not operator.getitem:
                 raise CannotBeOpaque(f"{call.path}: its outputs are used as one")
             if alone:
-                made.meta["val"] = user.meta.get("val")
-                user.replace_all_uses_with(made)
+                call_node.meta["val"] = user.meta.get("val")
+                user.replace_all_uses_with(call_node)
                 graph.erase_node(user)
             else:
                 user.args = (parts, user.args[1])
@@ -183,16 +183,16 @@ def _traced(call: _OpaqueCall, number: int, args: Any, kwargs: Any) -> Any:
     leaves, call.spec = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     call.given_tensors = [isinstance(leaf, Tensor) for leaf in leaves]
-    call.given = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    for leaf in (*call.given, *call.leaves):
+    call.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    for leaf in (*call.constants, *call.leaves):
         if not isinstance(leaf, _PLAIN):
             raise CannotBeOpaque(f"{call.path} takes or returns an object of type {type(leaf).__name__}")
     if not tensors or call.structure is None:
         raise CannotBeOpaque(f"{call.path} is given no tensor")
-    made = iter(torch.ops.pplan.opaque_call(number, tensors))
+    results = iter(torch.ops.pplan.opaque_call(number, tensors))
     return call.structure(
         [
-            next(made) if is_tensor else leaf
+            next(results) if is_tensor else leaf
             for leaf, is_tensor in zip(call.leaves, call.are_tensors, strict=True)
         ]
     )

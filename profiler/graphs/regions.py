@@ -22,9 +22,9 @@ class GradientsSwitched(nn.Module):
         super().__init__()
         self.body, self.enabled = body, enabled
 
-    def forward(self, *given: Any) -> Any:
+    def forward(self, *inputs: Any) -> Any:
         with torch.set_grad_enabled(self.enabled):
-            return self.body(*given)
+            return self.body(*inputs)
 
 
 class AutocastSwitched(nn.Module):
@@ -34,13 +34,13 @@ class AutocastSwitched(nn.Module):
         super().__init__()
         self.body, self.dtype, self.enabled, self.cache = body, dtype, enabled, cache
 
-    def forward(self, *given: Any) -> Any:
-        kind = next((value.device.type for value in given if isinstance(value, Tensor)), "cpu")
+    def forward(self, *inputs: Any) -> Any:
+        kind = next((value.device.type for value in inputs if isinstance(value, Tensor)), "cpu")
         with torch.autocast(kind, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache):
-            return self.body(*given)
+            return self.body(*inputs)
 
 
-def as_calls(
+def replace_regions(
     module: fx.GraphModule, needing: Collection[fx.Node] = (), *, gradients_enabled: bool = True
 ) -> None:
     """Replaces the regions in `module`'s graph, in place; `needing`: placeholders that need gradients.
@@ -55,7 +55,7 @@ def as_calls(
             inner = _body(module, body, operands)
             wanting = _placeholders_of(inner, operands, needing)
             is_idle = enabled == gradients_enabled or not _needing_gradients(inner.graph, wanting)
-            as_calls(inner, wanting, gradients_enabled=gradients_enabled if is_idle else enabled)
+            replace_regions(inner, wanting, gradients_enabled=gradients_enabled if is_idle else enabled)
             if is_idle and all(user.target is operator.getitem for user in node.users):
                 _open(module, node, inner, operands)
             else:
@@ -63,12 +63,14 @@ def as_calls(
         elif node.target is _AUTOCAST:
             _, dtype, enabled, cache, body, *operands = node.args
             inner = _body(module, body, operands)
-            as_calls(inner, _placeholders_of(inner, operands, needing), gradients_enabled=gradients_enabled)
+            replace_regions(
+                inner, _placeholders_of(inner, operands, needing), gradients_enabled=gradients_enabled
+            )
             _call(module, node, AutocastSwitched(inner, dtype, enabled, cache), operands)
 
 
 def bodies(module: nn.Module) -> list[fx.GraphModule]:
-    """Of the regions that stayed whole, at any depth."""
+    """The graphs of the regions that stayed whole, at any depth."""
     return [
         inner.body
         for inner in module.modules()
@@ -84,19 +86,19 @@ def _free_name(module: nn.Module, word: str) -> str:
     return f"{word}_{number}"
 
 
-def _needing_gradients(graph: fx.Graph, given: Collection[fx.Node]) -> set[fx.Node]:
-    """Nodes that a parameter or one of `given` leads to by floating tensors."""
-    found = set(given)
+def _needing_gradients(graph: fx.Graph, inputs: Collection[fx.Node]) -> set[fx.Node]:
+    """Nodes that a parameter or one of `inputs` leads to by floating tensors."""
+    needing = set(inputs)
     for node in graph.nodes:
         value = node.meta.get("val")
         if node.op == "get_attr":
             leads = isinstance(value, Tensor) and value.requires_grad
         else:
-            leads = not found.isdisjoint(node.all_input_nodes)
+            leads = not needing.isdisjoint(node.all_input_nodes)
         is_floating = not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
         if leads and is_floating and not (node.target is _SET_GRADIENTS and not node.args[0]):
-            found.add(node)
-    return found
+            needing.add(node)
+    return needing
 
 
 def _body(module: fx.GraphModule, node: fx.Node, operands: list[Any]) -> fx.GraphModule:
@@ -112,9 +114,9 @@ def _placeholders(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 
 
-def _placeholders_of(body: fx.GraphModule, operands: list[Any], wanted: Collection[fx.Node]) -> list[fx.Node]:
+def _placeholders_of(body: fx.GraphModule, operands: list[Any], values: Collection[fx.Node]) -> list[fx.Node]:
     pairs = zip(_placeholders(body.graph), operands, strict=True)
-    return [placeholder for placeholder, operand in pairs if operand in wanted]
+    return [placeholder for placeholder, operand in pairs if operand in values]
 
 
 def _open(module: fx.GraphModule, node: fx.Node, body: fx.GraphModule, operands: list[Any]) -> None:

@@ -13,7 +13,7 @@ from torch import fx, nn
 from ...cost_models.errors import ModelError
 from .cutting import Part
 from .flow import Flow, Position
-from .graph import graph_module, is_inside, named
+from .graph import find_attribute, graph_module, is_inside
 from .size_recovery import recover_sizes
 
 _FINISH = "finish"
@@ -45,7 +45,7 @@ class GraphSegment:
         """Where the model keeps the module, when the segment is nothing but one call of it."""
         node = self.part.nodes[0]
         alone = len(self.part.nodes) == 1 and node.op == "call_module" and self._result is node
-        if not alone or node.kwargs or node.args != (self._given,) or self._finishes:
+        if not alone or node.kwargs or node.args != (self._input_form,) or self._finishes:
             return None
         return str(node.target)
 
@@ -73,7 +73,7 @@ class GraphSegment:
         """Class of the module that the name stands for, or name of the function."""
         path = self.part.module or self._common_path
         if path:
-            return type(named(path, model, self.flow.traced.constants)).__name__
+            return type(find_attribute(path, model, self.flow.traced.constants)).__name__
         target = self._telling.target
         return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
@@ -81,12 +81,12 @@ class GraphSegment:
         """A module that runs the segment with the modules and parameters of `model` itself."""
         constants = self.flow.traced.constants_of(model)
         if self.path is not None:
-            module: nn.Module = named(self.path, model, constants)
+            module: nn.Module = find_attribute(self.path, model, constants)
             return module
         extra = nn.Module()
         if self._finishes and self.flow.traced.finish is not None:
             setattr(extra, self._finish_name(model), Finish(self.flow.traced.finish))
-        return graph_module(_Drawing(self).graph(self._finish_name(model)), model, constants, extra)
+        return graph_module(_GraphBuilder(self).graph(self._finish_name(model)), model, constants, extra)
 
     def _finish_name(self, model: nn.Module) -> str:
         free = (_FINISH + "_" * length for length in itertools.count())
@@ -99,10 +99,10 @@ class GraphSegment:
     @property
     def inputs(self) -> tuple[fx.Node | None, ...]:
         before = self.part.before
-        return self.flow.traced.inputs if before is None else before.handed
+        return self.flow.traced.inputs if before is None else before.crossing
 
     @property
-    def _given(self) -> Any:
+    def _input_form(self) -> Any:
         return self.inputs[0] if len(self.inputs) == 1 else self.inputs
 
     @property
@@ -110,7 +110,7 @@ class GraphSegment:
         after = self.part.after
         if after is None:
             return self.flow.output.args[0]
-        return after.handed[0] if len(after.handed) == 1 else after.handed
+        return after.crossing[0] if len(after.crossing) == 1 else after.crossing
 
     @property
     def _common_path(self) -> str:
@@ -138,7 +138,7 @@ class GraphSegment:
         return work[0] if len(work) == 1 else (tensors or self.part.nodes)[-1]
 
 
-class _Drawing:
+class _GraphBuilder:
     """Draws the graph of a segment."""
 
     def __init__(self, segment: GraphSegment) -> None:
@@ -146,9 +146,9 @@ class _Drawing:
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
         """Of the nodes of the segment, and of the constants that it reads."""
-        self._handed: dict[fx.Node, fx.Node] = {}
+        self._inputs: dict[fx.Node, fx.Node] = {}
         """Of what comes in, by the first node that has the same tensor."""
-        self._found: dict[fx.Node, fx.Node] = {}
+        self._sizes: dict[fx.Node, fx.Node] = {}
         """Sizes and the like that were found again."""
 
     def graph(self, finish: str) -> fx.Graph:
@@ -171,13 +171,13 @@ class _Drawing:
             self._graph.call_function(check_sizes, (self._copies[node], expected))
 
     def _take_in(self) -> None:
-        given = self._graph.placeholder("input")
+        placeholder = self._graph.placeholder("input")
         several = self._segment.inputs
         for index, node in enumerate(several):
             if node is not None:
-                part = (operator.getitem, (given, index))
-                copy = given if len(several) == 1 else self._graph.call_function(*part)
-                self._handed[self._flow.same(node)] = copy
+                part = (operator.getitem, (placeholder, index))
+                copy = placeholder if len(several) == 1 else self._graph.call_function(*part)
+                self._inputs[self._flow.same(node)] = copy
 
     def _copy_of(self, node: fx.Node) -> fx.Node:
         if node in self._copies:
@@ -185,8 +185,8 @@ class _Drawing:
         if node.op == "get_attr":
             self._copies[node] = self._graph.node_copy(node)
             return self._copies[node]
-        if self._flow.same(node) in self._handed:
-            return self._handed[self._flow.same(node)]
+        if self._flow.same(node) in self._inputs:
+            return self._inputs[self._flow.same(node)]
         if node in self._flow.tables.exact:
             self._copies[node] = self._graph.node_copy(node, self._copy_of)
             return self._copies[node]
@@ -194,14 +194,14 @@ class _Drawing:
 
     def _size(self, node: fx.Node) -> fx.Node:
         before: Position | None = self._segment.part.before
-        handed = before.handed if before is not None else ()
-        known = {source: self._handed[self._flow.same(source)] for source in handed}
-        copies = {**known, **self._found}
-        found = recover_sizes(node, handed, self._graph, copies, self._flow.trial.values)
-        if found is None:
+        crossing = before.crossing if before is not None else ()
+        copied_inputs = {source: self._inputs[self._flow.same(source)] for source in crossing}
+        copies = {**copied_inputs, **self._sizes}
+        recovered = recover_sizes(node, crossing, self._graph, copies, self._flow.trial.values)
+        if recovered is None:
             raise RuntimeError(f"{node.name} was said to be found again, and is not")
-        self._found[node] = found
-        return found
+        self._sizes[node] = recovered
+        return recovered
 
 
 Sizes = int | None | tuple[Any, ...]
@@ -226,8 +226,8 @@ def check_sizes(value: Any, expected: Sizes) -> None:
         # torch.load traces a layer's code to have its graph.
         value.tracer.create_proxy("call_function", check_sizes, (value, expected), {})
     elif isinstance(expected, tuple):
-        for part, wanted in zip(value, expected, strict=True):
-            check_sizes(part, wanted)
+        for part, size in zip(value, expected, strict=True):
+            check_sizes(part, size)
     elif expected is not None and value != expected:
         raise ModelError(
             f"a size of the input, or made of one, is {value}; these layers were made for {expected}",

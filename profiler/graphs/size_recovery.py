@@ -1,4 +1,4 @@
-"""Sizes, devices and dtypes do not cross a cut: a layer finds them again from the tensors it is given.
+"""Sizes, devices and dtypes do not cross a cut: a layer computes them again from the tensors it is given.
 
 Both frontends leave nodes that compute such values: torch.fx `x.size(0)`, `x.shape`, `x.device`; torch.export
 `aten.sym_size.int`, arithmetic on it, and `device_of`. What the values are is not read from the graph but
@@ -21,29 +21,33 @@ from ..torch_internals import tree_map_only
 
 
 @dataclass(frozen=True)
-class TensorSeen:
-    """What a trial run keeps of a tensor."""
+class TensorMeta:
+    """What a trial run remembers of a tensor."""
 
     shape: tuple[int, ...]
     device: torch.device
     dtype: torch.dtype
 
 
-Seen = Mapping[fx.Node, tuple[Any, ...]]
-"""Of each node the values it had in the trial runs, one per batch size, as `seen` describes them."""
+TrialValues = Mapping[fx.Node, tuple[Any, ...]]
+"""Of each node its values in the trial runs, one per batch size, as `describe_tensors` returns them."""
 
 
-def seen(value: object) -> Any:
-    """`value` with every tensor in it replaced by its TensorSeen."""
+def describe_tensors(value: object) -> Any:
+    """`value` with every tensor in it replaced by its TensorMeta."""
 
-    def described(tensor: Tensor) -> TensorSeen:
-        return TensorSeen(tuple(map(int, tensor.shape)), tensor.device, tensor.dtype)
+    def described(tensor: Tensor) -> TensorMeta:
+        return TensorMeta(tuple(map(int, tensor.shape)), tensor.device, tensor.dtype)
 
     return tree_map_only(Tensor, described, value, is_leaf=lambda part: isinstance(part, torch.Size))
 
 
 def recover_sizes(
-    node: fx.Node, available: Sequence[fx.Node], graph: fx.Graph, copies: dict[fx.Node, fx.Node], values: Seen
+    node: fx.Node,
+    available: Sequence[fx.Node],
+    graph: fx.Graph,
+    copies: dict[fx.Node, fx.Node],
+    values: TrialValues,
 ) -> fx.Node | None:
     """Emits at the end of `graph` what recomputes the non-tensor `node`; None where that cannot be.
 
@@ -90,15 +94,15 @@ _FUNCTIONS: frozenset[Any] = frozenset({
 })  # fmt: skip
 
 
-def _is_of_shapes(node: fx.Node, values: Seen) -> bool:
+def _is_of_shapes(node: fx.Node, values: TrialValues) -> bool:
     """Whether its value comes from what tensors are, not from what they hold."""
-    pending, known = [node], set[fx.Node]()
+    pending, visited = [node], set[fx.Node]()
     while pending:
         current = pending.pop()
-        if current in known or _asks_shape(current):
+        if current in visited or _asks_shape(current):
             continue
-        known.add(current)
-        is_tensor = any(isinstance(value, TensorSeen) for value in values.get(current, ()))
+        visited.add(current)
+        is_tensor = any(isinstance(value, TensorMeta) for value in values.get(current, ()))
         if is_tensor or current.op not in ("call_function", "call_method"):
             return False
         pending += current.all_input_nodes
@@ -123,7 +127,7 @@ class _Finder:
         available: Sequence[fx.Node],
         graph: fx.Graph,
         copies: dict[fx.Node, fx.Node],
-        values: Seen,
+        values: TrialValues,
     ) -> None:
         self._graph, self._copies, self._values = graph, copies, values
         self._tensors = [(copies[node], values[node]) for node in available]
@@ -133,13 +137,13 @@ class _Finder:
         if node in self._copies:
             return self._copies[node]
         try:
-            found = self._value(self._values[node])
+            value = self._value(self._values[node])
         except _CannotBeFoundError:
             if _asks_shape(node) or not node.all_input_nodes:
                 raise
             inputs = {source: self.node(source) for source in node.all_input_nodes}
             return self._graph.node_copy(node, inputs.__getitem__)
-        return found if isinstance(found, fx.Node) else self._graph.call_function(constant, (found,))
+        return value if isinstance(value, fx.Node) else self._graph.call_function(constant, (value,))
 
     def _value(self, moments: tuple[Any, ...]) -> Any:
         """A constant, or a node."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tag, fx
 
-from ..torch_internals import OpOverload
+from ..operator_internals import OpOverload
 from .graph_run import GraphRun
 from .trial import Trial
 
@@ -28,7 +28,7 @@ _RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "
 
 
 class GraphTables:
-    """Those of a traced graph."""
+    """The tables of a traced graph."""
 
     def __init__(self, graph: fx.Graph, trial: Trial) -> None:
         self._trial, self._run = trial, trial.first
@@ -87,18 +87,18 @@ class GraphTables:
         return sum(self._trial.flops.get(each, 0) for each in own) <= _FLOPS_A_BYTE * bytes
 
     def _ancestors(self, node: fx.Node) -> list[fx.Node]:
-        found, pending = {node: None}, [node]
+        ancestors, pending = {node: None}, [node]
         while pending:
             for source in pending.pop().all_input_nodes:
-                if source in self.exact and source not in found:
-                    found[source] = None
+                if source in self.exact and source not in ancestors:
+                    ancestors[source] = None
                     pending.append(source)
-        return list(found)
+        return list(ancestors)
 
     def _bytes_written(self, node: fx.Node) -> int:
         """None of a view."""
-        given = frozenset[int]().union(*(self._run.storages[source] for source in node.all_input_nodes))
-        return 0 if self._run.storages[node] <= given else self._run.bytes[node]
+        sources = frozenset[int]().union(*(self._run.storages[source] for source in node.all_input_nodes))
+        return 0 if self._run.storages[node] <= sources else self._run.bytes[node]
 
 
 def _is_of_torch(target: Any) -> bool:
@@ -133,12 +133,12 @@ def operations(graph: fx.Graph, run: GraphRun) -> list[fx.Node]:
 
 def fed_by_inputs(graph: fx.Graph, run: GraphRun) -> set[fx.Node]:
     """The nodes that a tensor of the input leads to by way of tensors: sizes lead on to nothing."""
-    found: set[fx.Node] = set()
+    fed: set[fx.Node] = set()
     for node in graph.nodes:
         sources = (source for source in node.all_input_nodes if run.storages.get(source))
-        if node.op == "placeholder" or any(source in found for source in sources):
-            found.add(node)
-    return found
+        if node.op == "placeholder" or any(source in fed for source in sources):
+            fed.add(node)
+    return fed
 
 
 def _parts_first(nodes: list[fx.Node], run: GraphRun) -> list[fx.Node]:

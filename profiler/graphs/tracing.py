@@ -15,7 +15,7 @@ from ...cost_models.errors import ModelError
 from ..torch_internals import tree_leaves
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput, copy_model, copy_to_meta
-from .graph import TracedGraph, named
+from .graph import TracedGraph, find_attribute
 from .tracing_patches import keep_custom_functions
 
 INSTEAD = (
@@ -27,30 +27,30 @@ _CONTAINERS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 
 def trace_symbolically(
-    model: nn.Module, given: ModelInput, name: str, leaves: Collection[str] = ()
+    model: nn.Module, example: ModelInput, name: str, leaves: Collection[str] = ()
 ) -> TracedGraph:
-    """The graph of `model` called with `given`; arguments that are no tensors keep their values.
+    """The graph of `model` called with `example`; arguments that are no tensors keep their values.
 
     Modules of torch.nn are not gone into, nor are those that `leaves` names (dotted). A copy is called, with
     stand-ins for tensors, of which it may keep some.
 
-    Raises ModelError with the line of the model's code that cannot be traced, or where `given` does not fit
+    Raises ModelError with the line of the model's code that cannot be traced, or where `example` does not fit
     what forward takes; where memory runs out, what the allocator raises.
     """
-    arguments = _arguments(model, given, name)
+    arguments = _arguments(model, example, name)
     graph, copy = _traced(model, _constants_of(arguments, name), leaves, name)
     placeholders = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
     inputs = tuple(placeholders[key] for key, value in arguments.items() if isinstance(value, Tensor))
     _erase(graph, [node for node in placeholders.values() if node not in inputs])
     paths = {node: _innermost(node) for node in graph.nodes}
-    return TracedGraph(graph, _ordered(inputs, arguments, given), _lacking(graph, copy, model), paths)
+    return TracedGraph(graph, _ordered(inputs, arguments, example), _lacking(graph, copy, model), paths)
 
 
-def called_with(model: nn.Module, given: ModelInput, name: str) -> inspect.BoundArguments:
-    """How `given` falls on the parameters of forward. Raises ModelError where it does not."""
+def bind_example(model: nn.Module, example: ModelInput, name: str) -> inspect.BoundArguments:
+    """How `example` falls on the parameters of forward. Raises ModelError where it does not."""
     signature = inspect.signature(model.forward)
     try:
-        return signature.bind(*given.args, **given.kwargs)
+        return signature.bind(*example.args, **example.kwargs)
     except TypeError as error:
         raise ModelError(
             f"{name}: the example input does not fit forward{_bare(signature)}: {error}",
@@ -104,8 +104,8 @@ def _refuse_assigned_buffers(copy: nn.Module, name: str) -> None:
 def _knows_meta(graph: fx.Graph, copy: nn.Module, model: nn.Module) -> bool:
     """Whether what the trace made for itself, or the devices it wrote down, are the copy's and no others."""
     own = {id(tensor) for tensor in (*copy.parameters(), *copy.buffers())}
-    made = (named(str(node.target), copy) for node in graph.nodes if node.op == "get_attr")
-    devices = {tensor.device for tensor in made if isinstance(tensor, Tensor) and id(tensor) not in own}
+    constants = (find_attribute(str(node.target), copy) for node in graph.nodes if node.op == "get_attr")
+    devices = {tensor.device for tensor in constants if isinstance(tensor, Tensor) and id(tensor) not in own}
     for node in graph.nodes:
         devices |= {arg for arg in tree_leaves((node.args, node.kwargs)) if isinstance(arg, torch.device)}
     return torch.device("meta") in devices and any(
@@ -122,7 +122,7 @@ class _Tracer(fx.Tracer):
         self._leaves = leaves
 
     def is_leaf_module(self, module: nn.Module, path: str) -> bool:
-        if path in self._leaves:
+        if path in self._leaves or isinstance(module, torch.jit.ScriptModule):
             return True
         return super().is_leaf_module(module, path) and not isinstance(module, _CONTAINERS)
 
@@ -140,9 +140,9 @@ def container_paths(model: nn.Module) -> list[str]:
     return [path for path, module in model.named_modules() if path and isinstance(module, _CONTAINERS)]
 
 
-def _arguments(model: nn.Module, given: ModelInput, name: str) -> dict[str, Any]:
+def _arguments(model: nn.Module, example: ModelInput, name: str) -> dict[str, Any]:
     """Every parameter of forward with its value: those that are not given have their defaults."""
-    bound = called_with(model, given, name)
+    bound = bind_example(model, example, name)
     bound.apply_defaults()
     for parameter in bound.signature.parameters.values():
         if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
@@ -168,13 +168,13 @@ def _constants_of(arguments: dict[str, Any], name: str) -> dict[str, Any] | None
 
 
 def _ordered(
-    inputs: Iterable[fx.Node], arguments: dict[str, Any], given: ModelInput
+    inputs: Iterable[fx.Node], arguments: dict[str, Any], example: ModelInput
 ) -> tuple[fx.Node | None, ...]:
     """The placeholders in the order of `given.tensors`: that of the call, not of the signature."""
     tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
     left = list(zip(tensors, inputs, strict=True))
     ordered: list[fx.Node | None] = []
-    for tensor in given.tensors:
+    for tensor in example.tensors:
         index = next(index for index, (other, _) in enumerate(left) if other is tensor)
         ordered.append(left.pop(index)[1])
     return tuple(ordered)
@@ -182,12 +182,12 @@ def _ordered(
 
 def _lacking(graph: fx.Graph, traced: nn.Module, model: nn.Module) -> nn.Module:
     """What the graph reads and `model` lacks, without the weights of the traced copy."""
-    found = nn.Module()
+    module = nn.Module()
     for node in graph.nodes:
         top = str(node.target).partition(".")[0]
         if node.op in ("get_attr", "call_module") and not hasattr(model, top):
-            setattr(found, top, getattr(traced, top))
-    return found
+            setattr(module, top, getattr(traced, top))
+    return module
 
 
 def _erase(graph: fx.Graph, placeholders: Iterable[fx.Node]) -> None:

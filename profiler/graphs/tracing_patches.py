@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.autograd import Function
 from torch.utils import checkpoint
 
-from ..torch_internals import checkpoint_functions, entered_transforms, leave_transforms, tree_leaves
+from ..torch_internals import checkpoint_functions, count_transforms, leave_transforms, tree_leaves
 
 
 class CustomFunction(nn.Module):
@@ -28,8 +28,8 @@ class CustomFunction(nn.Module):
         super().__init__()
         self.function = function
 
-    def forward(self, *given: Any, **named: Any) -> Any:
-        return self.function.apply(*given, **named)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -75,11 +75,11 @@ def _instead_of_apply(applied: Callable[..., Any]) -> Any:
 @contextlib.contextmanager
 def notice_checkpoints() -> Iterator[list[bool]]:
     """Inside, every call of torch.utils.checkpoint adds to the list."""
-    seen: list[bool] = []
+    calls: list[bool] = []
 
     def noticed(plain: Callable[..., Any]) -> Callable[..., Any]:
         def instead(*args: Any, **options: Any) -> Any:
-            seen.append(True)
+            calls.append(True)
             return plain(*args, **options)
 
         return instead
@@ -92,7 +92,7 @@ def notice_checkpoints() -> Iterator[list[bool]]:
             plain = getattr(owner, name, None)
             if plain is not None:
                 stack.enter_context(mock.patch.object(owner, name, noticed(plain)))
-        yield seen
+        yield calls
 
 
 @contextlib.contextmanager
@@ -126,7 +126,7 @@ def leave_vmap() -> Iterator[None]:
     torch.export writes entering and leaving as operations: a graph that fails in between leaves torch.randn
     broken for the whole process.
     """
-    before = entered_transforms()
+    before = count_transforms()
     try:
         yield
     finally:

@@ -21,9 +21,9 @@ from ..torch_internals import tree_leaves
 from ..user_model.failures import OTHER_INPUT, OTHER_SHAPE, at_user_line, first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput, copy_model, copy_to_meta
 from ..user_model.seeding import fixed_seed
-from .graph import TracedGraph, named
+from .graph import TracedGraph, find_attribute
 from .graph_run import GraphRun, run_graph
-from .size_recovery import Seen, TensorSeen, seen
+from .size_recovery import TensorMeta, TrialValues, describe_tensors
 from .tracing_patches import leave_vmap
 
 _MORE_SAMPLES = (1, 3)
@@ -44,23 +44,23 @@ class NotTheModel(ModelError):
 
 
 class Trial:
-    """Of a graph with the modules of a copy of `model`; the first run is made at once, others when needed."""
+    """Runs of a graph with the modules of a copy of `model`: the first at once, others when needed."""
 
-    def __init__(self, traced: TracedGraph, model: nn.Module, given: ModelInput, name: str) -> None:
+    def __init__(self, traced: TracedGraph, model: nn.Module, example: ModelInput, name: str) -> None:
         """Raises ModelError where the model fails on this input; what the allocator raises, as it is."""
         self._traced = traced
         self.writes: frozenset[str] = frozenset()
         """Buffers that a run changed, and attributes of the model that its graph overwrites."""
-        samples = [given]
-        if given.batch == 1:
+        samples = [example]
+        if example.batch == 1:
             # Batch norm in training refuses one value a channel, whatever the model.
-            samples.append(given.repeated(2))
+            samples.append(example.repeated(2))
         failures: list[Exception] = []
         # With gradients only where it has to be: a model may put hooks on what needs one.
         for self._gradients, place, some in itertools.product((False, True), (_on_meta, _for_real), samples):
             try:
-                self._copy, self._given = place(model, some, name)
-                self.first: GraphRun = self._run(self._given)
+                self._copy, self._example = place(model, some, name)
+                self.first: GraphRun = self._run(self._example)
                 return
             except Exception as error:
                 if is_out_of_memory(error):
@@ -69,12 +69,13 @@ class Trial:
         raise failures[len(samples)]
 
     @cached_property
-    def values(self) -> Seen:
+    def values(self) -> TrialValues:
         """What each node's value was at several batch sizes; empty where the model takes only one."""
         runs = [self.first]
         try:
             runs += [
-                self._run(self._given.repeated(self._given.batch + more).clone()) for more in _MORE_SAMPLES
+                self._run(self._example.repeated(self._example.batch + more).clone())
+                for more in _MORE_SAMPLES
             ]
         except ModelError:
             return {}
@@ -88,7 +89,7 @@ class Trial:
     def flops(self) -> dict[fx.Node, int]:
         """Of each node; empty where the run does not bear counting."""
         try:
-            return self._run(self._given.clone(), count_flops=True).flops
+            return self._run(self._example.clone(), count_flops=True).flops
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -96,28 +97,30 @@ class Trial:
 
     def module(self, path: str) -> nn.Module:
         """A module of the model, or one that the graph calls."""
-        found: nn.Module = named(path, self._copy, self._constants)
-        return found
+        submodule: nn.Module = find_attribute(path, self._copy, self._constants)
+        return submodule
 
     @cached_property
     def parameter_bytes(self) -> dict[fx.Node, int]:
         """Of what each node calls or reads."""
-        found = dict[fx.Node, int]()
+        bytes_by_node = dict[fx.Node, int]()
         for node in self._traced.graph.nodes:
             used = [
-                named(str(source.target), self._copy, self._constants)
+                find_attribute(str(source.target), self._copy, self._constants)
                 for source in (node, *node.all_input_nodes)
                 if source.op == "get_attr" or (source is node and node.op == "call_module")
             ]
             parameters = [list(own.parameters()) if isinstance(own, nn.Module) else [own] for own in used]
-            found[node] = sum(p.nbytes for own in parameters for p in own if isinstance(p, nn.Parameter))
-        return found
+            bytes_by_node[node] = sum(
+                p.nbytes for own in parameters for p in own if isinstance(p, nn.Parameter)
+            )
+        return bytes_by_node
 
     def trains(self, node: fx.Node) -> bool:
         """Whether it reads an attribute of the model that is a parameter, or needs a gradient."""
         if node.op != "get_attr":
             return False
-        value = named(str(node.target), self._copy, self._constants)
+        value = find_attribute(str(node.target), self._copy, self._constants)
         return isinstance(value, nn.Parameter) or bool(getattr(value, "requires_grad", False))
 
     @property
@@ -128,8 +131,8 @@ class Trial:
     def check_against_model(self, name: str) -> None:
         """Raises NotTheModel where the model itself runs there, and returns other tensors than the graph."""
         try:
-            with _trying(self._given, gradients=self._gradients):
-                own = seen(self._given.clone().call(self._copy))
+            with _trying(self._example, gradients=self._gradients):
+                own = describe_tensors(self._example.clone().call(self._copy))
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -141,9 +144,9 @@ class Trial:
                 "Its forward may ask for isinstance(x, Tensor), which is not so while it is traced.",
             )
 
-    def _run(self, given: ModelInput, *, count_flops: bool = False) -> GraphRun:
-        with _trying(given, gradients=self._gradients):
-            run = run_graph(self._traced, self._copy, given, count_flops=count_flops)
+    def _run(self, example: ModelInput, *, count_flops: bool = False) -> GraphRun:
+        with _trying(example, gradients=self._gradients):
+            run = run_graph(self._traced, self._copy, example, count_flops=count_flops)
         self.writes |= run.writes | _overwritten_attributes(run) | _statistics(self._copy)
         return run
 
@@ -167,9 +170,9 @@ def _statistics(model: nn.Module) -> frozenset[str]:
     )
 
 
-def runs_on_meta(model: nn.Module, given: ModelInput, name: str) -> bool:
+def runs_on_meta(model: nn.Module, example: ModelInput, name: str) -> bool:
     """Whether the model, as it is, takes this input."""
-    copy, some = _on_meta(model, given, name)
+    copy, some = _on_meta(model, example, name)
     try:
         with _trying(some):
             some.call(copy)
@@ -180,13 +183,13 @@ def runs_on_meta(model: nn.Module, given: ModelInput, name: str) -> bool:
     return True
 
 
-def refuse_failing(model: nn.Module, given: ModelInput, name: str) -> None:
+def refuse_failing(model: nn.Module, example: ModelInput, name: str) -> None:
     """Raises ModelError where the model itself fails on this input, which no tool can help."""
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers(), *given.tensors)):
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers(), *example.tensors)):
         return
     failures = []
     for gradients in (False, True):
-        copy, some = _for_real(model, given, name)
+        copy, some = _for_real(model, example, name)
         try:
             with _trying(some, gradients=gradients):
                 some.call(copy)
@@ -195,7 +198,7 @@ def refuse_failing(model: nn.Module, given: ModelInput, name: str) -> None:
             if is_out_of_memory(error):
                 raise
             failures.append(error)
-    first = given.tensors[0]
+    first = example.tensors[0]
     raise ModelError(
         f"{name} fails on its example input of shape {'x'.join(map(str, first.shape))} "
         f"({str(first.dtype).removeprefix('torch.')}), batch first: {first_line(failures[0])}"
@@ -205,46 +208,46 @@ def refuse_failing(model: nn.Module, given: ModelInput, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _trying(given: ModelInput, *, gradients: bool = False) -> Iterator[None]:
+def _trying(example: ModelInput, *, gradients: bool = False) -> Iterator[None]:
     """One seed; what is made without naming a device is on meta where the input is."""
-    device = given.tensors[0].device
+    device = example.tensors[0].device
     default = torch.device("meta") if device.type == "meta" else contextlib.nullcontext()
     with torch.set_grad_enabled(gradients), fixed_seed(0), leave_vmap(), warnings.catch_warnings(), default:
         warnings.simplefilter("ignore")
         yield
 
 
-def _tensors(value: Any) -> list[TensorSeen]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, TensorSeen)]
+def _tensors(value: Any) -> list[TensorMeta]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, TensorMeta)]
 
 
-def _on_meta(model: nn.Module, given: ModelInput, name: str) -> tuple[nn.Module, ModelInput]:
-    return copy_to_meta(model, name), given.to("meta")
+def _on_meta(model: nn.Module, example: ModelInput, name: str) -> tuple[nn.Module, ModelInput]:
+    return copy_to_meta(model, name), example.to("meta")
 
 
-def _for_real(model: nn.Module, given: ModelInput, name: str) -> tuple[nn.Module, ModelInput]:
-    device = next((tensor.device for tensor in model.parameters()), given.tensors[0].device)
-    return copy_model(model, name), given.to(device).clone()
+def _for_real(model: nn.Module, example: ModelInput, name: str) -> tuple[nn.Module, ModelInput]:
+    device = next((tensor.device for tensor in model.parameters()), example.tensors[0].device)
+    return copy_model(model, name), example.to(device).clone()
 
 
 @contextmanager
-def naming_larger_pictures(model: nn.Module, given: ModelInput, name: str) -> Iterator[None]:
+def suggest_larger_pictures(model: nn.Module, example: ModelInput, name: str) -> Iterator[None]:
     """Where the model fails on its input, the error's hint names pictures that are large enough, if that is
     it."""
     try:
         yield
     except ModelError as error:
-        larger = larger_pictures(model, given, name) if error.hint in (OTHER_SHAPE, OTHER_INPUT) else ""
+        larger = larger_pictures(model, example, name) if error.hint in (OTHER_SHAPE, OTHER_INPUT) else ""
         if larger:
             raise ModelError(error.what, larger) from error
         raise
 
 
-def larger_pictures(model: nn.Module, given: ModelInput, name: str) -> str:
+def larger_pictures(model: nn.Module, example: ModelInput, name: str) -> str:
     """A hint that names the smallest square pictures that the model runs on, tried on the meta device; empty
     where the input is no picture, or where its size does not help."""
-    shape = tuple(given.tensors[0].shape)
-    if len(given.tensors) != 1 or len(shape) not in (4, 5) or given.is_token_ids:
+    shape = tuple(example.tensors[0].shape)
+    if len(example.tensors) != 1 or len(shape) not in (4, 5) or example.is_token_ids:
         return ""
     before, side = shape[1:-2], min(shape[-2:])
     frames = [before]
@@ -253,7 +256,7 @@ def larger_pictures(model: nn.Module, given: ModelInput, name: str) -> str:
     for start in frames:
 
         def runs(side: int, start: tuple[int, ...] = start) -> bool:
-            return runs_on_meta(model, _resized(given, (*start, side, side)), name)
+            return runs_on_meta(model, _resized(example, (*start, side, side)), name)
 
         smallest = _smallest(side, runs)
         if smallest is not None:
@@ -274,5 +277,5 @@ def _smallest(side: int, runs: Callable[[int], bool]) -> int | None:
     return works
 
 
-def _resized(given: ModelInput, shape: tuple[int, ...]) -> ModelInput:
-    return given.mapped(lambda tensor: tensor.new_empty((max(2, len(tensor)), *shape), device="meta"))
+def _resized(example: ModelInput, shape: tuple[int, ...]) -> ModelInput:
+    return example.mapped(lambda tensor: tensor.new_empty((max(2, len(tensor)), *shape), device="meta"))

@@ -144,11 +144,11 @@ def _check_columns(place: Place, columns: Sequence[str]) -> None:
             raise place.refusal(f"column {column} is missing", _EXAMPLE)
 
 
-def _check_keys(place: Place, keys: Sequence[str] | _Pairs, known: Sequence[str]) -> None:
+def _check_keys(place: Place, keys: Sequence[str] | _Pairs, allowed: Sequence[str]) -> None:
     names = [key for key, _ in keys.pairs] if isinstance(keys, _Pairs) else list(keys)
     for position, name in enumerate(names):
-        if name not in known:
-            raise place.refusal(f"unknown column {short_repr(name)}", near(name, known))
+        if name not in allowed:
+            raise place.refusal(f"unknown column {short_repr(name)}", near(name, allowed))
         if name in names[:position]:
             raise place.refusal(f"column {name} stands twice", "Omit one of them.")
 
@@ -184,10 +184,10 @@ def _part(place: Place, values: Mapping[str, object], backward: float) -> float 
 
 
 def _needed_time(place: Place, time: str, values: Mapping[str, object]) -> float:
-    found = _time(place, time, values)
-    if found is None:
+    seconds = _time(place, time, values)
+    if seconds is None:
         raise _empty(place, f"{time}_seconds")
-    return found
+    return seconds
 
 
 def _time(place: Place, time: str, values: Mapping[str, object]) -> float | None:

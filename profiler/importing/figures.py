@@ -1,4 +1,4 @@
-"""Figures of an imported file: within the bounds of a profile, or refused with their place in the file."""
+"""Numbers of an imported file, checked against the bounds of a profile; errors name the place in the file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ...cost_models.errors import FileError, short_repr
 from ...cost_models.quantities import MOST_BYTES, MOST_SAMPLES, MOST_SECONDS
 
-_NAMED = 12
+_MOST_NAMES = 12
 """Names that an error shows."""
 
 
@@ -26,57 +26,59 @@ class Place:
         return FileError(f"{self.file}: {self.at}: {what}", hint)
 
 
-def seconds(place: Place, key: str, seen: object, *, milliseconds: bool = False) -> float:
-    """The duration `seen` under `key`. Raises FileError."""
-    number = _number(place, key, seen)
+def seconds(place: Place, key: str, value: object, *, milliseconds: bool = False) -> float:
+    """The duration `value` under `key`. Raises FileError."""
+    number = _number(place, key, value)
     # Divided, so that 5 ms is the same float as 5e-3.
-    found = number / 1e3 if milliseconds else number
-    if found > MOST_SECONDS:
-        raise _out_of_bounds(place, key, seen, f"at most {MOST_SECONDS:g} s")
-    return found
+    duration = number / 1e3 if milliseconds else number
+    if duration > MOST_SECONDS:
+        raise _out_of_bounds(place, key, value, f"at most {MOST_SECONDS:g} s")
+    return duration
 
 
-def whole_bytes(place: Place, key: str, seen: object) -> int:
-    """The size `seen` under `key`, rounded: other tools write floats. Raises FileError."""
-    found = seen if isinstance(seen, int) and not isinstance(seen, bool) else round(_number(place, key, seen))
-    if not 0 <= found <= MOST_BYTES:
-        raise _out_of_bounds(place, key, seen, "at least 0 and less than 2**63 bytes")
-    return found
+def whole_bytes(place: Place, key: str, value: object) -> int:
+    """The size `value` under `key`, rounded: other tools write floats. Raises FileError."""
+    size = (
+        value if isinstance(value, int) and not isinstance(value, bool) else round(_number(place, key, value))
+    )
+    if not 0 <= size <= MOST_BYTES:
+        raise _out_of_bounds(place, key, value, "at least 0 and less than 2**63 bytes")
+    return size
 
 
-def samples(place: Place, key: str, seen: object) -> int:
-    """The number of samples `seen` under `key`. Raises FileError."""
-    number = _number(place, key, seen)
+def samples(place: Place, key: str, value: object) -> int:
+    """The number of samples `value` under `key`. Raises FileError."""
+    number = _number(place, key, value)
     if number != math.floor(number) or not 1 <= number <= MOST_SAMPLES:
-        raise _out_of_bounds(place, key, seen, f"a whole number from 1 to {MOST_SAMPLES}")
+        raise _out_of_bounds(place, key, value, f"a whole number from 1 to {MOST_SAMPLES}")
     return int(number)
 
 
-def near(word: str, known: Collection[str]) -> str:
+def near(word: str, names: Collection[str]) -> str:
     """What to do about a name that is not known, with the nearest one that is."""
-    found = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.5)
-    more = f" and {len(known) - _NAMED} more" if len(known) > _NAMED else ""
-    guess = f"Did you mean {found[0]}? " if found else ""
-    return f"{guess}There are: {', '.join(list(known)[:_NAMED])}{more}."
+    nearest = difflib.get_close_matches(word.lower(), list(names), n=1, cutoff=0.5)
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    guess = f"Did you mean {nearest[0]}? " if nearest else ""
+    return f"{guess}There are: {', '.join(list(names)[:_MOST_NAMES])}{more}."
 
 
-def _number(place: Place, key: str, seen: object) -> float:
+def _number(place: Place, key: str, value: object) -> float:
     """A finite number of at least 0, as a number or as its text."""
     try:
         is_number = (
-            isinstance(seen, int | float | str) and not isinstance(seen, bool) and "_" not in str(seen)
+            isinstance(value, int | float | str) and not isinstance(value, bool) and "_" not in str(value)
         )
-        number = float(seen) if is_number else math.nan  # type: ignore[arg-type]
+        number = float(value) if is_number else math.nan  # type: ignore[arg-type]
     except (ValueError, OverflowError):
         is_number = False
     if not is_number:
         raise place.refusal(
-            f"{key} is {short_repr(seen)}, not a number", "Write it as 12.5 or 1e-3, without a unit."
+            f"{key} is {short_repr(value)}, not a number", "Write it as 12.5 or 1e-3, without a unit."
         )
     if not math.isfinite(number) or number < 0:
-        raise _out_of_bounds(place, key, seen, "finite and at least 0")
+        raise _out_of_bounds(place, key, value, "finite and at least 0")
     return number
 
 
-def _out_of_bounds(place: Place, key: str, seen: object, expected: str) -> FileError:
-    return place.refusal(f"{key} is {short_repr(seen)}, it must be {expected}", "Mend the file.")
+def _out_of_bounds(place: Place, key: str, value: object, expected: str) -> FileError:
+    return place.refusal(f"{key} is {short_repr(value)}, it must be {expected}", "Mend the file.")

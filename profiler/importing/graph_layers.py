@@ -41,7 +41,7 @@ class _Crossing:
     tensors: list[int]
 
 
-def layers_of(graph: Graph, file: str, granularity: str, micro_batch_size: int) -> GraphLayers:
+def cut_into_layers(graph: Graph, file: str, granularity: str, micro_batch_size: int) -> GraphLayers:
     """The operations in a topological order: `fine`, each is a layer; `block`, a layer is what lies between
     places that one tensor crosses.
 
@@ -57,13 +57,13 @@ def layers_of(graph: Graph, file: str, granularity: str, micro_batch_size: int) 
     cuts = [i for i, count in enumerate(crossing.tensors[:-1]) if granularity == "fine" or count <= 1]
     runs = list(pairwise([0, *(cut + 1 for cut in cuts), len(work)]))
     names = _names(work)
-    named = [_run_name([names[node.name] for node in work[first:end]]) for first, end in runs]
+    layer_names = [_run_name([names[node.name] for node in work[first:end]]) for first, end in runs]
     received = [sum(node.output_bytes for node in inputs), *(crossing.bytes[end - 1] for _, end in runs[:-1])]
     layers = [
-        _layer(name, work[first:end], given, crossing, end - 1, micro_batch_size)
-        for name, (first, end), given in zip(named, runs, received, strict=True)
+        _layer(name, work[first:end], received_bytes, crossing, end - 1, micro_batch_size)
+        for name, (first, end), received_bytes in zip(layer_names, runs, received, strict=True)
     ]
-    owner = {node.name: named[i] for i, (first, end) in enumerate(runs) for node in work[first:end]}
+    owner = {node.name: layer_names[i] for i, (first, end) in enumerate(runs) for node in work[first:end]}
     pairs = ((owner.get(source), owner.get(target)) for source, target in _by_source(graph.edges, work))
     edges = [(source, target) for source, target in pairs if source and target and source != target]
     return GraphLayers(layers, list(dict.fromkeys(edges)), inputs)
@@ -76,13 +76,13 @@ def _ordered(graph: Graph, file: str) -> list[Node]:
     ranks = {name: int(match[2]) for name, match in numbered.items() if match}
     if len(ranks) < len(numbered) or len({match[1] for match in numbered.values() if match}) > 1:
         ranks = {name: node.line for name, node in graph.nodes.items()}
-    drawn = nx.DiGraph()
-    drawn.add_nodes_from(graph.nodes)
-    drawn.add_edges_from(graph.edges)
+    edges = nx.DiGraph()
+    edges.add_nodes_from(graph.nodes)
+    edges.add_edges_from(graph.edges)
     try:
-        order = list(nx.lexicographical_topological_sort(drawn, key=ranks.__getitem__))
+        order = list(nx.lexicographical_topological_sort(edges, key=ranks.__getitem__))
     except nx.NetworkXUnfeasible:
-        cycle = [source for source, _ in nx.find_cycle(drawn)]
+        cycle = [source for source, _ in nx.find_cycle(edges)]
         path = " -- ".join([*cycle[:8], *(["..."] if len(cycle) > 8 else []), cycle[0]])
         raise FileError(
             f"{file}: the edges form a cycle: {path}", "Mend the file: a graph feeds forward."
@@ -133,8 +133,8 @@ def _layer(
 def _names(work: Sequence[Node]) -> Mapping[str, str]:
     """Names of operations: their descriptions, where these are words and all different; else their IDs."""
     words = {node.description for node in work}
-    told = len(words) == len(work) and all(_PLAIN.fullmatch(word) for word in words)
-    return {node.name: node.description if told else node.name for node in work}
+    are_distinct = len(words) == len(work) and all(_PLAIN.fullmatch(word) for word in words)
+    return {node.name: node.description if are_distinct else node.name for node in work}
 
 
 def _run_name(names: Sequence[str]) -> str:
@@ -143,8 +143,8 @@ def _run_name(names: Sequence[str]) -> str:
 
 def _kind(nodes: Sequence[Node]) -> str:
     """`Conv2d` of `Conv2d(3, 64, ...)` or `Conv2d_1_1`; of a layer of many, their number."""
-    found = (re.match(r"\w+", node.description) for node in nodes)
-    kinds = list(dict.fromkeys(re.sub(r"(_\d+)+$", "", match[0]) for match in found if match))
+    matches = (re.match(r"\w+", node.description) for node in nodes)
+    kinds = list(dict.fromkeys(re.sub(r"(_\d+)+$", "", match[0]) for match in matches if match))
     return " + ".join(kinds) if len(kinds) <= _KINDS else f"{len(nodes)} operations"
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from ...cost_models.errors import FileError, UsageError
-from ...cost_models.quantities import counted, format_seconds
+from ...cost_models.quantities import format_count, format_seconds
 from ...cost_models.text_files import detect_kind, read_text
 from ..profile_file import Profile
 from ..profile_options import ProfileImportOptions
@@ -75,9 +75,9 @@ def _of_graph(text: str, path: Path, options: ProfileImportOptions) -> Profile:
     size = options.micro_batch_size or PIPEDREAM_SAMPLES
     granularity = options.granularity or "block"
     graph = parse_graph(text, str(path))
-    made = graph_layers.layers_of(graph, str(path), granularity, size)
-    loading = sum(node.forward_seconds for node in made.inputs)
-    notes = [f"imported from {path.name}, a PipeDream graph of {counted(len(graph.nodes), 'node')}"]
+    layers = graph_layers.cut_into_layers(graph, str(path), granularity, size)
+    loading = sum(node.forward_seconds for node in layers.inputs)
+    notes = [f"imported from {path.name}, a PipeDream graph of {format_count(len(graph.nodes), 'node')}"]
     if options.micro_batch_size is None:
         notes.append(
             f"the graph does not say its micro-batch size: {size} is assumed, as in PipeDream's own; "
@@ -85,7 +85,7 @@ def _of_graph(text: str, path: Path, options: ProfileImportOptions) -> Profile:
         )
     if loading:
         notes.append(f"loading the data, {format_seconds(loading)} in the graph, is not counted")
-    if len(made.layers) == 1 and len(graph.nodes) > 2 and granularity == "block":
+    if len(layers.layers) == 1 and len(graph.nodes) > 2 and granularity == "block":
         notes.append("one tensor alone crosses no place of the graph: granularity='fine' cuts at the others")
     notes.append(
         "the graph has no saved bytes: each operation is taken to save its output, and a stage keeps its "
@@ -93,11 +93,11 @@ def _of_graph(text: str, path: Path, options: ProfileImportOptions) -> Profile:
     )
     return _profile(
         options,
-        made.layers,
-        made.edges,
+        layers.layers,
+        layers.edges,
         notes,
         granularity=granularity,
-        input_bytes_per_sample=round(made.input_bytes / size),
+        input_bytes_per_sample=round(layers.input_bytes / size),
     )
 
 
@@ -107,21 +107,21 @@ def _of_table(rows: list[Row], path: Path, options: ProfileImportOptions) -> Pro
             f"granularity={options.granularity!r}: {path} is a table, its rows are the layers",
             "Omit it: it is for graphs.",
         )
-    given = table_layers.says_its_sizes(rows)
-    if given and options.micro_batch_size is not None:
+    has_sizes = table_layers.states_sizes(rows)
+    if has_sizes and options.micro_batch_size is not None:
         raise UsageError(
             f"micro_batch_size={options.micro_batch_size}: {path} has a column micro_batch_size",
             "Omit it, or take the column out.",
         )
     size = options.micro_batch_size or TABLE_SAMPLES
-    made = table_layers.layers_of(rows, str(path), size)
-    notes = [f"imported from {path.name}, a table of {counted(len(made.layers), 'layer')}"]
-    if not given and options.micro_batch_size is None:
+    layers = table_layers.group_rows(rows, str(path), size)
+    notes = [f"imported from {path.name}, a table of {format_count(len(layers.layers), 'layer')}"]
+    if not has_sizes and options.micro_batch_size is None:
         notes.append(
             f"the table does not say its micro-batch size: {size} is assumed; "
             "`micro_batch_size` gives another"
         )
-    return _profile(options, made.layers, made.edges, [*notes, *made.notes])
+    return _profile(options, layers.layers, layers.edges, [*notes, *layers.notes])
 
 
 def _profile(

@@ -117,20 +117,20 @@ def _node(place: Place, parts: list[str], line: str, number: int) -> Node:
 
 def _figures(place: Place, text: str) -> dict[str, str]:
     """`key=value, key=value` as a dict that has all keys of a node."""
-    found: dict[str, str] = {}
+    figures: dict[str, str] = {}
     for pair in re.split(r"\s*,\s*", text):
         key, equals, value = (part.strip() for part in pair.partition("="))
         if not equals:
             raise place.refusal(f"{short_repr(pair)} is not KEY=VALUE", _EXPECTED)
         if key not in _FIGURES:
             raise place.refusal(f"unknown key {short_repr(key)}", near(key, _FIGURES))
-        if key in found:
+        if key in figures:
             raise place.refusal(f"{key} stands twice", "Omit one of them.")
-        found[key] = value
+        figures[key] = value
     for key in _FIGURES:
-        if key not in found:
+        if key not in figures:
             raise place.refusal(f"{key} is missing in {short_repr(text)}", _EXPECTED)
-    return found
+    return figures
 
 
 def _sizes(place: Place, key: str, text: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""From the rows of a table of costs to a chain of layers, at all their micro-batch sizes."""
+"""Makes a chain of layers, with costs at all micro-batch sizes, of the rows of a table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ...cost_models.errors import FileError
-from ...cost_models.quantities import counted
+from ...cost_models.quantities import format_count
 from ..profile_records import LayerMeasurement, ProfiledLayer
 from .cost_table import Row
 
@@ -26,12 +26,12 @@ class TableLayers:
         return list(pairwise(layer.name for layer in self.layers))
 
 
-def says_its_sizes(rows: Sequence[Row]) -> bool:
+def states_sizes(rows: Sequence[Row]) -> bool:
     """Whether the table has the micro-batch size of some row."""
     return any(row.micro_batch_size is not None for row in rows)
 
 
-def layers_of(rows: Sequence[Row], file: str, micro_batch_size: int) -> TableLayers:
+def group_rows(rows: Sequence[Row], file: str, micro_batch_size: int) -> TableLayers:
     """The rows by name, in the order in which the names come. `micro_batch_size` is that of a table that does
     not say its own.
 
@@ -40,17 +40,17 @@ def layers_of(rows: Sequence[Row], file: str, micro_batch_size: int) -> TableLay
     """
     if not rows:
         raise FileError(f"{file}: has no rows", "Give one row a layer, below the names of the columns.")
-    given = says_its_sizes(rows)
+    has_sizes = states_sizes(rows)
     grouped: dict[str, dict[int, Row]] = {}
     for row in rows:
-        size = row.micro_batch_size if given else micro_batch_size
+        size = row.micro_batch_size if has_sizes else micro_batch_size
         if size is None:
             raise row.place.refusal(
                 "micro_batch_size is empty, and other rows have one", "Give it to all rows."
             )
         of_name = grouped.setdefault(row.name, {})
         if size in of_name:
-            raise _twice(row, of_name[size], size, given=given)
+            raise _twice(row, of_name[size], size, has_sizes=has_sizes)
         of_name[size] = row
     sizes = sorted(next(iter(grouped.values())))
     before: dict[int, Row] = {}
@@ -103,8 +103,8 @@ def _check(rows: Mapping[int, Row], sizes: Sequence[int]) -> None:
             )
 
 
-def _twice(row: Row, other: Row, size: int, *, given: bool) -> FileError:
-    at = f" with micro_batch_size {size}" if given else ""
+def _twice(row: Row, other: Row, size: int, *, has_sizes: bool) -> FileError:
+    at = f" with micro_batch_size {size}" if has_sizes else ""
     return row.place.refusal(
         f"layer {row.name!r} stands at {other.place.at} already{at}",
         "Give each layer a name of its own, or its rows different micro-batch sizes.",
@@ -126,7 +126,7 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
 def _how_many(without: int, rows: Sequence[Row]) -> str:
     if without == len(rows):
         return "the table has"
-    return f"{counted(without, 'row')} of {len(rows)} {'has' if without == 1 else 'have'}"
+    return f"{format_count(without, 'row')} of {len(rows)} {'has' if without == 1 else 'have'}"
 
 
 def _listed(sizes: Sequence[int]) -> str:

@@ -19,7 +19,7 @@ from ...cost_models.errors import ModelError, UsageError
 from ..user_model.failures import at_user_line, first_line
 from ..user_model.loaded_model import describe_type
 
-_NAMED = 5
+_MOST_NAMES = 5
 """Callables of a module that an error names."""
 
 
@@ -73,7 +73,7 @@ def refuse_module(name: str) -> None:
     if spec is None or spec.origin is None:
         return
     callables = _callables(Path(spec.origin))
-    has = f" It has {', '.join(callables[:_NAMED])}{', ...' if len(callables) > _NAMED else ''}."
+    has = f" It has {', '.join(callables[:_MOST_NAMES])}{', ...' if len(callables) > _MOST_NAMES else ''}."
     raise ModelError(
         f"model {name!r}: this is a module ({spec.origin}), and no factory is named",
         f"Name the factory too, as in {name}:{callables[0] if callables else 'FACTORY'}."
@@ -162,7 +162,7 @@ def _called(factory: Callable[..., Any] | Any, name: str, settings: Mapping[str,
     try:
         return factory(**settings)
     except (Exception, SystemExit) as error:
-        how = f"with {_shown(settings)}" if settings else "without arguments"
+        how = f"with {_format_settings(settings)}" if settings else "without arguments"
         raise ModelError(
             f"{name} failed: {first_line(error)}{at_user_line(error)}",
             f"Mend the factory; it is called {how}.",
@@ -193,5 +193,5 @@ def _refuse_unexpected(factory: Callable[..., Any], name: str, settings: Mapping
             )
 
 
-def _shown(settings: Mapping[str, object]) -> str:
+def _format_settings(settings: Mapping[str, object]) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in settings.items())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .configuration_keys import size_of
+from .configuration_keys import configured_size
 
 SAMPLES = 2
 _SIDE = 224
@@ -56,8 +56,8 @@ class InputMaker:
             every |= dict.fromkeys(("actions", "rewards", "returns_to_go", "timesteps"))
         if "pixel_values" in every and "input_ids" in self._names:
             every["input_ids"] = None
-        made = {name: self._made(name) for name in every}
-        whole = {name: tensor for name, tensor in made.items() if tensor is not None}
+        tensors = {name: self._make(name) for name in every}
+        whole = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         if must.keys() <= whole.keys():
             yield self._with_places_for_pictures(whole)
             if whole.keys() != must.keys():
@@ -66,9 +66,9 @@ class InputMaker:
     @property
     def lacking(self) -> list[str]:
         """The arguments that it must have and that cannot be made up."""
-        return [name for name in dict.fromkeys([self._main, *self._needed]) if self._made(name) is None]
+        return [name for name in dict.fromkeys([self._main, *self._needed]) if self._make(name) is None]
 
-    def _made(self, name: str) -> Tensor | None:
+    def _make(self, name: str) -> Tensor | None:
         makers: dict[str, Callable[[], Tensor | None]] = {
             "input_ids": self._tokens,
             "inputs": self._tokens,
@@ -98,12 +98,12 @@ class InputMaker:
     def _size(self, *keys: str) -> int | None:
         """Of the configuration, or of one inside it."""
         parts = [getattr(self._config, key, None) for key in getattr(self._config, "sub_configs", {})]
-        found = (getattr(part, key, None) for part in (self._config, *parts) for key in keys)
-        return next((size for size in found if isinstance(size, int) and not isinstance(size, bool)), None)
+        values = (getattr(part, key, None) for part in (self._config, *parts) for key in keys)
+        return next((size for size in values if isinstance(size, int) and not isinstance(size, bool)), None)
 
     def _tokens(self) -> Tensor:
         """Random ids of shape (2, sequence), none of them special: padding is skipped, an end ends."""
-        vocabulary = size_of(self._text, "vocabulary") or _BYTES
+        vocabulary = configured_size(self._text, "vocabulary") or _BYTES
         special = {
             token
             for config in (self._config, self._text)
@@ -112,8 +112,10 @@ class InputMaker:
             for token in (value if isinstance(value, list) else [value])
         }
         plain = [token for token in range(vocabulary) if token not in special] or list(range(vocabulary))
-        drawn = torch.randint(len(plain), (SAMPLES, self._sequence), generator=self._generator, device="cpu")
-        return torch.tensor(plain, device="cpu")[drawn]
+        indices = torch.randint(
+            len(plain), (SAMPLES, self._sequence), generator=self._generator, device="cpu"
+        )
+        return torch.tensor(plain, device="cpu")[indices]
 
     def _pictures(self) -> Tensor | None:
         """Noise of shape (2, channels, height, width), for clips (2, frames, channels, height, width)."""
@@ -162,10 +164,10 @@ class InputMaker:
         device = next(self._module.parameters()).device
         try:
             with torch.no_grad():
-                found = ask(pixel_values=inputs["pixel_values"][:1].to(device))
+                answer = ask(pixel_values=inputs["pixel_values"][:1].to(device))
         except Exception:
             return inputs
-        parts = getattr(found, "pooler_output", found)
+        parts = getattr(answer, "pooler_output", answer)
         tensors = parts if isinstance(parts, list | tuple) else [parts]
         count = sum(part.numel() // part.shape[-1] for part in tensors)
         places = torch.full((SAMPLES, count), token, device="cpu")

@@ -35,11 +35,11 @@ def load_torchvision(
     where there is no such model. Raises ModelError."""
     import torchvision
 
-    known = torchvision.models.list_models()
-    if name.lower() not in known:
+    names = torchvision.models.list_models()
+    if name.lower() not in names:
         if not known_only:
             refuse_module(name)
-        near = difflib.get_close_matches(name.lower(), known, n=5, cutoff=0.5)
+        near = difflib.get_close_matches(name.lower(), names, n=5, cutoff=0.5)
         raise ModelError(
             f"model {name!r}: torchvision has no model of this name",
             (f"Nearest: {', '.join(near)}. " if near else "")
@@ -53,7 +53,7 @@ def load_torchvision(
             "so it has no chain of layers of known cost",
             "Profile its backbone: a factory that returns it, named package.module:factory.",
         )
-    module = _built(name, builder, classes, seed, on_meta=on_meta)
+    module = _build(name, builder, classes, seed, on_meta=on_meta)
     shape = shape or _own_shape(name, module)
     flow = ".optical_flow." in builder.__module__
     example = (noise(shape, seed), noise(shape, seed + 1)) if flow else noise(shape, seed)
@@ -61,7 +61,7 @@ def load_torchvision(
     return LoadedModel(module, name, ModelInput.of(example), classes=classes, loss=loss)
 
 
-def _built(name: str, builder: Any, classes: int | None, seed: int, *, on_meta: bool) -> nn.Module:
+def _build(name: str, builder: Any, classes: int | None, seed: int, *, on_meta: bool) -> nn.Module:
     import torchvision
 
     options: dict[str, Any] = {} if classes is None else {"num_classes": classes}
@@ -70,8 +70,8 @@ def _built(name: str, builder: Any, classes: int | None, seed: int, *, on_meta: 
         options["weights_backbone"] = None
 
     def build() -> nn.Module:
-        made: nn.Module = torchvision.models.get_model(name, weights=None, **options)
-        return made
+        model: nn.Module = torchvision.models.get_model(name, weights=None, **options)
+        return model
 
     with warnings.catch_warnings(), fixed_seed(seed):
         # torchvision announces changes of its default initialisation: nothing a user can act on here.

@@ -18,7 +18,7 @@ import torch
 from ...cost_models.errors import FileError, MachineError, ModelError
 from ..user_model.failures import first_line
 from .configuration_changes import ConfigurationChanges
-from .configuration_keys import names_of, open_keys, value_of
+from .configuration_keys import key_names, key_value, open_keys
 
 _OF_A_CHECKPOINT = ("dtype", "torch_dtype", "quantization_config", "auto_map", "_name_or_path", "model_type")
 """Of the file that weights were saved with. The weights made here are random, and float32."""
@@ -46,13 +46,13 @@ def configure_model(
     kind = name if values is None else values["model_type"]
     family = _family(transformers, kind, name)
     values = {key: value for key, value in (values or open_keys(name)).items() if key not in _OF_A_CHECKPOINT}
-    plain = _built(family, values, name)
+    plain = _build_configuration(family, values, name)
     changes = ConfigurationChanges(plain, name)
     changes.take(settings)
     changes.follow()
     changes.leave_out_chance()
     changes.stretch_lists(values)
-    config = _built(family, values | changes.tree() | _no_cache(plain), name)
+    config = _build_configuration(family, values | changes.tree() | _no_cache(plain), name)
     if "tie_word_embeddings" in changes.values:
         # T5's class ties whatever it is told (it takes the key for another one).
         config.tie_word_embeddings = changes.values["tie_word_embeddings"]
@@ -63,7 +63,7 @@ def configure_model(
 def _leave_out_caches(config: Any) -> None:
     """Of the configurations inside."""
     for key in getattr(config, "sub_configs", {}):
-        part = value_of(config, key)
+        part = key_value(config, key)
         if hasattr(part, "use_cache"):
             part.use_cache = False
         _leave_out_caches(part)
@@ -71,19 +71,19 @@ def _leave_out_caches(config: Any) -> None:
 
 def _no_cache(config: Any) -> dict[str, Any]:
     """Keys and values of earlier tokens are of no use in training, and a model would return them."""
-    return {"use_cache": False} if "use_cache" in names_of(config) else {}
+    return {"use_cache": False} if "use_cache" in key_names(config) else {}
 
 
 def _family(transformers: Any, kind: object, name: str) -> Any:
     """The class of the configurations of a model type."""
-    known: Iterable[str] = transformers.CONFIG_MAPPING.keys()
-    if isinstance(kind, str) and kind in set(known):
+    families: Iterable[str] = transformers.CONFIG_MAPPING.keys()
+    if isinstance(kind, str) and kind in set(families):
         return transformers.CONFIG_MAPPING[kind]
     if kind != name:
         where = f"{name}: transformers {transformers.__version__} has no model type {kind!r}"
     else:
         where = f"model 'hf:{name}': there is no model type and no file of this name"
-    near = difflib.get_close_matches(str(kind).lower(), known, n=5, cutoff=0.5)
+    near = difflib.get_close_matches(str(kind).lower(), families, n=5, cutoff=0.5)
     hint = f"Nearest: {', '.join(near)}. " if near else ""
     raise ModelError(
         where,
@@ -91,7 +91,7 @@ def _family(transformers: Any, kind: object, name: str) -> Any:
     )
 
 
-def _built(family: Any, values: Mapping[str, Any], name: str) -> Any:
+def _build_configuration(family: Any, values: Mapping[str, Any], name: str) -> Any:
     try:
         return family.from_dict(dict(values))
     except Exception as error:

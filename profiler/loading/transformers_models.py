@@ -19,9 +19,9 @@ from ..local_machine import free_host_bytes
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput
 from ..user_model.seeding import fixed_seed
-from .configuration_keys import size_of
+from .configuration_keys import configured_size
 from .made_up_inputs import InputMaker
-from .repeated_blocks import block_patterns, record_call_order, registered_order
+from .repeated_blocks import block_patterns, record_call_order, registration_order
 from .transformers_config import configure_model, transformers_session
 
 _SEQUENCE = 512
@@ -67,10 +67,12 @@ def load_transformers(
     ModelError, FileError, UsageError, and MachineError without transformers.
     """
     with transformers_session() as transformers, fixed_seed(seed):
-        asked = configure_model(transformers, name, settings, known_only=known_only)
-        module = _built(_class_of(transformers, asked.config, name), asked.config, name, torch.device(device))
-        sequence = _sequence(module, asked.config, asked.sequence, name)
-        example, order, lacking = _example_and_order(module, asked.config, sequence, seed, name)
+        configured = configure_model(transformers, name, settings, known_only=known_only)
+        module = _build_model(
+            _class_of(transformers, configured.config, name), configured.config, name, torch.device(device)
+        )
+        sequence = _sequence(module, configured.config, configured.sequence, name)
+        example, order, lacking = _example_and_order(module, configured.config, sequence, seed, name)
     patterns = block_patterns(module, order)
     return TransformersModel(
         module=module,
@@ -78,36 +80,36 @@ def load_transformers(
         example=example,
         loss="cross-entropy",
         granularity=f"module:{','.join(patterns)}" if patterns else "block",
-        notes=(*asked.notes, *lacking, *_ties(module, patterns, asked.config)),
+        notes=(*configured.notes, *lacking, *_ties(module, patterns, configured.config)),
     )
 
 
 def _class_of(transformers: Any, config: Any, name: str) -> Any:
     """The class that a file names, or the one with the head that the family is usually trained with."""
     tables = importlib.import_module("transformers.models.auto.modeling_auto")
-    named = (config.architectures or (None,))[0]
-    if named is not None:
-        return _class_named(transformers, str(named), name)
+    architecture = (config.architectures or (None,))[0]
+    if architecture is not None:
+        return _class_named(transformers, str(architecture), name)
     heads = _WITH_DECODER if config.is_encoder_decoder else _HEADS
     for table in (*(f"MODEL_FOR_{head}_MAPPING_NAMES" for head in heads), "MODEL_MAPPING_NAMES"):
-        found = getattr(tables, table, {}).get(config.model_type)
-        if found is not None:
-            return _class_named(transformers, found if isinstance(found, str) else found[0], name)
+        family = getattr(tables, table, {}).get(config.model_type)
+        if family is not None:
+            return _class_named(transformers, family if isinstance(family, str) else family[0], name)
     raise ModelError(
         f"hf:{name}: transformers has no model for a configuration of type {config.model_type}",
         "Name its class with settings={'architectures': ['...']}, or build it in a package.module:factory.",
     )
 
 
-def _class_named(transformers: Any, wanted: str, name: str) -> Any:
+def _class_named(transformers: Any, class_name: str, name: str) -> Any:
     # Without a package that a class needs, transformers hands out a dummy that is no module.
-    found = getattr(transformers, wanted, None)
-    if isinstance(found, type) and issubclass(found, nn.Module):
-        return found
-    models = [known for known in dir(transformers) if "For" in known or known.endswith("Model")]
-    near = difflib.get_close_matches(wanted, models, n=4)
+    family = getattr(transformers, class_name, None)
+    if isinstance(family, type) and issubclass(family, nn.Module):
+        return family
+    models = [other for other in dir(transformers) if "For" in other or other.endswith("Model")]
+    near = difflib.get_close_matches(class_name, models, n=4)
     raise ModelError(
-        f"hf:{name}: its architectures name {wanted}, which transformers {transformers.__version__} "
+        f"hf:{name}: its architectures name {class_name}, which transformers {transformers.__version__} "
         "does not have",
         (f"Nearest: {', '.join(near)}. " if near else "")
         + "Code beside a configuration is not run; build such a model in a package.module:factory.",
@@ -130,7 +132,7 @@ def _refuse_too_large(family: Any, config: Any, name: str) -> None:
         )
 
 
-def _built(family: Any, config: Any, name: str, device: torch.device) -> nn.Module:
+def _build_model(family: Any, config: Any, name: str, device: torch.device) -> nn.Module:
     if device.type != "meta":
         _refuse_too_large(family, config, name)
     try:
@@ -150,21 +152,21 @@ def _built(family: Any, config: Any, name: str, device: torch.device) -> nn.Modu
     return module.to(device).float().train()
 
 
-def _sequence(module: nn.Module, config: Any, asked: int | None, name: str) -> int:
+def _sequence(module: nn.Module, config: Any, length: int | None, name: str) -> int:
     """Tokens of a sample. Raises ModelError where the model's table of positions is shorter than asked."""
-    room = size_of(config.get_text_config(), "positions")
+    room = configured_size(config.get_text_config(), "positions")
     for path, table in module.named_modules():
         # RoBERTa counts positions from behind the padding token on, in a table with room for those too.
         if "position" in path and isinstance(table, nn.Embedding) and table.padding_idx is not None:
             room = min(room or table.num_embeddings, table.num_embeddings - table.padding_idx - 1)
-    if asked is None:
+    if length is None:
         return min(_SEQUENCE, room or _SEQUENCE)
-    if room is not None and asked > room:
+    if room is not None and length > room:
         raise ModelError(
-            f"hf:{name}: a sequence of {asked} tokens, and positions for {room}",
-            f"Give sequence={room}, or more with settings={{'max_position_embeddings': {asked + 2}}}.",
+            f"hf:{name}: a sequence of {length} tokens, and positions for {room}",
+            f"Give sequence={room}, or more with settings={{'max_position_embeddings': {length + 2}}}.",
         )
-    return asked
+    return length
 
 
 def _example_and_order(
@@ -196,10 +198,10 @@ def _example_and_order(
         )
     if device.type == "meta":
         # What depends on values (which expert a token goes to) has no meaning there.
-        return first, registered_order(module), ()
-    given, failure = next(iter(failures.items()))
+        return first, registration_order(module), ()
+    failing_inputs, failure = next(iter(failures.items()))
     raise ModelError(
-        f"hf:{name}: {type(module).__name__} fails on {', '.join(given)}: "
+        f"hf:{name}: {type(module).__name__} fails on {', '.join(failing_inputs)}: "
         f"{first_line(failure)}{at_user_line(failure)}",
         "Change the sizes, or build it with its own example input in a package.module:factory.",
     ) from failure
@@ -229,8 +231,8 @@ def _ties(module: nn.Module, patterns: list[str], config: Any) -> Iterator[str]:
     for group in sorted(groups):
         if len({_layer_of(path, patterns) for path in group}) > 1 or (len(group) > 1 and not patterns):
             free = "; settings={'tie_word_embeddings': False} gives each its own"
-            shown = f"{', '.join(group[:-1])} and {group[-1]} share a weight"
-            yield f"{shown}: where they are on several stages, each has a copy" + (
+            users = f"{', '.join(group[:-1])} and {group[-1]} share a weight"
+            yield f"{users}: where they are on several stages, each has a copy" + (
                 free if getattr(config, "tie_word_embeddings", False) else ""
             )
 
@@ -244,5 +246,5 @@ def _layer_of(path: str, patterns: list[str]) -> str:
 def _tails(path: str) -> Iterator[str]:
     """What may be taken off a dotted name to leave a parent of it, the longest first."""
     parts = path.split(".")
-    for kept in range(1, len(parts) + 1):
-        yield path[len(".".join(parts[:kept])) :]
+    for count in range(1, len(parts) + 1):
+        yield path[len(".".join(parts[:count])) :]

@@ -126,7 +126,7 @@ class LiveBytes(_OnlineMeter, TorchDispatchMode):
         _OnlineMeter.__init__(self)
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         self._type = torch.device(device).type
-        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._now = self._most = 0
         self.track(tensors)
 
@@ -164,17 +164,17 @@ class LiveBytes(_OnlineMeter, TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         key, size = id(storage), storage.nbytes()
-        known = self._known.get(key)
-        if known is None:
+        entry = self._storages.get(key)
+        if entry is None:
             # The storage's Python object lives as long as the storage itself, whoever refers to it.
-            known = weakref.ref(storage, lambda _: self._forget(key)), 0
-        if known[1] != size:
-            self._now += size - known[1]
+            entry = weakref.ref(storage, lambda _: self._forget(key)), 0
+        if entry[1] != size:
+            self._now += size - entry[1]
             self._most = max(self._most, self._now)
-        self._known[key] = known[0], size
+        self._storages[key] = entry[0], size
 
     def _forget(self, key: int) -> None:
-        _, size = self._known.pop(key)
+        _, size = self._storages.pop(key)
         self._now -= size
 
 
@@ -188,8 +188,8 @@ class CpuAllocations:
 
     _MARK = "pplan::mark"
 
-    def __init__(self, held: Iterable[Tensor]) -> None:
-        self._before = self.bytes_of(held)
+    def __init__(self, allocated: Iterable[Tensor]) -> None:
+        self._before = self.bytes_of(allocated)
         self._marks = 0
         self._intervals: list[tuple[int, int]] = []
 
@@ -228,8 +228,8 @@ class CpuAllocations:
 
 def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """The storages of these tensors, each once."""
-    found = (tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
-    return list({storage_key(storage): storage for storage in found}.values())
+    all_storages = (tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
+    return list({storage_key(storage): storage for storage in all_storages}.values())
 
 
 def lasting(model: nn.Module) -> list[Tensor]:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..torch_internals import (
+from ..operator_internals import (
     choose_attention,
     efficient_attention_on_gpu,
     flash_attention_on_cpu,
@@ -124,14 +124,16 @@ def _attention(
     return _entered[-1][0](query, key, value, attn_mask, dropout_p, settings)
 
 
-def _dropout(given: Tensor, p: float, train: bool) -> Tensor:
+def _dropout(values: Tensor, p: float, train: bool) -> Tensor:
     """Whole on a GPU; else as a product with the mask, which is saved (aten/native/Dropout.cpp)."""
-    if not train or p == 0 or not given.numel():
-        return given
+    if not train or p == 0 or not values.numel():
+        return values
     if _entered[-1][1] and p < 1:
-        dropped: Tensor = torch.native_dropout(given, p, train)[0]
+        dropped: Tensor = torch.native_dropout(values, p, train)[0]
         return dropped
-    return given * torch.empty_like(given).bernoulli_(1 - p).div_(max(1 - p, torch.finfo(given.dtype).tiny))
+    return values * torch.empty_like(values).bernoulli_(1 - p).div_(
+        max(1 - p, torch.finfo(values.dtype).tiny)
+    )
 
 
 def _plain(
@@ -173,8 +175,8 @@ def _without_flash(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, settings: dict[str, Any]
 ) -> Tensor:
     grouped = query.dim() == 4 and query.shape[1] != key.shape[1]
-    known = query.dim() == 4 and query.dtype in (*_HALF, torch.float32)
-    if not known or grouped or not _is_batched(query, key, value):
+    is_supported = query.dim() == 4 and query.dtype in (*_HALF, torch.float32)
+    if not is_supported or grouped or not _is_batched(query, key, value):
         return _plain(query, key, value, mask, dropout_p, settings)
     bias = None
     if mask is not None:

@@ -48,8 +48,8 @@ class StepMemory:
     @property
     def predicted_peak(self) -> int:
         """static + the largest over all layers i of (what layers 0 to i saved + workspace of i)."""
-        kept = accumulate(self.saved)
-        return self.static + max(held + own for held, own in zip(kept, self.workspace, strict=True))
+        saved = accumulate(self.saved)
+        return self.static + max(before + own for before, own in zip(saved, self.workspace, strict=True))
 
 
 class Workspace:
@@ -95,11 +95,11 @@ class Workspace:
 
     def loss(self, saved_bytes: Sequence[int], loss_saved_bytes: int) -> LossWorkspace:
         """After a pass that a loss ended: what that needed, above all that was saved until then."""
-        kept = self.static_bytes + sum(saved_bytes) + loss_saved_bytes
+        allocated = self.static_bytes + sum(saved_bytes) + loss_saved_bytes
         forward, backward = (self._peak(passes[-1]) for passes in (self._forward, self._backward))
-        return LossWorkspace(max(forward - kept, 0), max(backward - kept, 0))
+        return LossWorkspace(max(forward - allocated, 0), max(backward - allocated, 0))
 
-    def before(self, index: int, given: Any) -> None:  # noqa: ARG002
+    def before(self, index: int, layer_input: Any) -> None:  # noqa: ARG002
         self._meter.mark()
 
     def after(self, index: int, output: Any) -> None:  # noqa: ARG002
@@ -120,9 +120,9 @@ class Workspace:
         return max(map(self._meter.peak_in, intervals), default=0)
 
     def _above(self, passes: Sequence[Sequence[int]], saved_bytes: Sequence[int]) -> tuple[int, ...]:
-        kept = (self.static_bytes + saved for saved in accumulate(saved_bytes))
+        allocated = (self.static_bytes + saved for saved in accumulate(saved_bytes))
         peaks = map(self._peak, passes[: self._layers])
-        return tuple(max(peak - held, 0) for peak, held in zip(peaks, kept, strict=True))
+        return tuple(max(peak - before, 0) for peak, before in zip(peaks, allocated, strict=True))
 
 
 def peak_of_step(step: Callable[[], object], meter: Meter) -> int:

@@ -1,4 +1,4 @@
-"""What stands for the rest of a model at the ends of a segment that runs by itself."""
+"""The input and the gradients of a segment that runs without the rest of its model."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ class Boundary:
     """Whether an earlier segment counts it as saved."""
 
     @classmethod
-    def of_input(cls, given: Any) -> Boundary:
+    def of_input(cls, inputs: Any) -> Boundary:
         """Of the first segment, which is fed the model's own input."""
-        leaves = tree_leaves(given)
-        return cls(given, (False,) * len(leaves), (False,) * len(leaves))
+        leaves = tree_leaves(inputs)
+        return cls(inputs, (False,) * len(leaves), (False,) * len(leaves))
 
     def on(self, device: torch.device) -> Any:
         """A copy on `device`, which a layer may work on in place, as if operations before had made it."""
         leaves, form = tree_flatten(self.value)
-        made = [
+        tensors = [
             _as_if_made(leaf.to(device, copy=True), needs) if isinstance(leaf, Tensor) else leaf
             for leaf, needs in zip(leaves, self.needs_gradient, strict=True)
         ]
-        return tree_unflatten(made, form)
+        return tree_unflatten(tensors, form)
 
-    def counted(self, given: Any, *, whether: bool = True) -> list[Tensor]:
-        """The tensors of `given`, which `on` made, that an earlier segment counts as saved; or the others."""
+    def counted_tensors(self, inputs: Any, *, whether: bool = True) -> list[Tensor]:
+        """The tensors of `inputs`, made by `on`, that an earlier segment counts as saved; or the others."""
         return [
             leaf
-            for leaf, counted in zip(tree_leaves(given), self.is_counted, strict=True)
+            for leaf, counted in zip(tree_leaves(inputs), self.is_counted, strict=True)
             if isinstance(leaf, Tensor) and counted == whether
         ]
 
@@ -54,11 +54,11 @@ class Boundary:
 def _as_if_made(value: Tensor, needs_gradient: bool) -> Tensor:
     if not needs_gradient:
         return value
-    made: Tensor = _Made.apply(torch.ones((), requires_grad=True), value)
-    return made
+    output: Tensor = _LeafAsResult.apply(torch.ones((), requires_grad=True), value)
+    return output
 
 
-class _Made(torch.autograd.Function):
+class _LeafAsResult(torch.autograd.Function):
     """Returns `value` as the result of an operation, whose gradient ends here.
 
     Unlike a leaf it may be overwritten, and unlike a copy of a leaf it takes no memory twice, nor keeps its

@@ -1,4 +1,4 @@
-"""Which runs of layers fit on a device by themselves, where the whole model does not."""
+"""Divides a model that does not fit on a device into segments of consecutive layers that do."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from ..user_model.losses import Loss
 class LayerNeeds:
     """Bytes of one layer on a device, at one micro-batch size.
 
-    `held`: what it holds between passes by storage: weights with their gradients, and buffers; a storage that
+    `storages`: bytes between passes by storage: weights with their gradients, and buffers; a storage that
     several layers use has the same key in each. `saved`, `workspace`, `output`: as in the profile.
     """
 
     name: str
-    held: Mapping[int, int]
+    storages: Mapping[int, int]
     saved: int
     workspace: int
     output: int
 
 
-def needs_of(
+def layer_needs(
     layers: Sequence[Layer],
     saved_bytes: Sequence[int],
     workspace_bytes: Sequence[int],
@@ -48,9 +48,9 @@ def needs_of(
     *,
     amp: bool = False,
 ) -> tuple[LayerNeeds, ...]:
-    """Of each layer, from its bytes at that size. `amp`: with what autocast converts."""
+    """The needs of each layer, from its bytes at that size. `amp`: with what autocast converts."""
     return tuple(
-        LayerNeeds(layer.name, _held(layer.module, amp=amp), saved, workspace, output)
+        LayerNeeds(layer.name, _storage_bytes(layer.module, amp=amp), saved, workspace, output)
         for layer, saved, workspace, output in zip(
             layers, saved_bytes, workspace_bytes, output_bytes, strict=True
         )
@@ -60,39 +60,39 @@ def needs_of(
 def count_needs(
     model: nn.Module,
     layers: Sequence[Layer],
-    given: Any,
+    inputs: Any,
     loss: Loss | None = None,
     *,
     amp: bool = False,
     kernels: Callable[[], AbstractContextManager[Any]] = attention_as_on_the_cpu,
 ) -> tuple[LayerNeeds, ...]:
-    """Of each layer, from passes through them: on the meta device, where they cost no memory.
+    """The needs of each layer, from passes through the layers: on the meta device, where they cost no memory.
 
-    `given`: the first layer's input, a tensor or several, where the model is. What an operation needs inside
+    `inputs`: the first layer's input, a tensor or several, where the model is. What an operation needs inside
     itself (a convolution's workspace) is not seen there. `kernels`: entered, attention on meta is as on the
     device that will run it. The last layer's are with `loss`, unless that does not run there. `amp`: autocast
     is not possible there, so activations count in their full size, and converted weights are added.
     """
     gradients = OutputGradients(0)
-    device = tensors_in(given)[0].device
+    device = tensors_in(inputs)[0].device
     attention = kernels() if device.type == "meta" else nullcontext()
     with attention, LiveBytes(device, lasting(model)) as meter:
         # The first makes the gradients.
-        count_pass(model, layers, given, gradients, meter)
-        saved, counted = count_pass(model, layers, given, gradients, meter)
-        behind = _loss_counted(model, layers, given, gradients, meter, loss)
+        count_pass(model, layers, inputs, gradients, meter)
+        saved, counted = count_pass(model, layers, inputs, gradients, meter)
+        behind = _loss_counted(model, layers, inputs, gradients, meter, loss)
     saved_bytes, workspace = list(saved.saved_bytes), list(counted.memory(saved.saved_bytes).workspace)
     if behind is not None:
         of_loss, loss_saved = loss_bytes(*behind), behind[0].loss_saved_bytes
         saved_bytes[-1] += loss_saved
         workspace[-1] = int(workspace_before_loss(workspace[-1], loss_saved, of_loss.larger))
-    return needs_of(layers, saved_bytes, workspace, saved.output_bytes, amp=amp)
+    return layer_needs(layers, saved_bytes, workspace, saved.output_bytes, amp=amp)
 
 
 def _loss_counted(
     model: nn.Module,
     layers: Sequence[Layer],
-    given: Any,
+    inputs: Any,
     gradients: OutputGradients,
     meter: Meter,
     loss: Loss | None,
@@ -101,26 +101,26 @@ def _loss_counted(
     if loss is None:
         return None
     try:
-        return count_loss(model, layers, given, gradients, meter, loss)
+        return count_loss(model, layers, inputs, gradients, meter, loss)
     except ModelError:
         return None
 
 
-def _held(module: nn.Module, *, amp: bool = False) -> dict[int, int]:
+def _storage_bytes(module: nn.Module, *, amp: bool = False) -> dict[int, int]:
     """Also what an earlier layer registers. Under autocast a copy of the parameters in half size besides.
 
     That copy is an estimate: autocast converts what its operations take, and all of it lives to the end of
     the forward at least.
     """
     tensors = list({id(tensor): tensor for tensor in tensors_used(module)}.values())
-    held = {storage_key(storage): storage.nbytes() for storage in storages(tensors)}
+    sizes = {storage_key(storage): storage.nbytes() for storage in storages(tensors)}
     for tensor in tensors:
         key = storage_key(tensor)
         if tensor.requires_grad:
-            held[key] += tensor.nbytes
+            sizes[key] += tensor.nbytes
         if amp and isinstance(tensor, nn.Parameter) and tensor.dtype is torch.float32:
-            held[key] += tensor.nbytes // 2
-    return held
+            sizes[key] += tensor.nbytes // 2
+    return sizes
 
 
 def plan_segments(
@@ -157,21 +157,21 @@ def plan_segments(
 
 def _needs_from(first: int, layers: Sequence[LayerNeeds], input_bytes: int) -> Iterator[int]:
     """What layers `first` to `first`, to `first + 1`, ... need."""
-    held: set[int] = set()
-    weights = kept = peak = 0
-    given = layers[first - 1].output if first else input_bytes
+    storages_so_far: set[int] = set()
+    weights = saved = peak = 0
+    input_bytes_here = layers[first - 1].output if first else input_bytes
     for layer in layers[first:]:
-        weights += sum(size for key, size in layer.held.items() if key not in held)
-        held.update(layer.held)
-        kept += layer.saved
-        peak = max(peak, kept + layer.workspace)
-        yield round((weights + given + layer.output + peak) * (1 + FRAGMENTATION_RESERVE))
+        weights += sum(size for key, size in layer.storages.items() if key not in storages_so_far)
+        storages_so_far.update(layer.storages)
+        saved += layer.saved
+        peak = max(peak, saved + layer.workspace)
+        yield round((weights + input_bytes_here + layer.output + peak) * (1 + FRAGMENTATION_RESERVE))
 
 
 def count_loss(
     model: nn.Module,
     layers: Sequence[Layer],
-    given: Any,
+    inputs: Any,
     gradients: OutputGradients,
     meter: Meter,
     loss: Loss,
@@ -183,28 +183,28 @@ def count_loss(
     """
     own = loss.without_targets()
     saved = SavedBytes(model, len(layers))
-    workspace = Workspace(model, len(layers), meter, tensors_in(given))
+    workspace = Workspace(model, len(layers), meter, tensors_in(inputs))
     with saved.hooks():
-        run_layers(layers, given, gradients, CompositeWatcher(saved, workspace), loss=own, context=context)
+        run_layers(layers, inputs, gradients, CompositeWatcher(saved, workspace), loss=own, context=context)
     return saved, workspace
 
 
 def loss_bytes(saved: SavedBytes, workspace: Workspace) -> LossWorkspace:
-    """Of the loss that `count_loss` ran, when its meter can be read."""
+    """The bytes of the loss that `count_loss` ran, when its meter can be read."""
     return workspace.loss(saved.saved_bytes, saved.loss_saved_bytes)
 
 
 def count_pass(
-    model: nn.Module, layers: Sequence[Layer], given: Any, gradients: OutputGradients, meter: Meter
+    model: nn.Module, layers: Sequence[Layer], inputs: Any, gradients: OutputGradients, meter: Meter
 ) -> tuple[SavedBytes, Workspace]:
     """Saved and output bytes, and what tells those of the step when `meter` can be read, from one untimed
     pass, forward and backward.
 
     `meter` has been counting since before an earlier pass, which made the weights' gradients and what the
-    libraries allocate once. `given`: the first layer's input, a tensor or several.
+    libraries allocate once. `inputs`: the first layer's input, a tensor or several.
     """
     saved = SavedBytes(model, len(layers))
-    workspace = Workspace(model, len(layers), meter, tensors_in(given))
+    workspace = Workspace(model, len(layers), meter, tensors_in(inputs))
     with saved.hooks():
-        run_layers(layers, given, gradients, CompositeWatcher(saved, workspace))
+        run_layers(layers, inputs, gradients, CompositeWatcher(saved, workspace))
     return saved, workspace

@@ -19,7 +19,7 @@ from ..memory.live_bytes import Meter, build_meter, storages
 from ..memory.workspace import LossWorkspace, Workspace
 from ..passes.clocks import Clock
 from ..passes.launch_lead import LeadTuner
-from ..passes.layer_stamps import LayerStamps, LayerTimes, tell_leads
+from ..passes.layer_stamps import LayerStamps, LayerTimes, update_leads
 from ..passes.timing import Context, OutputGradients, run_layers
 from ..passes.watchers import CompositeWatcher, SavedBytes, Watcher
 from ..torch_internals import storage_key, tree_leaves, tree_map_only
@@ -102,8 +102,8 @@ class SegmentedMeasurement:
     visit: Callable[[Layer], None] | None = None
     running: Sequence[Layer] | None = None
 
-    def measure(self, given: Any, rounds: int) -> SegmentedRun:
-        """`rounds` timed passes of every segment. `given`: the first layer's input, a tensor or several.
+    def measure(self, inputs: Any, rounds: int) -> SegmentedRun:
+        """`rounds` timed passes of every segment. `inputs`: the first layer's input, a tensor or several.
 
         Raises ModelError as `run_layers` does, and what the allocator raises where a segment does not fit.
         """
@@ -113,7 +113,7 @@ class SegmentedMeasurement:
             "and the layers' seconds were not held against the whole model's"
         )
         mover = self.mover or DeviceMover(self.device)
-        boundary = Boundary.of_input(given)
+        boundary = Boundary.of_input(inputs)
         times = []
         for segment in self.segments:
             modules = [self.layers[index].module for index in segment]
@@ -130,8 +130,8 @@ class SegmentedMeasurement:
 
 def _tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Parameters and buffers that they use, each once; an earlier segment's layer may register them."""
-    found = (tensor for module in modules for tensor in tensors_used(module))
-    return list({id(tensor): tensor for tensor in found}.values())
+    tensors = (tensor for module in modules for tensor in tensors_used(module))
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _flatten(modules: Iterable[nn.Module]) -> None:
@@ -161,7 +161,7 @@ class _Segment:
         self._whole, self._boundary = whole, boundary
         self._layers = whole.layers[segment.start : segment.stop]
         self._running = (whole.running or whole.layers)[segment.start : segment.stop]
-        self._model = _Holding(_tensors(layer.module for layer in self._layers))
+        self._model = _TensorHolder(_tensors(layer.module for layer in self._layers))
         self._is_last = segment.stop == len(whole.layers)
         self._loss = whole.loss if self._is_last else None
         self._gradients = (OutputGradients if self._is_last else InnerGradients)(whole.seed)
@@ -171,14 +171,14 @@ class _Segment:
         """A warm-up pass, and two that count into `run`; returns what the next segment is fed."""
         count = len(self._layers)
         with build_meter(self._whole.device, self._model) as meter:
-            end = _End(self._layers, self._whole.visit)
+            end = _LastOutput(self._layers, self._whole.visit)
             self._pass([self._fresh()], end, loss=self._loss)
-            given = [self._fresh()]
-            saved = _SavedBytes(self._model, count, self._boundary.counted(given))
-            asked = _Asked(count - 1, saved)
-            workspace = self._workspace(meter, given)
+            inputs = [self._fresh()]
+            saved = _SavedBytes(self._model, count, self._boundary.counted_tensors(inputs))
+            crossing = _CrossingTensors(count - 1, saved)
+            workspace = self._workspace(meter, inputs)
             with saved.hooks():
-                self._pass(given, CompositeWatcher(saved, workspace, asked), loss=self._loss_to_count())
+                self._pass(inputs, CompositeWatcher(saved, workspace, crossing), loss=self._loss_to_count())
             bare = self._pass_without_loss(meter)
         memory = bare.memory(saved.saved_bytes)
         run.saved_bytes += saved.saved_bytes
@@ -189,7 +189,7 @@ class _Segment:
         run.loss_saved_bytes, run.loss_output_bytes = saved.loss_saved_bytes, saved.loss_output_bytes
         if self._loss is not None:
             run.loss_workspace = workspace.loss(saved.saved_bytes, saved.loss_saved_bytes)
-        boundary = Boundary(end.value, asked.needs_gradient, asked.is_counted)
+        boundary = Boundary(end.value, crossing.needs_gradient, crossing.is_counted)
         # Backward's first gradients are made by the layers behind; here they were there before the pass.
         run.backward_workspace_bytes[-1] += 0 if self._is_last else boundary.gradient_bytes
         return boundary
@@ -198,13 +198,13 @@ class _Segment:
         """As SizePasses counts it: without the loss, and with the making of what backward starts from."""
         if self._is_last:
             self._gradients = OutputGradients(self._whole.seed)
-        given = [self._fresh()]
-        workspace = self._workspace(meter, given)
-        self._pass(given, workspace)
+        inputs = [self._fresh()]
+        workspace = self._workspace(meter, inputs)
+        self._pass(inputs, workspace)
         return workspace
 
-    def _workspace(self, meter: Meter, given: list[Any]) -> Workspace:
-        passing = self._boundary.counted(given, whether=False)
+    def _workspace(self, meter: Meter, inputs: list[Any]) -> Workspace:
+        passing = self._boundary.counted_tensors(inputs, whether=False)
         return Workspace(self._model, len(self._layers), meter, passing)
 
     def _loss_to_count(self) -> Loss | None:
@@ -223,22 +223,22 @@ class _Segment:
         stamps = LayerStamps(self._whole.clock, len(self._layers), self._ahead.leads)
         self._pass([self._fresh()], stamps, loss=self._loss)
         times = stamps.times()
-        tell_leads(self._ahead, times)
+        update_leads(self._ahead, times)
         return times
 
     def _fresh(self) -> Any:
         return self._boundary.on(self._whole.device)
 
-    def _pass(self, given: list[Any], watcher: Watcher, *, loss: Loss | None = None) -> None:
-        """`given` is taken out of its list."""
+    def _pass(self, inputs: list[Any], watcher: Watcher, *, loss: Loss | None = None) -> None:
+        """`inputs` is taken out of its list."""
         whole = self._whole
         first, *others = self._running
-        layers = [replace(first, module=_Taking(first)), *others]
+        layers = [replace(first, module=_InputTaker(first)), *others]
         whole.clock.settle()
-        run_layers(layers, given, self._gradients, watcher, loss=loss, context=whole.context)
+        run_layers(layers, inputs, self._gradients, watcher, loss=loss, context=whole.context)
 
 
-class _Holding(nn.Module):
+class _TensorHolder(nn.Module):
     """Has these parameters and buffers, whoever registers them: layers may use those of earlier ones."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -250,7 +250,7 @@ class _Holding(nn.Module):
                 self.register_buffer(f"buffer_{index}", tensor)
 
 
-class _Taking(nn.Module):
+class _InputTaker(nn.Module):
     """Runs a layer on what it takes out of a list: nobody holds that behind the layer, as in the whole.
 
     An argument itself may be held by the stack of whoever calls, until backward has ended; so it is where
@@ -261,14 +261,14 @@ class _Taking(nn.Module):
         super().__init__()
         self._layer = layer
 
-    def forward(self, handed: list[Any]) -> Any:
-        given, layer = handed.pop(), self._layer
+    def forward(self, inputs: list[Any]) -> Any:
+        layer_input, layer = inputs.pop(), self._layer
         try:
-            return layer.module(given)
+            return layer.module(layer_input)
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, PplanError):
                 raise
-            raise layer_failure(layer.name, layer.kind, given, error) from error
+            raise layer_failure(layer.name, layer.kind, layer_input, error) from error
 
 
 class _SavedBytes(SavedBytes):
@@ -285,10 +285,10 @@ class _SavedBytes(SavedBytes):
         return storage_key(tensor) in self._alive
 
 
-class _Silent:
+class _IdleWatcher:
     """Watches nothing."""
 
-    def before(self, index: int, given: Any) -> None: ...
+    def before(self, index: int, layer_input: Any) -> None: ...
 
     def after(self, index: int, output: Any) -> None: ...
 
@@ -299,14 +299,14 @@ class _Silent:
     def backward_ends(self) -> None: ...
 
 
-class _End(_Silent):
+class _LastOutput(_IdleWatcher):
     """Keeps on the host what the last layer returns; says before each layer which it is."""
 
     def __init__(self, layers: Sequence[Layer], visit: Callable[[Layer], None] | None) -> None:
         self._layers, self._visit = layers, visit
         self.value: Any = None
 
-    def before(self, index: int, given: Any) -> None:  # noqa: ARG002
+    def before(self, index: int, layer_input: Any) -> None:  # noqa: ARG002
         if self._visit is not None and index < len(self._layers):
             self._visit(self._layers[index])
 
@@ -315,7 +315,7 @@ class _End(_Silent):
             self.value = tree_map_only(Tensor, lambda one: one.detach().to("cpu", copy=True), output)
 
 
-class _Asked(_Silent):
+class _CrossingTensors(_IdleWatcher):
     """Asks of each tensor that the last layer returns what the next segment has to know."""
 
     def __init__(self, last: int, saved: _SavedBytes) -> None:

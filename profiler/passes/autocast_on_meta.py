@@ -73,7 +73,7 @@ class AutocastOnMeta(TorchFunctionMode):
             args, kwargs = tree_map(lambda value: self._in(dtype, value), (args, kwargs))
         return func(*args, **kwargs)
 
-    def _dtype_of(self, name: str, given: Any) -> torch.dtype | None:
+    def _dtype_of(self, name: str, arguments: Any) -> torch.dtype | None:
         """In which an operation runs; None: as it is called."""
         if name in _IN_16_BITS:
             return self._dtype
@@ -81,7 +81,7 @@ class AutocastOnMeta(TorchFunctionMode):
             return torch.float32
         if name not in _IN_THE_WIDEST:
             return None
-        kinds = {leaf.dtype for leaf in tree_leaves(given) if _is_converted(leaf)}
+        kinds = {leaf.dtype for leaf in tree_leaves(arguments) if _is_converted(leaf)}
         return torch.float32 if torch.float32 in kinds and len(kinds) > 1 else None
 
     def _in(self, dtype: torch.dtype, value: Any) -> Any:
@@ -114,14 +114,14 @@ def _is_converted(value: Any) -> bool:
 @contextmanager
 def _run_itself() -> Iterator[None]:
     """The next function of torch.nn.functional that asks whether a mode takes it over is told no."""
-    asked: Callable[..., bool] = _functional.has_torch_function
+    has_override: Callable[..., bool] = _functional.has_torch_function
 
-    def once(given: Any) -> bool:  # noqa: ARG001
-        _functional.has_torch_function = asked
+    def once(arguments: Any) -> bool:  # noqa: ARG001
+        _functional.has_torch_function = has_override
         return False
 
     _functional.has_torch_function = once
     try:
         yield
     finally:
-        _functional.has_torch_function = asked
+        _functional.has_torch_function = has_override

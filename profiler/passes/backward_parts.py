@@ -48,7 +48,7 @@ class PartTimes:
 
 def run_parts(
     layers: Sequence[Layer],
-    given: Any,
+    model_inputs: Any,
     gradients: OutputGradients,
     clock: Clock,
     *,
@@ -61,17 +61,17 @@ def run_parts(
     parameter, each computes its own share of the gradient. Raises as `run_layers` does.
     """
     stamps = LayerStamps(clock, len(layers), leads)
-    paths = WeightPaths(len(layers), tensors_in(given))
+    paths = WeightPaths(len(layers), tensors_in(model_inputs))
 
-    def made(index: int, tensors: list[Tensor]) -> None:
+    def add_targets(index: int, tensors: list[Tensor]) -> None:
         if index < len(layers) - 1:
             hook_first(stamps, index, tensors)
-        paths.layer_made(index, [get_gradient_edge(tensor) for tensor in tensors])
+        paths.add_layer(index, [get_gradient_edge(tensor) for tensor in tensors])
 
     with context():
-        output = forward_layers(layers, given, stamps, made)
+        output = forward_layers(layers, model_inputs, stamps, add_targets)
     tensors, starts = gradients.of(output)
-    del output, given
+    del output, model_inputs
     paths.find()
     with paths.catching(), backward_failures():
         stamps.backward_starts()

@@ -1,4 +1,4 @@
-"""How long a device is held back before a pass, so that the host is ahead of it all the way.
+"""Delays a GPU before a pass for so long that its host has launched every kernel before its turn.
 
 Between two events a device's idle time counts as the layer's, and at small micro-batches it idles for most of
 the time: it waits for the next launch. So the device is first given something to wait on, as long as it takes
@@ -79,12 +79,12 @@ class Direction:
         self._most = LONGEST
         self._host: Vector | None = None
         self._device: Vector | None = None
-        self._held: list[Vector] = []
+        self._with_lead: list[Vector] = []
         self._trials = 0
         self._waited = 0.0
         self._slack = 0.0
 
-    def seen(self, host: Vector, device: Vector) -> None:
+    def observe(self, host: Vector, device: Vector) -> None:
         """Seconds of the parts of one pass with this lead, in the order they run."""
         if self._host is None:
             self._host = host
@@ -93,8 +93,8 @@ class Direction:
             return
         self._device = device if self._device is None else np.minimum(self._device, device)
         if not self.is_settled:
-            self._held.append(host)
-            if len(self._held) < _AGREEING:
+            self._with_lead.append(host)
+            if len(self._with_lead) < _AGREEING:
                 return
             self._judge(self._host)
         else:
@@ -118,9 +118,9 @@ class Direction:
 
     def _judge(self, host: Vector) -> None:
         """What the passes with this lead say of it; `host`: the seconds of launches that did not wait."""
-        slow = np.min(self._held, axis=0)
+        slow = np.min(self._with_lead, axis=0)
         grown = float(np.where(slow > (1 + _UNSTEADY) * host, slow - host, 0.0).sum())
-        self._held = []
+        self._with_lead = []
         self._trials += 1
         self._host = np.minimum(host, slow)
         if grown <= _BLOCKED * float(host.sum()):
@@ -163,11 +163,11 @@ class LeadTuner:
         }
         return tuple(name for name, way in ways.items() if way.is_short)
 
-    def seen(self, host: tuple[Vector, Vector], device: tuple[Vector, Vector]) -> None:
+    def observe(self, host: tuple[Vector, Vector], device: tuple[Vector, Vector]) -> None:
         """Seconds of forward's parts, and backward's, each in the order they run: the first without leads."""
-        self._forward.seen(host[0], device[0])
-        self._backward.seen(host[1], device[1])
+        self._forward.observe(host[0], device[0])
+        self._backward.observe(host[1], device[1])
 
-    def weights_seen(self, host: Vector, device: Vector) -> None:
+    def observe_weights(self, host: Vector, device: Vector) -> None:
         """The same for the pass that computes the weights' gradients."""
-        self._weights.seen(host, device)
+        self._weights.observe(host, device)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...cost_models.errors import ModelError, PplanError
 from ..chain.layers import Layer
-from ..torch_internals import version_of
+from ..torch_internals import tensor_version
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory, layer_failure
 from ..user_model.flat_output import flat, tensors_in
 from ..user_model.loaded_model import ModelInput
@@ -35,7 +35,7 @@ class OutputGradients:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._made: dict[tuple[Any, ...], Tensor] = {}
+        self._by_shape: dict[tuple[Any, ...], Tensor] = {}
 
     def of(self, output: Any) -> tuple[list[Tensor], list[Tensor]]:
         """The tensors in `output` that need a gradient, and theirs. Raises ModelError where there is none."""
@@ -50,18 +50,18 @@ class OutputGradients:
 
     def forget(self) -> None:
         """Frees them; they are drawn again when they are asked for."""
-        self._made.clear()
+        self._by_shape.clear()
 
     def _for(self, index: int, tensor: Tensor) -> Tensor:
         key = (index, tuple(tensor.shape), tensor.dtype, tensor.device)
-        if key not in self._made:
-            self._made[key] = normal_like(tensor, self._seed + index)
-        return self._made[key]
+        if key not in self._by_shape:
+            self._by_shape[key] = normal_like(tensor, self._seed + index)
+        return self._by_shape[key]
 
 
 def run_layers(
     layers: Sequence[Layer],
-    given: Any,
+    inputs: Any,
     gradients: OutputGradients,
     watcher: Watcher,
     *,
@@ -70,7 +70,7 @@ def run_layers(
 ) -> None:
     """Forward through the layers one after another, then backward, as one autograd graph.
 
-    `given`: what the first layer takes, a tensor or a tuple of tensors. Where a layer hands on tensors that
+    `inputs`: what the first layer takes, a tensor or a tuple of tensors. Where a layer hands on tensors that
     it made itself, a hook on each tells when its gradient is complete: after every backward operation of the
     layers behind it, the accumulation of their gradients included, and before the first of the layer that
     made it. Autograd runs operations in the reverse order of their creation, so the first of a layer's hooks
@@ -83,31 +83,31 @@ def run_layers(
     """
     last = len(layers) - 1
 
-    def watched(index: int, made: list[Tensor]) -> None:
+    def watched(index: int, outputs: list[Tensor]) -> None:
         if index < last or loss is not None:
-            hook_first(watcher, index, made)
+            hook_first(watcher, index, outputs)
 
     with context():
-        value = forward_layers(layers, given, watcher, watched)
+        value = forward_layers(layers, inputs, watcher, watched)
         if loss is not None:
             loss.prepare(value)
             watcher.before(last + 1, value)
             value = loss.of(value)
             watcher.after(last + 1, value)
     tensors, starts = ([value], [None]) if loss is not None else gradients.of(value)
-    del value, given
+    del value, inputs
     watcher.backward_starts()
     backward(tensors, starts)
     watcher.backward_ends()
 
 
 def forward_layers(
-    layers: Sequence[Layer], given: Any, watcher: Watcher, made: Callable[[int, list[Tensor]], None]
+    layers: Sequence[Layer], inputs: Any, watcher: Watcher, on_output: Callable[[int, list[Tensor]], None]
 ) -> Any:
-    """The last layer's output; `made` is told which tensors each layer made that need a gradient."""
-    value = given
+    """The last layer's output; `on_output` is told which tensors each layer made that need a gradient."""
+    value = inputs
     for index, layer in enumerate(layers):
-        run, entering = layer.module, {id(tensor): version_of(tensor) for tensor in tensors_in(value)}
+        run, entering = layer.module, {id(tensor): tensor_version(tensor) for tensor in tensors_in(value)}
         watcher.before(index, value)
         try:
             value = run(value)
@@ -117,12 +117,12 @@ def forward_layers(
             raise layer_failure(layer.name, layer.kind, value, error) from error
         watcher.after(index, value)
         # A tensor that came in and was overwritten is made anew; one without a graph is a parameter.
-        own = [t for t in tensors_in(value) if t.requires_grad and entering.get(id(t)) != version_of(t)]
-        made(index, [tensor for tensor in own if tensor.grad_fn is not None])
+        own = [t for t in tensors_in(value) if t.requires_grad and entering.get(id(t)) != tensor_version(t)]
+        on_output(index, [tensor for tensor in own if tensor.grad_fn is not None])
     return value
 
 
-def hook_first(watcher: Watcher, index: int, made: Sequence[Tensor]) -> None:
+def hook_first(watcher: Watcher, index: int, tensors: Sequence[Tensor]) -> None:
     """Tells `watcher` when the first of these tensors has its gradient."""
     arrived = False
 
@@ -132,13 +132,13 @@ def hook_first(watcher: Watcher, index: int, made: Sequence[Tensor]) -> None:
             arrived = True
             watcher.gradient(index, gradient)
 
-    for tensor in made:
+    for tensor in tensors:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def run_whole(
     model: nn.Module,
-    given: ModelInput,
+    inputs: ModelInput,
     gradients: OutputGradients,
     clock: Clock,
     *,
@@ -150,11 +150,11 @@ def run_whole(
     start = clock.stamp()
     try:
         with context():
-            output = given.call(model)
+            output = inputs.call(model)
     except Exception as error:
         if is_out_of_memory(error) or isinstance(error, PplanError):
             raise
-        raise layer_failure("(all)", type(model).__name__, given.handed, error) from error
+        raise layer_failure("(all)", type(model).__name__, inputs.layer_input, error) from error
     middle = clock.stamp()
     tensors, starts = gradients.of(output)
     del output

@@ -14,8 +14,8 @@ from ..user_model.flat_output import tensors_in
 class Watcher(Protocol):
     """What a pass tells: where it is, forwards and, as gradients arrive, backwards."""
 
-    def before(self, index: int, given: Any) -> None:
-        """Layer `index` runs next, on `given`."""
+    def before(self, index: int, layer_input: Any) -> None:
+        """Layer `index` runs next, on `layer_input`."""
 
     def after(self, index: int, output: Any) -> None:
         """Layer `index` has run."""
@@ -34,9 +34,9 @@ class CompositeWatcher:
     def __init__(self, *watchers: Watcher) -> None:
         self._watchers = watchers
 
-    def before(self, index: int, given: Any) -> None:
+    def before(self, index: int, layer_input: Any) -> None:
         for watcher in self._watchers:
-            watcher.before(index, given)
+            watcher.before(index, layer_input)
 
     def after(self, index: int, output: Any) -> None:
         for watcher in self._watchers:
@@ -83,10 +83,10 @@ class SavedBytes:
         """Has autograd report what it saves."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
-    def before(self, index: int, given: Any) -> None:
+    def before(self, index: int, layer_input: Any) -> None:
         self._layer = index
         if index < len(self.saved_bytes):
-            keys = {storage_key(tensor) for tensor in tensors_in(given)}
+            keys = {storage_key(tensor) for tensor in tensors_in(layer_input)}
             self._inputs[index] = keys & self._alive.keys()
 
     def after(self, index: int, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Where the ways to the parameters leave the way to the inputs in an autograd graph."""
+"""Where, in an autograd graph, the paths to the parameters branch off the path to the inputs."""
 
 from __future__ import annotations
 
@@ -51,8 +51,10 @@ class Branch:
         # A parameter that is used again further on: asked for it by name, autograd would go there as well.
         ways = list(dict.fromkeys(self.ways))
         with _nothing_through(self.on):
-            found = torch.autograd.grad(edges, ways, caught, retain_graph=True, allow_unused=True)
-        arrived = [(way, gradient) for way, gradient in zip(ways, found, strict=True) if gradient is not None]
+            gradients = torch.autograd.grad(edges, ways, caught, retain_graph=True, allow_unused=True)
+        arrived = [
+            (way, gradient) for way, gradient in zip(ways, gradients, strict=True) if gradient is not None
+        ]
         _accumulate(*_columns(arrived), self.parameters, keep=True)
 
 
@@ -98,11 +100,11 @@ class WeightPaths:
     layer, in the order that backward comes by.
     """
 
-    def __init__(self, layers: int, given: Sequence[Tensor] = ()) -> None:
-        self.targets = [get_gradient_edge(tensor) for tensor in given if tensor.requires_grad]
+    def __init__(self, layers: int, inputs: Sequence[Tensor] = ()) -> None:
+        self.targets = [get_gradient_edge(tensor) for tensor in inputs if tensor.requires_grad]
         self.first: set[int] = set()
         self.branches: list[list[Branch]] = [[] for _ in range(layers)]
-        self._given = len(self.targets)
+        self._input_count = len(self.targets)
         self._leads_on: dict[Node, bool] = {edge.node: True for edge in self.targets}
         """Of every operation seen, whether it lies on the way to a target."""
         self._next: dict[Node, list[GradientEdge]] = {}
@@ -111,7 +113,7 @@ class WeightPaths:
         self._edges: list[list[GradientEdge]] = [[] for _ in range(layers)]
         self._sources: list[Branch] = []
 
-    def layer_made(self, index: int, edges: list[GradientEdge]) -> None:
+    def add_layer(self, index: int, edges: list[GradientEdge]) -> None:
         """Tells the tensors that layer `index` made, right after it has."""
         self._edges[index] = edges
 
@@ -123,15 +125,15 @@ class WeightPaths:
 
     def _find_in(self, layer: int, edges: list[GradientEdge]) -> None:
         sources: list[GradientEdge] = []
-        seen: list[Node] = []
+        visited: list[Node] = []
         # In the order of their making: one that was made of another source lies on the way to that.
         for edge in sorted(edges, key=lambda edge: sequence_number(edge.node)):
-            seen += self._walk(edge.node)
+            visited += self._walk(edge.node)
             if not self._leads_on[edge.node] or any(edge.node is source.node for source in sources):
                 sources.append(edge)
                 self._leads_on[edge.node] = True
         ends = {edge.node for edge in sources}
-        for node in reversed(seen):
+        for node in reversed(visited):
             off = [] if node in ends else self._off(node)
             if off and self._leads_on[node]:
                 self.branches[layer].append(Branch(off, node, self._on(node)))
@@ -140,8 +142,8 @@ class WeightPaths:
             self.branches[layer].append(branch)
             self._sources += [branch] * len(sources)
             self.targets += sources
-            inside = set(seen)
-            if all(after in inside for node in seen if node not in ends for after in self._on(node)):
+            inside = set(visited)
+            if all(after in inside for node in visited if node not in ends for after in self._on(node)):
                 self.first.add(layer)
 
     def _on(self, node: Node) -> list[Node]:
@@ -157,7 +159,7 @@ class WeightPaths:
 
     def _walk(self, root: Node) -> list[Node]:
         """The operations not seen before, each behind all that it leads to."""
-        found: list[Node] = []
+        nodes_to_inputs: list[Node] = []
         stack = [(root, False)]
         while stack:
             node, is_done = stack.pop()
@@ -167,13 +169,13 @@ class WeightPaths:
                 self._to_weights[node] = any(self._to_weights[edge.node] for edge in after) or (
                     not after and _parameter(node) is not None
                 )
-                found.append(node)
+                nodes_to_inputs.append(node)
             elif node not in self._leads_on and node not in self._next:
                 after = [GradientEdge(to, index) for to, index in node.next_functions if to is not None]
                 self._next[node] = after
                 stack.append((node, True))
                 stack += [(edge.node, False) for edge in after if edge.node not in self._leads_on]
-        return found
+        return nodes_to_inputs
 
     def _share(self) -> None:
         """Finds each branch's parameters, and which of them meet on their ways."""
@@ -185,20 +187,20 @@ class WeightPaths:
             for node in nodes:
                 users[node] = users.get(node, 0) + 1
         for branch, nodes in behind:
-            found = (_parameter(node) for node in nodes)
-            branch.parameters = [parameter for parameter in found if parameter is not None]
+            parameters = (_parameter(node) for node in nodes)
+            branch.parameters = [parameter for parameter in parameters if parameter is not None]
             branch.is_shared = any(users[node] > 1 for node in nodes)
 
     def _behind(self, branch: Branch) -> set[Node]:
         """All operations off the way that the branch leads through."""
-        found = {edge.node for edge in branch.ways}
-        stack = list(found)
+        nodes = {edge.node for edge in branch.ways}
+        stack = list(nodes)
         while stack:
             for edge in self._off(stack.pop()):
-                if edge.node not in found:
-                    found.add(edge.node)
+                if edge.node not in nodes:
+                    nodes.add(edge.node)
                     stack.append(edge.node)
-        return found
+        return nodes
 
     @contextmanager
     def catching(self) -> Iterator[None]:
@@ -211,7 +213,9 @@ class WeightPaths:
 
     def catch_targets(self, gradients: Sequence[Tensor | None]) -> None:
         """The gradients of `targets`, as autograd returned them."""
-        sources = zip(self._sources, self.targets[self._given :], gradients[self._given :], strict=True)
+        sources = zip(
+            self._sources, self.targets[self._input_count :], gradients[self._input_count :], strict=True
+        )
         for branch, edge, gradient in sources:
             if gradient is not None:
                 branch.edges.append(edge)

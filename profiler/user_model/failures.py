@@ -1,4 +1,4 @@
-"""What failed, and where in the user's own code: a layer on what it is given, or an allocator."""
+"""Errors of the user's model and of allocators: what failed, and at which line of the user's code."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def user_line(error: BaseException) -> str:
     Empty where no such frame is in the traceback. A syntax error names the line that does not parse.
     """
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{_shown(error.filename)}:{error.lineno}: {(error.text or '').strip()}"
+        return f"{_short_filename(error.filename)}:{error.lineno}: {(error.text or '').strip()}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     if not frames:
         return ""
     last = frames[-1]
-    return f"{_shown(last.filename)}:{last.lineno}, in {last.name}: {(last.line or '').strip()}"
+    return f"{_short_filename(last.filename)}:{last.lineno}, in {last.name}: {(last.line or '').strip()}"
 
 
 def first_line(error: BaseException) -> str:
@@ -58,7 +58,7 @@ def _is_users(filename: str) -> bool:
     return not any(path.is_relative_to(folder) for folder in _NOT_THE_USERS)
 
 
-def _shown(filename: str) -> str:
+def _short_filename(filename: str) -> str:
     path = Path(filename)
     try:
         return str(path.resolve().relative_to(Path.cwd()))
@@ -73,10 +73,12 @@ _OTHER_DTYPE = r"dtype|scalar type|Input type .* should be the same|not implemen
 """How torch says that a layer takes another dtype."""
 
 
-def layer_failure(name: str, kind: str, given: object, error: BaseException) -> ModelError:
+def layer_failure(name: str, kind: str, inputs: object, error: BaseException) -> ModelError:
     """The error that says which layer failed on what: a tensor, or a tuple of them."""
-    several = isinstance(given, tuple)
-    shapes = ", ".join(_described(part) for part in given) if isinstance(given, tuple) else _described(given)
+    several = isinstance(inputs, tuple)
+    shapes = (
+        ", ".join(_described(part) for part in inputs) if isinstance(inputs, tuple) else _described(inputs)
+    )
     return ModelError(
         f"layer {name} ({kind}) failed on {'inputs of shapes' if several else 'an input of shape'} {shapes}, "
         f"batch first: {first_line(error)}{at_user_line(error)}",
@@ -84,23 +86,23 @@ def layer_failure(name: str, kind: str, given: object, error: BaseException) -> 
     )
 
 
-def _described(given: Any) -> str:
-    if not isinstance(given, Tensor):
-        return type(given).__name__
-    shape = "x".join(str(side) for side in given.shape)
-    return f"{shape} ({str(given.dtype).removeprefix('torch.')})"
+def _described(inputs: Any) -> str:
+    if not isinstance(inputs, Tensor):
+        return type(inputs).__name__
+    shape = "x".join(str(side) for side in inputs.shape)
+    return f"{shape} ({str(inputs.dtype).removeprefix('torch.')})"
 
 
-def _hint(said: str) -> str:
+def _hint(message: str) -> str:
     """What may mend a layer's failure, by torch's words."""
-    if "more than 1 value per channel" in said:
+    if "more than 1 value per channel" in message:
         return "Name micro-batch sizes of 2 or more, as in micro_batch_sizes=(2, 4, 8)."
-    if "device meta" in said or "register_meta function" in said or "on meta tensors" in said:
+    if "device meta" in message or "register_meta function" in message or "on meta tensors" in message:
         return (
             "The meta device has shapes and no values: measure for real, as in device='cpu'; a tensor that "
             "forward reads must be a parameter or a registered buffer."
         )
-    if re.search(_OTHER_DTYPE, said):
+    if re.search(_OTHER_DTYPE, message):
         return (
             "Give an input of the dtype that the layer takes (a factory may return one with its module), "
             "or name another `dtype`."

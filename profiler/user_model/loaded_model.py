@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -39,24 +40,24 @@ class ModelInput:
         if isinstance(example, cls):
             return example
         if isinstance(example, Mapping):
-            made = cls((), {str(key): value for key, value in example.items()})
+            inputs = cls((), {str(key): value for key, value in example.items()})
         elif isinstance(example, tuple | list):
-            made = cls(tuple(example), {})
+            inputs = cls(tuple(example), {})
         else:
-            made = cls((example,), {})
-        if not made.tensors:
+            inputs = cls((example,), {})
+        if not inputs.tensors:
             raise ModelError(
                 f"{name}: the example input is {describe_type(example)}, and holds no tensor",
                 "Give a tensor, a tuple of forward's arguments, or a dict of its keyword arguments; "
                 "dimension 0 of the tensors is the batch.",
             )
-        first = made.tensors[0]
+        first = inputs.tensors[0]
         if first.dim() == 0 or len(first) == 0:
             raise ModelError(
                 f"{name}: the example input has shape {tuple(first.shape)}, which holds no sample",
                 "Dimension 0 is the batch and must be at least 1.",
             )
-        return made
+        return inputs
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -70,7 +71,7 @@ class ModelInput:
         return len(self.tensors[0])
 
     @property
-    def handed(self) -> Tensor | tuple[Tensor, ...]:
+    def layer_input(self) -> Tensor | tuple[Tensor, ...]:
         """What the first layer of the model's chain takes: the tensor, or the tuple of all."""
         tensors = self.tensors
         return tensors[0] if len(tensors) == 1 else tensors
@@ -91,10 +92,10 @@ class ModelInput:
         """An input of `samples` samples, which repeats those there are."""
         index = torch.arange(samples) % self.batch
 
-        def picked(tensor: Tensor) -> Tensor:
+        def pick(tensor: Tensor) -> Tensor:
             return tensor.detach()[index.to(tensor.device)] if self._is_batched(tensor) else tensor.detach()
 
-        return self.mapped(picked)
+        return self.mapped(pick)
 
     def to(
         self,
@@ -109,7 +110,7 @@ class ModelInput:
 
         def moved(tensor: Tensor) -> Tensor:
             kind = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
-            layout = layout_of(tensor, memory_format)
+            layout = choose_layout(tensor, memory_format)
             return tensor.to(device=device or tensor.device, dtype=kind, memory_format=layout)
 
         return self.mapped(moved)
@@ -131,11 +132,11 @@ class ModelInput:
         return tensor.dim() > 0 and len(tensor) == self.batch
 
 
-def layout_of(tensor: Tensor, wanted: torch.memory_format) -> torch.memory_format:
-    """What `wanted` is for a tensor of so many dimensions; torch.preserve_format where it says nothing."""
+def choose_layout(tensor: Tensor, layout: torch.memory_format) -> torch.memory_format:
+    """What `layout` is for a tensor of so many dimensions; torch.preserve_format where it says nothing."""
     if tensor.dim() == 4:
-        return wanted
-    if tensor.dim() == 5 and wanted is torch.channels_last:
+        return layout
+    if tensor.dim() == 5 and layout is torch.channels_last:
         return torch.channels_last_3d
     return torch.preserve_format
 
@@ -150,7 +151,7 @@ class LoadedModel:
     """At least one sample; inputs of other sizes repeat them."""
     classes: int | None = None
     loss: str = "none"
-    """The usual one for such a model, as `losses.loss_named` knows it."""
+    """The usual one for such a model, as `losses.load_loss` knows it."""
     granularity: str = "block"
     """The usual one for such a model."""
     settings: Mapping[str, object] = field(default_factory=dict)
@@ -186,12 +187,17 @@ def describe_type(value: object) -> str:
     return "None" if value is None else f"an object of type {type(value).__name__}"
 
 
-def refuse_lazy(name: str, module: nn.Module) -> None:
-    """Raises ModelError where a parameter or buffer has no shape yet."""
+def refuse_lazy_or_sparse(name: str, module: nn.Module) -> None:
+    """Raises ModelError where a parameter or buffer has no shape yet, or no memory of its own."""
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise ModelError(
                 f"{name}: {path} is lazy and has no shape yet", "Run it once first, on an input of its own."
+            )
+        if tensor.layout is not torch.strided:
+            raise ModelError(
+                f"{name}: {path} is a sparse tensor ({tensor.layout}), whose bytes pplan cannot count",
+                "Keep its indices and values in buffers, and make the sparse tensor in forward.",
             )
 
 
@@ -226,14 +232,14 @@ def copy_to_meta(model: nn.Module, name: str) -> nn.Module:
 
 def _copy(model: nn.Module, name: str, memo: dict[int, object], device: str | None = None) -> nn.Module:
     """Also moved to `device`."""
-    for path, part in model.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
-            raise ModelError(
-                f"{name} cannot be copied: {path or 'the model'} was made by torch.jit, and training a copy "
-                "of it trains the original",
-                "Give the module as it was before torch.jit.script or torch.jit.trace.",
-            )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            f"{name} was made by torch.jit as a whole: it is one layer, and no cut is left to be planned",
+            "Give the module as it was before torch.jit.script or torch.jit.trace.",
+        )
     try:
+        memo |= {id(part): _copy_of_scripted(part, device) for part in scripted_parts(model).values()}
+        memo |= {id(tensor): tensor.detach().clone() for tensor in _results_kept(model)}
         copied = copy.deepcopy(model, memo)
         return copied if device is None else copied.to(device)
     except Exception as error:
@@ -243,6 +249,32 @@ def _copy(model: nn.Module, name: str, memo: dict[int, object], device: str | No
             f"{name} cannot be copied: {first_line(error)}{at_user_line(error)}",
             "It is measured on a copy; keep only parameters, buffers and plain values in its attributes.",
         ) from error
+
+
+def scripted_parts(model: nn.Module) -> dict[str, nn.Module]:
+    """What torch.jit made, by dotted name; outermost ones only."""
+    parts = dict[str, nn.Module]()
+    for path, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) and not any(path.startswith(f"{own}.") for own in parts):
+            parts[path] = part
+    return parts
+
+
+def _copy_of_scripted(part: nn.Module, device: str | None) -> nn.Module:
+    """Written and read: copy.deepcopy gives a module that computes with the parameters of the original."""
+    file = io.BytesIO()
+    torch.jit.save(part, file)
+    file.seek(0)
+    copied: nn.Module = torch.jit.load(file, map_location=device)  # type: ignore[no-untyped-call]
+    return copied
+
+
+def _results_kept(model: nn.Module) -> Iterator[Tensor]:
+    """Attributes that were computed of parameters, as hooks that prune weights keep them."""
+    for part in model.modules():
+        for value in vars(part).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                yield value
 
 
 def _without_values(tensor: Tensor) -> Tensor:

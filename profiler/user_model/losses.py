@@ -22,7 +22,7 @@ _TARGETS_SEED = 1
 
 
 class Loss:
-    """A scalar made of the model's output. `name`: what `loss_named` was given."""
+    """A scalar made of the model's output. `name`: what `load_loss` was given."""
 
     def __init__(self, name: str, function: Callable[[Any], Any]) -> None:
         self.name = name
@@ -38,18 +38,18 @@ class Loss:
     def of(self, output: Any) -> Tensor:
         """The loss, a scalar that needs a gradient. Raises ModelError."""
         try:
-            made = self.function(output)
+            loss = self.function(output)
         except ModelError:
             raise
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            said = f"{first_line(error)}{at_user_line(error)}"
+            reason = f"{first_line(error)}{at_user_line(error)}"
             raise ModelError(
-                f"the loss {self.name} failed on the model's output: {said}",
+                f"the loss {self.name} failed on the model's output: {reason}",
                 "Name another with `loss`, or none.",
             ) from error
-        return _checked(made, self.name)
+        return _checked(loss, self.name)
 
 
 class TargetLoss(Loss):
@@ -68,7 +68,7 @@ class TargetLoss(Loss):
     ) -> None:
         super().__init__(name, self._summed)
         self._target_for, self._against, self._seed = target_for, against, seed
-        self._made: dict[tuple[Any, ...], Tensor] = {}
+        self._targets: dict[tuple[Any, ...], Tensor] = {}
 
     def without_targets(self) -> TargetLoss:
         return TargetLoss(self.name, self._target_for, self._against, self._seed)
@@ -86,12 +86,12 @@ class TargetLoss(Loss):
 
     def _target(self, index: int, tensor: Tensor) -> Tensor:
         key = (index, tuple(tensor.shape), tensor.dtype, tensor.device)
-        if key not in self._made:
-            self._made[key] = self._target_for(tensor, self._seed + _TARGETS_SEED + index)
-        return self._made[key]
+        if key not in self._targets:
+            self._targets[key] = self._target_for(tensor, self._seed + _TARGETS_SEED + index)
+        return self._targets[key]
 
 
-def loss_named(name: str, seed: int = 0) -> Loss | None:
+def load_loss(name: str, seed: int = 0) -> Loss | None:
     """`cross-entropy`, `mse`, `package.module:function`, or `none` (None).
 
     Cross-entropy takes the last dimension of an output of shape (batch, tokens, classes) for the classes,
@@ -153,19 +153,19 @@ def _values_for(output: Tensor, seed: int) -> Tensor:
     return normal_like(output, seed)
 
 
-def _checked(made: Any, name: str) -> Tensor:
-    if not isinstance(made, Tensor) or made.numel() != 1:
-        seen = f"shape {tuple(made.shape)}" if isinstance(made, Tensor) else f"type {type(made).__name__}"
+def _checked(loss: Any, name: str) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        form = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
         raise ModelError(
-            f"the loss {name} returned a value of {seen}",
+            f"the loss {name} returned a value of {form}",
             "It is called with the model's output and returns a scalar.",
         )
-    if not made.requires_grad:
+    if not loss.requires_grad:
         raise ModelError(
             f"the loss {name} needs no gradient: nothing would be trained",
             "Compute it from the model's output with torch's own operations, outside torch.no_grad().",
         )
-    return made
+    return loss
 
 
 def _function_named(name: str) -> Callable[[Any], Any]:

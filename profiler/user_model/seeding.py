@@ -70,13 +70,13 @@ def reseed(seed: int) -> None:
 
 def random_states() -> dict[str, Any]:
     """By who draws, a value that is another after a draw."""
-    found: dict[str, Any] = {"torch": torch.get_rng_state().numpy().tobytes(), "random": random.getstate()}
+    states: dict[str, Any] = {"torch": torch.get_rng_state().numpy().tobytes(), "random": random.getstate()}
     for index in _cuda_devices():
-        found[f"torch on cuda:{index}"] = torch.cuda.get_rng_state(index).numpy().tobytes()
+        states[f"torch on cuda:{index}"] = torch.cuda.get_rng_state(index).numpy().tobytes()
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        found["numpy.random"] = (kind, keys.tobytes(), *rest)
-    return found
+        states["numpy.random"] = (kind, keys.tobytes(), *rest)
+    return states
 
 
 def _cuda_devices() -> list[int]:

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from ...cost_models.runtime import runtime_named
-from ...cost_models.schedules import Program, schedule_named
-from ...cost_models.simulator.costs import Array, Costs, recompute_shares, transfers_named
+from ...cost_models.runtime import find_runtime
+from ...cost_models.schedules import Program, find_schedule
+from ...cost_models.simulator.costs import Array, Costs, find_transfers, recompute_shares
 from ...cost_models.timeline import Timeline, simulate
 from ..formats.deepspeed_export import DeepspeedExport
 from ..formats.torch_actions import splits_backward
@@ -106,12 +106,12 @@ def predict_seconds(case: RuntimeCase, stages: Sequence[StageSeconds]) -> float:
 
 def _pipe_program(case: RuntimeCase, stages: int) -> Program:
     name = "1f1b" if isinstance(case.document, DeepspeedExport) else "gpipe"
-    return schedule_named(name).program(stages, case.micro_batches, 1)
+    return find_schedule(name).program(stages, case.micro_batches, 1)
 
 
 def _runtime_costs(case: RuntimeCase, stages: Sequence[StageSeconds]) -> Costs:
     document = case.document
-    runtime = runtime_named(document.runtime)
+    runtime = find_runtime(document.runtime)
     shares = launch = relaunch = None
     if not isinstance(document, DeepspeedExport):
         shares = recompute_shares(document.checkpoint, _pipe_program(case, len(stages)))
@@ -133,7 +133,7 @@ def _runtime_costs(case: RuntimeCase, stages: Sequence[StageSeconds]) -> Costs:
         backward_occupancy=occupancy,
         all_reduce=None if case.all_reduce is None else np.array(case.all_reduce),
         tied=tuple(own.cost() for own in case.tied),
-        transfers=transfers_named(runtime.transfers),
+        transfers=find_transfers(runtime.transfers),
         hosts="one" if runtime.one_process else "each",
     )
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from ...cost_models.document import DeviceCount, LayerBound, LayerCount, MadeBy
 from ...cost_models.errors import ExportError
-from ...cost_models.runtime import runtime_named
+from ...cost_models.runtime import find_runtime
 from ...planner.plan_file import Plan
 from .export_document import ExportDocument, stage_bounds
 from .plan_choice import Choice, choose, document_fields
@@ -67,7 +67,7 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[DeepspeedExport
     `device` changes nothing: DeepSpeed's launcher gives each process its device.
     """
     del device
-    choice, remark = choose(plan, runtime_named("deepspeed"))
+    choice, remark = choose(plan, find_runtime("deepspeed"))
     document = DeepspeedExport(
         **document_fields(plan, choice, "deepspeed"),
         num_stages=len(choice.balance),

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from ...cost_models.document import MadeBy
 from ...cost_models.errors import UsageError
-from ...cost_models.runtime import runtime_named
+from ...cost_models.runtime import find_runtime
 from ...planner.plan_file import Plan
 from . import (
     deepspeed_export,
@@ -69,7 +69,7 @@ def export(
     Raises UsageError (unknown runtime or device, "cuda" for a plan of processors), ExportError (nothing in
     the plan is for this runtime).
     """
-    runtime = runtime_named(runtime).name
+    runtime = find_runtime(runtime).name
     exporter = EXPORTERS[runtime]
     if device not in ("cuda", "cpu", None):
         raise UsageError(

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from ...cost_models.document import MadeBy, MicroBatches
 from ...cost_models.errors import ExportError
-from ...cost_models.runtime import runtime_named
+from ...cost_models.runtime import find_runtime
 from ...planner.plan_file import Plan
 from .export_document import ExportDocument
 from .plan_choice import Choice, choose, document_fields
@@ -29,7 +29,7 @@ class HuggingfaceExport(ExportDocument):
 
 def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[HuggingfaceExport, str | None]:
     """The file's content, and a remark where it is not the plan itself. Raises ExportError."""
-    choice, remark = choose(plan, runtime_named("huggingface"))
+    choice, remark = choose(plan, find_runtime("huggingface"))
     if not plan.layer_names:
         raise ExportError(
             f"the plan of {plan.model} does not tell the names of its layers", "Make it again: pplan solve"

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from ...cost_models.document import LayerCount, MadeBy
 from ...cost_models.errors import ExportError
-from ...cost_models.runtime import runtime_named
+from ...cost_models.runtime import find_runtime
 from ...planner.plan_file import Plan
 from .plan_choice import Choice, choose
 from .trainer_text import TrainerArguments, device_remark, join_remarks, trainer_fields
@@ -63,14 +63,14 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[MegatronExport,
     `device` changes nothing: Megatron-LM runs on CUDA devices only.
     """
     del device
-    choice, remark = choose(plan, runtime_named("megatron"))
+    choice, remark = choose(plan, find_runtime("megatron"))
     return _build_document(MegatronExport, plan, choice, remark, _flags, made_by)
 
 
 def export_bridge(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[MegatronBridgeExport, str | None]:
     """As `export`, for Megatron-Bridge."""
     del device
-    choice, remark = choose(plan, runtime_named("megatron-bridge"))
+    choice, remark = choose(plan, find_runtime("megatron-bridge"))
     return _build_document(MegatronBridgeExport, plan, choice, remark, _overrides, made_by)
 
 

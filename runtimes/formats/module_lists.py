@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ...cost_models.errors import ExportError
-from ...cost_models.runtime import runtime_named
+from ...cost_models.runtime import find_runtime
 from ...planner.plan_file import Plan
 from .plan_choice import Choice, choose
 from .torch_actions import OWN_ORDER, action_rows, build_program, schedule_class
@@ -57,7 +57,7 @@ class TransformerChoice:
 
 def choose_blocks(plan: Plan, runtime: str) -> TransformerChoice:
     """What `runtime` is given of a plan: whole blocks. Raises ExportError."""
-    choice, remark = choose(plan, runtime_named(runtime))
+    choice, remark = choose(plan, find_runtime(runtime))
     model = find_plan_blocks(plan, runtime)
     ends = tuple(accumulate(choice.balance))
     check_whole_blocks(plan, model, ends, runtime)

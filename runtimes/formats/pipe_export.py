@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from ...cost_models.document import LayerCount, MadeBy, MicroBatches
-from ...cost_models.runtime import runtime_named
+from ...cost_models.runtime import find_runtime
 from ...planner.plan_file import Plan
 from .export_document import ExportDocument
 from .plan_choice import Choice, choose, document_fields
@@ -85,7 +85,7 @@ def pipe_fields(plan: Plan, runtime: str, device: str) -> tuple[dict[str, Any], 
     `device` is "cuda" (stage by stage the plan's devices) or "cpu" (all stages on it, to try the file out).
     Raises ExportError.
     """
-    choice, remark = choose(plan, runtime_named(runtime))
+    choice, remark = choose(plan, find_runtime(runtime))
     return {
         **document_fields(plan, choice, runtime),
         "balance": list(choice.balance),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...cost_models.errors import ExportError
-from ...cost_models.runtime import Runtime, runtime_named
+from ...cost_models.runtime import Runtime, find_runtime
 from ...planner.plan_file import Plan
 from ...planner.plan_records import Alternative, Recompute
 from .export_document import hash_layers
@@ -83,7 +83,7 @@ def choose(plan: Plan, runtime: Runtime) -> tuple[Choice, str | None]:
 
 def _leaves_out_launches(plan: Plan, runtime: Runtime) -> bool:
     """Whether `runtime` drives all stages from one process and the plan was made for none that does."""
-    return runtime.one_process and (plan.runtime is None or not runtime_named(plan.runtime).one_process)
+    return runtime.one_process and (plan.runtime is None or not find_runtime(plan.runtime).one_process)
 
 
 def _same_cuts(plan: Plan, other: Alternative) -> bool:
@@ -135,7 +135,7 @@ def _other_states(plan: Plan, runtime: Runtime) -> Iterator[str]:
     """Where the runtime keeps other weights and optimizer states than the plan counts."""
     if max(plan.replicas) > 1 and plan.zero not in runtime.zero:
         yield f"it spreads states by ZeRO-{plan.zero}: {runtime.no_zero}"
-    if plan.trained.name == "bf16" and not runtime.pure_16_bits:
+    if plan.training_precision.name == "bf16" and not runtime.pure_16_bits:
         yield f"it trains in pure bf16, {runtime.name} keeps float32 master weights"
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from ...cost_models.errors import ExportError, UsageError, short_repr
 from ...cost_models.quantities import MOST_ACTIONS
-from ...cost_models.schedules import Action, Program, StageSlot, schedule_named
+from ...cost_models.schedules import Action, Program, StageSlot, find_schedule
 
 OWN_ORDER = "_PipelineScheduleRuntime"
 """The class that runs any lists of actions."""
@@ -47,7 +47,7 @@ def build_program(schedule: str, devices: int, micro_batches: int, virtual_stage
             f"at most {MOST_ACTIONS} are written out",
             "Make a plan with fewer micro-batches: pplan.solve(micro_batches=64), say.",
         )
-    program = schedule_named(schedule).program(devices, micro_batches, virtual_stages)
+    program = find_schedule(schedule).program(devices, micro_batches, virtual_stages)
     if len(program.pipes) > 1 or program.shares is not None or program.update_every is not None:
         raise ExportError(
             f"its schedule is {schedule}, which torch.distributed.pipelining does not run",

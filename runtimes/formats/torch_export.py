@@ -22,7 +22,7 @@ from ...cost_models.document import (
     MicroBatches,
 )
 from ...cost_models.errors import ExportError
-from ...cost_models.runtime import runtime_named
+from ...cost_models.runtime import find_runtime
 from ...cost_models.schedules import PUBLISHED, Program
 from ...cost_models.schedules.schedule_text import NAME
 from ...planner.plan_file import Plan
@@ -115,7 +115,7 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[TorchExport, st
     `device` changes nothing: each process takes its own.
     """
     del device
-    choice, remark = choose(plan, runtime_named("torch"))
+    choice, remark = choose(plan, find_runtime("torch"))
     devices = len(choice.devices) // choice.replicas
     program = build_program(choice.schedule, devices, choice.micro_batches, choice.virtual_stages)
     stages = device_stages(program)

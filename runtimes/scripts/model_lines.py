@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from ...cost_models.errors import ExportError
-from ...profiler.named_model import NamedModel, shown
+from ...profiler.named_model import NamedModel, quote_name
 from ...profiler.profile_file import Profile
 from ...profiler.profile_records import InputTensor
 from ..formats.deepspeed_export import DeepspeedExport
@@ -34,7 +34,8 @@ def model_lines(
     """
     if profile.dtype not in _BYTES:
         raise ExportError(
-            f"`script`: the profile says dtype {shown(profile.dtype)}", f"It is one of {', '.join(_BYTES)}."
+            f"`script`: the profile says dtype {quote_name(profile.dtype)}",
+            f"It is one of {', '.join(_BYTES)}.",
         )
     data = _Data.of(
         profile, model.name, "float32" if isinstance(document, DeepspeedExport) else profile.dtype
@@ -80,7 +81,7 @@ class _Data:
         inputs = profile.inputs
         if not inputs:
             raise ExportError(
-                f"`script`: the profile of {shown(name)} does not say what the model takes",
+                f"`script`: the profile of {quote_name(name)} does not say what the model takes",
                 "It was imported. Profile the model itself: pplan.profile('package.module:factory')",
             )
         loss = "none" if profile.loss is None else profile.loss.name

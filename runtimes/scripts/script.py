@@ -14,7 +14,7 @@ from typing import Any
 from ...cost_models.errors import ExportError
 from ...cost_models.quantities import format_seconds
 from ...planner.plan_file import Plan
-from ...profiler.named_model import model_for, shown
+from ...profiler.named_model import model_for, quote_name
 from ...profiler.profile_file import Profile
 from ..formats.deepspeed_export import DeepspeedExport
 from ..formats.export_document import ExportDocument
@@ -119,7 +119,7 @@ def _common_fields(
     count = len(document.balance if isinstance(document, PipeExport) else document.parts[1:])
     if plan.optimizer not in OPTIMIZERS:
         raise ExportError(
-            f"`script`: the plan's optimizer is {shown(plan.optimizer)}",
+            f"`script`: the plan's optimizer is {quote_name(plan.optimizer)}",
             f"Known are {', '.join(OPTIMIZERS)}.",
         )
     optimizer, options = OPTIMIZERS[plan.optimizer]
@@ -157,7 +157,7 @@ def _check_names(*paths: Path) -> None:
     """Raises ExportError for a name that would end the line of the script on which it stands."""
     for path in paths:
         if not path.name.isprintable():
-            raise ExportError(f"`script`: the file's name is {shown(path.name)}", "Name it in one line.")
+            raise ExportError(f"`script`: the file's name is {quote_name(path.name)}", "Name it in one line.")
 
 
 def _in_words(name: str) -> str:

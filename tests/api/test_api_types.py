@@ -41,7 +41,7 @@ from pplan.api.options import (
     SweepKeywords,
     SweepOptions,
     TrainingKeywords,
-    declared,
+    list_declarations,
 )
 from pplan.api.solve import MODELS
 from pplan.planner.plan_file import Plan
@@ -81,14 +81,14 @@ def written(keywords: Any) -> dict[str, str]:
     ],
 )
 def test_the_keywords_are_the_fields_of_the_options(keywords: Any, model: type[Options]) -> None:
-    assert set(keywords.__annotations__) == set(declared(model)) - {"gpus"}
+    assert set(keywords.__annotations__) == set(list_declarations(model)) - {"gpus"}
     made = {name: value for name, value in vars(model()).items() if name != "gpus"}
     assert model(**made) == model()
 
 
 def test_keywords_of_several_models_are_all_of_theirs() -> None:
     def names(*models: type[Options]) -> set[str]:
-        return {name for model in models for name in declared(model)}
+        return {name for model in models for name in list_declarations(model)}
 
     for keywords, known in (
         (SolveKeywords, names(*MODELS)),

@@ -12,7 +12,7 @@ import pytest
 import pplan
 from pplan.cli.compare_command import print_comparison, share
 from pplan.cost_models.errors import UsageError
-from pplan.planner.explanation.compare import Compared, PlanComparison
+from pplan.planner.explanation.compare import ComparisonRow, PlanComparison
 from pplan.planner.plan_file import Plan
 from pplan.planner.planners import PLANNERS
 from pplan.profiler.profile_file import Profile
@@ -44,7 +44,7 @@ def files(here: Path, plan: Plan) -> Plan:
 def test_table(plan: Plan, golden: Golden, width: int, terminal: Terminal) -> None:
     small = plan.model_copy(update={"mini_batch": 32, "micro_batches": 8, "model": "other", "topology": ""})
     made = pplan.compare(plan, with_step(plan, 0.52), small)
-    refused = Compared(name="one-gpu", reason="does not fit")
+    refused = ComparisonRow(name="one-gpu", reason="does not fit")
     console = terminal(width)
     print_comparison(made.model_copy(update={"rows": [*made.rows, refused]}), console)
     golden(f"compare_{width}.txt", console.text)

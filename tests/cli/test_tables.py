@@ -13,7 +13,7 @@ from pplan.cli.plan_tables import planned_memory, print_answer, print_ledger, pr
 from pplan.cli.profile_tables import print_profile
 from pplan.cli.table import Column, number, print_table, table, text, word
 from pplan.cost_models.document import MadeBy
-from pplan.cost_models.quantities import counted
+from pplan.cost_models.quantities import format_count
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 
@@ -254,7 +254,7 @@ def test_one_is_not_many(profile: Profile, terminal: Terminal) -> None:
     print_profile(profile.model_copy(update={"layers": profile.layers[:1]}), console)
     assert "input 3x32x32: 1 layer, 12.00 MiB" in console.text
     assert "layers," not in console.text
-    assert [counted(n, thing) for n in (1, 2) for thing in ("GPU", "micro-batch")] == [
+    assert [format_count(n, thing) for n in (1, 2) for thing in ("GPU", "micro-batch")] == [
         "1 GPU",
         "1 micro-batch",
         "2 GPUs",

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from pplan.cost_models.document import Document, Record
 from pplan.cost_models.errors import FileError
 from pplan.cost_models.machines.topology_file import load_topology
-from pplan.cost_models.text_files import as_text, detect_kind, read_text, sha256, write_whole
+from pplan.cost_models.text_files import decode_text, detect_kind, read_text, sha256, write_whole
 
 
 class Part(Record):
@@ -134,7 +134,7 @@ def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
 
 def test_text_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="not a text file"):
-        as_text(b"\xff\xfe", tmp_path, "toy")
+        decode_text(b"\xff\xfe", tmp_path, "toy")
     with pytest.raises(FileError, match="cannot be read"):
         read_text(Path("a\0b"), "toy")
 

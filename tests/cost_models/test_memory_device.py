@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from pplan.cost_models.device_memory import DeviceLedger, device_ledger, held_by_action
+from pplan.cost_models.device_memory import DeviceLedger, bytes_by_action, device_ledger
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.memory import StageBytes, Training, ledger
 from pplan.cost_models.optimizers import MIXED, Precision, StepKernels
-from pplan.cost_models.schedules import SCHEDULES, gpipe, schedule_named
+from pplan.cost_models.schedules import SCHEDULES, find_schedule, gpipe
 from pplan.cost_models.schedules.action import Action, Program
 
 MODES = ["never", "always", "except_last"]
@@ -102,7 +102,7 @@ def peak_of(walk: Walk) -> tuple[float, float, float, Action]:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_against_the_walk(name: str, recompute: str) -> None:
     for stages, micro_batches in SIZES:
-        program = schedule_named(name).program(stages, micro_batches)
+        program = find_schedule(name).program(stages, micro_batches)
         chunks = chunks_of(program)
         for device in range(stages):
             found = device_ledger(program, device, chunks, Training("adam"), recompute=recompute)
@@ -117,10 +117,10 @@ def test_every_schedule_against_the_walk(name: str, recompute: str) -> None:
 @pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_action_against_the_walk(name: str, recompute: str) -> None:
-    program = schedule_named(name).program(4, 8)
+    program = find_schedule(name).program(4, 8)
     chunks = chunks_of(program)
     for device in range(4):
-        found = held_by_action(program, device, chunks, recompute)
+        found = bytes_by_action(program, device, chunks, recompute)
         steps = list(Walk(program, device, chunks, recompute))
         assert (found.activations + found.stage_inputs).tolist() == [sum(live.values()) for _, live in steps]
         inputs = [sum(size for (what, *_), size in live.items() if what == "input") for _, live in steps]
@@ -132,7 +132,7 @@ def test_every_action_against_the_walk(name: str, recompute: str) -> None:
 
 @pytest.mark.parametrize("recompute", MODES)
 def test_what_is_alive_at_the_peak(recompute: str) -> None:
-    program = schedule_named("zb-v").program(4, 8)
+    program = find_schedule("zb-v").program(4, 8)
     chunks = chunks_of(program)
     for device in range(4):
         found = device_ledger(program, device, chunks, Training(), recompute=recompute)
@@ -153,7 +153,7 @@ def test_straight_schedules_have_the_planners_ledger(
 ) -> None:
     """Which knows `except_last` of GPipe's order only."""
     precision, versions = Precision(4, 4, kernels=kernels), 1 if recompute == "except_last" else 2
-    schedule, training = schedule_named(name), Training("adam", precision, replicas=2)
+    schedule, training = find_schedule(name), Training("adam", precision, replicas=2)
     for stages in (2, 3):
         program = schedule.program(stages, micro_batches)
         for device in range(stages):
@@ -208,7 +208,7 @@ def test_except_last_where_the_first_goes_back_first() -> None:
 def test_except_last_in_1f1b() -> None:
     """As soon as the last micro-batch is there, it stays beside the one that is built again; on the last
     stage it never waits."""
-    program = schedule_named("1f1b").program(4, 8)
+    program = find_schedule("1f1b").program(4, 8)
     # Stage 0 holds 4: the last whole, and 3 that recompute, one of them built again.
     assert held(program, 0, "except_last") == (2, 3)
     assert held(program, 2, "except_last") == (2, 1)
@@ -217,12 +217,12 @@ def test_except_last_in_1f1b() -> None:
 
 def test_what_was_built_again_stays_until_its_weight_gradient() -> None:
     actions = [Action("F", 0), Action("F", 1), Action("B", 0), Action("B", 1), Action("W", 0), Action("W", 1)]
-    program = replace(schedule_named("naive").program(1, 2), actions=(tuple(actions),))
+    program = replace(find_schedule("naive").program(1, 2), actions=(tuple(actions),))
     assert held(program, 0, "always") == (2, 2)
 
 
 def test_halves_of_a_micro_batch_hold_half() -> None:
-    program = schedule_named("autopipe").program(2, 1)
+    program = find_schedule("autopipe").program(2, 1)
     assert program.micro_batches == 2
     assert held(program, 0, "never") == (1, 0)
     assert held(program, 1, "always") == (0.5, 1)
@@ -235,7 +235,7 @@ def everything(found: DeviceLedger) -> dict[str, float]:
 def test_two_chunks_by_hand() -> None:
     """Interleaved, two devices, two micro-batches: device 0 holds both of either chunk before the first
     backward, that of chunk 1, whose workspace is the smaller one."""
-    program = schedule_named("interleaved").program(2, 2)
+    program = find_schedule("interleaved").program(2, 2)
     found = device_ledger(program, 0, [chunk(0), chunk(1)], Training("adam", MIXED), weight_versions=(2, 1))
     assert everything(found) == {
         "weights": 1010 + 3030,
@@ -255,24 +255,24 @@ def test_two_chunks_by_hand() -> None:
 def test_chunks_of_one_device_send_each_other_nothing() -> None:
     """The last device of a V hands its first chunk's output to its second: device 1 receives and sends at
     its two outer cuts only."""
-    program = schedule_named("zb-v").program(2, 4)
+    program = find_schedule("zb-v").program(2, 4)
     found = device_ledger(program, 1, [chunk(0), chunk(1)], Training())
     assert found.terms["communication"] == 41 + 3 * 53
-    alone = schedule_named("interleaved").program(1, 4)
+    alone = find_schedule("interleaved").program(1, 4)
     assert device_ledger(alone, 0, [chunk(0), chunk(1)], Training()).terms["communication"] == 0
 
 
 def test_copies_of_the_weights() -> None:
     """Chimera's two are those of its chunks; AvgPipe has a reference besides those of its two pipelines."""
     for name, further in (("chimera", 0), ("avgpipe", 1000)):
-        schedule = schedule_named(name)
+        schedule = find_schedule(name)
         program = schedule.program(2, 4)
         found = device_ledger(program, 0, [chunk(0), chunk(0)], Training(), copies=schedule.copies)
         assert (found.terms["weights"], found.terms["weight_versions"]) == (2 * 1010, further)
 
 
 def test_zero_gathers_the_largest_layers_of_any_chunk() -> None:
-    program = schedule_named("interleaved").program(2, 2)
+    program = find_schedule("interleaved").program(2, 2)
     chunks = [chunk(0), replace(chunk(1), received=0.0, sent=0.0)]
     found = device_ledger(program, 0, chunks, Training("adam", replicas=4, zero=3)).terms
     assert found["weights"] == 1000 + 40
@@ -292,7 +292,7 @@ def test_zero_gathers_the_largest_layers_of_any_chunk() -> None:
 )
 def test_what_cannot_be_is_named(arguments: dict[str, object], seen: str) -> None:
     given = {
-        "program": schedule_named("interleaved").program(2, 2),
+        "program": find_schedule("interleaved").program(2, 2),
         "device": 0,
         "chunk_bytes": [chunk(0), chunk(1)],
         "training": Training(),

@@ -9,7 +9,14 @@ import pytest
 
 from pplan.cost_models.collectives import all_reduce_loads, all_reduce_seconds, is_even
 from pplan.cost_models.hardware import Device, Group, Level, Link, Port
-from pplan.cost_models.port_sharing import Hop, PortSharings, Reduced, Routes, end_on_ports, ends_reduced
+from pplan.cost_models.port_sharing import (
+    AllReduceBytes,
+    Hop,
+    Routes,
+    TopologyPorts,
+    all_reduce_ends,
+    end_on_ports,
+)
 from pplan.cost_models.topology import Topology
 
 GPU = Device("gpu", None)
@@ -24,7 +31,7 @@ def nodes(gpus: int, per_node: int, per_port: int = 1) -> Topology:
 
 def test_a_device_sends_both_ways_through_its_port() -> None:
     ranks = [(0,), (1,), (2,)]
-    made = PortSharings(nodes(3, 4)).of(ranks, [Hop(1, 0, 4.0), Hop(1, 2, 6.0), Hop(0, 1, 6.0)], [])
+    made = TopologyPorts(nodes(3, 4)).sharing(ranks, [Hop(1, 0, 4.0), Hop(1, 2, 6.0), Hop(0, 1, 6.0)], [])
     assert made.links[1, 0] == made.links[1, 2] != made.links[0, 1]
     assert made.links[0, 2] == -1
     assert made.port_seconds == 10.0
@@ -32,14 +39,14 @@ def test_a_device_sends_both_ways_through_its_port() -> None:
 
 def test_stages_of_a_node_send_through_its_card_or_inside() -> None:
     ranks = [(0,), (1,), (4,)]
-    own, shared = (PortSharings(nodes(8, 4, port)) for port in (1, 4))
+    own, shared = (TopologyPorts(nodes(8, 4, port)) for port in (1, 4))
     hops = [Hop(0, 2, 1.0), Hop(1, 2, 2.0), Hop(1, 0, 5.0)]
-    alone, together = own.of(ranks, hops, []), shared.of(ranks, hops, [])
+    alone, together = own.sharing(ranks, hops, []), shared.sharing(ranks, hops, [])
     assert alone.links[0, 2] != alone.links[1, 2]
     assert together.links[0, 2] == together.links[1, 2] != together.links[1, 0]
     # Both arrive at device 4, whose port they take together where it has one of its own.
     assert alone.port_seconds == together.port_seconds == 5.0
-    assert PortSharings(nodes(8, 4, 4)).of(ranks, hops[:2], []).port_seconds == 3.0
+    assert TopologyPorts(nodes(8, 4, 4)).sharing(ranks, hops[:2], []).port_seconds == 3.0
 
 
 def test_a_transfer_waits_for_the_port_that_it_takes_longest() -> None:
@@ -95,19 +102,21 @@ def test_all_reduces_of_a_port_follow_one_another() -> None:
     """
     port = (1, 0)
     loads = {0: {port: 3.0}, 1: {port: 3.0}}
-    assert ends_reduced([11.0, 10.0], [2.0, 2.0], loads) == [15.0, 12.0]
-    assert ends_reduced([11.0, 10.0], [2.0, 2.0], {}) == [13.0, 12.0]
+    assert all_reduce_ends([11.0, 10.0], [2.0, 2.0], loads) == [15.0, 12.0]
+    assert all_reduce_ends([11.0, 10.0], [2.0, 2.0], {}) == [13.0, 12.0]
     free = {port: 9.0}
     assert end_on_ports(12.0, {port: 3.0}, free) == 12.0
     assert free == {port: 12.0}
 
 
 def test_ports_that_one_all_reduce_takes_are_its_own() -> None:
-    sharings = PortSharings(nodes(16, 4, 4))
-    apart = sharings.of([], [], [Reduced(0, (0, 4), 10.0), Reduced(1, (8, 12), 10.0)])
+    sharings = TopologyPorts(nodes(16, 4, 4))
+    apart = sharings.sharing([], [], [AllReduceBytes(0, (0, 4), 10.0), AllReduceBytes(1, (8, 12), 10.0)])
     assert apart.reduce_loads == {}
     assert apart.port_seconds == 2.0
-    joined = sharings.of([], [], [Reduced(0, (0, 4), 10.0), Reduced(1, (5, 9), 20.0, times=2)])
+    joined = sharings.sharing(
+        [], [], [AllReduceBytes(0, (0, 4), 10.0), AllReduceBytes(1, (5, 9), 20.0, times=2)]
+    )
     assert joined.reduce_loads == {0: {(1, 1): 2.0}, 1: {(1, 1): 4.0}}
     assert joined.port_seconds == 10.0
 

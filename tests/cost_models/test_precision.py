@@ -6,7 +6,7 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.memory import StageBytes, Training
-from pplan.cost_models.optimizers import OPTIMIZERS, optimizer_named
+from pplan.cost_models.optimizers import OPTIMIZERS, find_optimizer
 from pplan.cost_models.precision import training_precision
 
 
@@ -29,8 +29,8 @@ def test_the_bytes_of_a_parameter(
     dtype: str, amp: str | None, asked: dict[str, str], name: str, bytes_with_adamw: float
 ) -> None:
     made = training_precision(dtype, amp, **asked)
-    assert (made.name, made.bytes_per_parameter(optimizer_named("adamw"))) == (name, bytes_with_adamw)
-    assert (made.leaves_out is not None) == (name == "bf16")
+    assert (made.name, made.bytes_per_parameter(find_optimizer("adamw"))) == (name, bytes_with_adamw)
+    assert (made.limitation is not None) == (name == "bf16")
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,6 @@ def test_the_ledgers_lines_add_up_to_the_bytes_of_a_parameter(optimizer: str) ->
     made = training_precision("bfloat16", gradient_dtype="fp32")
     stage = StageBytes(2e6, 1.8e6, 7.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     terms = Training(optimizer, made.bytes).states(stage)
-    whole = made.bytes_per_parameter(optimizer_named(optimizer))
+    whole = made.bytes_per_parameter(find_optimizer(optimizer))
     assert sum(float(amount) for amount in terms.values()) == pytest.approx(0.9e6 * whole + 0.2e6 + 7)
     assert terms["master_weights"] == 0.9e6 * 4

@@ -10,7 +10,7 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.runtime import RUNTIMES
-from pplan.cost_models.schedules import SCHEDULES, Action, Program, StageSlot, schedule_named
+from pplan.cost_models.schedules import SCHEDULES, Action, Program, StageSlot, find_schedule
 from pplan.cost_models.simulator.costs import Costs
 from pplan.cost_models.timeline import Timeline, simulate
 
@@ -37,7 +37,7 @@ def small(name: str) -> list[Program]:
     programs = []
     for stages, micro_batches in SMALL:
         try:
-            programs.append(schedule_named(name).program(stages, micro_batches))
+            programs.append(find_schedule(name).program(stages, micro_batches))
         except UsageError:
             continue
     return programs
@@ -55,13 +55,13 @@ def test_names() -> None:
 
 def test_unknown_schedule_names_the_known() -> None:
     with pytest.raises(UsageError, match="'1f2b' is unknown") as caught:
-        schedule_named("1f2b")
+        find_schedule("1f2b")
     assert "1f1b, autopipe" in caught.value.hint
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_says_what_it_is(name: str) -> None:
-    schedule = schedule_named(name)
+    schedule = find_schedule(name)
     assert schedule.source
     assert all((schedule.needs, schedule.bubble, schedule.in_flight_formula))
     file = {"1f1b": "one_f_one_b"}.get(name, name.replace("-", "_"))
@@ -92,7 +92,7 @@ def check(program: Program, micro_batches: int) -> None:
 
 @pytest.mark.parametrize(("name", "stages", "micro_batches"), RUNS)
 def test_every_micro_batch_passes_every_place_once(name: str, stages: int, micro_batches: int) -> None:
-    program = schedule_named(name).program(stages, micro_batches)
+    program = find_schedule(name).program(stages, micro_batches)
     check(program, micro_batches)
     timeline = played(program)
     assert timeline.stages == stages
@@ -115,7 +115,7 @@ def test_small_numbers_run(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "stages", "micro_batches"), RUNS)
 def test_in_flight_is_what_the_timeline_holds(name: str, stages: int, micro_batches: int) -> None:
-    schedule = schedule_named(name)
+    schedule = find_schedule(name)
     timeline = played(schedule.program(stages, micro_batches))
     expected = [schedule.in_flight(stage, stages, micro_batches) for stage in range(stages)]
     assert list(timeline.peak_in_flight) == pytest.approx(expected)
@@ -123,7 +123,7 @@ def test_in_flight_is_what_the_timeline_holds(name: str, stages: int, micro_batc
 
 @pytest.mark.parametrize("name", NAMES)
 def test_synchronous_schedules_keep_one_version(name: str) -> None:
-    schedule = schedule_named(name)
+    schedule = find_schedule(name)
     versions = {schedule.weight_versions(stage, 4, 8) for stage in range(4)}
     late = {schedule.staleness(stage, 4, 8) for stage in range(4)}
     assert (schedule.program(4, 8).update_every is None) == schedule.synchronous
@@ -135,14 +135,14 @@ def test_synchronous_schedules_keep_one_version(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_runs_in_the_runtimes_that_say_so(name: str) -> None:
     """Those that run one order of their own; PyTorch's classes are held against ours where they are used."""
-    said = {runtime for runtime in schedule_named(name).runtimes if not runtime.startswith("Schedule")}
+    said = {runtime for runtime in find_schedule(name).runtimes if not runtime.startswith("Schedule")}
     of_one_order = ("torchgpipe", "fairscale", "deepspeed")
     assert said == {runtime for runtime in of_one_order if name in RUNTIMES[runtime].schedules}
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_lists_of_actions(name: str) -> None:
-    actions = schedule_named(name).actions(2, 3)
+    actions = find_schedule(name).actions(2, 3)
     assert [len(own) for own in actions] == [6, 6]
     assert [str(action) for action in actions[0]][:2] == ["F0", "F1"]
 
@@ -159,18 +159,18 @@ def test_lists_of_actions(name: str) -> None:
 )
 def test_counts_below_one(name: str, numbers: tuple[int, ...], what: str) -> None:
     with pytest.raises(UsageError, match=f"^{what}: must be at least 1"):
-        schedule_named(name).program(*numbers)
+        find_schedule(name).program(*numbers)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("interleaved", "looped-bfs")])
 def test_virtual_stages_of_schedules_that_have_their_own(name: str) -> None:
     allowed = 2 if name in ("zb-v", "dualpipe-v", "wpipe") else 1
-    assert schedule_named(name).default_virtual_stages == allowed
-    assert schedule_named(name).program(4, 8, allowed).devices == 4
+    assert find_schedule(name).default_virtual_stages == allowed
+    assert find_schedule(name).program(4, 8, allowed).devices == 4
     for other in (1, 2, 3):
         if other != allowed:
             with pytest.raises(UsageError, match=f"^virtual stages {other}: {name} runs {allowed}"):
-                schedule_named(name).program(4, 8, other)
+                find_schedule(name).program(4, 8, other)
 
 
 @pytest.mark.parametrize(
@@ -195,5 +195,5 @@ def test_numbers_that_a_schedule_cannot_run(
     name: str, stages: int, micro_batches: int, what: str, hint: str
 ) -> None:
     with pytest.raises(UsageError) as raised:
-        schedule_named(name).program(stages, micro_batches)
+        find_schedule(name).program(stages, micro_batches)
     assert (raised.value.what, raised.value.hint) == (what, hint)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 from pplan.cost_models.document import Document, MadeBy
-from pplan.cost_models.text_files import escape_text, is_about, is_unchanged, sealed, sealed_lines
+from pplan.cost_models.text_files import add_hash, add_line_hash, escape_text, is_unchanged, matches_fields
 
 
 class Note(Document):
@@ -44,11 +44,11 @@ def test_every_edit_is_seen(edit: dict[str, object]) -> None:
 def test_what_is_not_ours() -> None:
     for text in ("", "old", "[]", "{}", "[" * 10**5, '{"made_by": {"content_sha256": ""}}', "\ud800"):
         assert not is_unchanged(text)
-    assert sealed('{\n "schema": 1\n}') == '{\n "schema": 1\n}'
+    assert add_hash('{\n "schema": 1\n}') == '{\n "schema": 1\n}'
 
 
 def test_lines() -> None:
-    text = sealed_lines("a = 1\nb = 2\n")
+    text = add_line_hash("a = 1\nb = 2\n")
     assert text.startswith("a = 1\nb = 2\n# ")
     assert is_unchanged(text)
     assert not is_unchanged(text.replace("2", "3", 1))
@@ -58,10 +58,10 @@ def test_lines() -> None:
 
 def test_what_a_document_is_about() -> None:
     text = '{"model": "a", "profile": {"file": "p", "none": null}}'
-    assert is_about(text, {"model": "a", "profile.file": "p", "other": "x", "profile.none.deep": "y"})
-    assert not is_about(text, {"model": "b"})
-    assert not is_about(text, {"profile.file": "q"})
-    assert is_about("# lines", {"model": "a"})
+    assert matches_fields(text, {"model": "a", "profile.file": "p", "other": "x", "profile.none.deep": "y"})
+    assert not matches_fields(text, {"model": "b"})
+    assert not matches_fields(text, {"profile.file": "q"})
+    assert matches_fields("# lines", {"model": "a"})
 
 
 def test_no_character_that_a_terminal_obeys_is_left() -> None:

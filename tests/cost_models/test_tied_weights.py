@@ -19,7 +19,7 @@ from pplan.cost_models.simulator.pipeline_costs import stage_costs
 from pplan.cost_models.tied_weights import (
     TiedSum,
     TiedWeight,
-    copied_bytes,
+    copy_bytes,
     least_seconds_after,
     reduction_seconds,
     tied_sums,
@@ -82,7 +82,7 @@ def test_a_copy_has_gradients_and_states_but_no_place_in_the_replicas_buckets() 
 
 def test_the_table_of_copies_is_that_of_its_stages() -> None:
     points = (0, 1, 3, 4, 6)
-    table = copied_bytes((EMBEDDING, FROZEN), points)
+    table = copy_bytes((EMBEDDING, FROZEN), points)
     for i, j in combinations(range(len(points)), 2):
         own = [weight for weight in (EMBEDDING, FROZEN) if weight.is_copied(points[i], points[j])]
         assert table[i, j] == sum(weight.bytes for weight in own)

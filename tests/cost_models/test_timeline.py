@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.schedules import Action, schedule_named
+from pplan.cost_models.schedules import Action, find_schedule
 from pplan.cost_models.timeline import PipelineCosts, simulate, step_seconds, uniform_costs
 
 STRAIGHT = ("gpipe", "1f1b")
@@ -59,7 +59,7 @@ def test_agrees_with_the_longest_path(name: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     stages, micro_batches = int(rng.integers(1, 6)), int(rng.integers(1, 9))
     costs = random_costs(rng, stages, micro_batches)
-    actions = schedule_named(name).actions(stages, micro_batches)
+    actions = find_schedule(name).actions(stages, micro_batches)
     assert simulate(actions, costs).step_seconds == pytest.approx(longest_path(actions, costs), rel=1e-12)
 
 
@@ -68,7 +68,7 @@ def test_agrees_with_the_longest_path(name: str, seed: int) -> None:
 @pytest.mark.parametrize("micro_batches", [1, 3, 8, 32])
 def test_bubble_of_equal_stages(name: str, stages: int, micro_batches: int) -> None:
     costs = uniform_costs([3.0] * stages, [5.0] * stages, micro_batches)
-    timeline = simulate(schedule_named(name).actions(stages, micro_batches), costs)
+    timeline = simulate(find_schedule(name).actions(stages, micro_batches), costs)
     assert timeline.bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1), abs=1e-12)
 
 
@@ -89,7 +89,7 @@ def test_published_bubble_rate_of_1f1b(
     costs = uniform_costs(
         [forward] * stages, [input_gradient + weight_gradient] * stages, micro_batches, transfer
     )
-    timeline = simulate(schedule_named("1f1b").actions(stages, micro_batches), costs)
+    timeline = simulate(find_schedule("1f1b").actions(stages, micro_batches), costs)
     assert round(timeline.bubble_rate_span, 4) == rate
 
 
@@ -104,13 +104,13 @@ def test_gpipe_is_two_flow_shops() -> None:
     )
     span = forward.sum() + backward.sum() + 2 * (cut.sum() + 4 * 0.25)
     span += 5 * (max(*forward, *cut) + max(*backward, *cut))
-    assert simulate(schedule_named("gpipe").actions(5, 6), costs).step_seconds == pytest.approx(
+    assert simulate(find_schedule("gpipe").actions(5, 6), costs).step_seconds == pytest.approx(
         span, rel=1e-12
     )
 
 
 def test_transfers_of_no_cost_change_nothing() -> None:
-    actions = schedule_named("1f1b").actions(4, 6)
+    actions = find_schedule("1f1b").actions(4, 6)
     free = simulate(actions, uniform_costs([1.0, 2.0, 1.5, 1.0], [2.0] * 4, 6))
     latent = simulate(actions, uniform_costs([1.0, 2.0, 1.5, 1.0], [2.0] * 4, 6, transfer_latency=0.0))
     assert free.spans == latent.spans
@@ -120,7 +120,7 @@ def test_a_link_carries_one_transfer_at_a_time() -> None:
     costs = PipelineCosts(
         np.array([[1.0, 1.0], [1.0, 1.0]]), np.zeros((2, 2)), np.array([4.0]), np.array([0.5])
     )
-    timeline = simulate(schedule_named("gpipe").actions(2, 2), costs)
+    timeline = simulate(find_schedule("gpipe").actions(2, 2), costs)
     arrivals = [span.start for span in timeline.spans if span.stage == 1 and span.action.kind == "F"]
     assert arrivals == [1 + 4 + 0.5, 1 + 4 + 4 + 0.5]
 
@@ -135,7 +135,7 @@ def test_one_process_launches_in_turn() -> None:
         forward_launch=np.full((2, 1), 5.0),
         backward_launch=np.full((2, 1), 5.0),
     )
-    timeline = simulate(schedule_named("gpipe").actions(2, 1), costs)
+    timeline = simulate(find_schedule("gpipe").actions(2, 1), costs)
     assert [(span.stage, str(span.action), span.start, span.end) for span in timeline.spans] == [
         (0, "F0", 0.0, 5.0),
         (1, "F0", 5.0, 10.0),
@@ -148,7 +148,7 @@ def test_all_reduce_follows_the_last_backward() -> None:
     costs = PipelineCosts(
         np.ones((2, 1)), np.ones((2, 1)), np.zeros(1), np.zeros(1), all_reduce=np.array([0.5, 3.0])
     )
-    assert simulate(schedule_named("gpipe").actions(2, 1), costs).stage_end == (4.5, 6.0)
+    assert simulate(find_schedule("gpipe").actions(2, 1), costs).stage_end == (4.5, 6.0)
 
 
 def test_candidates_side_by_side_are_the_single_ones() -> None:
@@ -161,14 +161,14 @@ def test_candidates_side_by_side_are_the_single_ones() -> None:
         )
     )
     for name in STRAIGHT:
-        actions = schedule_named(name).actions(4, 5)
+        actions = find_schedule(name).actions(4, 5)
         expected = [simulate(actions, costs).step_seconds for costs in single]
         assert step_seconds(name, together).tolist() == expected
         assert simulate(actions, together.candidate(2)).step_seconds == expected[2]
 
 
 def test_memory_over_time() -> None:
-    timeline = simulate(schedule_named("1f1b").actions(2, 3), uniform_costs([1, 1], [1, 1], 3))
+    timeline = simulate(find_schedule("1f1b").actions(2, 3), uniform_costs([1, 1], [1, 1], 3))
     levels: npt.NDArray[np.float64] = np.array(timeline.memory_over_time(0, 100, 10))
     assert levels[:, 1].tolist() == [100, 110, 120, 110, 120, 110, 100]
     assert levels[:, 0].tolist() == [0, 0, 1, 4, 4, 6, 8]
@@ -192,14 +192,14 @@ def test_impossible_lists_are_refused(actions: list[list[Action]], message: str)
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
 def test_impossible_costs_are_refused(bad: float) -> None:
     with pytest.raises(UsageError, match="forward holds"):
-        simulate(schedule_named("gpipe").actions(2, 1), uniform_costs([1.0, bad], [1.0, 1.0], 1))
+        simulate(find_schedule("gpipe").actions(2, 1), uniform_costs([1.0, bad], [1.0, 1.0], 1))
     with pytest.raises(UsageError, match="costs of shape"):
-        simulate(schedule_named("gpipe").actions(2, 2), uniform_costs([1.0, 1.0], [1.0, 1.0], 1))
+        simulate(find_schedule("gpipe").actions(2, 2), uniform_costs([1.0, 1.0], [1.0, 1.0], 1))
 
 
 def test_a_timeline_is_of_one_candidate() -> None:
     costs = PipelineCosts(np.ones((2, 1, 3)), np.ones((2, 1, 3)), np.zeros((1, 3)), np.zeros((1, 3)))
-    program = schedule_named("gpipe").program(2, 1)
+    program = find_schedule("gpipe").program(2, 1)
     with pytest.raises(UsageError, match="costs of 3 candidates: a timeline is of one"):
         simulate(program, costs)
     assert step_seconds(program, costs).tolist() == [4, 4, 4]

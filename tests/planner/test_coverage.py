@@ -16,12 +16,12 @@ from pplan.cost_models.hardware import Level
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Link, Topology
 from pplan.planner import joint_search as finding
-from pplan.planner.build_plan import solve
+from pplan.planner.build_plan import solve_problem
 from pplan.planner.candidate import Proposal, ScoredPlan
-from pplan.planner.coverage import as_searched, is_searched
-from pplan.planner.joint_search import find, joint_search, plan_with, run_search, with_bound
+from pplan.planner.coverage import is_searched, to_searched_devices
+from pplan.planner.joint_search import find_best_plan, joint_search, plan_with, run_search, with_bound
 from pplan.planner.objectives.objective import Objective
-from pplan.planner.objectives.solve_objective import solve_for
+from pplan.planner.objectives.solve_objective import solve_objective
 from pplan.planner.pipeline_config import SEARCHED
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
@@ -37,7 +37,7 @@ MIB = 2**20
 
 
 def solved(chain: Chain, topology: Topology, **options: Any) -> Plan:
-    return solve(chain, topology, PlanOptions(**options), model="toy", profile=REFERENCE)
+    return solve_problem(chain, topology, PlanOptions(**options), model="toy", profile=REFERENCE)
 
 
 def uneven_nodes() -> Topology:
@@ -160,7 +160,7 @@ class TestAPlannersOtherPlacement:
         assert dapple.step_seconds < 0.98 * space.bound_seconds
         for small in (1_000, 0):  # also where costly planners are asked after the search
             monkeypatch.setattr(finding, "SMALL", small)
-            answer = find(problem)
+            answer = find_best_plan(problem)
             assert isinstance(answer.by_planner["dapple"], ScoredPlan)
             assert answer.best is not None
             assert answer.best.step_seconds <= dapple.step_seconds * (1 + 1e-9)
@@ -169,7 +169,7 @@ class TestAPlannersOtherPlacement:
             assert answer.result.bound_seconds < 0.999 * dapple.step_seconds
 
     def test_its_own_plan_has_a_bound_that_holds_for_it(self, seed: int, make_chain: MakeChain) -> None:
-        named = find(self.made(seed, make_chain, planner="dapple")).result
+        named = find_best_plan(self.made(seed, make_chain, planner="dapple")).result
         assert named.best is not None
         assert not named.exact
         assert named.universal
@@ -183,7 +183,7 @@ def test_no_other_assignment_of_the_devices_is_faster(seed: int, make_chain: Mak
     topology = one_fast()
     chain = make_chain(seed, 6, traffic=0.2, cuts=1.1)
     problem = Problem(chain, topology, PlanOptions(mini_batch=8))
-    answer = find(problem)
+    answer = find_best_plan(problem)
     best = answer.best
     assert best is not None
     replicas = best.proposal.replicas
@@ -208,7 +208,7 @@ def test_no_assignment_of_devices_of_as_many_kinds_is_faster(
     groups = tuple(Group(Device(f"kind{i}", None, 1 + 0.3 * i), 1) for i in range(devices))
     topology = Topology(groups, (Level("node", None, Link(20.0, 0.0)),))
     problem = Problem(make_chain(seed, 9, traffic=0.02, cuts=1.1), topology, PlanOptions(mini_batch=8))
-    best = find(problem).best
+    best = find_best_plan(problem).best
     assert best is not None
     others = []
     for order in permutations(range(devices), sum(best.proposal.replicas)):
@@ -225,7 +225,7 @@ def test_no_assignment_of_devices_of_as_many_kinds_is_faster(
 def test_objectives_say_which_plans_they_speak_of(name: str, make_chain: MakeChain) -> None:
     prices = {"": 1.0} if name == "cost" else {}
     problem = Problem(make_chain(2, 6, traffic=0.2, cuts=1.1), one_fast(1), PlanOptions(mini_batch=4))
-    plan = solve_for(Objective(name, prices=prices), problem, model="toy", profile=REFERENCE)
+    plan = solve_objective(Objective(name, prices=prices), problem, model="toy", profile=REFERENCE)
     assert "devices" in plan.prediction.bound_covers
     if plan.objective is not None:
         assert "devices" in plan.objective.covers
@@ -236,9 +236,9 @@ def test_devices_that_are_alike_are_searched(make_chain: MakeChain) -> None:
     config = problem.configs[0]
     shuffled = Proposal(config, (2, 4, 6), ((2,), (1, 3), (0,)))
     assert not is_searched(problem, shuffled)
-    assert as_searched(problem, shuffled).devices == ((1,), (2, 3), (0,))
+    assert to_searched_devices(problem, shuffled).devices == ((1,), (2, 3), (0,))
     between = Proposal(config, (2, 4, 6), ((2,), (0,), (1, 3)))
-    assert as_searched(problem, between) == between
+    assert to_searched_devices(problem, between) == between
     assert not is_searched(problem, replace(shuffled, config=replace(config, schedule="zb-h1")))
 
 

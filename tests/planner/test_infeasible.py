@@ -13,7 +13,7 @@ from pplan.cost_models.errors import InfeasibleError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
 from pplan.planner.infeasible import no_plan_fits
-from pplan.planner.joint_search import find
+from pplan.planner.joint_search import find_best_plan
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 
@@ -22,7 +22,7 @@ MakeTopology = Callable[..., Topology]
 
 
 def refused(problem: Problem) -> InfeasibleError:
-    assert find(problem, []).best is None
+    assert find_best_plan(problem, []).best is None
     return no_plan_fits(problem)
 
 
@@ -68,17 +68,17 @@ def test_every_change_that_is_named_fits(
     chain, named = make_chain(3, 8, cuts=1.1), 0
     for memory in (400, 600, 800):
         problem = Problem(chain, make_topology(2, memory=memory), PlanOptions(mini_batch=8, **options))
-        if find(problem, []).best is not None:
+        if find_best_plan(problem, []).best is not None:
             continue
         error = no_plan_fits(problem)
         assert error.exit_status == 3
         assert "a GPU" in error.what
         if error.hint.startswith("Leave out "):
             bare = replace(problem.options, pins=(), cut_after=(), use_all=False)
-            assert find(replace(problem, options=bare), []).best is not None
+            assert find_best_plan(replace(problem, options=bare), []).best is not None
             continue
         for words in error.hint.removeprefix("What would fit: ").rstrip(".").split("; or "):
-            assert find(changed(problem, words), []).best is not None, words
+            assert find_best_plan(changed(problem, words), []).best is not None, words
             named += 1
     assert named > 0
 

@@ -18,7 +18,7 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Topology
 from pplan.planner.candidate import ScoredPlan
-from pplan.planner.joint_search import find
+from pplan.planner.joint_search import find_best_plan
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners import PLANNERS
 from pplan.planner.problem import Problem
@@ -34,7 +34,7 @@ def problem(chain: Chain, topology: Topology, **options: Any) -> Problem:
 def step(chain: Chain, topology: Topology, **options: Any) -> float:
     """Of the best plan, which must be proven, but for one on devices in an order that is not searched; inf
     where none fits."""
-    found = find(problem(chain, topology, **options), []).result
+    found = find_best_plan(problem(chain, topology, **options), []).result
     assert found.exact or found.universal
     return np.inf if found.best is None else found.best.step_seconds
 
@@ -129,14 +129,14 @@ def test_never_worse_than_any_planner(
     """Nor is any planner below the bound; layers named as a transformer's, so that all planners have any."""
     chain = make_chain(seed, 12, cuts=1.1, traffic=[0.1, 1][seed])
     made = problem(chain, make_topology(4, per_node=[8, 2][seed], memory=2500), mini_batch=16, **options)
-    answer = find(made)
+    answer = find_best_plan(made)
     assert set(answer.by_planner) == set(PLANNERS)
     assert answer.best is not None
     plans = {name: plan for name, plan in answer.by_planner.items() if isinstance(plan, ScoredPlan)}
     assert len(plans) > 1
-    assert answer.best.config.schedule in made.proposable
+    assert answer.best.config.schedule in made.allowed_schedules
     for name, plan in plans.items():
-        if plan.config.schedule not in made.proposable:
+        if plan.config.schedule not in made.allowed_schedules:
             assert name == "interleaved"  # is shown, and not in the running
             continue
         assert answer.best.step_seconds <= plan.step_seconds * (1 + 1e-9), name
@@ -158,7 +158,9 @@ def test_a_named_planners_own_plan(name: str, make_chain: MakeChain, make_topolo
         trainable_bytes=np.full(12, 50.0),
     )
     topology = make_topology(4)
-    free, own = (find(problem(chain, topology, mini_batch=16, planner=word)) for word in ("best", name))
+    free, own = (
+        find_best_plan(problem(chain, topology, mini_batch=16, planner=word)) for word in ("best", name)
+    )
     assert own.best is not None
     assert own.best == own.by_planner[name]
     assert own.result.bound_seconds <= own.best.step_seconds
@@ -201,13 +203,13 @@ def test_more_devices_are_never_worse_without_a_proof(
 ) -> None:
     """Where the work ends early, the search starts from the answer on fewer devices."""
     unproven = 0
-    for seed in range(4):
+    for seed in range(2):
         chain, last = make_chain(seed, 10, cuts=1.1, traffic=3), np.inf
         for gpus in (2, 4, 8):
             made = problem(
                 chain, make_topology(gpus, per_node=2, latency=0.2), mini_batch=16, time_limit=1e-9
             )
-            answer = find(made)
+            answer = find_best_plan(made)
             assert answer.best is not None
             assert answer.best.step_seconds <= last * (1 + 1e-9)
             last, unproven = answer.best.step_seconds, unproven + (not answer.result.exact)

@@ -12,7 +12,7 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology, two_level_topology
 from pplan.planner.mini_batch import choose_mini_batch
 from pplan.planner.objectives.objective import Objective
-from pplan.planner.objectives.solve_objective import solve_for
+from pplan.planner.objectives.solve_objective import solve_objective
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.plan_records import ProfileReference
@@ -89,7 +89,7 @@ def test_a_given_one_stays() -> None:
 
 
 def solved(own: Problem) -> Plan:
-    return solve_for(Objective(), own, model="toy", profile=REFERENCE)
+    return solve_objective(Objective(), own, model="toy", profile=REFERENCE)
 
 
 @pytest.mark.slow

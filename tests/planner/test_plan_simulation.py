@@ -13,8 +13,8 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Topology
 from pplan.planner.balance import balance
-from pplan.planner.build_plan import solve
-from pplan.planner.layout import devices_needed
+from pplan.planner.build_plan import solve_problem
+from pplan.planner.layout import count_devices
 from pplan.planner.overrides import Overrides
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
@@ -27,7 +27,7 @@ MakeTopology = Callable[..., Topology]
 
 def _solved(chain: Chain, topology: Topology, **options: object) -> Plan:
     asked = PlanOptions(**options)  # type: ignore[arg-type]
-    return solve(chain, topology, asked, model="toy", profile=ProfileReference(file="", sha256=""))
+    return solve_problem(chain, topology, asked, model="toy", profile=ProfileReference(file="", sha256=""))
 
 
 WISHES = [
@@ -319,9 +319,9 @@ def test_replicas_of_several_kinds_fit_on_the_least_memory(
 
 
 def test_devices_needed(plan: Plan) -> None:
-    assert devices_needed(plan, Overrides()) == 4
-    assert devices_needed(plan, Overrides(stages=7)) == 7
-    assert devices_needed(plan.model_copy(update={"gpus": 8}), Overrides(stages=7)) == 8
+    assert count_devices(plan, Overrides()) == 4
+    assert count_devices(plan, Overrides(stages=7)) == 7
+    assert count_devices(plan.model_copy(update={"gpus": 8}), Overrides(stages=7)) == 8
 
 
 @pytest.fixture
@@ -352,4 +352,4 @@ def test_replicas_that_cannot_stay_are_refused(chain: Chain, plan: Plan, make_to
         simulate_plan(shared, chain, make_topology(5), Overrides(schedule="zb-v"))
     wide = simulate_plan(plan, chain, make_topology(10), Overrides(stages=5, replicas=2))
     assert sorted(reduction.stages for reduction in wide.timeline.reductions) == [(n,) for n in range(5)]
-    assert devices_needed(plan, Overrides(stages=5, replicas=2)) == 10
+    assert count_devices(plan, Overrides(stages=5, replicas=2)) == 10

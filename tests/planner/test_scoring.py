@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.schedules import SCHEDULES, schedule_named
+from pplan.cost_models.schedules import SCHEDULES, find_schedule
 from pplan.cost_models.topology import Topology
-from pplan.planner.build_plan import bare_plan
+from pplan.planner.build_plan import plan_without_comparison
 from pplan.planner.candidate import Proposal, ScoredPlan, replicated_pipeline
-from pplan.planner.joint_search import find
+from pplan.planner.joint_search import find_best_plan
 from pplan.planner.pipeline_config import SEARCHED, PipelineConfig
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import ASYNCHRONOUS, PlanOptions
@@ -33,9 +33,9 @@ SYNCHRONOUS = [name for name in SCHEDULES if name not in ASYNCHRONOUS]
 
 def planned(problem: Problem) -> Plan:
     """The best plan, read back from its file."""
-    answer = find(problem, [])
+    answer = find_best_plan(problem, [])
     assert answer.best is not None
-    plan = bare_plan(problem, answer.best, answer.result, model="toy", profile=REFERENCE)
+    plan = plan_without_comparison(problem, answer.best, answer.result, model="toy", profile=REFERENCE)
     return Plan.parse(plan.to_json(), "toy.plan.json")
 
 
@@ -60,7 +60,7 @@ def test_every_schedule(schedule: str, seed: int, make_chain: MakeChain, make_to
     for memory in (None, 3000, 2000):
         topology = make_topology(4, per_node=[4, 2, 8][seed], latency=0.01, memory=memory)
         problem = Problem(chain, topology, PlanOptions(mini_batch=8, schedule=schedule))
-        best = find(problem, []).best
+        best = find_best_plan(problem, []).best
         if best is None:
             assert memory is not None
             continue
@@ -85,7 +85,7 @@ def test_replicas_and_stages_that_recompute(
     assert len(seen) > 4
     for plan in seen:
         found = SearchResult(plan, 0.1, 0.1, exact=False)
-        made = bare_plan(problem, plan, found, model="toy", profile=REFERENCE)
+        made = plan_without_comparison(problem, plan, found, model="toy", profile=REFERENCE)
         is_what_it_says(made, chain, topology)
     assert any(max(plan.proposal.replicas) > 1 for plan in seen)
     assert any(len(set(plan.recompute)) > 1 for plan in seen) or seed % 2
@@ -119,7 +119,7 @@ def test_ledgers_are_those_that_the_search_takes(
             for index, (stage, (first, end)) in enumerate(zip(stages, proposal.bounds, strict=True)):
                 group = space.replica_group(4, proposal.devices[index])
                 at = group.table.cut_points.index(first), group.table.cut_points.index(end)
-                in_flight = schedule_named(schedule).in_flight(index, 3, 4)
+                in_flight = find_schedule(schedule).in_flight(index, 3, 4)
                 needed = float(group.bytes(in_flight, mode)[at])
                 assert stage.memory_bytes == pytest.approx(needed, abs=len(stage.memory))
                 assert stage.forward_seconds == pytest.approx(float(group.forward[at]))
@@ -145,7 +145,7 @@ def test_parts_of_a_backward_that_take_less_than_the_whole(
     half = 0.25 * chain.backward_seconds
     chain = replace(chain, backward_input_seconds=half, backward_weight_seconds=half)
     problem = Problem(chain, make_topology(2), PlanOptions(mini_batch=8, schedule="zb-h1"))
-    found = find(problem, []).result
+    found = find_best_plan(problem, []).result
     assert found.best is not None
     assert busiest_seconds(problem.space, found.best.proposal) <= found.best.step_seconds * (1 + 1e-12)
     assert found.bound_seconds <= found.best.step_seconds

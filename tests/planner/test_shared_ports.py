@@ -15,7 +15,7 @@ from pplan.cost_models.timeline import simulate
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.assembly import Assembly
 from pplan.planner.candidate import Proposal
-from pplan.planner.joint_search import find
+from pplan.planner.joint_search import find_best_plan
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
@@ -99,7 +99,7 @@ def test_the_searchs_steps_are_those_of_the_simulator(seed: int, make_chain: Mak
         made = assemble(space, proposal, own)
         assert simulate(made.program, made.costs()).step_seconds == pytest.approx(step, rel=1e-12)
         assert step >= bytes_through_ports(made) * (1 - 1e-12)
-    alone = np.array([pipelines.some(np.array([row])).step_seconds()[0] for row in range(len(steps))])
+    alone = np.array([pipelines.select(np.array([row])).step_seconds()[0] for row in range(len(steps))])
     assert alone == pytest.approx(steps, rel=1e-12)
     for limit in (float(np.median(steps)), float(steps.min()), float(steps.max()) + 1):
         limited, most = pipelines.step_seconds(limit), min(limit, float(steps.min()))
@@ -137,7 +137,7 @@ def test_the_step_holds_what_a_nodes_port_must_carry(make_chain: MakeChain) -> N
     card = float(chain.trainable_bytes.sum()) / 20.0
     step = simulate(made.program, made.costs()).step_seconds
     assert step >= card
-    answer = find(Problem(chain, topology, PlanOptions(mini_batch=16, time_limit=5.0)))
+    answer = find_best_plan(Problem(chain, topology, PlanOptions(mini_batch=16, time_limit=5.0)))
     assert answer.best is not None
     best = assemble(space, answer.best.proposal, answer.best.recompute)
     assert answer.best.step_seconds >= bytes_through_ports(best) * (1 - 1e-12)

@@ -13,7 +13,7 @@ from pplan.cost_models.machines.topology_options import ProfiledDevice, make_top
 from pplan.cost_models.quantities import MOST_DEVICES
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.build_plan import build_plan
-from pplan.planner.joint_search import find
+from pplan.planner.joint_search import find_best_plan
 from pplan.planner.objectives.throughput import throughput
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.plan_records import ProfileReference
@@ -70,12 +70,12 @@ def problem_of(devices: int, clock: Reading | None = None) -> Problem:
 @pytest.mark.slow
 @pytest.mark.parametrize("each", [1, 3, 30, 300, 1_000])
 def test_whenever_the_time_is_over_there_is_a_plan_and_a_bound_that_holds(each: int) -> None:
-    whole = find(problem_of(8)).result
+    whole = find_best_plan(problem_of(8)).result
     assert whole.best is not None
     assert whole.exact
     clock = Reading(each)
     problem = problem_of(8, clock)
-    found = find(problem).result
+    found = find_best_plan(problem).result
     assert found.best is not None
     assert found.bound_seconds <= whole.best.step_seconds * (1 + 1e-9)
     assert found.bound_seconds <= found.best.step_seconds
@@ -85,7 +85,7 @@ def test_whenever_the_time_is_over_there_is_a_plan_and_a_bound_that_holds(each: 
 def test_a_plan_for_very_many_devices_needs_no_time_at_all() -> None:
     clock = Reading(1)
     problem = problem_of(16_384, clock)
-    answer = find(problem)
+    answer = find_best_plan(problem)
     assert answer.best is not None
     assert answer.best.proposal.device_count > 1
     assert clock.looks < 400  # each look is a step of something that then ended
@@ -96,7 +96,7 @@ def test_a_plan_for_very_many_devices_needs_no_time_at_all() -> None:
 
 @pytest.mark.slow
 def test_where_counted_work_ends_the_search_nothing_is_said_of_time_and_answers_are_the_same() -> None:
-    made = [find(problem_of(72), planners=("data-parallel",)) for _ in range(2)]
+    made = [find_best_plan(problem_of(72), planners=("data-parallel",)) for _ in range(2)]
     assert made[0].result == made[1].result
     assert not problem_of(72).budget.was_interrupted
 

@@ -14,9 +14,9 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.optimizers import Precision
 from pplan.cost_models.topology import Topology
-from pplan.planner.build_plan import bare_plan
+from pplan.planner.build_plan import plan_without_comparison
 from pplan.planner.candidate import Proposal
-from pplan.planner.joint_search import find
+from pplan.planner.joint_search import find_best_plan
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
@@ -68,7 +68,7 @@ def test_the_searched_step_is_the_simulated_one(
             continue
         scored += 1
         found = SearchResult(best, best.step_seconds, best.step_seconds, exact=False)
-        plan = bare_plan(problem, best, found, model="toy", profile=REFERENCE)
+        plan = plan_without_comparison(problem, best, found, model="toy", profile=REFERENCE)
         assert (plan.precision, plan.gradient_dtype, plan.zero) == ("mixed", "fp32", zero)
         read = Plan.parse(plan.to_json(), "toy.plan.json")
         simulated = simulate_plan(read, chain, topology)
@@ -87,7 +87,7 @@ def test_no_plan_is_faster_than_the_one_that_is_found(
     chain = make_chain(seed, 5, cuts=1.1)
     topology = make_topology(3, per_node=2, latency=0.05, memory=3500)
     problem = Problem(chain, topology, requested(zero, mini_batch=4, schedule="1f1b"), "bfloat16")
-    answer = find(problem)
+    answer = find_best_plan(problem)
     assert answer.best is not None
     everything = [
         Proposal(config, ends, devices)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pplan.profiler.journal import CountedBytes, Journal, KeptSize, read
+from pplan.profiler.journal import CountedBytes, Journal, JournalSize, read
 from pplan.profiler.memory.workspace import LossWorkspace, StepMemory
 from pplan.profiler.passes.backward_parts import PartTimes
 from pplan.profiler.passes.layer_stamps import LayerTimes, LossTimes
@@ -39,7 +39,7 @@ COUNTS = [(0, 0, 0, 0), (0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 0, 0), (1, 1, 1, 0), 
 
 
 def opened(path: Path, *, resume: bool = True, key: str = "key", layers: int = 2) -> Journal:
-    return Journal.opened(path, key, layers, resume=resume)
+    return Journal.open(path, key, layers, resume=resume)
 
 
 @pytest.fixture
@@ -47,26 +47,31 @@ def path(tmp_path: Path) -> Path:
     """A journal of one size."""
     path = tmp_path / "a.journal"
     journal = opened(path)
-    journal.counted(4, COUNTED)
-    journal.passed(4, "layers", LAYERS)
-    journal.passed(4, "whole", WHOLE)
-    journal.passed(4, "parts", PARTS)
-    journal.round_done(4, 1.5)
-    journal.passed(4, "layers", PLAIN)
+    journal.write_counts(4, COUNTED)
+    journal.write_pass(4, "layers", LAYERS)
+    journal.write_pass(4, "whole", WHOLE)
+    journal.write_pass(4, "parts", PARTS)
+    journal.write_round(4, 1.5)
+    journal.write_pass(4, "layers", PLAIN)
     journal.close()
     return path
 
 
-def counts(kept: KeptSize) -> tuple[int, int, int, int]:
+def counts(kept: JournalSize) -> tuple[int, int, int, int]:
     rounds = kept.rounds
-    return len(rounds.layers), len(rounds.whole), len(rounds.parts), len(kept.taken)
+    return len(rounds.layers), len(rounds.whole), len(rounds.parts), len(kept.round_seconds)
 
 
 def test_what_was_written_is_read_back_exactly(path: Path) -> None:
     journal = opened(path)
     journal.close()
-    (kept,) = journal.kept.values()
-    assert (list(journal.kept), kept.counted, kept.taken, journal.seconds) == ([4], COUNTED, [1.5], 1.5)
+    (kept,) = journal.sizes.values()
+    assert (list(journal.sizes), kept.counted, kept.round_seconds, journal.seconds) == (
+        [4],
+        COUNTED,
+        [1.5],
+        1.5,
+    )
     assert journal.passes == 4
     for found, put in zip(kept.rounds.layers, (LAYERS, PLAIN), strict=True):
         for name in ("forward", "backward", "forward_host", "backward_host"):
@@ -94,12 +99,12 @@ def test_cut_off_at_any_byte_it_tells_the_whole_lines(path: Path) -> None:
 def test_it_goes_on_behind_the_last_whole_line(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
     journal = opened(path)
-    assert counts(journal.kept[4]) == COUNTS[5]
-    journal.passed(4, "whole", WHOLE)
+    assert counts(journal.sizes[4]) == COUNTS[5]
+    journal.write_pass(4, "whole", WHOLE)
     journal.close()
     again = opened(path)
     again.close()
-    assert counts(again.kept[4]) == (1, 2, 1, 1)
+    assert counts(again.sizes[4]) == (1, 2, 1, 1)
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
@@ -121,7 +126,7 @@ def test_another_keys_journal_or_another_number_of_layers_is_nothing(path: Path)
 
 def test_without_resume_it_is_begun_anew_and_says_what_there_was(path: Path) -> None:
     journal = opened(path, resume=False)
-    assert (journal.kept, journal.passes, journal.passes_found) == ({}, 0, 4)
+    assert (journal.sizes, journal.passes, journal.passes_in_file) == ({}, 0, 4)
     assert not journal.is_worth_keeping
     journal.close()
     assert len(path.read_bytes().splitlines()) == 1
@@ -129,7 +134,7 @@ def test_without_resume_it_is_begun_anew_and_says_what_there_was(path: Path) -> 
 
 def test_parts_that_were_left_out_are_none(path: Path) -> None:
     journal = opened(path)
-    journal.parts_left_out(4, "too large")
+    journal.write_parts_left_out(4, "too large")
     journal.close()
     kept, _ = read(path.read_bytes(), "key", 2)
     assert (kept[4].parts_left_out, kept[4].rounds.parts) == ("too large", [])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.named_model import loss_for, may_name, model_for, shown
+from pplan.profiler.named_model import loss_for, may_name, model_for, quote_name
 from pplan.profiler.profile_file import Profile
 
 COST = {
@@ -136,5 +136,5 @@ def test_losses() -> None:
 
 
 def test_names_are_shown_in_one_short_line() -> None:
-    assert shown("a\n\x1b\u043e'") == '"a\\n\\x1b\\u043e\'"'
-    assert len(shown("x" * 10**6)) < 100
+    assert quote_name("a\n\x1b\u043e'") == '"a\\n\\x1b\\u043e\'"'
+    assert len(quote_name("x" * 10**6)) < 100

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pplan.cost_models.option_fields import declared
+from pplan.cost_models.option_fields import list_declarations
 from pplan.profiler import profile_cache
 from pplan.profiler.measure import profile_model
 from pplan.profiler.models import from_module
@@ -57,7 +57,7 @@ def kept(
     """The profile, and what was said."""
     said: list[str] = []
     loaded = module if isinstance(module, LoadedModel) else (module or model(), given)
-    own = {name: value for name, value in options.items() if name in declared(ProfileOptions)}
+    own = {name: value for name, value in options.items() if name in list_declarations(ProfileOptions)}
     asked = ProfileOptions(**{"micro_batch_sizes": [1], "cache": True, "device": "cpu", **own})
     measuring = {"rounds": 1} | {name: value for name, value in options.items() if name not in own}
     return profile_model(loaded, asked, remark=said.append, **measuring), said

@@ -95,8 +95,10 @@ def test_only_the_size_in_hand_holds_its_input_and_first_gradients(
         plain(run)
         made.append(run)
         others = {id(other): other for other in made if other is not run}.values()
-        assert (run._passes._input is not None, len(run._passes._gradients._made)) == (True, 1)
-        assert all(other._passes._input is None and not other._passes._gradients._made for other in others)
+        assert (run._passes._input is not None, len(run._passes._gradients._by_shape)) == (True, 1)
+        assert all(
+            other._passes._input is None and not other._passes._gradients._by_shape for other in others
+        )
 
     monkeypatch.setattr(SizeRun, "_timed_whole", watched)
     sweep = swept(subject_of(nn.Sequential(takes(clock, 1, 2)), clock), [1, 2, 4])

@@ -13,7 +13,7 @@ from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble
-from pplan.planner.search.placements import placements
+from pplan.planner.search.placements import list_placements
 
 NAMED = ("naive", "gpipe", "1f1b", "dapple", "zb-h1", "zb-h2", "interleaved", "zb-v", "chimera", "avgpipe")
 LINKS = Link(10.0, 0.1), Link(2.0, 0.2)
@@ -89,4 +89,4 @@ def test_orders_are_those_that_are_searched(topology: Topology) -> None:
         tuple(rank for ranks in shape for rank in ranks)
         for shape in in_orders(topology, topology.gpus, range(1, 2), numbered=False)
     }
-    assert own == {placement.ranks for placement in placements(topology)}
+    assert own == {placement.ranks for placement in list_placements(topology)}

@@ -90,11 +90,11 @@ def test_objectives(kind: str) -> None:
     assert found(cases, changed(aiming(1.01)))["objective's bound"] > 0
 
 
-@pytest.mark.parametrize("name", ["stage_term", "whole_bound"])
+@pytest.mark.parametrize("name", ["stage_term", "whole_bound_1f1b"])
 def test_terms_of_the_search(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = getattr(bounds_1f1b, name)
     monkeypatch.setattr(bounds_1f1b, name, lambda *args: 1.01 * own(*args))
-    monkeypatch.setitem(WHOLE_BOUNDS, "1f1b", bounds_1f1b.whole_bound)
+    monkeypatch.setitem(WHOLE_BOUNDS, "1f1b", bounds_1f1b.whole_bound_1f1b)
     assert found(PLAIN)["before searching" if name == "stage_term" else "of whole plans"] > 0
 
 

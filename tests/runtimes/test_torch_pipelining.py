@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pplan.cost_models.schedules import schedule_named
+from pplan.cost_models.schedules import find_schedule
 from pplan.planner.plan_file import Plan
 from pplan.runtimes.formats.exporters import export
 from pplan.runtimes.formats.torch_export import TorchExport
@@ -72,7 +72,7 @@ class Case:
 def placed(plan: Plan) -> Plan:
     """The plan with its stages on the devices where its schedule has them."""
     devices, replicas = len(plan.stages) // plan.virtual_stages, plan.replicas[0]
-    pipe = schedule_named(plan.schedule).program(devices, plan.micro_batches, plan.virtual_stages).pipes[0]
+    pipe = find_schedule(plan.schedule).program(devices, plan.micro_batches, plan.virtual_stages).pipes[0]
     stages = [
         stage.model_copy(update={"devices": [place.device * replicas + r for r in range(replicas)]})
         for stage, place in zip(plan.stages, pipe, strict=True)

@@ -67,7 +67,7 @@ def main(folder: Path, rank: int, world: int) -> None:
     )
     document = TorchExport.load(folder / "gpt2.torch.json")
     loaded, (ids, labels) = gpt2(), batch(document.mini_batch)
-    example = loaded.example.handed
+    example = loaded.example.layer_input
     layers = sequential(loaded.module, example, granularity=document.granularity)
     if rank:
         with torch.no_grad():  # those of the first stage with the weight count

@@ -171,8 +171,8 @@ def test_what_differs_is_named(make_profile: Callable[..., Any], solve_files: Ca
     step = solved.plan["prediction"]["step_seconds"]
     report = solved.verified(changed(solved.plan, ("prediction", "step_seconds"), step * 1.01))
     line = report.line("step")
-    assert (line.state, line.detail, line.said) == ("differs", "step_seconds", step * 1.01)
-    assert line.found == pytest.approx(step, rel=1e-9)
+    assert (line.state, line.detail, line.plan_value) == ("differs", "step_seconds", step * 1.01)
+    assert line.expected_value == pytest.approx(step, rel=1e-9)
     assert report.line("memory of stages").state == "ok"
     assert not report.agrees
     assert json.loads(report.to_json())["agrees"] is False

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.cost_models.schedules import schedule_named
+from pplan.cost_models.schedules import find_schedule
 from pplan.cost_models.simulator.costs import Costs
 from pplan.cost_models.timeline import simulate
-from pplan.verification.orders import order_of
-from pplan.verification.wiring import NONE, StepWork, run, wired
+from pplan.verification.orders import make_order
+from pplan.verification.wiring import NONE, StepWork, simulate_events, wire_order
 
 
 def work(
     schedule: str, p: int, m: int, forward: float, backward: float, occupancy: float, **more: Any
 ) -> StepWork:
-    wiring = wired(order_of(schedule, p, m, 1))
+    wiring = wire_order(make_order(schedule, p, m, 1))
     ports: list[Hashable | None] = [
         None if target == NONE else more.get("port", (device, wiring.device[target]))
         for device, target in zip(wiring.device, wiring.target, strict=True)
@@ -35,32 +35,34 @@ def work(
 
 def test_without_transfers() -> None:
     """(m + p - 1) (F + B)."""
-    assert max(run(work("1f1b", 3, 4, 1.0, 2.0, 0.0)).end) == pytest.approx(18.0)
-    assert max(run(work("gpipe", 3, 4, 1.0, 2.0, 0.0)).end) == pytest.approx(18.0)
+    assert max(simulate_events(work("1f1b", 3, 4, 1.0, 2.0, 0.0)).end) == pytest.approx(18.0)
+    assert max(simulate_events(work("gpipe", 3, 4, 1.0, 2.0, 0.0)).end) == pytest.approx(18.0)
 
 
 def test_transfers_take_turns_on_their_port() -> None:
     """Two stages, two micro-batches, gpipe: forwards of 1 s end at 1 and 2, transfers of 3 s one by one: they
     arrive at 4 and 7, and 1 s later each with the latency."""
-    ran = run(work("gpipe", 2, 2, 1.0, 1.0, 3.0))
+    ran = simulate_events(work("gpipe", 2, 2, 1.0, 1.0, 3.0))
     assert sorted(ran.start)[:4] == [0.0, 1.0, 4.0, 7.0]
-    ran = run(work("gpipe", 2, 2, 1.0, 1.0, 3.0, latency=1.0))
+    ran = simulate_events(work("gpipe", 2, 2, 1.0, 1.0, 3.0, latency=1.0))
     assert sorted(ran.start)[:4] == [0.0, 1.0, 5.0, 8.0]
 
 
 def test_one_port_for_all() -> None:
     """naive, one micro-batch: the same; gpipe on three stages: both cuts' activations wait for each other."""
-    own = max(run(work("gpipe", 3, 4, 1.0, 1.0, 2.0)).end)
-    assert max(run(work("gpipe", 3, 4, 1.0, 1.0, 2.0, port="one")).end) > own
-    assert max(run(work("naive", 2, 1, 1.0, 1.0, 2.0, port="one")).end) == pytest.approx(8.0)
+    own = max(simulate_events(work("gpipe", 3, 4, 1.0, 1.0, 2.0)).end)
+    assert max(simulate_events(work("gpipe", 3, 4, 1.0, 1.0, 2.0, port="one")).end) > own
+    assert max(simulate_events(work("naive", 2, 1, 1.0, 1.0, 2.0, port="one")).end) == pytest.approx(8.0)
 
 
 def test_a_launch_that_is_late() -> None:
     """One host: launches of 2 s one after another, actions of 1 s end with them."""
     bare = work("naive", 1, 2, 1.0, 1.0, 0.0)
     ends = [2.0, 4.0, 6.0, 8.0]
-    ran = run(
-        StepWork(bare.wired, bare.seconds, bare.port, bare.occupancy, bare.latency, [0.0, *ends[:-1]], ends)
+    ran = simulate_events(
+        StepWork(
+            bare.wired_order, bare.seconds, bare.port, bare.occupancy, bare.latency, [0.0, *ends[:-1]], ends
+        )
     )
     assert ran.end == ends
 
@@ -70,7 +72,7 @@ def test_a_launch_that_is_late() -> None:
 def test_against_the_simulator(schedule: str, blocking: bool) -> None:
     rng = np.random.default_rng(len(schedule))
     parts = 2 if schedule == "interleaved" else 1
-    program = schedule_named(schedule).program(4, 8, parts)
+    program = find_schedule(schedule).program(4, 8, parts)
     shape = (program.devices, program.chunks, 1)
     forward, backward, weight = (rng.random(shape) for _ in range(3))
     cuts = (len(program.pipes), program.slots - 1)
@@ -85,7 +87,7 @@ def test_against_the_simulator(schedule: str, blocking: bool) -> None:
         backward_latency=latency,
         transfers="blocking" if blocking else "overlapped",
     )
-    wiring = wired(order_of(schedule, 4, 8, parts))
+    wiring = wire_order(make_order(schedule, 4, 8, parts))
     tables = {"F": forward, "B": backward, "W": weight}
     rows = []
     for index, target in enumerate(wiring.target):
@@ -102,5 +104,5 @@ def test_against_the_simulator(schedule: str, blocking: bool) -> None:
             )
         )
     seconds, ports, taken, late = (list(column) for column in zip(*rows, strict=True))
-    ran = run(StepWork(wiring, seconds, ports, taken, late, blocking=blocking))
+    ran = simulate_events(StepWork(wiring, seconds, ports, taken, late, blocking=blocking))
     assert max(ran.free) == pytest.approx(simulate(program, costs).step_seconds, rel=1e-12)

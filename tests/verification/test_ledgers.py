@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.errors import FileError, UsageError
-from pplan.verification.device_ledger import PartBytes, ledger, part_bytes
+from pplan.verification.device_ledger import PartBytes, compute_ledger, part_bytes
 from pplan.verification.documents import Table
-from pplan.verification.layer_costs import Layers, layers_of
-from pplan.verification.orders import order_of
+from pplan.verification.layer_costs import Layers, read_layers
+from pplan.verification.orders import make_order
 from pplan.verification.stated_training import StatedTraining
 
 
@@ -32,7 +32,7 @@ def layer(name: str, costs: list[tuple[int, float, int]], **more: Any) -> dict[s
 
 
 def read(*layers: dict[str, Any], **more: Any) -> Layers:
-    return layers_of(Table({"schema": 1, "layers": list(layers)} | more, "profile"))
+    return read_layers(Table({"schema": 1, "layers": list(layers)} | more, "profile"))
 
 
 def test_between_and_outside_the_measured_sizes() -> None:
@@ -75,8 +75,8 @@ PART = PartBytes(
 
 def test_stages_of_1f1b_by_hand() -> None:
     """Adam in float32, two replicas; stage 0 of 3 holds three micro-batches."""
-    made = ledger(
-        order_of("1f1b", 3, 8, 1),
+    made = compute_ledger(
+        make_order("1f1b", 3, 8, 1),
         0,
         [PART],
         StatedTraining("adam", 4, 4),
@@ -109,8 +109,8 @@ def test_stages_of_1f1b_by_hand() -> None:
 def test_what_comes_and_goes(
     schedule: str, recompute: str, device: int, activations: float, inputs: float
 ) -> None:
-    made = ledger(
-        order_of(schedule, 3, 4, 1),
+    made = compute_ledger(
+        make_order(schedule, 3, 4, 1),
         device,
         [PART],
         StatedTraining("sgd", 4, 4),
@@ -153,8 +153,8 @@ def test_what_zero_spreads(
     zero: int, weights: float, gradients: float, master: float, states: float, exchanged: float
 ) -> None:
     """bf16 weights, float32 gradients and master weights, Adam; over four replicas."""
-    made = ledger(
-        order_of("1f1b", 1, 1, 1),
+    made = compute_ledger(
+        make_order("1f1b", 1, 1, 1),
         0,
         [replace(PART, neighbours=300)],
         StatedTraining("adam", 2, 4, 4, zero),

@@ -13,8 +13,8 @@ from pplan.cost_models.machines.presets import PRESETS
 from pplan.cost_models.machines.topology_text import to_toml
 from pplan.cost_models.port_sharing import Routes
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
-from pplan.verification.stated_machine import StatedDevice, StatedMachine, machine_of
-from pplan.verification.traffic import all_reduce_seconds, exposed_seconds, sum_loads, way
+from pplan.verification.stated_machine import StatedDevice, StatedMachine, parse_machine
+from pplan.verification.traffic import all_reduce_time, exposed_seconds, find_transfer_route, sum_loads
 
 SERVERS = Topology(
     (Group(Device("A100-40GB", 2**30, 1.5), 6), Group(Device("toy", None), 10)),
@@ -27,7 +27,7 @@ SERVERS = Topology(
 
 
 def read(topology: Topology) -> StatedMachine:
-    return machine_of(to_toml(topology), "machine")
+    return parse_machine(to_toml(topology), "machine")
 
 
 def test_the_text_of_a_topology() -> None:
@@ -53,7 +53,7 @@ def test_contexts_are_those_of_the_presets() -> None:
 
 def test_a_transfer_by_hand() -> None:
     """Two senders of node 0 to three receivers of node 1, through the one port of each."""
-    own = way(read(SERVERS), (0, 1), (4, 5, 6))
+    own = find_transfer_route(read(SERVERS), (0, 1), (4, 5, 6))
     assert own.latency == 2e-5
     assert own.loads == pytest.approx({(1, 0, 0): 1 / 2.5e10, (1, 1, 1): 1 / 2.5e10})
     assert own.leaves_by == (1, 0, 0)
@@ -65,7 +65,7 @@ def test_transfers_against_the_cost_models() -> None:
         ranks = rng.sample(range(16), rng.randint(2, 9))
         cut = rng.randint(1, len(ranks) - 1)
         senders, receivers = tuple(ranks[:cut]), tuple(ranks[cut:])
-        own = way(machine, senders, receivers)
+        own = find_transfer_route(machine, senders, receivers)
         assert (own.latency, own.pace) == pytest.approx(routes.route(senders, receivers), rel=1e-12)
 
 
@@ -74,7 +74,7 @@ def test_sums_against_the_cost_models() -> None:
     for _ in range(200):
         ranks = sorted(rng.sample(range(16), rng.randint(2, 16)))
         size = rng.choice([0.0, 1e3, 1e7, 1e9])
-        assert all_reduce_seconds(machine, ranks, size) == pytest.approx(
+        assert all_reduce_time(machine, ranks, size) == pytest.approx(
             float(modelled(SERVERS, ranks, size, "best")), rel=1e-12
         )
         layers = rng.randint(1, 8)
@@ -94,5 +94,5 @@ def test_what_a_sum_must_send_by_hand() -> None:
     assert loads[2, 0, 4] == pytest.approx(1e9 / 4 / 1.25e9)
     assert len(loads) == 2 * (16 + 4 + 8)
     assert sum_loads(read(SERVERS), [3], 1e9) == {}
-    least = all_reduce_seconds(read(SERVERS), list(range(16)), 1e9)
+    least = all_reduce_time(read(SERVERS), list(range(16)), 1e9)
     assert max(loads.values()) <= least

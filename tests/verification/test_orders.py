@@ -7,10 +7,10 @@ from itertools import product
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.schedules import SCHEDULES, schedule_named
-from pplan.verification.orders import ASYNCHRONOUS, SYNCHRONOUS, ScheduleOrder, order_of
-from pplan.verification.report import NotChecked, NotLegal
-from pplan.verification.wiring import check_order, most_in_flight, wired
+from pplan.cost_models.schedules import SCHEDULES, find_schedule
+from pplan.verification.orders import ASYNCHRONOUS, SYNCHRONOUS, ScheduleOrder, make_order
+from pplan.verification.report import ImpossiblePlan, NotChecked
+from pplan.verification.wiring import check_order, most_in_flight, wire_order
 
 
 def drawn(order: ScheduleOrder) -> list[str]:
@@ -21,7 +21,7 @@ def drawn(order: ScheduleOrder) -> list[str]:
 
 
 def test_1f1b_as_in_the_paper() -> None:
-    assert drawn(order_of("1f1b", 3, 4, 1)) == [
+    assert drawn(make_order("1f1b", 3, 4, 1)) == [
         "F0 F1 F2 B0 F3 B1 B2 B3",
         "F0 F1 B0 F2 B1 F3 B2 B3",
         "F0 B0 F1 B1 F2 B2 F3 B3",
@@ -29,7 +29,7 @@ def test_1f1b_as_in_the_paper() -> None:
 
 
 def test_zb_h1_as_in_the_paper() -> None:
-    assert drawn(order_of("zb-h1", 3, 4, 1)) == [
+    assert drawn(make_order("zb-h1", 3, 4, 1)) == [
         "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3",
         "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
         "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3",
@@ -37,7 +37,7 @@ def test_zb_h1_as_in_the_paper() -> None:
 
 
 def test_interleaved_as_in_the_paper() -> None:
-    assert drawn(order_of("interleaved", 2, 4, 2)) == [
+    assert drawn(make_order("interleaved", 2, 4, 2)) == [
         "F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 b2 b3 B2 B3",
         "F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3",
     ]
@@ -54,12 +54,12 @@ def test_the_same_as_the_programs(name: str) -> None:
     ran = 0
     for p, m, v in product(range(1, 6), (1, 2, 3, 4, 6, 8, 10, 20), (1, 2, 3)):
         try:
-            program = schedule_named(name).program(p, m, v)
+            program = find_schedule(name).program(p, m, v)
         except UsageError:
-            with pytest.raises(NotLegal):
-                order_of(name, p, m, v)
+            with pytest.raises(ImpossiblePlan):
+                make_order(name, p, m, v)
             continue
-        order = order_of(name, p, m, v)
+        order = make_order(name, p, m, v)
         assert [[tuple(action) for action in own] for own in program.actions] == order.lists
         assert [[tuple(place) for place in pipe] for pipe in program.pipes] == order.routes
         assert list(program.pipe_of) == order.route_of
@@ -74,15 +74,15 @@ def test_the_same_as_the_programs(name: str) -> None:
     ("p", "m", "v"), [(0, 1, 1), (1, 0, 1), (1, 1, 0), (3, 6, 2)], ids=["p", "m", "v", "chunks"]
 )
 def test_numbers_that_cannot_be(p: int, m: int, v: int) -> None:
-    with pytest.raises(NotLegal):
-        order_of("1f1b", p, m, v)
+    with pytest.raises(ImpossiblePlan):
+        make_order("1f1b", p, m, v)
 
 
 def test_an_unknown_schedule_and_too_many_actions() -> None:
-    with pytest.raises(NotLegal, match="schedule 'x' is none of naive"):
-        order_of("x", 1, 1, 1)
+    with pytest.raises(ImpossiblePlan, match="schedule 'x' is none of naive"):
+        make_order("x", 1, 1, 1)
     with pytest.raises(NotChecked, match="more than"):
-        order_of("1f1b", 2**12, 2**12, 1)
+        make_order("1f1b", 2**12, 2**12, 1)
 
 
 def changed(lists: list[list[str]], held: float = 9) -> ScheduleOrder:
@@ -102,13 +102,13 @@ def changed(lists: list[list[str]], held: float = 9) -> ScheduleOrder:
 )
 def test_orders_that_cannot_be_run(lists: list[list[str]], why: str | None) -> None:
     if why is None:
-        assert len(wired(changed(lists))) == 8
+        assert len(wire_order(changed(lists))) == 8
     else:
-        with pytest.raises(NotLegal, match=why):
-            wired(changed(lists))
+        with pytest.raises(ImpossiblePlan, match=why):
+            wire_order(changed(lists))
 
 
 def test_more_in_flight_than_the_definition_says() -> None:
     order = changed([["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]], held=1)
-    with pytest.raises(NotLegal, match="device 0 holds 2 micro-batches, 1 at the most"):
+    with pytest.raises(ImpossiblePlan, match="device 0 holds 2 micro-batches, 1 at the most"):
         check_order(order)

@@ -60,7 +60,7 @@ class DeepspeedAdapter(PipelineAdapter):
         self.stage, self.replica = divmod(dist.get_rank(), document.replicas)
         example = target.example.repeated(document.micro_batch_size // document.replicas)
         self._inputs = stage_inputs(target.layers, document.parts[self.stage], example.tensors)
-        stage = build(document, target.layers, target.loss, target.example.handed)
+        stage = build(document, target.layers, target.loss, target.example.layer_input)
         config = {name: value for name, value in document.config.items() if name != "optimizer"}
         optimizer = torch.optim.SGD(stage.parameters(), lr=LEARNING_RATE)
         self.engine: Any

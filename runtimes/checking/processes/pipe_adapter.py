@@ -72,7 +72,7 @@ class PipeAdapter(PipelineAdapter):
         """The mean over the micro-batches, each by itself as in the plain model."""
         self._tell_backward(runs=False)
         inputs = fed.to(device=self.devices[0])
-        output = self._pipe(inputs.handed if isinstance(inputs.handed, Tensor) else inputs.tensors)
+        output = self._pipe(inputs.layer_input if isinstance(inputs.layer_input, Tensor) else inputs.tensors)
         parts = _micro_batches(output, self.case.micro_batches)
         loss = torch.stack([self._target.loss(part, None) for part in parts]).sum() / len(parts)
         self._tell_backward(runs=True)
@@ -101,7 +101,7 @@ class PipeAdapter(PipelineAdapter):
 
 
 def _build_pipe(case: RuntimeCase, target: TrainingTarget) -> Any:
-    document, example = case.document, target.example.handed
+    document, example = case.document, target.example.layer_input
     if isinstance(document, FairscaleExport):
         return fairscale.build(document, target.layers, example)
     if isinstance(document, TorchgpipeExport):

@@ -63,7 +63,7 @@ def plain_losses(
             total = 0.0
             for part in range(parts):
                 own = _part(samples, part * size, size)
-                part_loss = loss(model(own.handed), None) / parts
+                part_loss = loss(model(own.layer_input), None) / parts
                 torch.autograd.backward(part_loss)
                 total += float(part_loss.detach())
             apply_sgd(list(model.parameters()))

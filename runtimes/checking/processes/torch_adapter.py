@@ -54,7 +54,7 @@ class TorchAdapter(PipelineAdapter):
     def _stage_inputs(self, target: TrainingTarget) -> dict[int, tuple[Tensor, ...]]:
         """What each of this process's stages is sent for a micro-batch."""
         size = self.document.micro_batch_size // self.document.replicas
-        arguments = target.example.repeated(size).handed
+        arguments = target.example.repeated(size).layer_input
         first = InputForm.of(target.example).micro_batch(target.example, size)
         tensors = (arguments,) if isinstance(arguments, Tensor) else arguments
         return {

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from ....cost_models.errors import ModelError
-from ....cost_models.quantities import counted
-from ....profiler.local_machine import dtype_named
+from ....cost_models.quantities import format_count
+from ....profiler.local_machine import parse_dtype
 from ....profiler.models import load_model
-from ....profiler.named_model import LOSSES, shown
+from ....profiler.named_model import LOSSES, quote_name
 from ....profiler.passes.modes import Modes
 from ....profiler.sequential import sequential
 from ....profiler.torch_internals import tree_leaves
 from ....profiler.user_model.loaded_model import ModelInput
-from ....profiler.user_model.losses import loss_named
+from ....profiler.user_model.losses import load_loss
 from ...formats.export_document import hash_names
 from ..job import Case, ModelSpec, RuntimeCase, StageSeconds, StageWaits
 from .plain_model import Loss
@@ -67,13 +67,13 @@ def _load_model(spec: ModelSpec) -> TrainingTarget:
         seed=spec.seed,
         known_only=spec.name not in spec.by_user,
     )
-    dtype = dtype_named(spec.dtype)
+    dtype = parse_dtype(spec.dtype)
     modes = Modes(channels_last=spec.channels_last)
     module = modes.converted(loaded.module.to(dtype))
     example = loaded.example.to(dtype=dtype, memory_format=modes.memory_format)
     layers = sequential(module, example, granularity=spec.granularity)
     _check_layers(layers, spec)
-    user_loss = loss_named(_loss(spec), spec.seed)
+    user_loss = load_loss(_loss(spec), spec.seed)
     return TrainingTarget(
         layers, example, partial(_sum_of_means) if user_loss is None else lambda out, _: user_loss.of(out)
     )
@@ -81,7 +81,9 @@ def _load_model(spec: ModelSpec) -> TrainingTarget:
 
 def _loss(spec: ModelSpec) -> str:
     if spec.loss not in LOSSES and spec.loss not in spec.by_user:
-        raise ModelError(f"loss {shown(spec.loss)}: a file's word runs no code", "Name it yourself: `loss`.")
+        raise ModelError(
+            f"loss {quote_name(spec.loss)}: a file's word runs no code", "Name it yourself: `loss`."
+        )
     return spec.loss
 
 
@@ -90,8 +92,9 @@ def _check_layers(layers: nn.Sequential, spec: ModelSpec) -> None:
     if not names or spec.layers_sha256 in ("", hash_names(names)):
         return
     raise ModelError(
-        f"{spec.name} is not the model that was profiled as {shown(spec.profiled)}: it has "
-        f"{counted(len(names), 'layer')}, {shown(names[0])} to {shown(names[-1])}, with other names",
+        f"{spec.name} is not the model that was profiled as {quote_name(spec.profiled)}: it has "
+        f"{format_count(len(names), 'layer')}, {quote_name(names[0])} to {quote_name(names[-1])}, "
+        "with other names",
         "Give that one as `model`, and as `settings` what it was profiled with.",
     )
 

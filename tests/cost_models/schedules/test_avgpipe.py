@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.schedules import avgpipe, one_f_one_b, schedule_named
+from pplan.cost_models.schedules import avgpipe, find_schedule, one_f_one_b
 
 SIZES = [(stages, each) for stages in (1, 2, 3, 5) for each in (1, 2, 5)]
 
@@ -54,7 +54,7 @@ def test_a_pipeline_by_itself_runs_1f1b(stages: int, each: int) -> None:
 
 
 def test_weights_of_two_pipelines_and_the_reference() -> None:
-    assert schedule_named("avgpipe").copies == 3
+    assert find_schedule("avgpipe").copies == 3
 
 
 def test_numbers_that_cannot_be() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.schedules import chimera, schedule_named
+from pplan.cost_models.schedules import chimera, find_schedule
 
 EVEN = [2, 4, 6, 8, 12]
 
@@ -54,7 +54,7 @@ def test_in_flight(stages: int, units: int) -> None:
     most = [max(program.in_flight(device)) for device in range(stages)]
     half = stages // 2
     assert most == [*range(half + 1, stages + 1), *range(stages, half, -1)]
-    assert schedule_named("chimera").copies == 2
+    assert find_schedule("chimera").copies == 2
 
 
 @pytest.mark.parametrize(("stages", "what"), [(3, "stages 3: chimera needs an even number"), (1, "stages 1")])

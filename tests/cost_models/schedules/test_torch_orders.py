@@ -10,11 +10,11 @@ from pplan.cost_models.schedules import (
     Action,
     Program,
     dualpipe_v,
+    find_schedule,
     gpipe,
     interleaved,
     looped_bfs,
     one_f_one_b,
-    schedule_named,
     zb_v,
 )
 from pplan.cost_models.schedules.action import Kind
@@ -105,6 +105,6 @@ def test_dualpipe_v(stages: int, more: int) -> None:
 def test_the_class_that_is_named_is_torchs(name: str) -> None:
     from torch.distributed.pipelining import schedules
 
-    classes = [runtime for runtime in schedule_named(name).runtimes if runtime.startswith("Schedule")]
+    classes = [runtime for runtime in find_schedule(name).runtimes if runtime.startswith("Schedule")]
     assert classes
     assert all(hasattr(schedules, one) for one in classes)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.schedules import schedule_named
+from pplan.cost_models.schedules import find_schedule
 from pplan.cost_models.schedules.action import Action, linear_program
 from pplan.cost_models.simulator.costs import Costs, recompute_shares
 from pplan.cost_models.simulator.pipeline_costs import stage_costs
 from pplan.cost_models.timeline import simulate, step_seconds
 
-PROGRAM = schedule_named("1f1b").program(3, 4)
+PROGRAM = find_schedule("1f1b").program(3, 4)
 COSTS = stage_costs(PROGRAM, 1.0, 2.0)
 
 
@@ -81,13 +81,13 @@ def test_costs_of_one_value_or_one_a_stage() -> None:
 
 
 def test_chunks_take_an_equal_part_of_their_stage() -> None:
-    looped = schedule_named("interleaved").program(2, 4, 2)
+    looped = find_schedule("interleaved").program(2, 4, 2)
     assert stage_costs(looped, [1, 3], 1).forward[:, :, 0].tolist() == [[0.5, 0.5], [1.5, 1.5]]
 
 
 def test_both_directions_of_chimera_have_the_same_stages() -> None:
     """Device 0 holds the first stage of one direction, and the last of the other."""
-    program = schedule_named("chimera").program(2, 2)
+    program = find_schedule("chimera").program(2, 2)
     table = stage_costs(program, [1, 3], 1).forward[:, :, 0]
     for pipe in program.pipes:
         assert [table[place] for place in pipe] == [1, 3]
@@ -152,12 +152,12 @@ def test_candidates_need_the_same_arrays() -> None:
 
 def test_updates_of_asynchronous_programs_take_their_time_at_once() -> None:
     """Every second micro-batch; where a device holds two chunks, each chunk's update is half of it."""
-    program = replace(schedule_named("pipedream").program(1, 4), update_every=2)
+    program = replace(find_schedule("pipedream").program(1, 4), update_every=2)
     costs = replace(stage_costs(program, 1.0, 1.0), optimizer=np.array([0.5]))
     assert [s.end for s in simulate(program, costs).spans if s.action.kind == "B"] == [2, 4.5, 6.5, 9]
     many = Costs.side_by_side([costs, replace(costs, optimizer=np.array([1.0]))])
     assert step_seconds(program, many).tolist() == [9, 10]
-    looped = replace(schedule_named("interleaved").program(2, 4, 2), update_every=4)
+    looped = replace(find_schedule("interleaved").program(2, 4, 2), update_every=4)
     costs = replace(stage_costs(looped, 2.0, 2.0), optimizer=np.array([0.5, 0.0]))
     busy = simulate(looped, costs).busy_seconds
     assert busy == (4 * 4 + 0.5, 4 * 4)
@@ -178,7 +178,7 @@ def test_the_first_backward_of_each_chunk_adds_to_no_gradients(
     schedule: str, firsts: list[list[int]]
 ) -> None:
     chunks = len(firsts[0]) if schedule == "interleaved" else 1
-    program = schedule_named(schedule).program(4, 4, chunks)
+    program = find_schedule(schedule).program(4, 4, chunks)
     costs = stage_costs(program, 1.0, [2.0, 2.5, 3.0, 3.5], transfer_latency=0.25)
     backward = np.repeat(costs.backward, 4, axis=2)
     for device, own in enumerate(firsts):
@@ -191,14 +191,14 @@ def test_the_first_backward_of_each_chunk_adds_to_no_gradients(
 
 
 def test_of_a_split_backward_the_first_gradients_of_weights_are_faster() -> None:
-    program = schedule_named("zb-h1").program(1, 3)
+    program = find_schedule("zb-h1").program(1, 3)
     costs = stage_costs(program, [1.0], [1.0], [1.0])
     assert simulate(program, costs).step_seconds == 9
     assert simulate(program, replace(costs, accumulation=np.full((1, 1, 1), 0.5))).step_seconds == 8.5
 
 
 def test_asynchronous_schedules_keep_their_gradients() -> None:
-    program = schedule_named("pipedream").program(2, 8)
+    program = find_schedule("pipedream").program(2, 8)
     costs = stage_costs(program, 1.0, 2.0)
     adding = replace(costs, accumulation=np.ones((2, 1, 1)))
     assert simulate(program, adding).step_seconds == simulate(program, costs).step_seconds

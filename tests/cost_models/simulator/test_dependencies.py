@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.schedules import schedule_named
+from pplan.cost_models.schedules import find_schedule
 from pplan.cost_models.schedules.action import Action, Program, StageSlot, linear_program
 from pplan.cost_models.simulator.dependencies import resolve_order
 
@@ -31,7 +31,7 @@ def action(word: str) -> Action:
 
 def test_the_clock_of_gpipe_is_torchgpipes() -> None:
     """Tick by tick, stage by stage: F0 | F1 F0 | F2 F1 F0 | ..., as torchgpipe's clock_cycles."""
-    order = resolve_order(schedule_named("gpipe").program(3, 3))
+    order = resolve_order(find_schedule("gpipe").program(3, 3))
     columns = zip(order.device.tolist(), map(str, order.actions), strict=True)
     assert " ".join(f"{device}{action}" for device, action in columns) == (
         "0F0 0F1 1F0 0F2 1F1 2F0 1F2 2F1 2F2 2B2 1B2 2B1 0B2 1B1 2B0 0B1 1B0 0B0"
@@ -54,7 +54,7 @@ def test_senders_and_receivers() -> None:
 
 
 def test_an_order_is_kept_as_long_as_its_program() -> None:
-    program = schedule_named("1f1b").program(2, 3)
+    program = find_schedule("1f1b").program(2, 3)
     assert resolve_order(program) is resolve_order(program)
     assert resolve_order(replace(program)) is not resolve_order(program)
 
@@ -119,7 +119,7 @@ def test_deadlocks_name_the_circle(program: Program, message: str) -> None:
 
 
 def test_a_program_goes_with_its_order() -> None:
-    program = schedule_named("1f1b").program(2, 3)
+    program = find_schedule("1f1b").program(2, 3)
     resolve_order(program)
     gone = weakref.ref(program)
     del program

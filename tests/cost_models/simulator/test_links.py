@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pplan.cost_models.schedules import schedule_named
+from pplan.cost_models.schedules import find_schedule
 from pplan.cost_models.simulator.pipeline_costs import stage_costs
 from pplan.cost_models.timeline import Timeline, simulate
 
@@ -17,7 +17,7 @@ def test_two_stages_on_one_card() -> None:
     Forwards of 1 s, transfers of 4 s. F0 leaves stage 0 from 1 to 5 and stage 1 (the other card) from 6 to
     10; at 11, when it could leave stage 2, F2 of stage 0 is on the card from 9 to 13.
     """
-    program = schedule_named("gpipe").program(4, 3)
+    program = find_schedule("gpipe").program(4, 3)
     costs = replace(stage_costs(program, 1.0, 0.0), forward_occupancy=np.full((1, 1), 4.0))
     links = np.array([[5, 0, 6, 0], [1, 5, 1, 6], [6, 0, 5, 0], [1, 6, 1, 5]])
     shared = simulate(program, replace(costs, links=links))

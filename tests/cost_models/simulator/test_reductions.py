@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pplan.cost_models.schedules import schedule_named
+from pplan.cost_models.schedules import find_schedule
 from pplan.cost_models.schedules.action import Action, Program, StageSlot, linear_program
 from pplan.cost_models.simulator.costs import Costs, recompute_shares
 from pplan.cost_models.simulator.pipeline_costs import stage_costs
 from pplan.cost_models.timeline import simulate, step_seconds
 
-TWO = schedule_named("gpipe").program(2, 1)
+TWO = find_schedule("gpipe").program(2, 1)
 """F0 on stage 0 to 1 and on stage 1 to 2, B0 on stage 1 to 3 and on stage 0 to 4."""
 
 
@@ -103,7 +103,7 @@ def test_copies_of_a_part_wait_for_each_other() -> None:
 
 
 def test_asynchronous_programs_reduce_at_every_update() -> None:
-    program = schedule_named("pipedream").program(1, 3)
+    program = find_schedule("pipedream").program(1, 3)
     costs = replace(stage_costs(program, 1.0, 1.0), all_reduce=np.full((1, 1), 3.0))
     # F and B end at 2, 4 and 6; the second all-reduce waits for the first.
     assert spans(program, costs) == [((0,), 2, 5), ((0,), 5, 8), ((0,), 8, 11)]

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.schedules import SCHEDULES, schedule_named
+from pplan.cost_models.schedules import SCHEDULES, find_schedule
 from pplan.cost_models.schedules.action import Action, Program, StageSlot, linear_program
 from pplan.cost_models.simulator.costs import TRANSFERS, Transfers
 from pplan.cost_models.simulator.pipeline_costs import stage_costs
 from pplan.cost_models.timeline import StageTime, Transfer, simulate
 
-TWO = schedule_named("gpipe").program(2, 2)
+TWO = find_schedule("gpipe").program(2, 2)
 
 
 def test_where_the_time_goes() -> None:
@@ -55,7 +55,7 @@ def test_time_that_a_sender_waits_is_transfer() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("transfers", TRANSFERS)
 def test_the_parts_make_the_step(name: str, transfers: Transfers) -> None:
-    program = schedule_named(name).program(4, 8)
+    program = find_schedule(name).program(4, 8)
     costs = stage_costs(program, [1, 2, 1, 3], [2, 3, 1, 2], [0.5, 1, 2, 1], transfer_latency=0.375)
     costs = replace(
         costs, transfers=transfers, all_reduce=np.ones((4, 1)), optimizer=np.full(4, 0.25), buckets=2
@@ -104,7 +104,7 @@ def test_chunks_hold_their_part_or_their_own_bytes() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_in_flight_is_what_memory_over_time_holds(name: str) -> None:
-    program = schedule_named(name).program(4, 8)
+    program = find_schedule(name).program(4, 8)
     timeline = simulate(program, stage_costs(program, 1.0, 1.5, 0.5, transfer_latency=0.1))
     for stage, peak in enumerate(timeline.peak_in_flight):
         levels = [level for _, level in timeline.memory_over_time(stage, 0, 1)]

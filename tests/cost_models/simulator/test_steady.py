@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.schedules import Action, Program, StageSlot, schedule_named
+from pplan.cost_models.schedules import Action, Program, StageSlot, find_schedule
 from pplan.cost_models.simulator.pipeline_costs import stage_costs
 from pplan.cost_models.simulator.steady import steady_state
 
-PROGRAM = schedule_named("pipedream").program(3, 60)
+PROGRAM = find_schedule("pipedream").program(3, 60)
 
 
 @pytest.mark.parametrize("forward", [[1, 1, 1], [1, 3, 2], [5, 1, 1], [0.1, 0.2, 0.7]])
@@ -24,7 +24,7 @@ def test_the_busiest_stage_sets_the_pace(forward: list[float]) -> None:
 
 def test_long_round_trips_set_the_pace() -> None:
     """Stage 0 holds two micro-batches; each is back after F, latency, F and B, latency, B: 1+3+2+3+1."""
-    program = schedule_named("pipedream").program(2, 60)
+    program = find_schedule("pipedream").program(2, 60)
     state = steady_state(program, stage_costs(program, 1.0, 1.0, transfer_latency=3.0))
     assert state.seconds_per_micro_batch == pytest.approx(10 / 2)
     assert (state.period, state.exact) == (2, True)
@@ -79,7 +79,7 @@ def test_replicas_share_the_pace(seconds: tuple[float, float], pace: float) -> N
 
 
 def test_a_mean_where_nothing_repeats() -> None:
-    program = schedule_named("pipedream").program(2, 40)
+    program = find_schedule("pipedream").program(2, 40)
     costs = stage_costs(program, 1.0, 2.0)
     uneven = np.broadcast_to(costs.forward, (2, 1, 40)) + np.sqrt(np.arange(40.0))
     state = steady_state(program, replace(costs, forward=uneven))
@@ -88,17 +88,17 @@ def test_a_mean_where_nothing_repeats() -> None:
 
 
 def test_what_has_no_steady_state_is_refused() -> None:
-    gpipe = schedule_named("gpipe").program(2, 4)
+    gpipe = find_schedule("gpipe").program(2, 4)
     with pytest.raises(UsageError, match="it has no steady state"):
         steady_state(gpipe, stage_costs(gpipe, 1.0, 1.0))
-    short = schedule_named("pipedream").program(4, 4)
+    short = find_schedule("pipedream").program(4, 4)
     with pytest.raises(UsageError, match="4 micro-batches: too few for a steady state on 4 stages"):
         steady_state(short, stage_costs(short, 1.0, 1.0))
 
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw", "xpipe", "wpipe"])
 def test_asynchronous_schedules_have_no_bubble_in_steady_state(name: str) -> None:
-    schedule = schedule_named(name)
+    schedule = find_schedule(name)
     program = schedule.program(4, 80)
     state = steady_state(program, stage_costs(program, 1.0, 2.0))
     assert state.seconds_per_micro_batch == pytest.approx(3.0)

@@ -16,7 +16,7 @@ from published_gpu import MeasuredLinks
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.hardware import Device, Link
-from pplan.cost_models.schedules import schedule_named
+from pplan.cost_models.schedules import find_schedule
 from pplan.cost_models.topology import two_level_topology
 from pplan.cost_models.transformer.block_kernels import Tokens
 from pplan.cost_models.transformer.kernel_table import AttentionKernel, load_kernel_table
@@ -181,7 +181,7 @@ def test_memory_of_interleaved_pipelines(stages: int, virtual: int, rounds: int)
     estimate = estimate_step(shape, ParallelDegrees(pipeline=stages), setting, COSTS)
     one = estimate_step(shape.with_blocks(1), ParallelDegrees(), TrainingSetting(1, Tokens(4096)), COSTS)
     block = one.stages[0].ledger["activations"]
-    program = schedule_named("interleaved").program(stages, many, virtual)
+    program = find_schedule("interleaved").program(stages, many, virtual)
     for device, stage in enumerate(estimate.stages):
         held = max(program.in_flight(device))
         assert stage.ledger["activations"] == pytest.approx(held * virtual * each * block)
@@ -194,7 +194,7 @@ def test_memory_of_interleaved_pipelines(stages: int, virtual: int, rounds: int)
 @pytest.mark.parametrize(("stages", "virtual", "rounds"), [(2, 2, 4), (3, 3, 5), (4, 2, 9), (4, 5, 9)])
 def test_virtual_stages_held_at_a_time(stages: int, virtual: int, rounds: int) -> None:
     """Of unequal ones too: the most that a device keeps, over its whole list of actions."""
-    program = schedule_named("interleaved").program(stages, stages * rounds, virtual)
+    program = find_schedule("interleaved").program(stages, stages * rounds, virtual)
     random = Random(stages * 100 + virtual)
     for device in range(stages):
         kept = [random.choice((1, 5, 25)) for _ in range(virtual)]
@@ -254,6 +254,50 @@ def test_states_by_degrees() -> None:
             assert total == pytest.approx(once)
         else:
             assert once < total < 1.01 * once
+
+
+BLOCK = LLAMA.with_blocks(2).parameters() - LLAMA.with_blocks(1).parameters()
+TABLE = 128256 * 8192
+
+
+@pytest.mark.parametrize(("zero", "whole"), [(2, True), (3, False)])
+def test_states_of_fsdp(zero: int, whole: bool) -> None:
+    """A device of eight has an eighth of gradients, master weights and moments, in float32; of the weights in
+    bfloat16 all, or the two largest layers (here embedding, and head with its norm); and the gradients of one
+    layer, in both."""
+    setting = TrainingSetting(4, Tokens(4096))
+    ledger = estimate_step(LLAMA, ParallelDegrees(data=8, zero=zero), setting, COSTS).stages[0].ledger
+    all_of_it = LLAMA.parameters()
+    assert ledger["weights"] == (2 * all_of_it if whole else 2 * 2 * (TABLE + 8192))
+    assert ledger["gradients"] == pytest.approx(4 * all_of_it / 8 + (2 + 4) * (TABLE + 8192))
+    assert ledger["optimizer"] == pytest.approx(12 * all_of_it / 8)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_collectives_of_fsdp_run_beside_the_computing(zero: int) -> None:
+    """On slow links a pass takes what they take: an all-gather of 2 bytes a weight, in forward and, with the
+    weights spread, in backward too, and there a reduce-scatter of 4; on fast links what computing takes."""
+    setting, degrees = TrainingSetting(4, Tokens(256)), ParallelDegrees(data=8, zero=zero)
+    slow, fast = (
+        RankCosts(
+            DeviceLimits(2250e12, 8e12),
+            TopologyLinks(two_level_topology(Device("GPU", None), 8, 8, link, link)),
+        )
+        for link in (Link(1e6, 0.0), Link(1e18, 0.0))
+    )
+    stage = estimate_step(LLAMA, degrees, setting, slow).stages[0]
+    sent = (12 * BLOCK + 2 * TABLE) * 7 / 8 / 1e6
+    assert stage.forward_seconds == pytest.approx(2 * sent)
+    assert stage.backward_seconds == pytest.approx((4 + (2 if zero == 3 else 0)) * sent)
+    stage = estimate_step(LLAMA, degrees, setting, fast).stages[0]
+    plain = estimate_step(LLAMA, replace(degrees, zero=1), setting, fast).stages[0]
+    assert stage.forward_seconds == pytest.approx(plain.forward_seconds)
+    assert stage.backward_seconds == pytest.approx(plain.backward_seconds)
+
+
+def test_fsdp_has_no_pipeline() -> None:
+    with pytest.raises(UsageError, match="one pipeline stage"):
+        estimate_step(LLAMA, ParallelDegrees(pipeline=2, zero=3), TrainingSetting(4, Tokens(4096)), COSTS)
 
 
 def test_seconds_of_a_pipeline_of_equal_stages() -> None:

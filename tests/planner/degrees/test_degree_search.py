@@ -70,7 +70,8 @@ def random_table(random: Random) -> LayerTable:
     stages = random.randint(1, min(4, shape.blocks))
     data = random.choice((1, 2))
     expert = random.choice((1, data)) if any(shape.routed) else 1
-    degrees = ParallelDegrees(random.choice((1, 2)), 1, expert, stages, data, random.choice((0, 1)))
+    zero = random.choice((0, 1, 2, 3) if stages == 1 else (0, 1))
+    degrees = ParallelDegrees(random.choice((1, 2)), 1, expert, stages, data, zero)
     many = random.randint(1, 8)
     setting = TrainingSetting(many, Tokens(64), random.choice(("none", "selective", "full")))
     return LayerTable(shape, degrees, setting, random_costs(random))
@@ -140,7 +141,12 @@ def test_the_slowest_stage_is_as_fast_as_can_be(seed: int) -> None:
 def test_an_answer_against_all_there_is(seed: int) -> None:
     random = Random(1000 + seed)
     shape, costs, devices = random_shape(random), random_costs(random), random.choice((2, 4, 6, 8))
-    options = DegreeOptions(batch_size=random.choice((8, 24)), sequence=64, cp=random.choice((None, (1, 2))))
+    options = DegreeOptions(
+        mini_batch=random.choice((8, 24)),
+        sequence=64,
+        cp=random.choice((None, (1, 2))),
+        zero=random.choice(((1,), (0, 3), (1, 2, 3))),
+    )
     every = []
     for one in list_combinations(shape, devices, options):
         layers = LayerTable(shape, one.degrees, one.setting, costs)
@@ -165,14 +171,14 @@ def test_an_answer_against_all_there_is(seed: int) -> None:
     assert steps == sorted(steps)
     for plan in answer.plans:
         assert plan.degrees.devices == devices
-        assert plan.micro_batches * plan.micro_batch_size * plan.degrees.data == options.batch_size
+        assert plan.micro_batches * plan.micro_batch_size * plan.degrees.data == options.mini_batch
 
 
 def test_only_what_is_allowed() -> None:
     random = Random(5)
     shape, costs = random_shape(random), random_costs(random)
     options = DegreeOptions(
-        batch_size=16,
+        mini_batch=16,
         sequence=64,
         tp=(2,),
         pp=(2,),
@@ -191,7 +197,7 @@ def test_only_what_is_allowed() -> None:
     ("options", "devices", "says"),
     [
         (DegreeOptions(sequence=64, tp=(3,)), 8, "tp=3"),
-        (DegreeOptions(sequence=64, batch_size=7), 9, "no degrees divide 9"),
+        (DegreeOptions(sequence=64, mini_batch=7), 9, "no degrees divide 9"),
     ],
 )
 def test_nothing_possible(options: DegreeOptions, devices: int, says: str) -> None:

@@ -9,10 +9,10 @@ import pytest
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
-from pplan.planner.build_plan import bare_plan
+from pplan.planner.build_plan import plan_without_comparison
 from pplan.planner.explanation.explain_context import ExplainContext, make_context
-from pplan.planner.explanation.explanation import Explanation, explain
-from pplan.planner.joint_search import find
+from pplan.planner.explanation.explanation import Explanation, explain_plan
+from pplan.planner.joint_search import find_best_plan
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.plan_records import ProfileReference
@@ -32,7 +32,7 @@ class Solved:
         return make_context(self.plan, self.chain, self.topology)
 
     def explained(self, **more: object) -> Explanation:
-        return explain(self.plan, self.chain, self.topology, **more)  # type: ignore[arg-type]
+        return explain_plan(self.plan, self.chain, self.topology, **more)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -41,10 +41,10 @@ def solved() -> Callable[..., Solved]:
 
     def solve(chain: Chain, topology: Topology, **options: object) -> Solved:
         problem = Problem(chain, topology, PlanOptions(**options))  # type: ignore[arg-type]
-        answer = find(problem)
+        answer = find_best_plan(problem)
         assert answer.best is not None
         reference = ProfileReference(file="toy.profile.json", sha256="0" * 64)
-        plan = bare_plan(problem, answer.best, answer.result, model="toy", profile=reference)
+        plan = plan_without_comparison(problem, answer.best, answer.result, model="toy", profile=reference)
         return Solved(plan, chain, topology)
 
     return solve

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.schedules import SCHEDULES, Program, schedule_named
+from pplan.cost_models.schedules import SCHEDULES, Program, find_schedule
 from pplan.cost_models.simulator.costs import TRANSFERS, Array, Costs
 from pplan.cost_models.timeline import simulate
 from pplan.planner.explanation.critical_path import Segment, critical_path
@@ -32,7 +32,7 @@ def spent(path: tuple[Segment, ...]) -> dict[tuple[str, int, int | None], float]
 
 def test_a_slow_stage() -> None:
     """1F1B: the first forward and the last backward of stage 0 stand around the slow stage's work."""
-    program = schedule_named("1f1b").program(3, 6)
+    program = find_schedule("1f1b").program(3, 6)
     costs = Costs(forward=by_stage([1, 10, 1]), backward=by_stage([2, 20, 2]))
     timeline = simulate(program, costs)
     path = critical_path(timeline)
@@ -44,7 +44,7 @@ def test_a_slow_stage() -> None:
 def test_a_slow_link() -> None:
     """GPipe: four transfers of 10 s each way follow one another, with a forward or backward of 1 s at each
     end of both rows."""
-    program = schedule_named("gpipe").program(2, 4)
+    program = find_schedule("gpipe").program(2, 4)
     costs = Costs(
         forward=by_stage([1, 1]),
         backward=by_stage([1, 1]),
@@ -60,7 +60,7 @@ def test_a_slow_link() -> None:
 
 
 def test_latency_counts_once_where_transfers_follow_one_another() -> None:
-    program = schedule_named("gpipe").program(2, 4)
+    program = find_schedule("gpipe").program(2, 4)
     costs = Costs(
         forward=by_stage([1, 1]),
         backward=by_stage([1, 1]),
@@ -73,7 +73,7 @@ def test_latency_counts_once_where_transfers_follow_one_another() -> None:
 
 def test_a_slow_host() -> None:
     """One host launches forwards in 5 s and backwards in 7 s, which run in 1 s: the step is its launches."""
-    program = schedule_named("gpipe").program(2, 3)
+    program = find_schedule("gpipe").program(2, 3)
     costs = Costs(
         forward=by_stage([1, 1]),
         backward=by_stage([1, 1]),
@@ -87,7 +87,7 @@ def test_a_slow_host() -> None:
 
 def test_a_host_that_delays_the_start_alone() -> None:
     """Each device has its host: after the first launch, which its action cannot end before, it computes."""
-    program = schedule_named("1f1b").program(1, 4)
+    program = find_schedule("1f1b").program(1, 4)
     costs = Costs(
         forward=by_stage([1]),
         backward=by_stage([10]),
@@ -101,7 +101,7 @@ def test_a_host_that_delays_the_start_alone() -> None:
 
 
 def test_what_is_run_again_and_the_all_reduce() -> None:
-    program = schedule_named("1f1b").program(2, 5)
+    program = find_schedule("1f1b").program(2, 5)
     costs = Costs(
         forward=by_stage([4, 1]),
         backward=by_stage([8, 1]),
@@ -154,7 +154,7 @@ def random_costs(program: Program, rng: np.random.Generator, transfers: str, hos
 def test_the_path_has_no_gap(name: str) -> None:
     """From 0 to the end of the step, under all ways of transfers and of launches."""
     rng, seen = np.random.default_rng(1), 0
-    schedule = schedule_named(name)
+    schedule = find_schedule(name)
     for transfers in TRANSFERS:
         for hosts in (None, "one", "each"):
             try:

@@ -24,7 +24,7 @@ from pplan.planner.explanation.resolve import (
 )
 from pplan.planner.explanation.runner_up import runners_up
 from pplan.planner.explanation.sensitivity import WORTH, Sensitivity, sensitivities
-from pplan.planner.joint_search import find
+from pplan.planner.joint_search import find_best_plan
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
 
@@ -113,7 +113,7 @@ def scanned(question: Any, varied: Callable[[float], Problem], end: float) -> fl
         factor = float(end ** (step / count))
         problem = varied(factor)
         own = fastest(problem.space, [question.present.proposal])
-        best = find(problem, planners=()).best
+        best = find_best_plan(problem, planners=()).best
         assert own is not None
         assert best is not None
         if best.step_seconds < own.step_seconds * (1 - WORTH):

@@ -14,7 +14,7 @@ from pplan.planner.objectives.frontier import Frontier, build_frontier
 from pplan.planner.objectives.least_memory import least_memory
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.objectives.objective_result import peak_bytes
-from pplan.planner.objectives.solve_objective import solve_for
+from pplan.planner.objectives.solve_objective import solve_objective
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_records import ProfileReference
 from pplan.planner.problem import Problem
@@ -104,8 +104,8 @@ def test_a_frontier_is_read_back_and_is_no_plan(make_problem: MakeProblem, tmp_p
 
 def test_the_plan_says_what_it_is_the_best_of(make_problem: MakeProblem) -> None:
     problem = make_problem(3, 4, 3)
-    plan = solve_for(Objective("memory", 0.5), problem, model="toy", profile=PROFILE)
-    fastest = solve_for(Objective(), problem, model="toy", profile=PROFILE)
+    plan = solve_objective(Objective("memory", 0.5), problem, model="toy", profile=PROFILE)
+    fastest = solve_objective(Objective(), problem, model="toy", profile=PROFILE)
     assert fastest.objective is None
     assert plan.objective is not None
     assert plan.objective.name == "memory"
@@ -121,7 +121,7 @@ def test_nothing_that_fits_is_an_error(make_problem: MakeProblem) -> None:
     with pytest.raises(InfeasibleError):
         build_frontier(problem, model="toy", profile=PROFILE)
     with pytest.raises(InfeasibleError):
-        solve_for(Objective("memory"), problem, model="toy", profile=PROFILE)
+        solve_objective(Objective("memory"), problem, model="toy", profile=PROFILE)
 
 
 @pytest.mark.parametrize(("points", "step"), [(0, 0.02), (3, 1.0), (3, -0.1)])

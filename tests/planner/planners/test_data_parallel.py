@@ -14,7 +14,7 @@ from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import ScoredPlan
 from pplan.planner.joint_search import plan_with
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.planners import planner_named
+from pplan.planner.planners import find_planner
 from pplan.planner.problem import Problem
 
 MakeChain = Callable[..., Chain]
@@ -41,7 +41,7 @@ def chain(make_chain: MakeChain) -> Chain:
 
 def shared(chain: Chain, topology: Topology, **options: Any) -> ScoredPlan | str:
     problem = Problem(chain, topology, PlanOptions(**options))
-    return plan_with(planner_named("data-parallel"), problem)
+    return plan_with(find_planner("data-parallel"), problem)
 
 
 def test_one_accumulation_is_best_where_overheads_count(chain: Chain, make_topology: MakeTopology) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from pplan.cost_models.layer import Chain, list_cut_points
 from pplan.cost_models.memory import ledger, stage_bytes, total
-from pplan.cost_models.runtime import runtime_named
+from pplan.cost_models.runtime import find_runtime
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
 from pplan.planner.planners import pipedream_instance, pipedream_planner
@@ -228,7 +228,7 @@ class TestProposals:
             make_chain(4, 9, traffic=0.05),
             make_topology(8, per_node=4),
             "sgd",
-            runtime=runtime_named("torchgpipe"),
+            runtime=find_runtime("torchgpipe"),
         )
         proposals = list(pipedream_planner.PIPEDREAM.propose(self.problem(space, ("gpipe",))))
         assert proposals

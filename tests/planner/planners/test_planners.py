@@ -9,9 +9,9 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain, list_cut_points
-from pplan.cost_models.schedules import schedule_named
+from pplan.cost_models.schedules import find_schedule
 from pplan.planner.candidate import Proposal
-from pplan.planner.planners import PLANNERS, planner_named
+from pplan.planner.planners import PLANNERS, find_planner
 from pplan.planner.problem import Problem
 
 MakeProblem = Callable[..., Problem]
@@ -66,7 +66,7 @@ def check(proposal: Proposal, problem: Problem) -> None:
         assert runtime.runs_replicas(proposal.replicas)
         assert not runtime.one_process or max(ranks) < problem.topology.gpus_per_node
     devices = len(proposal.ends) // config.virtual_stages
-    program = schedule_named(config.schedule).program(devices, config.micro_batches, config.virtual_stages)
+    program = find_schedule(config.schedule).program(devices, config.micro_batches, config.virtual_stages)
     assert program.slots == len(proposal.ends)
 
 
@@ -81,7 +81,7 @@ def test_planners_are_found_by_name() -> None:
     assert len(PLANNERS) >= 10
     for name, planner in PLANNERS.items():
         assert planner.name == name
-        assert planner_named(name) is planner
+        assert find_planner(name) is planner
     with pytest.raises(UsageError, match="'megatorn' is unknown") as raised:
-        planner_named("megatorn")
+        find_planner("megatorn")
     assert raised.value.hint.startswith("Did you mean megatron? There are: best, one-gpu, ")

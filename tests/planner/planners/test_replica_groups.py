@@ -12,7 +12,12 @@ from pplan.cost_models.layer import Chain, list_cut_points
 from pplan.cost_models.topology import Topology
 from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
 from pplan.planner.plan_options import CutLimits
-from pplan.planner.planners.replica_groups import MicroBatchChoice, cost_replicas, micro_batch_choices, thin
+from pplan.planner.planners.replica_groups import (
+    MicroBatchChoice,
+    cost_replicas,
+    micro_batch_choices,
+    thin_cuts,
+)
 from pplan.planner.search.space import Space
 
 
@@ -80,7 +85,7 @@ def test_thinned_cuts_lie_at_equal_seconds(
     space = Space(
         chain, make_topology(2), "sgd", limits=CutLimits(must_cut=(int(list_cut_points(chain)[3]) - 1,))
     )
-    coarse = thin(space, 10)
+    coarse = thin_cuts(space, 10)
     cut_points = list_cut_points(coarse.chain)
     assert set(cut_points) <= set(list_cut_points(chain))
     assert list_cut_points(chain)[3] in cut_points
@@ -88,4 +93,4 @@ def test_thinned_cuts_lie_at_equal_seconds(
     table = coarse.table(4)
     seconds = np.diagonal(table.forward + table.backward, 1)
     assert seconds.max() < 2.5 * seconds.sum() / 10
-    assert thin(space, 60) is space
+    assert thin_cuts(space, 60) is space

@@ -11,10 +11,10 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.planner.candidate import Proposal
-from pplan.planner.joint_search import find
+from pplan.planner.joint_search import find_best_plan
 from pplan.planner.objectives.frontier import build_frontier
 from pplan.planner.objectives.objective import Objective
-from pplan.planner.objectives.solve_objective import solve_for
+from pplan.planner.objectives.solve_objective import solve_objective
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.plan_records import ProfileReference
@@ -56,7 +56,7 @@ def best_of_all(problem: Problem) -> tuple[Proposal, float]:
 
 
 def chosen_of(problem: Problem) -> RobustPlan:
-    return most_robust(problem, find(problem))
+    return most_robust(problem, find_best_plan(problem))
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def uncertain(make_problem: MakeProblem, every_cut: Callable[[Problem], Problem]
 
 
 def test_an_uncertain_layer_is_given_room(uncertain: Problem) -> None:
-    nominal = find(uncertain).best
+    nominal = find_best_plan(uncertain).best
     assert nominal is not None
     assert nominal.proposal.ends == (2, 4)
     chosen = chosen_of(uncertain)
@@ -111,7 +111,7 @@ def test_against_every_plan(make_problem: MakeProblem) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_without_spread_it_is_the_fastest(make_problem: MakeProblem, seed: int) -> None:
     problem = make_problem(seed, 6, 3, spread=0.0, uncertainty=0.0)
-    answer = find(problem)
+    answer = find_best_plan(problem)
     chosen = most_robust(problem, answer)
     assert chosen.plan == answer.best
     assert chosen.is_fastest
@@ -130,7 +130,7 @@ def test_variations_keep_to_the_wishes(make_problem: MakeProblem) -> None:
 
 
 def solved(problem: Problem, objective: Objective | None = None) -> Plan:
-    return solve_for(objective or Objective(), problem, model="toy", profile=PROFILE)
+    return solve_objective(objective or Objective(), problem, model="toy", profile=PROFILE)
 
 
 def test_the_plan_says_what_was_chosen(uncertain: Problem) -> None:
@@ -150,7 +150,7 @@ def test_the_plan_says_what_was_chosen(uncertain: Problem) -> None:
     assert nominal.prediction.exact
     assert not plan.prediction.exact
     note = next(note for note in plan.notes if note.startswith("compared at the 90th percentile"))
-    compared = most_robust(uncertain, find(uncertain)).compared
+    compared = most_robust(uncertain, find_best_plan(uncertain)).compared
     assert f"{compared} plans" in note
     assert solved(problem) == plan
     assert Plan.parse(plan.to_json(), "x") == plan
@@ -169,7 +169,7 @@ def test_refused_where_it_says_nothing(make_problem: MakeProblem) -> None:
     problem = make_problem(2, 5, 2)
     requested = replace(problem, options=replace(problem.options, robust=True))
     unknown = replace(requested, chain=replace(problem.chain, spread=None))
-    with pytest.raises(UsageError, match="does not tell how the layers' seconds vary"):
+    with pytest.raises(UsageError, match="has no spread of the layers' seconds"):
         solved(unknown)
     with pytest.raises(UsageError, match="`robust` with objective='memory'"):
         solved(requested, Objective("memory"))

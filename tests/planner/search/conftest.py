@@ -16,12 +16,12 @@ import pytest
 from pplan.cost_models.communication import exposed_all_reduce_seconds
 from pplan.cost_models.layer import Chain, LayerCosts
 from pplan.cost_models.memory import StageBytes, ledger, total
-from pplan.cost_models.schedules import schedule_named
+from pplan.cost_models.schedules import find_schedule
 from pplan.cost_models.timeline import PipelineCosts, step_seconds
 from pplan.cost_models.topology import Device, Group, Link, Topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.pipeline_config import PipelineConfig
-from pplan.planner.search.placements import Placement, placements
+from pplan.planner.search.placements import Placement, list_placements
 from pplan.planner.search.space import Space
 from pplan.planner.search.subproblem import Family
 
@@ -140,7 +140,7 @@ class BruteForce:
     def _fit(
         self, config: PipelineConfig, stages: list[Stage], ids: npt.NDArray[np.int64], modes: Sequence[str]
     ) -> npt.NDArray[np.bool_]:
-        schedule, count = schedule_named(config.schedule), config.micro_batches
+        schedule, count = find_schedule(config.schedule), config.micro_batches
         fits = np.ones(ids.shape[1], dtype=np.bool_)
         for index, mode in enumerate(modes):
             in_flight = schedule.in_flight(index, len(modes), count)
@@ -307,7 +307,7 @@ def families_of() -> Callable[..., list[Family]]:
         return [
             Family(config, placement, counts)
             for config in configs
-            for placement in placements(space.topology)
+            for placement in list_placements(space.topology)
             for counts in own
         ]
 

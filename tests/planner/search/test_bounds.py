@@ -16,7 +16,7 @@ from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import Proposal, linear_pipeline
 from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
 from pplan.planner.scoring import WHOLE_BOUNDS
-from pplan.planner.search.partial import extend_plans, nothing
+from pplan.planner.search.partial import empty_plans, extend_plans
 from pplan.planner.search.pipelines import Pipelines, build_pipelines, choose_modes
 from pplan.planner.search.placements import DeviceRanges
 from pplan.planner.search.space import Space
@@ -36,7 +36,7 @@ def bounds_of(options: StageChoices, proposal: Proposal) -> list[float]:
     """The bound before the first stage, with each further one, and of the whole plan."""
     bound = BOUNDS[proposal.config.schedule](options)
     cut_points, ranks = options.groups[0].costs.table.cut_points, options.ranges.placement.ranks
-    seen, plans = [bound.root(len(proposal.ends))], nothing(bound.start())
+    seen, plans = [bound.root(len(proposal.ends))], empty_plans(bound.start())
     for stage, (end, devices) in enumerate(zip(proposal.ends, proposal.devices, strict=True)):
         position, before = ranks.index(devices[0]), len(seen)
         for more in expansions(options, plans, len(proposal.ends) - stage):

@@ -16,12 +16,12 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.runtime import RUNTIMES
 from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import replicated_pipeline
-from pplan.planner.joint_search import find
+from pplan.planner.joint_search import find_best_plan
 from pplan.planner.pipeline_config import pipeline_configs
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
-from pplan.planner.search.placements import placements
+from pplan.planner.search.placements import list_placements
 from pplan.planner.search.space import Space
 from pplan.planner.search.subproblem import Family
 
@@ -85,10 +85,10 @@ def test_wishes_against_brute_force(
     topology = make_topology(gpus, per_node=[2, 8][seed % 2], memory=[None, 900, 1500][seed % 3])
     cuts = [int(layer) for layer in np.flatnonzero(chain.cut_after)]
     options = PlanOptions(mini_batch=4, recompute="never", **some_wishes(rng, layers, gpus, cuts))
-    answer = find(Problem(chain, topology, options), [])
+    answer = find_best_plan(Problem(chain, topology, options), [])
     space = Space(chain, topology, "sgd")
     own = pipeline_configs(4, ("1f1b", "gpipe"), ("never",), [1, 2, 4])
-    families = [Family(s, p, tuple(range(1, gpus + 1))) for s in own for p in placements(topology)]
+    families = [Family(s, p, tuple(range(1, gpus + 1))) for s in own for p in list_placements(topology)]
     best = brute_force(space, families, Wanted(options, chain, gpus)).fastest()
     if best is None:
         assert answer.best is None
@@ -114,12 +114,12 @@ def test_runtimes_against_brute_force(
     topology = make_topology(6, per_node=[3, 8][seed % 2], memory=[None, 1200][seed // 2])
     schedule = "gpipe" if name == "torchgpipe" else "1f1b"
     options = PlanOptions(mini_batch=6, runtime=name, schedule=schedule)
-    answer = find(Problem(chain, topology, options), [])
+    answer = find_best_plan(Problem(chain, topology, options), [])
     reached = topology.with_gpus(3) if runtime.one_process and seed % 2 == 0 else topology
     modes = ["by_stage"] if runtime.recompute_by_stage else sorted(runtime.recompute)
     own = pipeline_configs(6, (schedule,), modes, [1, 2, 3, 6])  # type: ignore[arg-type] # words of modes
     families = [
-        Family(config, placements(reached)[0], (count,))
+        Family(config, list_placements(reached)[0], (count,))
         for config in own
         for count in ((1,) if runtime.replicas == "none" else (1, 2, 3, 6))
         if config.micro_batch_size % count == 0
@@ -171,7 +171,7 @@ def test_wishes_that_cannot_be(
     chain = make_chain(1, 7, cuts=1.1)
     chain.cut_after[2] = False
     with pytest.raises(UsageError) as caught:
-        find(Problem(chain, make_topology(3), PlanOptions(mini_batch=4, **options)), [])
+        find_best_plan(Problem(chain, make_topology(3), PlanOptions(mini_batch=4, **options)), [])
     assert what in caught.value.what
     assert hint in caught.value.hint
 
@@ -181,7 +181,7 @@ def test_pinned_neighbours_of_a_long_chain(make_chain: MakeChain, make_topology:
     """Where not all cuts are searched, those that the pins need are."""
     chain, topology = make_chain(3, 300, cuts=1.1, traffic=0.05), make_topology(8)
     problem = Problem(chain, topology, PlanOptions(mini_batch=16, pins=(("layer150", 0), ("layer151", 1))))
-    found = find(problem, []).result
+    found = find_best_plan(problem, []).result
     own = [config for config in problem.configs if config.schedule == "1f1b"]
     simple = fastest(problem.space, [replicated_pipeline(config, (151, 300), (4, 4)) for config in own])
     assert found.best is not None

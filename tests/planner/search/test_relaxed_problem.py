@@ -15,7 +15,7 @@ from pplan.planner.candidate import Proposal
 from pplan.planner.pipeline_config import Mode, PipelineConfig
 from pplan.planner.scoring import fastest
 from pplan.planner.search import relaxed_stages
-from pplan.planner.search.placements import placements
+from pplan.planner.search.placements import list_placements
 from pplan.planner.search.relaxed_bound import RelaxedBound
 from pplan.planner.search.relaxed_stages import all_reduce_pace
 from pplan.planner.search.space import Space
@@ -111,7 +111,7 @@ def test_no_plan_on_any_devices_is_below_the_bound(
     config = PipelineConfig(schedule, mode, count, size)
     space = Space(chain=chain, topology=topology, optimizer="adam", past_largest=True)
     every = tuple(range(1, devices + 1))
-    families = [Family(config, own, every, any_count=True) for own in placements(topology)]
+    families = [Family(config, own, every, any_count=True) for own in list_placements(topology)]
     best = fastest(space, every_plan(chain, config, devices))
     step = 1e3 if best is None else best.step_seconds
     counts = range(1, min(devices, chain.max_stages) + 1)
@@ -134,7 +134,7 @@ def test_all_reduces_take_no_less_than_their_pace() -> None:
 
 def test_counts_with_one_share_are_bounded_by_their_fewest() -> None:
     topology = Topology((Group(Device("gpu", None), 70),), (Level("node", None, Link(1e9, 0.0)),))
-    placement = placements(topology)[0]
+    placement = list_placements(topology)[0]
     family = Family(PipelineConfig("1f1b", "never", 2, 48), placement, (2, 4), any_count=True)
     shares = {-(-48 // count): count for count in range(70, 0, -1) if count <= 48}
     assert bounded_counts(family) == sorted(shares.values())

@@ -17,7 +17,7 @@ from pplan.cost_models.simulator.costs import Costs
 from pplan.cost_models.timeline import simulate, step_seconds
 from pplan.planner.synthesis.fill_orders import fill_orders
 from pplan.planner.synthesis.local_search import improve_order
-from pplan.planner.synthesis.order_problem import B, F, Lists, OrderProblem, Step, W, lists_of
+from pplan.planner.synthesis.order_problem import B, F, Lists, OrderProblem, Step, W, list_steps
 from pplan.planner.synthesis.run_order import run_order
 from pplan.planner.synthesis.solve_order import has_solver, solve_order
 
@@ -78,7 +78,7 @@ def random_problem(
 @pytest.mark.parametrize(("devices", "micro_batches"), [(1, 3), (2, 4), (3, 9), (4, 12)])
 def test_the_clock_is_the_simulators(base: str, devices: int, micro_batches: int) -> None:
     problem, program, costs = random_problem(base, devices, micro_batches, devices)
-    lists = lists_of(program)
+    lists = list_steps(program)
     assert lists is not None
     order_run = run_order(problem, lists)
     assert order_run is not None
@@ -207,7 +207,7 @@ def test_more_room_is_never_slower() -> None:
 
 
 def test_backwards_partly_in_two_parts_are_no_start() -> None:
-    assert lists_of(SCHEDULES["dualpipe-v"].program(3, 9)) is None
+    assert list_steps(SCHEDULES["dualpipe-v"].program(3, 9)) is None
 
 
 def test_no_room_is_no_order() -> None:

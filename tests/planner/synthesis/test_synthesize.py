@@ -15,7 +15,7 @@ from pplan.cost_models.schedules import SCHEDULES
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 from pplan.runtimes.formats.torch_actions import action_rows
-from pplan.verification.verify_files import Sources, verify
+from pplan.verification.verify_files import Sources, verify_sources
 
 KNOWN = ("1f1b", "gpipe", "zb-h1", "zb-h2", "zb-v", "interleaved")
 GIB = 2**30
@@ -145,7 +145,9 @@ def test_the_verifier_reads_the_order_itself(measured: Profile, tmp_path: Path) 
     changed = plan.model_copy(update={"order": rows})
     for own, agrees in ((plan, True), (changed, False)):
         content = measured.to_json().encode()
-        report = verify(Sources(own.to_json().encode(), "plan", content, "profile", False, tmp_path))
+        report = verify_sources(
+            Sources(own.to_json().encode(), "plan", measured_bytes, "profile", False, tmp_path)
+        )
         assert report.agrees == agrees
         if not agrees:
             assert {"memory of stages", "step"} & {line.name for line in report.differing}

@@ -58,7 +58,7 @@ def assert_same_training() -> Callable[[nn.Module, nn.Module, nn.Module, object]
     def check(model: nn.Module, layers: nn.Module, twin: nn.Module, example: object) -> None:
         given = ModelInput.of(example)
         expected = trained(twin, lambda some: some.call(twin), given)
-        found = trained(model, lambda some: layers(some.handed), given)
+        found = trained(model, lambda some: layers(some.layer_input), given)
         for step, other in zip(expected, found, strict=True):
             assert [same(a, b) for a, b in zip(other, step, strict=True)] == [True] * len(step)
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from pplan.profiler.graphs.exporting import export_graph
 from pplan.profiler.graphs.graph import graph_module
-from pplan.profiler.graphs.size_recovery import Seen, device_of, recover_sizes, seen
+from pplan.profiler.graphs.size_recovery import TrialValues, describe_tensors, device_of, recover_sizes
 from pplan.profiler.user_model.loaded_model import ModelInput
 
 BATCHES = (2, 3, 7)
@@ -23,11 +23,11 @@ class _Sees(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        self.values[n] = seen(result)
+        self.values[n] = describe_tensors(result)
         return result
 
 
-def values_of(module: fx.GraphModule, example: Tensor) -> Seen:
+def values_of(module: fx.GraphModule, example: Tensor) -> TrialValues:
     runs = []
     for batch in BATCHES:
         sees = _Sees(module)
@@ -37,7 +37,7 @@ def values_of(module: fx.GraphModule, example: Tensor) -> Seen:
     return {node: tuple(values[node] for values in runs) for node in runs[0]}
 
 
-def again(node: fx.Node, available: fx.Node, values: Seen) -> Callable[[Tensor], Any] | None:
+def again(node: fx.Node, available: fx.Node, values: TrialValues) -> Callable[[Tensor], Any] | None:
     """A function from a value of `available` to the value of `node`."""
     graph = fx.Graph()
     found = recover_sizes(node, [available], graph, copies := {available: graph.placeholder("given")}, values)
@@ -50,7 +50,7 @@ def again(node: fx.Node, available: fx.Node, values: Seen) -> Callable[[Tensor],
     return fx.GraphModule(nn.Module(), graph)
 
 
-def traced(forward: Callable[[Tensor], Any], example: Tensor) -> tuple[fx.Node, fx.Node, Seen]:
+def traced(forward: Callable[[Tensor], Any], example: Tensor) -> tuple[fx.Node, fx.Node, TrialValues]:
     """The node of the second value `forward` returns, that of the first, and all values."""
     module = fx.symbolic_trace(forward)
     output = next(node for node in module.graph.nodes if node.op == "output")

@@ -65,7 +65,7 @@ def test_what_fx_does_not_take_is_exported() -> None:
     one, two, three = torch.randn(3, 2, 4)
     given = ModelInput((one, two), {"more": {"three": three}})
     layers = sequential(Sums(), given)
-    assert torch.equal(layers(given.handed), given.call(Sums()))
+    assert torch.equal(layers(given.layer_input), given.call(Sums()))
 
 
 class AsksForTensors(nn.Module):

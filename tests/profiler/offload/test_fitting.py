@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from pplan.cost_models.errors import MachineError
 from pplan.profiler.chain.layers import Layer, build_chain
 from pplan.profiler.memory.meta_kernels import kernels_as_on_a_gpu
-from pplan.profiler.offload.fitting import LayerNeeds, count_needs, needs_of, plan_segments
+from pplan.profiler.offload.fitting import LayerNeeds, count_needs, layer_needs, plan_segments
 from pplan.profiler.user_model.loaded_model import copy_to_meta
-from pplan.profiler.user_model.losses import Loss, loss_named
+from pplan.profiler.user_model.losses import Loss, load_loss
 
 RESERVE = 1.05
 
 
 def needed(layers: Sequence[LayerNeeds], first: int, end: int, input_bytes: int) -> float:
     """As the docstring says it, from nothing but the layers."""
-    held = {key: size for layer in layers[first:end] for key, size in layer.held.items()}
+    held = {key: size for layer in layers[first:end] for key, size in layer.storages.items()}
     peak = max(
         sum(layer.saved for layer in layers[first : i + 1]) + layers[i].workspace for i in range(first, end)
     )
@@ -96,11 +96,11 @@ def test_needs_of_layers_count_gradients_and_know_tied_weights() -> None:
     first, norm, last = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.Linear(4, 4, bias=False)
     last.weight = first.weight
     norm.bias.requires_grad_(False)
-    needs = needs_of(
+    needs = layer_needs(
         [layer_of("0", first), layer_of("1", norm), layer_of("2", last)], [1, 2, 3], [4, 5, 6], [7, 8, 9]
     )
-    assert [sum(layer.held.values()) for layer in needs] == [128, 32 + 16 + 16 + 16 + 8, 128]
-    assert needs[0].held == needs[2].held
+    assert [sum(layer.storages.values()) for layer in needs] == [128, 32 + 16 + 16 + 16 + 8, 128]
+    assert needs[0].storages == needs[2].storages
     assert [(layer.saved, layer.workspace, layer.output) for layer in needs] == [
         (1, 4, 7),
         (2, 5, 8),
@@ -114,9 +114,9 @@ def test_needs_counted_on_meta_are_those_of_the_model_itself() -> None:
     meta = copy_to_meta(model, "model")
     on_meta = count_needs(meta, build_chain(meta, given.to("meta")).layers, given.to("meta"))
     real = count_needs(model, build_chain(model, given).layers, given)
-    assert [sum(layer.held.values()) for layer in on_meta] == [256, 0, 2 * 72, 4 * 8 + 2 * 8 + 8]
+    assert [sum(layer.storages.values()) for layer in on_meta] == [256, 0, 2 * 72, 4 * 8 + 2 * 8 + 8]
     for mine, theirs in zip(on_meta, real, strict=True):
-        assert sum(mine.held.values()) == sum(theirs.held.values())
+        assert sum(mine.storages.values()) == sum(theirs.storages.values())
         assert (mine.name, mine.saved, mine.output) == (theirs.name, theirs.saved, theirs.output)
         assert mine.workspace == theirs.workspace > 0
     assert all(parameter.device.type == "meta" for parameter in meta.parameters())
@@ -148,10 +148,10 @@ def test_attention_is_counted_as_the_device_computes_it() -> None:
 def test_the_loss_and_what_autocast_converts_are_counted() -> None:
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 50, bias=False))
     given = torch.ones(3, 4)
-    layers, loss = build_chain(model, given).layers, loss_named("cross-entropy")
+    layers, loss = build_chain(model, given).layers, load_loss("cross-entropy")
     bare, full = count_needs(model, layers, given), count_needs(model, layers, given, loss, amp=True)
-    assert [sum(layer.held.values()) for layer in bare] == [256, 3200]
-    assert [sum(layer.held.values()) for layer in full] == [256 + 64, 3200 + 800]
+    assert [sum(layer.storages.values()) for layer in bare] == [256, 3200]
+    assert [sum(layer.storages.values()) for layer in full] == [256 + 64, 3200 + 800]
     assert full[0].saved == bare[0].saved
     # The log-softmax, which the loss saves; and two gradients of its size while it goes back.
     assert full[1].saved >= bare[1].saved + 3 * 50 * 4

@@ -54,7 +54,7 @@ def compared(layers: Sequence[Layer], model: nn.Module, given: ModelInput) -> Pa
     starts = OutputGradients(0)
     run_whole(model, given.clone(), starts, CpuClock())
     whole = gradients_of(model)
-    times = run_parts(layers, given.clone().handed, starts, CpuClock())
+    times = run_parts(layers, given.clone().layer_input, starts, CpuClock())
     parts = gradients_of(model)
     assert any(gradient is not None for gradient in whole)
     for path, one, other in zip([n for n, _ in model.named_parameters()], whole, parts, strict=True):

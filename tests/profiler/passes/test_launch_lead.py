@@ -14,7 +14,7 @@ from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.passes import launch_lead
 from pplan.profiler.passes.launch_lead import Direction, LaunchLead, LeadTuner, lead
-from pplan.profiler.passes.layer_stamps import LayerStamps, LayerTimes, tell_leads
+from pplan.profiler.passes.layer_stamps import LayerStamps, LayerTimes, update_leads
 from pplan.profiler.passes.timed_passes import link_sizes
 from pplan.profiler.passes.timing import OutputGradients, run_layers
 from pplan.profiler.size_run import SizeRun
@@ -141,7 +141,7 @@ def settled(model: nn.Module, queue: Queue) -> LeadTuner:
     ahead = LeadTuner()
     for _ in range(5):
         if not ahead.is_settled:
-            tell_leads(ahead, one_pass(model, queue, ahead.leads))
+            update_leads(ahead, one_pass(model, queue, ahead.leads))
     assert ahead.is_settled
     return ahead
 
@@ -192,7 +192,7 @@ def test_without_a_lead_waiting_for_the_host_counts_as_the_layers() -> None:
 def test_with_leads_the_device_has_its_own_seconds_and_the_host_its_own() -> None:
     queue, ahead = Queue(), LeadTuner()
     model = host_bound(queue)
-    tell_leads(ahead, one_pass(model, queue))
+    update_leads(ahead, one_pass(model, queue))
     assert ahead.leads == LaunchLead(1.2 * 16, 1.2 * 24)
     for number in range(4):
         times = one_pass(model, queue, ahead.leads)
@@ -200,7 +200,7 @@ def test_with_leads_the_device_has_its_own_seconds_and_the_host_its_own() -> Non
         assert times.backward == pytest.approx([2, 3, 5])
         assert times.forward_host == pytest.approx([4, 4, 8])
         assert times.backward_host == pytest.approx([8, 9, 7])
-        tell_leads(ahead, times)
+        update_leads(ahead, times)
         assert ahead.is_settled == (number > 0)
     # TorchrunEnv after 4, 8, 16; begun after 0, 1, 7. Backward: 7, 16, 24; 0, 5, 8.
     assert ahead.leads.forward == pytest.approx(1.2 * 9)
@@ -317,17 +317,17 @@ def test_a_model_that_waits_for_a_slow_device_is_hardly_held_back() -> None:
 
 def test_a_direction_that_is_stopped_again_is_not_held_back() -> None:
     way, host = Direction(), np.array([1.0, 1.0, 1.0])
-    way.seen(host, host)
+    way.observe(host, host)
     for _ in range(2):
         assert way.lead == pytest.approx(3.6)
-        way.seen(np.array([1.0, 3.0, 1.0]), np.array([0.1, 0.1, 0.1]))
+        way.observe(np.array([1.0, 3.0, 1.0]), np.array([0.1, 0.1, 0.1]))
     for _ in range(2):
         assert way.lead == pytest.approx(0.9 * 1.6)
-        way.seen(np.array([1.0, 2.0, 1.0]), np.array([0.1, 0.1, 0.1]))
+        way.observe(np.array([1.0, 2.0, 1.0]), np.array([0.1, 0.1, 0.1]))
     for _ in range(3):
         assert way.is_settled
         assert (way.lead, way.is_short) == (0, True)
-        way.seen(host, host)
+        way.observe(host, host)
 
 
 def test_one_disturbed_pass_changes_no_lead() -> None:
@@ -336,7 +336,7 @@ def test_one_disturbed_pass_changes_no_lead() -> None:
         model = host_bound(queue)
         for number in range(6):
             queue.slower = 4.0 if number == disturbed else 1.0
-            tell_leads(ahead, one_pass(model, queue, ahead.leads))
+            update_leads(ahead, one_pass(model, queue, ahead.leads))
         assert ahead.is_settled
         assert ahead.leads.forward == pytest.approx(1.2 * 9), disturbed
         assert ahead.leads.backward == pytest.approx(1.2 * 16), disturbed
@@ -361,17 +361,17 @@ def test_lead_by_hand() -> None:
 
 def test_the_first_pass_of_a_direction_tells_of_the_host_only() -> None:
     way = Direction()
-    way.seen(np.array([0.1, 0.2]), np.array([0.25, 0.5]))
+    way.observe(np.array([0.1, 0.2]), np.array([0.25, 0.5]))
     assert way.lead == pytest.approx(0.36)
-    way.seen(np.array([0.1, 0.2]), np.array([0.25, 0.1]))
+    way.observe(np.array([0.1, 0.2]), np.array([0.25, 0.1]))
     assert way.lead == pytest.approx(0.36)
-    way.seen(np.array([0.1, 0.2]), np.array([0.25, 0.1]))
+    way.observe(np.array([0.1, 0.2]), np.array([0.25, 0.1]))
     assert way.lead == pytest.approx(0.12)
 
 
 def test_a_direction_without_launches_needs_no_lead() -> None:
     way = Direction()
-    way.seen(np.zeros(2), np.zeros(2))
+    way.observe(np.zeros(2), np.zeros(2))
     assert way.is_settled
     assert (way.lead, way.is_short) == (0, False)
 
@@ -393,6 +393,6 @@ def test_a_host_that_is_not_equally_fast_every_time() -> None:
             ends.append(end)
         # Between two events, as a stream records them: from the end of the layer before.
         device = np.diff(ends)
-        direction.seen(slower, device)
+        direction.observe(slower, device)
         sums.append(float(device.sum()))
     assert np.mean(np.array(sums[20:]) < 1.02 * own.sum()) > 0.9

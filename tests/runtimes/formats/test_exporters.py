@@ -13,7 +13,7 @@ import pytest
 
 from pplan.cost_models.document import MadeBy
 from pplan.cost_models.errors import ExportError, FileError, UsageError
-from pplan.cost_models.runtime import RUNTIMES, runtime_named
+from pplan.cost_models.runtime import RUNTIMES, find_runtime
 from pplan.cost_models.text_files import sha256
 from pplan.planner.plan_file import Plan
 from pplan.runtimes.formats.deepspeed_export import DeepspeedExport
@@ -346,9 +346,9 @@ def test_a_file_that_contradicts_itself(
 
 
 def test_runtime_facts() -> None:
-    assert runtime_named("deepspeed").runs_replicas([2, 2])
-    assert not runtime_named("deepspeed").runs_replicas([2, 1])
-    assert not runtime_named("torchgpipe").runs_replicas([2, 2])
+    assert find_runtime("deepspeed").runs_replicas([2, 2])
+    assert not find_runtime("deepspeed").runs_replicas([2, 1])
+    assert not find_runtime("torchgpipe").runs_replicas([2, 2])
     assert [name for name, runtime in RUNTIMES.items() if runtime.one_process] == [
         "torchgpipe",
         "fairscale",

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from pplan.cost_models.errors import ExportError, FileError, PplanError, UsageError
-from pplan.cost_models.schedules import schedule_named
+from pplan.cost_models.schedules import find_schedule
 from pplan.planner.plan_file import Plan
 from pplan.runtimes.formats.exporters import export
 from pplan.runtimes.formats.torch_actions import action_rows, build_program, device_stages
@@ -118,7 +118,7 @@ def test_1f1b_with_few_micro_batches_is_told_action_by_action(make_plan: MakePla
 @pytest.mark.parametrize("schedule", ["chimera", "autopipe", "pipedream"])
 def test_what_no_list_of_actions_says_is_refused(schedule: str) -> None:
     with pytest.raises(ExportError, match=f"its schedule is {schedule}") as caught:
-        build_program(schedule, 2, 4, schedule_named(schedule).default_virtual_stages)
+        build_program(schedule, 2, 4, find_schedule(schedule).default_virtual_stages)
     assert "pplan.solve(runtime='torch')" in caught.value.hint
 
 
@@ -224,7 +224,7 @@ def test_pytorchs_classes_run_the_plans_order(
     """What was simulated is what is run. 1F1B's table is wrong in PyTorch, its class is not."""
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-    program = schedule_named(name).program(4, micro_batches, virtual_stages)
+    program = find_schedule(name).program(4, micro_batches, virtual_stages)
     ours = [row.split(",") for row in action_rows(program)]
     tables = get_schedule_ops(kind, 4, micro_batches, virtual_stages)
     theirs = [

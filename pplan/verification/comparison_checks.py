@@ -1,4 +1,4 @@
-"""Checks of what a plan is compared with, as far as the file says enough of it."""
+"""Checks of a plan's baselines, alternatives and objective, where the file has enough of their figures."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from dataclasses import replace
 from itertools import accumulate
 
 from .documents import Table
-from .orders import SYNCHRONOUS, order_of
+from .orders import SYNCHRONOUS, make_order
 from .pipeline import Figures
-from .report import EXACT, ROUNDING, TOLERANCE, LineCheck, Sheet
-from .stated_training import kernels_of_a_step
-from .verification_inputs import VerificationInputs, check_runtime, one_process
+from .report import EXACT, ROUNDING, TOLERANCE, LineCheck, ReportBuilder
+from .stated_training import optimizer_kernels
+from .verification_inputs import VerificationInputs, check_runtime_rules, one_process
 
 _ONE_STAGE = re.compile(
     r"(?:1 stage, replicas (\d{1,9}); )?(\d{1,9}) x (\d{1,9}), ([\w-]+), recompute ([a-z ]+)"
 )
 """How a baseline of one stage runs, in its `detail`."""
-FREE = ("one-gpu", "data-parallel")
+UNCONSTRAINED = ("one-gpu", "data-parallel")
 """Baselines that do their best whatever was requested."""
 
 
-def check_others(sheet: Sheet, inputs: VerificationInputs) -> None:
+def check_comparisons(builder: ReportBuilder, inputs: VerificationInputs) -> None:
     """Adds the lines."""
     if inputs.plan.objective is not None:
-        with sheet.line("objective", "the most that a device holds") as check:
+        with builder.line("objective", "the most that a device holds") as check:
             _objective(check, inputs, inputs.plan.objective)
     for table in inputs.plan.baselines:
         name = table.text("name")
-        with sheet.line(f"baseline {name}", "simulated again") as check:
+        with builder.line(f"baseline {name}", "simulated again") as check:
             _baseline(check, inputs, name, table)
     for number, table in enumerate(inputs.plan.alternatives):
         names = table.texts("runtimes")
-        with sheet.line(
+        with builder.line(
             f"alternative {number} ({', '.join(names[:2])})", "memory and step worked out again"
         ) as check:
             _alternative(check, inputs, names, table)
@@ -43,9 +43,9 @@ def _objective(check: LineCheck, inputs: VerificationInputs, table: Table) -> No
     value, bound = table.number("value"), table.number("lower_bound")
     check.at_most("lower_bound of the objective", bound, value)
     least = bound * (1 + EXACT) + (ROUNDING if table.text("unit", "") == "bytes" else 0.0)
-    check.holds("exact, with a gap", not table.flag("exact") or value <= least, value, bound)
+    check.require("exact, with a gap", not table.flag("exact") or value <= least, value, bound)
     if name != "memory":
-        check.leave(f"{name}: the file does not say what it is worked out from")
+        check.skip(f"{name}: the file does not say what it is worked out from")
     figures = inputs.figures(check)
     most = max(figures.ledger(device).bytes for device in range(figures.order.devices))
     check.near("value, the most that a device holds", value, most)
@@ -54,50 +54,55 @@ def _objective(check: LineCheck, inputs: VerificationInputs, table: Table) -> No
 def _baseline(check: LineCheck, inputs: VerificationInputs, name: str, table: Table) -> None:
     plan, step = inputs.plan, table.optional_number("step_seconds")
     if step is None:
-        check.holds("neither a step nor a reason", bool(table.text("reason", "")))
-        check.leave("it has no step")
+        check.require("neither a step nor a reason", bool(table.text("reason", "")))
+        check.skip("it has no step")
         return
-    check.holds("a step of no seconds", step > 0, step)
+    check.require("a step of no seconds", step > 0, step)
     fastest = plan.prediction.number("step_seconds")
     best = plan.options.text("planner", "best") == "best" and plan.objective is None
     left_open = plan.runtime is None and plan.options.text("schedule", "auto") == "auto"
-    beside = name in FREE or (name == "interleaved" and left_open)  # not in the running
-    if best and not beside and not plan.was_given:
-        check.holds("it is faster than the plan", step >= fastest * (1 - TOLERANCE), step, fastest)
-    found = _ONE_STAGE.fullmatch(table.text("detail", ""))
-    if found is None:
-        check.leave("the file does not say where its layers are")
+    beside = name in UNCONSTRAINED or (name == "interleaved" and left_open)  # not in the running
+    if best and not beside and not plan.is_fixed_partition:
+        check.require("it is faster than the plan", step >= fastest * (1 - TOLERANCE), step, fastest)
+    match = _ONE_STAGE.fullmatch(table.text("detail", ""))
+    if match is None:
+        check.skip("the file does not say where its layers are")
     else:
-        _one_stage(check, inputs, step, found, launches=name not in FREE and one_process(plan.runtime))
+        _one_stage(
+            check, inputs, step, match, launches=name not in UNCONSTRAINED and one_process(plan.runtime)
+        )
 
 
 def _one_stage(
-    check: LineCheck, inputs: VerificationInputs, step: float, found: re.Match[str], *, launches: bool
+    check: LineCheck, inputs: VerificationInputs, step: float, match: re.Match[str], *, launches: bool
 ) -> None:
     """All layers on one device, the first of its kind, or on replicas from rank 0 on."""
-    replicas, count, size = (int(text or 1) for text in found.groups()[:3])
-    schedule, mode = found[4], found[5].replace(" ", "_")
+    replicas, count, size = (int(text or 1) for text in match.groups()[:3])
+    schedule, mode = match[4], match[5].replace(" ", "_")
     base, machine = inputs.figures(check), inputs.machine
     assert machine is not None
     check.same("its global batch", count * size, inputs.plan.mini_batch)
-    check.holds("schedule", schedule in SYNCHRONOUS, schedule)
+    check.require("schedule", schedule in SYNCHRONOUS, schedule)
     check.at_most("its replicas", replicas, machine.gpus)
     starts = [0, *machine.ends[:-1]] if replicas == 1 else [0]
     steps = []
     for first in starts:
-        made = replace(
+        figures = replace(
             base,
             schedule=schedule,
-            order=order_of(schedule, 1, count, 1),
+            order=make_order(schedule, 1, count, 1),
             size=size,
             ends=(len(base.layers),),
             devices=(tuple(range(first, first + replicas)),),
             modes=(mode,),
             one_process=launches,
         )
-        if made.ledger(0).bytes <= made.limit(0, inputs.plan.options.optional_number("memory_limit")) + 1:
-            steps.append(made.step.seconds)
-    check.holds("it does not fit", bool(steps))
+        if (
+            figures.ledger(0).bytes
+            <= figures.limit(0, inputs.plan.options.optional_number("memory_limit")) + 1
+        ):
+            steps.append(figures.step.seconds)
+    check.require("it does not fit", bool(steps))
     check.near("step_seconds", step, min(steps, key=lambda own: abs(own - step)))
 
 
@@ -113,21 +118,21 @@ def _alternative(check: LineCheck, inputs: VerificationInputs, names: list[str],
     check.same("global batch", count * size, plan.mini_batch)
     check.same("stages, and what each recomputes", len(modes), len(balance))
     check.same("stages that are left over on some device", len(balance) % parts, 0)
-    check.holds("schedule", schedule in SYNCHRONOUS, schedule)
-    check.holds("it is for no runtime", bool(names))
+    check.require("schedule", schedule in SYNCHRONOUS, schedule)
+    check.require("it is for no runtime", bool(names))
     for name in names:
-        check_runtime(
+        check_runtime_rules(
             check, name, schedule=schedule, modes=modes, replicas=[replicas], virtual_stages=parts, size=size
         )
     step = table.number("step_seconds")
-    check.holds("a step of no seconds", step > 0, step)
+    check.require("a step of no seconds", step > 0, step)
     check.near(
         "samples_per_second",
         table.number("samples_per_second", plan.mini_batch / step),
         plan.mini_batch / step,
     )
     # An interleaved one is scored as the plan is, for whichever runtime.
-    kernels = kernels_of_a_step(plan.profile.text("device", ""), plan.runtime if parts > 1 else names[0])
+    kernels = optimizer_kernels(plan.profile.text("device", ""), plan.runtime if parts > 1 else names[0])
     _alternative_figures(
         check,
         inputs,
@@ -153,7 +158,7 @@ class _Shape:
     ) -> None:
         self.schedule, self.replicas, self.size, self.modes = schedule, replicas, size, modes
         self.ends, self.launches, self.kernels = tuple(accumulate(balance)), launches, kernels
-        self.order = order_of(schedule, len(balance) // parts, count, parts)
+        self.order = make_order(schedule, len(balance) // parts, count, parts)
 
     def figures(self, base: Figures) -> Figures:
         """On the plan's machine."""
@@ -176,17 +181,20 @@ def _alternative_figures(check: LineCheck, inputs: VerificationInputs, table: Ta
     assert machine is not None
     check.at_most("its devices", shape.order.devices * shape.replicas, machine.gpus)
     for end in shape.ends[:-1]:
-        check.holds(f"the profile allows no cut after layer {end - 1}", base.layers.cut_after[end - 1])
-    made = shape.figures(base)
-    requested, said = inputs.plan.options.optional_number("memory_limit"), table.counts("memory_bytes")
-    check.holds(
-        "memory_bytes, by stage", not said or len(said) == len(shape.ends), len(said), len(shape.ends)
+        check.require(f"the profile allows no cut after layer {end - 1}", base.layers.cut_after[end - 1])
+    figures = shape.figures(base)
+    requested, plan_value = inputs.plan.options.optional_number("memory_limit"), table.counts("memory_bytes")
+    check.require(
+        "memory_bytes, by stage",
+        not plan_value or len(plan_value) == len(shape.ends),
+        len(plan_value),
+        len(shape.ends),
     )
-    for device in range(made.order.devices):
-        ledger = made.ledger(device)
+    for device in range(figures.order.devices):
+        ledger = figures.ledger(device)
         check.at_most(
-            f"memory of stage {device}, above its limit", ledger.bytes, made.limit(device, requested) + 1
+            f"memory of stage {device}, above its limit", ledger.bytes, figures.limit(device, requested) + 1
         )
-        for part in made.order.stages_of(device) if said else []:
-            check.bytes(f"memory_bytes of stage {part}", said[part], ledger.rounded)
-    check.near("step_seconds", table.number("step_seconds"), made.step.seconds)
+        for part in figures.order.device_stages(device) if plan_value else []:
+            check.bytes(f"memory_bytes of stage {part}", plan_value[part], ledger.rounded)
+    check.near("step_seconds", table.number("step_seconds"), figures.step.seconds)

@@ -19,7 +19,7 @@ MOST_DIGITS = 18
 _WORDS: dict[str, object] = {"true": True, "false": False, "none": None, "null": None}
 
 
-def one_of(allowed: Iterable[str]) -> Callable[[str, str], str]:
+def read_choice(allowed: Iterable[str]) -> Callable[[str, str], str]:
     """A reader of one of the `allowed` words."""
     words = tuple(allowed)
 
@@ -35,7 +35,7 @@ def one_of(allowed: Iterable[str]) -> Callable[[str, str], str]:
     return read
 
 
-def whole_number(least: int) -> Callable[[str, str], int]:
+def read_whole_number(least: int) -> Callable[[str, str], int]:
     """A reader of a whole number of at least `least`."""
 
     def read(text: str, name: str) -> int:
@@ -44,7 +44,7 @@ def whole_number(least: int) -> Callable[[str, str], int]:
     return read
 
 
-def number_or_auto(text: str, name: str) -> int | str:
+def read_number_or_auto(text: str, name: str) -> int | str:
     """A whole number of at least 1, or `auto`."""
     if text == "auto":
         return text
@@ -53,17 +53,17 @@ def number_or_auto(text: str, name: str) -> int | str:
     return _whole(text, name, 1)
 
 
-def counts(text: str, name: str) -> tuple[int, ...]:
+def read_counts(text: str, name: str) -> tuple[int, ...]:
     """`12,34` as whole numbers of at least 1, in their order."""
     return tuple(_whole(part.strip(), name, 1) for part in text.split(","))
 
 
-def sizes(text: str, name: str) -> tuple[int, ...]:
+def read_sizes(text: str, name: str) -> tuple[int, ...]:
     """`1,2,4,8` as whole numbers of at least 1, ascending and without repeats."""
     return tuple(sorted({_whole(part.strip(), name, 1, context=text) for part in text.split(",")}))
 
 
-def by_level(read: Callable[[str, str], float]) -> Callable[[str, str], tuple[float, ...]]:
+def read_by_level(read: Callable[[str, str], float]) -> Callable[[str, str], tuple[float, ...]]:
     """A reader of `300GB/s,25GB/s`: inside a node and, where given, between nodes."""
 
     def read_levels(text: str, name: str) -> tuple[float, ...]:
@@ -78,7 +78,7 @@ def by_level(read: Callable[[str, str], float]) -> Callable[[str, str], tuple[fl
     return read_levels
 
 
-def settings(pairs: Sequence[str], name: str) -> dict[str, object]:
+def read_settings(pairs: Sequence[str], name: str) -> dict[str, object]:
     """`("depth=24", "flag=true", "sizes=[1, 2]", "name=abc")` as keywords with values of their types.
 
     A value is read as JSON or as a Python literal where it is one (true, false and none by any case), and is

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.typed_text import settings
+from pplan.cost_models.option_readers import read_settings
 
 
 @pytest.mark.parametrize(
@@ -36,20 +36,20 @@ from pplan.cost_models.typed_text import settings
     ],
 )
 def test_values_have_their_types(text: str, value: object) -> None:
-    parsed = settings([f"key={text}"], "--set")["key"]
+    parsed = read_settings([f"key={text}"], "--set")["key"]
     assert parsed == value
     assert type(parsed) is type(value)
 
 
 def test_pairs_stay_in_order_and_spaces_are_trimmed() -> None:
-    assert list(settings((" depth = 24 ", "name=x"), "--set").items()) == [("depth", 24), ("name", "x")]
-    assert settings((), "--set") == {}
+    assert list(read_settings((" depth = 24 ", "name=x"), "--set").items()) == [("depth", 24), ("name", "x")]
+    assert read_settings((), "--set") == {}
 
 
 @pytest.mark.slow
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=5))
 def test_what_python_writes_is_read_back(value: object) -> None:
-    assert settings([f"key={value!r}"], "--set") == {"key": value}
+    assert read_settings([f"key={value!r}"], "--set") == {"key": value}
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,6 @@ def test_what_python_writes_is_read_back(value: object) -> None:
 )
 def test_wrong_pairs_are_refused(pairs: list[str], told: str) -> None:
     with pytest.raises(UsageError) as raised:
-        settings(pairs, "--set")
+        read_settings(pairs, "--set")
     assert told in raised.value.what
     assert raised.value.hint

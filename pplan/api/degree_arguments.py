@@ -1,0 +1,132 @@
+"""What training programs take of a plan by degrees: arguments of Megatron-LM and torchtitan, and DeepSpeed's
+configuration."""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any
+
+from ..cost_models.errors import ExportError
+from ..cost_models.transformer.training_setting import block_ranges
+from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan
+from ..runtimes.formats.megatron_export import write_layout
+from ..runtimes.formats.torchtitan_export import WORDS
+
+
+def megatron_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
+    """What `pretrain_gpt.py` takes besides the model and the data."""
+    degrees = plan.degrees
+    flags: dict[str, object] = {
+        "--num-layers": sum(plan.blocks),
+        "--seq-length": answer.options.sequence,
+        "--micro-batch-size": plan.micro_batch_size,
+        "--global-batch-size": answer.options.mini_batch,
+        "--tensor-model-parallel-size": degrees.tensor,
+        "--pipeline-model-parallel-size": degrees.pipeline,
+    }
+    if plan.virtual_stages > 1 and len(set(plan.blocks)) == 1:
+        flags["--num-layers-per-virtual-pipeline-stage"] = plan.blocks[0]
+    elif len(set(plan.blocks)) > 1:
+        flags["--pipeline-model-parallel-layout"] = write_layout(plan.blocks)
+    if degrees.context > 1:
+        flags["--context-parallel-size"] = degrees.context
+        flags["--cp-comm-type"] = "a2a"
+    if degrees.expert > 1:
+        flags["--expert-model-parallel-size"] = degrees.expert
+        flags["--expert-tensor-parallel-size"] = 1
+    if plan.recompute == "selective":
+        flags["--recompute-granularity"] = "selective"
+    if plan.recompute == "full":
+        flags["--recompute-granularity"] = "full"
+        flags["--recompute-method"] = "uniform"
+        flags["--recompute-num-layers"] = gcd(*plan.blocks)
+    words = ["--bf16"]
+    if degrees.tensor > 1:
+        words.append("--sequence-parallel")
+    if degrees.zero:
+        words.append("--use-distributed-optimizer")
+    if degrees.zero > 1:
+        words += ["--use-megatron-fsdp", "--no-gradient-accumulation-fusion"]
+        flags["--data-parallel-sharding-strategy"] = (
+            "optim_grads" if degrees.zero == 2 else "optim_grads_params"
+        )
+        flags["--ckpt-format"] = "fsdp_dtensor"
+    return [str(part) for flag in flags.items() for part in flag] + words
+
+
+def torchtitan_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
+    """What `torchtitan.train` (0.3.0) takes after --module and --config.
+
+    It counts a replica's batch: of all micro-batches of a pipeline, and of one where it has none, since it
+    adds up gradients over as many as the global batch needs.
+    """
+    degrees, prefix = plan.degrees, "--parallelism."
+    many = plan.micro_batches if degrees.pipeline > 1 else 1
+    flags: dict[str, object] = {
+        "--training.seq_len": answer.options.sequence,
+        "--training.local_batch_size": many * plan.micro_batch_size,
+        "--training.global_batch_size": answer.options.mini_batch,
+        prefix + "data_parallel_replicate_degree": 1 if degrees.zero else degrees.data,
+        prefix + "data_parallel_shard_degree": degrees.data if degrees.zero else 1,
+        prefix + "tensor_parallel_degree": degrees.tensor,
+        prefix + "context_parallel_degree": degrees.context,
+        prefix + "expert_parallel_degree": degrees.expert,
+        prefix + "pipeline_parallel_degree": degrees.pipeline,
+    }
+    if degrees.zero and degrees.pipeline == 1:
+        flags[prefix + "fsdp_reshard_after_forward"] = "always" if degrees.zero == 3 else "never"
+    arguments = [str(part) for flag in flags.items() for part in flag]
+    if degrees.pipeline > 1:
+        arguments += [
+            prefix + "pipeline_parallel_schedule",
+            "1F1B" if plan.virtual_stages == 1 else "Interleaved1F1B",
+            prefix + "pipeline_parallel_microbatch_size",
+            str(plan.micro_batch_size),
+            prefix + "module_fqns_per_model_part",
+            *_module_names(plan.blocks),
+            "--training.disable_cuda_graphs",
+        ]
+    return [*arguments, f"activation_checkpoint:{plan.recompute}"]
+
+
+def torchtitan_remarks(plan: DegreePlan) -> list[str]:
+    """Where torchtitan does not train as the plan says."""
+    degrees, remarks = plan.degrees, []
+    if degrees.zero == 1 and degrees.pipeline == 1 and degrees.data > 1:
+        remarks.append("torchtitan has FSDP in place of ZeRO 1: its gradients are spread, too")
+    if degrees.context > 1:
+        remarks.append("torchtitan's context parallelism passes keys and values round, not heads for tokens")
+    if plan.recompute == "selective":
+        remarks.append("torchtitan's selective checkpointing chooses operations, not the attention")
+    return remarks
+
+
+def _module_names(counts: tuple[int, ...]) -> list[str]:
+    """The modules of each (virtual) stage, by torchtitan's names."""
+    ranges = block_ranges(counts)
+    names = [[f"{WORDS.blocks}.{block}" for block in blocks] for blocks in ranges]
+    names[0].insert(0, WORDS.embedding)
+    names[-1] += [WORDS.norm, WORDS.head]
+    return [",".join(own) for own in names]
+
+
+def deepspeed_config(answer: DegreeAnswer, plan: DegreePlan) -> dict[str, Any]:
+    """DeepSpeed's configuration. Raises ExportError where it has no such degrees."""
+    degrees = plan.degrees
+    if degrees.pipeline > 1 or degrees.context > 1 or degrees.expert > 1:
+        raise ExportError(
+            f"{degrees.describe()}: DeepSpeed's configuration has data and tensor parallelism only",
+            "Give pp=1, cp=1 and ep=1, or take the arguments of Megatron-LM.",
+        )
+    config: dict[str, Any] = {
+        "train_batch_size": answer.options.mini_batch,
+        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.micro_batches,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": degrees.zero},
+    }
+    if degrees.tensor > 1:
+        config["tensor_parallel"] = {"autotp_size": degrees.tensor}
+    return config

@@ -1,0 +1,126 @@
+"""Plans by degrees for training programs: torchtitan's own command line and Megatron-LM's rules read them."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import pytest
+
+import pplan
+from pplan.api.degree_arguments import (
+    deepspeed_config,
+    megatron_arguments,
+    torchtitan_arguments,
+    torchtitan_remarks,
+)
+from pplan.cost_models.errors import ExportError
+from pplan.planner.degrees.degree_search import DegreeAnswer
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 16,
+    "vocab_size": 128256,
+}
+
+
+def answer(**options: Any) -> DegreeAnswer:
+    return pplan.degrees(MODEL, gpus=16, gpu="b200", mini_batch=64, micro_batch_size=(2,), **options)
+
+
+@pytest.fixture
+def read_arguments() -> Any:
+    """torchtitan's reader of its sections; importing it warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tyro = pytest.importorskip("tyro")
+        manager = pytest.importorskip("torchtitan.config.manager", exc_type=ImportError)
+        sections = pytest.importorskip("torchtitan.config")
+        recomputing = pytest.importorskip("torchtitan.distributed.activation_checkpoint")
+        kind = dataclasses.make_dataclass(
+            "Sections",
+            [
+                (name, own, dataclasses.field(default_factory=own))
+                for name, own in (
+                    ("parallelism", sections.ParallelismConfig),
+                    ("training", sections.TrainingConfig),
+                )
+            ]
+            + [("activation_checkpoint", recomputing.ActivationCheckpointingConfig, None)],
+        )
+        manager.ConfigManager()
+
+        def read(arguments: list[str]) -> Any:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return tyro.cli(kind, args=arguments, registry=manager.custom_registry)
+
+        yield read
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tp": (2,), "pp": (2,), "recompute": "full", "virtual_stages": (1,)},
+        {"tp": (2,), "pp": (4,), "recompute": "none", "virtual_stages": (2,)},
+        {"tp": (4,), "pp": (1,), "zero": (3,), "recompute": "full"},
+        {"tp": (1,), "pp": (1,), "zero": (2,), "recompute": "selective"},
+        {"tp": (1,), "pp": (8,), "zero": (0,), "recompute": "none", "virtual_stages": (1,)},
+    ],
+)
+def test_torchtitan_reads_its_arguments(read_arguments: Any, options: dict[str, Any]) -> None:
+    found = answer(**options)
+    plan, degrees = found.plans[0], found.plans[0].degrees
+    config = read_arguments(torchtitan_arguments(found, plan))
+    own, training = config.parallelism, config.training
+    assert (own.tensor_parallel_degree, own.pipeline_parallel_degree) == (degrees.tensor, degrees.pipeline)
+    shared, copies = own.data_parallel_shard_degree, own.data_parallel_replicate_degree
+    assert (shared, copies) == ((degrees.data, 1) if degrees.zero else (1, degrees.data))
+    # What it adds up: all micro-batches of a pipeline at once, else as often as the global batch needs.
+    assert training.global_batch_size == 64
+    steps, left = divmod(64, training.local_batch_size * shared * copies)
+    inside = training.local_batch_size // plan.micro_batch_size if degrees.pipeline > 1 else 1
+    assert (steps * inside, left) == (plan.micro_batches, 0)
+    assert type(config.activation_checkpoint).__qualname__.startswith(
+        {"full": "FullAC", "selective": "SelectiveAC", "none": "None"}[plan.recompute]
+    )
+    if degrees.pipeline > 1:
+        parts = own.module_fqns_per_model_part
+        assert own.pipeline_parallel_microbatch_size == plan.micro_batch_size
+        assert own.pipeline_parallel_schedule == ("1F1B" if plan.virtual_stages == 1 else "Interleaved1F1B")
+        assert len(parts) == degrees.pipeline * plan.virtual_stages
+        names = [name for part in parts for name in part]
+        assert names == ["tok_embeddings", *(f"layers.{n}" for n in range(16)), "norm", "lm_head"]
+    else:
+        assert own.fsdp_reshard_after_forward == ("always" if degrees.zero == 3 else "never")
+
+
+def test_where_torchtitan_differs() -> None:
+    plan = answer(tp=(2,), pp=(1,), recompute="selective").plans[0]
+    assert [text.split(" ")[0] for text in torchtitan_remarks(plan)] == ["torchtitan", "torchtitan's"]
+    assert not torchtitan_remarks(answer(tp=(2,), pp=(2,), recompute="none").plans[0])
+
+
+def test_megatrons_fsdp() -> None:
+    found = answer(tp=(2,), pp=(1,), zero=(3,))
+    flags = megatron_arguments(found, found.plans[0])
+    assert flags[flags.index("--data-parallel-sharding-strategy") + 1] == "optim_grads_params"
+    assert flags[flags.index("--ckpt-format") + 1] == "fsdp_dtensor"
+    assert {"--use-megatron-fsdp", "--use-distributed-optimizer"} < set(flags)
+
+
+def test_deepspeed_config() -> None:
+    found = answer(tp=(2,), pp=(1,), zero=(2,))
+    config = deepspeed_config(found, found.plans[0])
+    assert config["zero_optimization"] == {"stage": 2}
+    assert config["tensor_parallel"] == {"autotp_size": 2}
+    product = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
+    assert config["train_batch_size"] == product * found.plans[0].degrees.data == 64
+    found = answer(tp=(2,), pp=(2,))
+    with pytest.raises(ExportError, match="PP 2"):
+        deepspeed_config(found, found.plans[0])
