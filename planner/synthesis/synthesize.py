@@ -59,7 +59,7 @@ SHARE = 0.5
 
 
 @dataclass(frozen=True, eq=False)
-class _Candidate:
+class OrderCandidate:
     """A plan's shape with the numbers of its orders, and the best of them so far."""
 
     proposal: Proposal
@@ -92,7 +92,7 @@ def synthesize(problem: Problem, best: ScoredPlan | None) -> list[ScoredPlan]:
     return plans
 
 
-def _candidates(problem: Problem, best: ScoredPlan | None, limit: float) -> Iterator[_Candidate]:
+def _candidates(problem: Problem, best: ScoredPlan | None, limit: float) -> Iterator[OrderCandidate]:
     """Shapes of good plans, by base, whose bound on all orders is below the limit."""
     names = [name for name in BASES if name in problem.schedules]
     straight = None if best is None or best.config.virtual_stages > 1 else best
@@ -106,7 +106,7 @@ def _candidates(problem: Problem, best: ScoredPlan | None, limit: float) -> Iter
             continue
         with suppress(UsageError):  # the schedule does not run with these numbers
             for modes in _modes(problem, proposal):
-                own = _candidate(problem, proposal, modes)
+                own = make_candidate(problem, proposal, modes)
                 if own.bound < limit:
                     yield own
 
@@ -118,7 +118,7 @@ def _modes(problem: Problem, proposal: Proposal) -> list[list[Recompute]]:
     always: list[Recompute] = ["always" for _ in proposal.ends]
     if proposal.config.recompute != "by_stage":
         return [always if proposal.config.recompute == "always" else never]
-    whole = _candidate(problem, proposal, never).problem
+    whole = make_candidate(problem, proposal, never).problem
     lacking = set()
     for device, parts in enumerate(whole.own_parts):
         needed = min(whole.micro_batches, whole.devices - device)
@@ -130,10 +130,11 @@ def _modes(problem: Problem, proposal: Proposal) -> list[list[Recompute]]:
     return [never, mixed, always] if len(lacking) < whole.devices else [never, always]
 
 
-def _candidate(problem: Problem, proposal: Proposal, modes: Sequence[Recompute]) -> _Candidate:
+def make_candidate(problem: Problem, proposal: Proposal, modes: Sequence[Recompute]) -> OrderCandidate:
+    """The numbers of a shape's orders, with what its parts recompute."""
     assembly = assemble(problem.space, proposal, modes)
     numbers = order_problem(assembly, *_memory(problem, assembly))
-    return _Candidate(proposal, assembly.program, numbers, numbers.bound())
+    return OrderCandidate(proposal, assembly.program, numbers, numbers.bound())
 
 
 def _memory(problem: Problem, assembly: Assembly) -> tuple[list[float], list[float]]:
@@ -150,7 +151,7 @@ def _memory(problem: Problem, assembly: Assembly) -> tuple[list[float], list[flo
     return room, sizes
 
 
-def _fill(own: _Candidate) -> _Candidate:
+def _fill(own: OrderCandidate) -> OrderCandidate:
     """With the best of the known orders and of those made by rule."""
     numbers = own.problem
     best, lists = inf, None
@@ -163,7 +164,7 @@ def _fill(own: _Candidate) -> _Candidate:
     return replace(own, lists=lists, step=best)
 
 
-def _published_orders(own: _Candidate) -> Iterator[Lists]:
+def _published_orders(own: OrderCandidate) -> Iterator[Lists]:
     config = own.proposal.config
     for name in STARTS[config.schedule]:
         with suppress(UsageError):
@@ -173,11 +174,11 @@ def _published_orders(own: _Candidate) -> Iterator[Lists]:
                 yield lists
 
 
-def _actions(own: _Candidate) -> int:
+def _actions(own: OrderCandidate) -> int:
     return sum(len(row) for row in own.program.actions)
 
 
-def _improve(own: _Candidate, seconds: float) -> _Candidate:
+def _improve(own: OrderCandidate, seconds: float) -> OrderCandidate:
     """Improved for about so many seconds: by exchanges, then by the solver where there is one."""
     assert own.lists is not None, "an order was made"
     solves = has_solver() and _actions(own) <= MOST_SOLVED
@@ -195,7 +196,7 @@ def _improve(own: _Candidate, seconds: float) -> _Candidate:
     return replace(own, lists=solution.lists, step=run.step)
 
 
-def _score(problem: Problem, own: _Candidate) -> ScoredPlan | None:
+def _score(problem: Problem, own: OrderCandidate) -> ScoredPlan | None:
     """The order as a schedule of a plan, by the simulator and the ledger; None where it does not fit."""
     assert own.lists is not None, "an order was made"
     program = own.problem.program(own.lists, own.program)

@@ -7,13 +7,12 @@ from functools import cached_property
 
 from .documents import Table
 from .layer_costs import Layers
-from .orders import ASYNCHRONOUS, SYNCHRONOUS, ScheduleOrder, make_order
+from .orders import ASYNCHRONOUS, SYNCHRONOUS, ScheduleOrder, make_order, read_written_order
 from .pipeline import Figures
 from .report import ImpossiblePlan, LineCheck, NotChecked
 from .stated_machine import StatedMachine
 from .stated_plan import StatedPlan
 from .stated_training import read_training
-from .written_order import read_written_order
 
 _TORCH = frozenset(
     "naive gpipe 1f1b dapple interleaved looped-bfs zb-h1 zb-h2 zb-v dualpipe-v".split()  # noqa: SIM905

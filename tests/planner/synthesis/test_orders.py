@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise, product
@@ -12,16 +12,26 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.memory import Recompute
 from pplan.cost_models.schedules import SCHEDULES, Action, Program, StageSlot
 from pplan.cost_models.simulator.costs import Costs
 from pplan.cost_models.timeline import simulate, step_seconds
+from pplan.cost_models.topology import Topology
+from pplan.planner.candidate import linear_pipeline
+from pplan.planner.joint_search import find_best_plan
+from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.plan_options import PlanOptions
+from pplan.planner.problem import Problem
 from pplan.planner.synthesis.fill_orders import fill_orders
 from pplan.planner.synthesis.local_search import improve_order
 from pplan.planner.synthesis.order_problem import B, F, Lists, OrderProblem, Step, W, list_steps
 from pplan.planner.synthesis.run_order import run_order
 from pplan.planner.synthesis.solve_order import has_solver, solve_order
+from pplan.planner.synthesis.synthesize import make_candidate
 
 TOLERANCE = 1e-9
+MODES: tuple[Recompute, ...] = ("never", "always")
 
 
 def random_problem(
@@ -195,6 +205,32 @@ def test_micro_batches_in_another_order_are_no_faster() -> None:
         with suppress(UsageError):  # they wait for each other for ever
             freely = min(freely, float(step_seconds(own, costs)[0]))
     assert best_of_all(problem) == pytest.approx(freely, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_bound_of_an_answer_holds_for_every_order_of_every_cut(
+    make_chain: Callable[..., Chain], make_topology: Callable[..., Topology], seed: int
+) -> None:
+    """Of pipelines of two stages with the backward in two parts or whole, whatever the cut and the order."""
+    chain = make_chain(seed, 4, traffic=0.05, cuts=1.0, adding=0.5)
+    share = np.random.default_rng(seed).uniform(0.3, 0.7, chain.backward_seconds.shape)
+    chain = replace(
+        chain,
+        backward_input_seconds=share * chain.backward_seconds,
+        backward_weight_seconds=(1 - share) * chain.backward_seconds,
+    )
+    options = PlanOptions(mini_batch=2, micro_batches=2, schedule="synthesized", memory_limit=600)
+    problem = Problem(chain, make_topology(2, latency=0.01), options)
+    answer = find_best_plan(problem).result
+    assert answer.best is not None
+    steps = []
+    for base, end in product(("zb-h1", "1f1b"), (1, 2, 3)):
+        proposal = linear_pipeline(PipelineConfig(base, "by_stage", 2, 1), (end, 4))
+        for modes in product(MODES, repeat=2):
+            candidate = make_candidate(problem, proposal, modes)
+            steps.append(best_of_all(candidate.problem))
+    assert answer.bound_seconds <= min(steps) * (1 + TOLERANCE)
+    assert answer.best.step_seconds <= min(steps) * (1 + TOLERANCE)
 
 
 def test_more_room_is_never_slower() -> None:

@@ -144,10 +144,8 @@ def test_the_verifier_reads_the_order_itself(measured: Profile, tmp_path: Path) 
         rows.append(f"{key}: {content}")
     changed = plan.model_copy(update={"order": rows})
     for own, agrees in ((plan, True), (changed, False)):
-        content = measured.to_json().encode()
-        report = verify_sources(
-            Sources(own.to_json().encode(), "plan", measured_bytes, "profile", False, tmp_path)
-        )
+        files = own.to_json().encode(), "plan", measured.to_json().encode(), "profile"
+        report = verify_sources(Sources(*files, False, tmp_path))
         assert report.agrees == agrees
         if not agrees:
             assert {"memory of stages", "step"} & {line.name for line in report.differing}
