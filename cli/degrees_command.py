@@ -49,7 +49,7 @@ def degrees_command(
     from ..cost_models.document import MadeBy
     from ..cost_models.transformer.transformer_shape import load_transformer_shape
     from .degrees_tables import print_degrees
-    from .invocation import command_line
+    from .field_names import command_line
     from .output import Target
     from .streams import console, result
 

@@ -16,8 +16,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 
 from ..cost_models.option_fields import Option, Options, list_declarations
-from .field_names import as_options, name_field
-from .invocation import TYPED
+from .field_names import TYPED, as_options, name_field
 
 Command = Callable[..., None]
 _CONTEXT = "typer_context"

@@ -56,7 +56,7 @@ class LayerOperations:
 
 
 def count_operations(subject: MeasurementTarget, size: int, kernels: Kernels) -> list[LayerOperations]:
-    """Of every layer at a micro-batch of `size`, and of the loss, where there is one, after the last.
+    """The operations of every layer at a micro-batch of `size`, and last those of the loss, if there is one.
 
     `subject` lies on the meta device, and its gradients exist. `kernels`: of which device.
     """

@@ -40,7 +40,7 @@ class Progress:
     micro_batch_size: int
     layer: str | None
     fraction: float
-    """Of the budget spent, 0 to 1."""
+    """The share of the budget that is spent, 0 to 1."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class SizeSweep(ABC, Generic[Run]):
     unmeasured: list[Unmeasured] = field(default_factory=list, init=False)
     notes: list[str] = field(default_factory=list, init=False)
     interrupted: bool = field(default=False, init=False)
-    """By Ctrl-C, after a size was measured."""
+    """Whether Ctrl-C ended it after a size was measured."""
     gpu_begin: GpuState | None = field(default=None, init=False)
     _last_seconds: float = field(default=0.0, init=False)
 

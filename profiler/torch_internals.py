@@ -25,7 +25,7 @@ TESTED = "2.14"
 
 
 def missing_import(error: ImportError) -> MachineError:
-    """Of a private module that nothing works without."""
+    """The error where a private module that nothing works without is missing."""
     return MachineError(
         f"torch {torch.__version__} lacks what pplan needs of it: {error}",
         f"Install torch {TESTED}, or a later version of pplan.",

@@ -26,7 +26,7 @@ class LayerSequential(nn.Sequential):
 
     model_name: str = ""
     layer_names: tuple[str, ...] = ()
-    """Of another number than the elements where some were added or taken away: then they are no longer so."""
+    """Void where their number is not that of the elements: some were added or removed."""
     granularity: str = "block"
     """How finely the model was cut; its elements are taken for its layers whatever is asked for."""
     keep_together: tuple[str, ...] = ()

@@ -92,11 +92,11 @@ class LayerChain:
     tool: str = "torch.fx"
     """What drew the graph that was cut."""
     comparison: Comparison | None = None
-    """With the model, by value; None: not asked for."""
+    """The comparison with the model by value; None: not asked for."""
     unused: tuple[str, ...] = ()
     """Parameters and buffers of the model that no layer uses, by name."""
     users: tuple[TensorUsers, ...] = ()
-    """Of each parameter and buffer."""
+    """The users of each parameter and buffer."""
     own_modes: tuple[str, ...] = ()
     """Modules with a `train` of their own, the model itself by its class."""
 

@@ -25,7 +25,7 @@ DOMINATES = 0.5
 
 @dataclass(frozen=True)
 class Call:
-    """Of a module that is to be a layer: the operations from `first` up to `end`."""
+    """The call of a module that is to be a layer: the operations from `first` up to `end`."""
 
     path: str
     first: int
@@ -33,7 +33,7 @@ class Call:
 
 
 def find_calls(flow: Flow, outermost: Callable[[str], str | None]) -> Iterator[Call]:
-    """Of the modules that `outermost` names for the modules inside them, in order."""
+    """The calls of the modules that `outermost` names for the modules inside them, in order."""
     open_key: tuple[str, str] | None = None
     first = end = 0
     for index, node in enumerate(flow.order):

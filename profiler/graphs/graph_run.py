@@ -26,7 +26,7 @@ class GraphRun:
     """What a run found at each node. Storages are identified by numbers."""
 
     values: dict[fx.Node, Any] = field(default_factory=dict)
-    """As `rederiving.seen` describes them."""
+    """As `size_recovery.describe_tensors` returns them."""
     same: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """Of nodes whose value is, in every mode, the very tensor of another: the first that had it."""
     storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class GraphRun:
     writes: frozenset[str] = frozenset()
     """Buffers of the model that the run changed, or put others in place of, by each of their names."""
     output: Any = None
-    """As `values`, of what the graph returns."""
+    """The graph's result, as `values` hold those of nodes."""
 
 
 def run_graph(

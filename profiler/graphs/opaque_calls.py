@@ -34,7 +34,7 @@ class _OpaqueCall:
 
     path: str
     arguments: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
-    """Of each run, the shapes of the tensors given."""
+    """The shapes of the input tensors of each run."""
     results: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
     dtypes: tuple[torch.dtype, ...] = ()
     leaves: list[Any] = field(default_factory=list)

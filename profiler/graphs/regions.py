@@ -70,7 +70,7 @@ def replace_regions(
 
 
 def bodies(module: nn.Module) -> list[fx.GraphModule]:
-    """Of the regions that stayed whole, at any depth."""
+    """The graphs of the regions that stayed whole, at any depth."""
     return [
         inner.body
         for inner in module.modules()

@@ -58,7 +58,7 @@ def alias_leaf_inputs(model: nn.Module) -> set[nn.Module]:
 
 
 def drop_aliases(graph: fx.Graph) -> None:
-    """Of the leaves that could not be made whole."""
+    """Drops the aliases of the inputs of leaf modules whose calls could not be restored."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.alias.default:
             node.replace_all_uses_with(node.args[0])
@@ -66,13 +66,13 @@ def drop_aliases(graph: fx.Graph) -> None:
 
 
 def module_path(node: fx.Node) -> str:
-    """Of the innermost module whose forward the node ran in; `@1` ends that of its second call."""
+    """The name of the innermost module whose forward the node ran in; `@1` ends that of its second call."""
     key, path = _innermost(node)
     return path + ("@" + key.rpartition("@")[2] if "@" in key else "")
 
 
 def modules_around(node: fx.Node) -> list[str]:
-    """From the outermost on, those whose forward the node ran in."""
+    """The names of the modules whose forward the node ran in, outermost first."""
     stored: list[str] | None = node.meta.get("modules_around")
     return stored or [path for _, path in _stack(node)]
 

@@ -80,7 +80,7 @@ def _patterns(model: nn.Module, path: str, blocks: set[str], order: dict[str, in
 
 
 def _first_call(path: str, order: dict[str, int]) -> int:
-    """Of the module itself or, where a list or a dict is never called, of what it holds."""
+    """The first call of the module itself or, where a list or a dict is never called, of what it holds."""
     calls = (place for name, place in order.items() if name == path or name.startswith(f"{path}."))
     return min(calls, default=len(order))
 

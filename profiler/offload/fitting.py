@@ -48,7 +48,7 @@ def layer_needs(
     *,
     amp: bool = False,
 ) -> tuple[LayerNeeds, ...]:
-    """Of each layer, from its bytes at that size. `amp`: with what autocast converts."""
+    """The needs of each layer, from its bytes at that size. `amp`: with what autocast converts."""
     return tuple(
         LayerNeeds(layer.name, _storage_bytes(layer.module, amp=amp), saved, workspace, output)
         for layer, saved, workspace, output in zip(
@@ -66,7 +66,7 @@ def count_needs(
     amp: bool = False,
     kernels: Callable[[], AbstractContextManager[Any]] = attention_as_on_the_cpu,
 ) -> tuple[LayerNeeds, ...]:
-    """Of each layer, from passes through them: on the meta device, where they cost no memory.
+    """The needs of each layer, from passes through the layers: on the meta device, where they cost no memory.
 
     `inputs`: the first layer's input, a tensor or several, where the model is. What an operation needs inside
     itself (a convolution's workspace) is not seen there. `kernels`: entered, attention on meta is as on the
@@ -190,7 +190,7 @@ def count_loss(
 
 
 def loss_bytes(saved: SavedBytes, workspace: Workspace) -> LossWorkspace:
-    """Of the loss that `count_loss` ran, when its meter can be read."""
+    """The bytes of the loss that `count_loss` ran, when its meter can be read."""
     return workspace.loss(saved.saved_bytes, saved.loss_saved_bytes)
 
 
