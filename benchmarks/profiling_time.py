@@ -20,7 +20,7 @@ import torch
 
 import pplan
 from pplan.profiler import size_passes
-from pplan.profiler.local_machine import device_named
+from pplan.profiler.local_machine import parse_device
 from pplan.profiler.measure import profile_model
 from pplan.profiler.models import load_model
 from pplan.profiler.passes.clocks import Clock, CpuClock, CudaClock
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    loaded, device = load_model(options.model), device_named(options.device)
+    loaded, device = load_model(options.model), parse_device(options.device)
     profiled, steps = profile_seconds(loaded, device, options.sizes, options.rounds)
     plain = plain_seconds(loaded, device, steps)
     print(f"{'size':>5} {'passes':>7} {'plain s':>9}")

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     session = None
     try:
-        from .invocation import ARGUMENTS, TYPED
+        from .field_names import ARGUMENTS, TYPED
         from .streams import begin
         from .verbs import Session, root
 

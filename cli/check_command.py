@@ -71,7 +71,7 @@ def _run(read: PlanAndProfile, options: CheckOptions) -> Check | None:
     from ..api.check import check_plan, run_here
     from ..api.provenance import made_by
     from ..runtimes.checking.launching import ProgressCallbacks
-    from .invocation import command_line
+    from .field_names import command_line
 
     callbacks = (
         ProgressCallbacks(doing=remark, predicted=_announce)

@@ -9,8 +9,7 @@ import typer
 
 from ..api.options import ExplainOptions
 from ..cost_models.errors import UsageError
-from .field_names import FIELDS
-from .invocation import typed_text
+from .field_names import FIELDS, typed_text
 
 PlanFile = Annotated[
     Path | None,

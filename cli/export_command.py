@@ -97,7 +97,7 @@ def export_command(
     from ..planner.plan_file import Plan
     from ..runtimes.formats.export_document import default_device, hash_layers
     from ..runtimes.formats.exporters import SUFFIXES, export
-    from .invocation import command_line
+    from .field_names import command_line
     from .output import chosen_target, file_stem, named_or_newest
 
     name = find_runtime(runtime).name

@@ -2,7 +2,7 @@
 
 The library says `micro_batches=3: ...` and "omit `robust`"; a user of the command line typed --micro-batches
 3. This is the one place that turns one into the other: in errors, and in notes and warnings that are printed.
-Which field an option sets, the commands say: `cli/option_parameters.py`.
+Which field an option sets, the commands say: `cli/option_parameters.py`. What the user typed is noted here.
 """
 
 from __future__ import annotations
@@ -11,8 +11,28 @@ import ast
 import functools
 import re
 import shlex
+import sys
+from contextvars import ContextVar
+from typing import Any
 
-from .invocation import TYPED
+ARGUMENTS: ContextVar[tuple[str, ...] | None] = ContextVar("ARGUMENTS", default=None)
+"""Those that `main` was given; None outside of it."""
+
+TYPED: ContextVar[dict[str, tuple[Any, Any]]] = ContextVar("TYPED")
+"""By field, the value of an option that the user typed, and its text (or all of them, where it repeats)."""
+
+
+def typed_text(field: str) -> str | None:
+    """What the user typed for the option of a field; None where that is not given."""
+    value_and_text = TYPED.get({}).get(field)
+    return None if value_and_text is None else str(value_and_text[1])
+
+
+def command_line() -> str:
+    """The command as it was typed, or as `main` was given it."""
+    words = ARGUMENTS.get()
+    return shlex.join(["pplan", *(sys.argv[1:] if words is None else words)])
+
 
 FIELDS: dict[str, str] = {}
 """By the name of a field, the option that sets it: those of all commands, which `with_options` enters."""

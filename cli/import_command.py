@@ -37,7 +37,7 @@ def import_command(
     """
     from ..api.profiles import import_profile
     from ..api.provenance import made_by
-    from .invocation import command_line
+    from .field_names import command_line
     from .output import chosen_target, file_stem
 
     profile = import_profile(file, **vars(options))

@@ -49,7 +49,7 @@ def import_plan_command(
     from ..api.provenance import made_by
     from ..cost_models.text_files import decode_text, read_bytes, sha256
     from ..profiler.profile_file import Profile
-    from .invocation import command_line
+    from .field_names import command_line
     from .output import chosen_target, file_stem, named_or_newest
 
     path = named_or_newest(profile_file, ("profile",))

@@ -16,8 +16,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 
 from ..cost_models.option_fields import Option, Options, list_declarations
-from .field_names import as_options, name_field
-from .invocation import TYPED
+from .field_names import TYPED, as_options, name_field
 
 Command = Callable[..., None]
 _CONTEXT = "typer_context"
@@ -113,7 +112,10 @@ def _parameters(model: _ModelParameters) -> Iterator[inspect.Parameter]:
     for name, own in model.fields.items():
         kind, default = _kind_and_default(own, model.model.__dataclass_fields__[name].default)
         parameter = typer.Option(
-            option_flag(name, own), metavar=own.form, help=as_options(own.help), rich_help_panel=own.panel
+            *filter(None, (option_flag(name, own), own.old_flag)),
+            metavar=own.form,
+            help=as_options(own.help),
+            rich_help_panel=own.panel,
         )
         yield inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, parameter]

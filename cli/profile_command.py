@@ -44,7 +44,7 @@ def profile_command(
     from ..api.provenance import made_by
     from ..cost_models.errors import UsageError
     from ..profiler.profile_file import Interrupted
-    from .invocation import command_line
+    from .field_names import command_line
     from .output import chosen_target, file_stem
 
     if options.resume and not options.cache:

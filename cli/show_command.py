@@ -1,4 +1,4 @@
-"""`pplan show`: a profile or a plan, in tables."""
+"""`pplan show`: a profile, a plan or an answer by degrees, in tables."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from ..planner.degrees.degree_file import DegreesFile
     from ..planner.plan_file import Plan
     from ..profiler.profile_file import Profile
 
@@ -16,13 +17,16 @@ def show_command(
     file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="FILE", help="A profile or a plan; default: newest in this directory.", show_default=False
+            metavar="FILE",
+            help="A profile, a plan or an answer of degrees; default: the newest profile or plan here.",
+            show_default=False,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the file's JSON.")] = False,
 ) -> None:
-    """Show a profile or a plan in tables."""
+    """Show a profile, a plan or an answer of degrees in tables."""
     from ..cost_models.text_files import escape_text, read_text
+    from ..planner.degrees.degree_file import DegreesFile
     from ..profiler.profile_file import Profile
     from .output import named_or_newest
     from .streams import console, result
@@ -36,6 +40,10 @@ def show_command(
         from .profile_tables import print_profile
 
         print_profile(document, console())
+    elif isinstance(document, DegreesFile):
+        from .degrees_tables import print_degrees
+
+        print_degrees(document, console())
     else:
         from .plan_tables import planned_memory, print_ledger, print_plan
 
@@ -51,10 +59,11 @@ _OTHERS = {
 """What to do about files of pplan that are not shown."""
 
 
-def _parse_either(text: str, path: Path) -> Profile | Plan:
-    """A profile or a plan, told apart by their keys (by the name where the keys do not tell)."""
+def _parse_either(text: str, path: Path) -> Profile | Plan | DegreesFile:
+    """The document of its kind, told by the keys (by the name where the keys do not tell)."""
     from ..cost_models.errors import FileError
     from ..cost_models.text_files import detect_kind
+    from ..planner.degrees.degree_file import DegreesFile
     from ..planner.plan_file import Plan
     from ..profiler.profile_file import Profile
 
@@ -63,4 +72,6 @@ def _parse_either(text: str, path: Path) -> Profile | Plan:
         raise FileError(f"{path}: this is a {kind}, show takes profiles and plans", _OTHERS[kind])
     if kind == "plan" or (kind is None and path.name.endswith(".plan.json")):
         return Plan.parse(text, str(path))
+    if kind == "degrees":
+        return DegreesFile.parse(text, str(path))
     return Profile.parse(text, str(path))

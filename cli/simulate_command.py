@@ -10,8 +10,7 @@ import typer
 
 from ..api.options import CostOptions, MachineOptions, Overrides
 from ..cost_models.errors import FileError, UsageError
-from .field_names import FIELDS
-from .invocation import typed_text
+from .field_names import FIELDS, typed_text
 from .option_parameters import Without
 
 if TYPE_CHECKING:

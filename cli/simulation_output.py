@@ -12,7 +12,7 @@ from ..api.simulation import Simulation
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import FileError, UsageError
 from ..cost_models.text_files import SVG, write_whole
-from .invocation import command_line
+from .field_names import command_line
 from .output import Target
 from .streams import console, remark, result
 

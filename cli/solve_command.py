@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..api.options import FrontierOptions, MachineOptions, ObjectiveOptions, PlanOptions, SweepOptions
-from .field_names import FIELDS
-from .invocation import typed_text
+from .field_names import FIELDS, typed_text
 from .output import AsJson, Force, Output
 from .streams import console
 from .sweep_options import GridOptions
@@ -64,7 +63,7 @@ def solve_command(
     from ..api.solve import solve
     from ..cost_models.text_files import decode_text, read_bytes, sha256
     from ..profiler.profile_file import Profile
-    from .invocation import command_line
+    from .field_names import command_line
     from .output import chosen_target, file_stem, named_or_newest
     from .sweep_command import run_sweep
 

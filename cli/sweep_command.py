@@ -13,8 +13,8 @@ from ..cost_models.errors import InfeasibleError
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
 from ..cost_models.text_files import write_whole
 from ..planner.problem_grid import SweepResult, SweepRow
+from .field_names import command_line
 from .frontier_table import shape
-from .invocation import command_line
 from .number_format import percent, three_digits
 from .output import Target
 from .streams import console, remark, result

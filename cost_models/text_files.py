@@ -102,6 +102,7 @@ KINDS = {
     "plan": "prediction",
     "simulation": "bubble_rate_span",
     "frontier": "points",
+    "degrees": "combinations",
     FOR_A_RUNTIME: "step_seconds",
 }
 """A key at the top of a file that only files of this kind have, and those named before it."""

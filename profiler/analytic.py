@@ -51,7 +51,7 @@ class AnalyticTarget:
 def parse_analytic_device(
     device: str | None, calibrate: str | Path | Profile | None = None
 ) -> AnalyticTarget | None:
-    """Of `analytic:NAME` or `analytic:FILE.toml`; None for another device.
+    """The GPU that `analytic:NAME` or `analytic:FILE.toml` names; None for another device.
 
     Raises UsageError, FileError.
     """
@@ -195,7 +195,7 @@ def _check_same(subject: MeasurementTarget, measured: Profile) -> None:
 
 
 def _roofline_of(measured: Profile, roofline: Roofline) -> Roofline:
-    """Of the GPU that was measured. Raises UsageError where there are no figures of it."""
+    """The roofline of the GPU that was measured. Raises UsageError where there are no figures of it."""
     if measured.device_name == roofline.device_name:
         return roofline
     preset = match_device(measured.device_name)

@@ -1,4 +1,4 @@
-"""What was measured, put into the form of the profile's file."""
+"""From measurements to a profile: layers, their costs at every size, the whole model, and notes."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def build_profile(
 
 
 def _costs(result: SizeResult, layers: int) -> list[LayerMeasurement]:
-    """Of every layer; without passes (on the meta device) there are no seconds."""
+    """The layers with their costs; without passes (on the meta device) there are no seconds."""
     rounds, timed = result.rounds, bool(result.rounds.layers)
     zeros, nothing = [0.0] * layers, [None] * layers
     forward, backward = (rounds.medians(way).tolist() if timed else zeros for way in ("forward", "backward"))
@@ -228,7 +228,7 @@ def _evaluation_note(subject: MeasurementTarget) -> list[str]:
 def _first_backward_note(
     whole: Sequence[WholeMeasurement], accumulation: Sequence[float] | None
 ) -> list[str]:
-    """That the first backward of a step takes other than the others without what they add."""
+    """A note where the first backward of a step differs from the others minus what they add."""
     adding = sum(accumulation or ())
     shares = {
         each.micro_batch_size: (each.first_backward_seconds + adding) / each.backward_seconds - 1

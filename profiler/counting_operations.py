@@ -32,7 +32,8 @@ _aten: Any = torch.ops.aten
 
 @dataclass(frozen=True)
 class Operation:
-    """One kernel. `flops`: of matrix products, convolutions and attention; others are bound by `bytes`.
+    """One kernel. `flops` counts matrix products, convolutions and attention; other kernels have 0 and
+    are bound by `bytes`.
 
     `conversion_bytes`: of a convolution whose tensors do not lie channels last, as tensor cores take them:
     cuDNN reads and writes each once more around it ("Tensor Layouts In Memory: NCHW vs NHWC", NVIDIA Deep
@@ -55,7 +56,7 @@ class LayerOperations:
 
 
 def count_operations(subject: MeasurementTarget, size: int, kernels: Kernels) -> list[LayerOperations]:
-    """Of every layer at a micro-batch of `size`, and of the loss, where there is one, after the last.
+    """The operations of every layer at a micro-batch of `size`, and last those of the loss, if there is one.
 
     `subject` lies on the meta device, and its gradients exist. `kernels`: of which device.
     """

@@ -36,7 +36,7 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Curves:
-    """Of FLOPs and of bytes. The defaults are assumptions of ours, for large products and copies."""
+    """The curves of FLOPs and of bytes. The defaults are assumptions, for large products and copies."""
 
     compute: Efficiency = Efficiency(0.75, 2e-6)
     memory: Efficiency = Efficiency(0.85, 1e-6)

@@ -22,11 +22,11 @@ class GpuState(Record):
     """At one moment; None: the driver does not tell."""
 
     clock_mhz: int | None = None
-    """Of the multiprocessors."""
+    """The clock of the multiprocessors."""
     power_watts: float | None = None
     temperature_celsius: int | None = None
     other_processes: int | None = None
-    """That compute on it, besides this one."""
+    """Other processes that compute on it."""
 
 
 class GpuRecord(Record):
@@ -52,7 +52,7 @@ class GpuRecord(Record):
 
 
 def read_gpu_state(device: torch.device) -> GpuState | None:
-    """Of a CUDA device, right after it has computed; None for others.
+    """The state of a CUDA device, right after it has computed; None for others.
 
     As PyTorch tells it, which needs the package nvidia-ml-py; else as nvidia-smi does, where it is installed.
     """

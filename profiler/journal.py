@@ -1,4 +1,4 @@
-"""The journal of a profile in the making: every pass is in a file as soon as it is done.
+"""The journal of a profile that is being measured: every pass is written to a file as soon as it is done.
 
 One JSON object a line: first the key of what is measured, then, of each size, its bytes once and its passes
 as they come. Each line is handed to the operating system at once, where it outlives the process, and to the
@@ -133,20 +133,20 @@ class Journal:
         """Host seconds of the rounds that are kept."""
         return sum(size.seconds for size in self.sizes.values())
 
-    def counted(self, size: int, counted: CountedBytes) -> None:
+    def write_counts(self, size: int, counted: CountedBytes) -> None:
         """The bytes of a size; before its passes."""
         self._write({"size": size, "counted": _COUNTED.dump_python(counted, mode="json")})
 
-    def passed(self, size: int, kind: PassKind, times: Times) -> None:
+    def write_pass(self, size: int, kind: PassKind, times: Times) -> None:
         """One pass is done."""
         self._write({"size": size, "pass": kind, "seconds": _plain(times)})
         self._written += 1
 
-    def round_done(self, size: int, seconds: float) -> None:
+    def write_round(self, size: int, seconds: float) -> None:
         """All passes of a round are done, in so many host seconds."""
         self._write({"size": size, "round": seconds})
 
-    def parts_left_out(self, size: int, why: str) -> None:
+    def write_parts_left_out(self, size: int, why: str) -> None:
         """The size has no backward in two parts."""
         self._write({"size": size, "without_parts": why})
 

@@ -21,14 +21,14 @@ DTYPES = {
 }
 
 
-def dtype_named(name: str) -> torch.dtype:
-    """Raises UsageError with the names there are."""
+def parse_dtype(name: str) -> torch.dtype:
+    """The torch dtype of this name. Raises UsageError, which lists the names."""
     if name not in DTYPES:
         raise UsageError(f"dtype {name!r} is not known", f"Use one of {', '.join(DTYPES)}.")
     return DTYPES[name]
 
 
-def device_named(name: str | None) -> torch.device:
+def parse_device(name: str | None) -> torch.device:
     """`cpu`, `cuda`, `cuda:N` or `meta`; by default CUDA where there is a device.
 
     Raises UsageError for another name, MachineError for a device that is not here.
@@ -51,7 +51,7 @@ def device_named(name: str | None) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """What the maker calls it; nothing for meta."""
+    """The manufacturer's name of the device; empty for meta."""
     if device.type == "meta":
         return ""
     if device.type == "cuda":

@@ -18,7 +18,7 @@ from ..cost_models.quantities import format_bytes
 from .analytic import AnalyticTarget, estimate
 from .build_profile import build_profile
 from .journal import Journal
-from .local_machine import device_named, free_bytes
+from .local_machine import free_bytes, parse_device
 from .measurement_target import MeasurementTarget, Setup, build_target
 from .models import from_module
 from .passes.clocks import Clock, CpuClock, CudaClock
@@ -97,7 +97,7 @@ def profile_model(
     loaded = model if isinstance(model, LoadedModel) else from_module(*model)
     check_limits(rounds, memory_bytes)
     sizes = check_micro_batch_sizes(settings.micro_batch_sizes)
-    place = device_named(settings.device if estimate_for is None else "meta")
+    place = parse_device(settings.device if estimate_for is None else "meta")
     modes = Modes(
         compile=settings.compile,
         channels_last=settings.channels_last,
@@ -148,7 +148,7 @@ def check_limits(rounds: int | None, memory_bytes: int | None) -> None:
 
 
 def _measured(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
-    """As a whole where it fits, else in segments."""
+    """Measures the model whole where it fits, else in segments."""
     if setup.device.type == "meta":
         return _structure(loaded, setup, limits)
     try:
@@ -162,7 +162,7 @@ def _measured(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> P
 
 
 def _in_one(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
-    """With the whole model on the device. Raises DoesNotFit."""
+    """Measures with the whole model on the device. Raises DoesNotFit."""
     subject = build_target(loaded, setup, limits.smallest)
     _check_fits(subject, limits.smallest, limits.memory_bytes)
 
@@ -171,7 +171,7 @@ def _in_one(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Pro
 
 
 def _in_segments(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
-    """With only a part of the weights on the device at a time. There is no journal of it."""
+    """Measures with only a part of the weights on the device at a time. This keeps no journal."""
     subject = build_target(loaded, setup, limits.smallest, host=True)
     free = partial(_usable_bytes, setup.device, limits.memory_bytes)
     return _sweep_profile(subject, limits, partial(SegmentedSweep, free_bytes=free), way="-segments")
@@ -180,7 +180,7 @@ def _in_segments(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -
 def _sweep_profile(
     subject: MeasurementTarget, limits: MeasurementLimits, kind: Callable[..., SizeSweep[Any]], way: str = ""
 ) -> Profile:
-    """From the cache, or measured. Raises Interrupted."""
+    """The profile, from the cache or measured. Raises Interrupted."""
 
     def measure(journal: Journal | None) -> Profile:
         sweep_limits = (limits.sizes, limits.budget_seconds, limits.rounds, limits.progress)
@@ -216,7 +216,7 @@ def _check_fits(subject: MeasurementTarget, size: int, memory_bytes: int | None)
 
 
 def _usable_bytes(device: torch.device, memory_bytes: int | None) -> int:
-    """Of the device; no more than `memory_bytes`, which a CPU has."""
+    """Free bytes of the device, at most `memory_bytes`; on a CPU `memory_bytes`."""
     limits = [memory_bytes, free_bytes(device) if device.type == "cuda" else None]
     return min(limit for limit in limits if limit is not None)
 

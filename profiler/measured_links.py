@@ -194,7 +194,7 @@ class MeasuredLinks(Record):
 
 
 class MeasuredAndFitted(MeasuredLinks):
-    """As it is printed in JSON: the link of each level beside what was measured."""
+    """The JSON output: the link of each level beside what was measured."""
 
     fitted: dict[str, dict[str, float]]
 

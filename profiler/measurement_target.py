@@ -1,4 +1,4 @@
-"""What is measured, and where."""
+"""The model that is measured: its working copy on the device, its layers and the clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..cost_models.errors import ModelError
 from .chain.layers import LayerChain, build_chain
 from .chain.shared_parameters import storage_aliases
 from .comparison.model_check import gradients_left_alone
-from .local_machine import DTYPES, dtype_named
+from .local_machine import DTYPES, parse_dtype
 from .passes.clocks import Clock
 from .passes.modes import Modes
 from .user_model.failures import DoesNotFit, is_out_of_memory, refusal
@@ -26,7 +26,7 @@ from .user_model.loaded_model import (
     own_dtype,
     refuse_lazy_or_sparse,
 )
-from .user_model.losses import Loss, loss_named
+from .user_model.losses import Loss, load_loss
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def build_target(
             setup.seed,
             (*loaded.notes, *notes, *layouts),
             setup.modes,
-            loss_named(setup.loss, setup.seed),
+            load_loss(setup.loss, setup.seed),
         )
     except Exception as error:
         if not is_out_of_memory(error):
@@ -118,7 +118,7 @@ def _copied_to(place: torch.device, loaded: LoadedModel) -> nn.Module:
 
 def dtype_for(loaded: LoadedModel, name: str | None) -> tuple[torch.dtype, tuple[str, ...]]:
     """What the model is converted to, and what is to be said of it. Raises UsageError, ModelError."""
-    dtype = None if name is None else dtype_named(name)
+    dtype = None if name is None else parse_dtype(name)
     module = loaded.module
     refuse_lazy_or_sparse(loaded.name, module)
     tensors = list(itertools.chain(module.named_parameters(), module.named_buffers()))

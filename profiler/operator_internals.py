@@ -135,7 +135,7 @@ def remove_library(library: torch.library.Library) -> None:
 
 
 def schema_arguments(operator: Any) -> Sequence[Any]:
-    """Of an operator: each has a `name` and a `default_value`."""
+    """The arguments of an operator: each has a `name` and a `default_value`."""
     arguments: Sequence[Any] = operator._schema.arguments
     return arguments
 

@@ -1,4 +1,4 @@
-"""What outlives a run: finished profiles and unfinished journals, in a folder of the user's.
+"""The cache: finished profiles and the journals of unfinished ones, in a folder of the user's.
 
 Both are found by what was measured (see fingerprint.py), never by a name.
 """
@@ -56,7 +56,7 @@ class StoredProfile(Profile):
 
 @dataclass(frozen=True)
 class ProfileCache:
-    """Takes profiles from the folder and puts them there. `folder` None: nothing is kept.
+    """Takes profiles from the folder and puts them there. `folder` None: nothing is stored.
 
     `resume`: an interrupted profile is continued. `remark` is told what a user should know.
     """

@@ -263,7 +263,7 @@ def _read_byte_sizes(text: str, name: str) -> tuple[int, ...]:
 class LinkOptions(Options):
     """How links are measured. `sizes`: bytes of a transfer."""
 
-    read_sizes: tuple[int, ...] | None = option(
+    sizes: tuple[int, ...] | None = option(
         None,
         arguments.wholes,
         "Bytes of a transfer; default: from 1 KiB to 16 MiB.",

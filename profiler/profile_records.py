@@ -36,9 +36,9 @@ class LayerMeasurement(Record):
     forward_host_seconds: Seconds | None = None
     backward_host_seconds: Seconds | None = None
     backward_input_seconds: Seconds | None = None
-    """Of the gradient of the layer's input alone; None: not measured apart."""
+    """Seconds of the gradient of the layer's input alone; None: not measured apart."""
     backward_weight_seconds: Seconds | None = None
-    """Of the gradients of the layer's weights alone, from what the pass before kept."""
+    """Seconds of the gradients of the layer's weights alone, from what the pass before kept."""
     forward_workspace_bytes: Bytes | None = None
     backward_workspace_bytes: Bytes | None = None
 
@@ -54,9 +54,9 @@ class ProfiledLayer(Record):
     kind: str = ""
     parameter_bytes: Bytes
     trainable_bytes: Bytes | None = None
-    """Of the parameters, those that need a gradient; None: all."""
+    """Bytes of the parameters that need a gradient; None: all."""
     largest_parameter_bytes: Bytes | None = None
-    """Of the trainable parameters the largest; None: not known."""
+    """Bytes of the largest trainable parameter; None: not known."""
     buffer_bytes: Bytes = 0
     cut_after: bool = True
     cut_reason: str | None = None
@@ -89,7 +89,7 @@ class WholeMeasurement(Record):
     reserved_bytes: Bytes | None = None
     """Most that CUDA's caching allocator had taken of the device meanwhile; None for other devices."""
     predicted_peak_bytes: Bytes | None = None
-    """The same from the layers' parts."""
+    """The same peak, predicted from the layers' bytes."""
 
 
 class MeasuredLoss(Record):

@@ -25,7 +25,7 @@ def profiled_device(profile: Profile) -> ProfiledDevice:
 
 
 def list_warnings(profile: Profile, topology: Topology) -> list[str]:
-    """Of planning this machine with these seconds, the gravest first."""
+    """Warnings about planning this machine with these seconds, the gravest first."""
     own = {text for whole in profile.whole for text in closing_warning(whole)}
     return [
         *_of_the_device(profile, topology),
@@ -51,7 +51,7 @@ def misses_whole(profile: Profile) -> bool:
 
 
 def closing_warning(whole: WholeMeasurement) -> list[str]:
-    """That the layers do not add up to the whole model."""
+    """The warning that the layers do not add up to the whole model."""
     if abs(whole.closing_ratio - 1) <= CLOSES:
         return []
     return [

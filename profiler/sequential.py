@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from .chain.layer_sequential import LayerSequential, is_mode_bound, registered_once
+from .chain.layer_sequential import LayerSequential, is_mode_bound, register_once
 from .chain.layers import LayerChain, build_chain
-from .chain.shared_parameters import OnClone
+from .chain.shared_parameters import CloneInput
 
 
 def sequential(
@@ -28,8 +28,9 @@ def sequential(
 
     The elements are the model's own modules, or run them: parameters and buffers are shared, so training the
     one trains the other. Each parameter is registered once, with the first layer that uses it: a module that
-    comes again is run through an `Again`, and a module that shares some parameters with an earlier one (tied
-    weights) is a copy without those. Runtimes that train sharers on several stages give each stage a copy.
+    an earlier layer uses too is run through a `ReusedModule`, and a module that shares some parameters with
+    an earlier one (tied weights) is a copy without those. Runtimes give each stage a copy of a parameter that
+    layers of several stages share.
     A buffer that two modules register stays with both, as in the model. Where the model overwrites its
     input, the first element works on a clone.
 
@@ -57,7 +58,7 @@ def sequential(
 def as_sequential(chain: LayerChain) -> LayerSequential:
     """The layers of `chain`, in order."""
     modules = [layer.module for layer in chain.layers]
-    layers = LayerSequential(*registered_once(modules, on_clone=chain.overwrites_input))
+    layers = LayerSequential(*register_once(modules, on_clone=chain.overwrites_input))
     layers.model_name = chain.model_name
     layers.layer_names = tuple(layer.name for layer in chain.layers)
     layers.granularity, layers.keep_together = chain.granularity, chain.keep_together
@@ -88,7 +89,7 @@ def state_dict_names(
     names: dict[str, str] = {}
     places: dict[int, str] = {}
     for index, (layer, child) in enumerate(zip(chain.layers, as_sequential(chain), strict=True)):
-        around = "layer." if isinstance(child, OnClone) else ""
+        around = "layer." if isinstance(child, CloneInput) else ""
         for key, value in child.state_dict(keep_vars=True).items():
             inner = key.removeprefix(around)
             name = inner if layer.path is None else f"{layer.path}.{inner}"

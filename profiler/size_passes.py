@@ -15,7 +15,7 @@ from .memory.live_bytes import build_meter
 from .memory.workspace import LossWorkspace, StepMemory, Workspace, peak_of_step
 from .passes.backward_parts import PartTimes, run_parts
 from .passes.launch_lead import LeadTuner
-from .passes.layer_stamps import LayerStamps, LayerTimes, tell_leads
+from .passes.layer_stamps import LayerStamps, LayerTimes, update_leads
 from .passes.timing import OutputGradients, WholeTimes, run_layers, run_whole
 from .passes.watchers import SavedBytes, Watcher
 from .user_model.flat_output import tensors_in
@@ -52,10 +52,10 @@ class SizePasses:
         stamps = LayerStamps(self._subject.clock, len(self.layers), self.leads.leads)
         self.run_layers(stamps, self._subject.loss)
         times = stamps.times()
-        tell_leads(self.leads, times)
+        update_leads(self.leads, times)
         return times
 
-    def run_layers_unled(self) -> None:
+    def warm_up_layers(self) -> None:
         """A pass as `time_layers` makes it, without holding the device back: to warm up."""
         self.run_layers(LayerStamps(self._subject.clock, len(self.layers)), self._subject.loss)
 
@@ -85,7 +85,7 @@ class SizePasses:
             self.time_layers()
 
     def step_memory(self, saved: SavedBytes) -> StepMemory:
-        """Without the loss, as the whole model's pass is."""
+        """The memory of a pass without the loss, as the untouched model's pass is."""
         module, device = self._subject.loaded.module, self._subject.device
         # Those that backward starts from are of the pass: they are drawn in it.
         self._gradients.forget()
@@ -96,7 +96,7 @@ class SizePasses:
         return workspace.memory(saved.saved_bytes)
 
     def loss_workspace(self, saved: SavedBytes) -> LossWorkspace | None:
-        """Of a pass that the loss ends; None without one."""
+        """The bytes that the loss needs for itself; None without a loss."""
         subject = self._subject
         if subject.loss is None:
             return None
@@ -131,7 +131,7 @@ class SizePasses:
 
 
 class VisitingWatcher:
-    """Passes everything on to another watcher, and says before each layer which it is."""
+    """Passes everything on to another watcher, and calls `visit` before each layer."""
 
     def __init__(self, watcher: Watcher, layers: Sequence[Layer], visit: Callable[[Layer], None]) -> None:
         self._watcher, self._layers, self._visit = watcher, layers, visit
@@ -147,7 +147,7 @@ class VisitingWatcher:
 
 
 def release(device: torch.device) -> None:
-    """Gives back what a failed pass left."""
+    """Frees the memory that a failed pass left."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -155,7 +155,7 @@ def release(device: torch.device) -> None:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Python's garbage collector would stop some passes and not others."""
+    """Inside, Python's garbage collector is off: it would delay some passes and not others."""
     was_on = gc.isenabled()
     gc.disable()
     try:

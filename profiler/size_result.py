@@ -1,4 +1,4 @@
-"""What was found at one micro-batch size, however it was measured."""
+"""The results at one micro-batch size, of a model that was measured whole or in segments."""
 
 from __future__ import annotations
 

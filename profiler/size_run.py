@@ -77,7 +77,7 @@ class SizeRun:
             return
         if self._subject.device.type == "cuda":
             # What the libraries allocate once and keep (cuBLAS' workspaces, cuDNN's plans) is no layer's.
-            self._passes.run_layers_unled()
+            self._passes.warm_up_layers()
             self._passes.time_whole()
         self.memory = self._passes.step_memory(self.saved)
         if not has_time(LATER_PASSES * a_pass):
@@ -99,7 +99,7 @@ class SizeRun:
         if self._subject.clock.has_host:
             self._passes.find_leads()
         if self._journal is not None:
-            self._journal.counted(self.size, self._counted())
+            self._journal.write_counts(self.size, self._counted())
 
     def warm_until_stable(self, seconds: float) -> None:
         """Passes of the whole until the last few take as long as those before them; so long at the most."""
@@ -112,7 +112,7 @@ class SizeRun:
             if len(before) == _STABLE and abs(median(after) / median(before) - 1) < _UNCHANGED:
                 return
 
-    def go_on(self, earlier: JournalSize) -> None:
+    def resume(self, earlier: JournalSize) -> None:
         """Takes over what a journal holds of this size; it is warmed up when its next round comes."""
         counted = earlier.counted
         self.saved.saved_bytes = counted.saved_bytes
@@ -142,7 +142,7 @@ class SizeRun:
             self._timed_parts()
         self.rounds.parts.clear()
 
-    def put_away(self) -> None:
+    def free_inputs(self) -> None:
         """Frees its input and the gradients it starts from, while other sizes run; they are made again."""
         self._passes.free_inputs()
 
@@ -161,10 +161,10 @@ class SizeRun:
         with no_collection():
             for kind, one in passes[first:] + passes[:first]:
                 one()
-                self._keep(kind)
+                self._write_pass(kind)
         self._round_seconds.append(clock.now() - begun)
         if self._journal is not None:
-            self._journal.round_done(self.size, self._round_seconds[-1])
+            self._journal.write_round(self.size, self._round_seconds[-1])
 
     def time_first_backward(self, passes: int) -> None:
         """Of the whole without gradients to add to, as a step's first micro-batch after `zero_grad()`."""
@@ -175,7 +175,7 @@ class SizeRun:
                 for parameter in self._subject.loaded.module.parameters():
                     parameter.grad = None
                 self.rounds.first.append(self._passes.time_whole())
-                self._keep("first")
+                self._write_pass("first")
 
     @property
     def rounds_done(self) -> int:
@@ -232,7 +232,7 @@ class SizeRun:
         self.parts_left_out = why
         self.rounds.parts.clear()
         if self._journal is not None:
-            self._journal.parts_left_out(self.size, why)
+            self._journal.write_parts_left_out(self.size, why)
 
     def _counted(self) -> CountedBytes:
         from .journal import CountedBytes
@@ -251,7 +251,7 @@ class SizeRun:
     def _warm_up_again(self) -> None:
         """As `warm_up`, for a size whose bytes are known."""
         self._is_warm = True
-        self._passes.run_layers_unled()
+        self._passes.warm_up_layers()
         self._passes.time_whole()
         if self._subject.clock.has_host:
             self._passes.find_leads()
@@ -272,10 +272,10 @@ class SizeRun:
             passes.append(("parts", self._timed_parts))
         return passes
 
-    def _keep(self, kind: PassKind) -> None:
+    def _write_pass(self, kind: PassKind) -> None:
         """In the journal. Parts that were left out have told so themselves."""
         if self._journal is not None and (kind != "parts" or self._parts):
-            self._journal.passed(self.size, kind, getattr(self.rounds, kind)[-1])
+            self._journal.write_pass(self.size, kind, getattr(self.rounds, kind)[-1])
 
     def _timed_layers(self) -> None:
         self.rounds.layers.append(self._passes.time_layers())

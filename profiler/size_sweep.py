@@ -40,7 +40,7 @@ class Progress:
     micro_batch_size: int
     layer: str | None
     fraction: float
-    """Of the budget spent, 0 to 1."""
+    """The share of the budget that is spent, 0 to 1."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class SizeSweep(ABC, Generic[Run]):
     unmeasured: list[Unmeasured] = field(default_factory=list, init=False)
     notes: list[str] = field(default_factory=list, init=False)
     interrupted: bool = field(default=False, init=False)
-    """By Ctrl-C, after a size was measured."""
+    """Whether Ctrl-C ended it after a size was measured."""
     gpu_begin: GpuState | None = field(default=None, init=False)
     _last_seconds: float = field(default=0.0, init=False)
 
@@ -88,7 +88,7 @@ class SizeSweep(ABC, Generic[Run]):
             self._end_interrupted()
         if self._pending:
             size = self._pending[0]
-            self.unmeasured += left_unmeasured(size, self.sizes, *self._refusals[size])
+            self.unmeasured += list_unmeasured(size, self.sizes, *self._refusals[size])
         link_sizes([run.rounds for run in self.runs])
 
     @property
@@ -116,7 +116,7 @@ class SizeSweep(ABC, Generic[Run]):
         """What `measure_size` would take, from the last sizes'; `least`: with the fewest rounds."""
         return self._last_seconds * size / self.runs[-1].size
 
-    def beyond_memory(self, size: int) -> str:  # noqa: ARG002
+    def memory_detail(self, size: int) -> str:  # noqa: ARG002
         """Why `size` is not begun, from the bytes of the last size; empty where it is."""
         return ""
 
@@ -138,7 +138,7 @@ class SizeSweep(ABC, Generic[Run]):
         return self.subject.clock.now() - self._begun
 
     def journal_size(self, size: int) -> JournalSize | None:
-        """What an interrupted profile has left of a size."""
+        """The journal's record of a size, left by an interrupted run."""
         return self.journal.sizes.get(size) if self.journal else None
 
     def tell(self, doing: str, size: int, layer: str | None = None) -> None:
@@ -166,8 +166,8 @@ class SizeSweep(ABC, Generic[Run]):
         """Why `size` is not begun: what it is predicted to cost would not fit."""
         predicted, left = self.predict_seconds(size), self.budget_seconds - self.spent
         if self.rounds is None and self.predict_seconds(size, least=True) > left:
-            return "budget", beyond_budget(predicted, left, self.budget_seconds) + self._enough()
-        memory = self.beyond_memory(size)
+            return "budget", budget_detail(predicted, left, self.budget_seconds) + self._enough()
+        memory = self.memory_detail(size)
         return ("does not fit", memory) if memory else None
 
     def _try(self, size: int) -> tuple[str, str] | None:
@@ -192,7 +192,7 @@ class SizeSweep(ABC, Generic[Run]):
         if self.sizes is None:
             return ""
         total = self.spent + sum(map(self.predict_seconds, self._pending))
-        return f"; a budget of about {in_words(total, math.ceil)} would do for all that were asked for"
+        return f"; a budget of about {seconds_text(total, math.ceil)} would do for all that were asked for"
 
     def _end_interrupted(self) -> None:
         self.interrupted = True
@@ -204,7 +204,7 @@ class SizeSweep(ABC, Generic[Run]):
 
 
 def host_note(run: SizeRun | SizeResult) -> str | None:
-    """What to say of a size at which the device waits for the host."""
+    """A note where the device waits for the host at this size, else None."""
     bound = run.rounds.host_bound()
     if bound is None:
         return None
@@ -229,12 +229,13 @@ def left_out_note(size: int, sizes: Sequence[int] | None, error: ModelError) -> 
     return f"micro-batch size 1 is left out: {error.what}" if sizes is None and size == 1 else None
 
 
-def beyond_budget(predicted: float, left: float, budget: float) -> str:
-    """That a size would take `predicted` seconds, and `left` of `budget` seconds remain."""
-    return f"it would take about {in_words(predicted)}, {in_words(max(left, 0.0))} of {budget:g} s are left"
+def budget_detail(predicted: float, left: float, budget: float) -> str:
+    """Text: a size would take `predicted` seconds, and `left` of the `budget` seconds remain."""
+    remaining = seconds_text(max(left, 0.0))
+    return f"it would take about {seconds_text(predicted)}, {remaining} of {budget:g} s are left"
 
 
-def left_unmeasured(size: int, sizes: Sequence[int] | None, reason: str, detail: str) -> list[Unmeasured]:
+def list_unmeasured(size: int, sizes: Sequence[int] | None, reason: str, detail: str) -> list[Unmeasured]:
     """The size that was not measured, and after it the larger ones that the user named."""
     others = (size,) if sizes is None else [other for other in sizes if other >= size]
     return [
@@ -249,8 +250,8 @@ def left_unmeasured(size: int, sizes: Sequence[int] | None, reason: str, detail:
     ]
 
 
-def in_words(seconds: float, whole: Callable[[float], int] = round) -> str:
-    """Whole seconds from 10 on, two digits below."""
+def seconds_text(seconds: float, whole: Callable[[float], int] = round) -> str:
+    """Seconds as text: whole from 10 on, with two digits below."""
     return f"{whole(seconds)} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 

@@ -72,6 +72,6 @@ def as_on_the_cpu() -> Iterator[str | None]:
 
 @contextmanager
 def as_on_a_gpu(*, flash: bool) -> Iterator[str | None]:
-    """The same for a GPU; `flash` as in `kernels_as_on_a_gpu`."""
+    """As `as_on_the_cpu`, for a GPU; `flash` as in `kernels_as_on_a_gpu`."""
     with kernels_as_on_a_gpu(flash=flash) as missing, MetaOperations(ON_A_GPU):
         yield missing

@@ -25,7 +25,7 @@ TESTED = "2.14"
 
 
 def missing_import(error: ImportError) -> MachineError:
-    """Of a private module that nothing works without."""
+    """The error where a private module that nothing works without is missing."""
     return MachineError(
         f"torch {torch.__version__} lacks what pplan needs of it: {error}",
         f"Install torch {TESTED}, or a later version of pplan.",
@@ -51,7 +51,7 @@ _autograd: Any = torch.autograd
 
 @dataclass(frozen=True)
 class Internal:
-    """A name that its library does not promise to keep, of `package`."""
+    """A private name of `package`, which a release may take away."""
 
     name: str
     find: Callable[[], object]
@@ -208,7 +208,7 @@ def stop_allocation_records(mark: str) -> list[int | None]:
     ]
 
 
-def entered_transforms() -> int:
+def count_transforms() -> int:
     """How many of torch.vmap and the like are entered."""
     top = torch._C._functorch.peek_interpreter_stack() if TRANSFORMS.exists else None
     return 0 if top is None else int(top.level())
@@ -216,7 +216,7 @@ def entered_transforms() -> int:
 
 def leave_transforms(but: int) -> None:
     """Leaves the latest, until so many are left."""
-    while entered_transforms() > but:
+    while count_transforms() > but:
         torch._C._functorch.pop_dynamic_layer_stack()
 
 
@@ -226,8 +226,8 @@ def checkpoint_functions() -> list[str]:
     return [name for name in names if hasattr(checkpoint, name)]
 
 
-def version_of(tensor: Tensor) -> int:
-    """A number that every change in place makes larger."""
+def tensor_version(tensor: Tensor) -> int:
+    """A number that grows with every in-place change."""
     return tensor._version
 
 
@@ -238,7 +238,7 @@ def storage_key(of: Tensor | torch.UntypedStorage) -> int:
 
 
 def sequence_number(node: Node) -> int:
-    """The larger, the later the operation was made."""
+    """Grows with the order in which autograd recorded the operations."""
     return node._sequence_nr()
 
 
@@ -254,17 +254,17 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, name) for name in _HOOKS)
 
 
-def forward_pre_hooks_of(module: nn.Module) -> list[object]:
+def list_forward_pre_hooks(module: nn.Module) -> list[object]:
     """In the order in which they run."""
     return list(module._forward_pre_hooks.values())
 
 
-def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     """By name; unlike `named_children` also None, and a module each time that it is registered."""
     return module._modules
 
 
-def own_registries(module: nn.Module, *, hooks_only: bool = False) -> None:
+def copy_registries(module: nn.Module, *, hooks_only: bool = False) -> None:
     """Copies what a shallow copy of a module shares with it: parameters, buffers, children, forward hooks."""
     for name in _REGISTRIES[3:] if hooks_only else _REGISTRIES:
         module.__dict__[name] = copy.copy(module.__dict__[name])

@@ -1,4 +1,4 @@
-"""What torchrun tells each of the processes it starts. Needs no torch."""
+"""The environment variables that torchrun sets in each process it starts. Needs no torch."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from .passes.timing import time_gradient_adding
 from .size_passes import release
 from .size_result import SizeResult
 from .size_run import FIRST_PASSES, SizeRun
-from .size_sweep import SizeSweep, in_words
+from .size_sweep import SizeSweep, seconds_text
 from .user_model.failures import DoesNotFit, is_out_of_memory, refusal
 
 _FIRST_ROUNDS = 3
@@ -75,7 +75,7 @@ class WholeSweep(SizeSweep[SizeRun]):
         slope = (last.round_seconds - before.round_seconds) / (last.size - before.size)
         return min(most, last.round_seconds + max(slope, 0.0) * (size - last.size))
 
-    def beyond_memory(self, size: int) -> str:
+    def memory_detail(self, size: int) -> str:
         last = self.runs[-1]
         if self.memory_bytes is not None and last.memory and last.peak_bytes:
             static = last.memory.static
@@ -174,7 +174,7 @@ class WholeSweep(SizeSweep[SizeRun]):
                 run.leave_parts_out(beyond)
             run.warm_up_parts()
         else:
-            run.go_on(earlier)
+            run.resume(earlier)
         rounds = self._first_round_count
         for number in range(run.rounds_done, rounds):
             if number and self._ends_budget(run.round_seconds):
@@ -208,7 +208,7 @@ class WholeSweep(SizeSweep[SizeRun]):
         a_pass = self.spent / run.counting_passes
         passes = run.parts_passes + 3  # to warm up, and one of each kind
         if self._ends_budget(passes * a_pass):
-            needed = in_words(self.spent + passes * a_pass, math.ceil)
+            needed = seconds_text(self.spent + passes * a_pass, math.ceil)
             run.leave_parts_out(f"a budget of {self.budget_seconds:g} s is too short, it takes {needed}")
 
     def _short_budget(self, run: SizeRun) -> str:
@@ -216,15 +216,15 @@ class WholeSweep(SizeSweep[SizeRun]):
         whole = run.warm_up_rounds + run.counts_less / 2
         enough = run.round_seconds * (self._first_round_count + whole)
         return (
-            f"micro-batch size {run.size} alone took {in_words(self.spent)} with {len(run.rounds)} "
+            f"micro-batch size {run.size} alone took {seconds_text(self.spent)} with {len(run.rounds)} "
             f"round{'s' * (len(run.rounds) > 1)}, the budget is {self.budget_seconds:g} s: its seconds are "
-            f"less certain; about {in_words(enough, math.ceil)} would do for it"
+            f"less certain; about {seconds_text(enough, math.ceil)} would do for it"
         )
 
     def _switch_to(self, run: SizeRun | None) -> None:
         """Makes it the only one that holds its input on the device."""
         if self._current is not None and self._current is not run:
-            self._current.put_away()
+            self._current.free_inputs()
         self._current = run
 
     def _beyond_host(self, needed: float, what: str) -> str:

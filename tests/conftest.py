@@ -21,6 +21,9 @@ import pytest
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Before PyTorch is imported: several workers share the cores, and threads that wait for small work spin.
+
 FORKED_PYTHON = Path(__file__).with_name("forked_python.py")
 """What a process that is forked from the server runs."""
 IMPORTED_ONCE = (

@@ -86,9 +86,6 @@ def test_the_plan_is_for_these_layers(folder: Path) -> None:
         assert base.step_seconds is None or base.step_seconds >= plan.prediction.step_seconds * (1 - 1e-9)
     assert {other.schedule for other in plan.alternatives} >= {"gpipe", "1f1b"}
     assert {name for other in plan.alternatives for name in other.runtimes} >= {"torchgpipe", "deepspeed"}
-    again = pplan_command("solve", *SOLVED, "--json", folder=folder).stdout
-    changing = {"made_by": None}
-    assert {**json.loads(again), **changing} == {**json.loads(plan.to_json()), **changing}
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .kernel_table import AttentionKernel, Collective, GroupedMatmul, Kernel, Matmul, MemoryPass
+from .kernel_table import AttentionKernel, Collective, GroupedMatmul, Kernel, Matmul, MemoryPass, Pass
 from .parallel_degrees import ParallelDegrees, padded_vocabulary
 from .transformer_shape import ExpertShape, TransformerShape
 
@@ -342,11 +342,6 @@ def _experts(
     )
 
 
-def _grouped_products(
-    groups: int, rows: int, outputs: int, inputs: int
-) -> tuple[GroupedMatmul, GroupedMatmul, GroupedMatmul]:
-    return (
-        GroupedMatmul(groups, rows, outputs, inputs, "forward"),
-        GroupedMatmul(groups, rows, outputs, inputs, "input_gradient"),
-        GroupedMatmul(groups, rows, outputs, inputs, "weight_gradient"),
-    )
+def _grouped_products(groups: int, rows: int, outputs: int, inputs: int) -> list[GroupedMatmul]:
+    parts: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
+    return [GroupedMatmul(groups, rows, outputs, inputs, part) for part in parts]

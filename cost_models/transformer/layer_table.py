@@ -6,38 +6,18 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
 
 from .block_kernels import NUMBER, LayerKernels, block_work, embedding_work, head_work
-from .kernel_table import CollectiveName
 from .parallel_degrees import ParallelDegrees, padded_vocabulary
-from .rank_costs import PassSeconds, RankCosts, rank_group
+from .rank_costs import PassSeconds, RankCosts
 from .training_setting import TrainingSetting, block_ranges, chunks_in_flight
 from .transformer_shape import LayerParameters, TransformerShape
-
-WEIGHT, GRADIENT, STATE = 2, 4, 12
-
-"""Bytes of a parameter: in bfloat16, its float32 gradient, and Adam's float32 master weight and two
-moments."""
-
-_UPDATED = GRADIENT + 3 * 2 * 4 + WEIGHT
-
-"""That the update of a parameter reads and writes."""
+from .weight_update import GRADIENT, STATE, WEIGHT, ParameterCounts, gradient_collective, update_seconds
 
 LIBRARIES = 0.22e9
 
 """Bytes that cuBLAS, cuDNN and Transformer Engine keep: what is left of the memory of the published B200
 steps when all else is taken off (0.21 to 0.25 GB in four of them)."""
-
-
-class ParameterCounts(NamedTuple):
-    """Of one device: dense ones, and those of its routed experts."""
-
-    dense: float
-    routed: float
-
-    def plus(self, other: ParameterCounts) -> ParameterCounts:
-        return ParameterCounts(self.dense + other.dense, self.routed + other.routed)
 
 
 @dataclass(frozen=True)
@@ -140,8 +120,15 @@ class LayerTable:
             parts.append(ParameterCounts(count * own.dense, count * own.routed))
         dense = sum(part.dense for part in parts) / stages
         experts = sum(part.routed for part in parts) / stages
-        once, twice = (self._update_seconds(ParameterCounts(0, times * experts)) for times in (1, 2))
-        return self._update_seconds(ParameterCounts(dense, 0)) + twice - once
+        once, twice, of_dense = (
+            update_seconds(own, self.degrees, self.costs)
+            for own in (
+                ParameterCounts(0, experts),
+                ParameterCounts(0, 2 * experts),
+                ParameterCounts(dense, 0),
+            )
+        )
+        return of_dense + twice - once
 
     def _counts(self, blocks: range) -> tuple[int, int]:
         """Blocks without experts and with."""
@@ -167,7 +154,7 @@ class LayerTable:
 
     def update_seconds(self, blocks: Sequence[range], device: int) -> float:
         """Of a device with the blocks of its virtual stages: reduction, update and gathering."""
-        return self._update_seconds(self.device_parameters(blocks, device))
+        return update_seconds(self.device_parameters(blocks, device), self.degrees, self.costs)
 
     def device_parameters(self, blocks: Sequence[range], device: int) -> ParameterCounts:
         """Of all virtual stages of a device."""
@@ -280,20 +267,11 @@ class LayerTable:
         zero = self.degrees.zero
         if zero < 2:
             return own
-        gather = self._gradient_collective("all_gather", WEIGHT, parameters)
-        reduce = self._gradient_collective("reduce_scatter", GRADIENT, parameters)
+        gather = gradient_collective("all_gather", WEIGHT, parameters, self.degrees, self.costs)
+        reduce = gradient_collective("reduce_scatter", GRADIENT, parameters, self.degrees, self.costs)
         return PassSeconds(
             max(own.forward, gather), max(own.backward, reduce + (gather if zero == 3 else 0.0))
         )
-
-    def _gradient_collective(self, name: CollectiveName, bytes: int, parameters: ParameterCounts) -> float:
-        """Of so many bytes of each parameter, among the devices that add up its gradients."""
-        total = 0.0
-        for count, group in ((parameters.dense, "gradients"), (parameters.routed, "expert_gradients")):
-            size, stride = rank_group(group, self.degrees)
-            if count and size > 1:
-                total += self.costs.links.collective(name, bytes * count, size, stride)
-        return total
 
     def _block_parameters(self, routed: bool) -> ParameterCounts:
         attention = self._on_device(self.shape.attention_parameters())
@@ -302,28 +280,6 @@ class LayerTable:
     def _on_device(self, layer: LayerParameters) -> ParameterCounts:
         degrees = self.degrees
         return ParameterCounts(layer.whole + layer.shared / degrees.tensor, layer.routed / degrees.expert)
-
-    def _update_seconds(self, own: ParameterCounts) -> float:
-        """Reduction, update and gathering of the weights; with ZeRO each device updates its share."""
-        total = 0.0
-        for count, group in ((own.dense, "gradients"), (own.routed, "expert_gradients")):
-            if not count:
-                continue
-            size, stride = rank_group(group, self.degrees)
-            links = self.costs.links
-            share = count
-            if self.degrees.zero:
-                share = count / size
-            if size > 1 and self.degrees.zero == 1:
-                total += links.collective("reduce_scatter", GRADIENT * count, size, stride)
-                total += links.collective("all_gather", WEIGHT * count, size, stride)
-            elif size > 1 and not self.degrees.zero:
-                total += links.collective("all_reduce", GRADIENT * count, size, stride)
-            # The gradients are zeroed, their norm is taken, the weights are updated.
-            zeroed = share if self.degrees.zero > 1 else count
-            for bytes in (GRADIENT * zeroed, GRADIENT * share, _UPDATED * share):
-                total += self.costs.memory_seconds(bytes)
-        return total
 
     def _placeholders(self, blocks: Sequence[range]) -> float:
         """Transformer Engine returns for a weight whose gradient was added up elsewhere an empty tensor in

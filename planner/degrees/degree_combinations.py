@@ -56,16 +56,16 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
         if devices % (tensor * context * stages):
             continue
         data = devices // (tensor * context * stages)
-        if options.batch_size % data:
+        if options.mini_batch % data:
             continue
         experts = _expert_degrees(shape, tensor * context * data, options)
         for expert, zero in product(experts, options.zero):
             degrees = ParallelDegrees(tensor, context, expert, stages, data, zero)
             if degrees.problem_with(shape, options.sequence):
                 continue
-            for size in _micro_batch_sizes(options, options.batch_size // data):
+            for size in _micro_batch_sizes(options, options.mini_batch // data):
                 tokens = Tokens(options.sequence, size)
-                count = options.batch_size // data // size
+                count = options.mini_batch // data // size
                 for recompute, virtual in product(modes, options.virtual_stages or range(1, 9)):
                     setting = TrainingSetting(count, tokens, recompute, virtual)
                     if not virtual_stages_problem(shape, degrees, setting):
@@ -95,16 +95,16 @@ def nothing_possible(shape: TransformerShape, devices: int, options: DegreeOptio
             if (value := getattr(options, name))
         )
         return UsageError(
-            f"{allowed}: no such degrees divide {devices} devices, the batch of {options.batch_size} "
+            f"{allowed}: no such degrees divide {devices} devices, the batch of {options.mini_batch} "
             "and the model",
             "Allow more of them.",
         )
     degrees = ParallelDegrees(pipeline=1, data=devices)
     why = (
-        degrees.problem_with(shape, options.sequence) or f"the batch of {options.batch_size} does not divide"
+        degrees.problem_with(shape, options.sequence) or f"the batch of {options.mini_batch} does not divide"
     )
     return UsageError(
         f"no degrees divide {devices} devices, {shape.blocks} layers and a batch of "
-        f"{options.batch_size}: {why}",
+        f"{options.mini_batch}: {why}",
         "Give another number of devices, or another batch.",
     )

@@ -17,7 +17,7 @@ RECOMPUTES = ("auto", "none", "selective", "full")
 class DegreeKeywords(TypedDict, total=False):
     """The fields of `DegreeOptions`, as a caller may give them."""
 
-    batch_size: int
+    mini_batch: int
     sequence: int
     layers: int | None
     tp: Sequence[int] | None
@@ -71,12 +71,18 @@ def _recompute(name: str, value: Any) -> str:
 class DegreeOptions(Options):
     """What is trained, and which degrees may be; None leaves one to the search. Raises UsageError.
 
-    `batch_size`: sequences of one optimizer step; `sequence`: tokens of each. `layers`: of the model, where
+    `mini_batch`: sequences of one optimizer step; `sequence`: tokens of each. `layers`: of the model, where
     not all of the configuration's. `zero`: the stages of ZeRO that may be (2 and 3: FSDP, no pipelines).
     """
 
-    batch_size: int = option(
-        256, arguments.whole, "Sequences of one optimizer step.", "B", panel="The training", least=1
+    mini_batch: int = option(
+        256,
+        arguments.whole,
+        "Global batch: sequences of one optimizer step.",
+        "B",
+        panel="The training",
+        least=1,
+        old_flag="--batch-size",
     )
     sequence: int = option(4096, arguments.whole, "Tokens of a sequence.", "T", panel="The training", least=1)
     layers: int | None = option(

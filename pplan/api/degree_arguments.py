@@ -20,7 +20,7 @@ def megatron_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
         "--num-layers": sum(plan.blocks),
         "--seq-length": answer.options.sequence,
         "--micro-batch-size": plan.micro_batch_size,
-        "--global-batch-size": answer.options.batch_size,
+        "--global-batch-size": answer.options.mini_batch,
         "--tensor-model-parallel-size": degrees.tensor,
         "--pipeline-model-parallel-size": degrees.pipeline,
     }
@@ -65,7 +65,7 @@ def torchtitan_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
     flags: dict[str, object] = {
         "--training.seq_len": answer.options.sequence,
         "--training.local_batch_size": many * plan.micro_batch_size,
-        "--training.global_batch_size": answer.options.batch_size,
+        "--training.global_batch_size": answer.options.mini_batch,
         prefix + "data_parallel_replicate_degree": 1 if degrees.zero else degrees.data,
         prefix + "data_parallel_shard_degree": degrees.data if degrees.zero else 1,
         prefix + "tensor_parallel_degree": degrees.tensor,
@@ -119,7 +119,7 @@ def deepspeed_config(answer: DegreeAnswer, plan: DegreePlan) -> dict[str, Any]:
             "Give pp=1, cp=1 and ep=1, or take the arguments of Megatron-LM.",
         )
     config: dict[str, Any] = {
-        "train_batch_size": answer.options.batch_size,
+        "train_batch_size": answer.options.mini_batch,
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.micro_batches,
         "gradient_clipping": 0.0,

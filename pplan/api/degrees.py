@@ -44,9 +44,10 @@ def degrees(
     Raises UsageError, FileError, and InfeasibleError where nothing fits.
     """
     table = arguments.optional_path("kernels", kernels)
-    degree_options, machine = options_from(
-        {**options, "gpus": gpus}, DegreeOptions, MachineOptions, of="degrees"
-    )
+    values: dict[str, Any] = {**options, "gpus": gpus}
+    if "batch_size" in values:  # the name of earlier versions
+        values.setdefault("mini_batch", values.pop("batch_size"))
+    degree_options, machine = options_from(values, DegreeOptions, MachineOptions, of="degrees")
     shape = (
         transformer_shape(config)
         if isinstance(config, Mapping)

@@ -48,7 +48,7 @@ def profile(
     """
     _require_torch()
     from ..profiler.analytic import parse_analytic_device
-    from ..profiler.local_machine import device_named, dtype_named
+    from ..profiler.local_machine import parse_device, parse_dtype
     from ..profiler.measure import profile_model
 
     # A model can take long to build: what is refused anyway is refused before.
@@ -56,9 +56,9 @@ def profile(
     for name, callback in {"progress": progress, "remark": remark}.items():
         arguments.function(name, callback)
     target = parse_analytic_device(profile_options.device, profile_options.calibrate)
-    device_named("meta" if target is not None else profile_options.device)
+    parse_device("meta" if target is not None else profile_options.device)
     if profile_options.dtype is not None:
-        dtype_named(profile_options.dtype)
+        parse_dtype(profile_options.dtype)
     return profile_model(
         _load_subject(
             model,

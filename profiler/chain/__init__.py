@@ -1,1 +1,1 @@
-"""The layers of a model, in a chain, and what several of them hold."""
+"""A model as a chain of layers, and the parameters that several layers share."""

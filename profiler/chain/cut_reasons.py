@@ -118,5 +118,5 @@ def pin_reasons(patterns: Sequence[str], names: Sequence[str], model_name: str) 
 
 
 def layer_numbers(segments: Sequence[GraphSegment]) -> dict[fx.Node, int]:
-    """Of each node of the graph, the position of its layer."""
+    """The position of each node's layer."""
     return {node: index for index, segment in enumerate(segments) for node in segment.part.nodes}

@@ -10,8 +10,8 @@ from typing import Self
 from torch import fx, nn
 
 from ..graphs.graph import graph_module
-from ..torch_internals import children_of, own_registries
-from .shared_parameters import Again, Borrowed, Borrows, OnClone, registered
+from ..torch_internals import child_modules, copy_registries
+from .shared_parameters import BorrowedFields, BorrowedTensor, CloneInput, ReusedModule, registered
 
 _RANDOM = "dropout"
 _NORMS = ("batch_norm", "instance_norm")
@@ -26,7 +26,7 @@ class LayerSequential(nn.Sequential):
 
     model_name: str = ""
     layer_names: tuple[str, ...] = ()
-    """Of another number than the elements where some were added or taken away: then they are no longer so."""
+    """Void where their number is not that of the elements: some were added or removed."""
     granularity: str = "block"
     """How finely the model was cut; its elements are taken for its layers whatever is asked for."""
     keep_together: tuple[str, ...] = ()
@@ -86,11 +86,11 @@ def model_name(module: nn.Module) -> str:
     return own or type(module).__name__
 
 
-def registered_once(modules: Sequence[nn.Module], *, on_clone: bool) -> list[nn.Module]:
+def register_once(modules: Sequence[nn.Module], *, on_clone: bool) -> list[nn.Module]:
     """The elements of an nn.Sequential of these layers; `on_clone`: the first overwrites its input."""
     sharing = Sharing()
     children = [sharing.own(module) for module in modules]
-    return [OnClone(children[0]), *children[1:]] if on_clone else children
+    return [CloneInput(children[0]), *children[1:]] if on_clone else children
 
 
 class Sharing:
@@ -112,7 +112,7 @@ class Sharing:
         The model's own modules are not changed. All layers must stay alive until the last call.
         """
         if id(layer) in self._layers or self._is_held(layer):
-            return Again(self._earlier[id(layer)])
+            return ReusedModule(self._earlier[id(layer)])
         self._layers.add(id(layer))
         self._replacements = {}
         result = self._without_earlier(layer)
@@ -122,7 +122,7 @@ class Sharing:
                 self._owners.setdefault(id(tensor), (part, name))
         return result
 
-    def _without_earlier(self, module: nn.Module, borrows: Borrows | None = None) -> nn.Module:
+    def _without_earlier(self, module: nn.Module, borrows: BorrowedFields | None = None) -> nn.Module:
         """`borrows`: of the module around, where `module` belongs to one that is copied too."""
         if id(module) in self._replacements:
             return self._replacements[id(module)]
@@ -150,19 +150,19 @@ class Sharing:
     def _reads_owned(self, module: fx.GraphModule) -> bool:
         return any(id(_attribute(module, node)) in self._owners for node in module.graph.nodes)
 
-    def _part(self, module: nn.Module, borrows: Borrows | None) -> nn.Module:
+    def _part(self, module: nn.Module, borrows: BorrowedFields | None) -> nn.Module:
         """What stands for a part of a layer. A container may be indexed: its elements are stood in for."""
         if self._is_held(module) and not isinstance(module, _CONTAINERS):
-            return Again(self._earlier[id(module)])
+            return ReusedModule(self._earlier[id(module)])
         return self._without_earlier(module, borrows)
 
-    def _shallow_copy(self, module: nn.Module, outer: Borrows | None) -> nn.Module:
+    def _shallow_copy(self, module: nn.Module, outer: BorrowedFields | None) -> nn.Module:
         """The same tensors; of the parameters that earlier layers hold only references."""
         twin = copy.copy(module)
-        own_registries(twin)
-        borrows = Borrows() if outer is None else outer
-        for name, child in children_of(module).items():
-            children_of(twin)[name] = None if child is None else self._part(child, borrows)
+        copy_registries(twin)
+        borrows = BorrowedFields() if outer is None else outer
+        for name, child in child_modules(module).items():
+            child_modules(twin)[name] = None if child is None else self._part(child, borrows)
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) in self._owners:
                 borrows.add(twin, name, *self._owners[id(parameter)])
@@ -188,7 +188,7 @@ class Sharing:
                     node.target = place
                     setattr(root, place, other)
             elif id(_attribute(module, node)) in self._owners:
-                setattr(root, place, Borrowed(*self._owners[id(_attribute(module, node))]))
+                setattr(root, place, BorrowedTensor(*self._owners[id(_attribute(module, node))]))
                 with graph.inserting_before(node):
                     node.replace_all_uses_with(graph.call_module(place))
                 graph.erase_node(node)

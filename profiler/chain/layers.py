@@ -16,7 +16,7 @@ from ..graphs.frontends import ELEMENTS, is_plain_sequential, trace_model
 from ..graphs.graph import TracedGraph
 from ..graphs.remodule import attribute
 from ..graphs.segments import GraphSegment
-from ..graphs.trial import Trial, naming_larger_pictures
+from ..graphs.trial import Trial, suggest_larger_pictures
 from ..user_model.loaded_model import ModelInput, refuse_lazy_or_sparse
 from ..user_model.seeding import fixed_seed
 from .cut_reasons import (
@@ -28,7 +28,7 @@ from .cut_reasons import (
     pin_reasons,
     sharing_reasons,
 )
-from .layer_sequential import LayerSequential, model_name, registered_once
+from .layer_sequential import LayerSequential, model_name, register_once
 from .shared_parameters import storage_aliases, tensors_used
 
 
@@ -92,11 +92,11 @@ class LayerChain:
     tool: str = "torch.fx"
     """What drew the graph that was cut."""
     comparison: Comparison | None = None
-    """With the model, by value; None: not asked for."""
+    """The comparison with the model by value; None: not asked for."""
     unused: tuple[str, ...] = ()
     """Parameters and buffers of the model that no layer uses, by name."""
     users: tuple[TensorUsers, ...] = ()
-    """Of each parameter and buffer."""
+    """The users of each parameter and buffer."""
     own_modes: tuple[str, ...] = ()
     """Modules with a `train` of their own, the model itself by its class."""
 
@@ -222,17 +222,17 @@ def _segments(
             return segments, flow, None
         if traced.tool == ELEMENTS and not _any_shared([segment.bind(model) for segment in segments]):
             # The model does nothing else than to call these modules.
-            return segments, flow, check.look()
+            return segments, flow, check.check_output()
 
         def bound_to(copy: nn.Module) -> nn.Sequential:
             modules = [segment.bind(copy) for segment in segments]
-            return nn.Sequential(*registered_once(modules, on_clone=flow.overwrites_input))
+            return nn.Sequential(*register_once(modules, on_clone=flow.overwrites_input))
 
         return segments, flow, check.compare(bound_to, _names(model, segments), traced.tool)
 
     if check is not None and not (is_plain_sequential(model) and granularity.kind == "block"):
         check.run_once()
-    with fixed_seed(0), naming_larger_pictures(model, example, name):
+    with fixed_seed(0), suggest_larger_pictures(model, example, name):
         return trace_model(model, example, name, granularity, compared, tool)
 
 

@@ -1,4 +1,4 @@
-"""What several layers hold: tensors in the same memory, and stand-ins for what an earlier layer holds.
+"""Parameters and modules that several layers share: found in a model, and referred to by later layers.
 
 torchgpipe and FairScale refuse a parameter that two elements of an nn.Sequential register, and whatever
 converts or saves modules would do so twice. References are kept in tuples, where nn.Module does not look for
@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..torch_internals import forward_pre_hooks_of, is_persistent, storage_key
+from ..torch_internals import is_persistent, list_forward_pre_hooks, storage_key
 
 _COPY = "own_copy"
 """What a stand-in registers where no earlier layer does."""
 
 
-class Again(nn.Module):
+class ReusedModule(nn.Module):
     """Runs a module that an earlier layer holds."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -43,7 +43,7 @@ class Again(nn.Module):
         return f"{type(self.module).__name__} of an earlier layer"
 
 
-class Borrowed(nn.Module):
+class BorrowedTensor(nn.Module):
     """Returns a parameter or buffer that a module of an earlier layer holds."""
 
     def __init__(self, owner: nn.Module, field: str) -> None:
@@ -59,7 +59,7 @@ class Borrowed(nn.Module):
         return f"{self._held_earlier[1]} of an earlier layer"
 
 
-class Borrows:
+class BorrowedFields:
     """The forward pre-hook of a module that uses parameters of an earlier layer as plain attributes.
 
     They follow a conversion in place by themselves; the hook is for what puts another tensor into the owner's
@@ -98,7 +98,7 @@ class Borrows:
             user.__dict__[field] = getattr(owner, owners_field)
 
 
-class OnClone(nn.Module):
+class CloneInput(nn.Module):
     """Runs a layer that overwrites its input, a tensor or a tuple of them, on a clone of it.
 
     Micro-batches are views of one global batch, and a checkpointed stage's input is a leaf that needs a
@@ -128,14 +128,14 @@ _Owners = dict[int, tuple[nn.Module, str]]
 
 
 def _register_in(part: nn.Module, owners: _Owners, owned: set[int]) -> None:
-    if isinstance(part, Again) and id(part.module) not in owned:
+    if isinstance(part, ReusedModule) and id(part.module) not in owned:
         part.add_module(_COPY, part.module)
         for inner in list(part.module.modules()):
             owned.add(id(inner))
             for name, own in registered(inner):
                 owners.setdefault(id(own), (inner, name))
             _register_in(inner, owners, owned)
-    elif isinstance(part, Borrowed):
+    elif isinstance(part, BorrowedTensor):
         value = part()
         if id(value) not in owners:
             if isinstance(value, nn.Parameter):
@@ -145,12 +145,12 @@ def _register_in(part: nn.Module, owners: _Owners, owned: set[int]) -> None:
                 part.register_buffer(_COPY, value, is_persistent(owner, name))
             owners[id(value)] = (part, _COPY)
         part._held_earlier = owners.get(id(value), part._held_earlier)
-    for hook in forward_pre_hooks_of(part):
-        if isinstance(hook, Borrows):
+    for hook in list_forward_pre_hooks(part):
+        if isinstance(hook, BorrowedFields):
             _register_fields(hook, owners)
 
 
-def _register_fields(hook: Borrows, owners: _Owners) -> None:
+def _register_fields(hook: BorrowedFields, owners: _Owners) -> None:
     for user, field, owner, owners_field in hook.fields:
         key = id(getattr(owner, owners_field))
         if key in owners:
@@ -170,7 +170,7 @@ def modules_used(module: nn.Module) -> Iterator[nn.Module]:
     """`module`, all those inside it, and those that it runs again."""
     for part in module.modules():
         yield part
-        if isinstance(part, Again):
+        if isinstance(part, ReusedModule):
             yield from modules_used(part.module)
 
 
@@ -179,9 +179,9 @@ def tensors_used(module: nn.Module) -> Iterator[Tensor]:
     yield from module.parameters()
     yield from module.buffers()
     for part in module.modules():
-        if isinstance(part, Again):
+        if isinstance(part, ReusedModule):
             yield from tensors_used(part.module)
-        elif isinstance(part, Borrowed):
+        elif isinstance(part, BorrowedTensor):
             yield part()
         else:
             yield from (value for value in vars(part).values() if isinstance(value, nn.Parameter))

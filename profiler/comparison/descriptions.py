@@ -1,4 +1,4 @@
-"""Where layers differ from their model, in words: the first layer and tensor, and what to do."""
+"""Error texts where layers differ from their model: the first layer and tensor that do, and what to do."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def suspects(side: SideBySide, error: LayersDiffer) -> Iterator[str]:
 
 
 def _hint(error: LayersDiffer, random: bool) -> str:
-    """By the pass: the first, the same again, or one on a larger batch."""
+    """In which pass: the first, the same again, or one on a larger batch."""
     if random:
         return _RANDOM
     return (_OTHER_WAY, _STATE, _SIZE)[len(error.batches) - 1]
@@ -85,7 +85,7 @@ def _random_state(error: LayersDiffer, when: str) -> str:
 
 
 def _gradients(lost: Sequence[Difference], side: SideBySide, when: str, layer_names: Sequence[str]) -> str:
-    """Of parameters that get one in the layers or in the model only."""
+    """Text on parameters that get a gradient in the layers only, or in the model only."""
     first = lost[0]
     more = f" (and {len(lost) - 1} more parameters)" if len(lost) > 1 else ""
     has, lacks = ("layers", "model") if first.expected is None else ("model", "layers")

@@ -1,4 +1,4 @@
-"""What of two passes is not the same, and how much of that may be rounding."""
+"""Differences between the values that two passes leave, and which of them may be rounding."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Difference:
     kind: str
     name: str
     expected: Any
-    """Of the model."""
+    """The model's value."""
     actual: Any
-    """Of the layers."""
+    """The layers' value."""
 
     @property
     def may_be_rounding(self) -> bool:
@@ -63,7 +63,7 @@ def differences(expected: PassResult, actual: PassResult) -> list[Difference]:
 def split_by_cause(
     several: list[Difference], expected: PassResult, varied: PassResult
 ) -> tuple[list[Difference], list[Difference]]:
-    """Those too large for rounding; and those of which nothing can be told, as rounding alone is as large.
+    """The differences too large for rounding; and those that rounding alone may explain.
 
     `varied`: of the model with the last bit of every parameter and input changed, a change as large as any
     operation's rounding. What it makes of a value tells how much the model amplifies rounding; sums in
@@ -101,7 +101,7 @@ def relative_size(several: list[Difference], expected: PassResult) -> float:
 
 
 def _scales(result: PassResult) -> Mapping[str, float]:
-    """By kind, the largest value."""
+    """The largest value of each kind."""
     scales: dict[str, float] = {}
     for kind, _, value in result.values():
         largest = _largest(value) if isinstance(value, Tensor) else 0.0
@@ -120,12 +120,12 @@ def not_finite(result: PassResult) -> Iterator[str]:
 
 
 def output_name(index: int, count: int) -> str:
-    """Of a tensor of the model's output."""
+    """The name of a tensor of the model's output."""
     return "the output" if count == 1 else f"output {index}"
 
 
 def describe_difference(difference: Difference) -> str:
-    """In words."""
+    """Its kind and name, as an error says them."""
     if difference.kind == "output":
         return output_name(int(difference.name), 1 if difference.name == "0" else 2)
     if difference.kind in ("gradient", "need of a gradient"):

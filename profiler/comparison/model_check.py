@@ -1,4 +1,4 @@
-"""Layers run beside the model they were made of, and are refused where they leave anything else behind."""
+"""Runs layers beside the model they were made of; raises an error where their results differ."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ class ModelCheck:
             with suppress(Exception), fixed_seed(side.seed):
                 side.plain().forward_once(self._example.clone(), side.seed)
 
-    def look(self) -> Comparison:
-        """Of layers that are the model by construction: only what the model's own output tells."""
+    def check_output(self) -> Comparison:
+        """For layers that equal the model by construction: only looks for NaN and infinity in its output."""
         if self._why_not:
             return Comparison()
         side = SideBySide(self._model, self._example, self._name, lambda _: nn.Sequential())
@@ -154,7 +154,7 @@ def _compared(side: SideBySide, smallest: int, most_seconds: float) -> Compariso
         if seconds > most_seconds:
             break
         try:
-            side.go_on(batch)
+            side.compare_again(batch)
         except ModelFails:
             break
     return Comparison(

@@ -1,4 +1,4 @@
-"""Passes of a model and of its layers in turn, each on a copy of its own."""
+"""Runs a model and its layers in turn, each on its own copy, and compares what the passes leave."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...cost_models.errors import ModelError
-from ..torch_internals import version_of
+from ..torch_internals import tensor_version
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput, copy_model
 from .differences import (
@@ -73,7 +73,7 @@ class SideBySide:
         """
         self._own, self._layers = self.plain(), self.layered()
         buffers = self._own.model.named_buffers(remove_duplicate=False)
-        self._versions = {name: version_of(buffer) for name, buffer in buffers}
+        self._versions = {name: tensor_version(buffer) for name, buffer in buffers}
         begun = time.perf_counter()
         expected = self._model_pass(batch)
         self.seconds = time.perf_counter() - begun
@@ -85,7 +85,7 @@ class SideBySide:
         self.seconds = min(self.seconds, time.perf_counter() - begun)
         return True
 
-    def go_on(self, batch: int) -> None:
+    def compare_again(self, batch: int) -> None:
         """A further pass, in the state that the ones before left. Raises as `begin` does."""
         self._compare(self._model_pass(batch))
 
@@ -102,7 +102,7 @@ class SideBySide:
         """Those that the passes so far changed in the model's copy, by each of their names."""
         before = dict(self.model.named_buffers(remove_duplicate=False))
         for name, now in self._own.model.named_buffers(remove_duplicate=False):
-            if version_of(now) != self._versions.get(name) or not _is_equal(now, before.get(name)):
+            if tensor_version(now) != self._versions.get(name) or not _is_equal(now, before.get(name)):
                 yield name
 
     @property

@@ -25,15 +25,15 @@ DOMINATES = 0.5
 
 @dataclass(frozen=True)
 class Call:
-    """Of a module that is to be a layer: the operations from `first` up to `end`."""
+    """The call of a module that is to be a layer: the operations from `first` up to `end`."""
 
     path: str
     first: int
     end: int
 
 
-def calls_of(flow: Flow, outermost: Callable[[str], str | None]) -> Iterator[Call]:
-    """Of the modules that `outermost` names for the modules inside them, in order."""
+def find_calls(flow: Flow, outermost: Callable[[str], str | None]) -> Iterator[Call]:
+    """The calls of the modules that `outermost` names for the modules inside them, in order."""
     open_key: tuple[str, str] | None = None
     first = end = 0
     for index, node in enumerate(flow.order):
@@ -71,7 +71,7 @@ class BlockCalls:
 
     def calls(self, paths: frozenset[str]) -> list[Call]:
         """Of these modules, in order."""
-        return list(calls_of(self._flow, lambda path: _outermost(path, paths)))
+        return list(find_calls(self._flow, lambda path: _outermost(path, paths)))
 
     @cached_property
     def _repeated(self) -> frozenset[str]:

@@ -12,7 +12,7 @@ from typing import Literal, Self
 from torch import fx
 
 from ...cost_models.errors import ModelError, UsageError
-from .blocks import BlockCalls, Call, calls_of
+from .blocks import BlockCalls, Call, find_calls
 from .flow import Flow, Position
 
 _MOST_NAMES = 6
@@ -42,7 +42,7 @@ def parts(flow: Flow, granularity: Granularity) -> list[Part]:
     Where modules are called one after another, as in an nn.Sequential, they are layers whatever they hand on.
     """
     if granularity.kind == "module":
-        calls = list(calls_of(flow, granularity.outermost))
+        calls = list(find_calls(flow, granularity.outermost))
         return _split(flow, _around(flow, calls), calls)
     single = _single(flow, any_number=flow.is_chain)
     blocks = BlockCalls(flow, single)

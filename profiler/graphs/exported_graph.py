@@ -13,8 +13,8 @@ from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
 from ..torch_internals import EXPORT_CHECKS, EXPORT_GUARDS
 from .graph import TracedGraph
 from .opaque_calls import OpaqueCalls
-from .regions import as_calls, bodies
-from .remodule import attribute, drop_aliases, leaf_calls_made_whole, modules_around, path_of
+from .regions import bodies, replace_regions
+from .remodule import attribute, drop_aliases, module_path, modules_around, restore_leaf_calls
 from .size_recovery import device_of
 
 _CHECKS = (
@@ -40,9 +40,9 @@ class ExportedModule:
 
 
 def rebuild_graph(model: nn.Module, export: ExportedModule, opaque: Collection[str] = ()) -> TracedGraph:
-    """The graph of `model`. `opaque`: the modules whose calls are one operation each."""
+    """The graph of `model`. `opaque`: names of modules of which each call stays one operation."""
     module = export.module
-    as_calls(module)
+    replace_regions(module)
     for body in (module, *bodies(module)):
         _drop_checks(body.graph)
         _write_early(body.graph)
@@ -50,7 +50,7 @@ def rebuild_graph(model: nn.Module, export: ExportedModule, opaque: Collection[s
     for node in module.graph.nodes:
         node.meta["value_kind"] = _value_kind(node)
     export.calls.write_calls(module.graph, bodies(module))
-    leaf_calls_made_whole(
+    restore_leaf_calls(
         module.graph, export.traced, {*export.no_tensors, *map(export.traced.get_submodule, opaque)}
     )
     drop_aliases(module.graph)
@@ -78,7 +78,7 @@ def _rebuilt(model: nn.Module, export: ExportedModule) -> TracedGraph:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), copied_over)
         copy = copies[node] = graph.create_node(node.op, target, args, kwargs, name, node.type)
         copy.meta = {"value_kind": node.meta["value_kind"], "modules_around": modules_around(node)}
-        paths[copy] = path_of(node)
+        paths[copy] = module_path(node)
         return copy
 
     for placeholder in export.inputs:

@@ -37,8 +37,8 @@ from .exported_graph import ExportedModule, rebuild_graph
 from .graph import AROUND, TracedGraph, is_inside
 from .opaque_calls import OpaqueCalls
 from .remodule import (
+    alias_leaf_inputs,
     attribute,
-    tell_inputs_apart,
 )
 from .tracing_patches import masks_as_in_training, refuse_custom_functions
 
@@ -147,7 +147,7 @@ def _exported(
     inside: list[str] | None = None,
 ) -> ExportedModule:
     calls = calls or OpaqueCalls(())
-    no_tensors = tell_inputs_apart(model)
+    no_tensors = alias_leaf_inputs(model)
     if inside is not None:
         _note_calls(model, inside)
     output = FlatOutput(model)

@@ -1,4 +1,4 @@
-"""Which tool draws a model's graph: none for an nn.Sequential; torch.fx; torch.export where fx cannot."""
+"""Which tool traces a model: none for a plain nn.Sequential, else torch.fx, else torch.export."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TypeVar
 from torch import fx, nn
 
 from ...cost_models.errors import ModelError
-from ..torch_internals import children_of, has_hooks
+from ..torch_internals import child_modules, has_hooks
 from ..user_model.failures import first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput
 from .cutting import Granularity, refuse_unmatched
 from .graph import AROUND, TracedGraph
 from .module_row import IN_A_ROW, call_in_a_row
-from .tracing import INSTEAD, called_with, container_paths, trace_symbolically
+from .tracing import INSTEAD, bind_example, container_paths, trace_symbolically
 from .tracing_patches import notice_checkpoints
 from .trial import NotTheModel, Trial, refuse_failing, runs_on_meta
 
@@ -55,7 +55,7 @@ def trace_model(
     if is_plain_sequential(model) and granularity.kind == "block":
         elements = sequential_graph(model, example, name)
         return make(elements, Trial(elements, model, example, name))
-    called_with(model, example, name)
+    bind_example(model, example, name)
     failures: list[ModelError] = []
     suspects: list[str] = []
     for words, frontend in _frontends(model, granularity, tool, suspects):
@@ -189,7 +189,7 @@ def sequential_graph(model: nn.Module, example: ModelInput, name: str) -> Traced
 
 def _elements(module: nn.Module, prefix: str) -> list[str]:
     paths: list[str] = []
-    for key, child in children_of(module).items():
+    for key, child in child_modules(module).items():
         if child is not None:
             path = prefix + key
             paths += _elements(child, path + ".") if is_plain_sequential(child) else [path]

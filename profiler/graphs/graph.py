@@ -1,4 +1,4 @@
-"""A model's computation as one graph, whichever tool drew it, and a module that runs such a graph."""
+"""A model's computation as one graph, whichever tool traced it, and a module that runs such a graph."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ _OF_GRAPH_MODULES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph()))).diff
 """Such as `code` and `graph`, which a model may call modules of its own."""
 
 
-def _allowed(top: str, taken: Container[str]) -> str:
+def _allowed(top: str, used: Container[str]) -> str:
     """The name itself, or with underscores behind it."""
     if top in _OF_GRAPH_MODULES:
         top += "_"
-        while top in taken or top in _OF_GRAPH_MODULES:
+        while top in used or top in _OF_GRAPH_MODULES:
             top += "_"
     return top
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
-from ..torch_internals import CONVERSION, TorchDispatchMode, tree_leaves, version_of
+from ..torch_internals import CONVERSION, TorchDispatchMode, tensor_version, tree_leaves
 from ..user_model.failures import is_out_of_memory, layer_failure
 from ..user_model.loaded_model import ModelInput
 from .graph import TracedGraph, find_attribute
@@ -23,10 +23,10 @@ _CONVERSIONS = frozenset({"to", "type", "type_as", "float", "double", "half", "b
 
 @dataclass(eq=False)
 class GraphRun:
-    """What was seen at each node. Storages are numbered, and told apart by their numbers."""
+    """What a run found at each node. Storages are identified by numbers."""
 
     values: dict[fx.Node, Any] = field(default_factory=dict)
-    """As `rederiving.seen` describes them."""
+    """As `size_recovery.describe_tensors` returns them."""
     same: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """Of nodes whose value is, in every mode, the very tensor of another: the first that had it."""
     storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class GraphRun:
     writes: frozenset[str] = frozenset()
     """Buffers of the model that the run changed, or put others in place of, by each of their names."""
     output: Any = None
-    """As `values`, of what the graph returns."""
+    """The graph's result, as `values` hold those of nodes."""
 
 
 def run_graph(
@@ -63,7 +63,8 @@ def run_graph(
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Of each buffer which tensor it is, and how often that was changed."""
     return {
-        name: (id(buffer), version_of(buffer)) for name, buffer in model.named_buffers(remove_duplicate=False)
+        name: (id(buffer), tensor_version(buffer))
+        for name, buffer in model.named_buffers(remove_duplicate=False)
     }
 
 
@@ -115,9 +116,9 @@ class _Runner:
             # A tensor that is neither parameter nor buffer stays behind when a model is moved to meta.
             on_meta = self._device.type == "meta" and isinstance(value, Tensor)
             return value.to("meta") if on_meta else value, frozenset()
-        before = [(tensor, version_of(tensor)) for tensor in _tensors(list(self._now.values()))]
+        before = [(tensor, tensor_version(tensor)) for tensor in _tensors(list(self._now.values()))]
         value = self._call(node)
-        changed = [tensor for tensor, version in before if version_of(tensor) != version]
+        changed = [tensor for tensor, version in before if tensor_version(tensor) != version]
         return value, self._storages(changed)
 
     def _call(self, node: fx.Node) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...cost_models.errors import ModelError
-from ..torch_internals import children_of, own_registries, tree_flatten, tree_leaves, tree_unflatten
+from ..torch_internals import child_modules, copy_registries, tree_flatten, tree_leaves, tree_unflatten
 from ..user_model.failures import first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput, copy_model
 from ..user_model.seeding import fixed_seed
@@ -44,7 +44,7 @@ class _StopHere(nn.Module):
         raise _RowStart(_distinct(tree_leaves((args, kwargs))))
 
 
-class _Answers:
+class _RecordedResults:
     """What the modules of a row return while the code behind them runs. No module: copies of the part and of
     the stand-ins in it keep the same."""
 
@@ -82,7 +82,7 @@ class _Answers:
 class _Answer(nn.Module):
     """Stands for a module of the row behind it."""
 
-    def __init__(self, answers: _Answers, path: str) -> None:
+    def __init__(self, answers: _RecordedResults, path: str) -> None:
         super().__init__()
         self._answers, self._path = answers, path
 
@@ -116,7 +116,7 @@ class AfterModules(nn.Module):
 
     def __init__(self, model: nn.Module, row: Sequence[str], form: ModelInput, returned: _Form) -> None:
         super().__init__()
-        self._answers, self._form = _Answers(row, returned), _form_of(form)
+        self._answers, self._form = _RecordedResults(row, returned), _form_of(form)
         self.model = _twin(model, {path: _Answer(self._answers, path) for path in row})
 
     def forward(self, *inputs: Tensor) -> Any:
@@ -277,8 +277,8 @@ def _twin(model: nn.Module, instead: dict[str, nn.Module], path: str = "") -> nn
     if not any(f"{own}.".startswith(f"{path}." if path else "") for own in instead):
         return model
     twin = copy.copy(model)
-    own_registries(twin)
-    for name, child in children_of(model).items():
+    copy_registries(twin)
+    for name, child in child_modules(model).items():
         if child is not None:
-            children_of(twin)[name] = _twin(child, instead, f"{path}.{name}" if path else name)
+            child_modules(twin)[name] = _twin(child, instead, f"{path}.{name}" if path else name)
     return twin

@@ -34,7 +34,7 @@ class _OpaqueCall:
 
     path: str
     arguments: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
-    """Of each run, the shapes of the tensors given."""
+    """The shapes of the input tensors of each run."""
     results: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
     dtypes: tuple[torch.dtype, ...] = ()
     leaves: list[Any] = field(default_factory=list)
@@ -89,7 +89,7 @@ def _like_results(number: int, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 class OpaqueCalls:
-    """Of the modules `paths` of copies of one model."""
+    """The calls of the modules `paths` of copies of one model."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = tuple(paths)

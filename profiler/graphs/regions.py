@@ -40,7 +40,7 @@ class AutocastSwitched(nn.Module):
             return self.body(*inputs)
 
 
-def as_calls(
+def replace_regions(
     module: fx.GraphModule, needing: Collection[fx.Node] = (), *, gradients_enabled: bool = True
 ) -> None:
     """Replaces the regions in `module`'s graph, in place; `needing`: placeholders that need gradients.
@@ -55,7 +55,7 @@ def as_calls(
             inner = _body(module, body, operands)
             wanting = _placeholders_of(inner, operands, needing)
             is_idle = enabled == gradients_enabled or not _needing_gradients(inner.graph, wanting)
-            as_calls(inner, wanting, gradients_enabled=gradients_enabled if is_idle else enabled)
+            replace_regions(inner, wanting, gradients_enabled=gradients_enabled if is_idle else enabled)
             if is_idle and all(user.target is operator.getitem for user in node.users):
                 _open(module, node, inner, operands)
             else:
@@ -63,12 +63,14 @@ def as_calls(
         elif node.target is _AUTOCAST:
             _, dtype, enabled, cache, body, *operands = node.args
             inner = _body(module, body, operands)
-            as_calls(inner, _placeholders_of(inner, operands, needing), gradients_enabled=gradients_enabled)
+            replace_regions(
+                inner, _placeholders_of(inner, operands, needing), gradients_enabled=gradients_enabled
+            )
             _call(module, node, AutocastSwitched(inner, dtype, enabled, cache), operands)
 
 
 def bodies(module: nn.Module) -> list[fx.GraphModule]:
-    """Of the regions that stayed whole, at any depth."""
+    """The graphs of the regions that stayed whole, at any depth."""
     return [
         inner.body
         for inner in module.modules()

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from ..torch_internals import EXPORT_NO_MODULE, tree_map_only
 
 
-def leaf_calls_made_whole(graph: fx.Graph, model: nn.Module, apart: Collection[nn.Module] = ()) -> None:
+def restore_leaf_calls(graph: fx.Graph, model: nn.Module, apart: Collection[nn.Module] = ()) -> None:
     """Replaces, in place, the nodes of each call of a leaf module by one `call_module` node.
 
     A leaf has no children and its forward one argument, and nothing else; its nodes take one tensor besides
@@ -33,7 +33,7 @@ def leaf_calls_made_whole(graph: fx.Graph, model: nn.Module, apart: Collection[n
                 call.make(path, key)
 
 
-def tell_inputs_apart(model: nn.Module) -> set[nn.Module]:
+def alias_leaf_inputs(model: nn.Module) -> set[nn.Module]:
     """Before `model` is traced: every leaf is called with an alias of its input. The set that it returns will
     hold, when it was, the leaves that returned something else than a tensor.
 
@@ -58,21 +58,21 @@ def tell_inputs_apart(model: nn.Module) -> set[nn.Module]:
 
 
 def drop_aliases(graph: fx.Graph) -> None:
-    """Of the leaves that could not be made whole."""
+    """Drops the aliases of the inputs of leaf modules whose calls could not be restored."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.alias.default:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 
 
-def path_of(node: fx.Node) -> str:
-    """Of the innermost module whose forward the node ran in; `@1` ends that of its second call."""
+def module_path(node: fx.Node) -> str:
+    """The name of the innermost module whose forward the node ran in; `@1` ends that of its second call."""
     key, path = _innermost(node)
     return path + ("@" + key.rpartition("@")[2] if "@" in key else "")
 
 
 def modules_around(node: fx.Node) -> list[str]:
-    """From the outermost on, those whose forward the node ran in."""
+    """The names of the modules whose forward the node ran in, outermost first."""
     stored: list[str] | None = node.meta.get("modules_around")
     return stored or [path for _, path in _stack(node)]
 

@@ -86,7 +86,7 @@ class GraphSegment:
         extra = nn.Module()
         if self._finishes and self.flow.traced.finish is not None:
             setattr(extra, self._finish_name(model), Finish(self.flow.traced.finish))
-        return graph_module(_Drawing(self).graph(self._finish_name(model)), model, constants, extra)
+        return graph_module(_GraphBuilder(self).graph(self._finish_name(model)), model, constants, extra)
 
     def _finish_name(self, model: nn.Module) -> str:
         free = (_FINISH + "_" * length for length in itertools.count())
@@ -138,7 +138,7 @@ class GraphSegment:
         return work[0] if len(work) == 1 else (tensors or self.part.nodes)[-1]
 
 
-class _Drawing:
+class _GraphBuilder:
     """Draws the graph of a segment."""
 
     def __init__(self, segment: GraphSegment) -> None:

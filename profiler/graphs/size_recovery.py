@@ -1,4 +1,4 @@
-"""Sizes, devices and dtypes do not cross a cut: a layer finds them again from the tensors it is given.
+"""Sizes, devices and dtypes do not cross a cut: a layer computes them again from the tensors it is given.
 
 Both frontends leave nodes that compute such values: torch.fx `x.size(0)`, `x.shape`, `x.device`; torch.export
 `aten.sym_size.int`, arithmetic on it, and `device_of`. What the values are is not read from the graph but

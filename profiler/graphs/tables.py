@@ -28,7 +28,7 @@ _RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "
 
 
 class GraphTables:
-    """Those of a traced graph."""
+    """The tables of a traced graph."""
 
     def __init__(self, graph: fx.Graph, trial: Trial) -> None:
         self._trial, self._run = trial, trial.first

@@ -46,7 +46,7 @@ def trace_symbolically(
     return TracedGraph(graph, _ordered(inputs, arguments, example), _lacking(graph, copy, model), paths)
 
 
-def called_with(model: nn.Module, example: ModelInput, name: str) -> inspect.BoundArguments:
+def bind_example(model: nn.Module, example: ModelInput, name: str) -> inspect.BoundArguments:
     """How `example` falls on the parameters of forward. Raises ModelError where it does not."""
     signature = inspect.signature(model.forward)
     try:
@@ -142,7 +142,7 @@ def container_paths(model: nn.Module) -> list[str]:
 
 def _arguments(model: nn.Module, example: ModelInput, name: str) -> dict[str, Any]:
     """Every parameter of forward with its value: those that are not given have their defaults."""
-    bound = called_with(model, example, name)
+    bound = bind_example(model, example, name)
     bound.apply_defaults()
     for parameter in bound.signature.parameters.values():
         if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):

@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.autograd import Function
 from torch.utils import checkpoint
 
-from ..torch_internals import checkpoint_functions, entered_transforms, leave_transforms, tree_leaves
+from ..torch_internals import checkpoint_functions, count_transforms, leave_transforms, tree_leaves
 
 
 class CustomFunction(nn.Module):
@@ -126,7 +126,7 @@ def leave_vmap() -> Iterator[None]:
     torch.export writes entering and leaving as operations: a graph that fails in between leaves torch.randn
     broken for the whole process.
     """
-    before = entered_transforms()
+    before = count_transforms()
     try:
         yield
     finally:

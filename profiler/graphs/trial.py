@@ -44,7 +44,7 @@ class NotTheModel(ModelError):
 
 
 class Trial:
-    """Of a graph with the modules of a copy of `model`; the first run is made at once, others when needed."""
+    """Runs of a graph with the modules of a copy of `model`: the first at once, others when needed."""
 
     def __init__(self, traced: TracedGraph, model: nn.Module, example: ModelInput, name: str) -> None:
         """Raises ModelError where the model fails on this input; what the allocator raises, as it is."""
@@ -231,7 +231,7 @@ def _for_real(model: nn.Module, example: ModelInput, name: str) -> tuple[nn.Modu
 
 
 @contextmanager
-def naming_larger_pictures(model: nn.Module, example: ModelInput, name: str) -> Iterator[None]:
+def suggest_larger_pictures(model: nn.Module, example: ModelInput, name: str) -> Iterator[None]:
     """Where the model fails on its input, the error's hint names pictures that are large enough, if that is
     it."""
     try:

@@ -1,4 +1,4 @@
-"""Figures of an imported file: within the bounds of a profile, or refused with their place in the file."""
+"""Numbers of an imported file, checked against the bounds of a profile; errors name the place in the file."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class _Crossing:
     tensors: list[int]
 
 
-def layers_of(graph: Graph, file: str, granularity: str, micro_batch_size: int) -> GraphLayers:
+def cut_into_layers(graph: Graph, file: str, granularity: str, micro_batch_size: int) -> GraphLayers:
     """The operations in a topological order: `fine`, each is a layer; `block`, a layer is what lies between
     places that one tensor crosses.
 

@@ -75,7 +75,7 @@ def _of_graph(text: str, path: Path, options: ProfileImportOptions) -> Profile:
     size = options.micro_batch_size or PIPEDREAM_SAMPLES
     granularity = options.granularity or "block"
     graph = parse_graph(text, str(path))
-    layers = graph_layers.layers_of(graph, str(path), granularity, size)
+    layers = graph_layers.cut_into_layers(graph, str(path), granularity, size)
     loading = sum(node.forward_seconds for node in layers.inputs)
     notes = [f"imported from {path.name}, a PipeDream graph of {format_count(len(graph.nodes), 'node')}"]
     if options.micro_batch_size is None:
@@ -107,14 +107,14 @@ def _of_table(rows: list[Row], path: Path, options: ProfileImportOptions) -> Pro
             f"granularity={options.granularity!r}: {path} is a table, its rows are the layers",
             "Omit it: it is for graphs.",
         )
-    has_sizes = table_layers.says_its_sizes(rows)
+    has_sizes = table_layers.states_sizes(rows)
     if has_sizes and options.micro_batch_size is not None:
         raise UsageError(
             f"micro_batch_size={options.micro_batch_size}: {path} has a column micro_batch_size",
             "Omit it, or take the column out.",
         )
     size = options.micro_batch_size or TABLE_SAMPLES
-    layers = table_layers.layers_of(rows, str(path), size)
+    layers = table_layers.group_rows(rows, str(path), size)
     notes = [f"imported from {path.name}, a table of {format_count(len(layers.layers), 'layer')}"]
     if not has_sizes and options.micro_batch_size is None:
         notes.append(

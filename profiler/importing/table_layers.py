@@ -1,4 +1,4 @@
-"""From the rows of a table of costs to a chain of layers, at all their micro-batch sizes."""
+"""Makes a chain of layers, with costs at all micro-batch sizes, of the rows of a table."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class TableLayers:
         return list(pairwise(layer.name for layer in self.layers))
 
 
-def says_its_sizes(rows: Sequence[Row]) -> bool:
+def states_sizes(rows: Sequence[Row]) -> bool:
     """Whether the table has the micro-batch size of some row."""
     return any(row.micro_batch_size is not None for row in rows)
 
 
-def layers_of(rows: Sequence[Row], file: str, micro_batch_size: int) -> TableLayers:
+def group_rows(rows: Sequence[Row], file: str, micro_batch_size: int) -> TableLayers:
     """The rows by name, in the order in which the names come. `micro_batch_size` is that of a table that does
     not say its own.
 
@@ -40,7 +40,7 @@ def layers_of(rows: Sequence[Row], file: str, micro_batch_size: int) -> TableLay
     """
     if not rows:
         raise FileError(f"{file}: has no rows", "Give one row a layer, below the names of the columns.")
-    has_sizes = says_its_sizes(rows)
+    has_sizes = states_sizes(rows)
     grouped: dict[str, dict[int, Row]] = {}
     for row in rows:
         size = row.micro_batch_size if has_sizes else micro_batch_size

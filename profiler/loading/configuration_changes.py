@@ -13,13 +13,13 @@ from ...cost_models.errors import UsageError
 from .configuration_keys import (
     KEYS,
     agreeing_sizes,
+    configured_size,
     in_proportion,
     is_size,
-    keys_of,
+    key_names,
+    key_value,
     lists_of_layers,
-    names_of,
-    size_of,
-    value_of,
+    size_keys,
 )
 
 _WORDS = ("layers", "hidden", "heads", "intermediate", "vocabulary", "sequence", "classes")
@@ -49,7 +49,7 @@ class ConfigurationChanges:
         self.values: dict[str, Any] = {}
         self.sequence: int | None = None
         self.notes: list[str] = []
-        subs = {key: value_of(config, key) for key in getattr(config, "sub_configs", {})}
+        subs = {key: key_value(config, key) for key in getattr(config, "sub_configs", {})}
         self._parts = {
             key: ConfigurationChanges(sub, name, f"{path}{key}.")
             for key, sub in subs.items()
@@ -92,7 +92,7 @@ class ConfigurationChanges:
         followed = {
             key: value
             for key, value in sizes.items()
-            if key not in self.values and value != value_of(self._config, key)
+            if key not in self.values and value != key_value(self._config, key)
         }
         self.values |= followed
         if followed:
@@ -102,8 +102,8 @@ class ConfigurationChanges:
     def leave_out_chance(self) -> None:
         """What is drawn in Python at each call would be a constant of the layers."""
         for key, value in _NO_CHANCE.items():
-            before = value_of(self._config, key)
-            if key not in self.values and before and key in names_of(self._config):
+            before = key_value(self._config, key)
+            if key not in self.values and before and key in key_names(self._config):
                 self.values[key] = value
                 self.notes.append(f"{self._path}{key}={value} instead of {before}: it is drawn in Python")
         for part in self._parts.values():
@@ -115,7 +115,7 @@ class ConfigurationChanges:
         """Lists in the file that have one entry a layer are cut, or repeated, to the new number."""
         layers = self._words.get("layers")
         for key, value in values.items():
-            each = isinstance(value, list) and value and len(value) == size_of(self._config, "layers")
+            each = isinstance(value, list) and value and len(value) == configured_size(self._config, "layers")
             if layers and each and key not in self.values:
                 self.values[key] = [value[index % len(value)] for index in range(layers)]
 
@@ -132,7 +132,7 @@ class ConfigurationChanges:
 
     def _sizes(self, followed: Mapping[str, Any]) -> dict[str, Any]:
         """All keys of the configuration, with the values that they will have."""
-        before = {key: value_of(self._config, key) for key in names_of(self._config)}
+        before = {key: key_value(self._config, key) for key in key_names(self._config)}
         return before | dict(followed) | self.values
 
     def _take_key(self, key: str, value: object) -> None:
@@ -153,7 +153,7 @@ class ConfigurationChanges:
     def _takers(self, word: str) -> list[ConfigurationChanges]:
         """The configuration and those inside it that have keys for a size."""
         every = (self, *self._all_parts())
-        return [each for each in every if keys_of(each._config, word) and each._takes(word)]
+        return [each for each in every if size_keys(each._config, word) and each._takes(word)]
 
     def _takes(self, word: str) -> bool:
         return word != "classes" or (not self._path and self._classifies())
@@ -168,13 +168,13 @@ class ConfigurationChanges:
         if not takers:
             raise UsageError(
                 f"{word}={value}: the configuration {self._name} has no key for it",
-                f"Set a key of its own with `settings`: {', '.join(sorted(names_of(self._config)))}.",
+                f"Set a key of its own with `settings`: {', '.join(sorted(key_names(self._config)))}.",
             )
         for taker in takers:
             taker._set_word(word, value)
 
     def _set_word(self, word: str, value: int) -> None:
-        keys = keys_of(self._config, word)
+        keys = size_keys(self._config, word)
         for key in keys:
             if key in self.values:
                 raise UsageError(
@@ -190,7 +190,7 @@ class ConfigurationChanges:
     def _classifies(self) -> bool:
         """Models of text do where their class is one for it; all others are taken to."""
         classes = self.values.get("architectures", self._config.architectures) or ()
-        return size_of(self._config, "vocabulary") is None or "Classification" in "".join(classes)
+        return configured_size(self._config, "vocabulary") is None or "Classification" in "".join(classes)
 
     def _take_sequence(self, sequence: int) -> None:
         """A table of positions that is too short for it is made longer."""
@@ -205,44 +205,44 @@ class ConfigurationChanges:
             reader._make_room(sequence)
 
     def _make_room(self, sequence: int) -> None:
-        for key in keys_of(self._config, "positions"):
-            room = value_of(self._config, key)
+        for key in size_keys(self._config, "positions"):
+            room = key_value(self._config, key)
             if key not in self.values and is_size(room) and room < sequence:
                 self.values[key] = sequence
                 self.notes.append(f"{self._path}{key}={sequence} instead of {room}: `sequence` needs as many")
 
     def _widths(self) -> dict[str, Any]:
         hidden = self._words["hidden"]
-        before = size_of(self._config, "hidden") or hidden
-        names = names_of(self._config)
-        inner = [key for key in (*keys_of(self._config, "intermediate"), *_INNER_WIDTHS) if key in names]
+        before = configured_size(self._config, "hidden") or hidden
+        names = key_names(self._config)
+        inner = [key for key in (*size_keys(self._config, "intermediate"), *_INNER_WIDTHS) if key in names]
         widths = {
-            key: in_proportion(value_of(self._config, key), hidden, before)
+            key: in_proportion(key_value(self._config, key), hidden, before)
             for key in inner
-            if is_size(value_of(self._config, key)) and "intermediate" not in self._words
+            if is_size(key_value(self._config, key)) and "intermediate" not in self._words
         }
-        same = [key for key in _SAME_WIDTHS if key in names and value_of(self._config, key) == before]
+        same = [key for key in _SAME_WIDTHS if key in names and key_value(self._config, key) == before]
         return widths | dict.fromkeys(same, hidden)
 
     def _head_widths(self) -> dict[str, Any]:
-        hidden = self._words.get("hidden") or size_of(self._config, "hidden")
-        heads = self._words.get("heads") or size_of(self._config, "heads")
+        hidden = self._words.get("hidden") or configured_size(self._config, "hidden")
+        heads = self._words.get("heads") or configured_size(self._config, "heads")
         if not hidden or not heads:
             return {}
         # Where it does not divide: None, so that the family itself refuses (or pads) the pair.
         width = hidden // heads if hidden % heads == 0 else None
-        names = names_of(self._config)
+        names = key_names(self._config)
         return {
             key: width if width or key == "head_dim" else max(1, hidden // heads)
             for key in _HEAD_WIDTHS
-            if key in names and is_size(value_of(self._config, key))
+            if key in names and is_size(key_value(self._config, key))
         }
 
     def _key_value_heads(self) -> dict[str, Any]:
         """As many query heads share one as before, or the nearest number that divides the heads."""
-        heads, before = self._words["heads"], size_of(self._config, "heads")
-        names = names_of(self._config)
-        shared = {key: value_of(self._config, key) for key in _KEY_VALUE_HEADS if key in names}
+        heads, before = self._words["heads"], configured_size(self._config, "heads")
+        names = key_names(self._config)
+        shared = {key: key_value(self._config, key) for key in _KEY_VALUE_HEADS if key in names}
         return {
             key: max(
                 part
@@ -256,8 +256,8 @@ class ConfigurationChanges:
     def _special_tokens(self, vocabulary: Any) -> None:
         """Those beyond a smaller vocabulary become its last words: an embedding refuses to pad beyond it."""
         places = 0
-        for key in sorted(names_of(self._config)):
-            token = value_of(self._config, key)
+        for key in sorted(key_names(self._config)):
+            token = key_value(self._config, key)
             beyond = is_size(token) and is_size(vocabulary) and token >= vocabulary
             if not beyond or key in self.values:
                 continue
@@ -270,11 +270,11 @@ class ConfigurationChanges:
 
     def _own_keys(self) -> set[str]:
         more = () if self._path else ("num_labels", "tie_word_embeddings", "attn_implementation")
-        return {*names_of(self._config), *self._config.attribute_map, *more}
+        return {*key_names(self._config), *self._config.attribute_map, *more}
 
     def _own_key(self, key: str) -> str:
         """The key as the family names it. Raises UsageError where it has none."""
-        names, own_keys = names_of(self._config), self._own_keys()
+        names, own_keys = key_names(self._config), self._own_keys()
         if key in own_keys:
             mapped = self._config.attribute_map.get(key, key)
             return mapped if mapped in names else key

@@ -53,17 +53,17 @@ _WIDTH_UNIT = 8
 """Kernels want rows of whole 16 bytes; published widths are multiples of more."""
 
 
-def size_of(config: Any, word: str) -> int | None:
+def configured_size(config: Any, word: str) -> int | None:
     """The configuration's size of this name in words; the smallest where there are several, None without."""
-    sizes = [value_of(config, key) for key in keys_of(config, word)]
+    sizes = [key_value(config, key) for key in size_keys(config, word)]
     return min((size for size in sizes if is_size(size)), default=None)
 
 
-def keys_of(config: Any, word: str) -> list[str]:
+def size_keys(config: Any, word: str) -> list[str]:
     """The configuration's own keys for a size, each once."""
     if word == "classes":
         return ["num_labels"]
-    names = names_of(config)
+    names = key_names(config)
     if word in ("layers", "hidden") and "patch_embeds_hidden_size" in names:
         # The number of stages, and the width of the last.
         return []
@@ -73,11 +73,11 @@ def keys_of(config: Any, word: str) -> list[str]:
         key
         for key in dict.fromkeys(mapped)
         # A stage has several layers.
-        if key in names and key != "num_stages" and isinstance(value_of(config, key, ""), settable)
+        if key in names and key != "num_stages" and isinstance(key_value(config, key, ""), settable)
     ]
 
 
-def names_of(config: Any) -> set[str]:
+def key_names(config: Any) -> set[str]:
     """The keys that a configuration of this class can be given."""
     fields = (
         {field.name for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else set()
@@ -85,7 +85,7 @@ def names_of(config: Any) -> set[str]:
     return {name for name in fields or config.to_dict() if not name.startswith("_")}
 
 
-def value_of(config: Any, key: str, otherwise: object = None) -> Any:
+def key_value(config: Any, key: str, otherwise: object = None) -> Any:
     """A key's value, or `otherwise` where each layer has its own: asking for one raises an error."""
     try:
         return getattr(config, key, otherwise)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .configuration_keys import size_of
+from .configuration_keys import configured_size
 
 SAMPLES = 2
 _SIDE = 224
@@ -103,7 +103,7 @@ class InputMaker:
 
     def _tokens(self) -> Tensor:
         """Random ids of shape (2, sequence), none of them special: padding is skipped, an end ends."""
-        vocabulary = size_of(self._text, "vocabulary") or _BYTES
+        vocabulary = configured_size(self._text, "vocabulary") or _BYTES
         special = {
             token
             for config in (self._config, self._text)

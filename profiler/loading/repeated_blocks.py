@@ -37,7 +37,7 @@ def record_call_order(model: nn.Module, run: Callable[[], object]) -> dict[str, 
     return order
 
 
-def registered_order(model: nn.Module) -> dict[str, int]:
+def registration_order(model: nn.Module) -> dict[str, int]:
     """For a model that cannot be run: the order in which its modules are registered."""
     return {name: place for place, (name, _) in enumerate(model.named_modules())}
 
@@ -80,7 +80,7 @@ def _patterns(model: nn.Module, path: str, blocks: set[str], order: dict[str, in
 
 
 def _first_call(path: str, order: dict[str, int]) -> int:
-    """Of the module itself or, where a list or a dict is never called, of what it holds."""
+    """The first call of the module itself or, where a list or a dict is never called, of what it holds."""
     calls = (place for name, place in order.items() if name == path or name.startswith(f"{path}."))
     return min(calls, default=len(order))
 

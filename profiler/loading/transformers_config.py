@@ -18,7 +18,7 @@ import torch
 from ...cost_models.errors import FileError, MachineError, ModelError
 from ..user_model.failures import first_line
 from .configuration_changes import ConfigurationChanges
-from .configuration_keys import names_of, open_keys, value_of
+from .configuration_keys import key_names, key_value, open_keys
 
 _OF_A_CHECKPOINT = ("dtype", "torch_dtype", "quantization_config", "auto_map", "_name_or_path", "model_type")
 """Of the file that weights were saved with. The weights made here are random, and float32."""
@@ -63,7 +63,7 @@ def configure_model(
 def _leave_out_caches(config: Any) -> None:
     """Of the configurations inside."""
     for key in getattr(config, "sub_configs", {}):
-        part = value_of(config, key)
+        part = key_value(config, key)
         if hasattr(part, "use_cache"):
             part.use_cache = False
         _leave_out_caches(part)
@@ -71,7 +71,7 @@ def _leave_out_caches(config: Any) -> None:
 
 def _no_cache(config: Any) -> dict[str, Any]:
     """Keys and values of earlier tokens are of no use in training, and a model would return them."""
-    return {"use_cache": False} if "use_cache" in names_of(config) else {}
+    return {"use_cache": False} if "use_cache" in key_names(config) else {}
 
 
 def _family(transformers: Any, kind: object, name: str) -> Any:

@@ -19,9 +19,9 @@ from ..local_machine import free_host_bytes
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput
 from ..user_model.seeding import fixed_seed
-from .configuration_keys import size_of
+from .configuration_keys import configured_size
 from .made_up_inputs import InputMaker
-from .repeated_blocks import block_patterns, record_call_order, registered_order
+from .repeated_blocks import block_patterns, record_call_order, registration_order
 from .transformers_config import configure_model, transformers_session
 
 _SEQUENCE = 512
@@ -158,7 +158,7 @@ def _build_model(family: Any, config: Any, name: str, device: torch.device) -> n
 
 def _sequence(module: nn.Module, config: Any, length: int | None, name: str) -> int:
     """Tokens of a sample. Raises ModelError where the model's table of positions is shorter than asked."""
-    room = size_of(config.get_text_config(), "positions")
+    room = configured_size(config.get_text_config(), "positions")
     for path, table in module.named_modules():
         # RoBERTa counts positions from behind the padding token on, in a table with room for those too.
         if "position" in path and isinstance(table, nn.Embedding) and table.padding_idx is not None:
@@ -202,7 +202,7 @@ def _example_and_order(
         )
     if device.type == "meta":
         # What depends on values (which expert a token goes to) has no meaning there.
-        return first, registered_order(module), ()
+        return first, registration_order(module), ()
     failing_inputs, failure = next(iter(failures.items()))
     raise ModelError(
         f"hf:{name}: {type(module).__name__} fails on {', '.join(failing_inputs)}: "

@@ -1,4 +1,4 @@
-"""What stands for the rest of a model at the ends of a segment that runs by itself."""
+"""The input and the gradients of a segment that runs without the rest of its model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Boundary:
         ]
         return tree_unflatten(tensors, form)
 
-    def counted(self, inputs: Any, *, whether: bool = True) -> list[Tensor]:
+    def counted_tensors(self, inputs: Any, *, whether: bool = True) -> list[Tensor]:
         """The tensors of `inputs`, made by `on`, that an earlier segment counts as saved; or the others."""
         return [
             leaf

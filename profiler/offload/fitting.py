@@ -1,4 +1,4 @@
-"""Which runs of layers fit on a device by themselves, where the whole model does not."""
+"""Divides a model that does not fit on a device into segments of consecutive layers that do."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LayerNeeds:
     output: int
 
 
-def needs_of(
+def layer_needs(
     layers: Sequence[Layer],
     saved_bytes: Sequence[int],
     workspace_bytes: Sequence[int],
@@ -48,7 +48,7 @@ def needs_of(
     *,
     amp: bool = False,
 ) -> tuple[LayerNeeds, ...]:
-    """Of each layer, from its bytes at that size. `amp`: with what autocast converts."""
+    """The needs of each layer, from its bytes at that size. `amp`: with what autocast converts."""
     return tuple(
         LayerNeeds(layer.name, _storage_bytes(layer.module, amp=amp), saved, workspace, output)
         for layer, saved, workspace, output in zip(
@@ -66,7 +66,7 @@ def count_needs(
     amp: bool = False,
     kernels: Callable[[], AbstractContextManager[Any]] = attention_as_on_the_cpu,
 ) -> tuple[LayerNeeds, ...]:
-    """Of each layer, from passes through them: on the meta device, where they cost no memory.
+    """The needs of each layer, from passes through the layers: on the meta device, where they cost no memory.
 
     `inputs`: the first layer's input, a tensor or several, where the model is. What an operation needs inside
     itself (a convolution's workspace) is not seen there. `kernels`: entered, attention on meta is as on the
@@ -86,7 +86,7 @@ def count_needs(
         of_loss, loss_saved = loss_bytes(*behind), behind[0].loss_saved_bytes
         saved_bytes[-1] += loss_saved
         workspace[-1] = int(workspace_before_loss(workspace[-1], loss_saved, of_loss.larger))
-    return needs_of(layers, saved_bytes, workspace, saved.output_bytes, amp=amp)
+    return layer_needs(layers, saved_bytes, workspace, saved.output_bytes, amp=amp)
 
 
 def _loss_counted(
@@ -190,7 +190,7 @@ def count_loss(
 
 
 def loss_bytes(saved: SavedBytes, workspace: Workspace) -> LossWorkspace:
-    """Of the loss that `count_loss` ran, when its meter can be read."""
+    """The bytes of the loss that `count_loss` ran, when its meter can be read."""
     return workspace.loss(saved.saved_bytes, saved.loss_saved_bytes)
 
 

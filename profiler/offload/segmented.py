@@ -19,7 +19,7 @@ from ..memory.live_bytes import Meter, build_meter, storages
 from ..memory.workspace import LossWorkspace, Workspace
 from ..passes.clocks import Clock
 from ..passes.launch_lead import LeadTuner
-from ..passes.layer_stamps import LayerStamps, LayerTimes, tell_leads
+from ..passes.layer_stamps import LayerStamps, LayerTimes, update_leads
 from ..passes.timing import Context, OutputGradients, run_layers
 from ..passes.watchers import CompositeWatcher, SavedBytes, Watcher
 from ..torch_internals import storage_key, tree_leaves, tree_map_only
@@ -161,7 +161,7 @@ class _Segment:
         self._whole, self._boundary = whole, boundary
         self._layers = whole.layers[segment.start : segment.stop]
         self._running = (whole.running or whole.layers)[segment.start : segment.stop]
-        self._model = _Holding(_tensors(layer.module for layer in self._layers))
+        self._model = _TensorHolder(_tensors(layer.module for layer in self._layers))
         self._is_last = segment.stop == len(whole.layers)
         self._loss = whole.loss if self._is_last else None
         self._gradients = (OutputGradients if self._is_last else InnerGradients)(whole.seed)
@@ -171,10 +171,10 @@ class _Segment:
         """A warm-up pass, and two that count into `run`; returns what the next segment is fed."""
         count = len(self._layers)
         with build_meter(self._whole.device, self._model) as meter:
-            end = _End(self._layers, self._whole.visit)
+            end = _LastOutput(self._layers, self._whole.visit)
             self._pass([self._fresh()], end, loss=self._loss)
             inputs = [self._fresh()]
-            saved = _SavedBytes(self._model, count, self._boundary.counted(inputs))
+            saved = _SavedBytes(self._model, count, self._boundary.counted_tensors(inputs))
             crossing = _CrossingTensors(count - 1, saved)
             workspace = self._workspace(meter, inputs)
             with saved.hooks():
@@ -204,7 +204,7 @@ class _Segment:
         return workspace
 
     def _workspace(self, meter: Meter, inputs: list[Any]) -> Workspace:
-        passing = self._boundary.counted(inputs, whether=False)
+        passing = self._boundary.counted_tensors(inputs, whether=False)
         return Workspace(self._model, len(self._layers), meter, passing)
 
     def _loss_to_count(self) -> Loss | None:
@@ -223,7 +223,7 @@ class _Segment:
         stamps = LayerStamps(self._whole.clock, len(self._layers), self._ahead.leads)
         self._pass([self._fresh()], stamps, loss=self._loss)
         times = stamps.times()
-        tell_leads(self._ahead, times)
+        update_leads(self._ahead, times)
         return times
 
     def _fresh(self) -> Any:
@@ -233,12 +233,12 @@ class _Segment:
         """`inputs` is taken out of its list."""
         whole = self._whole
         first, *others = self._running
-        layers = [replace(first, module=_Taking(first)), *others]
+        layers = [replace(first, module=_InputTaker(first)), *others]
         whole.clock.settle()
         run_layers(layers, inputs, self._gradients, watcher, loss=loss, context=whole.context)
 
 
-class _Holding(nn.Module):
+class _TensorHolder(nn.Module):
     """Has these parameters and buffers, whoever registers them: layers may use those of earlier ones."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -250,7 +250,7 @@ class _Holding(nn.Module):
                 self.register_buffer(f"buffer_{index}", tensor)
 
 
-class _Taking(nn.Module):
+class _InputTaker(nn.Module):
     """Runs a layer on what it takes out of a list: nobody holds that behind the layer, as in the whole.
 
     An argument itself may be held by the stack of whoever calls, until backward has ended; so it is where
@@ -285,7 +285,7 @@ class _SavedBytes(SavedBytes):
         return storage_key(tensor) in self._alive
 
 
-class _Silent:
+class _IdleWatcher:
     """Watches nothing."""
 
     def before(self, index: int, layer_input: Any) -> None: ...
@@ -299,7 +299,7 @@ class _Silent:
     def backward_ends(self) -> None: ...
 
 
-class _End(_Silent):
+class _LastOutput(_IdleWatcher):
     """Keeps on the host what the last layer returns; says before each layer which it is."""
 
     def __init__(self, layers: Sequence[Layer], visit: Callable[[Layer], None] | None) -> None:
@@ -315,7 +315,7 @@ class _End(_Silent):
             self.value = tree_map_only(Tensor, lambda one: one.detach().to("cpu", copy=True), output)
 
 
-class _CrossingTensors(_Silent):
+class _CrossingTensors(_IdleWatcher):
     """Asks of each tensor that the last layer returns what the next segment has to know."""
 
     def __init__(self, last: int, saved: _SavedBytes) -> None:

@@ -66,7 +66,7 @@ def run_parts(
     def add_targets(index: int, tensors: list[Tensor]) -> None:
         if index < len(layers) - 1:
             hook_first(stamps, index, tensors)
-        paths.layer_made(index, [get_gradient_edge(tensor) for tensor in tensors])
+        paths.add_layer(index, [get_gradient_edge(tensor) for tensor in tensors])
 
     with context():
         output = forward_layers(layers, model_inputs, stamps, add_targets)

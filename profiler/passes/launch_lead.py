@@ -1,4 +1,4 @@
-"""How long a device is held back before a pass, so that the host is ahead of it all the way.
+"""Delays a GPU before a pass for so long that its host has launched every kernel before its turn.
 
 Between two events a device's idle time counts as the layer's, and at small micro-batches it idles for most of
 the time: it waits for the next launch. So the device is first given something to wait on, as long as it takes

@@ -1,4 +1,4 @@
-"""The watcher that times a pass, and the seconds it found."""
+"""The watcher that times a pass, and the seconds of each layer."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class LayerTimes:
         return forward, backward[::-1]
 
 
-def tell_leads(ahead: LeadTuner, times: LayerTimes) -> None:
-    """Has the next pass' leads learned from this one."""
+def update_leads(ahead: LeadTuner, times: LayerTimes) -> None:
+    """Updates the leads of the next pass by the times of this one."""
     host, device = times.in_order("_host"), times.in_order()
     if host is not None and device is not None:
         ahead.observe(host, device)

@@ -15,7 +15,7 @@ from torch import nn
 from ...cost_models.errors import MachineError, UsageError
 from ..torch_internals import COMPILER_ERRORS
 from ..user_model.failures import first_line
-from ..user_model.loaded_model import layout_of
+from ..user_model.loaded_model import choose_layout
 from .autocast_on_meta import AutocastOnMeta
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Modes:
 
     @property
     def memory_format(self) -> torch.memory_format:
-        """Of tensors of four dimensions, and of five as `layout_of` says."""
+        """Of tensors of four dimensions, and of five as `choose_layout` says."""
         return torch.channels_last if self.channels_last else torch.preserve_format
 
     def converted(self, model: nn.Module) -> nn.Module:
@@ -74,14 +74,14 @@ class Modes:
         One by one: `model.to(memory_format=...)` fails on tensors of five dimensions.
         """
         for tensor in (*model.parameters(), *model.buffers()):
-            layout = layout_of(tensor, self.memory_format)
+            layout = choose_layout(tensor, self.memory_format)
             if layout is not torch.preserve_format:
                 tensor.data = tensor.data.to(memory_format=layout)
         return model
 
     def notes(self, tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
         """What to say where `tensors`, the model's and the input's, have no layout to be changed."""
-        layouts = {layout_of(tensor, self.memory_format) for tensor in tensors}
+        layouts = {choose_layout(tensor, self.memory_format) for tensor in tensors}
         if not self.channels_last or layouts - {torch.preserve_format}:
             return ()
         return ("channels_last changed nothing: no parameter, buffer or input has four or five dimensions",)

@@ -28,9 +28,9 @@ class TimedPasses:
     parts: list[PartTimes] = field(default_factory=list)
     """Backward in two parts; empty where it was not measured."""
     first: list[WholeTimes] = field(default_factory=list)
-    """Of the whole, where there are no gradients to add to; empty where it was not measured."""
+    """Passes of the whole where there are no gradients to add to; empty where it was not measured."""
     smaller: TimedPasses | None = field(default=None, repr=False)
-    """Those at the next smaller size (see `host_medians`)."""
+    """The passes at the next smaller size (see `host_medians`)."""
 
     def __len__(self) -> int:
         return len(self.whole)

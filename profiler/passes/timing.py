@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...cost_models.errors import ModelError, PplanError
 from ..chain.layers import Layer
-from ..torch_internals import version_of
+from ..torch_internals import tensor_version
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory, layer_failure
 from ..user_model.flat_output import flat, tensors_in
 from ..user_model.loaded_model import ModelInput
@@ -107,7 +107,7 @@ def forward_layers(
     """The last layer's output; `on_output` is told which tensors each layer made that need a gradient."""
     value = inputs
     for index, layer in enumerate(layers):
-        run, entering = layer.module, {id(tensor): version_of(tensor) for tensor in tensors_in(value)}
+        run, entering = layer.module, {id(tensor): tensor_version(tensor) for tensor in tensors_in(value)}
         watcher.before(index, value)
         try:
             value = run(value)
@@ -117,7 +117,7 @@ def forward_layers(
             raise layer_failure(layer.name, layer.kind, value, error) from error
         watcher.after(index, value)
         # A tensor that came in and was overwritten is made anew; one without a graph is a parameter.
-        own = [t for t in tensors_in(value) if t.requires_grad and entering.get(id(t)) != version_of(t)]
+        own = [t for t in tensors_in(value) if t.requires_grad and entering.get(id(t)) != tensor_version(t)]
         on_output(index, [tensor for tensor in own if tensor.grad_fn is not None])
     return value
 

@@ -1,4 +1,4 @@
-"""Where the ways to the parameters leave the way to the inputs in an autograd graph."""
+"""Where, in an autograd graph, the paths to the parameters branch off the path to the inputs."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class WeightPaths:
         self._edges: list[list[GradientEdge]] = [[] for _ in range(layers)]
         self._sources: list[Branch] = []
 
-    def layer_made(self, index: int, edges: list[GradientEdge]) -> None:
+    def add_layer(self, index: int, edges: list[GradientEdge]) -> None:
         """Tells the tensors that layer `index` made, right after it has."""
         self._edges[index] = edges
 

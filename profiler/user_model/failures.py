@@ -1,4 +1,4 @@
-"""What failed, and where in the user's own code: a layer on what it is given, or an allocator."""
+"""Errors of the user's model and of allocators: what failed, and at which line of the user's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model returns, as a flat tuple and back: also dataclasses that torch's pytrees do not know."""
+"""A model's output as a flat tuple, and back; also dataclasses, which torch's pytrees do not know."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Structure:
     """What the leaves of `spec` are; None: themselves."""
 
     def __call__(self, leaves: Iterable[Any]) -> Any:
-        return self.made_of(iter(leaves))
+        return self.build_from(iter(leaves))
 
-    def made_of(self, leaves: Iterator[Any]) -> Any:
+    def build_from(self, leaves: Iterator[Any]) -> Any:
         """Takes as many as it needs."""
-        parts = [next(leaves) if fields is None else fields.made_of(leaves) for fields in self.objects]
+        parts = [next(leaves) if fields is None else fields.build_from(leaves) for fields in self.objects]
         return tree_unflatten(parts, self.spec)
 
 
@@ -38,9 +38,9 @@ class _Fields:
     names: tuple[str, ...]
     values: Structure
 
-    def made_of(self, leaves: Iterator[Any]) -> Any:
+    def build_from(self, leaves: Iterator[Any]) -> Any:
         instance: Any = object.__new__(self.kind)
-        for name, value in zip(self.names, self.values.made_of(leaves), strict=True):
+        for name, value in zip(self.names, self.values.build_from(leaves), strict=True):
             # A frozen dataclass refuses the plain way; __init__ may want, or do, something else.
             object.__setattr__(instance, name, value)
         return instance

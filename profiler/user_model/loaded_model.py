@@ -110,7 +110,7 @@ class ModelInput:
 
         def moved(tensor: Tensor) -> Tensor:
             kind = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
-            layout = layout_of(tensor, memory_format)
+            layout = choose_layout(tensor, memory_format)
             return tensor.to(device=device or tensor.device, dtype=kind, memory_format=layout)
 
         return self.mapped(moved)
@@ -132,7 +132,7 @@ class ModelInput:
         return tensor.dim() > 0 and len(tensor) == self.batch
 
 
-def layout_of(tensor: Tensor, layout: torch.memory_format) -> torch.memory_format:
+def choose_layout(tensor: Tensor, layout: torch.memory_format) -> torch.memory_format:
     """What `layout` is for a tensor of so many dimensions; torch.preserve_format where it says nothing."""
     if tensor.dim() == 4:
         return layout
@@ -151,7 +151,7 @@ class LoadedModel:
     """At least one sample; inputs of other sizes repeat them."""
     classes: int | None = None
     loss: str = "none"
-    """The usual one for such a model, as `losses.loss_named` knows it."""
+    """The usual one for such a model, as `losses.load_loss` knows it."""
     granularity: str = "block"
     """The usual one for such a model."""
     settings: Mapping[str, object] = field(default_factory=dict)
@@ -255,11 +255,11 @@ def _copy(model: nn.Module, name: str, memo: dict[int, object], device: str | No
 
 def scripted_parts(model: nn.Module) -> dict[str, nn.Module]:
     """What torch.jit made, by dotted name; outermost ones only."""
-    found = dict[str, nn.Module]()
+    parts = dict[str, nn.Module]()
     for path, part in model.named_modules():
-        if isinstance(part, torch.jit.ScriptModule) and not any(path.startswith(f"{own}.") for own in found):
-            found[path] = part
-    return found
+        if isinstance(part, torch.jit.ScriptModule) and not any(path.startswith(f"{own}.") for own in parts):
+            parts[path] = part
+    return parts
 
 
 def _copy_of_scripted(part: nn.Module, device: str | None) -> nn.Module:

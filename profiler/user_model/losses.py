@@ -22,7 +22,7 @@ _TARGETS_SEED = 1
 
 
 class Loss:
-    """A scalar made of the model's output. `name`: what `loss_named` was given."""
+    """A scalar made of the model's output. `name`: what `load_loss` was given."""
 
     def __init__(self, name: str, function: Callable[[Any], Any]) -> None:
         self.name = name
@@ -91,7 +91,7 @@ class TargetLoss(Loss):
         return self._targets[key]
 
 
-def loss_named(name: str, seed: int = 0) -> Loss | None:
+def load_loss(name: str, seed: int = 0) -> Loss | None:
     """`cross-entropy`, `mse`, `package.module:function`, or `none` (None).
 
     Cross-entropy takes the last dimension of an output of shape (batch, tokens, classes) for the classes,

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...profiler.torch_internals import own_registries, tree_leaves
+from ...profiler.torch_internals import copy_registries, tree_leaves
 from ...profiler.user_model.loaded_model import ModelInput
 from .cut_tensors import CutTensor, add_zero_gradients, attach_all, pack_tensor
 from .input_form import InputForm
@@ -111,7 +111,7 @@ def _twin(layer: nn.Module) -> nn.Module:
     """The same parameters, buffers, submodules and names, and hooks of its own: the user's is not changed."""
     twin = object.__new__(type(layer))
     twin.__dict__.update(layer.__dict__)
-    own_registries(twin, hooks_only=True)
+    copy_registries(twin, hooks_only=True)
     return twin
 
 

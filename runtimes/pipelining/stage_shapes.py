@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...profiler.torch_internals import version_of
+from ...profiler.torch_internals import tensor_version
 from ...profiler.user_model.loaded_model import copy_to_meta
 from .cut_tensors import CutTensor
 from .input_form import InputForm
@@ -82,9 +82,9 @@ def _with_overwritten(
     """`crossings` with a mark on those that the layers change in place: their version goes up."""
     received = StageModule(layers, crossings, form=form).receive(inputs)
     watched = tuple(tensor.clone() for tensor in received)
-    versions = [version_of(tensor) for tensor in watched]
+    versions = [tensor_version(tensor) for tensor in watched]
     layers(watched[0] if len(watched) == 1 else watched)
-    changed = (version_of(tensor) > old for tensor, old in zip(watched, versions, strict=True))
+    changed = (tensor_version(tensor) > old for tensor, old in zip(watched, versions, strict=True))
     return tuple(
         dataclasses.replace(about, is_overwritten=is_changed)
         for about, is_changed in zip(crossings, changed, strict=True)

@@ -30,7 +30,7 @@ MODEL = {
 
 
 def answer(**options: Any) -> DegreeAnswer:
-    return pplan.degrees(MODEL, gpus=16, gpu="b200", batch_size=64, micro_batch_size=(2,), **options)
+    return pplan.degrees(MODEL, gpus=16, gpu="b200", mini_batch=64, micro_batch_size=(2,), **options)
 
 
 @pytest.fixture

@@ -499,7 +499,7 @@ def test_two_processes_of_torchrun(here: Path, small: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_port_that_is_in_use(here: Path, small: dict[str, str]) -> None:
+def test_a_port_that_is_in_use(here: Path, small: dict[str, str], forked_python: Callable[..., Any]) -> None:
     with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as taken:
         taken.bind(("", 0))
         taken.listen()
@@ -508,14 +508,7 @@ def test_a_port_that_is_in_use(here: Path, small: dict[str, str]) -> None:
             "import sys; from pplan.cli.app import main; "
             f"sys.exit(main(['check', 'small.plan.json', '--model', '{MINE}']))"
         )
-        ran = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=here,
-            env=small | told,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        ran = forked_python(here / "check", here, "-c", code, **(small | told)).wait(300)
     assert ran.returncode == 2
     lines = [line for line in ran.stderr.splitlines() if not line.startswith(("[W", "[E"))]
     assert "EADDRINUSE" in lines[0]

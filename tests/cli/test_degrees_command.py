@@ -36,7 +36,7 @@ def test_json_is_what_the_python_api_finds(config: Path, capsys: pytest.CaptureF
         "16",
         "--gpu",
         "h100",
-        "--batch-size",
+        "--mini-batch",
         "64",
         "--recompute",
         "none",
@@ -46,8 +46,10 @@ def test_json_is_what_the_python_api_finds(config: Path, capsys: pytest.CaptureF
     ]
     assert main(["degrees", str(config), *arguments]) == 0
     printed = json.loads(capsys.readouterr().out)
-    answer = pplan.degrees(MODEL, gpus=16, gpu="h100", batch_size=64, recompute="none", tp=(1, 2))
-    assert printed["parameters"] == 8030261248
+    answer = pplan.degrees(MODEL, gpus=16, gpu="h100", mini_batch=64, recompute="none", tp=(1, 2))
+    assert printed["parameters"] == printed["active_parameters"] == 8030261248
+    assert printed["schema"] == 1
+    assert (printed["layer_count"], printed["mini_batch"], printed["sequence"]) == (32, 64, 4096)
     assert [plan["step_seconds"] for plan in printed["plans"]] == [
         plan.estimate.step_seconds for plan in answer.plans
     ]
@@ -60,7 +62,7 @@ def test_json_is_what_the_python_api_finds(config: Path, capsys: pytest.CaptureF
 
 
 def test_the_answer_and_its_arguments(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--gpus", "64", "--gpu", "h100", "--batch-size", "64", "--pp", "3,4", "--tp", "2"]
+    options = ["--gpus", "64", "--gpu", "h100", "--mini-batch", "64", "--pp", "3,4", "--tp", "2"]
     assert main(["degrees", str(config), *options]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("TP 2 x PP 4 x DP 8 is the fastest found for llama on 64 devices: ")
@@ -81,7 +83,7 @@ def test_the_answer_and_its_arguments(config: Path, capsys: pytest.CaptureFixtur
 def test_arguments_of_virtual_stages_and_recomputation(
     options: list[str], says: str, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--gpus", "16", "--gpu", "h100", "--batch-size", "64", "--tp", "2", *options]
+    arguments = ["--gpus", "16", "--gpu", "h100", "--mini-batch", "64", "--tp", "2", *options]
     assert main(["degrees", str(config), *arguments]) == 0
     assert says in capsys.readouterr().out
 
@@ -93,7 +95,7 @@ def test_megatron_takes_the_virtual_stages(virtual: int, vocabulary: int) -> Non
         {**MODEL, "vocab_size": vocabulary},
         gpus=4,
         gpu="b200",
-        batch_size=64,
+        mini_batch=64,
         pp=(4,),
         virtual_stages=(virtual,),
         recompute="none",
@@ -106,6 +108,53 @@ def test_megatron_takes_the_virtual_stages(virtual: int, vocabulary: int) -> Non
         return
     text = flags[flags.index("--pipeline-model-parallel-layout") + 1]
     assert parse_layout(text, "") == list(best.blocks)
+
+
+def test_an_answer_is_a_file_that_show_prints(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "answer.json"
+    arguments = ["degrees", str(config), "--gpus", "16", "--gpu", "h100", "--pp", "2", "--tp", "2"]
+    assert main([*arguments, "--output", str(file)]) == 0
+    printed = capsys.readouterr()
+    assert str(file) in printed.err
+    assert main(["show", str(file)]) == 0
+    assert capsys.readouterr().out == printed.out
+    assert main([*arguments, "--output", str(file)]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert main(["export", "torch", str(file)]) == 2
+    assert "this is a degrees" in capsys.readouterr().err
+    assert main([*arguments, "--output", str(config), "--force"]) == 2
+    assert json.loads(config.read_text()) == MODEL
+
+
+def test_a_hostile_answer_is_refused(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "answer.json"
+    arguments = ["degrees", str(config), "--gpus", "16", "--gpu", "h100", "--pp", "2", "--tp", "2"]
+    assert main([*arguments, "--output", str(file)]) == 0
+    content = json.loads(file.read_text())
+    changes: list[dict[str, object]] = [
+        {"plans": []},
+        {"devices": -1},
+        {"gap": "nan"},
+        {"limit_bytes": float("nan")},
+        {"schema": 9},
+    ]
+    for change in changes:
+        file.write_text(json.dumps(content | change))
+        capsys.readouterr()
+        assert main(["show", str(file)]) == 2
+        assert str(file) in capsys.readouterr().err
+
+
+def test_the_batch_by_its_old_name(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["degrees", str(config), "--gpus", "16", "--gpu", "h100", "--pp", "2", "--tp", "2", "--json"]
+    assert main([*arguments, "--batch-size", "32"]) == 0
+    assert json.loads(capsys.readouterr().out)["mini_batch"] == 32
+    old = {"batch_size": 32}
+    assert pplan.degrees(MODEL, gpus=16, gpu="h100", pp=(2,), tp=(2,), **old).options.mini_batch == 32  # type: ignore[arg-type]
 
 
 def test_refused_virtual_stages(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

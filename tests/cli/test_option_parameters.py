@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from pplan.cli import field_names
-from pplan.cli.invocation import TYPED, typed_text
+from pplan.cli.field_names import TYPED, typed_text
 from pplan.cli.option_parameters import Only, Without, with_options
 from pplan.cost_models import arguments
 from pplan.cost_models.errors import UsageError

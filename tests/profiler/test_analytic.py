@@ -69,6 +69,7 @@ def test_a_layer_by_hand() -> None:
     assert profile.loss.costs[0].forward_seconds > 0
 
 
+@pytest.mark.slow
 def test_adding_gradients_as_measured() -> None:
     """VGG-11's on an H100 (torch 2.11, float32): the first backward of a step was 0.50 ms shorter."""
     model = torchvision.models.vgg11()

@@ -19,7 +19,7 @@ from pplan.profiler.models import from_module
 from pplan.profiler.passes.clocks import CpuClock
 from pplan.profiler.structure import as_on_a_gpu, count_structure
 from pplan.profiler.user_model.loaded_model import copy_to_meta
-from pplan.profiler.user_model.losses import loss_named
+from pplan.profiler.user_model.losses import load_loss
 
 KERNELS = partial(as_on_a_gpu, flash=True)
 
@@ -37,7 +37,7 @@ def operations(
         torch.float32,
         CpuClock(),
         0,
-        loss=loss_named(loss),
+        loss=load_loss(loss),
     )
     if again:
         count_structure(subject, [size], KERNELS)

@@ -47,12 +47,12 @@ def path(tmp_path: Path) -> Path:
     """A journal of one size."""
     path = tmp_path / "a.journal"
     journal = opened(path)
-    journal.counted(4, COUNTED)
-    journal.passed(4, "layers", LAYERS)
-    journal.passed(4, "whole", WHOLE)
-    journal.passed(4, "parts", PARTS)
-    journal.round_done(4, 1.5)
-    journal.passed(4, "layers", PLAIN)
+    journal.write_counts(4, COUNTED)
+    journal.write_pass(4, "layers", LAYERS)
+    journal.write_pass(4, "whole", WHOLE)
+    journal.write_pass(4, "parts", PARTS)
+    journal.write_round(4, 1.5)
+    journal.write_pass(4, "layers", PLAIN)
     journal.close()
     return path
 
@@ -100,7 +100,7 @@ def test_it_goes_on_behind_the_last_whole_line(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
     journal = opened(path)
     assert counts(journal.sizes[4]) == COUNTS[5]
-    journal.passed(4, "whole", WHOLE)
+    journal.write_pass(4, "whole", WHOLE)
     journal.close()
     again = opened(path)
     again.close()
@@ -134,7 +134,7 @@ def test_without_resume_it_is_begun_anew_and_says_what_there_was(path: Path) -> 
 
 def test_parts_that_were_left_out_are_none(path: Path) -> None:
     journal = opened(path)
-    journal.parts_left_out(4, "too large")
+    journal.write_parts_left_out(4, "too large")
     journal.close()
     kept, _ = read(path.read_bytes(), "key", 2)
     assert (kept[4].parts_left_out, kept[4].rounds.parts) == ("too large", [])

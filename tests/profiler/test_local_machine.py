@@ -12,9 +12,9 @@ from pplan.profiler import local_machine
 
 
 def test_dtypes_by_name() -> None:
-    assert [local_machine.dtype_named(name).itemsize for name in local_machine.DTYPES] == [4, 2, 2, 8]
+    assert [local_machine.parse_dtype(name).itemsize for name in local_machine.DTYPES] == [4, 2, 2, 8]
     with pytest.raises(UsageError) as caught:
-        local_machine.dtype_named("float8")
+        local_machine.parse_dtype("float8")
     assert "bfloat16" in caught.value.hint
 
 
@@ -25,22 +25,22 @@ def two_devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 def test_devices_where_there_are_two(monkeypatch: pytest.MonkeyPatch) -> None:
     two_devices(monkeypatch, 2)
-    assert local_machine.device_named(None) == torch.device("cuda", 0)
-    assert local_machine.device_named("cuda:1") == torch.device("cuda", 1)
-    assert local_machine.device_named("cpu") == torch.device("cpu")
+    assert local_machine.parse_device(None) == torch.device("cuda", 0)
+    assert local_machine.parse_device("cuda:1") == torch.device("cuda", 1)
+    assert local_machine.parse_device("cpu") == torch.device("cpu")
     with pytest.raises(MachineError, match="finds 2 CUDA devices") as caught:
-        local_machine.device_named("cuda:2")
+        local_machine.parse_device("cuda:2")
     assert caught.value.hint == "Use one of cpu, cuda:0, cuda:1, meta."
     for wrong in ("gpu", "cuda:", "cuda:-1", "cuda:x", ""):
         with pytest.raises(UsageError, match="is not known"):
-            local_machine.device_named(wrong)
+            local_machine.parse_device(wrong)
 
 
 def test_devices_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     two_devices(monkeypatch, 0)
-    assert local_machine.device_named(None) == torch.device("cpu")
+    assert local_machine.parse_device(None) == torch.device("cpu")
     with pytest.raises(MachineError, match="finds 0 CUDA devices"):
-        local_machine.device_named("cuda")
+        local_machine.parse_device("cuda")
 
 
 def test_free_memory_minds_the_control_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from pplan.profiler.sequential import as_sequential
 from pplan.profiler.size_sweep import Progress, sizes_to_try
 from pplan.profiler.user_model.failures import DoesNotFit
 from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
-from pplan.profiler.user_model.losses import loss_named
+from pplan.profiler.user_model.losses import load_loss
 from pplan.profiler.whole_sweep import WholeSweep
 
 MakeModel = Callable[[], nn.Sequential]
@@ -76,7 +76,7 @@ def test_the_profile_has_the_bytes_of_the_whole(
     free: int, segments: int, loss: str, convolutions: MakeModel
 ) -> None:
     given = torch.randn(2, 3, 10, 10, generator=torch.Generator().manual_seed(0))
-    subject = subject_of(convolutions(), CpuClock(), given, loss=loss_named(loss, 0))
+    subject = subject_of(convolutions(), CpuClock(), given, loss=load_loss(loss, 0))
     sweep = swept(subject, free, [3], rounds=1)
     profile = build_profile(subject, sweep.results, sweep.unmeasured, sweep.notes)
     expected = whole_profile(subject, [3])

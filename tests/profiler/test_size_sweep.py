@@ -10,10 +10,10 @@ import torch
 
 from pplan.cost_models.errors import ModelError
 from pplan.profiler.size_sweep import (
-    beyond_budget,
-    in_words,
+    budget_detail,
     left_out_note,
-    left_unmeasured,
+    list_unmeasured,
+    seconds_text,
     sizes_to_try,
 )
 
@@ -41,7 +41,7 @@ def test_only_a_default_size_of_one_may_fail() -> None:
 
 def test_larger_named_sizes_are_left_with_the_first() -> None:
     def told(named: Sequence[int] | None) -> list[tuple[int, str, str]]:
-        left = left_unmeasured(4, named, "budget", "too long")
+        left = list_unmeasured(4, named, "budget", "too long")
         return [(each.micro_batch_size, each.reason, each.detail) for each in left]
 
     assert told(None) == [(4, "budget", "too long")]
@@ -52,6 +52,6 @@ def test_larger_named_sizes_are_left_with_the_first() -> None:
 
 
 def test_seconds_in_words() -> None:
-    assert beyond_budget(432.4, 0.123, 60.0) == "it would take about 432 s, 0.12 s of 60 s are left"
-    assert beyond_budget(9.96, -1.0, 0.5) == "it would take about 10 s, 0 s of 0.5 s are left"
-    assert in_words(12.1, math.ceil) == "13 s"
+    assert budget_detail(432.4, 0.123, 60.0) == "it would take about 432 s, 0.12 s of 60 s are left"
+    assert budget_detail(9.96, -1.0, 0.5) == "it would take about 10 s, 0 s of 0.5 s are left"
+    assert seconds_text(12.1, math.ceil) == "13 s"

@@ -43,9 +43,9 @@ def test_a_checkpoint_function_of_another_name_is_not_noticed(monkeypatch: pytes
 
 def test_what_is_told_of_tensors_and_storages() -> None:
     tensor = torch.zeros(4)
-    before = torch_internals.version_of(tensor)
+    before = torch_internals.tensor_version(tensor)
     view = tensor[:2].add_(1)
-    assert torch_internals.version_of(tensor) == before + 1
+    assert torch_internals.tensor_version(tensor) == before + 1
     assert torch_internals.storage_key(view) == torch_internals.storage_key(tensor.untyped_storage())
     assert torch_internals.storage_key(tensor.clone()) != torch_internals.storage_key(tensor)
     parameter = nn.Parameter(torch.ones(2))
@@ -58,7 +58,7 @@ def test_what_is_told_of_modules() -> None:
     inner = nn.BatchNorm1d(2)
     module = nn.Sequential(inner, inner)
     module.register_buffer("passing", torch.ones(1), persistent=False)
-    assert torch_internals.children_of(module) == {"0": inner, "1": inner}
+    assert torch_internals.child_modules(module) == {"0": inner, "1": inner}
     assert not torch_internals.is_persistent(module, "passing")
     assert torch_internals.is_persistent(inner, "running_mean")
     torch_internals.make_transient(inner, "running_mean")

@@ -142,6 +142,7 @@ def test_a_stage_registers_the_buffers_that_it_reads() -> None:
     assert torch.equal(second(first(given)), expected)
 
 
+@pytest.mark.slow
 def test_processes_with_other_values_of_a_buffer_are_refused(
     make_plan: MakePlan, forked_python: Callable[..., Any], tmp_path: Path
 ) -> None:

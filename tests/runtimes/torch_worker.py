@@ -181,6 +181,21 @@ def train_plainly(kind: str, document: TorchExport, layers: nn.Module, model: nn
     return losses
 
 
+TRAINED: dict[tuple[object, ...], tuple[nn.Module, list[list[float]]]] = {}
+"""By what plain training depends on."""
+
+
+def trained_plainly(kind: str, document: TorchExport) -> tuple[nn.Module, list[list[float]]]:
+    """The layers of the untouched model, and its losses; cases that differ in the schedule share them."""
+    key = (kind, document.mini_batch, document.micro_batches, document.replicas, document.granularity)
+    if key not in TRAINED:
+        model, (example, _) = made(kind), batch(kind, 3)
+        own = isinstance(model, nn.Sequential)
+        layers = model if own else pplan.sequential(model, example, granularity=document.granularity)
+        TRAINED[key] = layers, train_plainly(kind, document, layers, model)
+    return TRAINED[key]
+
+
 def train(kind: str, document: TorchExport, process: PipelineProcess) -> list[list[float]]:
     given, labels = batch(kind, document.mini_batch)
     if isinstance(given, tuple):
@@ -228,12 +243,7 @@ def run(case: dict[str, Any], mesh: DeviceMesh | None) -> dict[str, Any]:
         replicate=case["replicate"],
     )
     losses = train(kind, document, process)
-    model = made(kind)
-    if isinstance(model, nn.Sequential):
-        layers = model
-    else:
-        layers = pplan.sequential(model, example, granularity=document.granularity)
-    plain_losses = train_plainly(kind, document, layers, model)
+    layers, plain_losses = trained_plainly(kind, document)
     plain = {name: value for name, value in layers.named_parameters() if value.requires_grad}
     gradients, values, buffers, copies = {}, {}, {}, list[float]()
     for module in process.wrapped.values():

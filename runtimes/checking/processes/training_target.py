@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from ....cost_models.errors import ModelError
 from ....cost_models.quantities import format_count
-from ....profiler.local_machine import dtype_named
+from ....profiler.local_machine import parse_dtype
 from ....profiler.models import load_model
 from ....profiler.named_model import LOSSES, quote_name
 from ....profiler.passes.modes import Modes
 from ....profiler.sequential import sequential
 from ....profiler.torch_internals import tree_leaves
 from ....profiler.user_model.loaded_model import ModelInput
-from ....profiler.user_model.losses import loss_named
+from ....profiler.user_model.losses import load_loss
 from ...formats.export_document import hash_names
 from ..job import Case, ModelSpec, RuntimeCase, StageSeconds, StageWaits
 from .plain_model import Loss
@@ -68,13 +68,13 @@ def _load_model(spec: ModelSpec) -> TrainingTarget:
         seed=spec.seed,
         known_only=spec.name not in spec.by_user,
     )
-    dtype = dtype_named(spec.dtype)
+    dtype = parse_dtype(spec.dtype)
     modes = Modes(channels_last=spec.channels_last)
     module = modes.converted(loaded.module.to(dtype))
     example = loaded.example.to(dtype=dtype, memory_format=modes.memory_format)
     layers = sequential(module, example, granularity=spec.granularity)
     _check_layers(layers, spec)
-    user_loss = loss_named(_loss(spec), spec.seed)
+    user_loss = load_loss(_loss(spec), spec.seed)
     return TrainingTarget(
         layers, example, partial(_sum_of_means) if user_loss is None else lambda out, _: user_loss.of(out)
     )

@@ -61,6 +61,7 @@ def products(
     return counts
 
 
+@pytest.mark.slow
 def test_flops_of_a_llama_as_torch_counts_them() -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

@@ -142,7 +142,7 @@ def test_an_answer_against_all_there_is(seed: int) -> None:
     random = Random(1000 + seed)
     shape, costs, devices = random_shape(random), random_costs(random), random.choice((2, 4, 6, 8))
     options = DegreeOptions(
-        batch_size=random.choice((8, 24)),
+        mini_batch=random.choice((8, 24)),
         sequence=64,
         cp=random.choice((None, (1, 2))),
         zero=random.choice(((1,), (0, 3), (1, 2, 3))),
@@ -171,14 +171,14 @@ def test_an_answer_against_all_there_is(seed: int) -> None:
     assert steps == sorted(steps)
     for plan in answer.plans:
         assert plan.degrees.devices == devices
-        assert plan.micro_batches * plan.micro_batch_size * plan.degrees.data == options.batch_size
+        assert plan.micro_batches * plan.micro_batch_size * plan.degrees.data == options.mini_batch
 
 
 def test_only_what_is_allowed() -> None:
     random = Random(5)
     shape, costs = random_shape(random), random_costs(random)
     options = DegreeOptions(
-        batch_size=16,
+        mini_batch=16,
         sequence=64,
         tp=(2,),
         pp=(2,),
@@ -197,7 +197,7 @@ def test_only_what_is_allowed() -> None:
     ("options", "devices", "says"),
     [
         (DegreeOptions(sequence=64, tp=(3,)), 8, "tp=3"),
-        (DegreeOptions(sequence=64, batch_size=7), 9, "no degrees divide 9"),
+        (DegreeOptions(sequence=64, mini_batch=7), 9, "no degrees divide 9"),
     ],
 )
 def test_nothing_possible(options: DegreeOptions, devices: int, says: str) -> None:

@@ -238,7 +238,7 @@ def test_best_where_gradients_fill_several_buckets(
     heavier: Callable[..., tuple[Chain, Topology]],
 ) -> None:
     rng, seen = np.random.default_rng(300 + seed), Seen()
-    for _ in range(10):
+    for _ in range(6):
         space = a_space(rng, make_chain, make_topology)
         topology = make_topology(space.topology.gpus, per_node=3)
         chain, topology = heavier(space.chain, topology)

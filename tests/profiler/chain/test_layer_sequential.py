@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from pplan.profiler.chain.cut_reasons import find_tensor_users
 from pplan.profiler.chain.layers import build_chain
-from pplan.profiler.chain.shared_parameters import Again, Borrowed
+from pplan.profiler.chain.shared_parameters import BorrowedTensor, ReusedModule
 from pplan.profiler.measure import profile_model
 from pplan.profiler.profile_options import ProfileOptions
 from pplan.profiler.sequential import sequential, state_dict_names
@@ -280,7 +280,7 @@ def test_one_set_of_running_statistics() -> None:
     model = Reused()
     layers = sequential(model, torch.ones(2, 4))
     kinds = [type(child) for child in layers]
-    assert kinds == [nn.Linear, nn.Linear, nn.ReLU, nn.BatchNorm1d, Again, Again, Again]
+    assert kinds == [nn.Linear, nn.Linear, nn.ReLU, nn.BatchNorm1d, ReusedModule, ReusedModule, ReusedModule]
     assert layers[3] is model.norm
     layers(torch.randn(6, 4))
     assert model.norm.num_batches_tracked == torch.tensor(2)
@@ -340,7 +340,7 @@ def test_its_own_chain_knows_the_sharers(model: nn.Module) -> None:
 def test_functions_borrow_weights_and_buffers() -> None:
     model = Composite()
     layers = sequential(model, torch.ones(2, 4))
-    borrowed = [part for child in layers for part in child.modules() if isinstance(part, Borrowed)]
+    borrowed = [part for child in layers for part in child.modules() if isinstance(part, BorrowedTensor)]
     assert {id(part()) for part in borrowed} == {
         id(model.scale),
         id(model.count),

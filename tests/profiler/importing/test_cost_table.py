@@ -9,7 +9,7 @@ import pytest
 
 from pplan.cost_models.errors import FileError
 from pplan.profiler.importing.cost_table import Row, looks_like_csv, read_csv, read_json
-from pplan.profiler.importing.table_layers import layers_of
+from pplan.profiler.importing.table_layers import group_rows
 
 HEADER = "name,forward_seconds,backward_seconds,activation_bytes,parameter_bytes"
 PLAIN = {
@@ -144,7 +144,7 @@ def test_saved_bytes_default_to_the_output() -> None:
         PLAIN | {"name": "b", "activation_bytes": 32, "saved_bytes": 5, "parameter_bytes": 0},
         PLAIN | {"name": "c"},
     )
-    made = layers_of(rows, "costs.json", 16)
+    made = group_rows(rows, "costs.json", 16)
     costs = [layer.costs[0] for layer in made.layers]
     assert [cost.saved_bytes for cost in costs] == [64, 5, 64]
     # Whoever starts behind `a` keeps its output; what b's saved bytes hold of its output is not known.
@@ -163,7 +163,7 @@ def test_several_sizes() -> None:
         | {"name": name, "micro_batch_size": size, "forward_seconds": seconds, "activation_bytes": 8 * size}
         for name, size, seconds in [("a", 4, 0.4), ("b", 4, 1), ("a", 1, 0.2), ("b", 1, 0.5)]
     ]
-    made = layers_of(rows_of(*at), "costs.json", 1)
+    made = group_rows(rows_of(*at), "costs.json", 1)
     assert made.sizes == [1, 4]
     assert [layer.name for layer in made.layers] == ["a", "b"]
     assert [cost.forward_seconds for cost in made.layers[0].costs] == [0.2, 0.4]
@@ -171,14 +171,14 @@ def test_several_sizes() -> None:
 
 
 def test_the_backward_in_two_parts() -> None:
-    made = layers_of(rows_of(PLAIN | {"backward_input_seconds": 0.25, "saved_bytes": 1}), "costs.json", 1)
+    made = group_rows(rows_of(PLAIN | {"backward_input_seconds": 0.25, "saved_bytes": 1}), "costs.json", 1)
     assert made.layers[0].costs[0].backward_weight_seconds == 0.75
     assert made.notes == []
     some = [
         PLAIN | {"backward_input_seconds": 0.25, "saved_bytes": 1},
         PLAIN | {"name": "b", "saved_bytes": 1},
     ]
-    made = layers_of(rows_of(*some), "costs.json", 1)
+    made = group_rows(rows_of(*some), "costs.json", 1)
     assert made.notes == ["1 row of 2 has no backward_input_seconds: those of the others are not used"]
 
 
@@ -201,5 +201,5 @@ def test_the_backward_in_two_parts() -> None:
 )
 def test_rows_that_contradict(rows: list[dict[str, Any]], what: str) -> None:
     with pytest.raises(FileError) as caught:
-        layers_of(rows_of(*(PLAIN | row for row in rows)), "costs.json", 1)
+        group_rows(rows_of(*(PLAIN | row for row in rows)), "costs.json", 1)
     assert caught.value.what.startswith(f"costs.json: {what}")

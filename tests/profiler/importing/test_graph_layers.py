@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pplan.cost_models.errors import FileError
-from pplan.profiler.importing.graph_layers import GraphLayers, layers_of
+from pplan.profiler.importing.graph_layers import GraphLayers, cut_into_layers
 from pplan.profiler.importing.pipedream_graph import Graph, Node, parse_graph
 
 
 def made(text: str, granularity: str) -> GraphLayers:
-    return layers_of(parse_graph(text, "graph.txt"), "graph.txt", granularity, 4)
+    return cut_into_layers(parse_graph(text, "graph.txt"), "graph.txt", granularity, 4)
 
 
 def test_blocks_lie_between_single_tensors(residual: str) -> None:
@@ -120,7 +120,7 @@ def test_any_graph_against_the_definition(graph: Graph) -> None:
     work = [name for name in graph.nodes if name not in inputs]
     if not work:
         with pytest.raises(FileError, match="no operation"):
-            layers_of(graph, "g", "fine", 1)
+            cut_into_layers(graph, "g", "fine", 1)
         return
 
     def crossing(cut: int) -> list[Node]:
@@ -128,12 +128,12 @@ def test_any_graph_against_the_definition(graph: Graph) -> None:
         sources = {source for source, target in graph.edges if target in behind} - behind
         return [graph.nodes[name] for name in sources]
 
-    fine = layers_of(graph, "g", "fine", 1).layers
+    fine = cut_into_layers(graph, "g", "fine", 1).layers
     assert [layer.name for layer in fine] == work
     for cut, layer in enumerate(fine[:-1]):
         assert layer.costs[0].output_bytes == sum(node.output_bytes for node in crossing(cut))
         assert layer.crossing == sum(len(node.tensors) for node in crossing(cut))
-    blocks = layers_of(graph, "g", "block", 1).layers
+    blocks = cut_into_layers(graph, "g", "block", 1).layers
     ends = [work[i] for i, layer in enumerate(fine) if (layer.crossing or 0) <= 1 or i == len(work) - 1]
     assert [layer.name.split("..")[-1] for layer in blocks] == ends
     for key in ("forward_seconds", "backward_seconds", "saved_bytes"):

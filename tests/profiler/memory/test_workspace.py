@@ -19,7 +19,7 @@ from pplan.profiler.offload.fitting import count_pass
 from pplan.profiler.passes.timing import OutputGradients, backward, run_layers
 from pplan.profiler.profile_file import Profile
 from pplan.profiler.profile_options import ProfileOptions
-from pplan.profiler.user_model.losses import loss_named
+from pplan.profiler.user_model.losses import load_loss
 
 
 def measured(
@@ -236,7 +236,7 @@ def half_precision_step(size: int, name: str) -> tuple[Profile, int]:
         rounds=1,
         parts=False,
     )
-    loss = loss_named(name)
+    loss = load_loss(name)
     assert loss is not None
 
     def step() -> None:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from pplan.cost_models.errors import MachineError
 from pplan.profiler.chain.layers import Layer, build_chain
 from pplan.profiler.memory.meta_kernels import kernels_as_on_a_gpu
-from pplan.profiler.offload.fitting import LayerNeeds, count_needs, needs_of, plan_segments
+from pplan.profiler.offload.fitting import LayerNeeds, count_needs, layer_needs, plan_segments
 from pplan.profiler.user_model.loaded_model import copy_to_meta
-from pplan.profiler.user_model.losses import Loss, loss_named
+from pplan.profiler.user_model.losses import Loss, load_loss
 
 RESERVE = 1.05
 
@@ -96,7 +96,7 @@ def test_needs_of_layers_count_gradients_and_know_tied_weights() -> None:
     first, norm, last = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.Linear(4, 4, bias=False)
     last.weight = first.weight
     norm.bias.requires_grad_(False)
-    needs = needs_of(
+    needs = layer_needs(
         [layer_of("0", first), layer_of("1", norm), layer_of("2", last)], [1, 2, 3], [4, 5, 6], [7, 8, 9]
     )
     assert [sum(layer.storages.values()) for layer in needs] == [128, 32 + 16 + 16 + 16 + 8, 128]
@@ -148,7 +148,7 @@ def test_attention_is_counted_as_the_device_computes_it() -> None:
 def test_the_loss_and_what_autocast_converts_are_counted() -> None:
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 50, bias=False))
     given = torch.ones(3, 4)
-    layers, loss = build_chain(model, given).layers, loss_named("cross-entropy")
+    layers, loss = build_chain(model, given).layers, load_loss("cross-entropy")
     bare, full = count_needs(model, layers, given), count_needs(model, layers, given, loss, amp=True)
     assert [sum(layer.storages.values()) for layer in bare] == [256, 3200]
     assert [sum(layer.storages.values()) for layer in full] == [256 + 64, 3200 + 800]

@@ -14,18 +14,18 @@ from torch import Tensor, nn
 
 from pplan.cost_models.errors import ModelError
 from pplan.profiler.chain.layers import Layer, build_chain
-from pplan.profiler.chain.shared_parameters import Again
+from pplan.profiler.chain.shared_parameters import ReusedModule
 from pplan.profiler.memory.live_bytes import LiveBytes, Meter, build_meter, lasting
 from pplan.profiler.memory.workspace import StepMemory
 from pplan.profiler.offload import segmented as segmented_module
 from pplan.profiler.offload.boundary import Boundary
-from pplan.profiler.offload.fitting import count_loss, count_pass, loss_bytes, needs_of, plan_segments
+from pplan.profiler.offload.fitting import count_loss, count_pass, layer_needs, loss_bytes, plan_segments
 from pplan.profiler.offload.segmented import DeviceMover, SegmentedMeasurement, SegmentedRun
 from pplan.profiler.passes.clocks import CpuClock
 from pplan.profiler.passes.timing import OutputGradients, run_layers
 from pplan.profiler.passes.watchers import SavedBytes
 from pplan.profiler.sequential import as_sequential
-from pplan.profiler.user_model.losses import loss_named
+from pplan.profiler.user_model.losses import load_loss
 
 MakeModel = Callable[[], nn.Sequential]
 
@@ -137,7 +137,7 @@ def test_what_is_planned_fits(free: int, convolutions: MakeModel) -> None:
     layers = build_chain(model, given).layers
     saved, memory = in_one(model, layers, given, LiveBytes(CPU, lasting(model)))
     model.zero_grad(set_to_none=True)
-    needs = needs_of(layers, saved.saved_bytes, memory.workspace, saved.output_bytes)
+    needs = layer_needs(layers, saved.saved_bytes, memory.workspace, saved.output_bytes)
     segments, mover = plan_segments(needs, given.nbytes, free), Metered()
     SegmentedMeasurement(layers, segments, CPU, CpuClock(), 0, mover=mover).measure(given, 1)
     assert len(mover.peaks) == len(segments) > 1
@@ -262,7 +262,7 @@ def test_a_boundary_hands_out_copies() -> None:
         assert first.requires_grad
         assert first.grad_fn is not None
         assert not second.requires_grad
-        assert kept.counted(given) == [first]
+        assert kept.counted_tensors(given) == [first]
     assert kept.value[0].tolist() == [1, 1, 1]
     assert kept.value[1].tolist() == [0, 1, 2]
 
@@ -304,7 +304,7 @@ def test_on_a_device(convolutions: MakeModel) -> None:
 def test_a_loss_ends_the_last_segment() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
     layers = build_chain(model, torch.ones(2, 4)).layers
-    loss = loss_named("cross-entropy", seed=0)
+    loss = load_loss("cross-entropy", seed=0)
     mover = Recorded()
     runner = SegmentedMeasurement(layers, [range(1), range(1, 3)], CPU, CpuClock(), 0, loss=loss, mover=mover)
     run = runner.measure(torch.ones(2, 4), 1)
@@ -344,14 +344,16 @@ def test_what_an_earlier_segment_registers_comes_along_and_is_not_saved() -> Non
     given = torch.randn(2, 8)
     model = as_sequential(build_chain(Twice(), given))
     layers = build_chain(model, given).layers
-    assert sum(any(isinstance(part, Again) for part in layer.module.modules()) for layer in layers) == 1
+    assert (
+        sum(any(isinstance(part, ReusedModule) for part in layer.module.modules()) for layer in layers) == 1
+    )
     run, mover = segmented(layers, given, [2])
     whole, _ = in_one(model, layers, given)
     assert run.saved_bytes == whole.saved_bytes
     first, last = model[0], model[2]
     used = {id(first.weight), id(first.bias), id(last.bias)}
     assert mover.turns[1] == used
-    for_planning = needs_of(layers, [0] * 4, [0] * 4, [0] * 4)
+    for_planning = layer_needs(layers, [0] * 4, [0] * 4, [0] * 4)
     assert for_planning[3].storages == for_planning[0].storages
 
 
@@ -385,7 +387,7 @@ def test_compiled_layers_bring_the_plain_ones_weights() -> None:
 
 def test_the_loss_workspace_is_that_of_the_whole() -> None:
     model, given = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 50)), torch.randn(6, 8)
-    layers, loss = build_chain(model, given).layers, loss_named("cross-entropy")
+    layers, loss = build_chain(model, given).layers, load_loss("cross-entropy")
     assert loss is not None
     found = [
         SegmentedMeasurement(layers, segments, CPU, CpuClock(), 0, loss, mover=Recorded()).measure(given, 1)
@@ -407,7 +409,7 @@ class Linked(nn.Module):
 
     def __init__(self, held: nn.Module) -> None:
         super().__init__()
-        self.again = Again(held)
+        self.again = ReusedModule(held)
 
     def forward(self, given: tuple[Tensor, Any]) -> Tensor:
         result: Tensor = self.again(given[0])[0]

@@ -14,7 +14,7 @@ from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.passes import launch_lead
 from pplan.profiler.passes.launch_lead import Direction, LaunchLead, LeadTuner, lead
-from pplan.profiler.passes.layer_stamps import LayerStamps, LayerTimes, tell_leads
+from pplan.profiler.passes.layer_stamps import LayerStamps, LayerTimes, update_leads
 from pplan.profiler.passes.timed_passes import link_sizes
 from pplan.profiler.passes.timing import OutputGradients, run_layers
 from pplan.profiler.size_run import SizeRun
@@ -141,7 +141,7 @@ def settled(model: nn.Module, queue: Queue) -> LeadTuner:
     ahead = LeadTuner()
     for _ in range(5):
         if not ahead.is_settled:
-            tell_leads(ahead, one_pass(model, queue, ahead.leads))
+            update_leads(ahead, one_pass(model, queue, ahead.leads))
     assert ahead.is_settled
     return ahead
 
@@ -192,7 +192,7 @@ def test_without_a_lead_waiting_for_the_host_counts_as_the_layers() -> None:
 def test_with_leads_the_device_has_its_own_seconds_and_the_host_its_own() -> None:
     queue, ahead = Queue(), LeadTuner()
     model = host_bound(queue)
-    tell_leads(ahead, one_pass(model, queue))
+    update_leads(ahead, one_pass(model, queue))
     assert ahead.leads == LaunchLead(1.2 * 16, 1.2 * 24)
     for number in range(4):
         times = one_pass(model, queue, ahead.leads)
@@ -200,7 +200,7 @@ def test_with_leads_the_device_has_its_own_seconds_and_the_host_its_own() -> Non
         assert times.backward == pytest.approx([2, 3, 5])
         assert times.forward_host == pytest.approx([4, 4, 8])
         assert times.backward_host == pytest.approx([8, 9, 7])
-        tell_leads(ahead, times)
+        update_leads(ahead, times)
         assert ahead.is_settled == (number > 0)
     # TorchrunEnv after 4, 8, 16; begun after 0, 1, 7. Backward: 7, 16, 24; 0, 5, 8.
     assert ahead.leads.forward == pytest.approx(1.2 * 9)
@@ -336,7 +336,7 @@ def test_one_disturbed_pass_changes_no_lead() -> None:
         model = host_bound(queue)
         for number in range(6):
             queue.slower = 4.0 if number == disturbed else 1.0
-            tell_leads(ahead, one_pass(model, queue, ahead.leads))
+            update_leads(ahead, one_pass(model, queue, ahead.leads))
         assert ahead.is_settled
         assert ahead.leads.forward == pytest.approx(1.2 * 9), disturbed
         assert ahead.leads.backward == pytest.approx(1.2 * 16), disturbed

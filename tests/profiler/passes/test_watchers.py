@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pplan.profiler.chain.layers import Layer, build_chain
 from pplan.profiler.passes.timing import OutputGradients, run_layers
 from pplan.profiler.passes.watchers import CompositeWatcher, SavedBytes
-from pplan.profiler.user_model.losses import loss_named
+from pplan.profiler.user_model.losses import load_loss
 
 
 class Listens:
@@ -224,7 +224,7 @@ def test_the_loss_has_bytes_of_its_own() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 5))
     layers, saved = build_chain(model, torch.ones(3, 4)).layers, SavedBytes(model, 2)
     with saved.hooks():
-        run_layers(layers, torch.ones(3, 4), OutputGradients(0), saved, loss=loss_named("cross-entropy"))
+        run_layers(layers, torch.ones(3, 4), OutputGradients(0), saved, loss=load_loss("cross-entropy"))
     assert (saved.saved_bytes, saved.output_bytes) == ([48, 96], [96, 60])
     assert saved.saved_input_bytes == [0, 0]
     # Of cross-entropy: the logarithms of 3 x 5 probabilities, 3 targets of 8 bytes, and a sum of weights.

@@ -13,11 +13,11 @@ from torch.nn import functional
 
 from pplan.cost_models.errors import ModelError, UsageError
 from pplan.profiler.passes.timing import OutputGradients
-from pplan.profiler.user_model.losses import Loss, loss_named
+from pplan.profiler.user_model.losses import Loss, load_loss
 
 
 def named(name: str, seed: int = 0) -> Loss:
-    loss = loss_named(name, seed)
+    loss = load_loss(name, seed)
     assert loss is not None
     return loss
 
@@ -31,7 +31,7 @@ def classes(shape: tuple[int, ...], count: int, seed: int) -> Tensor:
 
 
 def test_none_is_none() -> None:
-    assert loss_named("none") is None
+    assert load_loss("none") is None
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_function_that_makes_no_loss(name: str, expected: str) -> None:
 )
 def test_losses_that_there_are_not(name: str, error: type[Exception], expected: str) -> None:
     with pytest.raises(error, match=expected):
-        loss_named(name)
+        load_loss(name)
 
 
 def test_memory_that_runs_out_is_no_fault_of_the_loss() -> None:
@@ -173,7 +173,7 @@ def test_nothing_is_drawn_for_the_meta_device(monkeypatch: pytest.MonkeyPatch) -
     scores = torch.ones(2, 3, requires_grad=True)
     for name in ("randn", "randint"):
         monkeypatch.setattr(torch, name, refused)
-    for loss in (loss_named("mse"), loss_named("cross-entropy")):
+    for loss in (load_loss("mse"), load_loss("cross-entropy")):
         assert loss is not None
         loss.prepare(output)
         assert loss.of(output).device.type == "meta"
@@ -187,7 +187,7 @@ def test_nothing_is_drawn_for_the_meta_device(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_targets_are_made_anew_and_the_same() -> None:
-    loss, output = loss_named("mse", 7), torch.ones(2, 3, requires_grad=True)
+    loss, output = load_loss("mse", 7), torch.ones(2, 3, requires_grad=True)
     assert loss is not None
     other = loss.without_targets()
     assert other is not loss

@@ -1,0 +1,74 @@
+"""An answer by degrees in tables."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from ..cost_models.quantities import format_bytes, format_seconds
+from .number_format import percent, three_digits
+from .table import Column, line, number, print_head, print_notes, print_table, text, word
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..planner.degrees.degree_file import DegreesFile, PlanEntry, StageEntry
+
+
+def print_degrees(document: DegreesFile, console: Console) -> None:
+    """The best plan, the fastest of all degrees, the stages, and the arguments of training programs."""
+    best, step = document.plans[0], document.plans[0].step_seconds
+    tokens = document.mini_batch * document.sequence / step
+    sizes = f"{document.parameters / 1e9:.4g} billion parameters"
+    if document.active_parameters != document.parameters:
+        sizes += f", of which a token uses {document.active_parameters / 1e9:.4g} billion"
+    print_head(
+        console,
+        [
+            f"{best.degrees} is the fastest found for {document.model} on {document.devices} devices: "
+            f"{format_seconds(step)} a step, {three_digits(tokens)} tokens/s.",
+            f"{document.layer_count} layers, {sizes}; a batch of {document.mini_batch} sequences of "
+            f"{document.sequence} tokens, in bfloat16 with float32 gradients and Adam.",
+            f"Pipeline {format_seconds(best.pipeline_seconds)}, gradients and update "
+            f"{format_seconds(best.update_seconds)}; {_schedule(best)}, {best.micro_batches} "
+            f"micro-batches of {best.micro_batch_size}; recompute {best.recompute}.",
+            f"Best found; at most {percent(document.gap)} from the proven bound of "
+            f"{format_seconds(document.bound_seconds)} (any of {document.combinations} combinations: under "
+            "1F1B every division of the layers that fits, interleaved the even ones).",
+        ],
+    )
+    plans: list[Column[PlanEntry]] = [
+        text("degrees", lambda plan: plan.degrees, min_width=20),
+        number("micro-batches", lambda plan: f"{plan.micro_batches} of {plan.micro_batch_size}", drop=2),
+        number("virtual stages", lambda plan: plan.virtual_stages, drop=3),
+        word("recompute", lambda plan: plan.recompute, drop=1),
+        number("step", lambda plan: plan.step_seconds, format_seconds),
+        number("memory", lambda plan: plan.peak_bytes, format_bytes),
+    ]
+    print_table(console, plans, document.plans, title="The fastest combinations")
+    stages: list[Column[StageEntry]] = [
+        text("layers", _layers, min_width=7),
+        number("forward", lambda stage: stage.forward_seconds, format_seconds),
+        number("backward", lambda stage: stage.backward_seconds, format_seconds),
+        number("update", lambda stage: stage.update_seconds, format_seconds, drop=2),
+        number("weights", lambda stage: stage.ledger["weights"], format_bytes, drop=1),
+        number("gradients", lambda stage: stage.ledger["gradients"], format_bytes, drop=1),
+        number("optimizer", lambda stage: stage.ledger["optimizer"], format_bytes, drop=1),
+        number("activations", lambda stage: stage.ledger["activations"], format_bytes, drop=1),
+        number("memory", lambda stage: stage.bytes, format_bytes),
+    ]
+    print_table(console, stages, best.stages, title="Stages of the fastest, on each of their devices")
+    console.print()
+    line(console, "Megatron-LM: " + shlex.join(best.megatron))
+    console.print()
+    line(console, "torchtitan: " + shlex.join(best.torchtitan))
+    print_notes(console, [*best.remarks, *document.notes])
+
+
+def _schedule(plan: PlanEntry) -> str:
+    many = plan.virtual_stages
+    return "1F1B" if many == 1 else f"interleaved 1F1B of {many} virtual stages a device"
+
+
+def _layers(stage: StageEntry) -> str:
+    return " ".join(f"{first}-{last}" for first, last in stage.blocks if first <= last)

@@ -1,0 +1,91 @@
+"""An answer by degrees as a file."""
+
+from __future__ import annotations
+
+from ..cost_models.document import MadeBy
+from ..cost_models.quantities import format_seconds
+from ..planner.degrees.degree_file import DegreesFile, PlanEntry, StageEntry
+from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan
+from .degree_arguments import megatron_arguments, torchtitan_arguments, torchtitan_remarks
+
+
+def build_degrees_file(answer: DegreeAnswer, made_by: MadeBy) -> DegreesFile:
+    """All that an answer says."""
+    shape = answer.shape
+    return DegreesFile(
+        model=shape.name,
+        layer_count=shape.blocks,
+        parameters=shape.parameters(),
+        active_parameters=shape.active_parameters(),
+        devices=answer.devices,
+        mini_batch=answer.options.mini_batch,
+        sequence=answer.options.sequence,
+        combinations=answer.combinations,
+        bound_seconds=answer.bound_seconds,
+        gap=answer.gap,
+        limit_bytes=answer.limit_bytes if answer.limit_bytes < float("inf") else None,
+        kernels=len(answer.kernels),
+        assumed_kernels=len(answer.assumed_kernels),
+        plans=[_plan_entry(answer, plan) for plan in answer.plans],
+        notes=_notes(answer),
+        made_by=made_by,
+    )
+
+
+def _plan_entry(answer: DegreeAnswer, plan: DegreePlan) -> PlanEntry:
+    estimate = plan.estimate
+    return PlanEntry(
+        degrees=plan.degrees.describe(),
+        **vars(plan.degrees),
+        micro_batch_size=plan.micro_batch_size,
+        micro_batches=plan.micro_batches,
+        recompute=plan.recompute,
+        schedule="1f1b" if plan.virtual_stages == 1 else "interleaved",
+        virtual_stages=plan.virtual_stages,
+        step_seconds=estimate.step_seconds,
+        pipeline_seconds=estimate.pipeline_seconds,
+        update_seconds=estimate.update_seconds,
+        peak_bytes=estimate.peak_bytes,
+        blocks=list(plan.blocks),
+        stages=[
+            StageEntry(
+                blocks=[(own.start, own.stop - 1) for own in stage.blocks],
+                forward_seconds=stage.forward_seconds,
+                backward_seconds=stage.backward_seconds,
+                update_seconds=stage.update_seconds,
+                ledger=stage.ledger,
+            )
+            for stage in estimate.stages
+        ],
+        megatron=megatron_arguments(answer, plan),
+        torchtitan=torchtitan_arguments(answer, plan),
+        remarks=torchtitan_remarks(plan),
+    )
+
+
+def _notes(answer: DegreeAnswer) -> list[str]:
+    limits, overheads = answer.costs.limits, answer.costs.overheads
+    shares = (
+        f"products {limits.product_share:.0%} of the GPU's FLOP/s, attention {limits.attention_share:.0%}, "
+        f"passes over memory {limits.memory_share:.0%} of its bandwidth"
+    )
+    notes = []
+    if answer.costs.table is None:
+        notes.append(
+            f"no kernels are measured: by assumption they reach {shares}; give a table with `kernels`"
+        )
+    elif answer.assumed_kernels:
+        notes.append(
+            f"{len(answer.assumed_kernels)} of {len(answer.kernels)} kernels of the fastest are not in the "
+            f"table: they lie between its nearest shapes, or, where it has none of their kind, reach {shares}"
+        )
+    notes.append(
+        f"as fitted to a training loop on B200, products take {overheads.slowdown:g} times as long in it, "
+        f"{format_seconds(overheads.gap)} follow each pass over memory, and each pass of a layer with "
+        f"experts waits for {format_seconds(overheads.dispatch)}"
+    )
+    notes.append(
+        "not modelled: overlap of the communication inside a layer with computing, experts that get unequal "
+        "numbers of tokens, expert-tensor parallelism"
+    )
+    return notes
