@@ -62,15 +62,17 @@ def load_model(
         raise UsageError(
             f"input_like={input_like!r} and input_shape={shape!r}: both say what the input is", "Give one."
         )
-    given = None if input_like is None else _input_of(input_like, seed)
+    own_input = None if input_like is None else _input_of(input_like, seed)
     if name.startswith(_TRANSFORMERS) or name.endswith(".json"):
         _refuse(name, "takes its sizes from its configuration", classes=classes, input_shape=shape)
         kind = name.removeprefix(_TRANSFORMERS)
-        loaded = _from_transformers(kind, settings or {}, given, seed, on_meta=on_meta, known_only=known_only)
+        loaded = _from_transformers(
+            kind, settings or {}, own_input, seed, on_meta=on_meta, known_only=known_only
+        )
         return dataclasses.replace(loaded, input_like=input_like)
     if ":" in name:
         _refuse(name, "is a factory, which decides itself", classes=classes)
-        return _with_input(_from_factory(name, shape, settings or {}, seed), given, input_like)
+        return _with_input(_from_factory(name, shape, settings or {}, seed), own_input, input_like)
     from .loading.torchvision_models import load_torchvision
 
     if settings:
@@ -79,11 +81,13 @@ def load_model(
             "torchvision's models take `classes` and `input_shape`; a factory can call them as it likes.",
         )
     loaded = load_torchvision(name, classes, shape, seed, on_meta=on_meta, known_only=known_only)
-    return _with_input(loaded, given, input_like)
+    return _with_input(loaded, own_input, input_like)
 
 
-def _with_input(loaded: LoadedModel, given: ModelInput | None, input_like: str | None) -> LoadedModel:
-    return loaded if given is None else dataclasses.replace(loaded, example=given, input_like=input_like)
+def _with_input(loaded: LoadedModel, own_input: ModelInput | None, input_like: str | None) -> LoadedModel:
+    return (
+        loaded if own_input is None else dataclasses.replace(loaded, example=own_input, input_like=input_like)
+    )
 
 
 def _input_of(name: str, seed: int) -> ModelInput:
@@ -134,7 +138,7 @@ def _refuse(name: str, why: str, **options: object) -> None:
 def _from_transformers(
     name: str,
     settings: Mapping[str, object],
-    given: ModelInput | None,
+    own_input: ModelInput | None,
     seed: int,
     *,
     on_meta: bool,
@@ -143,7 +147,9 @@ def _from_transformers(
     from .loading.transformers_models import load_transformers
 
     device = "meta" if on_meta else "cpu"
-    loaded = load_transformers(name, settings, seed=seed, device=device, known_only=known_only, given=given)
+    loaded = load_transformers(
+        name, settings, seed=seed, device=device, known_only=known_only, own_input=own_input
+    )
     return LoadedModel(
         loaded.module,
         loaded.name,

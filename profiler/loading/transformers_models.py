@@ -57,14 +57,14 @@ def load_transformers(
     seed: int,
     device: torch.device | str = "cpu",
     known_only: bool = False,
-    given: ModelInput | None = None,
+    own_input: ModelInput | None = None,
 ) -> TransformersModel:
     """The model of configuration `name`, random weights drawn from `seed`, in train mode and float32.
 
     `name` is what stands after `hf:`, a model type as `gpt2` or the path of a config.json (or of its
     folder). `settings` are `layers`, `hidden`, `heads`, `intermediate`, `vocabulary`, `sequence`, `classes`
     and keys of the configuration itself. On the device `meta` weights take no memory; the example is on the
-    CPU in any case; `given`: the example, which is not made up then. `known_only`: `name` is a model type,
+    CPU in any case; `own_input`: the example, which is not made up then. `known_only`: `name` is a model type,
     and no path is read. Raises ModelError, FileError, UsageError, and MachineError without transformers.
     """
     with transformers_session() as transformers, fixed_seed(seed):
@@ -72,8 +72,8 @@ def load_transformers(
         module = _build_model(
             _class_of(transformers, configured.config, name), configured.config, name, torch.device(device)
         )
-        if given is not None:
-            example, order, lacking = given, _order_on(module, given, name), tuple[str, ...]()
+        if own_input is not None:
+            example, order, lacking = own_input, _order_on(module, own_input, name), tuple[str, ...]()
         else:
             sequence = _sequence(module, configured.config, configured.sequence, name)
             example, order, lacking = _example_and_order(module, configured.config, sequence, seed, name)
@@ -211,14 +211,14 @@ def _example_and_order(
     ) from failure
 
 
-def _order_on(module: nn.Module, given: ModelInput, name: str) -> dict[str, int]:
+def _order_on(module: nn.Module, own_input: ModelInput, name: str) -> dict[str, int]:
     """The order of the modules on the user's own input. Raises ModelError where the model fails on it."""
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     try:
-        return _order(module, given, device)
+        return _order(module, own_input, device)
     except Exception as error:
         if device.type == "meta":
-            return registered_order(module)
+            return registration_order(module)
         raise ModelError(
             f"hf:{name}: {type(module).__name__} fails on the example input: "
             f"{first_line(error)}{at_user_line(error)}",
