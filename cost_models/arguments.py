@@ -1,4 +1,4 @@
-"""Arguments of the Python API: of the type a function takes, or refused as the command line refuses texts."""
+"""Checks of the Python API's arguments: a value of the expected type is returned, others raise UsageError."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def whole(name: str, value: Any, *, at_least: int = 1, at_most: int | None = Non
     return number
 
 
-def optional_whole(name: str, value: Any, *, at_least: int = 1, example: str = "") -> int | None:
+def optional_whole(name: str, value: Any, *, example: str = "") -> int | None:
     """A whole number or None. Raises UsageError."""
-    return None if value is None else whole(name, value, at_least=at_least, example=example)
+    return None if value is None else whole(name, value, example=example)
 
 
 def whole_or_auto(name: str, value: Any) -> int | None:

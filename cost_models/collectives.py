@@ -36,8 +36,8 @@ def all_reduce_seconds(
 ) -> Amount:
     """Seconds until every device has the sum of `bytes` held by each; 0 for one device or no bytes.
 
-    For n devices: `ring` takes 2 (n - 1) steps of bytes / n; `tree` 2 ceil(log2 n) latencies and sends
-    bytes twice; `hierarchical` at every level, from the inside, a reduce-scatter of what is left, and the
+    For n devices: `ring` takes 2 (n - 1) steps of bytes / n; `tree` 2 ceil(log2 n) latencies and sends bytes
+    twice; `hierarchical` at every level, from the inside, a reduce-scatter of the remaining part, and the
     all-gathers back; `best` is the fastest of them for each size. Raises UsageError, also where
     `hierarchical` is asked for over devices that are not spread evenly.
     """

@@ -41,22 +41,20 @@ def point_to_point_seconds(link: Link, bytes: Amount) -> Amount:
     return link.seconds(bytes)
 
 
-def gradient_buckets(
-    parameter_bytes: Values, first_bytes: float = FIRST_BUCKET_BYTES, bucket_bytes: float = BUCKET_BYTES
-) -> list[tuple[int, int]]:
+def gradient_buckets(parameter_bytes: Values) -> list[tuple[int, int]]:
     """Buckets of gradients as DistributedDataParallel makes them: ranges [start, stop) of the parameters.
 
     `parameter_bytes` stands in the order in which gradients become ready, by which DDP regroups after its
     first step. A bucket takes gradients until it holds at least its size, so that the last one may exceed
-    it, by any amount: a parameter is never split. The first bucket is small, the last holds what is left.
+    it, by any amount: a parameter is never split. The first bucket is small, the last one has what remains.
     """
     buckets: list[tuple[int, int]] = []
-    start, bytes_so_far, size = 0, 0.0, first_bytes
+    start, bytes_so_far, size = 0, 0.0, float(FIRST_BUCKET_BYTES)
     for index, own in enumerate(parameter_bytes):
         bytes_so_far += own
         if bytes_so_far >= size:
             buckets.append((start, index + 1))
-            start, bytes_so_far, size = index + 1, 0.0, bucket_bytes
+            start, bytes_so_far, size = index + 1, 0.0, BUCKET_BYTES
     if bytes_so_far > 0:
         buckets.append((start, len(parameter_bytes)))
     return buckets

@@ -28,7 +28,7 @@ from .quantities import (
     MOST_TOTAL_BYTES,
 )
 from .runtime import RUNTIMES
-from .text_files import FOR_A_RUNTIME, add_hash, kinds_of, read_text, write_whole
+from .text_files import FOR_A_RUNTIME, add_hash, list_kinds, read_text, write_whole
 
 
 def _not_too_short(seconds: float) -> float:
@@ -165,7 +165,7 @@ def _check_content(content: Any, where: str, document: type[Document]) -> None:
     kind, name = document.kind, _file_words(document.kind)
     if not isinstance(content, dict) or "schema" not in content:
         raise FileError(f"{where}: not a {name} of pplan (it has no key 'schema')", _again(kind))
-    kinds, own = kinds_of(content), FOR_A_RUNTIME if kind in RUNTIMES else kind
+    kinds, own = list_kinds(content), FOR_A_RUNTIME if kind in RUNTIMES else kind
     if kinds and own not in kinds:
         raise FileError(f"{where}: this is a {kinds[0]}, a {name} is needed here", _again(kind))
     version = content["schema"]

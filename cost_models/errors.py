@@ -26,7 +26,7 @@ LONGEST_WORD, SHORT, LONGEST = 320, 80, 2_000
 
 
 def short_repr(value: object) -> str:
-    """What stands there, cut where it is long."""
+    """The value as text, cut where it is long."""
     text = repr(value)
     return f"{text[:SHORT]}…" if len(text) > SHORT else text
 
@@ -110,4 +110,4 @@ class InfeasibleError(PplanError):
 
 
 class DefectError(Exception):
-    """Two things that pplan computed contradict each other: a defect of pplan itself, never the user's."""
+    """Two results of pplan contradict each other: an error in pplan itself, never the user's."""

@@ -106,10 +106,6 @@ class Link:
         """Seconds from the start of a transfer of that many bytes until all of it has arrived."""
         return self.latency_seconds + bytes / self.bandwidth_bytes_per_second
 
-    def occupancy_seconds(self, bytes: Amount) -> Amount:
-        """Seconds for which the transfer keeps the next one waiting: without the latency."""
-        return bytes / self.bandwidth_bytes_per_second
-
     def describe(self) -> str:
         """As `NVLink 3 300 GB/s, 5 µs`."""
         rate = format_rate(self.bandwidth_bytes_per_second)

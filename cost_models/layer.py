@@ -1,4 +1,4 @@
-"""The measured chain: seconds and bytes of every layer by micro-batch size, and what lies between sizes."""
+"""The measured chain: seconds and bytes of every layer by micro-batch size, interpolated between sizes."""
 
 from __future__ import annotations
 

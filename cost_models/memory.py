@@ -152,7 +152,7 @@ class Training:
         return terms | {"optimizer": self._spread(stage.trainable * (state / precision.weight), 1)}
 
     def step_temporaries(self, stage: StageBytes) -> Amount | None:
-        """Bytes that an optimizer's step needs besides, while it runs; None where it makes nothing.
+        """Bytes that an optimizer's step needs besides, while it runs; None where it allocates nothing.
 
         Of what it updates: the weights, or float32 masters, for which PyTorch's optimizers also need the
         gradients in float32.
@@ -271,8 +271,8 @@ def ledger(
                 "optimizer_step": temporaries,
             }
         else:
-            gone = terms["activations"] + terms["stage_inputs"] + stage.workspace
-            terms["optimizer_step"] = step_excess(temporaries, waits, gone)
+            freed = terms["activations"] + terms["stage_inputs"] + stage.workspace
+            terms["optimizer_step"] = step_excess(temporaries, waits, freed)
     return with_reserve(terms, context_bytes)
 
 
@@ -282,9 +282,9 @@ def with_reserve(terms: dict[str, Amount], context_bytes: float = 0) -> dict[str
     return terms | {"reserve": FRAGMENTATION_RESERVE * total(terms)} | context
 
 
-def step_excess(temporaries: Amount, waits: Amount, gone: Amount) -> Amount:
+def step_excess(temporaries: Amount, waits: Amount, freed: Amount) -> Amount:
     """Bytes that an optimizer's step needs with what waits meanwhile, above those of the passes before."""
-    return np.maximum(temporaries + waits - gone, 0.0)
+    return np.maximum(temporaries + waits - freed, 0.0)
 
 
 def total(terms: dict[str, Amount]) -> Any:

@@ -1,4 +1,4 @@
-"""Options: what a user may ask for, each declared once, as a field with type, default, unit and help.
+"""Options of commands and of the Python API, each declared once: a field with type, default, unit and help.
 
 The fields of an `Options` are the keyword arguments of the Python API, the options of the command line
 (`pplan.cli.option_parameters` makes them) and, of a plan's, what its file says under `options`. They are
@@ -15,7 +15,7 @@ from typing import Any
 
 from . import arguments
 from .errors import UsageError
-from .option_readers import read_one_of, read_settings, read_whole_number
+from .option_readers import read_choice, read_settings, read_whole_number
 
 Check = Callable[[str, Any], Any]
 """Of a field's name and a value: the value as the field holds it. Raises UsageError."""
@@ -57,7 +57,7 @@ class Option:
         if self.read is not None:
             return self.read(typed, flag)
         if self.words:
-            return read_one_of(self.words)(typed, flag)
+            return read_choice(self.words)(typed, flag)
         return typed if self.least is None else read_whole_number(self.least)(typed, flag)
 
 
@@ -118,7 +118,7 @@ def check_values(values: Mapping[str, Any], *models: type[Options]) -> None:
 
 
 def unknown_option(name: str, names: list[str], of: str) -> UsageError:
-    """What to say of a name that is no option."""
+    """The error for a name that is no option."""
     near = difflib.get_close_matches(str(name), names, n=1)
     guess = f"Did you mean {near[0]}? " if near else ""
     return UsageError(f"{name}: is no option of {of}", f"{guess}There are: {', '.join(names)}.")

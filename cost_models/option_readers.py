@@ -19,7 +19,7 @@ MOST_DIGITS = 18
 _WORDS: dict[str, object] = {"true": True, "false": False, "none": None, "null": None}
 
 
-def read_one_of(allowed: Iterable[str]) -> Callable[[str, str], str]:
+def read_choice(allowed: Iterable[str]) -> Callable[[str, str], str]:
     """A reader of one of the `allowed` words."""
     words = tuple(allowed)
 

@@ -1,4 +1,4 @@
-"""In which numbers a model is trained: bytes of a weight, a gradient and a master weight, by name.
+"""The precision of training, by name: bytes of a weight, a gradient and a master weight.
 
 A profile says in which numbers the passes were measured; the precision says what training keeps besides. Of a
 profile in 16 bits, `mixed` keeps float32 master weights beside the 16-bit ones (Micikevicius et al., "Mixed
@@ -51,7 +51,7 @@ class TrainingPrecision:
 
     @property
     def limitation(self) -> str | None:
-        """What training so is without, in words; None where nothing is missing."""
+        """A disadvantage of the precision, in words; None where it has none."""
         if self.name != "bf16":
             return None
         return (

@@ -13,15 +13,15 @@ import re
 from .errors import UsageError
 
 MOST_SECONDS = 1e9
-"""Measured or given: some 30 years."""
+"""Measured, or typed by a user: about 30 years."""
 LEAST_PREDICTED_SECONDS, MOST_PREDICTED_SECONDS = 1e-30, 1e30
 """Of sums over layers and micro-batches."""
 MOST_BYTES = 2**63 - 1
-"""Of one figure: of a layer's parameters, say."""
+"""Of one figure, such as the parameters of a layer."""
 MOST_TOTAL_BYTES = 2**100
 """Of sums of such figures."""
 LEAST_RATE, MOST_RATE = 1.0, 1e18
-"""Bytes per second of a link that is not endlessly fast."""
+"""Bytes per second of a link, unless its bandwidth is infinite."""
 LEAST_SPEED, MOST_SPEED = 1e-6, 1e6
 """Of a device, relative to the profiled one."""
 MOST_RATIO = 1e100
@@ -36,7 +36,7 @@ MOST_MINI_BATCH = 2**40
 MOST_MICRO_BATCHES = 2**20
 """Of a step in a file: orders of actions are written out."""
 MOST_ACTIONS = 2_000_000
-"""Forwards, backwards and weight gradients of a step that are looked at one by one."""
+"""Forwards, backwards and weight gradients of a step, where every one is simulated."""
 MOST_LAYERS = 2**17
 MOST_DEVICES = 65_536
 """Of a topology."""
@@ -56,11 +56,11 @@ _QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(\S*)\
 _RATE_UNIT = re.compile(r"([kmgt]?i?)(b|bit|bits)(?:/s|ps)", re.IGNORECASE)
 
 
-def parse_bytes(text: str, name: str = "size", *, allow_zero: bool = False) -> int:
+def parse_bytes(text: str, name: str = "size") -> int:
     """Bytes of a size such as `16GiB` (2**30 each) or `40 GB` (10**9 each), rounded to whole bytes.
 
     Units B, kB, MB, GB, TB, KiB, MiB, GiB and TiB, in upper or lower case. `name` is what errors call it.
-    Raises UsageError for anything else, a negative or endless size, and 0 without `allow_zero`.
+    Raises UsageError for anything else, a negative or endless size, and 0.
     """
     example = "Give a size with its unit, such as 16GiB or 40GB."
     number, unit = _split(text, name, "a size", example)
@@ -70,7 +70,7 @@ def parse_bytes(text: str, name: str = "size", *, allow_zero: bool = False) -> i
     if not number * factor <= MOST_BYTES:
         raise UsageError(f"{name} {text}: too large for a size", example)
     size = round(number * factor)
-    if size == 0 and not allow_zero:
+    if size == 0:
         raise UsageError(f"{name} {text}: must be at least one byte", example)
     return size
 

@@ -1,4 +1,4 @@
-"""What each training runtime can run: the facts the planner restricts its search by, and the exporters obey.
+"""What each training runtime can run: the limits of the search and of the exporters.
 
 Sources: torchgpipe (Kim et al., "torchgpipe", arXiv:2004.09910; version 0.0.7), FairScale 0.4.13 (its
 `nn.Pipe` is a fork of torchgpipe), DeepSpeed 0.19.8 (`runtime/pipe/schedule.py`: TrainSchedule is 1F1B;

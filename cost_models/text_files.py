@@ -107,22 +107,23 @@ KINDS = {
 }
 """A key at the top of a file that only files of this kind have, and those named before it."""
 _OTHER_KINDS = {"calibration": "corrections", "check": "cases", "sweep": "rows", "trace": "traceEvents"}
-"""The same of files that no verb takes for another."""
+"""The same for kinds of files that no command mistakes for another."""
 COSTS, SVG, TEXT = "table or graph of costs", "SVG drawing", "text"
 
 
-def kinds_of(content: dict[str, Any]) -> list[str]:
+def list_kinds(content: dict[str, Any]) -> list[str]:
     """The kinds that a document may be of, by its keys."""
     return [name for name, key in KINDS.items() if key in content]
 
 
 def detect_kind(text: str) -> str | None:
-    """Which of pplan's files this is, by the keys that only one kind has; None where they do not tell."""
+    """Which of pplan's files this is, by the keys that only one kind of file has; None where no key is one of
+    these."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return next(iter(kinds_of(content)), None) if isinstance(content, dict) else None
+    return next(iter(list_kinds(content)), None) if isinstance(content, dict) else None
 
 
 def file_kind(text: str) -> str:

@@ -69,11 +69,11 @@ def step_seconds(schedule: str | Program, costs: PipelineCosts | Costs, engine: 
     return latest
 
 
-def device_ends(program: Program, costs: Costs, engine: Engine = "auto") -> Array | None:
+def device_ends(program: Program, costs: Costs) -> Array | None:
     """(devices, candidates): when each device has run its last action, of many candidates; None where a link
     serves several devices, so that it is not known beforehand in which order."""
     values = lower_costs(resolve_order(program), costs)
-    return run_many(values, engine) if has_static_link_order(values) else None
+    return run_many(values, "auto") if has_static_link_order(values) else None
 
 
 def runs_side_by_side(program: Program, costs: Costs) -> bool:

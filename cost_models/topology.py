@@ -129,10 +129,6 @@ class Topology:
         self._check(rank)
         return self.groups[bisect_right(self._starts, rank) - 1].device
 
-    def crosses(self, a: int, b: int) -> bool:
-        """Whether devices `a` and `b` are on different nodes."""
-        return a // self.gpus_per_node != b // self.gpus_per_node
-
     def shared_level(self, a: int, b: int) -> int:
         """The index of the innermost level with a group that holds both devices. Raises UsageError."""
         self._check(a, b)
@@ -177,9 +173,9 @@ class Topology:
     def places_in(self, index: int, ranks: Iterable[int]) -> tuple[list[int], list[int]]:
         """By rank, the group of that level that it is in, and the member of the group."""
         inner, outer = self._inner[index], (*self._inner[1:], None)[index]
-        listed = list(ranks)
-        groups = [0 if outer is None else rank // outer for rank in listed]
-        return groups, [rank // inner for rank in listed]
+        all_ranks = list(ranks)
+        groups = [0 if outer is None else rank // outer for rank in all_ranks]
+        return groups, [rank // inner for rank in all_ranks]
 
     def with_gpus(self, gpus: int) -> Topology:
         """The same with the first `gpus` devices; with more of them where there is one kind only.

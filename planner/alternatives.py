@@ -13,7 +13,7 @@ from ..cost_models.precision import step_kernels
 from ..cost_models.quantities import format_count
 from ..cost_models.runtime import RUNTIMES, Runtime
 from .candidate import ScoredPlan
-from .joint_search import OUT_OF_TIME, JointSearchResult, is_small, plan_with, run_search
+from .joint_search import OUT_OF_TIME, JointSearchResult, is_small_problem, plan_with, run_search
 from .pipeline_config import SEARCHED
 from .plan_records import Alternative, Baseline
 from .plan_stages import plan_recompute, plan_stages, run_in_words, shared_weights
@@ -25,7 +25,7 @@ from .search.coarse import is_large
 from .search.space import divide_batch
 
 WORK = 2e9
-"""What is spent on each."""
+"""Counted work of each search, see `SearchBudget`."""
 
 
 def find_alternatives(problem: Problem, answer: JointSearchResult) -> list[Alternative]:
@@ -58,7 +58,7 @@ def _for_runtimes(problem: Problem, answer: JointSearchResult, names: list[str])
     # Fused steps need less memory: then further plans may fit.
     same_runtime = problem.options.runtime in (None, names[0]) and own.precision == problem.precision
     answers = same_runtime and _answers(own, answer)
-    result = answer.result if answers else run_search(own, work=WORK, whole=is_small(problem))
+    result = answer.result if answers else run_search(own, work=WORK, whole=is_small_problem(problem))
     plan = None if result.best is None else _in_rank_order(own, result.best)
     if plan is not None:
         result = replace(result, exact=result.exact and plan == result.best)
@@ -186,7 +186,7 @@ def _alternative(
 
 
 FREE = ("one-gpu", "data-parallel")
-"""They do their best whatever the options: with any micro-batches, and in any runtime."""
+"""Baselines that ignore the options: they may use any micro-batches and any runtime."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class ScoredBaseline:
 
 
 def score_baselines(problem: Problem, answer: JointSearchResult) -> list[ScoredBaseline]:
-    """One GPU, data parallelism, and what each of the named planners came to."""
+    """One GPU, data parallelism, and the best plan of each named planner, or why it has none."""
     if problem.budget.over:
         results = {name: answer.by_planner.get(name, OUT_OF_TIME) for name in FREE}
     else:

@@ -162,7 +162,8 @@ class Assembly:
         )
 
     def _accumulation(self, part: str) -> Floats:
-        """(devices, chunks, 1): what of the backward, or its `weight` part, the first one does not take."""
+        """(devices, chunks, 1): the part of the backward seconds (or of its `weight` part) that a step's
+        first backward does not take: it adds to no gradients."""
         return self.by_place(part) - self.by_place(f"first_{part}")
 
     def launch_seconds(self, name: str) -> Floats:
@@ -246,7 +247,7 @@ class Assembly:
                 yield AllReduceBytes(part, tuple(ranks), float(at_end[0]), times, before)
 
     def _all_reduce(self) -> Floats | None:
-        """(devices, chunks): what of the all-reduce follows a place's last backward."""
+        """(devices, chunks): the seconds of the all-reduce that follow a slot's last backward."""
         seconds = np.zeros((self.program.devices, self.program.chunks))
         for place, part in self.program.parts_by_slot.items():
             ranks = self.part_ranks(part)

@@ -1,4 +1,4 @@
-"""The sizes of a problem's global batch and micro-batches: what the options say, or the profile reaches."""
+"""The sizes of a problem's global batch and micro-batches: as the options ask, or as the profile allows."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class BatchSizes:
 
     @property
     def _unit(self) -> int:
-        """What divides a global batch that is not requested: the micro-batches that are; with one measured
-        size what all devices share; else the devices."""
+        """The number that divides a global batch that was not requested: the micro-batches that are; with one
+        measured size what all devices share; else the devices."""
         alone = len(self.chain.sizes) == 1 and not self.chain.scales_with_samples
         return self.micro_batches or (self.chain.sizes[0] * self.max_replicas if alone else self.gpus)
 

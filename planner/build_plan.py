@@ -1,4 +1,4 @@
-"""From costs and options to a plan: what is searched, what it is compared with, and what is said about it."""
+"""From costs and options to a plan file, with its comparisons, warnings and notes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .search.branch_and_bound import SearchResult
 from .search.space import divide_batch
 
 
-def solve(
+def solve_problem(
     chain: Chain,
     topology: Topology,
     options: PlanOptions,
@@ -94,7 +94,7 @@ def build_plan(
         update={
             "baselines": [row.record for row in baselines],
             "alternatives": alternatives,
-            "warnings": list(dict.fromkeys([*warnings, *list_warnings(problem), *own])),
+            "warnings": list(dict.fromkeys([*warnings, *list_problem_warnings(problem), *own])),
             "notes": list(dict.fromkeys([*notes, *_notes(problem), *others])),
         }
     )
@@ -173,8 +173,8 @@ def _bound(best: ScoredPlan, bound: float) -> float:
     return min(bound, best.step_seconds)
 
 
-def list_warnings(problem: Problem) -> list[str]:
-    """What the machine leaves unknown, and whether time, not counted work, ended the search."""
+def list_problem_warnings(problem: Problem) -> list[str]:
+    """Warnings about unknown figures of the machine, and about a search that the time limit ended."""
     warnings = []
     if problem.options.memory_limit is None:
         warnings += [

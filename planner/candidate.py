@@ -1,4 +1,4 @@
-"""Plans before and after they are scored: what a planner proposes, and what the simulator made of it."""
+"""Plans before and after they are simulated: proposals and scored plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which plans a bound speaks of, those that are searched or all that there can be, and the same in words."""
+"""The plans for which a bound holds, searched ones or all possible ones, and their description in words."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 MOST_SHAPES = 64
-"""Choices of devices in an order that a plan's are compared with."""
+"""Choices of devices that are listed for an order, to find those of a plan."""
 
 
 def is_searched(problem: Problem, proposal: Proposal) -> bool:

@@ -1,4 +1,4 @@
-"""What the options leave of the cuts of a chain."""
+"""The cuts of a chain that the options allow, and those that they ask for."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .plan_options import CutLimits, PlanOptions
 
 
 def limit_cuts(chain: Chain, options: PlanOptions, *, untied_reason: str = "") -> tuple[Chain, CutLimits]:
-    """The chain without the cuts that the options forbid, and what else they ask. `untied_reason`: why it has
-    no cuts between the users of one weight. Raises UsageError."""
+    """The chain without the cuts that the options forbid, with the cuts and pins that they ask for.
+    `untied_reason`: why it has no cuts between the users of one weight. Raises UsageError."""
     cut_after = chain.cut_after.copy()
     for pattern in options.keep_together:
         matching = np.array([fnmatchcase(name, pattern) for name in chain.names])

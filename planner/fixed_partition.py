@@ -10,7 +10,7 @@ from ..cost_models.quantities import format_bytes, format_count
 from ..cost_models.schedules import find_schedule
 from ..cost_models.timeline import step_seconds
 from .assembly import Assembly
-from .build_plan import list_warnings, plan_without_comparison
+from .build_plan import list_problem_warnings, plan_without_comparison
 from .candidate import Proposal, ScoredPlan
 from .pipeline_config import PipelineConfig
 from .plan_file import FIXED_PARTITION, Plan
@@ -85,7 +85,9 @@ def plan_partition(
     )
     plan = plan_without_comparison(problem, best, result, model=model, profile=profile)
     assembly = assemble(problem.space, best.proposal, best.recompute)
-    texts = dict.fromkeys([*lacking, *warnings, *list_warnings(problem), *list_prediction_limits(assembly)])
+    texts = dict.fromkeys(
+        [*lacking, *warnings, *list_problem_warnings(problem), *list_prediction_limits(assembly)]
+    )
     all_notes = list(dict.fromkeys(notes))
     return plan.model_copy(update={"searched": FIXED_PARTITION, "warnings": list(texts), "notes": all_notes})
 

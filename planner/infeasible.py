@@ -109,7 +109,7 @@ def _details(tightest: TightestStage, first: str, last: str) -> dict[str, Any]:
 
 
 def _of_searched(problem: Problem) -> str:
-    """Of the schedules that are not searched only some plans were looked at."""
+    """Says that only some plans of heuristic schedules were tried."""
     searched = [name for name in problem.schedules if name in SEARCHED]
     return f" of {' or '.join(searched)}" if problem.heuristic_schedules else ""
 
@@ -120,7 +120,7 @@ def _none_left(problem: Problem) -> str:
     if any(config.schedule in SEARCHED for config in problem.configs):
         return "no plan is allowed by these options, whatever the memory"
     names = ", ".join(problem.schedules)
-    return f"no plan under {names} was found for these options, whatever the memory; not all are looked at"
+    return f"no plan under {names} was found for these options, whatever the memory; not all were tried"
 
 
 def _narrowing(options: PlanOptions) -> list[str]:

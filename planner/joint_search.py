@@ -21,7 +21,7 @@ from .other_placements import reassign, search_other_orders
 from .pipeline_config import SEARCHED, PipelineConfig
 from .plan_records import TIE
 from .planners import PLANNERS, find_planner
-from .planners.base import Planner, add_counts, refusal, work_seconds
+from .planners.base import Planner, add_counts, refusal_reason, work_seconds
 from .problem import INTERLEAVED, Problem
 from .scoring import fastest
 from .search.branch_and_bound import SearchResult, search
@@ -31,22 +31,23 @@ from .search.space import Space
 from .universal_bound import universal_bound
 
 SEARCH_SHARE = 0.6
-"""Of the work that the time limit stands for, what the search may do; the rest is for what is not counted."""
+"""Share of the time limit's work that the search may do; the rest is for work that is not counted."""
 BEST = "best"
 COSTLY = ("pipedream", "pipedream-published", "dapple", "alpa", "interleaved")
-"""Planners that search themselves: where the problem is not small, they are asked after the joint search."""
+"""Planners that search themselves: unless the problem is small, they run after the joint search."""
 SIMPLE = ("one-gpu", "data-parallel", "even")
-"""Planners that are asked whatever the time."""
+"""Planners that run even when the time limit is reached."""
 OUT_OF_TIME = "the time limit was reached before it made a plan"
 PLANNER_SHARE = 0.2
-"""Of the time that is left, what the proposals of one planner may take."""
+"""Share of the remaining time that the proposals of one planner may take."""
 SMALL = 1_000
-"""Devices times blocks between cuts."""
+"""Devices times blocks between cuts, up to which a problem is small."""
 
 
 @dataclass(frozen=True)
 class JointSearchResult:
-    """The best plan and what was proven; `by_planner`: what each named planner came to, or why to nothing."""
+    """The best plan and what was proven; `by_planner`: the best plan of each named planner, or why it has
+    none."""
 
     result: SearchResult
     by_planner: Mapping[str, ScoredPlan | str]
@@ -60,7 +61,7 @@ class JointSearchResult:
 def find_best_plan(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> JointSearchResult:
     """The best plan of the problem, or of the planner that it names, and the bound on all plans.
 
-    No plan of `planners` is faster, of the schedules that are in the running. Raises UsageError for an
+    No plan that the `planners` propose under an allowed schedule is faster. Raises UsageError for an
     unknown planner.
     """
     planner = problem.options.planner
@@ -69,7 +70,7 @@ def find_best_plan(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) 
         own = {planner: plan}
         best = plan if isinstance(plan, ScoredPlan) else None
         return JointSearchResult(with_bound(problem, best, run_search(problem, _plans(own))), own)
-    quick = is_small(problem)
+    quick = is_small_problem(problem)
     large = is_large(problem.space, problem.families)
     first = [name for name in planners if quick or (name in SIMPLE if large else name not in COSTLY)]
     by_planner = {name: plan_with(find_planner(name), _problem_for_planner(name, problem)) for name in first}
@@ -89,15 +90,15 @@ def find_best_plan(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) 
 
 
 def _problem_for_planner(planner: str, problem: Problem) -> Problem:
-    """The problem as a planner is asked: the one of interleaved pipelines for its own, also where they are
-    not in the running."""
+    """The problem that a planner is given: interleaved pipelines are allowed for their own planner, also
+    where the options exclude them."""
     if planner != INTERLEAVED:
         return problem
     return replace(problem, options=replace(problem.options, planner=planner, robust=False))
 
 
 def _allowed_plans(problem: Problem, by_planner: Mapping[str, ScoredPlan | str]) -> list[ScoredPlan]:
-    """The plans that may be the answer."""
+    """The plans whose schedules the options allow."""
     return [plan for plan in _plans(by_planner) if plan.config.schedule in problem.allowed_schedules]
 
 
@@ -121,7 +122,7 @@ def _plans_on_fewer_devices(problem: Problem) -> list[ScoredPlan]:
     return [] if resolved is None else [resolved]
 
 
-def is_small(problem: Problem) -> bool:
+def is_small_problem(problem: Problem) -> bool:
     """Whether there is time to ask every planner, and to solve again for every runtime."""
     return problem.gpus * problem.space.chain.max_stages <= SMALL
 
@@ -155,7 +156,7 @@ def plan_with(planner: Planner, problem: Problem) -> ScoredPlan | str:
         if not proposals:
             return OUT_OF_TIME
     if not proposals:
-        return refusal(planner, problem)
+        return refusal_reason(planner, problem)
     return fastest(problem.space, proposals, budget=budget) or _misfit_reason(problem.space)
 
 

@@ -1,4 +1,4 @@
-"""Where the layers of a plan are computed: as it stands, or under another schedule, with other numbers."""
+"""The stages and devices of a plan in a simulation: its own, or those under overrides."""
 
 from __future__ import annotations
 

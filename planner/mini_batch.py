@@ -1,4 +1,4 @@
-"""The global batch where none is given: so many samples a device, whatever the profiling machine reached.
+"""The default global batch: a number of samples a device, whatever sizes the profiling machine reached.
 
 32 samples a device is what image classifiers are usually trained with (256 on eight GPUs); it is rounded to
 the nearest global batch that the profile's micro-batch sizes make, and halved as long as nothing fits.
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..cost_models.errors import UsageError
 from .candidate import ScoredPlan
-from .joint_search import BEST, COSTLY, is_small, joint_search, plan_with
+from .joint_search import BEST, COSTLY, is_small_problem, joint_search, plan_with
 from .plan_records import DefaultMiniBatch, OtherMiniBatch
 from .planners import PLANNERS, find_planner
 from .problem import Problem
@@ -26,7 +26,7 @@ def choose_mini_batch(problem: Problem, *, try_others: bool) -> DefaultMiniBatch
     problem is small; None where it was given."""
     if problem.options.mini_batch is not None:
         return None
-    try_others = try_others and is_small(problem) and not problem.budget.spent
+    try_others = try_others and is_small_problem(problem) and not problem.budget.spent
     others = [_other(problem, batch) for batch in _neighbours(problem)] if try_others else []
     return DefaultMiniBatch(samples_per_device=problem.samples_per_device, others=others)
 
@@ -34,7 +34,7 @@ def choose_mini_batch(problem: Problem, *, try_others: bool) -> DefaultMiniBatch
 def smaller_defaults(problem: Problem) -> Iterator[Problem]:
     """The problem with half of its default global batch, a quarter and so on; none where the global batch was
     given, or where the problem is so large that trying would take long."""
-    if problem.options.mini_batch is not None or not is_small(problem):
+    if problem.options.mini_batch is not None or not is_small_problem(problem):
         return
     samples, last = problem.samples_per_device // 2, problem.mini_batch
     while samples:
@@ -66,7 +66,7 @@ def _other(problem: Problem, batch: int) -> OtherMiniBatch:
 
 
 def _best(problem: Problem) -> ScoredPlan | None:
-    """What the quick planners and a short search come to, or the planner that is requested."""
+    """The best plan of the quick planners and a short search, or of the planner that was requested."""
     planner = problem.options.planner
     if planner != BEST:
         plan = plan_with(find_planner(planner), problem)

@@ -80,7 +80,7 @@ class Symmetry:
 
 
 FEW = 8
-"""Devices of which all assignments are looked at."""
+"""Up to so many devices all assignments are tried."""
 SHAPES = 2
 """Plans whose stages are given other devices."""
 MOST_ASSIGNMENTS = 40_320

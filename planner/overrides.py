@@ -1,4 +1,4 @@
-"""What is simulated otherwise than a plan says."""
+"""Options that simulate a plan with other numbers than its own."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def _number(form: str, help: str) -> Any:
 
 @dataclass(frozen=True)
 class Overrides(Options):
-    """What is simulated otherwise than the plan says; None: as it says. Raises UsageError.
+    """Numbers that replace those of the plan in a simulation; None: the plan's. Raises UsageError.
 
-    `stages`: devices of the pipeline; other ones than the plan's are on one device each. `virtual_stages`: of
-    a device; `replicas`: of every stage. `transfers`: the planner lets all overlap.
+    `stages`: devices of the pipeline; with another number than the plan's each stage has one device.
+    `virtual_stages`: of a device; `replicas`: of every stage. `transfers`: the planner lets all overlap.
     """
 
     schedule: str | None = option(

@@ -1,4 +1,4 @@
-"""The options that say what the user asks of a plan."""
+"""The options of a plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.option_fields import Options, option
-from ..cost_models.option_readers import read_number_or_auto, read_one_of
+from ..cost_models.option_readers import read_choice, read_number_or_auto
 from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS, ZERO_STAGES, check_word
 from ..cost_models.quantities import MOST_MINI_BATCH, parse_seconds
 from ..cost_models.runtime import RUNTIMES, find_runtime
@@ -67,7 +67,7 @@ def _recompute(name: str, value: Any) -> str:
 
 
 def _read_recompute(text: str, name: str) -> str:
-    return read_one_of(("never", "always", "except-last", "auto"))(text, name).replace("-", "_")
+    return read_choice(("never", "always", "except-last", "auto"))(text, name).replace("-", "_")
 
 
 def read_pins(texts: Sequence[str], name: str) -> tuple[tuple[str, int], ...]:
@@ -84,7 +84,7 @@ def _read_pin(text: str, name: str) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class PlanOptions(Options):
-    """What the user asks of a plan; None and "auto" leave it to the search. Raises UsageError.
+    """The options of a plan; None and "auto" leave the choice to the search. Raises UsageError.
 
     `mini_batch`: 32 samples a GPU, as nearly as micro-batches make it, where it is None. `precision`: auto is
     mixed for a profile in 16 bits or under autocast. `gradient_dtype`: in which micro-batches add up. `zero`:

@@ -209,4 +209,4 @@ class ProfileReference(Record):
     estimated: bool = False
     """Whether its seconds, and so the plan's, are an estimate and not measured."""
     device: str = ""
-    """cpu, cuda, analytic or unknown, as in the profile; empty where the plan does not tell."""
+    """cpu, cuda, analytic or unknown, as in the profile; empty where the plan has no such key."""

@@ -40,7 +40,7 @@ class DeviceMemory:
 
 
 def device_memory(assembly: Assembly, device: int, timeline: Timeline) -> DeviceMemory:
-    """The ledger of a device, and what of it comes and goes; the limit is that of its replica with the least
+    """The ledger of a device, and its bytes over time; the limit is that of its replica with the least
     memory."""
     terms = {name: round(amount) for name, amount in assembly.ledger(device).items()}
     recompute = assembly.recompute[device] != "never"

@@ -1,4 +1,4 @@
-"""The problem to solve: a chain, a topology and the user's options, checked, and the plans left to search."""
+"""The problem to solve: a chain, a topology and the user's options, checked, and the plans to search."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class Problem:
 
     @cached_property
     def schedules(self) -> tuple[str, ...]:
-        """The schedules that the options and the runtime leave, those that are searched exactly first."""
+        """The schedules that the options and the runtime allow, those that are searched exactly first."""
         runtime, requested = self.runtime, self.options.schedule
         if requested != "auto":
             return (requested,) if runtime is None or requested in runtime.schedules else ()
@@ -176,19 +176,19 @@ class Problem:
 
     @property
     def allowed_schedules(self) -> tuple[str, ...]:
-        """The schedules in the running; the planner of interleaved pipelines makes them where all is open."""
+        """The schedules that a plan may have; interleaved is excluded where it was not asked for by name."""
         left_open = self.options.schedule == "auto" and self.runtime is None
         proposes_interleaved = self.options.planner == INTERLEAVED and left_open
         return (*self.schedules, INTERLEAVED) if proposes_interleaved else self.schedules
 
     @property
     def heuristic_schedules(self) -> tuple[str, ...]:
-        """The schedules in the running that are not searched."""
+        """The allowed schedules that are not searched, but only proposed."""
         return tuple(name for name in self.allowed_schedules if name not in SEARCHED)
 
     @cached_property
     def configs(self) -> list[PipelineConfig]:
-        """The configurations that the options and the runtime leave."""
+        """The configurations that the options and the runtime allow."""
         return [
             config
             for schedule in self.schedules
@@ -196,7 +196,7 @@ class Problem:
         ]
 
     def modes(self, schedule: str) -> tuple[Mode, ...]:
-        """The ways to recompute that the runtime knows and the options leave."""
+        """The ways to recompute that the runtime and the options allow."""
         requested, runtime = self.options.recompute, self.runtime
         if runtime is None:
             # That of torchgpipe differs little from always: not worth as much again on many devices.
@@ -282,7 +282,7 @@ class Problem:
         return self.usable_gpus <= EVERY_COUNT or all(own.replicas == (1,) for own in self.families[:1])
 
     def allows(self, proposal: Proposal) -> bool:
-        """Whether the options and the runtime leave a proposal."""
+        """Whether the options and the runtime allow a proposal."""
         runtime, config = self.runtime, proposal.config
         stages = len(proposal.ends) // config.virtual_stages
         chunked = config.virtual_stages > 1
@@ -298,7 +298,7 @@ class Problem:
         )
 
     def with_time_limit(self) -> Problem:
-        """The same with its time limit running: everything that is done for it shares what is left."""
+        """The same with its time limit running, which everything done for the problem shares."""
         return replace(self, budget=SearchBudget.of_seconds(self.options.time_limit))
 
     @property

@@ -22,7 +22,7 @@ Point = Mapping[str, Any]
 
 
 class SweepRow(Record):
-    """What a point came to; where it has no plan, `reason` says why. `memory_bytes`: of the device that needs
+    """The plan of a point; where it has none, `reason` says why. `memory_bytes`: of the device that needs
     most; `gpus_used`: by the plan."""
 
     point: dict[str, Any]
@@ -92,7 +92,7 @@ def solve_points(
 
 
 def make_row(point: Point, plan: Plan) -> SweepRow:
-    """What the table says of a plan."""
+    """The row of a plan."""
     predicted = plan.prediction
     return SweepRow(
         point=dict(point),

@@ -1,4 +1,4 @@
-"""Proposals, scored by the simulator: the fastest that fits."""
+"""Simulates proposals and returns the fastest that fits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A lower bound on the step of every plan of any schedule, on any devices in any order.
 
-It knows nothing of the order of actions but what every synchronous schedule has in common. M micro-batches;
+It uses only what the orders of all synchronous schedules have in common. M micro-batches;
 of a stage and a micro-batch f forward, b backward (of the input alone where the weights' gradient is an
 action of its own), w all of its work; c a transfer between stages; D devices, of which a stage takes r. All
 are the least that any device, number of replicas and link gives:
@@ -21,7 +21,7 @@ there, and goes the same way.
 
 The last two are minimised over all partitions by a dynamic programme on (devices used, layers done) that
 keeps the least lead and the least lead and trail, each by itself, for stages that meet a step; the step is
-bisected. Memory is not looked at, so that recomputation counts only where every stage is told to recompute.
+bisected. Memory is ignored, so that recomputation counts only where every stage must recompute.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ MOST_ENTRIES = 1e8
 
 def universal_bound(problem: Problem, schedules: Iterable[str], step: float = inf) -> float:
     """Seconds that no plan of these schedules is below, with the problem's micro-batches, limits and runtime;
-    it need not be told closer than to `step`, above which it does not go. inf where there is no plan."""
+    it is not refined above `step`. inf where there is no plan."""
     cases = [case for name in dict.fromkeys(schedules) for case in _cases(problem, name)]
     # Cases that bound alike stand for each other.
     distinct = sorted({case.key: case for case in cases}.values(), key=lambda case: case.simple)

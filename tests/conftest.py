@@ -120,14 +120,14 @@ def solve_once() -> Callable[..., Plan]:
 
 def verify_plan(plan: Plan, profile: Any, folder: Path) -> None:
     """Fails with the lines that differ. `profile`: a Profile, or its file."""
-    from pplan.verification.verify_files import Sources, verify
+    from pplan.verification.verify_files import Sources, verify_sources
 
     if len(plan.stages) * plan.micro_batches > MOST_ACTIONS:
         return
     is_file = isinstance(profile, str | Path)
     content = Path(profile).read_bytes() if is_file else profile.to_json().encode()
     sources = Sources(plan.to_json().encode(), "plan", content, "profile", is_file, folder)
-    report = verify(sources, shared_ports=SHARED_PORTS)
+    report = verify_sources(sources, shared_ports=SHARED_PORTS)
     assert report.agrees, report.differing
 
 

@@ -373,7 +373,45 @@ def test_no_two_classes_have_one_name() -> None:
     assert repeated(classes) == {}
 
 
-NAMED_BY_THINGS = ("cost_models", "profiler", "planner", "runtimes", "pplan/api", "cli")
+OWN_FUNCTIONS = ("cost_models", "planner", "pplan/verification")
+"""Folders whose public functions have names of their own."""
+SAME_FUNCTION = {
+    "number": "`arguments.number`: its callers name the module",
+    "simulate": "the Python API's, and what it calls: the simulator's one function",
+    "word": "`arguments.word`: its callers name the module",
+}
+"""Functions that may have the name of another, and why; those of schedules are fields of `SCHEDULE`."""
+
+
+def public_functions(path: Path) -> Iterator[tuple[str, Path]]:
+    """The functions at a file's top level; a schedule's own ones are not looked up by name."""
+    for node in parse(path).body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not is_schedule(path):
+            yield node.name, path
+
+
+def test_no_function_has_the_name_of_another() -> None:
+    every = [own for path in sources_of_the_package() for own in public_functions(path)]
+    own_names = {
+        name for room in OWN_FUNCTIONS for path in sources(room) for name, _ in public_functions(path)
+    }
+    again = {name: paths for name, paths in repeated(iter(every)).items() if name in own_names}
+    assert set(again) <= set(SAME_FUNCTION), again
+    assert set(SAME_FUNCTION) <= set(again), "an exception that is no longer needed"
+
+
+def test_functions_are_verbs_and_not_of_something() -> None:
+    files = [path for room in OWN_FUNCTIONS for path in sources(room)]
+    names = {
+        node.name
+        for path in files
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.FunctionDef) and re.fullmatch(r"[a-z]\w*_of", node.name)
+    }
+    assert names == set()
+
+
+NAMED_BY_THINGS = ("cost_models", "profiler", "planner", "runtimes", "pplan/api", "pplan/verification", "cli")
 """Folders whose names were gone through one by one."""
 PARTICIPLES = re.compile(
     r"_*(asked|built|chosen|drawn|found|given|handed|held|kept|known|made|named|noted|picked|put|reached"
@@ -381,6 +419,12 @@ PARTICIPLES = re.compile(
     re.IGNORECASE,
 )
 """No names: they say what happened to a thing, and not which it is. A plan is a `plan`, not `made`."""
+
+
+FURTHER_PARTICIPLES = re.compile(
+    r"_*(counted|decided|declared|gone|grown|launched|listed|sealed|thinned|unsearched)_*", re.IGNORECASE
+)
+"""No names of `OWN_FUNCTIONS`, either."""
 
 
 def names_in(tree: ast.Module) -> Iterator[str]:
@@ -402,6 +446,8 @@ def test_names_are_those_of_things(room: str) -> None:
     assert files
     for path in files:
         riddles = {name for name in names_in(parse(path)) if PARTICIPLES.fullmatch(name)}
+        if room in OWN_FUNCTIONS:
+            riddles |= {name for name in names_in(parse(path)) if FURTHER_PARTICIPLES.fullmatch(name)}
         assert not riddles, f"{path}: {sorted(riddles)}"
 
 

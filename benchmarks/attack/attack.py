@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from pplan.cost_models.errors import InfeasibleError, UsageError
-from pplan.planner.build_plan import build_problem, solve
+from pplan.planner.build_plan import build_problem, solve_problem
 from pplan.planner.candidate import ScoredPlan
 from pplan.planner.joint_search import plan_with
 from pplan.planner.objectives.frontier import build_frontier
@@ -50,7 +50,7 @@ def quickly_solved(case: Case, problem: Problem) -> Plan:
 def solved(case: Case, problem: Problem) -> Plan:
     """What the public entry answers."""
     if case.objective.name == "step-time":
-        return solve(
+        return solve_problem(
             case.chain,
             case.topology,
             case.options,
@@ -217,7 +217,7 @@ class _Attack:
     def _fastest(self) -> float:
         """The step of what is answered for the fastest."""
         case = self.case
-        answer = solve(
+        answer = solve_problem(
             case.chain,
             case.topology,
             case.options,

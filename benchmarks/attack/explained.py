@@ -8,7 +8,7 @@ from math import inf
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.topology import Topology
-from pplan.planner.explanation.explanation import Explanation, explain
+from pplan.planner.explanation.explanation import Explanation, explain_plan
 from pplan.planner.plan_file import Plan
 from pplan.planner.problem import Problem
 
@@ -23,7 +23,7 @@ WORTH = 2e-3
 def check(problem: Problem, plan: Plan, result: Result) -> None:
     """Every row that says so."""
     try:
-        said = explain(plan, problem.chain, problem.topology, problem.profiles)
+        said = explain_plan(plan, problem.chain, problem.topology, problem.profiles)
     except UsageError:
         return
     fixed = replace(problem, options=replace(problem.options, mini_batch=plan.mini_batch, planner="best"))

@@ -7,8 +7,8 @@ Global batches of T micro-batches, here two; the first of each (F0, F2, F4) pred
     stage 2  .  .  F0 B0 F1 B1|F2 B2 F3 B3|F4 B4 F5 B5|
 
 A stage updates its weights after the last backward of a global batch (|). Between the forward of a global
-batch and its own update others come: the weights are predicted over that many with Adam's moments
-(`prediction_distance`), for the forward and again for the backward, and no version is kept.
+batch and its own update others come: the weights are predicted over that many with Adam's moments, for the
+forward and again for the backward, and no version is kept.
 Guan et al., "XPipe", arXiv 1911.04610.
 Needs of the runtime: Adam-like moments to predict with, a prediction per global batch and pass. Weight
 versions: 1. Staleness: ceil((p - 1 - i) / T) updates on stage i, for which the prediction makes up.
@@ -39,17 +39,6 @@ def staleness(stage: int, stages: int, micro_batches: int, update_every: int | N
     """
     every = stages if update_every is None else update_every
     return min(-(-(stages - 1 - stage) // every), (micro_batches - 1) // every)
-
-
-def prediction_distance(stage: int, stages: int, update_every: int) -> tuple[int, int]:
-    """Updates that the weights are predicted over on `stage` (0-based), for the forward and the backward.
-
-    The distance to the end of the global batch's round trip on stage 0, in updates: a hop between stages
-    takes half a turn of one forward and one backward. The paper's two formulas.
-    """
-    forward = (stages + update_every - stage / 2 - 2) / update_every
-    backward = (update_every + stage // 2 - 1) / update_every
-    return round(forward), round(backward)
 
 
 SCHEDULE = Schedule(

@@ -1,1 +1,1 @@
-"""The inner parts of the simulator: costs, dependencies, the engine and what comes of a run."""
+"""The parts of the simulator: costs, dependencies, the engine and the results of a run."""

@@ -47,9 +47,9 @@ class Costs:
     `links`.
 
     By (device, chunk, micro-batch), an axis along which nothing changes may be 1 long:
-      `forward`, `backward`, and `weight` where the gradient of the weights is told apart: then `backward` is
-      that of the input, and a B that is not split takes both. `accumulation`: what of it (of `weight`, where
-      there is one) the first backward of a chunk does not take, as there are no gradients to add to.
+      `forward`, `backward`, and `weight` where the gradient of the weights is computed apart: then `backward`
+      is that of the input, and a B that is not split takes both. `accumulation`: what of it (of `weight`,
+      where there is one) the first backward of a chunk does not take, as there are no gradients to add to.
       `recompute`: the share of the forward that is run again at the beginning of B (0 to 1).
       `forward_launch`, `backward_launch`, `weight_launch`: host seconds; None: the host is never late.
     By (pipe, cut), the cut after each place but the last; the pipe's axis may be 1 long:

@@ -112,12 +112,12 @@ def resolve_order(program: Program) -> Order:
     Raises UsageError for lists that are incomplete, repeat an action, or wait for each other for ever.
     """
     if "order" not in program.derived:
-        program.derived["order"] = _Listed(program).order()
+        program.derived["order"] = _ActionLists(program).order()
     order: Order = program.derived["order"]
     return order
 
 
-class _Listed:
+class _ActionLists:
     """The actions of a program in the order of its lists, device after device."""
 
     def __init__(self, program: Program) -> None:

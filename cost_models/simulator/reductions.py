@@ -1,4 +1,5 @@
-"""The all-reduces of a step: beside what is left of the drain, on the network of each device in turn."""
+"""The all-reduces of a step: on the network of each device one after another, during the rest of the
+drain."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def reductions(values: ActionCosts, run: Run) -> tuple[Reduction, ...]:
 
 
 def _tied_reductions(values: ActionCosts, run: Run, earlier: Sequence[Reduction]) -> Iterator[Reduction]:
-    """The sums of weights that several parts use; told as those of the first of these."""
+    """The sums of weights that several parts use; each counts for the first of these parts."""
     ends: list[float] = run.free.tolist()
     for reduction in earlier:
         for stage in reduction.stages:
@@ -108,5 +109,5 @@ def _lead(values: ActionCosts) -> list[float]:
     _, backwards, _ = order.of_kind
     if costs.recompute is not None:
         lead[backwards] = recompute_seconds(order, costs, backwards)
-    listed: list[float] = lead.tolist()
-    return listed
+    seconds: list[float] = lead.tolist()
+    return seconds

@@ -11,7 +11,7 @@ from ..schedules.action import Program
 from .action_costs import lower_costs
 from .costs import Array, Costs
 from .dependencies import Order, resolve_order
-from .engine import Engine, run
+from .engine import run
 
 SAME = 1e-9
 """Times count as equal within this share of the last one: sums of many floats differ by more than one bit."""
@@ -28,7 +28,7 @@ class SteadyState(NamedTuple):
     exact: bool
 
 
-def steady_state(program: Program, costs: Costs, engine: Engine = "auto") -> SteadyState:
+def steady_state(program: Program, costs: Costs) -> SteadyState:
     """The steady state of an asynchronous program with these costs (one candidate).
 
     All-reduces go on beside the computing, so that the slower of the two sets the pace (PipeDream, SOSP 2019,
@@ -40,7 +40,7 @@ def steady_state(program: Program, costs: Costs, engine: Engine = "auto") -> Ste
         )
     order = resolve_order(program)
     values = lower_costs(order, costs)
-    completed = _completion_times(order, run(values, engine).end)
+    completed = _completion_times(order, run(values, "auto").end)
     late = completed[len(completed) // 2 :]
     if len(late) < 2:
         raise UsageError(

@@ -19,7 +19,7 @@ NUMBER = 2
 
 
 @dataclass(frozen=True)
-class LayerKernels:
+class LayerWork:
     """Of one layer on one device, for one micro-batch: kernels of forward and backward, bytes that it saves
     for backward, and bytes besides at its peak, while backward runs.
 
@@ -35,8 +35,8 @@ class LayerKernels:
     attention: tuple[Kernel, ...] = ()
     attention_saved: float = 0.0
 
-    def __add__(self, other: LayerKernels) -> LayerKernels:
-        return LayerKernels(
+    def __add__(self, other: LayerWork) -> LayerWork:
+        return LayerWork(
             self.forward + other.forward,
             other.backward + self.backward,
             self.saved + other.saved,
@@ -59,9 +59,7 @@ class Tokens:
         return self.sequence * self.samples // degrees.context
 
 
-def block_work(
-    shape: TransformerShape, routed: bool, degrees: ParallelDegrees, tokens: Tokens
-) -> LayerKernels:
+def block_work(shape: TransformerShape, routed: bool, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
     """Attention and feed-forward layer, with their norms and residual sums."""
     feed_forward = (
         _experts(shape, shape.experts, degrees, tokens)
@@ -71,17 +69,17 @@ def block_work(
     return _attention(shape, degrees, tokens) + feed_forward
 
 
-def embedding_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerKernels:
+def embedding_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
     """The lookup; with tensor parallelism each device looks up its rows and the sum is scattered."""
     whole = NUMBER * tokens.on(degrees) * shape.hidden
     own = whole / degrees.tensor
     gather, scatter = _gather_and_scatter(whole, degrees)
-    return LayerKernels(
+    return LayerWork(
         (MemoryPass(2 * own), *scatter), (*gather, MemoryPass(2 * whole), MemoryPass(2 * whole)), 0.0, 0.0
     )
 
 
-def head_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerKernels:
+def head_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
     """Norm, product with the vocabulary, fused cross-entropy: the logits once in 2 bytes and once in
     float32."""
     count, rows = tokens.on(degrees), padded_vocabulary(shape, degrees.tensor) // degrees.tensor
@@ -90,7 +88,7 @@ def head_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens)
     product = _linear(count, shape.hidden, rows)
     gather, scatter = _gather_and_scatter(whole, degrees)
     sums = [Collective("all_reduce", 4.0 * count, "tensor")] * 3 if degrees.tensor > 1 else []
-    return LayerKernels(
+    return LayerWork(
         (
             MemoryPass(2 * own),
             *gather,
@@ -126,7 +124,7 @@ def _gather_and_scatter(bytes: float, degrees: ParallelDegrees) -> tuple[list[Ke
     return [Collective("all_gather", bytes, "tensor")], [Collective("reduce_scatter", bytes, "tensor")]
 
 
-def _attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerKernels:
+def _attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
     inner = (
         _latent_attention(shape, degrees, tokens)
         if shape.attention.is_latent
@@ -134,7 +132,7 @@ def _attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens
     )
     residual = NUMBER * tokens.on(degrees) * shape.hidden / degrees.tensor
     # Norm and residual sum. Saved: the input and the norm's output.
-    return LayerKernels(
+    return LayerWork(
         (MemoryPass(2 * residual), *inner.forward, MemoryPass(3 * residual)),
         (*inner.backward, MemoryPass(3 * residual), MemoryPass(3 * residual)),
         2 * residual + inner.saved,
@@ -174,7 +172,7 @@ def _kernel_of_attention(
     return forward, backward
 
 
-def _grouped_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerKernels:
+def _grouped_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
     """One projection to queries, keys and values; saved: these after the rotary positions, and the result."""
     attention, count, tensor = shape.attention, tokens.on(degrees), degrees.tensor
     whole = NUMBER * count * shape.hidden
@@ -187,7 +185,7 @@ def _grouped_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens
     result = NUMBER * count * attention.heads * attention.value_width / tensor
     statistics = 4.0 * count * attention.heads / tensor
     gather, scatter = _gather_and_scatter(whole, degrees)
-    return LayerKernels(
+    return LayerWork(
         (*gather, project[0], rotary, *forward, output[0], *scatter),
         (*gather, *output[1:], *backward, rotary, *gather, *project[1:], *scatter),
         fused + result + statistics,
@@ -197,7 +195,7 @@ def _grouped_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens
     )
 
 
-def _latent_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerKernels:
+def _latent_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
     """Two projections down, which each device computes for its own tokens, a norm of each, two up."""
     attention, count, tensor = shape.attention, tokens.on(degrees), degrees.tensor
     own, hidden = count // tensor, shape.hidden
@@ -222,7 +220,7 @@ def _latent_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens:
     gather = [kernel for _, scatter in latents for kernel in scatter]
     whole = NUMBER * count * hidden
     back, scatter = _gather_and_scatter(whole, degrees)
-    return LayerKernels(
+    return LayerWork(
         (*(product[0] for product in products), *spread, *shuffle, *forward, output[0], *scatter),
         (
             *back,
@@ -239,13 +237,13 @@ def _latent_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens:
     )
 
 
-def _feed_forward(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerKernels:
+def _feed_forward(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
     count, tensor = tokens.on(degrees), degrees.tensor
     inner = _matrices(shape, shape.feed_forward // tensor, count)
     whole = NUMBER * count * shape.hidden
     gather, scatter = _gather_and_scatter(whole, degrees)
     residual = whole / tensor
-    return LayerKernels(
+    return LayerWork(
         (MemoryPass(2 * residual), *gather, *inner.forward, *scatter, MemoryPass(3 * residual)),
         (*gather, *inner.backward, *gather, *scatter, MemoryPass(3 * residual), MemoryPass(3 * residual)),
         2 * residual + inner.saved,
@@ -253,12 +251,12 @@ def _feed_forward(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tok
     )
 
 
-def _matrices(shape: TransformerShape, width: int, tokens: int) -> LayerKernels:
+def _matrices(shape: TransformerShape, width: int, tokens: int) -> LayerWork:
     """The products up and down and the activation between them. Saved: what goes in and out of this one."""
     ups = 2 if shape.gated else 1
     up, down = _linear(tokens, shape.hidden, ups * width), _linear(tokens, width, shape.hidden)
     small = NUMBER * tokens * width
-    return LayerKernels(
+    return LayerWork(
         (up[0], MemoryPass((ups + 1) * small), down[0]),
         (*down[1:], MemoryPass((2 * ups + 1) * small), *up[1:]),
         (ups + 1) * small,
@@ -268,7 +266,7 @@ def _matrices(shape: TransformerShape, width: int, tokens: int) -> LayerKernels:
 
 def _experts(
     shape: TransformerShape, experts: ExpertShape, degrees: ParallelDegrees, tokens: Tokens
-) -> LayerKernels:
+) -> LayerWork:
     """Router, shared experts, and the routed ones: tokens are sorted by expert, sent, computed and sent back.
 
     Every expert takes as many tokens as every other.
@@ -279,7 +277,7 @@ def _experts(
     shared = (
         _matrices(shape, experts.shared_width // tensor, count)
         if experts.shared_width
-        else LayerKernels((), (), 0.0, 0.0)
+        else LayerWork((), (), 0.0, 0.0)
     )
     local = experts.number // degrees.expert
     rows = math.ceil(own * experts.per_token / experts.number) * degrees.expert
@@ -333,7 +331,7 @@ def _experts(
         MemoryPass(3 * residual),
         MemoryPass(3 * residual),
     )
-    return LayerKernels(
+    return LayerWork(
         forward,
         backward,
         2 * residual + shared.saved + sent + (ups + 1) * small + 12.0 * own * experts.number,

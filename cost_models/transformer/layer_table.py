@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from .block_kernels import NUMBER, LayerKernels, block_work, embedding_work, head_work
+from .block_kernels import NUMBER, LayerWork, block_work, embedding_work, head_work
 from .parallel_degrees import ParallelDegrees, padded_vocabulary
 from .rank_costs import PassSeconds, RankCosts
 from .training_setting import TrainingSetting, block_ranges, chunks_in_flight
@@ -250,7 +250,7 @@ class LayerTable:
         devices = range(self.degrees.pipeline)
         return max(sum(self.ledger(self.own_blocks(ranges, each), each).values()) for each in devices)
 
-    def _block_seconds(self, work: LayerKernels) -> PassSeconds:
+    def _block_seconds(self, work: LayerWork) -> PassSeconds:
         forward, backward = self.costs.seconds(work, self.degrees)
         match self.setting.recompute:
             case "full":

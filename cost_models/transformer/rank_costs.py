@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from ..collectives import all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
+from ..machines.rooflines import ATTENTION_SHARE, MEMORY_SHARE, PRODUCT_SHARE
 from ..topology import Topology
-from .block_kernels import LayerKernels
+from .block_kernels import LayerWork
 from .kernel_table import (
     AttentionKernel,
     Collective,
@@ -67,9 +68,9 @@ class DeviceLimits:
 
     flops: float
     bandwidth: float
-    product_share: float = 0.6
-    attention_share: float = 0.5
-    memory_share: float = 0.7
+    product_share: float = PRODUCT_SHARE
+    attention_share: float = ATTENTION_SHARE
+    memory_share: float = MEMORY_SHARE
     shares: Mapping[str, float] = field(default_factory=dict)
 
     def product_seconds(self, kernel: Product) -> float:
@@ -126,7 +127,7 @@ class RankCosts:
     table: KernelTable | None = None
     overheads: Overheads = Overheads()
 
-    def seconds(self, work: LayerKernels, degrees: ParallelDegrees) -> PassSeconds:
+    def seconds(self, work: LayerWork, degrees: ParallelDegrees) -> PassSeconds:
         """Of the forward and the backward of a layer, one kernel after another."""
         wait = self.overheads.dispatch if work.exchanges_tokens else 0.0
         forward, backward = (self._sum(kernels, degrees) + wait for kernels in (work.forward, work.backward))
@@ -153,7 +154,7 @@ class RankCosts:
                 return self.limits.product_seconds(kernel) * self.overheads.slowdown
 
 
-def products(works: Iterable[LayerKernels]) -> list[Product]:
+def products(works: Iterable[LayerWork]) -> list[Product]:
     """The different products of some layers."""
     kernels = (kernel for work in works for kernel in (*work.forward, *work.backward))
     return list(dict.fromkeys(kernel for kernel in kernels if isinstance(kernel, Product)))

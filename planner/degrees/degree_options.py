@@ -1,4 +1,4 @@
-"""What a user asks of a plan by degrees of parallelism."""
+"""The options of a plan by degrees of parallelism."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _read_counts(text: str, name: str) -> tuple[int, ...]:
     return tuple(read_whole_number(1)(part.strip(), name) for part in text.split(","))
 
 
-def _allowed(what: str) -> Any:
+def _degree_option(what: str) -> Any:
     return option(None, _counts, what, "N[,N]", panel="The search", read=_read_counts)
 
 
@@ -69,7 +69,7 @@ def _recompute(name: str, value: Any) -> str:
 
 @dataclass(frozen=True)
 class DegreeOptions(Options):
-    """What is trained, and which degrees may be; None leaves one to the search. Raises UsageError.
+    """What is trained, and which degrees are allowed; None: all. Raises UsageError.
 
     `mini_batch`: sequences of one optimizer step; `sequence`: tokens of each. `layers`: of the model, where
     not all of the configuration's. `zero`: the stages of ZeRO that may be (2 and 3: FSDP, no pipelines).
@@ -102,12 +102,12 @@ class DegreeOptions(Options):
         panel="The training",
         read=_read_zero,
     )
-    tp: Sequence[int] | None = _allowed("Tensor-parallel degrees that may be.")
-    pp: Sequence[int] | None = _allowed("Numbers of pipeline stages that may be.")
-    cp: Sequence[int] | None = _allowed("Context-parallel degrees that may be; default: 1.")
-    ep: Sequence[int] | None = _allowed("Expert-parallel degrees that may be.")
-    micro_batch_size: Sequence[int] | None = _allowed("Sequences of a micro-batch that may be.")
-    virtual_stages: Sequence[int] | None = _allowed(
+    tp: Sequence[int] | None = _degree_option("Allowed tensor-parallel degrees.")
+    pp: Sequence[int] | None = _degree_option("Allowed numbers of pipeline stages.")
+    cp: Sequence[int] | None = _degree_option("Allowed context-parallel degrees; default: 1.")
+    ep: Sequence[int] | None = _degree_option("Allowed expert-parallel degrees.")
+    micro_batch_size: Sequence[int] | None = _degree_option("Allowed sequences of a micro-batch.")
+    virtual_stages: Sequence[int] | None = _degree_option(
         "Virtual stages of a device that may be; 1: 1F1B, more: interleaved 1F1B; default: 1 to 8."
     )
     recompute: str = option(

@@ -65,7 +65,7 @@ def _longest(layers: LayerTable, seconds: float, memory_bytes: float) -> list[ra
     and one with experts does not, as many can be too many: then every number is tried."""
     stages, blocks = layers.degrees.pipeline, layers.shape.blocks
 
-    def end_of(stage: int, start: int) -> int:
+    def farthest_end(stage: int, start: int) -> int:
         """Of the longest stage from `start`; `start` itself where not one block fits."""
         low, high = start, blocks - (stages - 1 - stage)
         while low < high:
@@ -79,19 +79,19 @@ def _longest(layers: LayerTable, seconds: float, memory_bytes: float) -> list[ra
 
     starts = [0]
     for stage in range(stages):
-        starts.append(end_of(stage, starts[-1]))
+        starts.append(farthest_end(stage, starts[-1]))
     if starts[-1] == blocks and all(a < b for a, b in pairwise(starts)):
         return [range(a, b) for a, b in pairwise(starts)]
-    return _any_division(stages, blocks, end_of) if len(set(layers.shape.routed)) > 1 else None
+    return _any_division(stages, blocks, farthest_end) if len(set(layers.shape.routed)) > 1 else None
 
 
-def _any_division(stages: int, blocks: int, end_of: Callable[[int, int], int]) -> list[range] | None:
+def _any_division(stages: int, blocks: int, farthest_end: Callable[[int, int], int]) -> list[range] | None:
     """By all places where a stage can end: from each start all up to the farthest."""
     came_from: list[dict[int, int]] = [{0: 0}]
     for stage in range(stages):
         ends: dict[int, int] = {}
         for start in came_from[-1]:
-            for end in range(start + 1, end_of(stage, start) + 1):
+            for end in range(start + 1, farthest_end(stage, start) + 1):
                 ends.setdefault(end, start)
         came_from.append(ends)
     if blocks not in came_from[-1]:

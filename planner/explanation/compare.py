@@ -52,7 +52,7 @@ class PlanComparison(Document):
     notes: list[str] = []
 
 
-def compare(
+def compare_plans(
     plans_by_name: Sequence[tuple[str, Plan]], context: ExplainContext | None = None
 ) -> PlanComparison:
     """The plans by their names; with the problem of the first, what all named planners make of it, too."""
@@ -149,7 +149,7 @@ def _of_planner(
         bubble=bubble(space, plan),
         memory_bytes=max(stage.memory_bytes for stage in plan_stages(space, plan)),
         devices=plan.proposal.device_count,
-        # Of a schedule that is not in the running nothing was proven.
+        # Nothing was proven of a schedule that the options exclude.
         gap=plan.step_seconds / bound - 1 if 0 < bound <= plan.step_seconds else None,
         balance=[end - first for first, end in plan.proposal.bounds],
         schedule=config.schedule,
@@ -159,7 +159,7 @@ def _of_planner(
 
 
 def _differences(plans_by_name: Sequence[tuple[str, Plan]]) -> Iterator[str]:
-    """What the plans do not have in common, so that their figures do not tell of the plans alone."""
+    """Settings in which the plans differ, so that their figures cannot be compared directly."""
     (first, own), *others = plans_by_name
     for name, plan in others:
         if plan.model != own.model:

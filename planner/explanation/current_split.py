@@ -11,7 +11,7 @@ from ...cost_models.errors import UsageError
 from ...cost_models.quantities import format_count
 from ...cost_models.simulator.costs import Array
 from ...cost_models.simulator.result import Timeline
-from ..build_plan import list_warnings
+from ..build_plan import list_problem_warnings
 from ..candidate import ScoredPlan
 from ..fixed_partition import FixedPartition, plan_partition
 from ..pipeline_config import SEARCHED
@@ -52,11 +52,6 @@ class Cause(Record):
     current_seconds: float
     plan_seconds: float
 
-    @property
-    def more_seconds(self) -> float:
-        """What the split spends more."""
-        return self.current_seconds - self.plan_seconds
-
 
 class SplitComparison(Record):
     """The split in use against the plan. `slower`: its step over the plan's, less 1.
@@ -90,7 +85,7 @@ def compare_split(context: ExplainContext, current: CurrentSplit) -> SplitCompar
         )
     plan_of_split = plan_partition(own, partition, model="", profile=ProfileReference(file="", sha256=""))
     split = score_plan(own, plan_of_split)
-    of_the_machine = list_warnings(own)
+    of_the_machine = list_problem_warnings(own)
     plan = context.present
     mine, theirs = simulate_candidate(own, split), context.timeline
     return SplitComparison(

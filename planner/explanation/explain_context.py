@@ -1,4 +1,4 @@
-"""What is asked about: a plan, and the problem that it answers, read back from the plan's file."""
+"""The plan to be explained, and its problem, read back from the plan's file."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def make_context(
 
 
 def plan_options(plan: Plan) -> PlanOptions:
-    """What was asked for the plan, its global batch settled, for the joint search."""
+    """The options of the plan for the joint search, with its global batch fixed."""
     return replace(
         plan.options,
         mini_batch=plan.mini_batch,

@@ -101,7 +101,7 @@ class Explanation(Document):
     notes: list[str] = []
 
 
-def explain(
+def explain_plan(
     plan: Plan,
     chain: Chain,
     topology: Topology,

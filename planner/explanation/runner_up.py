@@ -1,10 +1,10 @@
-"""What the second-best plan costs: the best that has other cuts, replicas or devices, and the best with
+"""The runner-up plans: the best that has other cuts, replicas or devices, and the best with
 another number of stages.
 
 A plan with as many stages and other cuts leaves out one of the plan's own cuts: the search is run again with
 each of them forbidden. Other replicas and devices of the same stages are scored one by one. Where a stage has
-time to spare, plans with other cuts are as fast: they are told apart, and the cuts that they have instead are
-forbidden, too.
+time to spare, plans with other cuts are as fast: they are reported apart, and the cuts that they have instead
+are forbidden, too.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MOST_CUTS = 8
 """Cuts that are forbidden in turn, those next to the busiest stage first."""
 MOST_SHAPES = 128
 """Choices of devices for the same stages that are scored, those nearest to the plan's own first."""
-LISTED = 4000
-"""Choices of devices that are looked at for an order of the devices."""
+MOST_LISTED = 4000
+"""Choices of devices that are listed for each order of the devices."""
 
 TIES = 6
 """Plans that are as fast, at the most, for each cut that is forbidden."""
@@ -232,8 +232,8 @@ def _shapes(problem: Problem, proposal: Proposal) -> tuple[list[Shape], bool]:
     shapes, every = dict.fromkeys(_neighbours(problem, proposal)), True
     for family in families.values():
         allowed = [count for count in family.replicas if count <= size]
-        runs = list(islice(_runs(family.placement, len(proposal.ends), allowed, 0), LISTED + 1))
-        every = every and len(runs) <= LISTED
+        runs = list(islice(_runs(family.placement, len(proposal.ends), allowed, 0), MOST_LISTED + 1))
+        every = every and len(runs) <= MOST_LISTED
         shapes |= dict.fromkeys(runs)
     own = proposal.replicas
     nearest = sorted(shapes, key=lambda shape: sum(abs(len(a) - b) for a, b in zip(shape, own, strict=True)))

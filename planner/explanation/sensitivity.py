@@ -1,4 +1,4 @@
-"""How far the answer holds: the bandwidth, or the error of the layers' seconds, at which another plan becomes
+"""Sensitivity of a plan: the bandwidth, or the error of the layers' seconds, at which another plan becomes
 better.
 
 The factor nearest to 1 at which a known rival beats the plan is found by steps outwards and bisection,
@@ -50,8 +50,8 @@ class Crossover(Record):
 
 
 class Sensitivity(Record):
-    """How far the answer holds when something is multiplied by a factor; `below` and `above` 1. None: to the
-    end of the range (`least`, `most`) no better plan was found."""
+    """The range of a factor of something in which no other plan is better; `below` and `above` 1. None: to
+    the end of the range (`least`, `most`) no better plan was found."""
 
     what: str
     first_layer: int | None = None

@@ -26,7 +26,7 @@ class PathShare(Record):
 
 
 class BusiestStage(Record):
-    """The stage that computes longest, what is run again included; `busy` is its share of the step."""
+    """The stage that computes longest, recomputation included; `busy` is its share of the step."""
 
     stage: int
     seconds: float

@@ -1,1 +1,1 @@
-"""What a plan is the best of: the time of a step, the throughput, the memory, the cost; and the frontier."""
+"""Objectives of a plan: step time, throughput, memory and cost; and the frontier of time and memory."""

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from ...cost_models.document import Document, MadeBy, Record, StepSeconds, TotalBytes
 from ...cost_models.errors import UsageError
-from ..build_plan import list_warnings
+from ..build_plan import list_problem_warnings
 from ..candidate import ScoredPlan
 from ..infeasible import no_plan_fits
 from ..joint_search import BEST, find_best_plan
@@ -108,7 +108,7 @@ def build_frontier(
     all_points = [_point(problem, optimum, model, profile) for optimum in optima]
     texts = [
         *warnings,
-        *list_warnings(problem),
+        *list_problem_warnings(problem),
         *(text for point in all_points for text in point.plan.warnings),
     ]
     return Frontier(

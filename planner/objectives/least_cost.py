@@ -60,7 +60,7 @@ def least_cost(problem: Problem, prices: Mapping[str, float]) -> ObjectiveResult
 
 @dataclass
 class _CostSearch:
-    """The cheapest plan so far; dollars per sample, and a bound on them for what was looked at."""
+    """The cheapest plan so far; dollars per sample, and a bound on them for the plans searched so far."""
 
     problem: Problem
     hourly: list[float]
@@ -70,7 +70,7 @@ class _CostSearch:
     bound: float = inf
 
     def run(self) -> None:
-        """Looks at every number of devices, all of them first: that plan is known."""
+        """Searches every number of devices, all of them first: that plan is known."""
         for count in self._counts():
             self._look(count)
         if len(self.problem.topology.kinds) > 1 and not self.problem.options.use_all:
@@ -84,7 +84,7 @@ class _CostSearch:
             )
 
     def _look_at_kinds(self) -> None:
-        """At plans on devices that are not the first."""
+        """Searches plans on devices that are not the first."""
         for plan in self.answer.by_planner.values():
             if isinstance(plan, ScoredPlan):
                 self._take(plan)
@@ -97,7 +97,7 @@ class _CostSearch:
         self.bound = min(self.bound, self._work_cost())
 
     def _look_at_group(self, group: Group, start: int) -> None:
-        """At plans on these devices, of which the first has rank `start`."""
+        """Searches plans on these devices, of which the first has rank `start`."""
         alone = self._on(replace(self.problem.topology, groups=(group,)))
         least = self._cost(group.number * self.hourly[start], self._least_step(alone))
         if alone is None or least >= self.cost * (1 - TIE):

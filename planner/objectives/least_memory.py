@@ -84,7 +84,7 @@ class _MemorySearch:
         return False
 
     def bisect(self) -> None:
-        """Until what is left open is small."""
+        """Halves the range of limits until it is small."""
         low = 0.0
         while self.peak - low > NEAR * self.peak:
             limit = (low + self.peak) / 2
@@ -92,5 +92,5 @@ class _MemorySearch:
                 low = limit
 
     def step_down(self) -> bool:
-        """Down to the least; whether it is proven to be."""
+        """Lowers the limit to the least memory; whether that is proven to be the least."""
         return any(not self.fits(self.peak - 1) for _ in range(STEPS)) and self.proven

@@ -1,4 +1,4 @@
-"""What an objective came to: a plan, what was proven of it, and what it is compared with."""
+"""The result of an objective: a plan, what was proven of it, and what it is compared with."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...cost_models.errors import UsageError
 from ...cost_models.quantities import format_count, format_seconds
 from ..asynchronous import ASYNCHRONOUS, steady_bubble, steady_stages
-from ..build_plan import build_plan, list_warnings, plan_without_comparison
+from ..build_plan import build_plan, list_problem_warnings, plan_without_comparison
 from ..candidate import ScoredPlan
 from ..coverage import describe_order, describe_search
 from ..infeasible import no_plan_fits
@@ -39,7 +39,7 @@ def _additional_space(objective: Objective, problem: Problem) -> str:
 
 
 def optimize(objective: Objective, problem: Problem) -> ObjectiveResult:
-    """What the objective comes to. Raises UsageError."""
+    """The best plan for the objective, with what was proven. Raises UsageError."""
     if problem.options.robust and objective.name != STEP_TIME:
         raise UsageError(
             f"`robust` with objective={objective.name!r}: it is of the step's time",
@@ -121,7 +121,7 @@ def _build_plan(
     if objective.name == THROUGHPUT and not asynchronous_refusal(problem):
         own = _extend_coverage(own, besides)
     assembly = assemble(problem.space, outcome.best.proposal, outcome.best.recompute)
-    texts = [*warnings, *list_warnings(problem)] if fastest_plan is None else fastest_plan.warnings
+    texts = [*warnings, *list_problem_warnings(problem)] if fastest_plan is None else fastest_plan.warnings
     return own.model_copy(
         update={
             "objective": outcome.aim,
@@ -156,7 +156,7 @@ def objective_plan_without_comparison(
 def step_time(problem: Problem) -> ObjectiveResult:
     """The fastest plan; with `PlanOptions.robust`, of those near it the one with the best 90th percentile.
 
-    Raises UsageError where the profile does not tell how the layers' seconds vary.
+    Raises UsageError where the profile has no spread of the layers' seconds.
     """
     if problem.options.robust:
         check_known(problem)
@@ -177,7 +177,7 @@ def step_time(problem: Problem) -> ObjectiveResult:
 
 
 def _note(robust: RobustPlan, fastest_seconds: float) -> str:
-    """How many were compared, and what the fastest has to say for itself."""
+    """How many plans were compared, and the 90th percentiles of the chosen and of the fastest one."""
     compared = f"compared at the 90th percentile of their step: {format_count(robust.compared, 'plan')}"
     high = format_seconds(robust.fastest_high_seconds)
     if robust.is_fastest:

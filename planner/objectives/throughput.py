@@ -30,9 +30,9 @@ from .objective_result import ObjectiveResult
 from .steady_search import SteadySearch
 
 TRIED_PACES = 15
-"""Paces that a search tries, more or less."""
+"""About so many paces are tried by a search."""
 ENTRIES_A_SECOND = 1e8
-"""Of tables that a search looks at: about what one core does."""
+"""Of tables: about what one core goes through."""
 COARSE = (48, 24)
 """Blocks of layers, where a search of all cuts would take too long."""
 
@@ -147,7 +147,7 @@ def _spaces(problem: Problem) -> Iterator[tuple[Space, tuple[int, ...], bool]]:
 
 
 def _entries(problem: Problem, space: Space, counts: tuple[int, ...]) -> float:
-    """What one question of the search looks at."""
+    """Entries of the tables for one pace."""
     blocks, stages = space.table(space.chain.sizes[0]).blocks, problem.stage_counts[-1]
     return stages * problem.usable_gpus * len(counts) * blocks * (blocks + len(counts))
 
@@ -171,7 +171,7 @@ def _modes(problem: Problem) -> tuple[Mode, ...]:
 
 
 def _by_planner(problem: Problem) -> Iterator[ScoredPlan]:
-    """What PipeDream's own programme comes to, in the simulator."""
+    """The plans of PipeDream's dynamic programme, as simulated."""
     for config in asynchronous_configs(problem):
         recompute: Literal["never", "always"] = "always" if config.recompute == "always" else "never"
         with suppress(UsageError, OutOfTime):

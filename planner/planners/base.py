@@ -42,7 +42,7 @@ class Refusing(Protocol):
         ...
 
 
-def refusal(planner: Planner, problem: Problem) -> str:
+def refusal_reason(planner: Planner, problem: Problem) -> str:
     """Why a planner proposed nothing for the problem, in words."""
     if isinstance(planner, Refusing):
         return planner.refusal(problem)

@@ -1,8 +1,8 @@
-"""What may follow in DAPPLE's search: the next stage's devices, by what is taken of each machine.
+"""The moves of DAPPLE's search: the devices of a next stage, by the devices in use on each machine.
 
 Fan et al., "DAPPLE", PPoPP 2021, section 4.2: three ways to give the next stage its devices, on real machine
-boundaries. What is left of a machine is told by how many of its devices are taken: they are taken in the
-order of their ranks.
+boundaries. Devices of a machine are used in the order of their ranks, so that their number says which are
+free.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def fresh_first(machines: Counts, used: Counts, count: int) -> Counts:
 
 
 def append_first(machines: Counts, used: Counts, count: int) -> Counts:
-    """What is left of used machines first: leaves no machine half empty."""
+    """Free devices of used machines first: leaves no machine half empty."""
     fresh = [machine for machine, count_used in enumerate(used) if count_used == 0]
     return _in_order(machines, used, count, [*_partly_used(used), *fresh])
 
@@ -158,7 +158,7 @@ class Moves:
         return positions, np.array([move for moves in lists for move in moves], dtype=np.int64)
 
     def rest(self, states: Ints) -> Ints:
-        """By state, the move that takes as much as it may of what is left; -1 where nothing may be taken."""
+        """By state, the move onto as many of the free devices as possible; -1 where there is none."""
         largest = {state: self._largest(state) for state in np.unique(states).tolist()}
         return np.array([largest[state] for state in states.tolist()], dtype=np.int64)
 

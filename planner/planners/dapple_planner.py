@@ -40,7 +40,7 @@ PROMISING = 3
 @dataclass(frozen=True)
 class BeamLimits:
     """What a search may do. More devices than `groups` stay together with their neighbours; `entries` next
-    stages are looked at side by side, and a third as many plans, by cut points, are kept of each number of
+    stages are costed side by side, and a third as many plans, by cut points, are kept of each number of
     stages, `plans_per_state` of each state."""
 
     groups: int = MOST_GROUPS

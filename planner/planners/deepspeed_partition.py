@@ -226,18 +226,18 @@ class DeepSpeedType:
         replicas of every stage on all devices; one stage where there can be no more. Raises UsageError where
         there is a pattern and no layer matches."""
         chain = problem.space.chain
-        counted = self.matching_layers(chain)
-        if self.pattern is not None and not counted.any():
+        is_counted = self.matching_layers(chain)
+        if self.pattern is not None and not is_counted.any():
             raise UsageError(
                 f"planner='{self.name}': no layer's name matches (the first is {chain.names[0]!r}, the last "
                 f"{chain.names[-1]!r})",
                 "pplan show PROFILE lists the names.",
             )
 
-        balance = DeepSpeedBalance(counted.astype(np.float64))
+        balance = DeepSpeedBalance(is_counted.astype(np.float64))
 
         def ends(stages: int, _: int) -> Ends | None:
-            return deepspeed_ends(chain, balance, stages) if stages <= counted.sum() else None
+            return deepspeed_ends(chain, balance, stages) if stages <= is_counted.sum() else None
 
         yield from all_pipelines(problem, linear_configs(problem), ends)
 
@@ -258,10 +258,10 @@ class DeepSpeedType:
                     f"planner='{self.name[:_SHORT]}': {error}",
                     "Give a simpler one, as in deepspeed-type:attention.",
                 ) from None
-        counted = np.zeros(len(chain), dtype=np.bool_)
+        is_counted = np.zeros(len(chain), dtype=np.bool_)
         if (blocks := repeated_blocks(chain)) is not None:
-            counted[list(blocks.starts[:-1])] = True
-        return counted
+            is_counted[list(blocks.starts[:-1])] = True
+        return is_counted
 
 
 TYPE = DeepSpeedType()

@@ -23,7 +23,7 @@ from ..stage_table import StageTable, ledger_options
 from .replica_groups import thin_cuts
 
 ENTRIES = 30_000_000
-"""Stages times numbers of replicas whose memory is looked at: 240 MB."""
+"""Stages times numbers of replicas in the tables of memory: 240 MB."""
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
@@ -91,7 +91,8 @@ class NestedStage:
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """What is to be planned, over n + 1 cut points; see `StageTable` for cut points and matrices.
+    """The problem of the dynamic programme, over n + 1 cut points; see `StageTable` for cut points and
+    matrices.
 
     seconds, weights: (n + 1, n + 1), of one global batch on one device (inf where no stage may be), and bytes
     whose gradients replicas exchange. crossing: (n + 1,) bytes of a global batch. tiers: from the innermost

@@ -3,8 +3,8 @@
 Narayanan et al., "PipeDream", SOSP 2019. Its objective is the seconds of a global batch in steady state, with
 transfers and all-reduces beside the compute: those of the slowest stage or cut (`pipedream_programme`).
 Latencies count nothing in it. What enters the pipeline at a time is a global batch of its own there, a
-micro-batch here; replicas of a stage take turns there and share every micro-batch here, which the recurrence
-does not tell apart.
+micro-batch here; replicas of a stage take turns there and share every micro-batch here: the recurrence is
+the same for both.
 
 Where a model has branches PipeDream's states are the down-sets of its graph. Here they are the cut points of
 the chain: what a cut sends is every tensor made before it that is needed behind it, each once, and always
@@ -13,7 +13,7 @@ counts. Of devices of several kinds all count as the slowest, with the least mem
 `pipedream-published` counts as the code that its authors published, which is not as the paper does. Of a
 stage on m components compute and all-reduce add up, and the all-reduce of m copies sends 4 (m-1) / m times
 the weights; what a cut sends is divided among the components of the stage behind it. Cuts are charged, which
-that code does where it is told to; memory and unused machines are as in `pipedream`.
+that code does on request; memory and unused machines are as in `pipedream`.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ PIPEDREAM_PUBLISHED = PipeDream("pipedream-published", PUBLISHED)
 
 
 class Solution(NamedTuple):
-    """The shortest bottleneck, the stages of the outermost level, and how many cut points were looked at."""
+    """The shortest bottleneck, the stages of the outermost level, and the number of cut points of the
+    tables."""
 
     seconds: float
     parts: tuple[NestedStage, ...]
@@ -199,10 +200,10 @@ def shortest_bottleneck(instance: Instance, work: float = WORK) -> Solution | No
 def _deep_enough(instance: Instance, depth: int, limit: float) -> tuple[Bottleneck | None, int, float]:
     """The plan, with the depth that it took and what was compared.
 
-    Memory is looked at only as deep as it bites: with the stages behind counted up to a depth (-1: memory is
-    not looked at), and none being less than there are, every plan that fits stays in. If the best of them
-    fits, it is the best. Without a limit, one is guessed by what memory would allow at best, as tables are
-    short under it, and raised until there is a plan.
+    Memory depends on the number of stages behind. These are counted only up to a depth (-1: memory is not
+    limited); as no count exceeds the true one, no plan that fits is lost. If the best plan fits, it is the
+    best of all; else the depth is raised. Without a limit, one is guessed by what memory would allow at best,
+    as tables are short under it, and raised until there is a plan.
     """
     spent, limits = 0.0, [limit]
     while True:

@@ -80,9 +80,9 @@ States = dict[int, SecondsTable]
 class Programme:
     """The programme that counts the stages behind up to `depth`: that many stands for more, too.
 
-    Nothing slower than `limit` is of use; of what stands side by side in so many copies, nothing that many
-    times as slow, as a stage on m components takes at least the m-th part of each. What is left of long
-    chains are bands beside the diagonals. `work`: how much was compared.
+    Stages slower than `limit` are dropped; of those that stand side by side in so many copies, stages that
+    many times as slow, as a stage on m components takes at least the m-th part of each. Tables of long
+    chains become bands beside the diagonals. `work`: how much was compared.
     """
 
     def __init__(self, instance: Instance, depth: int, limit: float) -> None:

@@ -1,4 +1,4 @@
-"""What planners of replicated stages begin with: the micro-batches to try, and stages on so many devices."""
+"""Inputs of the planners with replicated stages: micro-batches to try, and costs of stages on replicas."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ReplicaWork:
 def cost_replicas(
     space: Space, group: ReplicaGroupCosts, modes: Sequence[Mode], all_reduce: Floats
 ) -> ReplicaWork:
-    """What the modes leave of a group."""
+    """The costs of a replica group under the modes of recomputation."""
     nothing = np.full(group.forward.shape, -np.inf)
     never = group.most_in_flight("never") if {"never", "by_stage"} & set(modes) else nothing
     always = group.most_in_flight("always") if {"always", "except_last", "by_stage"} & set(modes) else nothing
@@ -89,7 +89,7 @@ def cost_replicas(
 
 
 def count_replicas(space: Space) -> str:
-    """What the runtime runs: replicas "any", "equal" for all stages, or "none"."""
+    """The replicas that the runtime allows: "any", "equal" for all stages, or "none"."""
     return "any" if space.runtime is None else space.runtime.replicas
 
 

@@ -1,1 +1,1 @@
-"""What the spread of the layers' seconds makes of a step: its interval, and the plan that bears it best."""
+"""The effect of the spread of the layers' seconds: the interval of a step, and the most robust plan."""

@@ -1,7 +1,7 @@
 """The plan with the best 90th percentile of the step over the draws of the layers' seconds.
 
 Compared are plans whose own step is near the fastest one's: the best of each configuration and number of
-stages, those of the named planners, and what comes of the best of these by moving a cut by one place, or a
+stages, those of the named planners, and variations of the best of these, with a cut moved by one place or a
 device to the stage beside, again and again. All are scored on the same draws. It is no search of all plans:
 nothing is proven of the percentile.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from ...cost_models.errors import UsageError
 from ..candidate import Proposal, ScoredPlan, replicated_pipeline
 from ..infeasible import no_plan_fits
-from ..joint_search import JointSearchResult, is_small
+from ..joint_search import JointSearchResult, is_small_problem
 from ..pipeline_config import PipelineConfig
 from ..plan_records import TIE
 from ..problem import Problem
@@ -47,15 +47,15 @@ class RobustPlan:
 
 
 def check_known(problem: Problem) -> None:
-    """Raises UsageError where the profile does not tell how the layers' seconds vary."""
+    """Raises UsageError where the profile has no spread of the layers' seconds."""
     if not has_spread(problem.space):
         raise UsageError(
-            "`robust`: the profile does not tell how the layers' seconds vary (an estimate or an import)",
+            "`robust`: the profile has no spread of the layers' seconds (it is an estimate or an import)",
             "Measure it on the machine itself (pplan profile MODEL), or omit `robust`.",
         )
 
 
-def most_robust(problem: Problem, answer: JointSearchResult, draws: Draws | None = None) -> RobustPlan:
+def most_robust(problem: Problem, answer: JointSearchResult) -> RobustPlan:
     """The choice among plans near the fastest, which the answer holds.
 
     That one itself, unless another is better by more than `TIE`. Raises UsageError as `check_known`.
@@ -64,7 +64,7 @@ def most_robust(problem: Problem, answer: JointSearchResult, draws: Draws | None
     best = answer.best
     if best is None:
         raise no_plan_fits(problem)
-    contest = _Comparison(problem, best, draws or make_draws(len(problem.chain)))
+    contest = _Comparison(problem, best, make_draws(len(problem.chain)))
     contest.enter([best])
     contest.enter(plan for plan in answer.by_planner.values() if isinstance(plan, ScoredPlan))
     contest.enter(_bests(problem, best))
@@ -99,7 +99,7 @@ class _Comparison:
         return self.fastest.step_seconds * (1 + NEAR)
 
     def climb(self) -> None:
-        """Varies the best plans until nothing better comes of it."""
+        """Varies the best plans until no variation is better."""
         for _ in range(ROUNDS):
             leading = [plan for plan, _ in self._rank_plans()[:CLIMBED] if plan.proposal not in self._varied]
             if not leading:
@@ -195,7 +195,7 @@ class _Searches:
         yield first
         own = len(first.proposal.ends)
         for stages in counts:
-            if stages != own and (is_small(self.problem) or abs(stages - own) == 1):
+            if stages != own and (is_small_problem(self.problem) or abs(stages - own) == 1):
                 other = self._fastest(families, [stages])
                 if other is not None:
                     yield other

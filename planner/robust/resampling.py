@@ -64,9 +64,9 @@ class Draws:
 
 
 @lru_cache(maxsize=4)
-def make_draws(layers: int, samples: int = SAMPLES, seed: int = SEED) -> Draws:
+def make_draws(layers: int, samples: int = SAMPLES) -> Draws:
     """The same numbers wherever and whenever they are drawn."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(SEED)
     return Draws(common=random.standard_normal(samples), layers=random.standard_normal((samples, layers)))
 
 
@@ -158,7 +158,7 @@ class StepSampler:
         return self._seconds[table, name]
 
     def _all_reduce(self, assembly: Assembly, nominal: Costs) -> Floats | None:
-        """(devices, chunks, samples): what of the all-reduces follows the last backwards."""
+        """(devices, chunks, samples): the seconds of the all-reduces after the last backwards."""
         program = assembly.program
         seconds = np.zeros((program.devices, program.chunks, len(self.draws)))
         for place, part in assembly.program.parts_by_slot.items():
@@ -221,7 +221,7 @@ class Interval:
 
 
 def estimate_interval(space: Space, plan: ScoredPlan, draws: Draws | None = None) -> Interval | None:
-    """Of the plan's step; None where the profile does not tell the spread of its layers."""
+    """Of the plan's step; None where the profile has no spread of the layers' seconds."""
     if not has_spread(space):
         return None
     draws = draws or make_draws(len(space.chain))

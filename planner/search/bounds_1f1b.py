@@ -49,7 +49,7 @@ from .stage_choices import GroupChoices, StageChoices
 
 
 class RoundTripBound:
-    """The bounds of the module's docstring, for plans below `limit`: all others may be told to be there, or
+    """The bounds of the module's docstring, for plans below `limit`: all others may be kept, or
     not to be (inf). Of GPipe they hold, too, with all micro-batches held."""
 
     def __init__(self, choices: StageChoices, limit: float = np.inf) -> None:

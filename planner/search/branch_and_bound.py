@@ -29,9 +29,9 @@ from .space import Space
 from .subproblem import Chunk, Family, Subproblem
 
 WORK = 3e9
-"""What a search may spend unless it is told, see `SearchBudget`."""
+"""The default work of a search, see `SearchBudget`."""
 FOR_ROOTS = 1e9
-"""That a search may spend above its work on bounds and beams of what it has not looked at."""
+"""Further work on bounds and beams of subproblems that were not searched."""
 MOST_UNFINISHED = 400_000
 """Unfinished plans that are kept."""
 

@@ -19,7 +19,7 @@ Clock = Callable[[], float]
 
 
 class OutOfTime(Exception):
-    """The time of a budget is over: what raises it has nothing to give."""
+    """The time of a budget is over; whatever was computed is incomplete."""
 
 
 class SearchBudget:

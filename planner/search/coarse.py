@@ -28,7 +28,7 @@ from .subproblem import Family, quick_bound
 MOST_LINEAR = 256
 """The same where stages have one device each."""
 MOST_POSITIONS = 1_024
-"""Of more devices only the plans near relaxed ones are looked at: tables by position would be too large."""
+"""With more devices only plans near relaxed ones are scored: tables by position would be too large."""
 COARSE_BLOCKS = 64
 NEAR = 3
 """Cuts on either side to which a refined search may move one."""

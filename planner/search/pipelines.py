@@ -239,7 +239,7 @@ def cheapest_mode(
 
 
 def choose_modes(space: Space, proposal: Proposal) -> tuple[Recompute, ...] | None:
-    """By stage, what recomputes in a straight pipeline; None where it does not fit, or a stage may not be."""
+    """By stage, what recomputes in a linear pipeline; None where it does not fit, or a stage may not be."""
     config, cut_points = proposal.config, list(space.table(space.chain.sizes[0]).cut_points)
     schedule, stages, modes = find_schedule(config.schedule), len(proposal.ends), []
     for stage, ((first, end), devices) in enumerate(zip(proposal.bounds, proposal.devices, strict=True)):
@@ -290,7 +290,7 @@ def _tied_sums(space: Space, devices: tuple[Ranks, ...], ends: Sequence[int]) ->
 def build_pipelines(
     space: Space, proposals: Sequence[Proposal], modes: Sequence[Sequence[Recompute]]
 ) -> Pipelines:
-    """Straight pipelines of one configuration and one number of stages, side by side."""
+    """Linear pipelines of one configuration and one number of stages, side by side."""
     config, cut_points = proposals[0].config, list(space.table(space.chain.sizes[0]).cut_points)
     shape = (len(proposals), len(proposals[0].ends))
     names = ("forward", "backward", "plain", "accumulation", "exposed_allreduce")
@@ -301,7 +301,7 @@ def build_pipelines(
     for row, proposal in enumerate(proposals):
         groups = [space.replica_group(config.micro_batch_size, devices) for devices in proposal.devices]
         for stage, (group, (first, end)) in enumerate(zip(groups, proposal.bounds, strict=True)):
-            backward, accumulation = group.backward_of(config.micro_batches)
+            backward, accumulation = group.backward_seconds(config.micro_batches)
             at = cut_points.index(first), cut_points.index(end)
             recompute = group.forward[at] if modes[row][stage] != "never" else 0.0
             columns["forward"][row, stage] = group.forward[at]

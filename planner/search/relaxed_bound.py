@@ -24,11 +24,11 @@ from .space import Space
 from .subproblem import Family, quick_bound
 
 LOOKS = 4
-"""Prices that a range is looked at with, each sum of them."""
+"""Prices that are tried for a range, for each of the sums."""
 NARROW = 1.01
 """Ranges that end so near their beginning are not halved."""
 MOST_MOVE = 2.0
-"""By how much a look changes a price at most."""
+"""The most by which one step changes a price."""
 
 Score = Callable[[Sequence[Proposal]], float]
 """Seconds of the best plan known, once these proposals were scored."""
@@ -67,7 +67,7 @@ class RelaxedBound:
     _pushed: int = 0
     _heap: list[tuple[float, int, _StageRange | Family]] = field(default_factory=list)
     _closed: float = inf
-    """The least bound of what is not looked at any more."""
+    """The least bound of ranges that are not refined any more."""
 
     def least(self, step: float) -> float:
         """A bound on all pipelines that take less than `step` seconds; else `step`."""

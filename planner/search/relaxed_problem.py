@@ -46,7 +46,7 @@ Indices = npt.NDArray[np.int64]
 SAFE = 1 - 1e-9
 """Of a bound, so that none is above a step by rounding."""
 EVERY_IN_FLIGHT = 8
-"""Up to so many micro-batches held, memory is looked at for each number; beyond, every eighth more."""
+"""Up to so many micro-batches held, memory is checked for each number; beyond, for every eighth more."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class RelaxedStages:
     of device and numbers of replicas.
 
     `kind`, `replicas` (choices,): which kind, and the fewest devices. Seconds of a micro-batch: `forward`,
-    `backward` without what is run again, `accumulation` what of it the first of a step does not take;
+    `backward` without recomputation, `accumulation` the part of it that the first of a step does not take;
     `exposed_allreduce`: of the all-reduce that follows; `cut` (choices,
     cut points): of the transfer to the next stage, by where it starts. `room`: by mode of recomputation, how
     many micro-batches may be in flight. `exact`: whether cut points are all cuts.

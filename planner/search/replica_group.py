@@ -108,9 +108,9 @@ class ReplicaGroupCosts:
     """Of sums of tied weights' gradients, at the least: they follow the all-reduce."""
     _room: dict[str, Floats] = field(default_factory=dict)
 
-    def backward_of(self, micro_batches: int) -> tuple[Floats, Floats]:
-        """Backward seconds of a micro-batch, and what of them the first of several does not take; a single
-        one is the first."""
+    def backward_seconds(self, micro_batches: int) -> tuple[Floats, Floats]:
+        """Backward seconds of a micro-batch, and the part of them that the first of several does not take; a
+        single one is the first."""
         if micro_batches > 1:
             return self.backward, self.accumulation
         return self.backward - self.accumulation, np.zeros_like(self.accumulation)

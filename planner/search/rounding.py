@@ -1,4 +1,4 @@
-"""Plans near the pipelines that the relaxed problem comes to: on as many devices as there are, in order."""
+"""Plans near the solutions of the relaxed problem, on the devices that there are, in their order."""
 
 from __future__ import annotations
 

@@ -75,12 +75,12 @@ class GroupChoices:
     @cached_property
     def plain(self) -> Floats:
         """Backward, without what is run again."""
-        return self.costs.backward_of(self.config.micro_batches)[0][self.start, self.end]
+        return self.costs.backward_seconds(self.config.micro_batches)[0][self.start, self.end]
 
     @cached_property
     def accumulation(self) -> Floats:
         """What the first backward of several does not take."""
-        return self.costs.backward_of(self.config.micro_batches)[1][self.start, self.end]
+        return self.costs.backward_seconds(self.config.micro_batches)[1][self.start, self.end]
 
     @cached_property
     def exposed_allreduce(self) -> Floats:

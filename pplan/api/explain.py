@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Unpack
 
 from ..cost_models.errors import UsageError
-from ..planner.explanation.compare import PlanComparison
-from ..planner.explanation.compare import compare as compare_plans
+from ..planner.explanation.compare import PlanComparison, compare_plans
 from ..planner.explanation.current_split import CurrentSplit
 from ..planner.explanation.explain_context import make_context
-from ..planner.explanation.explanation import Explanation
-from ..planner.explanation.explanation import explain as explain_plan
+from ..planner.explanation.explanation import Explanation, explain_plan
 from ..planner.plan_file import Plan
 from ..profiler.profile_file import Profile
 from .load import as_plan, check_layers, profile_and_reference

@@ -9,8 +9,7 @@ from ..planner.plan_file import Plan
 from ..profiler.profile_file import Profile
 from ..verification.documents import LARGEST_PROFILE, read_content
 from ..verification.report import Report
-from ..verification.verify_files import Sources, read_sources
-from ..verification.verify_files import verify as verify_sources
+from ..verification.verify_files import Sources, read_sources, verify_sources
 from .load import check_is_plan
 
 

@@ -1,4 +1,4 @@
-"""Checks of what a plan is compared with, as far as the file says enough of it."""
+"""Checks of a plan's baselines, alternatives and objective, where the file has enough of their figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .orders import SYNCHRONOUS, make_order
 from .pipeline import Figures
 from .report import EXACT, ROUNDING, TOLERANCE, LineCheck, ReportBuilder
 from .stated_training import optimizer_kernels
-from .verification_inputs import VerificationInputs, check_runtime, one_process
+from .verification_inputs import VerificationInputs, check_runtime_rules, one_process
 
 _ONE_STAGE = re.compile(
     r"(?:1 stage, replicas (\d{1,9}); )?(\d{1,9}) x (\d{1,9}), ([\w-]+), recompute ([a-z ]+)"
@@ -121,7 +121,7 @@ def _alternative(check: LineCheck, inputs: VerificationInputs, names: list[str],
     check.require("schedule", schedule in SYNCHRONOUS, schedule)
     check.require("it is for no runtime", bool(names))
     for name in names:
-        check_runtime(
+        check_runtime_rules(
             check, name, schedule=schedule, modes=modes, replicas=[replicas], virtual_stages=parts, size=size
         )
     step = table.number("step_seconds")

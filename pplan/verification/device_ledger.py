@@ -91,7 +91,7 @@ class Ledger:
         return sum(round(amount) for amount in self.terms.values())
 
 
-def ledger(
+def compute_ledger(
     order: ScheduleOrder,
     device: int,
     chunks: list[PartBytes],

@@ -55,9 +55,9 @@ class Table:
             raise self.refusal(key, value, f"a number from {least:g} to {most:g}")
         return float(value)
 
-    def optional_number(self, key: str, *, least: float = 0.0) -> float | None:
+    def optional_number(self, key: str) -> float | None:
         """A finite number, or None."""
-        return self.number(key, least=least) if self.has(key) else None
+        return self.number(key) if self.has(key) else None
 
     def text(self, key: str, default: str | None = None) -> str:
         """A text."""

@@ -1,4 +1,4 @@
-"""A pipeline worked out again: seconds of its stages, ledgers, and its simulated step."""
+"""A pipeline computed again: seconds of its stages, ledgers, and its simulated step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import inf
 
 import numpy as np
 
-from .device_ledger import Ledger, PartBytes, ledger, part_bytes
+from .device_ledger import Ledger, PartBytes, compute_ledger, part_bytes
 from .layer_costs import HOST, Layers
 from .orders import ScheduleOrder
 from .report import ImpossiblePlan, NotChecked
@@ -138,7 +138,7 @@ class Figures:
         return forward, self.seconds(part, device, "backward_seconds") + again
 
     def part_bytes(self, part: int, device: int) -> PartBytes:
-        """What the ledger of a part is made from."""
+        """The bytes from which the ledger of a part is computed."""
         return part_bytes(self.layers, *self.bounds(part), self.per_replica_batch(device))
 
     def limit(self, device: int, requested: float | None) -> float:
@@ -151,7 +151,7 @@ class Figures:
         parts = self.order.device_parts(device)
         kinds = self._kinds(device)
         least = min(kinds, key=lambda own: inf if own.memory_bytes is None else own.memory_bytes)
-        return ledger(
+        return compute_ledger(
             self.order,
             device,
             [self.part_bytes(part, device) for part in parts],

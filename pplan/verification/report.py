@@ -1,4 +1,4 @@
-"""What was checked, line by line: each is ok, differs, or was not checked, and why."""
+"""The report of a verification, line by line: each is ok, differs, or was not checked, with the reason."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Report:
 
 
 class _LineDone(Exception):
-    """A line is done."""
+    """Ends the checks of a line."""
 
     def __init__(
         self, state: State, detail: str, plan_value: Value = None, expected_value: Value = None
@@ -97,7 +97,7 @@ class _LineDone(Exception):
 
 @dataclass
 class LineCheck:
-    """What a line compares; the first difference ends it. `detail`: what is said where all agrees."""
+    """The checks of a line; the first difference ends it. `detail`: the text of a line that agrees."""
 
     detail: str
 
@@ -170,8 +170,8 @@ def _plain(value: object) -> Value:
 
 
 class ImpossiblePlan(Exception):
-    """The plan says what cannot be."""
+    """The plan has values that no plan can have."""
 
 
 class NotChecked(Exception):
-    """The files do not say enough, or too much to go through."""
+    """The files lack what a check needs, or hold too much to be checked."""

@@ -9,7 +9,7 @@ from .documents import Table
 from .report import LineCheck, ReportBuilder
 from .stated_plan import RECOMPUTES, StatedPlan
 from .stated_training import read_training
-from .verification_inputs import RULES, VerificationInputs, check_runtime, one_process
+from .verification_inputs import RULES, VerificationInputs, check_runtime_rules, one_process
 
 
 def check_layout(builder: ReportBuilder, inputs: VerificationInputs) -> None:
@@ -204,7 +204,7 @@ def _runtime(check: LineCheck, inputs: VerificationInputs) -> None:
     check.same("runtime, and the requested one", plan.runtime, requested)
     if plan.runtime is None:
         return
-    check_runtime(
+    check_runtime_rules(
         check,
         plan.runtime,
         schedule=plan.schedule,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import inf, prod
 
-from ..cost_models.errors import FileError, UsageError
+from ..cost_models.errors import FileError
 from .documents import LARGEST, Table
 from .stated_plan import MOST_DEVICES
 
@@ -198,10 +198,3 @@ def _split(table: Table, key: str, text: str) -> tuple[float, str]:
     if not match:
         raise table.refusal(key, text, "a number with its unit")
     return float(match[1]), match[2]
-
-
-def check_ranks(machine: StatedMachine, ranks: tuple[int, ...]) -> None:
-    """Raises UsageError where a device is not there."""
-    odd = next((rank for rank in ranks if rank >= machine.gpus), None)
-    if odd is not None:
-        raise UsageError(f"device {odd}: the machine has devices 0 to {machine.gpus - 1}", _MEND)

@@ -1,4 +1,4 @@
-"""What a plan file states, read without any judgement of it."""
+"""A plan file as it is written, read without checking what it says."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class StatedPlan:
         return tuple(stage.recompute or "selective" if mixed else self.recompute for stage in self.stages)
 
 
-def read_plan(table: Table) -> StatedPlan:
+def parse_plan(table: Table) -> StatedPlan:
     """Raises FileError for what is missing or of another kind, and for a step too long to be worked out."""
     stages = [_stage(own) for own in table.tables("stages", least=1)]
     return StatedPlan(

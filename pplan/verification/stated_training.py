@@ -66,8 +66,8 @@ class StatedTraining:
         return STATES[self.optimizer] * (self.master or self.weight) + OWN_BYTES.get(self.optimizer, 0.0)
 
     def step_temporaries(self, trainable: float, largest: float, gpu: bool) -> float | None:
-        """Bytes that a step makes and frees again; None: it makes nothing. Float32 masters need the gradients
-        in float32, too. `gpu`: whether the device is one that is known."""
+        """Bytes that a step makes and frees again; None: it allocates nothing. Float32 masters need the
+        gradients in float32, too. `gpu`: whether the device is one that is known."""
         kernels = "foreach" if gpu and self.kernels == "for-loop" else self.kernels
         count = TEMPORARIES.get(kernels, {}).get(self.optimizer)
         if count is None:

@@ -63,7 +63,7 @@ def one_process(runtime: str | None) -> bool:
     return runtime in RULES and RULES[runtime].one_process
 
 
-def check_runtime(
+def check_runtime_rules(
     check: LineCheck,
     runtime: str,
     *,
@@ -116,7 +116,8 @@ class VerificationInputs:
     shared_ports: bool = True
 
     def figures(self, check: LineCheck) -> Figures:
-        """What is worked out of the plan; the line is left where the files do not say enough."""
+        """The figures computed from the plan; the line is skipped where the files do not have enough for
+        them."""
         if isinstance(self._figures, str):
             check.skip(self._figures)
         return self._figures

@@ -14,7 +14,7 @@ from .layer_costs import Layers, read_layers
 from .report import Report, ReportBuilder
 from .shape_checks import check_layout
 from .stated_machine import StatedMachine, parse_machine
-from .stated_plan import read_plan
+from .stated_plan import parse_plan
 from .verification_inputs import VerificationInputs
 
 
@@ -31,7 +31,7 @@ class Sources:
     folder: Path = field(default_factory=Path)
 
 
-def verify(sources: Sources, *, shared_ports: bool = True) -> Report:
+def verify_sources(sources: Sources, *, shared_ports: bool = True) -> Report:
     """All lines. `shared_ports`: whether transfers and sums of gradients wait for each other at the ports
     that they share. Raises FileError for a file that cannot be read, UsageError."""
     inputs = _inputs(sources, shared_ports)
@@ -42,12 +42,12 @@ def verify(sources: Sources, *, shared_ports: bool = True) -> Report:
     return Report(sources.plan_name, sources.profile_name, tuple(builder.lines))
 
 
-def verify_files(plan: Path, profile: Path | None = None, *, shared_ports: bool = True) -> Report:
+def verify_files(plan: Path, profile: Path | None = None) -> Report:
     """The plan in a file; its profile is named, or beside it under the name that it says.
 
     Raises FileError.
     """
-    return verify(read_sources(plan, profile), shared_ports=shared_ports)
+    return verify_sources(read_sources(plan, profile))
 
 
 def read_sources(plan: Path, profile: Path | None) -> Sources:
@@ -67,7 +67,7 @@ def read_sources(plan: Path, profile: Path | None) -> Sources:
 
 
 def _inputs(sources: Sources, shared_ports: bool) -> VerificationInputs:
-    plan = read_plan(parse(sources.plan, sources.plan_name, "plan", "prediction"))
+    plan = parse_plan(parse(sources.plan, sources.plan_name, "plan", "prediction"))
     profile = layers = None
     if sources.profile is not None:
         profile = parse(sources.profile, sources.profile_name or "profile", "profile", "layers")

@@ -68,10 +68,6 @@ def test_refused_sizes(text: str, words: str) -> None:
     assert "16GiB" in refused.value.hint
 
 
-def test_zero_bytes_where_allowed() -> None:
-    assert parse_bytes("0B", "reserve", allow_zero=True) == 0
-
-
 @pytest.mark.parametrize(
     ("text", "rate"),
     [

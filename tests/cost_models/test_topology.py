@@ -41,14 +41,12 @@ def four_levels(gpus: int = 32) -> Topology:
 
 def test_seconds_are_latency_and_bytes_over_bandwidth() -> None:
     assert SLOW.seconds(20e9) == pytest.approx(2.000005)
-    assert SLOW.occupancy_seconds(20e9) == 2.0
     assert SLOW.seconds(np.array([0.0, 10e9])).tolist() == pytest.approx([5e-6, 1.000005])
 
 
 def test_endless_bandwidth_takes_only_the_latency() -> None:
     link = Link(math.inf, 5e-6)
     assert link.seconds(1e15) == 5e-6
-    assert link.occupancy_seconds(1e15) == 0.0
 
 
 def test_a_link_between_nodes_is_the_one_between() -> None:
@@ -56,7 +54,6 @@ def test_a_link_between_nodes_is_the_one_between() -> None:
     for a in range(8):
         for b in range(8):
             across = (a < 4) != (b < 4)
-            assert topology.crosses(a, b) is across
             assert topology.link(a, b) is (SLOW if across else FAST)
 
 
@@ -70,7 +67,6 @@ def test_a_link_is_that_of_the_innermost_level_that_holds_both() -> None:
     for a, b in product(range(32), repeat=2):
         expected = next(k for k, n in enumerate((2, 4, 16, math.inf)) if a // n == b // n or n == math.inf)
         assert topology.shared_level(a, b) == expected
-        assert topology.crosses(a, b) is (a // 4 != b // 4)
 
 
 def test_a_node_is_the_level_of_that_name_else_the_innermost() -> None:

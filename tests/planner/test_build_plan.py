@@ -15,7 +15,7 @@ from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.alternatives import find_alternatives
-from pplan.planner.build_plan import solve
+from pplan.planner.build_plan import solve_problem
 from pplan.planner.candidate import ScoredPlan, linear_pipeline
 from pplan.planner.joint_search import JointSearchResult, plan_with
 from pplan.planner.pipeline_config import SEARCHED
@@ -33,7 +33,7 @@ REFERENCE = ProfileReference(file="toy.profile.json", sha256="0" * 64)
 
 
 def solved(chain: Chain, topology: Topology, **options: object) -> Plan:
-    return solve(chain, topology, PlanOptions(**options), model="toy", profile=REFERENCE)  # type: ignore[arg-type]
+    return solve_problem(chain, topology, PlanOptions(**options), model="toy", profile=REFERENCE)  # type: ignore[arg-type]
 
 
 def problem(chain: Chain, topology: Topology, **options: object) -> Problem:

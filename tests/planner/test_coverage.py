@@ -16,7 +16,7 @@ from pplan.cost_models.hardware import Level
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Link, Topology
 from pplan.planner import joint_search as finding
-from pplan.planner.build_plan import solve
+from pplan.planner.build_plan import solve_problem
 from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.coverage import is_searched, to_searched_devices
 from pplan.planner.joint_search import find_best_plan, joint_search, plan_with, run_search, with_bound
@@ -37,7 +37,7 @@ MIB = 2**20
 
 
 def solved(chain: Chain, topology: Topology, **options: Any) -> Plan:
-    return solve(chain, topology, PlanOptions(**options), model="toy", profile=REFERENCE)
+    return solve_problem(chain, topology, PlanOptions(**options), model="toy", profile=REFERENCE)
 
 
 def uneven_nodes() -> Topology:

@@ -13,7 +13,7 @@ from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.machines.catalogue import device_context
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
-from pplan.planner.build_plan import solve
+from pplan.planner.build_plan import solve_problem
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.plan_records import ProfileReference
@@ -38,7 +38,7 @@ def _machine(name: str, memory: int | None = None) -> Topology:
 
 def _solved(chain: Chain, topology: Topology, dtype: str = "float32", **options: Any) -> Plan:
     profile = ProfileReference(file="", sha256="", dtype=dtype)
-    return solve(chain, topology, PlanOptions(**options), model="toy", profile=profile)
+    return solve_problem(chain, topology, PlanOptions(**options), model="toy", profile=profile)
 
 
 PIPELINE: dict[str, Any] = {"schedule": "1f1b", "mini_batch": 16}

@@ -11,7 +11,7 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
-from pplan.planner.build_plan import solve
+from pplan.planner.build_plan import solve_problem
 from pplan.planner.fixed_partition import FixedPartition, plan_partition
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
@@ -76,7 +76,9 @@ def test_the_partition_that_solve_finds_takes_what_solve_says(
     make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
     chain, topology = make_chain(3, 7), make_topology(3)
-    found = solve(chain, topology, PlanOptions(mini_batch=16, schedule="1f1b"), model="toy", profile=PROFILE)
+    found = solve_problem(
+        chain, topology, PlanOptions(mini_batch=16, schedule="1f1b"), model="toy", profile=PROFILE
+    )
     if len(set(found.replicas)) > 1:
         pytest.fail("choose a seed whose best plan has as many replicas everywhere")
     given = FixedPartition(tuple(np.cumsum(found.balance).tolist()), 1, found.replicas[0])

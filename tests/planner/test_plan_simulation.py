@@ -13,7 +13,7 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Topology
 from pplan.planner.balance import balance
-from pplan.planner.build_plan import solve
+from pplan.planner.build_plan import solve_problem
 from pplan.planner.layout import count_devices
 from pplan.planner.overrides import Overrides
 from pplan.planner.plan_file import Plan
@@ -27,7 +27,7 @@ MakeTopology = Callable[..., Topology]
 
 def _solved(chain: Chain, topology: Topology, **options: object) -> Plan:
     asked = PlanOptions(**options)  # type: ignore[arg-type]
-    return solve(chain, topology, asked, model="toy", profile=ProfileReference(file="", sha256=""))
+    return solve_problem(chain, topology, asked, model="toy", profile=ProfileReference(file="", sha256=""))
 
 
 WISHES = [

@@ -54,7 +54,7 @@ def test_two_nodes_are_read_back(tmp_path: Path) -> None:
     assert read.bandwidth == pytest.approx((300e9, 12.5e9), rel=0.011)
     assert read.latency == pytest.approx((5e-6, 25e-6), rel=0.011)
     topology = make_topology(gpus=4, file=path, profiled=ProfiledDevice("cpu", "", None))
-    assert topology.crosses(1, 2)
+    assert topology.link(1, 2) == topology.levels[-1].link
     assert topology.link(0, 1).seconds(2**20) == pytest.approx(5e-6 + 2**20 / 300e9, rel=0.02)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import pplan
 from pplan.verification.report import Report
-from pplan.verification.verify_files import Sources, verify
+from pplan.verification.verify_files import Sources, verify_sources
 
 Content = dict[str, Any]
 MakeProfile = Callable[..., Content]
@@ -120,7 +120,7 @@ class Solved:
         """The plan, or a changed one."""
         content = json.dumps(self.plan if plan is None else plan).encode()
         sources = Sources(content, "toy.plan.json", profile or self.profile, "toy", folder=self.folder)
-        return verify(sources, shared_ports=self.shared_ports)
+        return verify_sources(sources, shared_ports=self.shared_ports)
 
 
 Solve = Callable[..., Solved]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.errors import FileError, PplanError
-from pplan.verification.verify_files import Sources, verify, verify_files
+from pplan.verification.verify_files import Sources, verify_files, verify_sources
 
 STRANGE: list[Any] = [
     *(None, True, -1, 0, 10**6, 10**15, 10**30, 2**63, 1e-320, 1e308, -0.5, "", "x", "\ud800", "never"),
@@ -62,7 +62,9 @@ def test_spoilt_values(file: str, seed: int, solved: Any) -> None:
         try:
             made = {"plan": plan, "profile": profile}
             made[file] = spoilt(made[file], rng)
-            report = verify(Sources(made["plan"].encode(), "plan", made["profile"].encode(), "profile"))
+            report = verify_sources(
+                Sources(made["plan"].encode(), "plan", made["profile"].encode(), "profile")
+            )
             seen.add(report.agrees)
         except PplanError as error:
             seen.add((error.exit_status, len(str(error)) < 2000))
@@ -79,7 +81,7 @@ def test_spoilt_bytes(seed: int, solved: Any) -> None:
         for _ in range(rng.randint(1, 4)):
             made[rng.randrange(len(made))] = rng.randrange(256)
         try:
-            verify(Sources(bytes(made), "plan", solved.profile, "profile"))
+            verify_sources(Sources(bytes(made), "plan", solved.profile, "profile"))
         except PplanError as error:
             seen.add(error.exit_status)
     assert seen == {2}
@@ -103,7 +105,7 @@ def test_spoilt_bytes(seed: int, solved: Any) -> None:
 )
 def test_no_plan(content: bytes, solved: Any) -> None:
     with pytest.raises(FileError):
-        verify(Sources(content, "plan", solved.profile, "profile"))
+        verify_sources(Sources(content, "plan", solved.profile, "profile"))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_ten_million_devices(solved: Any, tmp_path: Path) -> None:
     devices = json.dumps([0])[1:-1]
     long = plan.replace('"devices": [', f'"devices": [{(devices + ",") * 2_000_000}', 1)
     with pytest.raises(FileError, match="devices must be a list of"):
-        verify(Sources(long.encode(), "plan", solved.profile, "profile"))
+        verify_sources(Sources(long.encode(), "plan", solved.profile, "profile"))
     path = tmp_path / "large.plan.json"
     with path.open("wb") as file:
         file.truncate(64 * 2**20)
@@ -154,7 +156,7 @@ def test_more_actions_than_are_followed(solved: Any) -> None:
 
 def test_without_a_profile(solved: Any) -> None:
     """What needs it is not checked, and says so; the rest is."""
-    report = verify(Sources(json.dumps(solved.plan).encode(), "plan"))
+    report = verify_sources(Sources(json.dumps(solved.plan).encode(), "plan"))
     assert report.agrees
     for name in ("profile", "cuts", "seconds of stages", "memory of stages", "step", "bubble"):
         line = report.line(name)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.errors import FileError, UsageError
-from pplan.verification.device_ledger import PartBytes, ledger, part_bytes
+from pplan.verification.device_ledger import PartBytes, compute_ledger, part_bytes
 from pplan.verification.documents import Table
 from pplan.verification.layer_costs import Layers, read_layers
 from pplan.verification.orders import make_order
@@ -75,7 +75,7 @@ PART = PartBytes(
 
 def test_stages_of_1f1b_by_hand() -> None:
     """Adam in float32, two replicas; stage 0 of 3 holds three micro-batches."""
-    made = ledger(
+    made = compute_ledger(
         make_order("1f1b", 3, 8, 1),
         0,
         [PART],
@@ -109,7 +109,7 @@ def test_stages_of_1f1b_by_hand() -> None:
 def test_what_comes_and_goes(
     schedule: str, recompute: str, device: int, activations: float, inputs: float
 ) -> None:
-    made = ledger(
+    made = compute_ledger(
         make_order(schedule, 3, 4, 1),
         device,
         [PART],
@@ -153,7 +153,7 @@ def test_what_zero_spreads(
     zero: int, weights: float, gradients: float, master: float, states: float, exchanged: float
 ) -> None:
     """bf16 weights, float32 gradients and master weights, Adam; over four replicas."""
-    made = ledger(
+    made = compute_ledger(
         make_order("1f1b", 1, 1, 1),
         0,
         [replace(PART, neighbours=300)],

@@ -211,7 +211,7 @@ def test_a_machine_by_its_name(name: str) -> None:
     one, three = described_topology(Path(name)), described_topology(Path(name), 20)
     assert one.gpus == one.gpus_per_node == 8
     assert three.gpus == 20
-    assert three.crosses(7, 8)
+    assert three.link(7, 8) == three.levels[-1].link != three.link(6, 7)
     assert one == make_topology(gpus=8, file=Path(name.upper()), profiled=A100)
     machine = MACHINES[name]
     assert one.kinds[0].memory_bytes == PRESETS[machine.gpu].memory_bytes.value

@@ -108,15 +108,6 @@ def test_xpipe_staleness(stages: int, micro_batches: int, every: int) -> None:
         assert find_schedule("xpipe").weight_versions(i, stages, micro_batches) == 1
 
 
-def test_xpipe_predicts_over_the_way_back_to_the_first_stage() -> None:
-    """Eight stages, mini-batches of four: by hand from the distances in micro-batches over four."""
-    forward = [(8 + 4 - 2) / 4, (9.5) / 4, 9 / 4, 8.5 / 4, 8 / 4, 7.5 / 4, 7 / 4, 6.5 / 4]
-    backward = [3 / 4, 3 / 4, 4 / 4, 4 / 4, 5 / 4, 5 / 4, 6 / 4, 6 / 4]
-    expected = [(round(f), round(b)) for f, b in zip(forward, backward, strict=True)]
-    assert [xpipe.prediction_distance(i, 8, 4) for i in range(8)] == expected
-    assert expected == [(2, 1), (2, 1), (2, 1), (2, 1), (2, 1), (2, 1), (2, 2), (2, 2)]
-
-
 @pytest.mark.parametrize("name", ASYNCHRONOUS)
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 @pytest.mark.parametrize(("forward", "backward"), [(1, 1), (1, 2), (3, 1), (5, 7)])

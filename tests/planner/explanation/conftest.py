@@ -11,7 +11,7 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
 from pplan.planner.build_plan import plan_without_comparison
 from pplan.planner.explanation.explain_context import ExplainContext, make_context
-from pplan.planner.explanation.explanation import Explanation, explain
+from pplan.planner.explanation.explanation import Explanation, explain_plan
 from pplan.planner.joint_search import find_best_plan
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
@@ -32,7 +32,7 @@ class Solved:
         return make_context(self.plan, self.chain, self.topology)
 
     def explained(self, **more: object) -> Explanation:
-        return explain(self.plan, self.chain, self.topology, **more)  # type: ignore[arg-type]
+        return explain_plan(self.plan, self.chain, self.topology, **more)  # type: ignore[arg-type]
 
 
 @pytest.fixture

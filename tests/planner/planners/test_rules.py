@@ -14,7 +14,7 @@ from pplan.cost_models.layer import Chain, list_cut_points
 from pplan.cost_models.precision import training_precision
 from pplan.planner.candidate import Proposal
 from pplan.planner.planners import PLANNERS, find_planner
-from pplan.planner.planners.base import refusal
+from pplan.planner.planners.base import refusal_reason
 from pplan.planner.planners.deepspeed_partition import DeepSpeedBalance, DeepSpeedType, deepspeed_ends
 from pplan.planner.planners.megatron import block_ends, repeated_blocks
 from pplan.planner.planners.rules import even_ends
@@ -102,14 +102,14 @@ def test_type_refuses_what_it_cannot_count(
 ) -> None:
     problem = make_problem(make_named(["conv", "relu", "fc"]), 2)
     assert list(PLANNERS["deepspeed-type"].propose(problem)) == []
-    assert "no transformer blocks" in refusal(PLANNERS["deepspeed-type"], problem)
+    assert "no transformer blocks" in refusal_reason(PLANNERS["deepspeed-type"], problem)
     with pytest.raises(UsageError, match=r"deepspeed-type:attention': no layer's name matches.*'conv'"):
         list(find_planner("deepspeed-type:attention").propose(problem))
     with pytest.raises(UsageError, match="in the regular expression"):
         find_planner("deepspeed-type:(")
     one = find_planner("deepspeed-type:conv")
     assert list(one.propose(problem)) == []
-    assert refusal(one, problem).startswith("the layers that it counts (1) make no stages")
+    assert refusal_reason(one, problem).startswith("the layers that it counts (1) make no stages")
     named = find_planner("deepspeed-type:conv|fc")
     assert named.name == "deepspeed-type:conv|fc"
     assert {proposal.ends for proposal in named.propose(problem)} == {(2, 3)}
@@ -164,10 +164,10 @@ def test_megatron_refuses_blocks_that_do_not_divide(
     assert block_ends(gpt, blocks, 4) is None
     problem = make_problem(make_chain(0, 5), 2)
     assert list(PLANNERS["megatron"].propose(problem)) == []
-    assert "no transformer blocks" in refusal(PLANNERS["megatron"], problem)
+    assert "no transformer blocks" in refusal_reason(PLANNERS["megatron"], problem)
     one_process = make_problem(gpt, 8, mini_batch=8, runtime="torchgpipe")
     assert list(PLANNERS["megatron"].propose(one_process)) == []
-    assert "6 blocks, h.*, do not divide" in refusal(PLANNERS["megatron"], one_process)
+    assert "6 blocks, h.*, do not divide" in refusal_reason(PLANNERS["megatron"], one_process)
 
 
 def test_interleaved_goes_round_the_devices(gpt: Chain, make_problem: MakeProblem) -> None:

@@ -169,7 +169,7 @@ def test_refused_where_it_says_nothing(make_problem: MakeProblem) -> None:
     problem = make_problem(2, 5, 2)
     requested = replace(problem, options=replace(problem.options, robust=True))
     unknown = replace(requested, chain=replace(problem.chain, spread=None))
-    with pytest.raises(UsageError, match="does not tell how the layers' seconds vary"):
+    with pytest.raises(UsageError, match="has no spread of the layers' seconds"):
         solved(unknown)
     with pytest.raises(UsageError, match="`robust` with objective='memory'"):
         solved(requested, Objective("memory"))
