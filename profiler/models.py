@@ -62,17 +62,15 @@ def load_model(
         raise UsageError(
             f"input_like={input_like!r} and input_shape={shape!r}: both say what the input is", "Give one."
         )
-    own_input = None if input_like is None else _input_of(input_like, seed)
+    batch = None if input_like is None else _input_of(input_like, seed)
     if name.startswith(_TRANSFORMERS) or name.endswith(".json"):
         _refuse(name, "takes its sizes from its configuration", classes=classes, input_shape=shape)
         kind = name.removeprefix(_TRANSFORMERS)
-        loaded = _from_transformers(
-            kind, settings or {}, own_input, seed, on_meta=on_meta, known_only=known_only
-        )
+        loaded = _from_transformers(kind, settings or {}, batch, seed, on_meta=on_meta, known_only=known_only)
         return dataclasses.replace(loaded, input_like=input_like)
     if ":" in name:
         _refuse(name, "is a factory, which decides itself", classes=classes)
-        return _with_input(_from_factory(name, shape, settings or {}, seed), own_input, input_like)
+        return _with_input(_from_factory(name, shape, settings or {}, seed), batch, input_like)
     from .loading.torchvision_models import load_torchvision
 
     if settings:
@@ -81,28 +79,26 @@ def load_model(
             "torchvision's models take `classes` and `input_shape`; a factory can call them as it likes.",
         )
     loaded = load_torchvision(name, classes, shape, seed, on_meta=on_meta, known_only=known_only)
-    return _with_input(loaded, own_input, input_like)
+    return _with_input(loaded, batch, input_like)
 
 
-def _with_input(loaded: LoadedModel, own_input: ModelInput | None, input_like: str | None) -> LoadedModel:
-    return (
-        loaded if own_input is None else dataclasses.replace(loaded, example=own_input, input_like=input_like)
-    )
+def _with_input(loaded: LoadedModel, batch: ModelInput | None, input_like: str | None) -> LoadedModel:
+    return loaded if batch is None else dataclasses.replace(loaded, example=batch, input_like=input_like)
 
 
 def _input_of(name: str, seed: int) -> ModelInput:
     """What the user's function returns. Raises ModelError."""
-    wanted = "a function without arguments that returns an example batch"
-    function = import_function("input_like", name, wanted)
+    role = "a function without arguments that returns an example batch"
+    function = import_function("input_like", name, role)
     try:
         with fixed_seed(seed):
-            made = function()
+            example = function()
     except (Exception, SystemExit) as error:
         raise ModelError(
             f"input_like {name!r} failed: {first_line(error)}{at_user_line(error)}",
-            f"Mend it: {wanted} is needed.",
+            f"Mend it: {role} is needed.",
         ) from error
-    return ModelInput.of(made, f"input_like {name!r}")
+    return ModelInput.of(example, f"input_like {name!r}")
 
 
 def from_module(module: nn.Module, example_input: object, *, name: str | None = None) -> LoadedModel:
@@ -138,7 +134,7 @@ def _refuse(name: str, why: str, **options: object) -> None:
 def _from_transformers(
     name: str,
     settings: Mapping[str, object],
-    own_input: ModelInput | None,
+    batch: ModelInput | None,
     seed: int,
     *,
     on_meta: bool,
@@ -147,9 +143,7 @@ def _from_transformers(
     from .loading.transformers_models import load_transformers
 
     device = "meta" if on_meta else "cpu"
-    loaded = load_transformers(
-        name, settings, seed=seed, device=device, known_only=known_only, own_input=own_input
-    )
+    loaded = load_transformers(name, settings, seed=seed, device=device, known_only=known_only, batch=batch)
     return LoadedModel(
         loaded.module,
         loaded.name,

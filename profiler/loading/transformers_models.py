@@ -57,14 +57,14 @@ def load_transformers(
     seed: int,
     device: torch.device | str = "cpu",
     known_only: bool = False,
-    own_input: ModelInput | None = None,
+    batch: ModelInput | None = None,
 ) -> TransformersModel:
     """The model of configuration `name`, random weights drawn from `seed`, in train mode and float32.
 
     `name` is what stands after `hf:`, a model type as `gpt2` or the path of a config.json (or of its
     folder). `settings` are `layers`, `hidden`, `heads`, `intermediate`, `vocabulary`, `sequence`, `classes`
     and keys of the configuration itself. On the device `meta` weights take no memory; the example is on the
-    CPU in any case; `own_input`: the example, which is not made up then. `known_only`: `name` is a model type,
+    CPU in any case; `batch`: the example, which is then not made up. `known_only`: `name` is a model type,
     and no path is read. Raises ModelError, FileError, UsageError, and MachineError without transformers.
     """
     with transformers_session() as transformers, fixed_seed(seed):
@@ -72,8 +72,8 @@ def load_transformers(
         module = _build_model(
             _class_of(transformers, configured.config, name), configured.config, name, torch.device(device)
         )
-        if own_input is not None:
-            example, order, lacking = own_input, _order_on(module, own_input, name), tuple[str, ...]()
+        if batch is not None:
+            example, order, lacking = batch, _order_on(module, batch, name), tuple[str, ...]()
         else:
             sequence = _sequence(module, configured.config, configured.sequence, name)
             example, order, lacking = _example_and_order(module, configured.config, sequence, seed, name)
@@ -211,11 +211,11 @@ def _example_and_order(
     ) from failure
 
 
-def _order_on(module: nn.Module, own_input: ModelInput, name: str) -> dict[str, int]:
+def _order_on(module: nn.Module, batch: ModelInput, name: str) -> dict[str, int]:
     """The order of the modules on the user's own input. Raises ModelError where the model fails on it."""
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     try:
-        return _order(module, own_input, device)
+        return _order(module, batch, device)
     except Exception as error:
         if device.type == "meta":
             return registration_order(module)

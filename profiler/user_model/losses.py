@@ -109,8 +109,8 @@ def load_loss(name: str, seed: int = 0) -> Loss | None:
         raise UsageError(
             f"loss {name!r} is not known", f"Use one of {', '.join(LOSSES)}, or package.module:function."
         )
-    wanted = "a function that takes the model's output and returns a scalar"
-    return Loss(name, import_function("loss", name, wanted))
+    role = "a function that takes the model's output and returns a scalar"
+    return Loss(name, import_function("loss", name, role))
 
 
 def _trained(output: Any) -> list[Tensor]:
@@ -169,8 +169,8 @@ def _checked(loss: Any, name: str) -> Tensor:
     return loss
 
 
-def import_function(field: str, name: str, wanted: str) -> Callable[..., Any]:
-    """The function `package.module:function` that `field` names; `wanted`: what it must be, in words. The
+def import_function(field: str, name: str, role: str) -> Callable[..., Any]:
+    """The function `package.module:function` that `field` names; `role`: what it must be, in words. The
     working directory is put on the import path. Raises ModelError."""
     module_name, _, attribute = name.partition(":")
     here = str(Path.cwd())
@@ -189,6 +189,6 @@ def import_function(field: str, name: str, wanted: str) -> Callable[..., Any]:
     if not callable(target) or isinstance(target, type):
         raise ModelError(
             f"{field} {name!r} is no function, but of type {type(target).__name__}",
-            f"Name {wanted}.",
+            f"Name {role}.",
         )
     return target  # type: ignore[no-any-return]
