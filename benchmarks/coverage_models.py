@@ -46,9 +46,12 @@ SMALL = {"layers": 2, "hidden": 32, "heads": 4, "sequence": 8, "vocabulary": 64}
 """Of transformers' models; those that a configuration has no key for are left out."""
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "bridgetower": {"hidden": 128},
+    "dpt": {"layers": 4},
+    "swin2sr": {"hidden": 48},
+    "zamba": {"layers": 8},
     "canine": {"max_position_embeddings": 128},
     "lilt": {"hidden": 48},
-    "perceiver": {"num_latents": 16, "d_latents": 64, "d_model": 64, "max_position_embeddings": 64},
+    "perceiver": {"hidden": 64, "num_latents": 16, "d_latents": 64, "max_position_embeddings": 64},
     "qwen2_vl": {"hidden": 512},
     "qwen2_5_vl": {"hidden": 512},
     "reformer": {"hidden": 64, "axial_pos_shape": [8, 8], "sequence": 64},

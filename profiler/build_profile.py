@@ -76,6 +76,7 @@ def build_profile(
         input_bytes_per_sample=example.bytes_per_sample,
         classes=loaded.classes,
         settings=loaded.settings_in_json,
+        input_like=loaded.input_like,
         seed=subject.seed,
         threads=torch.get_num_threads() if device.type == "cpu" else None,
         granularity=chain.granularity,

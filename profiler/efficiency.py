@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cost_models.errors import UsageError
+from ..cost_models.machines.rooflines import MEMORY_SHARE, PRODUCT_SHARE
 
 Vector = npt.NDArray[np.float64]
 _STEPS = 50
@@ -36,10 +37,10 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Curves:
-    """The curves of FLOPs and of bytes. The defaults are assumptions, for large products and copies."""
+    """Of FLOPs and of bytes. The defaults are assumed of all GPUs without measured kernels."""
 
-    compute: Efficiency = Efficiency(0.75, 2e-6)
-    memory: Efficiency = Efficiency(0.85, 1e-6)
+    compute: Efficiency = Efficiency(PRODUCT_SHARE, 2e-6)
+    memory: Efficiency = Efficiency(MEMORY_SHARE, 1e-6)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
 
@@ -12,7 +13,9 @@ from ..cost_models.errors import ModelError, UsageError
 from .chain.layer_sequential import model_name
 from .loading.factories import call_factory
 from .named_model import may_name, quote_name
+from .user_model.failures import at_user_line, first_line
 from .user_model.loaded_model import LoadedModel, ModelInput, describe_type
+from .user_model.losses import import_function
 from .user_model.seeding import check_seed, fixed_seed, noise
 
 _DEFAULT_SHAPE = (3, 224, 224)
@@ -25,6 +28,7 @@ def load_model(
     classes: int | None = None,
     input_shape: Sequence[int] | None = None,
     settings: Mapping[str, object] | None = None,
+    input_like: str | None = None,
     seed: int = 0,
     on_meta: bool = False,
     known_only: bool = False,
@@ -36,13 +40,15 @@ def load_model(
     dimension 0 is the batch; the working directory is put on the import path, as `python -m` does. For
     transformers `settings` are of the model's configuration. Models are built under `seed`, and the caller's
     random state is left as it was. `input_shape` is that of one sample; by default torchvision's own for the
-    model, the example's, or 3x224x224. `on_meta` builds without values where the model allows it.
-    `known_only`: a file names it, and only models of torchvision and transformers are built; no path is read
-    and no other code imported.
+    model, the example's, or 3x224x224. `input_like` names a function, `package.module:function`, that returns
+    an example input, as a factory may: it is taken instead of any other. `on_meta` builds without values
+    where the model allows it. `known_only`: a file names it, and only models of torchvision and transformers
+    are built; no path is read and no other code imported.
 
     Raises ModelError: unknown, not importable, not callable, failing, or returning something else; UsageError
     for `classes` or `input_shape` that are no positive whole numbers, a seed beyond 0 to 2**63 - 1, or what
-    such a model does not take; MachineError without transformers.
+    such a model does not take, or with both `input_like` and `input_shape`; MachineError without
+    transformers.
     """
     if known_only and not may_name(name):
         raise ModelError(
@@ -52,13 +58,19 @@ def load_model(
     shape = None if input_shape is None else _checked_shape(input_shape)
     if classes is not None and not is_positive(classes):
         raise UsageError(f"classes {classes!r}: must be a whole number of at least 1", "As in classes=1000.")
+    if input_like is not None and shape is not None:
+        raise UsageError(
+            f"input_like={input_like!r} and input_shape={shape!r}: both say what the input is", "Give one."
+        )
+    batch = None if input_like is None else _input_of(input_like, seed)
     if name.startswith(_TRANSFORMERS) or name.endswith(".json"):
         _refuse(name, "takes its sizes from its configuration", classes=classes, input_shape=shape)
         kind = name.removeprefix(_TRANSFORMERS)
-        return _from_transformers(kind, settings or {}, seed, on_meta=on_meta, known_only=known_only)
+        loaded = _from_transformers(kind, settings or {}, batch, seed, on_meta=on_meta, known_only=known_only)
+        return dataclasses.replace(loaded, input_like=input_like)
     if ":" in name:
         _refuse(name, "is a factory, which decides itself", classes=classes)
-        return _from_factory(name, shape, settings or {}, seed)
+        return _with_input(_from_factory(name, shape, settings or {}, seed), batch, input_like)
     from .loading.torchvision_models import load_torchvision
 
     if settings:
@@ -66,7 +78,27 @@ def load_model(
             f"settings={dict(settings)!r}: {name} is no factory and no transformers model",
             "torchvision's models take `classes` and `input_shape`; a factory can call them as it likes.",
         )
-    return load_torchvision(name, classes, shape, seed, on_meta=on_meta, known_only=known_only)
+    loaded = load_torchvision(name, classes, shape, seed, on_meta=on_meta, known_only=known_only)
+    return _with_input(loaded, batch, input_like)
+
+
+def _with_input(loaded: LoadedModel, batch: ModelInput | None, input_like: str | None) -> LoadedModel:
+    return loaded if batch is None else dataclasses.replace(loaded, example=batch, input_like=input_like)
+
+
+def _input_of(name: str, seed: int) -> ModelInput:
+    """What the user's function returns. Raises ModelError."""
+    role = "a function without arguments that returns an example batch"
+    function = import_function("input_like", name, role)
+    try:
+        with fixed_seed(seed):
+            example = function()
+    except (Exception, SystemExit) as error:
+        raise ModelError(
+            f"input_like {name!r} failed: {first_line(error)}{at_user_line(error)}",
+            f"Mend it: {role} is needed.",
+        ) from error
+    return ModelInput.of(example, f"input_like {name!r}")
 
 
 def from_module(module: nn.Module, example_input: object, *, name: str | None = None) -> LoadedModel:
@@ -100,12 +132,18 @@ def _refuse(name: str, why: str, **options: object) -> None:
 
 
 def _from_transformers(
-    name: str, settings: Mapping[str, object], seed: int, *, on_meta: bool, known_only: bool
+    name: str,
+    settings: Mapping[str, object],
+    batch: ModelInput | None,
+    seed: int,
+    *,
+    on_meta: bool,
+    known_only: bool,
 ) -> LoadedModel:
     from .loading.transformers_models import load_transformers
 
     device = "meta" if on_meta else "cpu"
-    loaded = load_transformers(name, settings, seed=seed, device=device, known_only=known_only)
+    loaded = load_transformers(name, settings, seed=seed, device=device, known_only=known_only, batch=batch)
     return LoadedModel(
         loaded.module,
         loaded.name,

@@ -84,6 +84,19 @@ def loss_for(profile: Profile, loss: str | None) -> str:
     return own
 
 
+def input_function_for(profile: Profile, input_like: str | None) -> str | None:
+    """`input_like`, as the user names it; None where the model was profiled without. Raises ModelError where
+    only the profile names it."""
+    own = profile.input_like
+    if input_like is None and own is not None:
+        typed = own if _FACTORY.fullmatch(own) and len(own) <= MOST_CHARACTERS else "package.module:function"
+        raise ModelError(
+            f"the profile names the function of its input {quote_name(own)}: a file's word runs no code",
+            f"Name it yourself, if it is yours: input_like={typed!r}.",
+        )
+    return input_like
+
+
 def may_name(name: str) -> bool:
     """Whether a file may name this model: as torchvision's and transformers' are called."""
     return (_TORCHVISION.fullmatch(name) or _OF_TRANSFORMERS.fullmatch(name)) is not None

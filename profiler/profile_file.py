@@ -59,6 +59,8 @@ class Profile(Document):
     classes: int | None = None
     settings: dict[str, Any] = {}
     """What its factory or configuration was given, as far as JSON can say it."""
+    input_like: str | None = None
+    """The user's function that made the example input."""
     seed: int | None = None
     threads: int | None = None
     scales_with_samples: bool = False

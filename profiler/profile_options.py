@@ -28,6 +28,7 @@ class ProfileKeywords(TypedDict, total=False):
     """The fields of `ProfileOptions`, as a caller may give them."""
 
     input_shape: Sequence[int] | None
+    input_like: str | None
     classes: int | None
     micro_batch_sizes: Sequence[int] | None
     dtype: str | None
@@ -96,7 +97,9 @@ def _text(form: str, help: str) -> Any:
 class ProfileOptions(Options):
     """How a model is built and measured; None: as is usual for it. Raises UsageError.
 
-    `input_shape` is that of one sample. `dtype` defaults to the model's own, or float32 where it has several
+    `input_shape` is that of one sample. `input_like`: "package.module:function", of yours, called without
+    arguments, returns an example batch (dimension 0 of its tensors), of which the sizes are made. `dtype`
+    defaults to the model's own, or float32 where it has several
     or none; `device` to CUDA where there is one. On "meta" nothing is timed: layers and bytes are counted;
     "analytic:h100", any preset or a TOML file: seconds estimated from FLOPs and bytes, with the efficiencies
     of `calibrate`, a measured profile of the same model, where it is given. `granularity`: "block" (cuts that
@@ -117,6 +120,11 @@ class ProfileOptions(Options):
         "3x224x224",
         flag="input",
         read=read_shape,
+    )
+    input_like: str | None = _text(
+        "MODULE:FUNCTION",
+        "Your function that returns an example batch: a tensor, a tuple of forward's arguments, or a dict of "
+        "its keyword arguments.",
     )
     classes: int | None = _number("How many classes a torchvision model tells apart.")
     micro_batch_sizes: Sequence[int] | None = option(
@@ -249,6 +257,30 @@ def _read_byte_sizes(text: str, name: str) -> tuple[int, ...]:
             f"Give two or more, as in {name} 1KiB,1MiB,16MiB.",
         )
     return sizes
+
+
+@dataclass(frozen=True)
+class KernelOptions(Options):
+    """Of which shapes kernels are measured: of a transformer with these degrees, and how. `peak`: FLOP/s."""
+
+    device: str | None = option(
+        None, arguments.optional_word, "Where to measure; default: CUDA.", "cpu|cuda|cuda:N"
+    )
+    dtype: str = option("bfloat16", arguments.word, "Of the numbers: bfloat16, float16, float32.", "NAME")
+    sequence: int = option(4096, arguments.whole, "Tokens of a sequence.", "T", least=1)
+    micro_batch_size: tuple[int, ...] = option(
+        (1,), arguments.wholes, "Sequences of a micro-batch.", "N[,N]", read=read_sizes, default_text="1"
+    )
+    tp: tuple[int, ...] = option(
+        (1,), arguments.wholes, "Tensor-parallel degrees.", "N[,N]", read=read_sizes, default_text="1"
+    )
+    ep: tuple[int, ...] = option(
+        (1,), arguments.wholes, "Expert-parallel degrees.", "N[,N]", read=read_sizes, default_text="1"
+    )
+    cp: tuple[int, ...] = option(
+        (1,), arguments.wholes, "Context-parallel degrees.", "N[,N]", read=read_sizes, default_text="1"
+    )
+    repeats: int = option(10, arguments.whole, "Runs of a kernel, of which the median counts.", "N", least=1)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from ..collectives import all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
+from ..machines.rooflines import ATTENTION_SHARE, MEMORY_SHARE, PRODUCT_SHARE
 from ..topology import Topology
 from .block_kernels import LayerWork
 from .kernel_table import (
@@ -67,9 +68,9 @@ class DeviceLimits:
 
     flops: float
     bandwidth: float
-    product_share: float = 0.6
-    attention_share: float = 0.5
-    memory_share: float = 0.7
+    product_share: float = PRODUCT_SHARE
+    attention_share: float = ATTENTION_SHARE
+    memory_share: float = MEMORY_SHARE
     shares: Mapping[str, float] = field(default_factory=dict)
 
     def product_seconds(self, kernel: Product) -> float:

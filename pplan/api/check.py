@@ -11,7 +11,7 @@ from ..cost_models.errors import MachineError, PplanError, UsageError
 from ..cost_models.quantities import format_count
 from ..cost_models.runtime import find_runtime
 from ..planner.plan_file import Plan
-from ..profiler.named_model import loss_for, model_for
+from ..profiler.named_model import input_function_for, loss_for, model_for
 from ..profiler.profile_file import Profile
 from ..profiler.torchrun_env import is_launched, read_torchrun_env
 from ..runtimes.checking.calibration import Calibration, vary_case
@@ -168,11 +168,13 @@ def model_spec(profile: Profile, options: CheckOptions) -> ModelSpec:
     """
     named_model = model_for(profile, options.model, options.settings)
     loss = loss_for(profile, options.loss)
-    user_names = (named_model.name if named_model.by_user else None, options.loss)
+    input_like = input_function_for(profile, options.input_like)
+    user_names = (named_model.name if named_model.by_user else None, options.loss, options.input_like)
     return ModelSpec(
         name=named_model.name,
         settings=dict(named_model.settings),
-        input_shape=profile.input_shape if len(profile.inputs) < 2 else None,
+        input_shape=profile.input_shape if len(profile.inputs) < 2 and input_like is None else None,
+        input_like=input_like,
         classes=profile.classes if ":" not in named_model.name else None,
         seed=profile.seed or 0,
         dtype=profile.dtype,

@@ -22,6 +22,7 @@ class CheckKeywords(TypedDict, total=False):
     model: str | None
     settings: Mapping[str, object] | None
     loss: str | None
+    input_like: str | None
     device: Literal["auto", "cpu", "cuda"] | str
     emulate: bool
     even: bool
@@ -45,13 +46,13 @@ def _device(name: str, value: Any) -> str:
 class CheckOptions(Options):
     """How a plan is checked. Raises UsageError.
 
-    `runtime`: torch (torch.distributed.pipelining), torchgpipe, fairscale or deepspeed. `model` and `loss` of
-    yours, where the profile's are not taken (their code is imported then, and else never), with `settings`,
-    what the model was profiled with. `device`: CUDA with a GPU each, "cpu" with one thread each, or what
-    there is enough of. `emulate`: the stages wait as long as the plan says they compute. `even`: the even
-    split of as many stages runs beside it. `calibrate`: other schedules run first, and overhead, link and
-    slowdown are fitted to them; `calibration`: a file of what was fitted before. `steps`: how many are timed.
-    `timeout`: seconds after which a step that does not end is given up.
+    `runtime`: torch (torch.distributed.pipelining), torchgpipe, fairscale or deepspeed. `model`, `loss` and
+    `input_like` of yours, where the profile's are not taken (their code is imported then, and else never),
+    with `settings`, what the model was profiled with. `device`: CUDA with a GPU each, "cpu" with one thread
+    each, or what there is enough of. `emulate`: the stages wait as long as the plan says they compute.
+    `even`: the even split of as many stages runs beside it. `calibrate`: other schedules run first, and
+    overhead, link and slowdown are fitted to them; `calibration`: a file of what was fitted before. `steps`:
+    how many are timed. `timeout`: seconds after which a step that does not end is given up.
     """
 
     model: str | None = option(
@@ -66,6 +67,12 @@ class CheckOptions(Options):
         arguments.optional_word,
         "The loss, where it is your own: package.module:function.",
         "NAME",
+    )
+    input_like: str | None = option(
+        None,
+        arguments.optional_word,
+        "The function that the example input is of, where the model was profiled with one.",
+        "MODULE:FUNCTION",
     )
     runtime: str = option(
         "torch",

@@ -138,6 +138,7 @@ def load_model(
     classes: int | None = None,
     input_shape: Sequence[int] | None = None,
     settings: Mapping[str, object] | None = None,
+    input_like: str | None = None,
     seed: int = 0,
 ) -> tuple[nn.Module, ExampleInput]:
     """The model that `profile` builds for this name and options, and an example input of at least one sample.
@@ -154,6 +155,7 @@ def load_model(
         classes=arguments.optional_whole("classes", classes),
         input_shape=arguments.wholes("input_shape", input_shape),
         settings=arguments.settings("settings", settings),
+        input_like=arguments.optional_word("input_like", input_like),
         seed=arguments.whole("seed", seed, at_least=0, at_most=2**63 - 1),
     )
     example = loaded.example
@@ -180,12 +182,15 @@ def _load_subject(
             classes=options.classes,
             input_shape=options.input_shape,
             settings=options.settings,
+            input_like=options.input_like,
             seed=options.seed,
             on_meta=on_meta,
         )
     arguments.instance("model", model, nn.Module, "Give the name of a model, or a torch.nn.Module.")
     if example_input is None:
         raise UsageError("a module is given without example_input", "Give a batch of its input as a tensor.")
+    if options.input_like is not None:
+        raise UsageError("input_like is given with a module", "Omit `input_like`.")
     if options.input_shape is not None or options.classes is not None or options.settings:
         raise UsageError(
             "input_shape, classes or settings are given with a module", "Omit them: the module decides."

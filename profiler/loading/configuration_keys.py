@@ -161,9 +161,18 @@ def lists_of_layers(sizes: Mapping[str, Any], layers: int) -> dict[str, Any]:
     if "attention_types" in sizes:
         kinds = ["global", "local"]
         lists["attention_types"] = [[[kinds[index % 2]], 1] for index in range(layers)]
-    if "attn_layers" in sizes:
-        kinds = list(sizes["attn_layers"])
-        lists["attn_layers"] = [kinds[index % len(kinds)] for index in range(layers)]
+    for key in ("attn_layers", "layers_block_type"):
+        kinds = list(sizes.get(key) or ())
+        if kinds:
+            # As many of each kind as there are beside the others, and at least one.
+            rare = [kind for kind in dict.fromkeys(kinds) if kind not in kinds[:layers]][: layers - 1]
+            lists[key] = [*(kinds[index % len(kinds)] for index in range(layers - len(rare))), *rare]
+    if sizes.get("backbone_out_indices"):
+        count, last = len(sizes["backbone_out_indices"]), max(sizes["backbone_out_indices"])
+        lists["backbone_out_indices"] = [
+            max(index, (own + 1) * layers // (last + 1) - 1)
+            for index, own in enumerate(sizes["backbone_out_indices"][: min(count, layers)])
+        ]
     return lists
 
 

@@ -60,7 +60,8 @@ def _note_call(order: dict[str, int], name: str, *_: object) -> None:
 def _lists(model: nn.Module, path: str) -> Iterator[tuple[str, nn.ModuleList]]:
     """The outermost lists whose entries all have parameters."""
     for name, child in _children(model, path):
-        if isinstance(child, nn.ModuleList) and len(child) and all(map(_size, child)):
+        # An entry may be None, as behind the last of Informer's blocks.
+        if isinstance(child, nn.ModuleList) and len(child) and all(part and _size(part) for part in child):
             yield name, child
         else:
             yield from _lists(model, name)

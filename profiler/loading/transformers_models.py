@@ -57,22 +57,26 @@ def load_transformers(
     seed: int,
     device: torch.device | str = "cpu",
     known_only: bool = False,
+    batch: ModelInput | None = None,
 ) -> TransformersModel:
     """The model of configuration `name`, random weights drawn from `seed`, in train mode and float32.
 
     `name` is what stands after `hf:`, a model type as `gpt2` or the path of a config.json (or of its
     folder). `settings` are `layers`, `hidden`, `heads`, `intermediate`, `vocabulary`, `sequence`, `classes`
     and keys of the configuration itself. On the device `meta` weights take no memory; the example is on the
-    CPU in any case. `known_only`: `name` is a model type, and no path is read. Raises
-    ModelError, FileError, UsageError, and MachineError without transformers.
+    CPU in any case; `batch`: the example, which is then not made up. `known_only`: `name` is a model type,
+    and no path is read. Raises ModelError, FileError, UsageError, and MachineError without transformers.
     """
     with transformers_session() as transformers, fixed_seed(seed):
         configured = configure_model(transformers, name, settings, known_only=known_only)
         module = _build_model(
             _class_of(transformers, configured.config, name), configured.config, name, torch.device(device)
         )
-        sequence = _sequence(module, configured.config, configured.sequence, name)
-        example, order, lacking = _example_and_order(module, configured.config, sequence, seed, name)
+        if batch is not None:
+            example, order, lacking = batch, _order_on(module, batch, name), tuple[str, ...]()
+        else:
+            sequence = _sequence(module, configured.config, configured.sequence, name)
+            example, order, lacking = _example_and_order(module, configured.config, sequence, seed, name)
     patterns = block_patterns(module, order)
     return TransformersModel(
         module=module,
@@ -207,10 +211,25 @@ def _example_and_order(
     ) from failure
 
 
+def _order_on(module: nn.Module, batch: ModelInput, name: str) -> dict[str, int]:
+    """The order of the modules on the user's own input. Raises ModelError where the model fails on it."""
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    try:
+        return _order(module, batch, device)
+    except Exception as error:
+        if device.type == "meta":
+            return registration_order(module)
+        raise ModelError(
+            f"hf:{name}: {type(module).__name__} fails on the example input: "
+            f"{first_line(error)}{at_user_line(error)}",
+            "Return what its forward takes: a tensor, a tuple of arguments, or a dict of keyword arguments.",
+        ) from error
+
+
 def _order(module: nn.Module, example: ModelInput, device: torch.device) -> dict[str, int]:
     """The order in which the modules run, told by one sample with few tokens, or else with all."""
     whole = example.repeated(1).to(device)
-    short = ModelInput((), {key: _cut(tensor) for key, tensor in whole.kwargs.items()})
+    short = whole.mapped(_cut)
     try:
         return record_call_order(module, lambda: short.call(module))
     except Exception:

@@ -156,6 +156,8 @@ class LoadedModel:
     """The usual one for such a model."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """What its factory or configuration was given."""
+    input_like: str | None = None
+    """The user's function that made the example, by name."""
     notes: tuple[str, ...] = ()
 
     @property

@@ -109,7 +109,8 @@ def load_loss(name: str, seed: int = 0) -> Loss | None:
         raise UsageError(
             f"loss {name!r} is not known", f"Use one of {', '.join(LOSSES)}, or package.module:function."
         )
-    return Loss(name, _function_named(name))
+    role = "a function that takes the model's output and returns a scalar"
+    return Loss(name, import_function("loss", name, role))
 
 
 def _trained(output: Any) -> list[Tensor]:
@@ -168,7 +169,9 @@ def _checked(loss: Any, name: str) -> Tensor:
     return loss
 
 
-def _function_named(name: str) -> Callable[[Any], Any]:
+def import_function(field: str, name: str, role: str) -> Callable[..., Any]:
+    """The function `package.module:function` that `field` names; `role`: what it must be, in words. The
+    working directory is put on the import path. Raises ModelError."""
     module_name, _, attribute = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -180,12 +183,12 @@ def _function_named(name: str) -> Callable[[Any], Any]:
             target = getattr(target, part)
     except (Exception, SystemExit) as error:
         raise ModelError(
-            f"loss {name!r} could not be imported: {first_line(error)}{at_user_line(error)}",
+            f"{field} {name!r} could not be imported: {first_line(error)}{at_user_line(error)}",
             f"Name it as package.module:function; looked in {here} and the installed packages.",
         ) from error
     if not callable(target) or isinstance(target, type):
         raise ModelError(
-            f"loss {name!r} is no function, but of type {type(target).__name__}",
-            "Name a function that takes the model's output and returns a scalar.",
+            f"{field} {name!r} is no function, but of type {type(target).__name__}",
+            f"Name {role}.",
         )
     return target  # type: ignore[no-any-return]

@@ -26,6 +26,7 @@ class ModelSpec(Record):
     name: str
     settings: dict[str, Any] = {}
     input_shape: list[int] | None = None
+    input_like: str | None = None
     classes: int | None = None
     seed: int = 0
     dtype: str = "float32"
@@ -37,7 +38,8 @@ class ModelSpec(Record):
     profiled: str = ""
     """What the profile calls the model."""
     by_user: tuple[str, ...] = Field(default=(), exclude=True)
-    """The names, of a model and of a loss, that the user gave: only these may be code. No file holds them."""
+    """The names, of a model, a loss and a function of its input, that the user gave: only these may be
+    code. No file holds them."""
 
 
 class StageSeconds(Record):

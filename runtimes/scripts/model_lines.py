@@ -208,7 +208,11 @@ def _model_code(profile: Profile, model: NamedModel, document: ExportDocument, d
         lines = [f"model = torchvision.models.get_model({name}, weights=None{classes})"]
     else:
         options = [f"settings={write_literal(dict(model.settings))}"] if model.settings else []
-        if data.is_one_float and not model.name.startswith("hf:"):
+        own = profile.input_like or ""
+        if model.by_user and own and own.partition(":")[0] == model.name.partition(":")[0]:
+            # In the module that the user named himself: a file's word runs no other code.
+            options.append(f"input_like={write_literal(own)}")
+        elif data.is_one_float and not model.name.startswith("hf:"):
             options.append(f"input_shape={tuple(profile.inputs[0].shape)}")
         arguments = [name, *options]
         lines = [f"model, example = pplan.load_model({', '.join(arguments)})"]

@@ -35,6 +35,7 @@ def test_defaults(run: Run, here: Path, asked: dict[str, Any]) -> None:
     assert asked == {
         "model": "toy",
         "input_shape": None,
+        "input_like": None,
         "classes": None,
         "micro_batch_sizes": None,
         "dtype": None,
@@ -63,7 +64,8 @@ def test_defaults(run: Run, here: Path, asked: dict[str, Any]) -> None:
 
 def test_every_option_arrives(run: Run, asked: dict[str, Any]) -> None:
     options = (
-        "--input 3x32x32 --classes 10 --micro-batch-sizes 8,1,2,2 --dtype bfloat16 --device cuda:1 "
+        "--input 3x32x32 --input-like zoo.inputs:batch --classes 10 --micro-batch-sizes 8,1,2,2 "
+        "--dtype bfloat16 --device cuda:1 "
         "--budget 1.5m --seed 7 --granularity module:blocks.*,head --keep-together stem.* "
         "--keep-together head "
         "--set depth=24 --set name=abc --layers 8 --loss mse --compile --channels-last --amp bf16 --tf32 "
@@ -74,6 +76,7 @@ def test_every_option_arrives(run: Run, asked: dict[str, Any]) -> None:
     assert asked == {
         "model": "zoo.big:make",
         "input_shape": (3, 32, 32),
+        "input_like": "zoo.inputs:batch",
         "classes": 10,
         "micro_batch_sizes": (1, 2, 8),
         "dtype": "bfloat16",

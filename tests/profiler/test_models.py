@@ -236,3 +236,64 @@ def test_seeds_are_what_torch_and_the_file_can_hold(seed: Any) -> None:
 
 def test_the_largest_seed_is_one() -> None:
     assert load_model("squeezenet1_1", seed=2**63 - 1, classes=2).classes == 2
+
+
+BATCHES = """
+def tensor(): return torch.ones(3, 3, 64, 64)
+def pair(): return torch.ones(4, 8), torch.full((4, 8), 2.0)
+def keywords(): return {"y": torch.ones(2, 8), "x": torch.zeros(2, 8)}
+def noise(): return torch.randn(3, 8)
+def patches(): return {"inputs_embeds": torch.ones(2, 5, 32)}
+def nothing(): return {"n": 3}
+def fails(): raise KeyError("no such file")
+constant = 3
+class Sum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(8, 2)
+    def forward(self, x, y): return self.l(x - y)
+def model(): return Sum()
+"""
+
+
+def test_the_input_of_a_function_of_the_users(factory: Callable[[str], str]) -> None:
+    name = factory(BATCHES)
+    picture = load_model("squeezenet1_1", input_like=f"{name}:tensor")
+    assert (picture.input_shape, picture.example.batch) == ((3, 64, 64), 3)
+    pair = load_model(f"{name}:model", input_like=f"{name}:pair")
+    assert [tuple(each.shape) for each in pair.example_input_for(6).tensors] == [(6, 8), (6, 8)]
+    assert torch.equal(pair.example.call(pair.module), pair.module(torch.ones(4, 8), torch.full((4, 8), 2.0)))
+    keywords = load_model(f"{name}:model", input_like=f"{name}:keywords")
+    assert (sorted(keywords.example.kwargs), keywords.example.batch) == (["x", "y"], 2)
+    same = [load_model(f"{name}:model", input_like=f"{name}:noise", seed=5).example for _ in range(2)]
+    assert torch.equal(same[0].tensors[0], same[1].tensors[0])
+
+
+def test_a_model_of_transformers_takes_it_too(factory: Callable[[str], str]) -> None:
+    sizes = {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 64}
+    loaded = load_model("hf:gpt2", settings=sizes, input_like=f"{factory(BATCHES)}:patches")
+    assert list(loaded.example.kwargs) == ["inputs_embeds"]
+    assert loaded.granularity.startswith("module:transformer.h.*")
+    with pytest.raises(ModelError, match=r"GPT2LMHeadModel fails on the example input: ValueError"):
+        load_model("hf:gpt2", settings=sizes, input_like=f"{factory(BATCHES)}:keywords")
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("tensors", "could not be imported: AttributeError"),
+        ("constant", "is no function, but of type int"),
+        ("nothing", "is an object of type dict, and holds no tensor"),
+        ("fails", "failed: KeyError: 'no such file'"),
+    ],
+)
+def test_what_is_no_input_says_so(factory: Callable[[str], str], function: str, reason: str) -> None:
+    with pytest.raises(ModelError, match=reason) as caught:
+        load_model("squeezenet1_1", input_like=f"{factory(BATCHES)}:{function}")
+    assert f":{function}" in caught.value.what
+    assert caught.value.hint
+
+
+def test_one_input_is_named(factory: Callable[[str], str]) -> None:
+    with pytest.raises(UsageError, match="both say what the input is"):
+        load_model("squeezenet1_1", input_like=f"{factory(BATCHES)}:tensor", input_shape=(3, 64, 64))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.errors import ModelError
-from pplan.profiler.named_model import loss_for, may_name, model_for, quote_name
+from pplan.profiler.named_model import input_function_for, loss_for, may_name, model_for, quote_name
 from pplan.profiler.profile_file import Profile
 
 COST = {
@@ -133,6 +133,16 @@ def test_losses() -> None:
     for name in ("evil:loss", "crossentropy", "x" * 500, "\x1b[31m"):
         with pytest.raises(ModelError, match="a file's word runs no code"):
             loss_for(profile("vgg19", name), None)
+
+
+def test_functions_of_inputs() -> None:
+    plain = profile("vgg19")
+    named = plain.model_copy(update={"input_like": "evil:batch"})
+    assert input_function_for(plain, None) is None
+    assert input_function_for(plain, "my:batch") == input_function_for(named, "my:batch") == "my:batch"
+    with pytest.raises(ModelError, match="a file's word runs no code") as caught:
+        input_function_for(named, None)
+    assert "input_like='evil:batch'" in str(caught.value.hint)
 
 
 def test_names_are_shown_in_one_short_line() -> None:

@@ -64,6 +64,7 @@ def _load_model(spec: ModelSpec) -> TrainingTarget:
         classes=spec.classes,
         input_shape=None if fixed else spec.input_shape,
         settings=spec.settings,
+        input_like=_input_function(spec),
         seed=spec.seed,
         known_only=spec.name not in spec.by_user,
     )
@@ -77,6 +78,15 @@ def _load_model(spec: ModelSpec) -> TrainingTarget:
     return TrainingTarget(
         layers, example, partial(_sum_of_means) if user_loss is None else lambda out, _: user_loss.of(out)
     )
+
+
+def _input_function(spec: ModelSpec) -> str | None:
+    if spec.input_like is not None and spec.input_like not in spec.by_user:
+        raise ModelError(
+            f"input_like {quote_name(spec.input_like)}: a file's word runs no code",
+            "Name it yourself: `input_like`.",
+        )
+    return spec.input_like
 
 
 def _loss(spec: ModelSpec) -> str:

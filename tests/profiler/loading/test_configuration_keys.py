@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pplan.profiler.loading.configuration_keys import in_proportion
+from pplan.profiler.loading.configuration_keys import in_proportion, lists_of_layers
 from pplan.profiler.loading.transformers_models import TransformersModel, load_transformers
 
 pytest.importorskip("transformers")
@@ -44,6 +44,7 @@ def test_widths_stay_multiples_that_kernels_take(width: int, hidden: int, before
         ("esm", {"vocab_size": 64, "pad_token_id": 1}),
         ("deepseek_v2", {"num_experts_per_tok": 6, "moe_intermediate_size": 8}),
         ("ernie4_5_moe", {"moe_intermediate_size": 16}),
+        ("zamba2", {"layers_block_type": ["linear_attention", "hybrid"]}),
     ],
 )
 def test_a_small_one_of_the_family_runs(name: str, expected: dict[str, Any]) -> None:
@@ -78,3 +79,18 @@ def test_sizes_reach_the_configurations_inside() -> None:
         assert part.intermediate_size == 128
     assert (config.text_config.vocab_size, config.vision_config.image_size) == (64, 32)
     assert "vision_config.intermediate_size=128: in proportion to `hidden` and `heads`" in made.notes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layers", "expected"),
+    [
+        ({"layers_block_type": ["a", "a", "b"] * 4}, 7, {"layers_block_type": list("aabaaba")}),
+        ({"layers_block_type": ["a", "a", "b"] * 4}, 2, {"layers_block_type": ["a", "b"]}),
+        ({"layers_block_type": ["a", "a", "b"]}, 1, {"layers_block_type": ["a"]}),
+        ({"attn_layers": ["x", "y"]}, 3, {"attn_layers": ["x", "y", "x"]}),
+        ({"backbone_out_indices": [2, 5, 8, 11]}, 24, {"backbone_out_indices": [5, 11, 17, 23]}),
+        ({"backbone_out_indices": [2, 5, 8, 11]}, 4, {"backbone_out_indices": [0, 1, 2, 3]}),
+    ],
+)
+def test_lists_of_layers(sizes: dict[str, Any], layers: int, expected: dict[str, Any]) -> None:
+    assert lists_of_layers(sizes, layers) == expected
