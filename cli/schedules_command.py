@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,6 @@ import typer
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.option_fields import Options, option
-from ..cost_models.option_readers import read_choice
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 
 def _action(text: str) -> str:
-    return read_choice(ACTIONS)(text, "schedules")
+    if text in ACTIONS:
+        return text
+    near = difflib.get_close_matches(text, ACTIONS, n=1, cutoff=0.5)
+    guess = f"Did you mean pplan schedules {near[0]}?" if near else f"To see it: pplan schedules show {text}"
+    raise UsageError(f"schedules {text}: is not one of {', '.join(ACTIONS)}", guess)
 
 
 ACTIONS = ("list", "show")

@@ -104,8 +104,10 @@ def schedule_word(field: str, value: Any, besides: Sequence[str] = ("auto", "syn
         return text
     near = difflib.get_close_matches(text, SCHEDULES, n=1, cutoff=0.5)
     raise UsageError(
-        f"{field}={text!r}: is not one of {', '.join(SCHEDULES)}",
-        f"Did you mean {near[0]}?" if near else f"Give one of these, or a file, my{SUFFIX}, of your own.",
+        f"{field}={text!r}: not known",
+        f"Did you mean {near[0]}?"
+        if near
+        else f"Use one of: {', '.join(SCHEDULES)}; or a file of your own, my{SUFFIX}.",
     )
 
 
