@@ -67,8 +67,19 @@ def test_one_is_drawn(run: Run) -> None:
 def test_ones_text_starts_an_own_one(run: Run, here: Path) -> None:
     text = run("schedules", "show", "zb-v", "--stages", "2", "--micro-batches", "4", "--text").out
     (here / "own.schedule").write_text(text, encoding="utf-8")
-    costs = ("--stages", "2", "--micro-batches", "4", "--forward-ms", "1", "--backward-ms", "1")
-    costs = (*costs, "--weight-ms", "1", "--json")
+    costs = [
+        "--stages",
+        "2",
+        "--micro-batches",
+        "4",
+        "--forward-ms",
+        "1",
+        "--backward-ms",
+        "1",
+        "--weight-ms",
+        "1",
+        "--json",
+    ]
     own, published = (
         json.loads(run("simulate", "--schedule", name, *costs).out) for name in ("own.schedule", "zb-v")
     )
