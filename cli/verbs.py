@@ -16,6 +16,7 @@ from .import_command import import_command
 from .import_plan_command import import_plan_command
 from .option_parameters import Command, with_options
 from .profile_command import profile_command
+from .profile_kernels_command import profile_kernels_command
 from .profile_links_command import profile_links_command
 from .schedules_command import schedules_command
 from .show_command import show_command
@@ -48,6 +49,7 @@ VERBS: dict[str, Command] = {
     "schedules": schedules_command,
     "topology": topology_command,
     "degrees": degrees_command,
+    "profile-kernels": profile_kernels_command,
 }
 for verb, command in VERBS.items():
     app.command(verb)(with_options(command))

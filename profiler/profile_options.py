@@ -260,6 +260,30 @@ def _read_byte_sizes(text: str, name: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class KernelOptions(Options):
+    """Of which shapes kernels are measured: of a transformer with these degrees, and how. `peak`: FLOP/s."""
+
+    device: str | None = option(
+        None, arguments.optional_word, "Where to measure; default: CUDA.", "cpu|cuda|cuda:N"
+    )
+    dtype: str = option("bfloat16", arguments.word, "Of the numbers: bfloat16, float16, float32.", "NAME")
+    sequence: int = option(4096, arguments.whole, "Tokens of a sequence.", "T", least=1)
+    micro_batch_size: tuple[int, ...] = option(
+        (1,), arguments.wholes, "Sequences of a micro-batch.", "N[,N]", read=read_sizes, default_text="1"
+    )
+    tp: tuple[int, ...] = option(
+        (1,), arguments.wholes, "Tensor-parallel degrees.", "N[,N]", read=read_sizes, default_text="1"
+    )
+    ep: tuple[int, ...] = option(
+        (1,), arguments.wholes, "Expert-parallel degrees.", "N[,N]", read=read_sizes, default_text="1"
+    )
+    cp: tuple[int, ...] = option(
+        (1,), arguments.wholes, "Context-parallel degrees.", "N[,N]", read=read_sizes, default_text="1"
+    )
+    repeats: int = option(10, arguments.whole, "Runs of a kernel, of which the median counts.", "N", least=1)
+
+
+@dataclass(frozen=True)
 class LinkOptions(Options):
     """How links are measured. `sizes`: bytes of a transfer."""
 

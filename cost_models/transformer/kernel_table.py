@@ -260,3 +260,30 @@ def _number(text: str | None, where: str, largest: float) -> float:
             f"{where}: {(text or '')[:40]!r}", f"Give a number above 0, at most {largest:g}. {_HINT}"
         )
     return value
+
+
+def write_kernel_table(seconds: Mapping[Product, float], peak: float | None = None) -> str:
+    """The text of the file, of measured seconds. `peak` in FLOP/s; None: what the fastest kernel reached."""
+    achieved = {kernel: kernel.flops / own for kernel, own in seconds.items()}
+    highest = max(achieved.values()) if peak is None else peak
+    out = io.StringIO()
+    rows = csv.writer(out, lineterminator="\n")
+    rows.writerow(("operation", "shape", "peak_tflops", "achieved_tflops", "seconds"))
+    for kernel, own in achieved.items():
+        operation, shape = _row_words(kernel)
+        tera = (f"{value / TERA:.6g}" for value in (highest, own))
+        rows.writerow((operation, shape, *tera, f"{seconds[kernel]:.6g}"))
+    return out.getvalue()
+
+
+def _row_words(kernel: Product) -> tuple[str, str]:
+    """Operation and shape as they are read."""
+    match kernel:
+        case Matmul(m, k, n, layout):
+            return "matmul", f"m={m}, k={k}, n={n}, layout={layout}"
+        case GroupedMatmul(groups, m, n, k, part):
+            stage = next(word for word, own in _STAGES.items() if own == part)
+            return "group_matmul", f"ng={groups}, M={m}, N={n}, K={k}, stage={stage}"
+        case AttentionKernel():
+            sizes = zip(_ATTENTION, _key(kernel)[1], strict=True)
+            return f"sdp_{'bwd' if kernel.backward else 'fwd'}", ", ".join(f"{a}={b:g}" for a, b in sizes)

@@ -70,6 +70,7 @@ def test_help_names_every_verb(run: Run, arguments: tuple[str, ...]) -> None:
             "--gpus --gpus-per-node --gpu --memory --bandwidth --latency --topology --runtime --mini-batch "
             "--micro-batches --schedule --recompute --optimizer --output --force --json",
         ),
+        ("profile-kernels", "--device --dtype --sequence --tp --ep --cp --repeats --output --force"),
         ("profile-links", "--sizes --repeats --timeout --output --force --json"),
         (
             "import",
@@ -126,7 +127,7 @@ def test_help_loads_nothing_heavy(here: Path) -> None:
             ["xyz"],
             "no such verb: xyz",
             "The verbs are: profile, profile-links, import, solve, export, import-plan, show, explain, "
-            "check, compare, simulate, verify, schedules, topology, degrees.",
+            "check, compare, simulate, verify, schedules, topology, degrees, profile-kernels.",
         ),
         (["--verson"], "no such option: --verson", "Did you mean --version? See pplan --help"),
         (["solve", "--gpu-s", "2"], "solve: no such option: --gpu-s", "Did you mean --gpus or --gpu?"),

@@ -1,0 +1,52 @@
+"""`pplan profile-kernels`: measures a transformer's products and attention on the device at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..profiler.profile_options import KernelOptions
+from .degrees_command import Config
+from .output import Force
+
+KernelsFile = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="FILE", help="Where to write; default: kernels.csv."),
+]
+
+
+def profile_kernels_command(
+    config: Config, *, options: KernelOptions, output: KernelsFile = None, force: Force = False
+) -> None:
+    """Measure the products and attention of a transformer, and write the table for degrees --kernels.
+
+    They are those that one device computes with the given degrees.
+    """
+    from ..cost_models.quantities import format_seconds
+    from ..cost_models.transformer.kernel_table import TERA
+    from ..cost_models.transformer.transformer_shape import load_transformer_shape
+    from .output import chosen_target
+    from .streams import console, remark
+    from .table import line
+
+    target = chosen_target(output, "kernels.csv", force=force)
+    target.check(config)
+    shape = load_transformer_shape(config)
+    from ..profiler.kernels import measure_kernels
+
+    measured = measure_kernels(shape, options)
+    target.write_text(measured.to_csv())
+    total = sum(measured.seconds.values())
+    flops = sum(kernel.flops for kernel in measured.seconds)
+    fastest = max(kernel.flops / seconds for kernel, seconds in measured.seconds.items())
+    line(
+        console(),
+        f"{len(measured.seconds)} kernels of {shape.name} in {measured.dtype} on {measured.device}: "
+        f"{format_seconds(total)} together, {flops / total / TERA:.4g} TFLOP/s, the fastest "
+        f"{fastest / TERA:.4g} TFLOP/s.",
+    )
+    if measured.peak is None:
+        remark("Note: the device's peak is not known: efficiencies are of the fastest kernel")
+    remark(f"Wrote {target.path}")

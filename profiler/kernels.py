@@ -1,0 +1,167 @@
+"""Seconds of a transformer's kernels on the device at hand: products and attention of the shapes that one
+device computes, for a table of kernels."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..cost_models.errors import MachineError, UsageError
+from ..cost_models.machines.catalogue import device_preset
+from ..cost_models.machines.rooflines import ROOFLINES
+from ..cost_models.transformer.block_kernels import Tokens, block_work, embedding_work, head_work
+from ..cost_models.transformer.kernel_table import (
+    AttentionKernel,
+    GroupedMatmul,
+    Matmul,
+    Product,
+    write_kernel_table,
+)
+from ..cost_models.transformer.parallel_degrees import ParallelDegrees
+from ..cost_models.transformer.rank_costs import products
+from ..cost_models.transformer.transformer_shape import TransformerShape
+from .local_machine import device_name, parse_device, parse_dtype
+from .profile_options import KernelOptions
+
+_WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class MeasuredKernels:
+    """Seconds by kernel. `peak`: FLOP/s that the device's maker states; None where they are not known."""
+
+    device: str
+    dtype: str
+    seconds: dict[Product, float]
+    peak: float | None
+
+    def to_csv(self) -> str:
+        """The table; without a stated peak its shares are of the fastest kernel's FLOP/s."""
+        return write_kernel_table(self.seconds, self.peak)
+
+
+def list_kernels(shape: TransformerShape, options: KernelOptions) -> list[Product]:
+    """The different products of the model's layers with all those degrees that divide it. Raises UsageError
+    where none does."""
+    kernels: dict[Product, None] = {}
+    problem = ""
+    for tensor, context, expert in product(options.tp, options.cp, options.ep):
+        degrees = ParallelDegrees(tensor, context, expert, data=expert)
+        if why := degrees.problem_with(shape, options.sequence):
+            problem = why
+            continue
+        for samples in options.micro_batch_size:
+            tokens = Tokens(options.sequence, samples)
+            works = [block_work(shape, routed, degrees, tokens) for routed in sorted(set(shape.routed))]
+            ends = (embedding_work(shape, degrees, tokens), head_work(shape, degrees, tokens))
+            kernels |= dict.fromkeys(products((*works, *ends)))
+    if not kernels:
+        raise UsageError(problem, "Choose degrees that divide heads, widths, experts and tokens.")
+    return list(kernels)
+
+
+def measure_kernels(
+    shape: TransformerShape, options: KernelOptions, progress: Callable[[int, int], None] | None = None
+) -> MeasuredKernels:
+    """Each kernel by itself, its median. `progress` gets how many are done, of how many.
+
+    Raises UsageError, and MachineError for a device that is not here or whose memory a kernel exceeds.
+    """
+    kernels = list_kernels(shape, options)
+    device, dtype = parse_device(options.device), parse_dtype(options.dtype)
+    if device.type == "meta":
+        raise UsageError("device='meta': computes nothing", "Give a device that does, as cpu.")
+    seconds: dict[Product, float] = {}
+    for number, kernel in enumerate(kernels):
+        try:
+            seconds[kernel] = _median_seconds(_prepare(kernel, device, dtype), device, options.repeats)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            text = str(error).splitlines()[0]
+            raise MachineError(f"{kernel}: {text}", "Give fewer tokens, or higher degrees.") from error
+        if progress is not None:
+            progress(number + 1, len(kernels))
+    preset = device_preset(device_name(device))
+    roofline = None if preset is None else ROOFLINES.get(preset.name)
+    peak = None if roofline is None else roofline.peak(options.dtype)
+    return MeasuredKernels(device_name(device), options.dtype, seconds, peak)
+
+
+def _median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    for _ in range(_WARM_UP):
+        run()
+    return statistics.median(_times(run, device, repeats))
+
+
+def _times(run: Callable[[], object], device: torch.device, repeats: int) -> Iterator[float]:
+    if device.type != "cuda":
+        for _ in range(repeats):
+            before = time.perf_counter()
+            run()
+            yield time.perf_counter() - before
+        return
+    event: Any = torch.cuda.Event  # has no annotations
+    with torch.cuda.device(device):
+        for _ in range(repeats):
+            start, end = event(enable_timing=True), event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            yield start.elapsed_time(end) * 1e-3
+
+
+def _prepare(kernel: Product, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+    """Its inputs, made beforehand, and what runs it."""
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(sizes, device=device, dtype=dtype)
+
+    match kernel:
+        case Matmul(m, k, n, "TN"):
+            inputs, weight = random(m, k), random(n, k)
+            return lambda: inputs @ weight.t()
+        case Matmul(m, k, n, "NN"):
+            gradient, weight = random(m, k), random(k, n)
+            return lambda: gradient @ weight
+        case Matmul(m, k, n):
+            gradient, inputs = random(k, m), random(k, n)
+            sums = torch.zeros(m, n, device=device)
+            return lambda: sums.add_(gradient.t() @ inputs)
+        case GroupedMatmul(groups, m, n, k, "forward"):
+            inputs, weight = random(groups, m, k), random(groups, n, k)
+            return lambda: inputs @ weight.transpose(1, 2)
+        case GroupedMatmul(groups, m, n, k, "input_gradient"):
+            gradient, weight = random(groups, m, n), random(groups, n, k)
+            return lambda: gradient @ weight
+        case GroupedMatmul(groups, m, n, k):
+            gradient, inputs = random(groups, m, n), random(groups, m, k)
+            sums = torch.zeros(groups, n, k, device=device)
+            return lambda: sums.add_(gradient.transpose(1, 2) @ inputs)
+        case AttentionKernel():
+            return _prepare_attention(kernel, random)
+
+
+def _prepare_attention(kernel: AttentionKernel, random: Callable[..., Tensor]) -> Callable[[], object]:
+    samples, length = kernel.samples, kernel.sequence
+    query = random(samples, kernel.heads, length, kernel.head_width)
+    key = random(samples, kernel.key_value_heads, length, kernel.head_width)
+    value = random(samples, kernel.key_value_heads, length, kernel.value_width)
+    grouped = kernel.heads != kernel.key_value_heads
+
+    def forward() -> Tensor:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+
+    if not kernel.backward:
+        return forward
+    inputs = [each.requires_grad_() for each in (query, key, value)]
+    result = forward()
+    gradient = torch.ones_like(result)
+    return lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)

@@ -1,0 +1,47 @@
+"""`pplan profile-kernels`: the file it writes, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pplan.cli.app import main
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "vocab_size": 256,
+}
+
+
+def test_a_table_for_degrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, table = tmp_path / "config.json", tmp_path / "kernels.csv"
+    config.write_text(json.dumps(MODEL))
+    sizes = ["--sequence", "64", "--tp", "1,2"]
+    arguments = [
+        "profile-kernels",
+        str(config),
+        *sizes,
+        "--device",
+        "cpu",
+        "--repeats",
+        "1",
+        "-o",
+        str(table),
+    ]
+    assert main(arguments) == 0
+    printed = capsys.readouterr()
+    assert "kernels of llama in bfloat16" in printed.out
+    assert str(table) in printed.err
+    options = ["--gpus", "2", "--gpu", "h100", "--mini-batch", "1", "--micro-batch-size", "1", *sizes]
+    assert main(["degrees", str(config), *options, "--kernels", str(table), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["assumed_kernels"] == 0
+    assert main(arguments) == 2
+    assert "--force" in capsys.readouterr().err
+    assert main([*arguments[:2], *sizes, "--tp", "3", "--device", "cpu", "-o", str(tmp_path / "x.csv")]) == 2
+    assert "tensor=3" in capsys.readouterr().err
