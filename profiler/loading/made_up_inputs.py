@@ -171,7 +171,7 @@ class InputMaker:
         lags = max(getattr(self._config, "lags_sequence", None) or [0])
         steps = ahead if name.startswith("future_") else (context or ahead or 0) + lags
         if name.endswith("_padding"):
-            return torch.zeros(SAMPLES, steps, dtype=torch.long, device="cpu")
+            return torch.zeros(SAMPLES, steps or 0, dtype=torch.long, device="cpu")
         if name.endswith("_time_features"):
             return self._noise(steps, (self._size("num_time_features") or 0))
         channels = self._size("num_input_channels")
