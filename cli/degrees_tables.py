@@ -51,10 +51,10 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
         number("forward", lambda stage: stage.forward_seconds, format_seconds),
         number("backward", lambda stage: stage.backward_seconds, format_seconds),
         number("update", lambda stage: stage.update_seconds, format_seconds, drop=2),
-        number("weights", lambda stage: stage.ledger["weights"], format_bytes, drop=1),
-        number("gradients", lambda stage: stage.ledger["gradients"], format_bytes, drop=1),
-        number("optimizer", lambda stage: stage.ledger["optimizer"], format_bytes, drop=1),
-        number("activations", lambda stage: stage.ledger["activations"], format_bytes, drop=1),
+        number("weights", lambda stage: stage.ledger.weights, format_bytes, drop=1),
+        number("gradients", lambda stage: stage.ledger.gradients, format_bytes, drop=1),
+        number("optimizer", lambda stage: stage.ledger.optimizer, format_bytes, drop=1),
+        number("activations", lambda stage: stage.ledger.activations, format_bytes, drop=1),
         number("memory", lambda stage: stage.bytes, format_bytes),
     ]
     print_table(console, stages, best.stages, title="Stages of the fastest, on each of their devices")

@@ -128,6 +128,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "costs": TABLES,
     "topology": ("machine.toml", "short.toml"),
     "configuration": tuple(CONFIGS),
+    "kernels": ("kernels.csv",),
+    "degrees": ("degrees.json",),
     "export": EXPORTS,
     "partition": tuple(PARTITIONS),
 }

@@ -24,6 +24,8 @@ FILES = (
     *PARTITIONS,
     "machine.toml",
     "short.toml",
+    "kernels.csv",
+    "degrees.json",
     "table.csv",
     "table.json",
     "graph.txt",
@@ -59,9 +61,32 @@ def readers(file: str) -> list[Command]:
         own = ["degrees", file, "--gpu", "h100"]
         return [
             [*own, "--gpus", "8"],
-            [*own, "--gpus", "8", "--json", "--batch-size", "64", "--sequence", "1024"],
+            [*own, "--gpus", "8", "--json", "--mini-batch", "64", "--sequence", "1024"],
             [*own, "--gpus", "4", "--ep", "1,2", "--tp", "1,2"],
+            [*own, "--gpus", "8", "--zero", "0,3", "--recompute", "selective", "--cp", "1,2"],
+            [*own, "--gpus", "8", "--pp", "2,4", "--virtual-stages", "2,3", "-o", "made.degrees.json"],
         ]
+    if file == "kernels.csv":
+        own = [
+            "degrees",
+            "mixture.json",
+            "--gpus",
+            "2",
+            "--gpu",
+            "h100",
+            "--mini-batch",
+            "8",
+            "--kernels",
+            file,
+        ]
+        return [
+            [*own, "--pp", "1"],
+            [*own, "--pp", "2", "--json"],
+            ["degrees", file, "--gpus", "2"],
+            ["show", file],
+        ]
+    if file == "degrees.json":
+        return [["show", file], ["show", file, "--json"], ["export", "torch", file], ["solve", file]]
     return [
         ["import", file, "-o", "made.profile.json"],
         ["import", file, "--json", "-o", "made.profile.json"],
@@ -82,7 +107,8 @@ def after(file: str) -> list[Command]:
     """What reads the file that its reader made."""
     if file in (*EXPORTS, *PARTITIONS):
         return _of_plan("made.plan.json")
-    return [] if file.endswith(".toml") or file in CONFIGS else _of_profile("made.profile.json")
+    others = (*CONFIGS, "kernels.csv", "degrees.json")
+    return [] if file.endswith(".toml") or file in others else _of_profile("made.profile.json")
 
 
 def _of_profile(file: str) -> list[Command]:

@@ -78,6 +78,14 @@ CONFIG = {
 }
 MIXTURE = CONFIG | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 CONFIGS = {"config.json": CONFIG, "mixture.json": MIXTURE}
+KERNELS = """operation,shape,peak_tflops,efficiency
+matmul,"m=4096, k=1024, n=1536, layout=TN",989.5,0.61
+matmul,"m=4096, k=1536, n=1024, layout=NN",989.5,0.58
+matmul,"m=1536, k=4096, n=1024, layout=NT",989.5,0.52
+group_matmul,"ng=8, M=1024, N=5632, K=1024, stage=fwd",989.5,0.44
+sdp_fwd,"seq_len=4096, head_num=16, kv_head_num=4, qk_head_dim=64, v_head_dim=64",989.5,0.45
+sdp_bwd,"seq_len=4096, head_num=16, kv_head_num=4, qk_head_dim=64, v_head_dim=64",989.5,0.39
+"""
 PARTITIONS = {
     "balance.txt": "balance = [3, 4]\n",
     "parts.txt": "0,3,7\n",
@@ -110,12 +118,14 @@ def _write(folder: Path) -> None:
     rows = [dict(zip(TABLE.splitlines()[0].split(","), line.split(","), strict=True)) for line in _rows()]
     numbers = [{key: _number(value) for key, value in row.items()} for row in rows]
     (folder / "table.json").write_text(json.dumps({"layers": numbers}, indent=1))
+    (folder / "kernels.csv").write_text(KERNELS)
     (folder / "machine.toml").write_text(TOPOLOGY)
     (folder / "short.toml").write_text(SHORT_TOPOLOGY)
     for name, config in CONFIGS.items():
         (folder / name).write_text(json.dumps(config, indent=1))
     for name, text in PARTITIONS.items():
         (folder / name).write_text(text)
+    _run("degrees", "mixture.json", "--gpus", "4", "--gpu", "h100", "--pp", "2", "-o", "degrees.json")
     for name, of in SOLVED.items():
         _run("solve", of, *MACHINE, "--time-limit", "2s", "-o", name)
     for name, (of, partition, more) in IMPORTED.items():

@@ -12,19 +12,31 @@ Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(ge=0)]
 
 
+class LedgerEntry(Record):
+    """Bytes of a device by term, at its peak."""
+
+    weights: Amount
+    gradients: Amount
+    optimizer: Amount
+    activations: Amount
+    workspace: Amount
+    placeholders: Amount
+    libraries: Amount
+
+
 class StageEntry(Record):
-    """One device of a stage. `blocks`: first and last of each virtual stage; `ledger`: bytes by term."""
+    """One device of a stage. `blocks`: first and last of each virtual stage."""
 
     blocks: list[tuple[int, int]]
     forward_seconds: Amount
     backward_seconds: Amount
     update_seconds: Amount
-    ledger: dict[str, Amount]
+    ledger: LedgerEntry
 
     @property
     def bytes(self) -> float:
         """At the peak."""
-        return sum(self.ledger.values())
+        return float(sum(bytes for _, bytes in self.ledger))
 
 
 class PlanEntry(Record):

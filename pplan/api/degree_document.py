@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..cost_models.document import MadeBy
 from ..cost_models.quantities import format_seconds
-from ..planner.degrees.degree_file import DegreesFile, PlanEntry, StageEntry
+from ..planner.degrees.degree_file import DegreesFile, LedgerEntry, PlanEntry, StageEntry
 from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan
 from .degree_arguments import megatron_arguments, torchtitan_arguments, torchtitan_remarks
 
@@ -53,7 +53,7 @@ def _plan_entry(answer: DegreeAnswer, plan: DegreePlan) -> PlanEntry:
                 forward_seconds=stage.forward_seconds,
                 backward_seconds=stage.backward_seconds,
                 update_seconds=stage.update_seconds,
-                ledger=stage.ledger,
+                ledger=LedgerEntry(**stage.ledger),
             )
             for stage in estimate.stages
         ],
