@@ -1,10 +1,16 @@
-"""`pplan schedules`: the schedules that `pplan simulate` knows."""
+"""`pplan schedules`: the schedules that `pplan simulate` knows, or one of them, drawn or written out."""
 
 from __future__ import annotations
 
+import difflib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from ..cost_models import arguments
+from ..cost_models.errors import UsageError
+from ..cost_models.option_fields import Options, option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -12,16 +18,89 @@ if TYPE_CHECKING:
     from ..cost_models.schedules import Schedule
 
 
+def _action(text: str) -> str:
+    if text in ACTIONS:
+        return text
+    near = difflib.get_close_matches(text, ACTIONS, n=1, cutoff=0.5)
+    guess = f"Did you mean pplan schedules {near[0]}?" if near else f"To see it: pplan schedules show {text}"
+    raise UsageError(f"schedules {text}: is not one of {', '.join(ACTIONS)}", guess)
+
+
+ACTIONS = ("list", "show")
+
+
+@dataclass(frozen=True)
+class ScheduleSize(Options):
+    """The numbers with which a schedule is shown."""
+
+    stages: int = option(4, arguments.whole, "Devices of the pipeline that is shown.", "N", least=1)
+    micro_batches: int = option(8, arguments.whole, "Its micro-batches.", "M", least=1)
+    virtual_stages: int | None = option(
+        None, arguments.optional_whole, "Parts of the layers on each device.", "V", least=1
+    )
+
+
 def schedules_command(
+    action: Annotated[
+        str, typer.Argument(metavar="[list|show]", help="List all, or show one.", parser=_action)
+    ] = "list",
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME|FILE", help="A schedule, or your own.", show_default=False)
+    ] = None,
+    *,
+    size: ScheduleSize,
+    as_text: Annotated[
+        bool, typer.Option("--text", help="Print its actions as text, to start your own FILE from.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """List the schedules: their bubble, memory and weights, what they need, what runs them, their source."""
+    """List the schedules: their bubble, memory and weights, what they need, what runs them, their source; or
+    show one, pplan's or your own."""
     from .streams import console, result
 
+    if action == "show":
+        if name is None:
+            raise UsageError("schedules show: no schedule", "For example: pplan schedules show zb-h1")
+        if as_json:
+            raise UsageError("schedules show: with --json", "Use --text, or pplan simulate --json --actions.")
+        _show(name, size, as_text=as_text)
+        return
+    if name is not None or as_text or size != ScheduleSize():
+        raise UsageError("schedules list: shows no single one", "To see one: pplan schedules show zb-h1")
     if as_json:
         result(_json())
     else:
         _print(console())
+
+
+def _show(name: str, size: ScheduleSize, *, as_text: bool) -> None:
+    """A step in which F, B and W take the same time, and a B without W as long as both; or the actions."""
+    from ..api.stage_costs import StageCosts, check_size
+    from ..cost_models.schedules import find_schedule
+    from ..cost_models.schedules.registration import schedule_word
+    from ..cost_models.schedules.schedule_text import write_program
+    from ..cost_models.timeline import simulate
+    from .number_format import percent
+    from .streams import console, result
+    from .table import line
+    from .timeline_drawing import print_drawing
+
+    schedule = find_schedule(schedule_word("schedule", name, ()))
+    chunks = size.virtual_stages or schedule.default_virtual_stages
+    check_size(size.stages, size.micro_batches, chunks)
+    program = schedule.program(size.stages, size.micro_batches, chunks)
+    if as_text:
+        result(write_program(f"my-{schedule.name}", program, schedule.source))
+        return
+    weight = (1e-3,) if program.splits_backward else None
+    costs = StageCosts((1e-3,), (1e-3,) if weight else (2e-3,), weight, (0.0,)).costs(program)
+    timeline = simulate(program, costs)
+    line(console(), f"{schedule.name}: {schedule.source}. Needs: {schedule.needs}.", style="bold")
+    print_drawing(timeline, console())
+    flying = ", ".join(f"{max(program.in_flight(device)):g}" for device in range(program.devices))
+    line(
+        console(), f"Bubble {percent(timeline.bubble)} of equal stages without transfers; in flight {flying}."
+    )
 
 
 def _print(console: Console) -> None:

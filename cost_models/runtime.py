@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .errors import UsageError
+from .schedules import PUBLISHED
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Runtime:
     transfers: str = "overlapped"
     virtual_stages: bool = False
     """Whether a device may hold several stages."""
+    any_order: bool = False
+    """Whether it takes lists of actions: the schedules that are not pplan's own, too."""
     zero: frozenset[int] = frozenset({0})
     """The stages of ZeRO that it runs over the replicas of a stage of a pipeline."""
     no_zero: str = "it spreads nothing over replicas"
@@ -52,6 +55,10 @@ class Runtime:
     the head's on the last stage; or none."""
     no_tied: str = "it keeps no copies of a weight on several stages"
     """Why not any."""
+
+    def runs(self, schedule: str) -> bool:
+        """Whether it runs a schedule."""
+        return schedule in self.schedules or (self.any_order and schedule not in PUBLISHED)
 
     def trains_tied(self, users: Sequence[int]) -> bool:
         """Whether it may cut between the users of weights, given how many each has."""
@@ -157,6 +164,7 @@ RUNTIMES: dict[str, Runtime] = {
             zero=frozenset({0, 1}),
             no_zero=_WHOLE_GRADIENTS,
             tied="any",
+            any_order=True,
         ),
         Runtime(
             "huggingface",
@@ -169,12 +177,15 @@ RUNTIMES: dict[str, Runtime] = {
         ),
         _of_transformers("megatron", frozenset({"1f1b", "interleaved"}), **_MEGATRON),
         _of_transformers("megatron-bridge", frozenset({"1f1b", "interleaved"}), **_MEGATRON),
-        _of_transformers("torchtitan", _TORCH, **_STATES_ALONE, no_zero=_WHOLE_GRADIENTS, **_NO_TIED),
+        _of_transformers(
+            "torchtitan", _TORCH, **_STATES_ALONE, no_zero=_WHOLE_GRADIENTS, any_order=True, **_NO_TIED
+        ),
         _of_transformers(
             "nemo-automodel",
             _TORCH - {"dualpipe-v"},
             **_STATES_ALONE,
             no_zero=_WHOLE_GRADIENTS,
+            any_order=True,
             **_NO_TIED,
         ),
     )

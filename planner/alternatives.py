@@ -115,7 +115,7 @@ def _keeps_weights(runtime: Runtime, problem: Problem, plan: ScoredPlan) -> bool
 def _recomputes(runtime: Runtime, plan: ScoredPlan) -> bool:
     """Whether the runtime recomputes as the plan's stages do."""
     modes = set(plan.recompute)
-    return runtime.recompute_by_stage or (len(modes) == 1 and modes <= set(runtime.recompute))
+    return modes <= set(runtime.recompute) and (runtime.recompute_by_stage or len(modes) == 1)
 
 
 def _answers(own: Problem, answer: JointSearchResult) -> bool:

@@ -25,7 +25,7 @@ from .plan_simulation import align_profiles
 from .plan_stages import bubble, list_prediction_limits, plan_recompute, plan_stages, shared_weights
 from .problem import Problem
 from .robust.resampling import estimate_interval
-from .scoring import assemble
+from .scoring import assemble, write_order
 from .search.branch_and_bound import SearchResult
 from .search.space import divide_batch
 
@@ -113,6 +113,7 @@ def plan_without_comparison(
         micro_batches=config.micro_batches,
         micro_batch_size=config.micro_batch_size,
         schedule=config.schedule,
+        order=write_order(best.proposal),
         virtual_stages=config.virtual_stages,
         optimizer=problem.options.optimizer,
         precision=problem.precision.name,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .batch_sizes import divisors
 from .candidate import Proposal
 from .other_placements import Shape, Symmetry
-from .pipeline_config import MODES, SEARCHED, Mode, abbreviate
+from .pipeline_config import MODES, SEARCHED, STARTS_OF_ORDERS, SYNTHESIZED, Mode, abbreviate
 from .problem import Problem
 from .search.branch_and_bound import SearchResult
 from .search.coarse import is_large
@@ -79,6 +79,8 @@ def describe_coverage(problem: Problem, result: SearchResult) -> str:
 
 
 def _any_plan(problem: Problem, schedules: tuple[str, ...]) -> str:
+    if problem.options.schedule == SYNTHESIZED:
+        schedules = ("any synchronous order of actions, with one or several stages a device,",)
     names = ", ".join(schedules[:-1]) + " and " + schedules[-1] if len(schedules) > 1 else schedules[0]
     what = "any cuts and recomputation" if problem.gpus == 1 else "any cuts, replicas and recomputation"
     order = "" if problem.gpus == 1 else ", any order of the devices"
@@ -87,6 +89,11 @@ def _any_plan(problem: Problem, schedules: tuple[str, ...]) -> str:
 
 def describe_search(problem: Problem) -> str:
     """The searched space in words, and what is proposed besides."""
+    if problem.options.schedule == SYNTHESIZED:
+        return (
+            describe_exact_search(problem)
+            + f"; {', '.join(STARTS_OF_ORDERS)} and orders of their own: heuristic only"
+        )
     names = ", ".join(problem.heuristic_schedules)
     return describe_exact_search(problem) + (f"; {names}: heuristic only" if names else "")
 

@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
+from ..cost_models.quantities import format_count
+from ..cost_models.runtime import find_runtime
 from .plan_options import CutLimits, PlanOptions
 
 
@@ -83,3 +85,13 @@ def _no_such_layer(chain: Chain, field: str, name: str) -> UsageError:
         f"{field}={name!r}: the model has no such layer",
         f"{guess}Its layers are {', '.join(chain.names[:3])} … {chain.names[-1]}; pplan show lists them.",
     )
+
+
+def check_layer_count(chain: Chain, gpus: int, options: PlanOptions) -> None:
+    """Raises UsageError for more devices than layers, where the runtime has no replicas."""
+    if gpus > len(chain) and options.runtime is not None and find_runtime(options.runtime).replicas == "none":
+        raise UsageError(
+            f"gpus={gpus}: the model has {format_count(len(chain), 'layer')}, and a stage needs at least one",
+            f"Use at most {format_count(len(chain), 'GPU')} (its allowed cuts make "
+            f"{format_count(chain.max_stages, 'stage')}).",
+        )

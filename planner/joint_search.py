@@ -7,27 +7,26 @@ Neither is lowered to the step of a plan: a step below its bound is a defect, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 from ..cost_models.errors import DefectError, UsageError
-from ..cost_models.schedules import find_schedule
-from .balance import balance
-from .candidate import Proposal, ScoredPlan, linear_pipeline
+from .candidate import Proposal, ScoredPlan
 from .coverage import is_searched, to_searched_devices
 from .other_placements import reassign, search_other_orders
-from .pipeline_config import SEARCHED, PipelineConfig
+from .other_schedules import propose_other_schedules
+from .pipeline_config import SEARCHED, SYNTHESIZED
 from .plan_records import TIE
 from .planners import PLANNERS, find_planner
-from .planners.base import Planner, add_counts, refusal_reason, work_seconds
+from .planners.base import Planner, refusal_reason
 from .problem import INTERLEAVED, Problem
 from .scoring import fastest
 from .search.branch_and_bound import SearchResult, search
 from .search.budget import WORK_A_SECOND, OutOfTime
 from .search.coarse import is_large, search_large
 from .search.space import Space
+from .synthesis.synthesize import synthesize
 from .universal_bound import universal_bound
 
 SEARCH_SHARE = 0.6
@@ -86,6 +85,8 @@ def find_best_plan(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) 
     if result.best is not None and (other := search_other_orders(problem, result.best)) is not None:
         moved = _on_other_devices(problem, [other])
         result = _faster_of(problem, result, [other] if moved is None else [other, moved])
+    if problem.options.schedule == SYNTHESIZED:
+        result = _faster_of(problem, result, synthesize(problem, result.best))
     return JointSearchResult(result, by_planner)
 
 
@@ -204,7 +205,8 @@ def with_bound(problem: Problem, best: ScoredPlan | None, result: SearchResult) 
         return replace(result, best=None, exact=result.exact and result.bound_seconds == inf)
     best = _to_searched_devices(problem, best)
     step, own = best.step_seconds, problem.heuristic_schedules
-    inside = is_searched(problem, best.proposal) or best.config.schedule in own
+    name = best.config.schedule
+    inside = is_searched(problem, best.proposal) or (name not in SEARCHED and problem.may_run(name))
     bound, universal = result.bound_seconds, result.universal or not inside or not problem.families
     if universal:
         bound = universal_bound(problem, problem.allowed_schedules, step)
@@ -233,52 +235,3 @@ def run_search(
     return search_large(
         problem.space, problem.families, problem.stage_counts, own, work, deeper=problem.may_be_deeper
     )
-
-
-def propose_other_schedules(
-    problem: Problem, schedules: Iterable[str], best: ScoredPlan | None
-) -> Iterator[Proposal]:
-    """The shape of the best plan, and of balanced ones, under other schedules with one stage a device; and
-    balanced ones with as many as a schedule is made for."""
-    own = [config for config in problem.configs if config.schedule in set(schedules)]
-    linear_configs = [s for s in own if find_schedule(s.schedule).default_virtual_stages == 1]
-    shapes: list[Proposal] = [] if best is None else [best.proposal]
-    for config in linear_configs:
-        for shape in (*shapes, *_balanced(problem, config.micro_batch_size, best)):
-            proposal = replace(shape, config=config)
-            if problem.allows(proposal):
-                yield proposal
-    for config in own:
-        yield from filter(problem.allows, _in_parts(problem, config))
-
-
-def _in_parts(problem: Problem, config: PipelineConfig) -> Iterator[Proposal]:
-    """Balanced pipelines with several parts of the layers on each device, where the schedule has them so."""
-    space, schedule = problem.space, find_schedule(config.schedule)
-    parts = schedule.default_virtual_stages
-    if parts == 1 or config.virtual_stages > 1 or not space.fits_someone(config.micro_batch_size, 1):
-        return
-    work = work_seconds(problem, config.micro_batch_size)
-    for stages in problem.stage_counts:
-        if stages * parts > space.chain.max_stages:
-            return
-        with suppress(UsageError):  # the schedule does not run with these numbers
-            pipe = schedule.program(stages, config.micro_batches, parts).pipes[0]
-            ends = add_counts(balance(work, stages * parts, cut_after=space.chain.cut_after))
-            devices = tuple((place.device,) for place in pipe)
-            yield Proposal(replace(config, virtual_stages=parts), ends, devices)
-
-
-def _balanced(problem: Problem, size: int, best: ScoredPlan | None) -> Iterator[Proposal]:
-    """Of as many stages as the best plan has, of 1, 2, 4 and so on, and of the most."""
-    space = problem.space
-    if not space.fits_someone(size, 1):
-        return
-    work = work_seconds(problem, size)
-    counts = problem.stage_counts
-    tried_counts = {count for count in counts if count & (count - 1) == 0} | {counts[-1]}
-    tried_counts |= set() if best is None else {len(best.proposal.ends)} & set(counts)
-    for stages in sorted(tried_counts):
-        yield linear_pipeline(
-            problem.configs[0], add_counts(balance(work, stages, cut_after=space.chain.cut_after))
-        )

@@ -153,7 +153,7 @@ class Layout:
     def launches(self) -> bool:
         """Whether one process launches the work of all stages."""
         runtime = None if self.plan.runtime is None else find_runtime(self.plan.runtime)
-        return runtime is not None and runtime.one_process and self.schedule.name in runtime.schedules
+        return runtime is not None and runtime.one_process and runtime.runs(self.schedule.name)
 
     @cached_property
     def bounds(self) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict
 
 from ..cost_models import arguments
 from ..cost_models.option_fields import Options, option
-from ..cost_models.schedules import SCHEDULES
+from ..cost_models.schedules.registration import optional_schedule
 
 TRANSFERS = ("overlapped", "blocking", "blocking-receive", "rendezvous")
 """As of `Costs.transfers`, which is not imported here: the help of the command line would wait for numpy."""
@@ -38,10 +38,10 @@ class Overrides(Options):
 
     schedule: str | None = option(
         None,
-        arguments.optional_word,
-        "Another schedule than the plan's; pplan schedules lists them.",
-        "NAME",
-        words=tuple(SCHEDULES),
+        optional_schedule,
+        "Another schedule than the plan's: a name of pplan schedules, or your own in FILE.schedule; the cuts "
+        "stay where it has as many stages.",
+        "NAME|FILE",
     )
     stages: int | None = _number("N", "Devices of the pipeline; for a plan it cuts the layers anew.")
     micro_batches: int | None = _number("M", "Of a step; a plan's global batch is cut into so many.")

@@ -11,6 +11,10 @@ MOST_MICRO_BATCHES = 2**14
 """Of a step. Every one of them is simulated on every stage."""
 SEARCHED = ("1f1b", "gpipe")
 """The schedules that are searched exactly, and that `auto` stands for."""
+SYNTHESIZED = "synthesized"
+"""The word for an order that is made for a plan; the schedule's name has its hash behind it."""
+STARTS_OF_ORDERS = ("interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+"""Besides the searched ones, the schedules that such an order may start from."""
 
 Mode = Literal["by_stage", "never", "always", "except_last"]
 """What recomputes: all stages in one way, or each as it must: no stage that fits without recomputes."""

@@ -21,6 +21,10 @@ from ..cost_models.document import (
 from ..cost_models.errors import UsageError
 from ..cost_models.option_fields import list_declarations
 from ..cost_models.precision import DtypeName, PrecisionName, TrainingPrecision, training_precision
+from ..cost_models.quantities import MOST_DEVICES
+from ..cost_models.schedules import PUBLISHED
+from ..cost_models.schedules.registration import SUFFIX, register_order
+from ..cost_models.schedules.schedule_text import read_schedule
 from .plan_options import PlanOptions
 from .plan_records import (
     Aim,
@@ -41,6 +45,8 @@ def _read_options(value: Any) -> Any:
     """What was asked for, of a file; keys that it does not know may stand there."""
     if not isinstance(value, dict):
         return value
+    if str(value.get("schedule", "")).endswith(SUFFIX):
+        raise ValueError("schedule: a plan's file names a schedule, and opens no other file")
     try:
         return PlanOptions(**{name: value[name] for name in list_declarations(PlanOptions) if name in value})
     except UsageError as error:
@@ -63,6 +69,8 @@ class Plan(Document):
     micro_batch_size: MiniBatch
     """Samples of a whole micro-batch; where r replicas share it, each computes 1/r of them, rounded up."""
     schedule: ScheduleName
+    order: Annotated[list[str], Field(max_length=MOST_DEVICES + 10)] | None = None
+    """Of a schedule that is not pplan's own: the lines of its text, with every action of every device."""
     virtual_stages: LayerCount = 1
     optimizer: str = "sgd"
     precision: PrecisionName | None = None
@@ -114,6 +122,14 @@ class Plan(Document):
 
     @model_validator(mode="before")
     @classmethod
+    def _register_order(cls, content: Any) -> Any:
+        """A plan's own order is known by its name from now on."""
+        if isinstance(content, dict) and isinstance(content.get("order"), list):
+            _register_order(content)
+        return content
+
+    @model_validator(mode="before")
+    @classmethod
     def _fill_alternatives(cls, content: Any) -> Any:
         """What an alternative leaves out is as in the plan."""
         others = content.get("alternatives") if isinstance(content, dict) else None
@@ -126,6 +142,10 @@ class Plan(Document):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if (self.order is None) != (self.schedule in PUBLISHED):
+            raise ValueError(
+                f"order: belongs to a schedule that is not pplan's own, and this is {self.schedule}"
+            )
         _check_mini_batch(self, self.mini_batch)
         _check_precision(self)
         _check_layers(self)
@@ -166,6 +186,22 @@ class Plan(Document):
 
 _SHARED = ("micro_batches", "micro_batch_size", "recompute")
 """Keys of an alternative whose default is the plan's value."""
+
+
+def _register_order(content: dict[str, Any]) -> None:
+    lines, stages = content["order"], content.get("stages")
+    micro_batches, virtual = content.get("micro_batches"), content.get("virtual_stages", 1)
+    if not isinstance(micro_batches, int) or not isinstance(virtual, int) or virtual < 1:
+        return  # the fields' own checks say it
+    if not isinstance(stages, list) or not all(isinstance(line, str) for line in lines):
+        return
+    try:
+        text = read_schedule("\n".join(lines))
+        if text.name != content.get("schedule"):
+            raise ValueError(f"order: is of the schedule {text.name!r}, which is not the plan's")
+        register_order(text, len(stages) // virtual, micro_batches, virtual)
+    except UsageError as error:
+        raise ValueError(f"order: {error.what}") from error
 
 
 def _check_mini_batch(plan: Plan | Alternative, mini_batch: int, where: str = "") -> None:

@@ -16,7 +16,8 @@ from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS, ZERO_STAGES, ch
 from ..cost_models.quantities import MOST_MINI_BATCH, parse_seconds
 from ..cost_models.runtime import RUNTIMES, find_runtime
 from ..cost_models.schedules import SCHEDULES
-from .pipeline_config import MODES, MOST_MICRO_BATCHES
+from ..cost_models.schedules.registration import schedule_word
+from .pipeline_config import MODES, MOST_MICRO_BATCHES, SYNTHESIZED
 
 ASYNCHRONOUS = tuple(name for name, schedule in SCHEDULES.items() if not schedule.synchronous)
 
@@ -119,9 +120,10 @@ class PlanOptions(Options):
     )
     schedule: str = _training(
         "auto",
-        arguments.word,
-        "1f1b|gpipe|...|auto",
-        "Order of each stage's forwards and backwards, as of pplan schedules; auto: of gpipe and 1f1b.",
+        schedule_word,
+        "1f1b|gpipe|...|FILE|auto",
+        "Order of each stage's forwards and backwards: a name of pplan schedules, your own in FILE.schedule; "
+        "auto: of gpipe and 1f1b.",
     )
     recompute: str = _training(
         "auto",
@@ -236,7 +238,7 @@ class PlanOptions(Options):
             )
         modes = tuple(mode for mode in MODES if mode != "by_stage")
         for field, word, words in (
-            ("schedule", self.schedule, ("auto", *synchronous)),
+            ("schedule", self.schedule, ("auto", SYNTHESIZED, *synchronous)),
             ("recompute", self.recompute, ("auto", *modes)),
             ("optimizer", self.optimizer, tuple(OPTIMIZERS)),
             ("precision", self.precision, ("auto", *PRECISIONS)),

@@ -159,6 +159,6 @@ def _notes(layout: Layout) -> Iterator[str]:
         elif not layout.keeps_stages:
             yield f"recompute {layout.recompute[0]} on every stage: the plan says it for its own stages"
     runtime = plan.runtime
-    if runtime is not None and layout.schedule.name not in find_runtime(runtime).schedules:
+    if runtime is not None and not find_runtime(runtime).runs(layout.schedule.name):
         name = layout.schedule.name
         yield f"{runtime} does not run {name}: as if each stage had a process of its own"

@@ -9,14 +9,21 @@ from functools import cached_property
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.precision import TrainingPrecision, training_precision
-from ..cost_models.quantities import format_count
 from ..cost_models.runtime import Runtime, find_runtime
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.topology import Topology
 from .batch_sizes import SAMPLES_PER_DEVICE, BatchSizes
 from .candidate import Proposal
-from .cut_limits import limit_cuts
-from .pipeline_config import MODES, SEARCHED, Mode, PipelineConfig, pipeline_configs
+from .cut_limits import check_layer_count, limit_cuts
+from .pipeline_config import (
+    MODES,
+    SEARCHED,
+    STARTS_OF_ORDERS,
+    SYNTHESIZED,
+    Mode,
+    PipelineConfig,
+    pipeline_configs,
+)
 from .plan_options import PlanOptions
 from .search.budget import SearchBudget
 from .search.placements import MOST_DEVICES, Placement, list_placements
@@ -55,7 +62,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         self.precision  # noqa: B018  raises
-        _check_counts(self.chain, self.topology.gpus, self.options)
+        check_layer_count(self.chain, self.topology.gpus, self.options)
         if not self.configs:
             raise self._no_config()
 
@@ -167,8 +174,11 @@ class Problem:
     def schedules(self) -> tuple[str, ...]:
         """The schedules that the options and the runtime allow, those that are searched exactly first."""
         runtime, requested = self.runtime, self.options.schedule
+        if requested == SYNTHESIZED:
+            names = (*SEARCHED, *STARTS_OF_ORDERS)
+            return tuple(name for name in names if runtime is None or runtime.runs(name))
         if requested != "auto":
-            return (requested,) if runtime is None or requested in runtime.schedules else ()
+            return (requested,) if runtime is None or runtime.runs(requested) else ()
         if runtime is None:
             return SEARCHED
         ordered = (*SEARCHED, *(name for name in SCHEDULES if name not in SEARCHED))
@@ -180,6 +190,13 @@ class Problem:
         left_open = self.options.schedule == "auto" and self.runtime is None
         proposes_interleaved = self.options.planner == INTERLEAVED and left_open
         return (*self.schedules, INTERLEAVED) if proposes_interleaved else self.schedules
+
+    def may_run(self, schedule: str) -> bool:
+        """Whether plans of this schedule are allowed."""
+        if schedule in self.allowed_schedules:
+            return True
+        takes_any = self.runtime is None or self.runtime.any_order
+        return self.options.schedule == SYNTHESIZED and takes_any and schedule.startswith(f"{SYNTHESIZED}-")
 
     @property
     def heuristic_schedules(self) -> tuple[str, ...]:
@@ -287,7 +304,7 @@ class Problem:
         stages = len(proposal.ends) // config.virtual_stages
         chunked = config.virtual_stages > 1
         return (
-            config.schedule in self.allowed_schedules
+            self.may_run(config.schedule)
             and stages <= (self.options.max_stages or stages)
             and (not self.options.use_all or proposal.device_count == self.usable_gpus)
             and self.space.limits.allow(proposal.bounds)
@@ -331,12 +348,3 @@ def _is_three_halves(count: int) -> bool:
     """Whether it is 3 times a power of two."""
     third, rest = divmod(count, 3)
     return rest == 0 and third & (third - 1) == 0
-
-
-def _check_counts(chain: Chain, gpus: int, options: PlanOptions) -> None:
-    if gpus > len(chain) and options.runtime is not None and find_runtime(options.runtime).replicas == "none":
-        raise UsageError(
-            f"gpus={gpus}: the model has {format_count(len(chain), 'layer')}, and a stage needs at least one",
-            f"Use at most {format_count(len(chain), 'GPU')} (its allowed cuts make "
-            f"{format_count(chain.max_stages, 'stage')}).",
-        )

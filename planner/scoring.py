@@ -13,7 +13,8 @@ import numpy as np
 
 from ..cost_models.errors import UsageError
 from ..cost_models.memory import Recompute
-from ..cost_models.schedules import Program, cached_program, find_schedule
+from ..cost_models.schedules import PUBLISHED, Program, cached_program, find_schedule
+from ..cost_models.schedules.schedule_text import write_program
 from ..cost_models.timeline import step_seconds
 from .assembly import Assembly
 from .candidate import Proposal, ScoredPlan
@@ -181,6 +182,15 @@ def make_program(proposal: Proposal) -> Program:
             "Give as many parts to every device.",
         )
     return find_schedule(config.schedule).program(stages, config.micro_batches, config.virtual_stages)
+
+
+def write_order(proposal: Proposal) -> list[str] | None:
+    """The lines of the text that holds every action of a schedule that is not pplan's own; None of one that
+    is."""
+    name = proposal.config.schedule
+    if name in PUBLISHED:
+        return None
+    return write_program(name, make_program(proposal), find_schedule(name).source).splitlines()
 
 
 def assemble(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> Assembly:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .api.simulate import simulate
     from .api.solve import frontier, solve, sweep
     from .api.verify import verify
+    from .cost_models.schedules.registration import register_schedule
     from .planner.plan_file import Plan
     from .profiler.profile_file import Profile
 
@@ -62,6 +63,7 @@ __all__ = [
     "load_plan",
     "load_profile",
     "profile",
+    "register_schedule",
     "sequential",
     "simulate",
     "solve",
@@ -82,6 +84,7 @@ _ROOMS = {
     "api.simulate": "simulate",
     "api.solve": "frontier solve sweep",
     "api.verify": "verify",
+    "cost_models.schedules.registration": "register_schedule",
     "planner.plan_file": "Plan",
     "profiler.profile_file": "Profile",
 }

@@ -101,6 +101,16 @@ def plans_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pplan, "solve", solve_and_verify)
 
 
+@pytest.fixture(autouse=True)
+def published_schedules_alone() -> Iterator[None]:
+    """A schedule that a test registers is known to no other."""
+    from pplan.cost_models.schedules import PUBLISHED, SCHEDULES
+
+    yield
+    for name in SCHEDULES.keys() - PUBLISHED:
+        del SCHEDULES[name]
+
+
 @pytest.fixture(scope="session")
 def solve_once() -> Callable[..., Plan]:
     """`pplan.solve`, once for the same profile and options: for tests of what is done with a plan."""

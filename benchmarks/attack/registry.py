@@ -91,14 +91,18 @@ ATTACKED_BY_TESTS: dict[str, str] = {
     "degrees/stage_divisions.py:lower_bound": "tests/planner/degrees/test_degree_search.py",
     "degrees/stage_divisions.py:interleaved_bound": "tests/planner/degrees/test_degree_search.py",
     "degrees/degree_search.py:search_degrees": "tests/planner/degrees/test_degree_search.py",
+    "synthesis/order_problem.py:OrderProblem.bound": "tests/planner/synthesis/test_orders.py",
+    "synthesis/local_search.py:improve_order": "tests/planner/synthesis/test_orders.py",
+    "synthesis/solve_order.py:solve_order": "tests/planner/synthesis/test_orders.py",
 }
-"""Bounds on plans of transformers by degrees, which no problem of the attack has."""
+"""Bounds on plans of transformers by degrees, which no problem of the attack has, and on orders of stages."""
 
 NOT_BOUNDS: dict[str, str] = {
     "candidate.py:Proposal.bounds": "first and last layers of stages",
     "degrees/degree_search.py:_BestPlans.try_divisions": "a part of search_degrees, attacked with it",
     "degrees/degree_search.py:_BestPlans.try_interleaved": "a part of search_degrees, attacked with it",
     "degrees/degree_search.py:DegreeAnswer.gap": "what the answer's bound leaves",
+    "synthesis/synthesize.py:_candidates": "leaves out what its bound excludes",
     "explanation/compare.py:_bound": "a bound that a plan's file says",
     "explanation/compare.py:_problem": "what plans have in common of whose steps one bound tells",
     "explanation/compare.py:_proven_bound": "a bound that a plan's file says",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from ..errors import UsageError
+from ..errors import UsageError, short_repr
 from . import (
     autopipe,
     avgpipe,
@@ -47,6 +47,8 @@ _ALL = (
 )
 
 SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL}
+"""Those of papers, and those that the user registered."""
+PUBLISHED = frozenset(SCHEDULES)
 MOST_COPIES = max(schedule.copies for schedule in _ALL)
 """Of the weights of a layer, that a micro-batch may be the first of."""
 
@@ -57,11 +59,20 @@ def find_schedule(name: str) -> Schedule:
         return SCHEDULES[name]
     except KeyError:
         raise UsageError(
-            f"schedule {name!r} is unknown", f"Use one of: {', '.join(sorted(SCHEDULES))}."
+            f"schedule {short_repr(name)} is unknown", f"Use one of: {', '.join(sorted(SCHEDULES))}."
         ) from None
 
 
-__all__ = ["MOST_COPIES", "SCHEDULES", "Action", "Program", "Schedule", "StageSlot", "find_schedule"]
+__all__ = [
+    "MOST_COPIES",
+    "PUBLISHED",
+    "SCHEDULES",
+    "Action",
+    "Program",
+    "Schedule",
+    "StageSlot",
+    "find_schedule",
+]
 
 
 KEPT_ACTIONS = 500_000
@@ -88,9 +99,15 @@ class ProgramCache:
             self.actions -= _actions(oldest)
         return program
 
+    def forget(self, schedule: str) -> None:
+        """Drops the programs of a schedule."""
+        for key in [key for key in self.programs if key[0] == schedule]:
+            self.actions -= _actions(self.programs.pop(key))
+
 
 def _actions(program: Program) -> int:
     return sum(len(own) for own in program.actions)
 
 
-cached_program = ProgramCache(KEPT_ACTIONS).program
+PROGRAMS = ProgramCache(KEPT_ACTIONS)
+cached_program = PROGRAMS.program

@@ -17,7 +17,7 @@ from ..cost_models.option_fields import (
     unknown_option,
 )
 from ..cost_models.option_readers import read_counts
-from ..cost_models.schedules import SCHEDULES
+from ..cost_models.schedules.registration import optional_schedule
 from ..planner.degrees.degree_options import DegreeKeywords
 from ..planner.objectives.objective import ObjectiveKeywords, ObjectiveOptions
 from ..planner.overrides import OverrideKeywords, Overrides
@@ -96,7 +96,7 @@ def _number(form: str, help: str, panel: str | None = None) -> Any:
 
 
 def _schedule(help: str, panel: str | None = None) -> Any:
-    return option(None, arguments.optional_word, help, "NAME", words=tuple(SCHEDULES), panel=panel)
+    return option(None, optional_schedule, help, "NAME|FILE", panel=panel)
 
 
 @dataclass(frozen=True)

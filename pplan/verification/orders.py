@@ -6,8 +6,10 @@ device, counted from 0. p devices, device i of them, m micro-batches, v parts of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from .report import ImpossiblePlan, NotChecked
 
@@ -268,3 +270,47 @@ _RULES: dict[str, tuple[str, int, Callable[[int, int, int], OrderParts]]] = {
 SYNCHRONOUS = tuple(_RULES)
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "wpipe", "xpipe")
 """Never flushed: their step is that of a steady state, which is not checked."""
+
+
+_ACTION = re.compile(r"([FBW])(\d{1,7})(?:\.(\d{1,3}))?")
+
+
+def read_written_order(lines: Sequence[str], p: int, m: int, v: int) -> ScheduleOrder:
+    """The order that a plan writes out, of p devices, m micro-batches and v parts of the layers on each.
+
+    Raises ImpossiblePlan for lines that are none; wiring it checks that it is complete and can be run."""
+    places = "line"
+    lists: dict[int, list[Action]] = {}
+    for line in lines:
+        key, _, content = line.partition(":")
+        if key == "places":
+            places = content.strip()
+        elif key.startswith("device "):
+            number = key.removeprefix("device ")
+            if not number.isdigit() or len(number) > 7 or int(number) in lists:
+                raise ImpossiblePlan(f"{line[:40]!r} is a line of no device, or of one that has one already")
+            lists[int(number)] = [_action(word) for word in content.split()]
+        elif key not in ("name", "source", "chunks"):
+            raise ImpossiblePlan(f"{line[:40]!r} is no line of an order")
+    if sorted(lists) != list(range(p)):
+        raise ImpossiblePlan(f"the order is of {len(lists)} devices, the plan's pipeline has {p}")
+    actions = [lists[device] for device in range(p)]
+    if any(batch >= m or chunk >= v for own in actions for _, batch, chunk in own):
+        raise ImpossiblePlan(f"an action is of none of the {m} micro-batches, or of no part of its device")
+    route = _route(places, p, v)
+    return ScheduleOrder(actions, [route], [0] * m, [1.0] * m, [inf] * p, rule="as the plan writes it")
+
+
+def _action(word: str) -> Action:
+    match = _ACTION.fullmatch(word)
+    if match is None:
+        raise ImpossiblePlan(f"{word[:40]!r} is no action")
+    return match[1], int(match[2]), int(match[3] or 0)
+
+
+def _route(places: str, p: int, v: int) -> list[Place]:
+    if places == "v" and v == 2:
+        return [(device, 0) for device in range(p)] + [(device, 1) for device in reversed(range(p))]
+    if places == "loop" or (places == "line" and v == 1):
+        return [(device, chunk) for chunk in range(v) for device in range(p)]
+    raise ImpossiblePlan(f"places {places[:40]!r} with {v} parts of the layers on a device")

@@ -153,7 +153,8 @@ def _micro_batches(check: LineCheck, inputs: VerificationInputs) -> None:
         check.require(f"{key} is not the requested one", requested in (None, own), own, requested)
     for key, word, default in (("schedule", plan.schedule, "auto"), ("optimizer", plan.optimizer, None)):
         name = options.text(key, default or word)
-        check.require(f"{key} is not the requested one", name in ("auto", word), word, name)
+        is_requested = name in ("auto", word) or (key == "schedule" and name == "synthesized")
+        check.require(f"{key} is not the requested one", is_requested, word, name)
 
 
 def _recompute(check: LineCheck, inputs: VerificationInputs) -> None:

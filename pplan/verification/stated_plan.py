@@ -39,6 +39,7 @@ class StatedPlan:
     micro_batches: int
     micro_batch_size: int
     schedule: str
+    order: list[str]
     virtual_stages: int
     optimizer: str
     recompute: str
@@ -85,6 +86,7 @@ def parse_plan(table: Table) -> StatedPlan:
         micro_batches=table.count("micro_batches", least=1, most=MOST_PASSES // len(stages)),
         micro_batch_size=table.count("micro_batch_size", least=1),
         schedule=table.text("schedule"),
+        order=table.texts("order") if table.has("order") else [],
         virtual_stages=table.count("virtual_stages", 1, least=1),
         optimizer=table.text("optimizer", "sgd"),
         recompute=_word(table, "recompute", "never"),

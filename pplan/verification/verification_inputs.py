@@ -7,7 +7,7 @@ from functools import cached_property
 
 from .documents import Table
 from .layer_costs import Layers
-from .orders import ASYNCHRONOUS, ScheduleOrder, make_order
+from .orders import ASYNCHRONOUS, SYNCHRONOUS, ScheduleOrder, make_order, read_written_order
 from .pipeline import Figures
 from .report import ImpossiblePlan, LineCheck, NotChecked
 from .stated_machine import StatedMachine
@@ -26,7 +26,7 @@ class Rules:
     stages, and has the devices of one machine. `by_stage`: each stage may recompute or not for itself.
     `trains_all`: a stage without anything to train is refused. `parts`: several of the layers on a device.
     `zero`: the stages of ZeRO over the replicas of a stage. `shares`: weights that several stages may use,
-    any, those of the first and the last stage ("ends"), or none."""
+    any, those of the first and the last stage ("ends"), or none. `lists`: it runs any lists of actions."""
 
     schedules: frozenset[str]
     recompute: frozenset[str]
@@ -37,6 +37,7 @@ class Rules:
     parts: bool = True
     zero: tuple[int, ...] = (0, 1)
     shares: str = "nothing"
+    lists: bool = False
 
 
 _PIPE = Rules(
@@ -47,14 +48,14 @@ RULES = {
     "torchgpipe": _PIPE,
     "fairscale": _PIPE,
     "deepspeed": Rules(frozenset({"1f1b"}), _WHOLE, trains_all=True, parts=False, shares="any"),
-    "torch": Rules(_TORCH, _WHOLE, by_stage=True, shares="any"),
+    "torch": Rules(_TORCH, _WHOLE, by_stage=True, shares="any", lists=True),
     "huggingface": Rules(
         frozenset({"naive"}), _WHOLE, replicas=False, one_process=True, parts=False, zero=(0,)
     ),
     "megatron": _MEGATRON,
     "megatron-bridge": _MEGATRON,
-    "torchtitan": Rules(_TORCH, _WHOLE),
-    "nemo-automodel": Rules(_TORCH - {"dualpipe-v"}, _WHOLE),
+    "torchtitan": Rules(_TORCH, _WHOLE, lists=True),
+    "nemo-automodel": Rules(_TORCH - {"dualpipe-v"}, _WHOLE, lists=True),
 }
 
 
@@ -76,9 +77,9 @@ def check_runtime_rules(
     """Whether a runtime runs a pipeline."""
     check.require(f"runtime {runtime} is unknown", runtime in RULES)
     rules = RULES[runtime]
-    check.require(
-        f"{runtime} does not run it", schedule in rules.schedules, schedule, sorted(rules.schedules)
-    )
+    own = schedule not in {*SYNCHRONOUS, *ASYNCHRONOUS}
+    runs = schedule in rules.schedules or (own and rules.lists)
+    check.require(f"{runtime} does not run it", runs, schedule, sorted(rules.schedules))
     check.require(
         f"{runtime} recomputes all stages in one way", rules.by_stage or len(set(modes)) == 1, list(modes)
     )
@@ -171,4 +172,6 @@ def planned_order(plan: StatedPlan) -> ScheduleOrder:
         raise NotChecked(f"{plan.schedule} is asynchronous")
     if plan.schedule in STASHING:
         return make_order("1f1b", devices, 2 * devices + 2, plan.virtual_stages)
+    if plan.order:
+        return read_written_order(plan.order, devices, plan.micro_batches, plan.virtual_stages)
     return make_order(plan.schedule, devices, plan.micro_batches, plan.virtual_stages)

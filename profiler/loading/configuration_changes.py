@@ -34,6 +34,7 @@ _SAME_WIDTHS = ("word_embed_proj_dim", "pooler_output_size", "lru_width")
 """Widths that follow the hidden size where they equal it."""
 _NO_CHANCE = {
     "apply_spec_augment": False, "layerdrop": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
+    "mask_time_prob": 0.0, "mask_feature_prob": 0.0,
 }  # fmt: skip
 """Parts of the input, and whole layers, that are left out by chance."""
 _PLACES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
@@ -101,9 +102,12 @@ class ConfigurationChanges:
 
     def leave_out_chance(self) -> None:
         """What is drawn in Python at each call would be a constant of the layers."""
+        names = key_names(self._config)
         for key, value in _NO_CHANCE.items():
             before = key_value(self._config, key)
-            if key not in self.values and before and key in key_names(self._config):
+            # One switch for both kinds of masks, where there is one.
+            is_off = key.startswith("mask_") and "apply_spec_augment" in names
+            if key not in self.values and before and key in names and not is_off:
                 self.values[key] = value
                 self.notes.append(f"{self._path}{key}={value} instead of {before}: it is drawn in Python")
         for part in self._parts.values():

@@ -47,6 +47,9 @@ _OPEN: dict[str, dict[str, Any]] = {
     "autoformer": {"prediction_length": 24},
     "informer": {"prediction_length": 24},
     "time_series_transformer": {"prediction_length": 24},
+    "wav2vec2-bert": {"vocab_size": 32},
+    "wav2vec2-conformer": {"vocab_size": 32},
+    "xmod": {"default_language": "en_XX"},
 }
 """Keys that a family cannot do without and that its class has no value for, as published models have them."""
 _WIDTH_UNIT = 8
@@ -115,7 +118,7 @@ def agreeing_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
 
     `sizes` are all keys of the configuration, with the values that they are to have so far.
     """
-    return _rotary(sizes) | _state_space(sizes) | _axial(sizes)
+    return _rotary(sizes) | _state_space(sizes) | _axial(sizes) | _boxes(sizes)
 
 
 def _rotary(sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,6 +156,15 @@ def _axial(sizes: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     first = hidden * parts[0] // sum(parts)
     return {"axial_pos_embds_dim": [first, hidden - first]}
+
+
+def _boxes(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """LayoutLMv3's tables for the places of words, four coordinates and two sides, have it together."""
+    hidden = sizes.get("hidden_size")
+    if not hidden or "coordinate_size" not in sizes or "shape_size" not in sizes:
+        return {}
+    coordinate = hidden // 6
+    return {"coordinate_size": coordinate, "shape_size": (hidden - 4 * coordinate) // 2}
 
 
 def lists_of_layers(sizes: Mapping[str, Any], layers: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,7 +36,8 @@ class InputMaker:
         self._module, self._config, self._sequence = module, config, sequence
         self._text = config.get_text_config()
         self._generator = torch.Generator().manual_seed(seed)
-        self._main = str(getattr(module, "main_input_name", "input_ids"))
+        main = getattr(module, "main_input_name", "input_ids")
+        self._main = str(main[0] if isinstance(main, list) else main)
         parameters = inspect.signature(module.forward).parameters
         self._names = list(parameters)
         self._needed = [
@@ -49,6 +51,8 @@ class InputMaker:
         """Keywords to call it with: with all kinds of inputs that it takes, and with those it must have."""
         more = ["decoder_input_ids"] if self._config.is_encoder_decoder else []
         must = dict.fromkeys([self._main, *self._needed, *(name for name in more if name in self._names)])
+        if "spatial_shapes" in self._names and self._main == "pixel_values":
+            must |= dict.fromkeys(("pixel_attention_mask", "spatial_shapes"))
         every = must | dict.fromkeys(name for name in _OF_OTHER_KINDS if name in self._names)
         if "past_time_features" in must:
             every |= dict.fromkeys(name for name in self._names if name.startswith("future_"))
@@ -84,6 +88,10 @@ class InputMaker:
             "rewards": lambda: self._noise(_STEPS, 1),
             "returns_to_go": lambda: self._noise(_STEPS, 1),
             "timesteps": lambda: torch.arange(_STEPS, device="cpu").repeat(SAMPLES, 1),
+            "flattened_patches": self._placed_patches,
+            "pixel_attention_mask": lambda: torch.ones(SAMPLES, self._patches_a_side**2, device="cpu"),
+            "spatial_shapes": lambda: torch.full((SAMPLES, 2), self._patches_a_side, device="cpu"),
+            "freq": lambda: torch.zeros(SAMPLES, 1, dtype=torch.long, device="cpu"),
         }
         if name.startswith(("past_", "future_")):
             return self._series(name)
@@ -125,8 +133,24 @@ class InputMaker:
         side = getattr(vision, "image_size", None) or getattr(self._config, "image_size", None) or _SIDE
         height, width = side if isinstance(side, list | tuple) else (side, side)
         channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
+        if "spatial_shapes" in self._names:
+            return self._noise(self._patches_a_side**2, channels * vision.patch_size**2)
         frames = getattr(vision, "num_frames", None)
         return self._noise(*([frames] if frames else []), channels, height, width)
+
+    @property
+    def _patches_a_side(self) -> int:
+        """Of a picture that comes as patches."""
+        return math.isqrt(self._size("num_patches") or 64)
+
+    def _placed_patches(self) -> Tensor | None:
+        """Behind the row and the column of each, from 1 on, as Pix2Struct takes them."""
+        patches = self._noise(self._patches_a_side**2, self._size("patch_embed_hidden_size"))
+        if patches is None:
+            return None
+        places = torch.arange(1, self._patches_a_side + 1, device="cpu")
+        grid = torch.cartesian_prod(places, places).float().expand(SAMPLES, -1, 2)
+        return torch.cat([grid, patches], 2)
 
     def _sound(self) -> Tensor | None:
         bins, frames = self._size("num_mel_bins"), self._size("max_length")
@@ -146,6 +170,8 @@ class InputMaker:
         context, ahead = self._size("context_length"), self._size("prediction_length")
         lags = max(getattr(self._config, "lags_sequence", None) or [0])
         steps = ahead if name.startswith("future_") else (context or ahead or 0) + lags
+        if name.endswith("_padding"):
+            return torch.zeros(SAMPLES, steps or 0, dtype=torch.long, device="cpu")
         if name.endswith("_time_features"):
             return self._noise(steps, (self._size("num_time_features") or 0))
         channels = self._size("num_input_channels")

@@ -198,7 +198,8 @@ def _example_and_order(
         lacking = ", ".join(maker.lacking)
         raise ModelError(
             f"hf:{name}: {type(module).__name__} takes {lacking}, which pplan cannot make up",
-            "Build it in a package.module:factory that returns (module, {keyword: tensor, ...}).",
+            "Name a function of yours that returns {keyword: tensor, ...}: "
+            "input_like='package.module:function'.",
         )
     if device.type == "meta":
         # What depends on values (which expert a token goes to) has no meaning there.
@@ -207,7 +208,7 @@ def _example_and_order(
     raise ModelError(
         f"hf:{name}: {type(module).__name__} fails on {', '.join(failing_inputs)}: "
         f"{first_line(failure)}{at_user_line(failure)}",
-        "Change the sizes, or build it with its own example input in a package.module:factory.",
+        "Change the sizes, or give it an example input of yours: input_like='package.module:function'.",
     ) from failure
 
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from ...cost_models.document import Document, MadeBy
 from ...cost_models.errors import PplanError
+from ...cost_models.schedules import PUBLISHED
 from ...profiler.link_fit import fit_link
 from ..formats.torch_actions import action_rows, build_program, schedule_class
 from ..formats.torch_export import TorchExport
@@ -120,13 +121,15 @@ def _calibration_cases(case: Case) -> Iterator[Case]:
     devices, order = len(document.stages), document.order
     looped = len(document.stages[0]) > 1
     others: tuple[str, ...] = ("looped-bfs", "interleaved") if looped else ("gpipe", "1f1b")
-    if order in ("zb-v", "dualpipe-v"):
+    if order in ("zb-v", "dualpipe-v") or (looped and order not in PUBLISHED):
         others = ()
     schedules = [order, *(other for other in others if other != order)]
     for count in (2, 3, 1, 4):
         for schedule in schedules:
             if (schedule, count * devices) == (order, document.micro_batches):
                 continue
+            if schedule not in PUBLISHED:
+                continue  # its actions are those of these numbers alone
             try:
                 yield with_schedule(case, schedule, count * devices)
             except PplanError:

@@ -12,20 +12,14 @@ from ...cost_models.schedules import Program, find_schedule
 from ...cost_models.simulator.costs import Array, Costs, find_transfers, recompute_shares
 from ...cost_models.timeline import Timeline, simulate
 from ..formats.deepspeed_export import DeepspeedExport
-from ..formats.torch_actions import build_program, splits_backward
+from ..formats.torch_actions import splits_backward
 from ..formats.torch_export import TorchExport
 from .job import Case, Corrections, CutLink, RuntimeCase, StageSeconds
 
 
-def build_case_program(document: TorchExport) -> Program:
-    """What its processes run."""
-    devices = len(document.stages)
-    return build_program(document.order, devices, document.micro_batches, len(document.stages[0]))
-
-
 def predict_step(case: Case, stages: Sequence[StageSeconds], corrections: Corrections | None) -> Timeline:
     """A step of the case, of stages that take so long alone."""
-    program = build_case_program(case.document)
+    program = case.document.program
     fixed = corrections or Corrections()
     splits = splits_backward(case.document.actions)
     slowed = [_slowed(own, fixed.slowdown) for own in stages]

@@ -162,7 +162,7 @@ def stage_recompute(plan: Plan) -> tuple[Recompute, ...]:
 
 
 def _runs_schedule(plan: Plan, runtime: Runtime) -> bool:
-    if plan.schedule in runtime.schedules:
+    if runtime.runs(plan.schedule):
         return True
     if plan.schedule not in LINEAR:
         return False

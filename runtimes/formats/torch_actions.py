@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from itertools import pairwise
 
-from ...cost_models.errors import ExportError
+from ...cost_models.errors import ExportError, UsageError, short_repr
 from ...cost_models.quantities import MOST_ACTIONS
-from ...cost_models.schedules import Program, StageSlot, find_schedule
+from ...cost_models.schedules import Action, Program, StageSlot, find_schedule
 
 OWN_ORDER = "_PipelineScheduleRuntime"
 """The class that runs any lists of actions."""
@@ -79,6 +81,29 @@ def action_rows(program: Program) -> list[str]:
         ]
         rows.append(",".join(words))
     return rows
+
+
+_CELL = re.compile(r"(\d{1,7})([FBIW])(\d{1,7})")
+
+
+def read_actions(rows: Sequence[str], stages: Sequence[Sequence[int]], micro_batches: int) -> Program:
+    """The program of such lines, of devices that hold these stages. Raises UsageError for what is none."""
+    slots = {stage: StageSlot(device, own.index(stage)) for device, own in enumerate(stages) for stage in own}
+    actions = []
+    for device, row in enumerate(rows):
+        own = []
+        for word in filter(None, row.split(",")):
+            cell = _CELL.fullmatch(word)
+            slot = None if cell is None else slots.get(int(cell[1]))
+            if cell is None or slot is None or slot.device != device:
+                raise UsageError(
+                    f"actions of device {device}: {short_repr(word)} is no action of its stages",
+                    "Export the plan again.",
+                )
+            kind = {"F": "F", "B": "B", "I": "B", "W": "W"}[cell[2]]
+            own.append(Action(kind, int(cell[3]), slot.chunk))  # type: ignore[arg-type]  # one of F, B, W
+        actions.append(tuple(own))
+    return Program(tuple(actions), (tuple(slots[stage] for stage in sorted(slots)),), (0,) * micro_batches)
 
 
 def splits_backward(rows: list[str]) -> bool:

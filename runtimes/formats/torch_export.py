@@ -23,11 +23,19 @@ from ...cost_models.document import (
 )
 from ...cost_models.errors import ExportError
 from ...cost_models.runtime import find_runtime
+from ...cost_models.schedules import PUBLISHED, Program
+from ...cost_models.schedules.schedule_text import NAME
 from ...planner.plan_file import Plan
-from ...planner.plan_records import ScheduleName
 from .export_document import ExportDocument
 from .plan_choice import Choice, choose, document_fields
-from .torch_actions import action_rows, are_bounds, build_program, device_stages, schedule_class
+from .torch_actions import (
+    action_rows,
+    are_bounds,
+    build_program,
+    device_stages,
+    read_actions,
+    schedule_class,
+)
 
 
 class TorchExport(ExportDocument):
@@ -40,8 +48,8 @@ class TorchExport(ExportDocument):
     kind: ClassVar[str] = "torch"
     runtime: Literal["torch"]
     micro_batches: MicroBatches
-    order: ScheduleName
-    """The plan's word for the schedule."""
+    order: Annotated[str, Field(pattern=NAME.pattern)]
+    """The plan's word for the schedule; of one that is not pplan's own, `actions` alone say what is done."""
     schedule: str
     """The class in torch.distributed.pipelining.schedules."""
     parts: Annotated[list[LayerBound], Field(min_length=2)]
@@ -87,6 +95,13 @@ class TorchExport(ExportDocument):
                 f"micro_batches {self.micro_batches} times micro_batch_size {self.micro_batch_size} "
                 f"do not make a mini_batch of {self.mini_batch}"
             )
+
+    @property
+    def program(self) -> Program:
+        """What the processes run. Raises UsageError, ExportError."""
+        if self.order in PUBLISHED:
+            return build_program(self.order, len(self.stages), self.micro_batches, len(self.stages[0]))
+        return read_actions(self.actions, self.stages, self.micro_batches)
 
     @property
     def csv(self) -> str:

@@ -11,6 +11,9 @@ from typing import Any
 
 from ...cost_models.errors import UsageError, short_repr
 from ...cost_models.runtime import RUNTIMES
+from ...cost_models.schedules import PUBLISHED
+from ...cost_models.schedules.registration import register_order
+from ...cost_models.schedules.schedule_text import read_schedule, write_program
 from ...cost_models.text_files import detect_kind
 from ..formats.deepspeed_export import DeepspeedExport
 from ..formats.export_document import ExportDocument, hash_names
@@ -225,6 +228,13 @@ def _partition(document: ExportDocument, names: Sequence[str], where: str) -> Pa
         partition = Partition("", tuple(document.parts[1:]), virtual_stages=1, schedule="1f1b")
         return replace(partition, recompute="always" if again else "never")
     if isinstance(document, TorchExport):
+        if document.order not in PUBLISHED:
+            register_order(
+                read_schedule(write_program(document.order, document.program)),
+                len(document.stages),
+                document.micro_batches,
+                len(document.stages[0]),
+            )
         words = set(document.recompute)
         return Partition(
             "",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pplan.cost_models.schedules import SCHEDULES
+from pplan.profiler.profile_file import Profile
 
 Run = Callable[..., Any]
 Golden = Callable[[str, str], None]
@@ -42,4 +45,56 @@ def test_json(run: Run) -> None:
 def test_arguments_are_refused(run: Run) -> None:
     ran = run("schedules", "zb-h1")
     assert ran.status == 2
-    assert ran.lines[0].startswith("pplan: schedules: got unexpected extra argument")
+    assert ran.lines == [
+        "pplan: schedules zb-h1: is not one of list, show",
+        "  To see it: pplan schedules show zb-h1",
+    ]
+    for words in (("list", "zb-h1"), ("list", "--text"), ("show",), ("show", "zb-h1", "--json")):
+        ran = run("schedules", *words)
+        assert ran.status == 2
+        assert ran.lines[0].startswith(f"pplan: schedules {words[0]}: ")
+
+
+def test_one_is_drawn(run: Run) -> None:
+    ran = run("schedules", "show", "zb-h1", "--stages", "3", "--micro-batches", "4")
+    assert (ran.status, ran.err) == (0, "")
+    rows = [line.split()[2] for line in ran.out.splitlines() if line.startswith("stage ")]
+    words = [re.findall(r"[FBW]\d", row) for row in rows]
+    assert words == [[str(action) for action in own] for own in SCHEDULES["zb-h1"].actions(3, 4)]
+    assert ran.out.rstrip().endswith("in flight 3, 3, 3.")
+
+
+def test_ones_text_starts_an_own_one(run: Run, here: Path) -> None:
+    text = run("schedules", "show", "zb-v", "--stages", "2", "--micro-batches", "4", "--text").out
+    (here / "own.schedule").write_text(text, encoding="utf-8")
+    costs = [
+        "--stages",
+        "2",
+        "--micro-batches",
+        "4",
+        "--forward-ms",
+        "1",
+        "--backward-ms",
+        "1",
+        "--weight-ms",
+        "1",
+        "--json",
+    ]
+    own, published = (
+        json.loads(run("simulate", "--schedule", name, *costs).out) for name in ("own.schedule", "zb-v")
+    )
+    assert own["schedule"] == "my-zb-v"
+    for key in ("step_seconds", "bubble", "stages"):
+        assert own[key] == published[key]
+
+
+def test_an_own_one_is_planned_with(run: Run, here: Path, profile: Profile) -> None:
+    profile.save(here / "toy.profile.json", force=False)
+    (here / "own.schedule").write_text(
+        "name: own\ndevice i: F*(p-i) (B F)*m  # 1F1B, one deeper\n", encoding="utf-8"
+    )
+    ran = run("solve", "--gpus", "2", "--schedule", "own.schedule", "--json")
+    plan = json.loads(ran.out)
+    assert plan["schedule"] == "own"
+    assert plan["order"][0] == "name: own"
+    assert len([line for line in plan["order"] if line.startswith("device")]) == len(plan["stages"])

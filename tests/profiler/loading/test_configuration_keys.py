@@ -44,6 +44,7 @@ def test_widths_stay_multiples_that_kernels_take(width: int, hidden: int, before
         ("esm", {"vocab_size": 64, "pad_token_id": 1}),
         ("deepseek_v2", {"num_experts_per_tok": 6, "moe_intermediate_size": 8}),
         ("ernie4_5_moe", {"moe_intermediate_size": 16}),
+        ("xmod", {"default_language": "en_XX"}),
         ("zamba2", {"layers_block_type": ["linear_attention", "hybrid"]}),
     ],
 )
@@ -94,3 +95,8 @@ def test_sizes_reach_the_configurations_inside() -> None:
 )
 def test_lists_of_layers(sizes: dict[str, Any], layers: int, expected: dict[str, Any]) -> None:
     assert lists_of_layers(sizes, layers) == expected
+
+
+def test_layoutlms_tables_of_places_have_the_hidden_size_together() -> None:
+    config: Any = loaded("layoutlmv3").module.config
+    assert 4 * config.coordinate_size + 2 * config.shape_size == config.hidden_size == 32

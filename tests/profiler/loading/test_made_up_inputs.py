@@ -35,6 +35,21 @@ PICTURE = {"image_size": 32, "patch_size": 16}
         ("vilt", {**TEXT, **PICTURE}, {"input_ids": (2, 8), "pixel_values": (2, 3, 32, 32)}),
         ("blip", {**TEXT, **PICTURE}, {"input_ids": (2, 8), "pixel_values": (2, 3, 32, 32)}),
         ("canine", {**SIZES, "max_position_embeddings": 128}, {"input_ids": (2, 128)}),
+        (
+            "pix2struct",
+            {**TEXT, "hidden": 64, "patch_embed_hidden_size": 48},
+            {"flattened_patches": (2, 64, 50), "decoder_input_ids": (2, 8)},
+        ),
+        (
+            "timesfm",
+            {"layers": 1, "heads": 4, "hidden": 64, "context_length": 64},
+            {"past_values": (2, 64), "past_values_padding": (2, 64), "freq": (2, 1)},
+        ),
+        (
+            "siglip2",
+            {**SIZES, "num_patches": 16, "patch_size": 4},
+            {"pixel_values": (2, 16, 48), "pixel_attention_mask": (2, 16), "spatial_shapes": (2, 2)},
+        ),
         ("patchtst", {"heads": 4, "d_model": 32, "context_length": 16}, {"past_values": (2, 16, 1)}),
         (
             "decision_transformer",
@@ -73,5 +88,14 @@ def test_what_is_drawn_in_python_is_off_and_said() -> None:
 
 
 def test_what_cannot_be_made_up_is_named() -> None:
-    with pytest.raises(ModelError, match="takes freq, which pplan cannot make up"):
-        load_transformers("timesfm", SIZES, seed=0, device="meta")
+    with pytest.raises(ModelError, match="takes task_inputs, which pplan cannot make up") as caught:
+        load_transformers("oneformer", {}, seed=0, device="meta")
+    assert "input_like" in caught.value.hint
+
+
+def test_masks_of_sound_have_one_switch_or_two() -> None:
+    made = load_transformers("data2vec-audio", {**SIZES, "conv_dim": [32] * 7}, seed=0, device="meta")
+    config: Any = made.module.config
+    assert (config.mask_time_prob, config.mask_feature_prob) == (0.0, 0.0)
+    other = load_transformers("wav2vec2", {**SIZES, "conv_dim": [32] * 7}, seed=0, device="meta")
+    assert not any("mask_time_prob" in note for note in other.notes)

@@ -338,7 +338,7 @@ def test_files_that_are_no_configuration(tmp_path: Path, text: str, told: str) -
         ("vit", {"sequence": 5}, UsageError, "vit takes no tokens"),
         ("gpt2", {"hidden": 50, "heads": 4}, ModelError, "must be divisible by num_heads"),
         ("llama", {"hidden": 50, "heads": 4}, ModelError, "not a multiple of the number of attention heads"),
-        ("timesfm", {"layers": 1, "hidden": 32}, ModelError, "takes freq, which pplan cannot make up"),
+        ("oneformer", {}, ModelError, "takes task_inputs, which pplan cannot make up"),
         ("gpt2", {"architectures": ["Nothing"]}, ModelError, "which transformers"),
     ],
 )

@@ -1,0 +1,116 @@
+"""Schedules of the user's own: registered by name, from a text, a file or a plan."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from .. import arguments
+from ..errors import FileError, UsageError
+from . import PROGRAMS, PUBLISHED, SCHEDULES, Program, Schedule
+from .schedule_text import ScheduleText, read_schedule
+from .text_reader import HELP, ScheduleTextError
+
+SUFFIX = ".schedule"
+LARGEST = 20_000_000
+"""Bytes of a file."""
+
+
+def register_schedule(schedule: Schedule | ScheduleText | str) -> Schedule:
+    """Makes a schedule known by its name, to whatever takes one; a text is that of `schedule_text`.
+
+    Another of the same name is replaced. Raises UsageError for the name of a published schedule, and for a
+    text that is none.
+    """
+    text = read_schedule(schedule) if isinstance(schedule, str) else schedule
+    own = text.schedule if isinstance(text, ScheduleText) else text
+    if own.name in PUBLISHED:
+        raise UsageError(f"schedule {own.name!r} is pplan's own", "Give yours another name.")
+    _ORDERS.pop(own.name, None)
+    PROGRAMS.forget(own.name)
+    SCHEDULES[own.name] = own
+    return own
+
+
+_Counts = tuple[int, int, int]
+_ORDERS: dict[str, dict[_Counts, Program]] = {}
+"""Of schedules that are known from plans alone: by name, devices, micro-batches and virtual stages."""
+
+
+def register_order(text: ScheduleText, stages: int, micro_batches: int, virtual_stages: int) -> Schedule:
+    """The schedule of a plan's order, which says what is done with these numbers alone: registered, unless it
+    is known and does the same.
+
+    Raises UsageError where the text is not of these numbers, or a schedule of this name does otherwise.
+    """
+    counts = (stages, micro_batches, virtual_stages)
+    program = text.program(*counts)
+    if text.name not in SCHEDULES:
+        register_schedule(replace(text.schedule, build=partial(_order_of_a_plan, text.name)))
+        _ORDERS[text.name] = {}
+    orders = _ORDERS.get(text.name)
+    other = SCHEDULES[text.name].program(*counts) if orders is None else orders.setdefault(counts, program)
+    if (other.actions, other.pipes) != (program.actions, program.pipes):
+        raise UsageError(
+            f"schedule {text.name!r} is known with another order for {stages} devices and {micro_batches} "
+            "micro-batches",
+            "Rename one of the two.",
+        )
+    return SCHEDULES[text.name]
+
+
+def _order_of_a_plan(name: str, *counts: int) -> Program:
+    orders = _ORDERS.get(name, {})
+    if counts not in orders:
+        numbers = "; ".join(f"{p} devices with {m} micro-batches" for p, m, _ in orders)
+        raise UsageError(
+            f"schedule {name!r} is known of a plan alone, for {numbers}, and not for {counts[0]} with "
+            f"{counts[1]}",
+            "Give the schedule's own file.",
+        )
+    return orders[counts]
+
+
+def read_schedule_file(path: Path) -> str:
+    """The name of the schedule that a file describes, which is known from now on.
+
+    Raises FileError for a file that cannot be read, UsageError, with the line, for what is no schedule.
+    """
+    try:
+        if path.stat().st_size > LARGEST:
+            raise FileError(f"{path}: has more than {LARGEST} bytes", HELP)
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise FileError(f"{path}: cannot be read: {error}", "Give a text file of a schedule.") from error
+    try:
+        return register_schedule(text).name
+    except ScheduleTextError as error:
+        raise UsageError(f"{path}: {error.what}", error.hint) from error
+
+
+def schedule_word(field: str, value: Any, besides: Sequence[str] = ("auto", "synthesized")) -> str:
+    """The name of a known schedule, a word `besides`, or the name of the one that the file `value` describes.
+
+    Raises UsageError for a name that is not known.
+    """
+    text = str(value) if isinstance(value, Path) else arguments.word(field, value)
+    if text.endswith(SUFFIX):
+        return read_schedule_file(Path(text))
+    if text in besides or text in SCHEDULES:
+        return text
+    near = difflib.get_close_matches(text, SCHEDULES, n=1, cutoff=0.5)
+    raise UsageError(
+        f"{field}={text!r}: not known",
+        f"Did you mean {near[0]}?"
+        if near
+        else f"Use one of: {', '.join(SCHEDULES)}; or a file of your own, my{SUFFIX}.",
+    )
+
+
+def optional_schedule(field: str, value: Any) -> str | None:
+    """The same, or None."""
+    return None if value is None else schedule_word(field, value, ())

@@ -1,0 +1,300 @@
+"""A schedule as text: one line of actions for all devices, or one for each; read, checked and made a program.
+
+    name: my-zb-h1
+    source: Qi et al., ICLR 2024, section 2.1
+    device i: F*(p-i) (B F)*i (B W F)*(m-i) W*i
+
+A line `device i:` says in order what device i of p does with m micro-batches. `F` is the forward of the next
+micro-batch that has had none on this device, `B` and `W` likewise; those of micro-batch m and later are left
+out. Where a micro-batch has a W, its B computes the gradient of the input alone.
+
+    F3  B[m-1-k]       of this micro-batch (0-based)
+    F.1  B3.c          on this chunk of the device (0-based; `chunks: 2` says how many there are)
+    ( ... )*n          so many times; none where n is below 1
+    each c from 0 to v-1 ( ... )     for every value, upwards or downwards
+    let f = F.0*p F.1*p              a list that starts again at its end: `f*3` takes the next three of it
+    device 0: ...      of one device: stands instead of what `device i:` says
+
+Numbers are p, m, i, v (chunks), the names of `each`, with + - * // % ( ) min max. `places: line` (the
+default: one chunk a device), `loop` (all devices with their first chunk, then with their second, as
+interleaved 1F1B) or `v` (two chunks: down the devices and back up, as ZB-V) says where the parts of the
+layers are. `#` begins a comment; a line that begins with a blank continues the one above.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import UsageError, short_repr
+from ..quantities import MOST_ACTIONS
+from .action import Action, Program, Schedule, StageSlot
+from .interleaved import looped_pipe
+from .text_reader import HELP, DeviceList, LineReader, Number, ScheduleTextError, Values, Writer, Written
+from .zb_v import v_pipe
+
+MOST_TEXT = 20_000_000
+"""Characters."""
+NAME = re.compile(r"[a-z][a-z0-9_-]{0,59}")
+PLACES = ("line", "loop", "v")
+_KEYS = ("name", "source", "places", "chunks")
+
+
+@dataclass(frozen=True)
+class ScheduleText:
+    """A schedule's text as it was read. `rows`: by line, the device that it is of (None: every other one) and
+    its actions."""
+
+    name: str
+    source: str
+    places: str
+    chunks: int
+    lists: Mapping[str, Writer]
+    rows: Sequence[tuple[int, Number | None, Writer]]
+
+    def program(self, stages: int, micro_batches: int, virtual_stages: int | None = None) -> Program:
+        """What runs where. Raises UsageError, with the line, for actions that are missing or repeated, of no
+        micro-batch or chunk, or that wait for each other for ever."""
+        try:
+            return self._program(stages, micro_batches, virtual_stages)
+        except ScheduleTextError as error:
+            raise ScheduleTextError(f"schedule {self.name}: {error.what}", error.hint) from None
+
+    def _program(self, stages: int, micro_batches: int, virtual_stages: int | None) -> Program:
+        chunks = self.chunks if virtual_stages is None else virtual_stages
+        if self.places != "loop" and chunks != self.chunks:
+            raise UsageError(
+                f"virtual stages {chunks}: {self.name} runs {self.chunks} on a device",
+                f"Leave virtual stages at {self.chunks}.",
+            )
+        if 3 * stages * micro_batches * chunks > MOST_ACTIONS:
+            raise UsageError(
+                f"{stages} stages, {micro_batches} micro-batches, {chunks} chunks: more than {MOST_ACTIONS} "
+                "actions",
+                "Use fewer micro-batches.",
+            )
+        lines, actions = [], []
+        for device in range(stages):
+            line, own = self._list(device, {"p": stages, "m": micro_batches, "v": chunks})
+            _check_complete(own, device, line, micro_batches, chunks)
+            lines.append(line)
+            actions.append(tuple(own))
+        pipe = _pipe(self.places, stages, chunks)
+        _check_progress(actions, pipe, lines)
+        return Program(tuple(actions), (pipe,), (0,) * micro_batches)
+
+    def _list(self, device: int, values: Values) -> tuple[int, list[Action]]:
+        values = {**values, "i": device}
+        own = [row for row in self.rows if row[1] is not None and row[1](values) == device]
+        row = next(iter(own or [row for row in self.rows if row[1] is None]), None)
+        if row is None:
+            raise ScheduleTextError(
+                f"{self.name}: device {device} of {values['p']} has no line",
+                f"Add `device {device}: ...`, or `device i: ...` for all that have none.",
+            )
+        line, _, write = row
+        most = 12 * values["m"] * values["v"] + 1000
+        return line, _number(write(values, DeviceList(self.lists, most)), line, values["m"])
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule, to be registered by its name."""
+        return Schedule(
+            self.name,
+            lambda stages, micro_batches, chunks: self.program(stages, micro_batches, chunks),
+            source=self.source or "the user's own",
+            needs="any list of actions"
+            + (", several chunks of layers on a device" if self.chunks > 1 else ""),
+            bubble="see pplan simulate",
+            in_flight_formula="see pplan simulate",
+            default_virtual_stages=self.chunks,
+        )
+
+
+def _number(written: Iterator[Written], line: int, micro_batches: int) -> list[Action]:
+    """The actions, those without a micro-batch numbered in their order; later micro-batches left out."""
+    done: Counter[tuple[str, int]] = Counter()
+    own = []
+    for kind, number_in_text, chunk in written:
+        number = done[kind, chunk] if number_in_text is None else number_in_text
+        if number_in_text is None:
+            done[kind, chunk] += 1
+        elif number_in_text >= micro_batches or number_in_text < 0:
+            raise ScheduleTextError(
+                f"line {line}: {kind}{number_in_text}: there are {micro_batches} micro-batches, from 0",
+                "Name a micro-batch below m.",
+            )
+        if number < micro_batches:
+            own.append(Action(kind, number, chunk))  # type: ignore[arg-type]  # F, B or W: it was read
+    return own
+
+
+def _check_complete(own: Sequence[Action], device: int, line: int, micro_batches: int, chunks: int) -> None:
+    times = Counter(own)
+    where = f"line {line}: device {device}"
+    for action, count in times.items():
+        if not 0 <= action.chunk < chunks:
+            raise ScheduleTextError(
+                f"{where}: {action} is on chunk {action.chunk}, and a device has {chunks}",
+                f"Count chunks from 0 to {chunks - 1}, or say `chunks: {action.chunk + 1}`.",
+            )
+        if count > 1:
+            raise ScheduleTextError(f"{where}: {action} stands {count} times", "Name every action once.")
+    all_actions = (
+        Action(kind, m, c) for kind in ("F", "B") for c in range(chunks) for m in range(micro_batches)
+    )
+    for action in all_actions:
+        if action not in times:
+            raise ScheduleTextError(
+                f"{where}: {action} is missing, with {micro_batches} micro-batches",
+                "Every micro-batch needs an F and a B on every chunk; repeat more often: what is too much is "
+                "left out.",
+            )
+
+
+def _pipe(places: str, stages: int, chunks: int) -> tuple[StageSlot, ...]:
+    if places == "v":
+        return v_pipe(stages)[0]
+    return looped_pipe(stages, chunks)[0]
+
+
+def _check_progress(
+    actions: Sequence[Sequence[Action]], pipe: Sequence[StageSlot], lines: Sequence[int]
+) -> None:
+    """Raises ScheduleTextError where devices wait for each other for ever, with the first that waits."""
+    part_of = {slot: part for part, slot in enumerate(pipe)}
+    done: set[tuple[str, int, int]] = set()
+    at = [0] * len(actions)
+    moved = True
+    while moved:
+        moved = False
+        for device, own in enumerate(actions):
+            while at[device] < len(own):
+                action = own[at[device]]
+                part = part_of[StageSlot(device, action.chunk)]
+                if not _needs(action, part, len(pipe)) <= done:
+                    break
+                done.add((action.kind, action.micro_batch, part))
+                at[device] += 1
+                moved = True
+    for device, own in enumerate(actions):
+        if at[device] < len(own):
+            action = own[at[device]]
+            part = part_of[StageSlot(device, action.chunk)]
+            missing = sorted(_needs(action, part, len(pipe)) - done)[0]
+            raise ScheduleTextError(
+                f"line {lines[device]}: device {device} waits for ever at {action}, for "
+                f"{missing[0]}{missing[1]} of device {pipe[missing[2]].device}",
+                "Order the actions so that what an action needs comes first: F of the part before, B of the "
+                "part after, and F, B, W of one micro-batch in this order.",
+            )
+
+
+def _needs(action: Action, part: int, parts: int) -> set[tuple[str, int, int]]:
+    """What must have run before, as (kind, micro-batch, part)."""
+    kind, m = action.kind, action.micro_batch
+    if kind == "F":
+        return {("F", m, part - 1)} if part else set()
+    if kind == "W":
+        return {("B", m, part)}
+    return {("F", m, part)} | ({("B", m, part + 1)} if part + 1 < parts else set())
+
+
+def read_schedule(text: str) -> ScheduleText:
+    """The schedule that a text describes. Raises ScheduleTextError, with the line."""
+    if len(text) > MOST_TEXT:
+        raise ScheduleTextError(
+            f"the schedule's text has {len(text)} characters", f"Write at most {MOST_TEXT}."
+        )
+    fields: dict[str, str] = {}
+    lists: dict[str, Writer] = {}
+    rows: list[tuple[int, Number | None, Writer]] = []
+    for line, content in _logical_lines(text):
+        word = content.split(None, 1)[0]
+        if word == "let":
+            name, write = LineReader(content[3:], line, set(lists)).read_list()
+            lists[name] = write
+        elif word == "device":
+            rows.append((line, *LineReader(content[6:], line, set(lists)).read_row()))
+        else:
+            key, colon, value = content.partition(":")
+            if not colon or key.strip() not in _KEYS or key.strip() in fields:
+                raise ScheduleTextError(
+                    f"line {line}: {short_repr(content)} is no line of a schedule, or stands twice",
+                    f"Lines begin with {', '.join(f'{key}:' for key in _KEYS)}, let or device. {HELP}",
+                )
+            fields[key.strip()] = _checked(key.strip(), value.strip(), line)
+    if "name" not in fields or not rows:
+        missing = "`name: ...`" if "name" not in fields else "`device i: ...`"
+        raise ScheduleTextError(f"the schedule's text has no line {missing}", HELP)
+    places = fields.get("places", "line")
+    chunks = int(fields.get("chunks", "1" if places == "line" else "2"))
+    if (places == "line" and chunks != 1) or (places == "v" and chunks != 2):
+        raise ScheduleTextError(
+            f"chunks {chunks} with places {places}",
+            "A line has 1 chunk a device, a v has 2, a loop any number.",
+        )
+    return ScheduleText(fields["name"], fields.get("source", ""), places, chunks, lists, rows)
+
+
+def _checked(key: str, value: str, line: int) -> str:
+    allowed = {
+        "name": bool(NAME.fullmatch(value)),
+        "source": len(value) <= 300 and value.isprintable(),
+        "places": value in PLACES,
+        "chunks": value.isascii() and value.isdigit() and 1 <= len(value) <= 3 and int(value) > 0,
+    }
+    if not allowed[key]:
+        rules = {
+            "name": "lower-case letters, digits, - and _, a letter first, at most 60",
+            "source": "one line of at most 300 characters",
+            "places": f"one of {', '.join(PLACES)}",
+            "chunks": "a number from 1 to 999",
+        }
+        raise ScheduleTextError(f"line {line}: {key}: {short_repr(value)}", f"Write {rules[key]}.")
+    return value
+
+
+def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
+    """(number, content) without comments, continued lines joined."""
+    start, content = 0, ""
+    for number, raw in enumerate(text.splitlines(), 1):
+        own = raw.split("#", 1)[0].rstrip()
+        if not own.strip():
+            continue
+        if own[0].isspace() and content:
+            content += " " + own.strip()
+            continue
+        if content:
+            yield start, content
+        start, content = number, own.strip()
+    if content:
+        yield start, content
+
+
+def write_program(name: str, program: Program, source: str = "") -> str:
+    """The text of a program of one pipe, with every action named: it is read back as the same program, for
+    these numbers of devices and micro-batches.
+
+    Raises UsageError for a program of several pipes, of parts of micro-batches, or that updates meanwhile.
+    """
+    places = name_places(program)
+    rows = [f"device {device}: {' '.join(map(str, own))}" for device, own in enumerate(program.actions)]
+    head = [f"name: {name}", *([f"source: {source}"] if source else []), f"places: {places}"]
+    return "\n".join([*head, f"chunks: {program.chunks}", *rows]) + "\n"
+
+
+def name_places(program: Program) -> str:
+    """`line`, `loop` or `v`. Raises UsageError for what the language has no word for."""
+    plain = len(program.pipes) == 1 and program.shares is None and program.update_every is None
+    if plain:
+        for places in PLACES:
+            fits = {"line": program.chunks == 1, "loop": True, "v": program.chunks == 2}[places]
+            if fits and _pipe(places, program.devices, program.chunks) == program.pipes[0]:
+                return places
+    raise UsageError(
+        "a schedule of several pipes, of halves of micro-batches or with updates meanwhile has no text",
+        "Use a synchronous schedule whose micro-batches all go the same way.",
+    )

@@ -1,0 +1,64 @@
+"""Plans of schedules that the search does not know: shapes of other plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+from ..cost_models.errors import UsageError
+from ..cost_models.schedules import find_schedule
+from .balance import balance
+from .candidate import Proposal, ScoredPlan, linear_pipeline
+from .pipeline_config import PipelineConfig
+from .planners.base import add_counts, work_seconds
+from .problem import Problem
+
+
+def propose_other_schedules(
+    problem: Problem, schedules: Iterable[str], best: ScoredPlan | None
+) -> Iterator[Proposal]:
+    """The shape of the best plan, and of balanced ones, under other schedules with one stage a device; and
+    balanced ones with as many as a schedule is made for."""
+    own = [config for config in problem.configs if config.schedule in set(schedules)]
+    linear_configs = [s for s in own if find_schedule(s.schedule).default_virtual_stages == 1]
+    shapes: list[Proposal] = [] if best is None else [best.proposal]
+    for config in linear_configs:
+        for shape in (*shapes, *_balanced(problem, config.micro_batch_size, best)):
+            proposal = replace(shape, config=config)
+            if problem.allows(proposal):
+                yield proposal
+    for config in own:
+        yield from filter(problem.allows, _in_parts(problem, config))
+
+
+def _in_parts(problem: Problem, config: PipelineConfig) -> Iterator[Proposal]:
+    """Balanced pipelines with several parts of the layers on each device, where the schedule has them so."""
+    space, schedule = problem.space, find_schedule(config.schedule)
+    parts = schedule.default_virtual_stages
+    if parts == 1 or config.virtual_stages > 1 or not space.fits_someone(config.micro_batch_size, 1):
+        return
+    work = work_seconds(problem, config.micro_batch_size)
+    for stages in problem.stage_counts:
+        if stages * parts > space.chain.max_stages:
+            return
+        with suppress(UsageError):  # the schedule does not run with these numbers
+            pipe = schedule.program(stages, config.micro_batches, parts).pipes[0]
+            ends = add_counts(balance(work, stages * parts, cut_after=space.chain.cut_after))
+            devices = tuple((place.device,) for place in pipe)
+            yield Proposal(replace(config, virtual_stages=parts), ends, devices)
+
+
+def _balanced(problem: Problem, size: int, best: ScoredPlan | None) -> Iterator[Proposal]:
+    """Of as many stages as the best plan has, of 1, 2, 4 and so on, and of the most."""
+    space = problem.space
+    if not space.fits_someone(size, 1):
+        return
+    work = work_seconds(problem, size)
+    counts = problem.stage_counts
+    tried_counts = {count for count in counts if count & (count - 1) == 0} | {counts[-1]}
+    tried_counts |= set() if best is None else {len(best.proposal.ends)} & set(counts)
+    for stages in sorted(tried_counts):
+        yield linear_pipeline(
+            problem.configs[0], add_counts(balance(work, stages, cut_after=space.chain.cut_after))
+        )

@@ -1,0 +1,272 @@
+"""What an order of actions is judged by: seconds, transfers and memory of stages that are given.
+
+Micro-batches are alike, so that of every part of the layers they may be taken to run in their order,
+forwards, backwards and weight gradients each: were they not, exchanging their names from part to part would
+give an order that is as fast and holds as much (the j-th to start on a part finds j that have ended before).
+An order is therefore, for each device, the sequence of kinds and parts alone.
+
+A bound on the step under any order, of parts on devices of their own (lead: what comes before the first F of
+a part; R: from the start of an F to the end of its micro-batch on this device, with nothing in between; K:
+micro-batches that the memory holds):
+
+    lead + M (f + b + w) + e     a device computes from its first F on; e: what follows its last action
+    lead + M (f + b) + trail     its last B goes back through the parts before
+    lead + (ceil(M/K) - 1) R + (R - w or R + trail)    the F of micro-batch j + K starts after j has ended
+
+The third holds as the j-th to end has begun no later than the j-th start (Qi et al., ICLR 2024, discuss what
+memory does to zero-bubble schedules; the recurrence is this module's own).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import ceil
+
+import numpy as np
+
+from ...cost_models.schedules.action import Action, Program
+from ..assembly import Assembly
+
+F, B, W = range(3)
+KINDS = "FBW"
+Step = tuple[int, int]
+"""A kind and a part of the layers; the micro-batch is the next one."""
+Lists = tuple[tuple[Step, ...], ...]
+"""By device, what it does."""
+
+
+@dataclass(frozen=True, eq=False)
+class OrderProblem:
+    """Seconds of one micro-batch, by part of the layers; `device`: of each part. `weight` is 0 where B
+    computes the weights' gradient as well (`split` False). `credit`: what the first backward of a part does
+    not take. `forward_wait`: from the end of an F to its arrival at the part after, of which `forward_busy`
+    seconds occupy the link; `backward_wait`: of a B at the part before. `end`: by device, what follows its
+    last action. `micro_batch_bytes`: bytes of a micro-batch in flight, by part; `room`: by device, bytes for
+    all of them.
+    """
+
+    micro_batches: int
+    device: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    credit: tuple[float, ...]
+    forward_wait: tuple[float, ...]
+    forward_busy: tuple[float, ...]
+    backward_wait: tuple[float, ...]
+    backward_busy: tuple[float, ...]
+    end: tuple[float, ...]
+    micro_batch_bytes: tuple[float, ...]
+    room: tuple[float, ...]
+    split: bool = True
+
+    @property
+    def parts(self) -> int:
+        """Parts of the layers."""
+        return len(self.device)
+
+    @property
+    def devices(self) -> int:
+        """Devices of the pipeline."""
+        return len(self.end)
+
+    @cached_property
+    def own_parts(self) -> tuple[tuple[int, ...], ...]:
+        """By device, its parts in the order of its chunks."""
+        return tuple(
+            tuple(part for part, own in enumerate(self.device) if own == device)
+            for device in range(self.devices)
+        )
+
+    @cached_property
+    def is_line(self) -> bool:
+        """Whether every part has a device of its own."""
+        return self.parts == self.devices
+
+    @cached_property
+    def most_in_flight(self) -> tuple[int, ...]:
+        """By part of a line, the micro-batches that its device has room for: M at the most."""
+        return tuple(
+            self.micro_batches
+            if self.micro_batch_bytes[part] <= 0 or self.room[device] == float("inf")
+            else max(
+                0,
+                min(self.micro_batches, int(self.room[device] / self.micro_batch_bytes[part] * (1 + 1e-12))),
+            )
+            for part, device in enumerate(self.device)
+        )
+
+    def duration(self, kind: int, part: int, first: bool) -> float:
+        """Seconds of an action; `first`: of the first backward of its part."""
+        seconds = (self.forward, self.backward, self.weight)[kind][part]
+        adds = kind == (W if self.split else B)
+        return max(0.0, seconds - self.credit[part]) if adds and first else seconds
+
+    def fits(self, lists: Lists) -> bool:
+        """Whether no device ever holds more than it has room for."""
+        release = W if self.split else B
+        for device, own in enumerate(lists):
+            level, room = 0.0, self.room[device] * (1 + 1e-12)
+            for kind, part in own:
+                if kind == F:
+                    level += self.micro_batch_bytes[part]
+                    if level > room:
+                        return False
+                elif kind == release:
+                    level -= self.micro_batch_bytes[part]
+        return True
+
+    def bound(self) -> float:
+        """Seconds that no order of these parts is below; see above. Of several parts a device, of the work
+        and one micro-batch's way alone."""
+        work = [self._work(part) for part in range(self.parts)]
+        lead = [0.0, *accumulate(f + wait for f, wait in zip(self.forward, self.forward_wait, strict=False))]
+        trail = self._trails()
+        least = max(lead[part] + self._way(part) for part in range(self.parts))
+        for device, own in enumerate(self.own_parts):
+            busy = sum(work[part] for part in own)
+            least = max(least, min(lead[part] for part in own) + busy + self.end[device])
+        if not self.is_line:
+            return least
+        count = self.micro_batches
+        for part, most in enumerate(self.most_in_flight):
+            if most == 0:
+                return float("inf")
+            least = max(least, lead[part] + count * self.forward[part] + self._backwards(part) + trail[part])
+            turn = self._way(part)
+            rounds = (ceil(count / most) - 1) * (turn + self.weight[part] - self._credit_of_w(part))
+            least = max(least, lead[part] + rounds + turn + trail[part])
+        return least
+
+    def _credit_of_b(self, part: int) -> float:
+        return 0.0 if self.split else min(self.credit[part], self.backward[part])
+
+    def _credit_of_w(self, part: int) -> float:
+        return min(self.credit[part], self.weight[part]) if self.split else 0.0
+
+    def _work(self, part: int) -> float:
+        each = self.forward[part] + self.backward[part] + self.weight[part]
+        return self.micro_batches * each - self._credit_of_b(part) - self._credit_of_w(part)
+
+    def _backwards(self, part: int) -> float:
+        """Seconds of all B's of a part."""
+        return self.micro_batches * self.backward[part] - self._credit_of_b(part)
+
+    def _way(self, part: int) -> float:
+        """From the start of an F of a part to the end of the same micro-batch's B, the first of all parts."""
+        total = 0.0
+        for later in range(part, self.parts):
+            total += self.forward[later] + self.backward[later] - self._credit_of_b(later)
+            if later + 1 < self.parts and self.device[later] != self.device[later + 1]:
+                total += self.forward_wait[later] + self.backward_wait[later + 1]
+        return total
+
+    def _trails(self) -> list[float]:
+        """By part, from the end of its last B to the end of the step: the B's of the parts before, and the W
+        of the last of them."""
+        trails = [self.weight[0] - self._credit_of_w(0)]
+        for part in range(1, self.parts):
+            before = self.backward[part - 1] - self._credit_of_b(part - 1)
+            trails.append(trails[-1] + self.backward_wait[part] + before)
+        # A part's own W follows its last B, too.
+        return [max(trail, self.weight[part] - self._credit_of_w(part)) for part, trail in enumerate(trails)]
+
+    def program(self, lists: Lists, like: Program) -> Program:
+        """The order as a program with the places of another one."""
+        chunk = {part: place.chunk for part, place in enumerate(like.pipes[0])}
+        actions = []
+        for own in lists:
+            done: dict[Step, int] = {}
+            row = []
+            for step in own:
+                number = done.get(step, 0)
+                done[step] = number + 1
+                row.append(Action(KINDS[step[0]], number, chunk[step[1]]))  # type: ignore[arg-type]
+            actions.append(tuple(row))
+        return Program(tuple(actions), like.pipes, like.pipe_of)
+
+
+def list_steps(program: Program) -> Lists | None:
+    """The kinds and parts of a program in their order; None where its micro-batches are not in order, or some
+    backwards are in two parts and others whole."""
+    of_kind = Counter(action.kind for own in program.actions for action in own)
+    if of_kind["W"] not in (0, of_kind["B"]):
+        return None
+    part_of = program.parts_by_slot
+    lists = []
+    for device, own in enumerate(program.actions):
+        done: dict[Step, int] = {}
+        row = []
+        for action in own:
+            step = (KINDS.index(action.kind), part_of[type(program.pipes[0][0])(device, action.chunk)])
+            if action.micro_batch != done.get(step, 0):
+                return None
+            done[step] = action.micro_batch + 1
+            row.append(step)
+        lists.append(tuple(row))
+    return tuple(lists)
+
+
+def order_problem(
+    assembly: Assembly, room: Sequence[float], micro_batch_bytes: Sequence[float]
+) -> OrderProblem:
+    """The numbers of a program's costs; `room` and `micro_batch_bytes` as above."""
+    costs, pipe = assembly.costs(), assembly.program.pipes[0]
+    split = costs.weight is not None
+
+    def by_part(values: np.ndarray | None) -> tuple[float, ...]:
+        if values is None:
+            return (0.0,) * len(pipe)
+        wide = np.broadcast_to(values, (assembly.program.devices, assembly.program.chunks, values.shape[2]))
+        return tuple(float(wide[place.device, place.chunk].max()) for place in pipe)
+
+    def by_cut(values: np.ndarray | None) -> list[float]:
+        if values is None:
+            return [0.0] * (len(pipe) - 1)
+        return [float(value) for value in np.broadcast_to(values, (1, len(pipe) - 1))[0]]
+
+    forward = by_part(costs.forward)
+    again = by_part(costs.recompute)
+    extra = np.zeros(assembly.program.devices) if costs.overhead is None else np.ravel(costs.overhead)
+    overhead = [float(np.broadcast_to(extra, assembly.program.devices)[place.device]) for place in pipe]
+    onward = (by_cut(costs.forward_occupancy), by_cut(costs.forward_latency))
+    back = (by_cut(costs.backward_occupancy), by_cut(costs.backward_latency))
+    after = _after(assembly, costs.all_reduce, costs.optimizer)
+    return OrderProblem(
+        micro_batches=assembly.program.micro_batches,
+        device=tuple(place.device for place in pipe),
+        forward=tuple(own + more for own, more in zip(forward, overhead, strict=True)),
+        backward=tuple(
+            own + share * run + more
+            for own, share, run, more in zip(by_part(costs.backward), again, forward, overhead, strict=True)
+        ),
+        weight=tuple(
+            own + more if split else 0.0 for own, more in zip(by_part(costs.weight), overhead, strict=True)
+        ),
+        credit=by_part(costs.accumulation),
+        forward_wait=(*(busy + late for busy, late in zip(*onward, strict=True)), 0.0),
+        forward_busy=(*onward[0], 0.0),
+        backward_wait=(0.0, *(busy + late for busy, late in zip(*back, strict=True))),
+        backward_busy=(0.0, *back[0]),
+        end=after,
+        micro_batch_bytes=tuple(micro_batch_bytes),
+        room=tuple(room),
+        split=split,
+    )
+
+
+def _after(
+    assembly: Assembly, all_reduce: np.ndarray | None, optimizer: np.ndarray | None
+) -> tuple[float, ...]:
+    """By device, what follows its last action at the least."""
+    devices = assembly.program.devices
+    after = np.zeros(devices)
+    if all_reduce is not None and assembly.program.chunks == 1:
+        after = after + np.broadcast_to(all_reduce[:, 0], devices)
+    if optimizer is not None:
+        after = after + np.broadcast_to(np.ravel(optimizer), devices)
+    return tuple(float(value) for value in after)

@@ -1,0 +1,132 @@
+"""The run of an order: when each action starts and ends, and what made it wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .order_problem import B, F, Lists, OrderProblem
+
+NONE = -1
+
+
+@dataclass(frozen=True, eq=False)
+class OrderRun:
+    """Of the actions of all devices, device after device: start and end, and the action that it waited for at
+    last (NONE: for nothing), which is the one before on its device or the one that sent to it.
+
+    `first`: by device, the number of its first action. `step`: seconds of all.
+    """
+
+    start: list[float]
+    end: list[float]
+    waited_for: list[int]
+    first: list[int]
+    step: float
+    device_ends: list[float]
+
+    def critical_path(self, problem: OrderProblem) -> list[int]:
+        """The actions, last first, of which each starts when the one before on the path lets it."""
+        ends = [end + extra for end, extra in zip(self.device_ends, problem.end, strict=True)]
+        device = max(range(len(ends)), key=ends.__getitem__)
+        action = self.first[device + 1] - 1
+        path = []
+        while action != NONE:
+            path.append(action)
+            action = self.waited_for[action]
+        return path
+
+
+def run_order(problem: OrderProblem, lists: Lists, limit: float = float("inf")) -> OrderRun | None:
+    """The run of an order; None where it cannot be run to its end, or a device is not done at `limit`."""
+    parts, count = problem.parts, problem.micro_batches
+    device_of, last = problem.device, problem.parts - 1
+    first = [0]
+    for own in lists:
+        first.append(first[-1] + len(own))
+    total = first[-1]
+    start, end, waited = [0.0] * total, [0.0] * total, [NONE] * total
+    # When the F or B of a micro-batch has what it needs from another device, and which action sent it.
+    here = float("inf")
+    arrival = [[[here] * count for _ in range(parts)] for _ in (F, B)]
+    sender = [[[NONE] * count for _ in range(parts)] for _ in (F, B)]
+    arrival[F][0] = [0.0] * count
+    arrival[B][last] = [0.0] * count
+    forwards, backwards = [0] * parts, [0] * parts
+    weights = [0] * parts
+    link_free: dict[tuple[int, int], float] = {}
+    durations = [
+        [(problem.duration(kind, part, True), problem.duration(kind, part, False)) for part in range(parts)]
+        for kind in range(3)
+    ]
+    position, free = [0] * len(lists), [0.0] * len(lists)
+    waiting = list(range(len(lists)))
+    while waiting:
+        device = waiting.pop()
+        own, at, now = lists[device], position[device], free[device]
+        base = first[device]
+        while at < len(own):
+            kind, part = own[at]
+            if kind == F:
+                number = forwards[part]
+                ready = arrival[F][part][number]
+            elif kind == B:
+                number = backwards[part]
+                ready = arrival[B][part][number] if number < forwards[part] else here
+            else:
+                number = weights[part]
+                ready = 0.0 if number < backwards[part] else here
+            if ready == here:
+                break
+            index = base + at
+            begin = now
+            if at:
+                waited[index] = index - 1
+            if ready > begin:
+                begin, waited[index] = ready, sender[kind][part][number]
+            now = begin + durations[kind][part][0 if number == 0 else 1]
+            start[index], end[index] = begin, now
+            if kind == F:
+                forwards[part] = number + 1
+                if part < last:
+                    other = part + 1
+                    there = _arrival(problem, link_free, F, part, other, now)
+                    arrival[F][other][number], sender[F][other][number] = there, index
+                    if device_of[other] != device:
+                        waiting.append(device_of[other])
+            elif kind == B:
+                backwards[part] = number + 1
+                if part:
+                    other = part - 1
+                    there = _arrival(problem, link_free, B, part, other, now)
+                    arrival[B][other][number], sender[B][other][number] = there, index
+                    if device_of[other] != device:
+                        waiting.append(device_of[other])
+            else:
+                weights[part] = number + 1
+            at += 1
+        position[device], free[device] = at, now
+        if now > limit:
+            return None
+    if any(position[device] < len(own) for device, own in enumerate(lists)):
+        return None
+    step = max(now + extra for now, extra in zip(free, problem.end, strict=True))
+    return OrderRun(start, end, waited, first, step, free)
+
+
+def _arrival(
+    problem: OrderProblem,
+    link_free: dict[tuple[int, int], float],
+    kind: int,
+    part: int,
+    other: int,
+    now: float,
+) -> float:
+    """When what an action made at `now` is where it is needed; the link carries one at a time."""
+    wait = (problem.forward_wait, problem.backward_wait)[kind][part]
+    busy = (problem.forward_busy, problem.backward_busy)[kind][part]
+    link = (problem.device[part], problem.device[other])
+    if not wait or link[0] == link[1]:
+        return now
+    begins = max(now, link_free.get(link, 0.0))
+    link_free[link] = begins + busy
+    return begins + wait

@@ -1,0 +1,175 @@
+"""The fastest order by a constraint solver (OR-tools CP-SAT, an extra): proven, or with a bound.
+
+Each action is an interval on its device, which runs one at a time; those of one kind and part follow one
+another (see `order_problem`). What a device holds is a cumulative demand from the start of an F to the end of
+the same micro-batch's release; on a line that says no more than that the F of micro-batch i begins after the
+release of i - K. Seconds are rounded down to a fine unit, and links are taken to carry any number of
+transfers at a time: so what the solver proves holds for the seconds as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from .order_problem import B, F, Lists, OrderProblem, Step, W
+from .run_order import run_order
+
+UNITS = 2_000_000
+"""Of the step that is known, in the solver's whole numbers."""
+STRATEGIES = 8
+"""Of the solver, side by side."""
+MOST_ACTIONS = 4_000
+"""Of all devices, for which a model is made."""
+
+
+@dataclass(frozen=True)
+class SolvedOrder:
+    """The best order that the solver found, if any is better than the start; seconds that no order is
+    below."""
+
+    lists: Lists | None
+    bound: float
+
+
+def has_solver() -> bool:
+    """Whether OR-tools is installed."""
+    return find_spec("ortools") is not None
+
+
+def solve_order(problem: OrderProblem, start: Lists, bound: float, seconds: float) -> SolvedOrder:
+    """Searches for so many seconds; `start` is given as a hint, and `bound` is known to hold."""
+    from ortools.sat.python import cp_model
+
+    run = run_order(problem, start)
+    assert run is not None, "the start can be run"
+    unit = run.step / UNITS
+    model = cp_model.CpModel()
+    variables = _Variables(problem, model, unit, round(1.01 * UNITS))
+    variables.hint(start, run.start)
+    model.add(variables.step >= int(bound / unit * (1 - 1e-9)))
+    model.minimize(variables.step)
+    solver = cp_model.CpSolver()
+    # Strategies take turns in one thread: the answer depends on neither the run nor the processors.
+    solver.parameters.max_deterministic_time = max(seconds, 0.01)
+    solver.parameters.interleave_search = True
+    solver.parameters.num_workers = STRATEGIES
+    solver.parameters.random_seed = 0
+    status = solver.solve(model)
+    proven = max(bound, solver.best_objective_bound * unit * (1 - 1e-9))
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return SolvedOrder(None, bound)
+    return SolvedOrder(variables.read(solver), min(proven, run.step))
+
+
+class _Variables:
+    """The variables: of every part the starts of its actions by kind and micro-batch."""
+
+    def __init__(self, problem: OrderProblem, model: Any, unit: float, horizon: int) -> None:
+        self.problem, self.model, self.unit, self.horizon = problem, model, unit, horizon
+        self.kinds = (F, B, W) if problem.split else (F, B)
+        self.release = self.kinds[-1]
+        self.start: dict[tuple[int, int, int], Any] = {}
+        self.step = model.new_int_var(0, horizon, "step")
+        for part in range(problem.parts):
+            self._actions(part)
+        for part in range(problem.parts):
+            self._arrivals(part)
+        for device, parts in enumerate(problem.own_parts):
+            self._device(device, parts)
+
+    def _long(self, kind: int, part: int, number: int) -> int:
+        return int(self.problem.duration(kind, part, number == 0) / self.unit)
+
+    def _end(self, kind: int, part: int, number: int) -> Any:
+        return self.start[kind, part, number] + self._long(kind, part, number)
+
+    def _actions(self, part: int) -> None:
+        for kind in self.kinds:
+            for number in range(self.problem.micro_batches):
+                name = f"{kind}.{part}.{number}"
+                self.start[kind, part, number] = self.model.new_int_var(0, self.horizon, name)
+                if number:
+                    self.model.add(self.start[kind, part, number] >= self._end(kind, part, number - 1))
+
+    def _arrivals(self, part: int) -> None:
+        problem = self.problem
+        for number in range(problem.micro_batches):
+            if part + 1 < problem.parts:
+                self._after((F, part + 1, number), (F, part, number), self._wait(F, part, part + 1))
+                self._after((B, part, number), (B, part + 1, number), self._wait(B, part + 1, part))
+            self._after((B, part, number), (F, part, number), 0)
+            if problem.split:
+                self._after((W, part, number), (B, part, number), 0)
+
+    def _after(self, later: tuple[int, int, int], before: tuple[int, int, int], wait: int) -> None:
+        self.model.add(self.start[later] >= self._end(*before) + wait)
+
+    def _wait(self, kind: int, part: int, other: int) -> int:
+        problem = self.problem
+        if problem.device[part] == problem.device[other]:
+            return 0
+        return int((problem.forward_wait, problem.backward_wait)[kind][part] / self.unit)
+
+    def _device(self, device: int, parts: tuple[int, ...]) -> None:
+        problem, model = self.problem, self.model
+        count = problem.micro_batches
+        intervals = [
+            model.new_fixed_size_interval_var(
+                self.start[kind, part, number], self._long(kind, part, number), f"on {kind}.{part}.{number}"
+            )
+            for part in parts
+            for kind in self.kinds
+            for number in range(count)
+        ]
+        model.add_no_overlap(intervals)
+        after = int(problem.end[device] / self.unit)
+        for part in parts:
+            model.add(self.step >= self._end(self.release, part, count - 1) + after)
+        if problem.is_line:
+            most = problem.most_in_flight[parts[0]]
+            for number in range(most, count):
+                self._after((F, parts[0], number), (self.release, parts[0], number - most), 0)
+        elif problem.room[device] != float("inf"):
+            self._room(device, parts)
+
+    def _room(self, device: int, parts: tuple[int, ...]) -> None:
+        """Bytes in thousandths of the room, rounded down: what is proven holds."""
+        problem, model = self.problem, self.model
+        demands, intervals = [], []
+        for part in parts:
+            for number in range(problem.micro_batches):
+                begin, end = self.start[F, part, number], self._end(self.release, part, number)
+                size = model.new_int_var(0, self.horizon, f"for {part}.{number}")
+                intervals.append(model.new_interval_var(begin, size, end, f"held {part}.{number}"))
+                demands.append(int(problem.micro_batch_bytes[part] / problem.room[device] * 1000))
+        model.add_cumulative(intervals, demands, 1000)
+
+    def hint(self, lists: Lists, starts: list[float]) -> None:
+        """The start's own times."""
+        done: dict[Step, int] = {}
+        index = 0
+        for own in lists:
+            for kind, part in own:
+                number = done.get((kind, part), 0)
+                done[kind, part] = number + 1
+                self.model.add_hint(self.start[kind, part, number], int(starts[index] / self.unit))
+                index += 1
+
+    def read(self, solver: Any) -> Lists:
+        """The order by the starts."""
+        lists = []
+        for parts in self.problem.own_parts:
+            own = [
+                (solver.value(variable), kind, part, number)
+                for (kind, part, number), variable in self.start.items()
+                if part in parts
+            ]
+            lists.append(tuple((kind, part) for _, kind, part, _ in sorted(own, key=_by_time)))
+        return tuple(lists)
+
+
+def _by_time(action: tuple[int, int, int, int]) -> tuple[int, int, int]:
+    start, kind, _, number = action
+    return start, number, kind

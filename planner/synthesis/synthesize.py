@@ -1,0 +1,212 @@
+"""Plans with an order of actions of their own, on the cuts and devices of good plans.
+
+The orders start from the best known ones and from those that a rule makes (`fill_orders`); they are improved
+(`local_search`) and, where OR-tools is installed, handed to its solver (`solve_order`). None is slower than
+the plan that it started from. Each is a schedule like any other, named by the hash of its actions, and scored
+by the simulator and the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from math import inf
+from typing import TYPE_CHECKING
+
+from ...cost_models.errors import UsageError
+from ...cost_models.memory import Recompute
+from ...cost_models.quantities import MOST_ACTIONS
+from ...cost_models.schedules import Program, find_schedule
+from ...cost_models.schedules.registration import register_order
+from ...cost_models.schedules.schedule_text import read_schedule, write_program
+from ...cost_models.timeline import simulate
+from ..assembly import Assembly
+from ..candidate import Proposal, ScoredPlan
+from ..other_schedules import propose_other_schedules
+from ..pipeline_config import SYNTHESIZED
+from ..plan_simulation import device_memory
+from ..scoring import assemble, fastest, possible
+from .fill_orders import fill_orders
+from .local_search import improve_order
+from .order_problem import Lists, OrderProblem, list_steps, order_problem
+from .run_order import run_order
+from .solve_order import MOST_ACTIONS as MOST_SOLVED
+from .solve_order import has_solver, solve_order
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+
+BASES = ("zb-h1", "1f1b", "zb-v", "interleaved")
+"""Whose places the parts of the layers have: a line with the backward in two parts or whole, a V, a loop."""
+STARTS = {
+    "zb-h1": ("zb-h1", "zb-h2"),
+    "1f1b": ("1f1b",),
+    "zb-v": ("zb-v", "dualpipe-v"),
+    "interleaved": ("interleaved",),
+}
+"""By base, the known orders of the same places."""
+MOST_SHAPES, MOST_IMPROVED = 24, 2
+"""Shapes with the lowest bounds for which orders are made by rule; of these, the fastest that are
+improved."""
+CHANGES_A_SECOND = 500_000
+"""Actions of orders that are run through in a second, about."""
+MOST_FILLED = 20_000
+"""Actions of an order that is made by rule, event by event."""
+SHARE = 0.5
+"""Of the time limit, for all of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class OrderCandidate:
+    """A plan's shape with the numbers of its orders, and the best of them so far."""
+
+    proposal: Proposal
+    program: Program
+    problem: OrderProblem
+    bound: float
+    lists: Lists | None = None
+    step: float = inf
+
+
+def synthesize(problem: Problem, best: ScoredPlan | None) -> list[ScoredPlan]:
+    """The fastest plans found with orders of their own, that fit and are faster than the `best` plan."""
+    limit = inf if best is None else best.step_seconds
+    candidates = sorted(_candidates(problem, best, limit), key=lambda own: own.bound)[:MOST_SHAPES]
+    seconds = SHARE * problem.options.time_limit
+    filled = []
+    for own in candidates:
+        if problem.budget.over:
+            break
+        filled.append(_fill(own))
+    filled.sort(key=lambda own: own.step)
+    plans = []
+    for own in filled[:MOST_IMPROVED]:
+        if own.lists is None or own.bound >= limit or problem.budget.over:
+            continue
+        improved = _improve(own, seconds / MOST_IMPROVED)
+        if improved.step < limit and (plan := _score(problem, improved)) is not None:
+            plans.append(plan)
+            limit = min(limit, plan.step_seconds)
+    return plans
+
+
+def _candidates(problem: Problem, best: ScoredPlan | None, limit: float) -> Iterator[OrderCandidate]:
+    """Shapes of good plans, by base, whose bound on all orders is below the limit."""
+    names = [name for name in BASES if name in problem.schedules]
+    straight = None if best is None or best.config.virtual_stages > 1 else best
+    proposals: Iterable[Proposal] = propose_other_schedules(problem, names, straight)
+    for proposal in dict.fromkeys(proposals):
+        config = proposal.config
+        devices = len(proposal.ends) // config.virtual_stages
+        if 3 * len(proposal.ends) * config.micro_batches > MOST_ACTIONS or devices == 1:
+            continue
+        if proposal.config.recompute == "except_last" or not possible(problem.space, proposal):
+            continue
+        with suppress(UsageError):  # the schedule does not run with these numbers
+            for modes in _modes(problem, proposal):
+                own = make_candidate(problem, proposal, modes)
+                if own.bound < limit:
+                    yield own
+
+
+def _modes(problem: Problem, proposal: Proposal) -> list[list[Recompute]]:
+    """By part, what recomputes: nothing; all; and, by device, what has no room for as many micro-batches as
+    1F1B holds."""
+    never: list[Recompute] = ["never" for _ in proposal.ends]
+    always: list[Recompute] = ["always" for _ in proposal.ends]
+    if proposal.config.recompute != "by_stage":
+        return [always if proposal.config.recompute == "always" else never]
+    whole = make_candidate(problem, proposal, never).problem
+    lacking = set()
+    for device, parts in enumerate(whole.own_parts):
+        needed = min(whole.micro_batches, whole.devices - device)
+        if sum(whole.micro_batch_bytes[part] for part in parts) * needed > whole.room[device]:
+            lacking.add(device)
+    if not lacking:
+        return [never]
+    mixed: list[Recompute] = ["always" if device in lacking else "never" for device in whole.device]
+    return [never, mixed, always] if len(lacking) < whole.devices else [never, always]
+
+
+def make_candidate(problem: Problem, proposal: Proposal, modes: Sequence[Recompute]) -> OrderCandidate:
+    """The numbers of a shape's orders, with what its parts recompute."""
+    assembly = assemble(problem.space, proposal, modes)
+    numbers = order_problem(assembly, *_memory(problem, assembly))
+    return OrderCandidate(proposal, assembly.program, numbers, numbers.bound())
+
+
+def _memory(problem: Problem, assembly: Assembly) -> tuple[list[float], list[float]]:
+    """By device, the room for micro-batches in flight; by part, the bytes of one."""
+    program = assembly.program
+    timeline = simulate(program, assembly.costs())
+    room, sizes = [], [0.0] * program.slots
+    for device in range(program.devices):
+        own = device_memory(assembly, device, timeline)
+        room.append(problem.space.limit(assembly.ranks[device]) - own.resident_bytes)
+        for chunk, amount in enumerate(own.bytes_in_flight):
+            place = type(program.pipes[0][0])(device, chunk)
+            sizes[program.parts_by_slot[place]] = amount
+    return room, sizes
+
+
+def _fill(own: OrderCandidate) -> OrderCandidate:
+    """With the best of the known orders and of those made by rule."""
+    numbers = own.problem
+    best, lists = inf, None
+    for order in (*_published_orders(own), *(fill_orders(numbers) if _actions(own) <= MOST_FILLED else ())):
+        run = run_order(numbers, order) if numbers.fits(order) else None
+        if run is not None and run.step < best:
+            best, lists = run.step, order
+        if best <= own.bound * (1 + 1e-9):
+            break
+    return replace(own, lists=lists, step=best)
+
+
+def _published_orders(own: OrderCandidate) -> Iterator[Lists]:
+    config = own.proposal.config
+    for name in STARTS[config.schedule]:
+        with suppress(UsageError):
+            program = find_schedule(name).program(own.program.devices, config.micro_batches)
+            lists = list_steps(program)
+            if lists is not None:
+                yield lists
+
+
+def _actions(own: OrderCandidate) -> int:
+    return sum(len(row) for row in own.program.actions)
+
+
+def _improve(own: OrderCandidate, seconds: float) -> OrderCandidate:
+    """Improved for about so many seconds: by exchanges, then by the solver where there is one."""
+    assert own.lists is not None, "an order was made"
+    solves = has_solver() and _actions(own) <= MOST_SOLVED
+    share = seconds / 3 if solves else seconds
+    turns = iter(range(max(1, int(share * CHANGES_A_SECOND / _actions(own)))))
+    lists, step = improve_order(own.problem, own.lists, own.bound, lambda: next(turns, None) is None)
+    own = replace(own, lists=lists, step=step)
+    if not solves or step <= own.bound * (1 + 1e-9):
+        return own
+    solution = solve_order(own.problem, lists, own.bound, seconds - share)
+    run = None if solution.lists is None else run_order(own.problem, solution.lists)
+    own = replace(own, bound=max(own.bound, min(solution.bound, step)))
+    if run is None or solution.lists is None or run.step >= step or not own.problem.fits(solution.lists):
+        return own
+    return replace(own, lists=solution.lists, step=run.step)
+
+
+def _score(problem: Problem, own: OrderCandidate) -> ScoredPlan | None:
+    """The order as a schedule of a plan, by the simulator and the ledger; None where it does not fit."""
+    assert own.lists is not None, "an order was made"
+    program = own.problem.program(own.lists, own.program)
+    text = write_program("synthesized", program)
+    name = f"{SYNTHESIZED}-{sha256(text.encode()).hexdigest()[:8]}"
+    config = own.proposal.config
+    register_order(
+        read_schedule(write_program(name, program, "pplan: the fastest order found for a plan")),
+        program.devices,
+        program.micro_batches,
+        config.virtual_stages,
+    )
+    return fastest(problem.space, [replace(own.proposal, config=replace(config, schedule=name))])

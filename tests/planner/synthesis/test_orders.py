@@ -1,0 +1,253 @@
+"""Orders of their own against the simulator, and against every order that there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise, product
+from math import inf
+
+import numpy as np
+import pytest
+
+from pplan.cost_models.errors import UsageError
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.memory import Recompute
+from pplan.cost_models.schedules import SCHEDULES, Action, Program, StageSlot
+from pplan.cost_models.simulator.costs import Costs
+from pplan.cost_models.timeline import simulate, step_seconds
+from pplan.cost_models.topology import Topology
+from pplan.planner.candidate import linear_pipeline
+from pplan.planner.joint_search import find_best_plan
+from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.plan_options import PlanOptions
+from pplan.planner.problem import Problem
+from pplan.planner.synthesis.fill_orders import fill_orders
+from pplan.planner.synthesis.local_search import improve_order
+from pplan.planner.synthesis.order_problem import B, F, Lists, OrderProblem, Step, W, list_steps
+from pplan.planner.synthesis.run_order import run_order
+from pplan.planner.synthesis.solve_order import has_solver, solve_order
+from pplan.planner.synthesis.synthesize import make_candidate
+
+TOLERANCE = 1e-9
+MODES: tuple[Recompute, ...] = ("never", "always")
+
+
+def random_problem(
+    base: str, devices: int, micro_batches: int, seed: int, *, room: float = inf
+) -> tuple[OrderProblem, Program, Costs]:
+    """Random seconds of the parts of a schedule's places, and the same for the simulator; `room`:
+    micro-batches of all parts of a device."""
+    random = np.random.default_rng(seed)
+    program = SCHEDULES[base].program(devices, micro_batches)
+    parts, split = program.slots, program.splits_backward
+    forward, backward, weight = (random.uniform(0.5, 1.5, parts) for _ in range(3))
+    credit, busy, late = random.uniform(0, 0.2, parts), *random.uniform(0, 0.3, (2, parts - 1))
+    device = [place.device for place in program.pipes[0]]
+    crosses = np.array([here != there for here, there in pairwise(device)])
+    busy, late = busy * crosses, late * crosses
+    own_parts = parts / devices
+    problem = OrderProblem(
+        micro_batches=micro_batches,
+        device=tuple(device),
+        forward=tuple(forward),
+        backward=tuple(backward),
+        weight=tuple(weight) if split else (0.0,) * parts,
+        credit=tuple(credit),
+        forward_wait=(*(busy + late), 0.0),
+        forward_busy=(*busy, 0.0),
+        backward_wait=(0.0, *(busy + late)),
+        backward_busy=(0.0, *busy),
+        end=(0.0,) * devices,
+        micro_batch_bytes=(1.0,) * parts,
+        room=(room * own_parts,) * devices,
+        split=split,
+    )
+
+    def by_place(values: np.ndarray) -> np.ndarray:
+        table = np.zeros((devices, program.chunks, 1))
+        for slot, part in program.parts_by_slot.items():
+            table[slot] = values[part]
+        return table
+
+    costs = Costs(
+        forward=by_place(forward),
+        backward=by_place(backward),
+        weight=by_place(weight) if split else None,
+        accumulation=by_place(credit),
+        forward_occupancy=busy[None],
+        forward_latency=late[None],
+        backward_occupancy=busy[None],
+        backward_latency=late[None],
+    )
+    return problem, program, costs
+
+
+@pytest.mark.parametrize("base", ["1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved"])
+@pytest.mark.parametrize(("devices", "micro_batches"), [(1, 3), (2, 4), (3, 9), (4, 12)])
+def test_the_clock_is_the_simulators(base: str, devices: int, micro_batches: int) -> None:
+    problem, program, costs = random_problem(base, devices, micro_batches, devices)
+    lists = list_steps(program)
+    assert lists is not None
+    order_run = run_order(problem, lists)
+    assert order_run is not None
+    timeline = simulate(program, costs)
+    assert order_run.step == pytest.approx(timeline.step_seconds, rel=TOLERANCE)
+    assert problem.program(lists, program).actions == program.actions
+    path = order_run.critical_path(problem)
+    assert order_run.start[path[-1]] == 0
+    assert max(order_run.end) == order_run.end[path[0]]
+
+
+@pytest.mark.parametrize("base", ["1f1b", "zb-h1", "zb-v", "interleaved"])
+def test_orders_by_rule_fit_and_run_and_are_above_the_bound(base: str) -> None:
+    for seed, room in product(range(4), (1.0, 1.5, 3.0, inf)):
+        problem, program, costs = random_problem(base, 3, 6, seed, room=room)
+        count = 0
+        for lists in fill_orders(problem):
+            assert problem.fits(lists)
+            order_run = run_order(problem, lists)
+            assert order_run is not None
+            assert order_run.step >= problem.bound() * (1 - TOLERANCE)
+            own = problem.program(lists, program)
+            assert float(step_seconds(own, costs)[0]) == pytest.approx(order_run.step, rel=TOLERANCE)
+            held = [max(own.in_flight(device)) * own.parts for device in range(3)]
+            assert max(held) <= room * own.parts * (1 + TOLERANCE)
+            count += 1
+        assert count or (room == 1.0 and problem.parts > problem.devices), (seed, room)
+
+
+def every_list(parts: tuple[int, ...], micro_batches: int, split: bool) -> Iterator[tuple[Step, ...]]:
+    """Every sequence of a device in which no B stands before its F and no W before its B."""
+    kinds = (F, B, W) if split else (F, B)
+
+    def extend(own: tuple[Step, ...], counts: dict[Step, int]) -> Iterator[tuple[Step, ...]]:
+        if len(own) == len(kinds) * len(parts) * micro_batches:
+            yield own
+        for part in parts:
+            for kind in kinds:
+                done = counts.get((kind, part), 0)
+                before = micro_batches if kind == F else counts.get((kind - 1, part), 0)
+                if done < before:
+                    yield from extend((*own, (kind, part)), counts | {(kind, part): done + 1})
+
+    return extend((), {})
+
+
+def best_of_all(problem: OrderProblem) -> float:
+    """The least step of all orders that fit."""
+    each = [list(every_list(own, problem.micro_batches, problem.split)) for own in problem.own_parts]
+    best = inf
+    for lists in product(*each):
+        if problem.fits(lists) and (order_run := run_order(problem, lists, best)) is not None:
+            best = min(best, order_run.step)
+    return best
+
+
+SMALL = [
+    ("zb-h1", 2, 2, inf),
+    ("zb-h1", 2, 2, 1.0),
+    ("1f1b", 2, 4, inf),
+    ("1f1b", 2, 4, 1.0),
+    ("1f1b", 2, 4, 2.0),
+    ("1f1b", 3, 3, 2.0),
+    ("zb-h1", 2, 3, 2.0),
+]
+
+
+@pytest.mark.parametrize(("base", "devices", "micro_batches", "room"), SMALL)
+def test_against_every_order(base: str, devices: int, micro_batches: int, room: float) -> None:
+    """No order is below the bound, and the search ends at the least step."""
+    for seed in range(2 if micro_batches * devices > 4 and base == "zb-h1" else 6):
+        problem, _, _ = random_problem(base, devices, micro_batches, seed, room=room)
+        least = best_of_all(problem)
+        assert least >= problem.bound() * (1 - TOLERANCE)
+        start = min(fill_orders(problem), key=lambda lists: step_of(problem, lists))
+        turns = iter(range(3000))
+        lists, step = improve_order(problem, start, problem.bound(), lambda: next(turns, None) is None)  # noqa: B023
+        assert problem.fits(lists)
+        assert step_of(problem, lists) == step
+        assert least * (1 - TOLERANCE) <= step <= step_of(problem, start)
+        assert step == pytest.approx(least, rel=0.01)
+        if has_solver():
+            solved = solve_order(problem, start, problem.bound(), 5.0)
+            assert solved.bound <= least * (1 + TOLERANCE)
+            assert solved.bound == pytest.approx(least, rel=1e-4)
+            assert solved.lists is not None
+            assert step_of(problem, solved.lists) == pytest.approx(least, rel=1e-4)
+
+
+def step_of(problem: OrderProblem, lists: Lists) -> float:
+    order_run = run_order(problem, lists)
+    assert order_run is not None
+    return order_run.step
+
+
+def test_micro_batches_in_another_order_are_no_faster() -> None:
+    """That of every part micro-batches may be taken in their order: every order of two, freely numbered."""
+    problem, _, costs = random_problem("zb-h1", 2, 2, 3)
+    actions = [Action(kind, m) for kind in "FBW" for m in range(2)]  # type: ignore[arg-type]  # F, B, W
+
+    def sequences(left: tuple[Action, ...], own: tuple[Action, ...]) -> Iterator[tuple[Action, ...]]:
+        if not left:
+            yield own
+        for action in left:
+            before = "FBW"["FBW".index(action.kind) - 1]
+            if action.kind == "F" or Action(before, action.micro_batch) in own:  # type: ignore[arg-type]
+                yield from sequences(tuple(a for a in left if a != action), (*own, action))
+
+    every = list(sequences(tuple(actions), ()))
+    assert len(every) == 20
+    freely = inf
+    for lists in product(every, every):
+        own = Program(lists, (tuple(StageSlot(device) for device in range(2)),), (0, 0))
+        with suppress(UsageError):  # they wait for each other for ever
+            freely = min(freely, float(step_seconds(own, costs)[0]))
+    assert best_of_all(problem) == pytest.approx(freely, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_bound_of_an_answer_holds_for_every_order_of_every_cut(
+    make_chain: Callable[..., Chain], make_topology: Callable[..., Topology], seed: int
+) -> None:
+    """Of pipelines of two stages with the backward in two parts or whole, whatever the cut and the order."""
+    chain = make_chain(seed, 4, traffic=0.05, cuts=1.0, adding=0.5)
+    share = np.random.default_rng(seed).uniform(0.3, 0.7, chain.backward_seconds.shape)
+    chain = replace(
+        chain,
+        backward_input_seconds=share * chain.backward_seconds,
+        backward_weight_seconds=(1 - share) * chain.backward_seconds,
+    )
+    options = PlanOptions(mini_batch=2, micro_batches=2, schedule="synthesized", memory_limit=600)
+    problem = Problem(chain, make_topology(2, latency=0.01), options)
+    answer = find_best_plan(problem).result
+    assert answer.best is not None
+    steps = []
+    for base, end in product(("zb-h1", "1f1b"), (1, 2, 3)):
+        proposal = linear_pipeline(PipelineConfig(base, "by_stage", 2, 1), (end, 4))
+        for modes in product(MODES, repeat=2):
+            candidate = make_candidate(problem, proposal, modes)
+            steps.append(best_of_all(candidate.problem))
+    assert answer.bound_seconds <= min(steps) * (1 + TOLERANCE)
+    assert answer.best.step_seconds <= min(steps) * (1 + TOLERANCE)
+
+
+def test_more_room_is_never_slower() -> None:
+    for seed in range(3):
+        steps = []
+        for room in (1.0, 2.0, 3.0):
+            problem, _, _ = random_problem("1f1b", 3, 3, seed, room=room)
+            steps.append(best_of_all(problem))
+        assert steps == sorted(steps, reverse=True)
+
+
+def test_backwards_partly_in_two_parts_are_no_start() -> None:
+    assert list_steps(SCHEDULES["dualpipe-v"].program(3, 9)) is None
+
+
+def test_no_room_is_no_order() -> None:
+    problem, _, _ = random_problem("zb-h1", 2, 2, 0, room=0.5)
+    assert problem.bound() == inf
+    assert not list(fill_orders(problem))
+    assert replace(problem, room=(inf, inf)).bound() < inf
