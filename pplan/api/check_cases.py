@@ -89,7 +89,7 @@ def prepare_case(
         raise ExportError(
             f"check: torch.distributed.pipelining does not run this plan ({plan.schedule}, replicas "
             f"{plan.replicas}, recompute {plan.recompute})",
-            "Make one that it runs: pplan solve --runtime torch",
+            "Make one that it runs: pplan.solve(runtime='torch').",
         )
     simulated = simulate_plan(plan, chain, topology, profiles=profiles)
     return CheckCase(name, plan, simulated, _case(name, document, chain, simulated, emulate=emulate))

@@ -103,7 +103,7 @@ def for_runtime(
         raise ExportError(
             f"check: {runtime} does not run this plan ({plan.schedule}, replicas {plan.replicas}, recompute "
             f"{plan.recompute})",
-            f"Make one that it runs: pplan solve --runtime {runtime}",
+            f"Make one that it runs: pplan.solve(runtime={runtime!r}).",
         )
     simulated = simulate_plan(plan, placed.chain, placed.topology, profiles=placed.profiles)
     costs = simulated.timeline.costs
