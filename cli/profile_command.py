@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,11 +29,20 @@ ModelName = Annotated[
 ]
 
 
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", metavar="FILE", help="The config.json of an hf: model, in place of its defaults."
+    ),
+]
+
+
 def profile_command(
     model: ModelName,
     *,
     options: ProfileOptions,
     sizes: TransformerSizes,
+    config: ConfigFile = None,
     output: Output = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -49,6 +60,8 @@ def profile_command(
 
     if options.resume and not options.cache:
         raise UsageError("--resume and --no-cache: there is nothing to resume without a cache", "Give one.")
+    if config is not None:
+        model = _configured_name(model, config)
     settings = dict(options.settings or {})
     settings |= {name: value for name, value in vars(sizes).items() if value is not None}
     # An estimate takes no measured profile's place.
@@ -114,3 +127,25 @@ def _progress() -> Iterator[Callable[[Progress], None] | None]:
             bar.update(task, description=printable(text), completed=now.fraction, refresh=True)
 
         yield tell
+
+
+def _configured_name(model: str, config: Path) -> str:
+    """The model of that file, which is of the model type that is named. Raises UsageError, FileError."""
+    from ..cost_models.errors import UsageError
+    from ..cost_models.text_files import read_text
+
+    kind = model.removeprefix("hf:")
+    if kind == model:
+        raise UsageError(
+            f"--config {config}: {model} is no model of transformers", "Name its model type, as in hf:llama."
+        )
+    try:
+        content = json.loads(read_text(config, "configuration"))
+    except (ValueError, RecursionError):
+        content = None
+    own = content.get("model_type") if isinstance(content, dict) else None
+    if own != kind:
+        raise UsageError(
+            f"--config {config}: is of model type {str(own)[:40]}, not of {kind}", f"Name the model hf:{own}."
+        )
+    return f"hf:{config if config.is_absolute() or len(config.parts) > 1 else f'./{config}'}"

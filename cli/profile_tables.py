@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from rich.console import Console
@@ -91,8 +91,30 @@ def _forbidden_cuts(profile: Profile) -> list[str]:
     return [layer.cut_reason or "no reason is given" for layer in profile.layers[:-1] if not layer.cut_after]
 
 
-def _layers_title(profile: Profile) -> str:
-    rows, count = min(HEAVIEST, len(profile.layers)), len(profile.layers)
+def _equal_layers(profile: Profile) -> list[list[int]]:
+    """The layers by number, those together of which all figures are the same, as an estimate's blocks are."""
+    groups: dict[str, list[int]] = {}
+    for index, layer in enumerate(profile.layers):
+        costs = [cost.model_dump_json() for cost in layer.costs]
+        groups.setdefault(f"{layer.kind} {layer.parameter_bytes} {layer.crossing} {costs}", []).append(index)
+    return list(groups.values())
+
+
+def _name_together(names: Sequence[str]) -> str:
+    """`layers.0-79 x 80` where the names are numbered in turn."""
+    if len(names) == 1:
+        return names[0]
+    stem, _, first = names[0].rpartition(".")
+    if first.isdecimal() and list(names) == [f"{stem}.{int(first) + i}" for i in range(len(names))]:
+        return f"{stem}.{first}-{int(first) + len(names) - 1} x {len(names)}"
+    return f"{names[0]} and {len(names) - 1} equal"
+
+
+def _layers_title(profile: Profile, groups: int) -> str:
+    rows, count = min(HEAVIEST, groups), len(profile.layers)
+    if groups < count:
+        what = "All layers" if rows == groups else f"The {rows} heaviest layers"
+        return f"{what}, equal ones together, at micro-batch size {profile.micro_batch_sizes[-1]}"
     every = "All layers, heaviest first" if count > 1 else "The layer"
     what = f"The {rows} heaviest of {count} layers" if rows < count else every
     return f"{what}, at micro-batch size {profile.micro_batch_sizes[-1]}"
@@ -108,13 +130,18 @@ def _print_layers(profile: Profile, console: Console) -> None:
         for layer, cost in zip(layers, costs, strict=True)
     ]
     whole = sum(weights)
+    together = {group[0]: group for group in _equal_layers(profile)}
+
+    def share(row: int) -> float | None:
+        return len(together[row]) * weights[row] / whole if whole else None
+
     columns: list[Column[int]] = [
         number("layer", lambda row: row),
-        text("name", lambda row: layers[row].name),
+        text("name", lambda row: _name_together([layers[index].name for index in together[row]])),
         text("kind", lambda row: layers[row].kind, drop=2),
         number("forward", lambda row: costs[row].forward_seconds, format_seconds, visible=timed),
         number("backward", lambda row: costs[row].backward_seconds, format_seconds, visible=timed),
-        number("share", lambda row: weights[row] / whole if whole else None, percent, drop=6, visible=timed),
+        number("share", share, percent, drop=6, visible=timed),
         number("output", lambda row: costs[row].output_bytes, format_bytes, drop=3),
         number(
             "tensors",
@@ -126,8 +153,8 @@ def _print_layers(profile: Profile, console: Console) -> None:
         number("params", lambda row: layers[row].parameter_bytes, format_bytes, drop=4),
         number("spread", lambda row: costs[row].spread, percent, drop=1, visible=timed),
     ]
-    heaviest = sorted(range(len(layers)), key=lambda index: (-weights[index], index))[:HEAVIEST]
-    print_table(console, columns, heaviest, title=_layers_title(profile))
+    heaviest = sorted(together, key=lambda row: (-weights[row] * len(together[row]), row))[:HEAVIEST]
+    print_table(console, columns, heaviest, title=_layers_title(profile, len(together)))
 
 
 class _Total(NamedTuple):

@@ -59,6 +59,11 @@ class SearchBudget:
         return self._work if self._whole is None else min(self._work, self._whole.remaining)
 
     @property
+    def seconds_left(self) -> float:
+        """Of the time."""
+        return inf if self.end == inf else max(self.end - self._clock(), 0.0)
+
+    @property
     def over(self) -> bool:
         """Whether the time is over: what is under way then stops."""
         if not self._over and self.end < inf and self._clock() >= self.end:

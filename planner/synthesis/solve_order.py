@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import inf
 from typing import Any
 
 from .order_problem import B, F, Lists, OrderProblem, Step, W
@@ -18,6 +19,8 @@ from .run_order import run_order
 
 UNITS = 2_000_000
 """Of the step that is known, in the solver's whole numbers."""
+WORK_A_SECOND = 0.3
+"""Of the solver's deterministic time, about."""
 STRATEGIES = 8
 """Of the solver, side by side."""
 MOST_ACTIONS = 4_000
@@ -38,8 +41,11 @@ def has_solver() -> bool:
     return find_spec("ortools") is not None
 
 
-def solve_order(problem: OrderProblem, start: Lists, bound: float, seconds: float) -> SolvedOrder:
-    """Searches for so many seconds; `start` is given as a hint, and `bound` is known to hold."""
+def solve_order(
+    problem: OrderProblem, start: Lists, bound: float, seconds: float, most_seconds: float = inf
+) -> SolvedOrder:
+    """Searches for about so many seconds, by the solver's own count of its work, and no longer than
+    `most_seconds`; `start` is given as a hint, and `bound` is known to hold."""
     from ortools.sat.python import cp_model
 
     run = run_order(problem, start)
@@ -52,7 +58,9 @@ def solve_order(problem: OrderProblem, start: Lists, bound: float, seconds: floa
     model.minimize(variables.step)
     solver = cp_model.CpSolver()
     # Strategies take turns in one thread: the answer depends on neither the run nor the processors.
-    solver.parameters.max_deterministic_time = max(seconds, 0.01)
+    solver.parameters.max_deterministic_time = max(WORK_A_SECOND * seconds, 0.01)
+    if most_seconds < inf:
+        solver.parameters.max_time_in_seconds = max(most_seconds, 0.01)
     solver.parameters.interleave_search = True
     solver.parameters.num_workers = STRATEGIES
     solver.parameters.random_seed = 0

@@ -28,6 +28,7 @@ from ..other_schedules import propose_other_schedules
 from ..pipeline_config import SYNTHESIZED
 from ..plan_simulation import device_memory
 from ..scoring import assemble, fastest, possible
+from ..search.budget import SearchBudget
 from .fill_orders import fill_orders
 from .local_search import improve_order
 from .order_problem import Lists, OrderProblem, list_steps, order_problem
@@ -79,13 +80,13 @@ def synthesize(problem: Problem, best: ScoredPlan | None) -> list[ScoredPlan]:
     for own in candidates:
         if problem.budget.over:
             break
-        filled.append(_fill(own))
+        filled.append(_fill(own, problem.budget))
     filled.sort(key=lambda own: own.step)
     plans = []
     for own in filled[:MOST_IMPROVED]:
         if own.lists is None or own.bound >= limit or problem.budget.over:
             continue
-        improved = _improve(own, seconds / MOST_IMPROVED)
+        improved = _improve(own, seconds / MOST_IMPROVED, problem.budget)
         if improved.step < limit and (plan := _score(problem, improved)) is not None:
             plans.append(plan)
             limit = min(limit, plan.step_seconds)
@@ -98,6 +99,8 @@ def _candidates(problem: Problem, best: ScoredPlan | None, limit: float) -> Iter
     straight = None if best is None or best.config.virtual_stages > 1 else best
     proposals: Iterable[Proposal] = propose_other_schedules(problem, names, straight)
     for proposal in dict.fromkeys(proposals):
+        if problem.budget.over:
+            return
         config = proposal.config
         devices = len(proposal.ends) // config.virtual_stages
         if 3 * len(proposal.ends) * config.micro_batches > MOST_ACTIONS or devices == 1:
@@ -151,7 +154,7 @@ def _memory(problem: Problem, assembly: Assembly) -> tuple[list[float], list[flo
     return room, sizes
 
 
-def _fill(own: OrderCandidate) -> OrderCandidate:
+def _fill(own: OrderCandidate, budget: SearchBudget) -> OrderCandidate:
     """With the best of the known orders and of those made by rule."""
     numbers = own.problem
     best, lists = inf, None
@@ -159,7 +162,7 @@ def _fill(own: OrderCandidate) -> OrderCandidate:
         run = run_order(numbers, order) if numbers.fits(order) else None
         if run is not None and run.step < best:
             best, lists = run.step, order
-        if best <= own.bound * (1 + 1e-9):
+        if best <= own.bound * (1 + 1e-9) or budget.over:
             break
     return replace(own, lists=lists, step=best)
 
@@ -178,17 +181,18 @@ def _actions(own: OrderCandidate) -> int:
     return sum(len(row) for row in own.program.actions)
 
 
-def _improve(own: OrderCandidate, seconds: float) -> OrderCandidate:
+def _improve(own: OrderCandidate, seconds: float, budget: SearchBudget) -> OrderCandidate:
     """Improved for about so many seconds: by exchanges, then by the solver where there is one."""
     assert own.lists is not None, "an order was made"
     solves = has_solver() and _actions(own) <= MOST_SOLVED
     share = seconds / 3 if solves else seconds
     turns = iter(range(max(1, int(share * CHANGES_A_SECOND / _actions(own)))))
-    lists, step = improve_order(own.problem, own.lists, own.bound, lambda: next(turns, None) is None)
+    is_over = lambda: next(turns, None) is None or budget.over  # noqa: E731
+    lists, step = improve_order(own.problem, own.lists, own.bound, is_over)
     own = replace(own, lists=lists, step=step)
     if not solves or step <= own.bound * (1 + 1e-9):
         return own
-    solution = solve_order(own.problem, lists, own.bound, seconds - share)
+    solution = solve_order(own.problem, lists, own.bound, seconds - share, budget.seconds_left)
     run = None if solution.lists is None else run_order(own.problem, solution.lists)
     own = replace(own, bound=max(own.bound, min(solution.bound, step)))
     if run is None or solution.lists is None or run.step >= step or not own.problem.fits(solution.lists):

@@ -7,6 +7,8 @@ import difflib
 import importlib
 import json
 import logging
+import os
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -102,19 +104,32 @@ def _build_configuration(family: Any, values: Mapping[str, Any], name: str) -> A
         ) from error
 
 
+def _downloaded_before(name: str) -> Path | None:
+    """The newest configuration of a hub's model (`owner/model`) in the local cache of huggingface_hub."""
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) is None:
+        return None
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    files = list((hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json"))
+    return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
+
+
 def _file_values(name: str) -> dict[str, Any] | None:
     """What a config.json says; None where `name` is no path. Raises FileError."""
     path = Path(name)
     looks = "/" in name or "\\" in name or name.endswith(".json")
     if not looks and not (path / "config.json").is_file():
         return None
+    if not path.exists():
+        path = _downloaded_before(name) or path
     file = path / "config.json" if path.is_dir() else path
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise FileError(
             f"{file}: cannot be read: {error.strerror}",
-            "Name a config.json or the folder that holds one. Nothing is downloaded from a hub.",
+            "Name a config.json or the folder that holds one, as hf:./config.json. Nothing is downloaded "
+            "from a hub: take the model's config.json from there yourself.",
         ) from error
     except ValueError as error:
         raise FileError(

@@ -30,6 +30,21 @@ def test_profile(profile: Profile, golden: Golden, width: int, file: str, termin
     golden(file, console.text)
 
 
+def test_equal_layers_are_one_row(profile: Profile, terminal: Terminal) -> None:
+    """Of eighty with the same figures, numbered in turn; the first differs in one byte."""
+    one = profile.layers[0]
+    blocks = [one.model_copy(update={"name": f"model.layers.{n}"}) for n in range(81)]
+    blocks[0] = blocks[0].model_copy(update={"parameter_bytes": one.parameter_bytes + 1})
+    other = one.model_copy(update={"name": "again", "kind": "Other"})
+    console = terminal(120)
+    print_profile(profile.model_copy(update={"layers": [*blocks, other], "edges": []}), console)
+    rows = [line for line in console.text.splitlines() if "model.layers" in line or "again" in line]
+    assert [row.split()[1] for row in rows] == ["model.layers.1-80", "model.layers.0", "again"]
+    assert "model.layers.1-80 x 80" in rows[0]
+    assert "97.6 %" in rows[0]
+    assert "All layers, equal ones together" in console.text
+
+
 @pytest.mark.parametrize(("width", "file"), [(110, "plan.txt"), (80, "plan_narrow.txt"), (40, "plan_40.txt")])
 def test_plan(plan: Plan, golden: Golden, width: int, file: str, terminal: Terminal) -> None:
     console = terminal(width)
