@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
+import pplan
 from pplan.cost_models.errors import ModelError
 from pplan.profiler.graphs.tracing_patches import leave_vmap
 from pplan.profiler.sequential import sequential
@@ -1313,3 +1314,13 @@ def test_vmap_is_left_where_a_graph_fails_inside() -> None:
         with pytest.raises(RuntimeError, match="randomness error mode"):
             torch.randn(2)
     assert torch.randn(2).shape == (2,)
+
+
+@pytest.mark.parametrize("name", ["CompiledMethod", "LambdaKeptParameter"])
+def test_a_profile_does_not_train_the_model_it_was_given(name: str) -> None:
+    """Copies of these compute with the parameters of the original."""
+    make, example = MODULES[name]
+    model = make()
+    with pytest.raises(ModelError, match="cannot be copied: a copy of it trains"):
+        pplan.profile(model, example, device="cpu", micro_batch_sizes=[2], budget_seconds=1)
+    assert all(parameter.grad is None for parameter in model.parameters())
