@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import arguments
-from ..errors import FileError, UsageError
+from ..errors import FileError, UsageError, short_repr
 from . import PROGRAMS, PUBLISHED, SCHEDULES, Program, Schedule
 from .schedule_text import ScheduleText, read_schedule
 from .text_reader import HELP, ScheduleTextError
@@ -26,6 +26,10 @@ def register_schedule(schedule: Schedule | ScheduleText | str) -> Schedule:
     Another of the same name is replaced. Raises UsageError for the name of a published schedule, and for a
     text that is none.
     """
+    if not isinstance(schedule, str | ScheduleText | Schedule):
+        raise UsageError(
+            f"schedule={short_repr(schedule)}: is not a text of a schedule", f"Give its lines. {HELP}"
+        )
     text = read_schedule(schedule) if isinstance(schedule, str) else schedule
     own = text.schedule if isinstance(text, ScheduleText) else text
     if own.name in PUBLISHED:

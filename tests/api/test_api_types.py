@@ -167,6 +167,7 @@ def call(name: str, argument: str, value: Any, profile: Profile, plan: Plan) -> 
         "import_profile": {"path": "a.csv"},
         "import_plan": {"source": "6,6", "profile": profile, "mini_batch": 16},
         "export": {"runtime": "torchgpipe", "plan": plan},
+        "register_schedule": {"schedule": "name: mine\ndevice i: (F B)*m"},
         "sequential": {"model": None, "example_input": None},
         "load_model": {"name": "vgg11"},
         "topology": {"name": "dgx-a100"},
