@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cost_models.errors import UsageError
-from ..cost_models.machines.rooflines import MEMORY_SHARE, PRODUCT_SHARE
 
 Vector = npt.NDArray[np.float64]
 _STEPS = 50
@@ -37,10 +36,13 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Curves:
-    """Of FLOPs and of bytes. The defaults are assumed of all GPUs without measured kernels."""
+    """Of FLOPs and of bytes. The defaults are those of single operators, for large ones: published rates of
+    whole trainings are met with them (benchmarks/estimates.py). They lie above the shares of
+    `cost_models.machines.rooflines`, which are of a transformer's kernels in a step, with what lies between.
+    """
 
-    compute: Efficiency = Efficiency(PRODUCT_SHARE, 2e-6)
-    memory: Efficiency = Efficiency(MEMORY_SHARE, 1e-6)
+    compute: Efficiency = Efficiency(0.75, 2e-6)
+    memory: Efficiency = Efficiency(0.85, 1e-6)
 
 
 @dataclass(frozen=True)
