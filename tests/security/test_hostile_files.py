@@ -181,11 +181,16 @@ COMMANDS: dict[str, list[list[str]]] = {
     "simulate": [["simulate", PLAN], ["simulate", PLAN, "--schedule", "gpipe", "--json"]],
     "verify": [["verify", PLAN], ["verify", PLAN, PROFILE, "--json"], ["verify", PROFILE, PLAN]],
     "degrees": [["degrees", PLAN, "--gpus", "8", "--gpu", "h100"], ["degrees", PROFILE, "--json"]],
-    "schedules": [],
+    "profile-kernels": [["profile-kernels", PLAN, "--device", "cpu"], ["profile-kernels", PROFILE]],
+    "schedules": [
+        ["schedules", "show", "hostile.schedule"],
+        ["simulate", PLAN, "--schedule", "hostile.schedule"],
+        ["solve", PROFILE, "--gpus", "2", "--schedule", "hostile.schedule", "--json"],
+    ],
     "topology": [["topology", "hostile.toml"], ["topology", "hostile.toml", "--toml"]],
 }
 """By verb, all that reads a file; none where it takes none."""
-READS_NOTHING = {"profile-links", "schedules"}
+READS_NOTHING = {"profile-links"}
 
 
 @dataclass(frozen=True)
@@ -243,6 +248,9 @@ def written(folder: Path, profile: Content, plan: Content) -> None:
         '[[device]]\nname = "\\u001b[31m\\u009b\\u202e"\nmemory = "1GiB"\ncount = 2\n'
         '[[level]]\nname = "\\u001b]0;a\\u0007"\nbandwidth = "1GB/s"\n'
     )
+    (folder / "hostile.schedule").write_text(
+        f"name: mine\nsource: {ESCAPES}\ndevice i: (F B)*m  # __import__('os').system('touch owned')\n"
+    )
     (folder / "evil.py").write_text("open('owned', 'w').close()\nmake = loss = print\n")
     evil = folder / "evil_model"
     evil.mkdir()
@@ -271,7 +279,7 @@ def tried(honest: tuple[Content, Content], tmp_path_factory: pytest.TempPathFact
     for number, (about, text) in enumerate(BROKEN.items()):
         folder = root / f"broken{number}"
         written(folder, *json.loads(json.dumps(honest)))
-        for name in (PROFILE, PLAN, "hostile.txt", "hostile.toml"):
+        for name in (PROFILE, PLAN, "hostile.txt", "hostile.toml", "hostile.schedule"):
             (folder / name).write_text(text)
         cases += [(about, command, folder) for command in quick]
     asked, found = root / "cases.json", root / "found.json"

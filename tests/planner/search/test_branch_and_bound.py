@@ -306,7 +306,7 @@ def searched_twice(
         with monkeypatch.context() as patched:
             patched.setattr(f"{module}.subproblem.BEAM", narrow[0])
             patched.setattr(f"{module}.subproblem.CHUNK", 8)
-            patched.setattr(f"{module}.branch_and_bound.MOST_KEPT", narrow[1])
+            patched.setattr(f"{module}.branch_and_bound.MOST_UNFINISHED", narrow[1])
             yield whole, search(space, families, range(1, 6), work=narrow[2])
 
 
