@@ -175,7 +175,7 @@ class Problem:
         """The schedules that the options and the runtime allow, those that are searched exactly first."""
         runtime, requested = self.runtime, self.options.schedule
         if requested == SYNTHESIZED:
-            names = (*SEARCHED, *STARTS_OF_ORDERS)
+            names = (*SEARCHED, *STARTS_OF_ORDERS) if runtime is None or runtime.any_order else ()
             return tuple(name for name in names if runtime is None or runtime.runs(name))
         if requested != "auto":
             return (requested,) if runtime is None or runtime.runs(requested) else ()

@@ -95,6 +95,14 @@ def test_where_nothing_is_gained_the_known_plan_stays(solve: Solve, measured: Pr
     assert (plan.schedule, plan.order) == ("1f1b", None)
 
 
+def test_a_runtime_without_lists_of_actions_is_refused(solve: Solve, measured: Profile) -> None:
+    with pytest.raises(UsageError, match="runtime='deepspeed' does not run schedule='synthesized'"):
+        solve(measured, "synthesized", runtime="deepspeed")
+    assert solve(measured, "synthesized", runtime="torch").schedule.startswith("synthesized-")
+    nemo = solve(measured, "synthesized", runtime="nemo-automodel").schedule
+    assert nemo.startswith("synthesized-") or nemo in RUNTIMES["nemo-automodel"].schedules
+
+
 def test_the_order_is_in_the_file(solve: Solve, measured: Profile, tmp_path: Path) -> None:
     plan = solve(measured, "synthesized")
     file = tmp_path / "own.plan.json"
