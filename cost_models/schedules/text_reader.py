@@ -6,7 +6,7 @@ The language is described in `schedule_text`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from ..errors import UsageError, short_repr
 
 DEEPEST = 40
 """Brackets inside each other."""
+MOST_NUMBER = 10**9
 HELP = "docs/schedules.md describes the language."
 _TOKEN = re.compile(r"\s*(?:(\d+)|([A-Za-z_]\w*)|(//|[-+*%(),\[\].=:]))")
 _ACTION = re.compile(r"([FBW])(\d+)?")
@@ -227,16 +228,16 @@ class LineReader:
 
     def read_number(self) -> Number:
         """Sums of products."""
-        value = self._product()
-        while self.word in ("+", "-"):
-            value = _apply(self.take(), value, self._product(), self.line)
-        return value
+        return self._chain(("+", "-"), self._product)
 
     def _product(self) -> Number:
-        value = self._factor()
-        while self.word in ("*", "//", "%"):
-            value = _apply(self.take(), value, self._factor(), self.line)
-        return value
+        return self._chain(("*", "//", "%"), self._factor)
+
+    def _chain(self, signs: tuple[str, ...], read: Callable[[], Number]) -> Number:
+        first, more = read(), list[tuple[str, Number]]()
+        while self.word in signs:
+            more.append((self.take(), read()))
+        return _chained(first, more, self.line) if more else first
 
     def _factor(self) -> Number:
         word = self.take()
@@ -249,7 +250,10 @@ class LineReader:
             self.deeper(-1)
             return inner
         if word == "-":
-            return _apply("-", _always(0), self._factor(), self.line)
+            self.deeper(1)
+            inner = self._factor()
+            self.deeper(-1)
+            return _chained(_always(0), [("-", inner)], self.line)
         if word in ("min", "max"):
             self.take("(")
             self.deeper(1)
@@ -258,7 +262,7 @@ class LineReader:
             second = self.read_number()
             self.take(")")
             self.deeper(-1)
-            return _apply(word, first, second, self.line)
+            return _chained(first, [(word, second)], self.line)
         if word not in self.names:
             raise self.wrong(f"{short_repr(word)} is no number; p, m, i, v and the names of `each` are")
         return lambda values: values[word]
@@ -273,25 +277,29 @@ def _always(value: int) -> Number:
     return lambda values: value  # noqa: ARG005 - called as numbers that depend on them are
 
 
-def _apply(sign: str, first: Number, second: Number, line: int) -> Number:
-    operations: dict[str, Callable[[int, int], int]] = {
-        "+": lambda a, b: a + b,
-        "-": lambda a, b: a - b,
-        "*": lambda a, b: a * b,
-        "//": lambda a, b: a // b,
-        "%": lambda a, b: a % b,
-        "min": min,
-        "max": max,
-    }
-    operation = operations[sign]
+_OPERATIONS: dict[str, Callable[[int, int], int]] = {
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+    "//": lambda a, b: a // b,
+    "%": lambda a, b: a % b,
+    "min": min,
+    "max": max,
+}
+
+
+def _chained(first: Number, more: Sequence[tuple[str, Number]], line: int) -> Number:
+    """Operations one after another, from the left."""
 
     def value(values: Values) -> int:
-        right = second(values)
-        if sign in ("//", "%") and right == 0:
-            raise ScheduleTextError(f"line {line}: {sign} 0", "Divide by another number.")
-        result = operation(first(values), right)
-        if abs(result) > 10**9:
-            raise ScheduleTextError(f"line {line}: a number of {result}", "Write smaller numbers.")
+        result = first(values)
+        for sign, number in more:
+            right = number(values)
+            if sign in ("//", "%") and right == 0:
+                raise ScheduleTextError(f"line {line}: {sign} 0", "Divide by another number.")
+            result = _OPERATIONS[sign](result, right)
+            if abs(result) > MOST_NUMBER:
+                raise ScheduleTextError(f"line {line}: a number of {result}", "Write smaller numbers.")
         return result
 
     return value

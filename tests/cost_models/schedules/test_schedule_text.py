@@ -100,6 +100,8 @@ WRONG = {
     "name: mine\ndevice 0: F*m B*m": "device 1 of 3 has no line",
     "name: mine\ndevice i: ((F*9999)*9999)*9999 B*m": "actions and repetitions",
     "name: mine\ndevice i: " + "(" * 50 + "F" + ")" * 50: "brackets",
+    "name: mine\ndevice i: F*" + "-" * 5000 + "1": "brackets",
+    "name: mine\ndevice i: F*m B*(" + "m*" * 2_000 + "1)": "a number of",
     "name: mine\nlet f = f\ndevice i: f*m B*m": "'f' is no action",
     "name: mine\nlet f = (F*0)\ndevice i: f*m B*m": "the list f is empty",
     "name: mine\nlet p = F\ndevice i: p*m B*m": "'p' cannot name a list",
