@@ -34,7 +34,7 @@ DEVICES = (4, 8, 16)
 SHARES = (1.0, 0.8, 0.6)
 """Of the memory of the fastest known plan where there is enough."""
 HEAD = (
-    f"{'model':<14}{'devices':>8}{'memory':>8}{'known':>12}{'own':>12}{'gain':>8}{'gap':>8}{'s':>7}  schedule"
+    f"{'model':<14}{'devices':>8}{'memory':>8}{'known':>13}{'own':>13}{'gain':>8}{'gap':>8}{'s':>7}  schedule"
 )
 
 
@@ -96,14 +96,16 @@ def rows_of(profile: Profile, devices: int) -> Iterator[tuple[float, Row | None]
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", default=list(MODELS))
+    parser.add_argument("models", nargs="*", metavar="MODEL")
     parser.add_argument("--profiles", type=Path, metavar="FOLDER")
     parser.add_argument("--devices", type=int, nargs="+", default=DEVICES, metavar="N")
     options = parser.parse_args()
+    if unknown := set(options.models) - set(MODELS):
+        parser.error(f"{', '.join(sorted(unknown))}: known are {', '.join(MODELS)}")
     print(HEAD)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in options.models:
+        for name in options.models or MODELS:
             profile = profile_of(name, options.profiles or Path(folder))
             for devices in options.devices:
                 for share, row in rows_of(profile, devices):
@@ -121,12 +123,12 @@ def main() -> None:
 
 def _cells(row: Row | None) -> str:
     if row is None:
-        return f"{'no plan':>12}"
+        return f"{'no plan':>13}"
     own = row.plan.prediction
-    known = "none fits" if row.known is None else f"{1e3 * row.known:.4g} ms"
+    known = "none fits" if row.known is None else f"{1e3 * row.known:.1f} ms"
     gain = "" if row.gain is None else f"{row.gain:.2%}"
-    step = f"{1e3 * own.step_seconds:.4g} ms"
-    return f"{known:>12}{step:>12}{gain:>8}{own.gap:>8.2%}{row.seconds:>7.1f}  {row.plan.schedule}"
+    step = f"{1e3 * own.step_seconds:.1f} ms"
+    return f"{known:>13}{step:>13}{gain:>8}{own.gap:>8.2%}{row.seconds:>7.1f}  {row.plan.schedule}"
 
 
 if __name__ == "__main__":
