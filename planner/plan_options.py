@@ -17,7 +17,7 @@ from ..cost_models.quantities import MOST_MINI_BATCH, parse_seconds
 from ..cost_models.runtime import RUNTIMES, find_runtime
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.schedules.registration import schedule_word
-from .pipeline_config import MODES, MOST_MICRO_BATCHES, SYNTHESIZED
+from .pipeline_config import MODES, MOST_MICRO_BATCHES
 
 ASYNCHRONOUS = tuple(name for name, schedule in SCHEDULES.items() if not schedule.synchronous)
 
@@ -229,7 +229,6 @@ class PlanOptions(Options):
         self._check_words()
 
     def _check_words(self) -> None:
-        synchronous = tuple(name for name in SCHEDULES if name not in ASYNCHRONOUS)
         if self.schedule in ASYNCHRONOUS:
             raise UsageError(
                 f"schedule={self.schedule!r}: it is asynchronous, with late gradients and without a step",
@@ -238,7 +237,6 @@ class PlanOptions(Options):
             )
         modes = tuple(mode for mode in MODES if mode != "by_stage")
         for field, word, words in (
-            ("schedule", self.schedule, ("auto", SYNTHESIZED, *synchronous)),
             ("recompute", self.recompute, ("auto", *modes)),
             ("optimizer", self.optimizer, tuple(OPTIMIZERS)),
             ("precision", self.precision, ("auto", *PRECISIONS)),

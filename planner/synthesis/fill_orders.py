@@ -52,7 +52,7 @@ def fill_orders(problem: OrderProblem) -> Iterator[Lists]:
 
 
 class _Filler:
-    """The devices as the run goes on."""
+    """The devices as the clock goes on."""
 
     def __init__(self, problem: OrderProblem, rule: Rule) -> None:
         self.problem, self.rule = problem, rule
@@ -62,7 +62,7 @@ class _Filler:
         """By part, when each F and each B has what it needs, in order, as far as it is known."""
         self.arrivals[0][F] = [0.0] * count
         self.level = [0.0] * problem.devices
-        self.micro_batch_bytes = [0] * problem.devices
+        self.in_flight = [0] * problem.devices
         self.own: list[list[Step]] = [[] for _ in range(problem.devices)]
         self.split = problem.split
 
@@ -119,7 +119,7 @@ class _Filler:
         ]
         ready_backward = next((part for at, part in backwards if at <= now), None)
         ready_forward = next((part for at, part in forwards if at <= now), None)
-        few = self.micro_batch_bytes[device] < self.rule.ahead[device]
+        few = self.in_flight[device] < self.rule.ahead[device]
         if ready_forward is not None and few and (ready_backward is None or self.rule.forward_first):
             return (F, ready_forward), now
         if ready_backward is not None:
@@ -142,16 +142,14 @@ class _Filler:
         end = now + problem.duration(kind, part, number == 0)
         if kind == F:
             self.level[device] += problem.micro_batch_bytes[part]
-            self.micro_batch_bytes[device] += 1
+            self.in_flight[device] += 1
             if part + 1 < problem.parts:
-                same = problem.device[part + 1] == device
-                self.arrivals[part + 1][F].append(end if same else end + problem.forward_wait[part])
+                self.arrivals[part + 1][F].append(end + problem.forward_wait[part])
             else:
                 self.arrivals[part][B].append(end)
         elif kind == B and part:
-            same = problem.device[part - 1] == device
-            self.arrivals[part - 1][B].append(end if same else end + problem.backward_wait[part])
-        if kind == (W if self.split else B):
+            self.arrivals[part - 1][B].append(end + problem.backward_wait[part])
+        if kind == problem.release:
             self.level[device] -= problem.micro_batch_bytes[part]
-            self.micro_batch_bytes[device] -= 1
+            self.in_flight[device] -= 1
         return end

@@ -8,19 +8,20 @@ Burke and Bykov, European Journal of Operational Research 2017).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from random import Random
 
-from .order_problem import Lists, OrderProblem, Step, W
+from .order_problem import F, Lists, OrderProblem, Step
 from .run_order import OrderRun, run_order
 
-MEMORY = 40
-"""Changes ago."""
-MOST_VAIN = 2000
+HISTORY = 40
+"""Changes ago, to whose step a change is compared."""
+MOST_FRUITLESS = 2000
 """Changes in a row that do not fit, after which none is sought."""
 REACH = 6
 """Actions that one is moved across, at the most."""
-ALONE = 1e-4
+TIE_WEIGHT = 1e-4
 """What the sum of the devices' ends counts beside the step: of equal steps the one with less waiting is
 kept."""
 
@@ -30,50 +31,50 @@ def improve_order(
 ) -> tuple[Lists, float]:
     """The best order found from `start`, which fits and runs, and its step; ends at the `bound`."""
     random = Random(seed)
-    clock = run_order(problem, start)
-    assert clock is not None, "the start can be run"
-    now, cost = start, _cost(clock)
-    best, least = start, clock.step
-    history = [cost] * MEMORY
-    turn = vain = 0
-    path = clock.critical_path(problem)
+    run = run_order(problem, start)
+    assert run is not None, "the start can be run"
+    now, cost = start, _cost(run)
+    best, least = start, run.step
+    history = [cost] * HISTORY
+    turn = fruitless = 0
+    path = run.critical_path(problem)
     while least > bound * (1 + 1e-9) and not is_over():
         turn += 1
-        changed = _change(problem, now, clock, path, random)
+        changed = _change(problem, now, run, path, random)
         if changed is None:
-            vain += 1
-            if vain > MOST_VAIN:
+            fruitless += 1
+            if fruitless > MOST_FRUITLESS:
                 break
             continue
-        vain = 0
-        clock_of_it = run_order(problem, changed, 1.5 * least)
-        if clock_of_it is None:
+        fruitless = 0
+        changed_run = run_order(problem, changed, 1.5 * least)
+        if changed_run is None:
             continue
-        own = _cost(clock_of_it)
-        if own <= cost or own <= history[turn % MEMORY]:
-            now, cost, clock = changed, own, clock_of_it
-            path = clock.critical_path(problem)
-            if clock.step < least * (1 - 1e-12):
-                best, least = now, clock.step
-        history[turn % MEMORY] = cost
+        own = _cost(changed_run)
+        if own <= cost or own <= history[turn % HISTORY]:
+            now, cost, run = changed, own, changed_run
+            path = run.critical_path(problem)
+            if run.step < least * (1 - 1e-12):
+                best, least = now, run.step
+        history[turn % HISTORY] = cost
     return best, least
 
 
-def _cost(clock: OrderRun) -> float:
-    return clock.step + ALONE * sum(clock.device_ends) / len(clock.device_ends)
+def _cost(run: OrderRun) -> float:
+    return run.step + TIE_WEIGHT * sum(run.device_ends) / len(run.device_ends)
 
 
 def _change(
-    problem: OrderProblem, lists: Lists, clock: OrderRun, path: list[int], random: Random
+    problem: OrderProblem, lists: Lists, run: OrderRun, path: list[int], random: Random
 ) -> Lists | None:
     """An action of the critical path moved before the one it follows without a pause, or some further; None
     where that does not fit or breaks the order of a part."""
-    followers = [i for i, action in enumerate(path) if _waits_for_its_device(clock, action)]
+    followers = [i for i, action in enumerate(path) if _waits_for_its_device(run, action)]
     if not followers:
         return None
     action = path[random.choice(followers)]
-    device = max(d for d in range(len(lists)) if clock.first[d] <= action)
-    own, at = list(lists[device]), action - clock.first[device]
+    device = max(d for d in range(len(lists)) if run.first[d] <= action)
+    own, at = list(lists[device]), action - run.first[device]
     if random.random() < 0.5:
         # The one before goes behind this one, or further.
         to = min(len(own) - 1, at - 1 + random.randint(1, REACH))
@@ -83,30 +84,22 @@ def _change(
         to = max(0, at - random.randint(1, REACH))
         own.insert(to, own.pop(at))
         low, high = to, at
-    if tuple(own[low : high + 1]) == lists[device][low : high + 1] or not _is_possible(problem, own, device):
+    if tuple(own[low : high + 1]) == lists[device][low : high + 1]:
+        return None
+    if not _keeps_order(own) or not problem.fits_device(device, own):
         return None
     return (*lists[:device], tuple(own), *lists[device + 1 :])
 
 
-def _waits_for_its_device(clock: OrderRun, action: int) -> bool:
-    return clock.waited_for[action] == action - 1 and clock.end[action - 1] == clock.start[action]
+def _waits_for_its_device(run: OrderRun, action: int) -> bool:
+    return run.waited_for[action] == action - 1 and run.end[action - 1] == run.start[action]
 
 
-def _is_possible(problem: OrderProblem, own: list[Step], device: int) -> bool:
-    """Whether no B stands before its F, no W before its B, and it fits."""
-    level, room = 0.0, problem.room[device] * (1 + 1e-12)
-    parts = problem.own_parts[device]
-    counts = {part: [0, 0, 0] for part in parts}
-    release = W if problem.split else W - 1
+def _keeps_order(own: Sequence[Step]) -> bool:
+    """Whether no B stands before its F, and no W before its B."""
+    done: Counter[Step] = Counter()
     for kind, part in own:
-        done = counts[part]
-        done[kind] += 1
-        if kind and done[kind] > done[kind - 1]:
+        done[kind, part] += 1
+        if kind != F and done[kind, part] > done[kind - 1, part]:
             return False
-        if kind == 0:
-            level += problem.micro_batch_bytes[part]
-            if level > room:
-                return False
-        elif kind == release:
-            level -= problem.micro_batch_bytes[part]
     return True

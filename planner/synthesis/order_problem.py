@@ -28,11 +28,13 @@ from math import ceil
 
 import numpy as np
 
-from ...cost_models.schedules.action import Action, Program
+from ...cost_models.schedules.action import Kind, Program, StageSlot
+from ...cost_models.schedules.zb_v import number_actions
+from ...cost_models.simulator.costs import Costs
 from ..assembly import Assembly
 
 F, B, W = range(3)
-KINDS = "FBW"
+KINDS: tuple[Kind, ...] = ("F", "B", "W")
 Step = tuple[int, int]
 """A kind and a part of the layers; the micro-batch is the next one."""
 Lists = tuple[tuple[Step, ...], ...]
@@ -44,9 +46,9 @@ class OrderProblem:
     """Seconds of one micro-batch, by part of the layers; `device`: of each part. `weight` is 0 where B
     computes the weights' gradient as well (`split` False). `credit`: what the first backward of a part does
     not take. `forward_wait`: from the end of an F to its arrival at the part after, of which `forward_busy`
-    seconds occupy the link; `backward_wait`: of a B at the part before. `end`: by device, what follows its
-    last action. `micro_batch_bytes`: bytes of a micro-batch in flight, by part; `room`: by device, bytes for
-    all of them.
+    seconds occupy the link; `backward_wait`: of a B at the part before; both 0 to a part on the same device.
+    `end`: by device, what follows its last action. `micro_batch_bytes`: of a micro-batch in flight, by part;
+    `room`: by device, bytes for all of them.
     """
 
     micro_batches: int
@@ -73,6 +75,11 @@ class OrderProblem:
     def devices(self) -> int:
         """Devices of the pipeline."""
         return len(self.end)
+
+    @property
+    def release(self) -> int:
+        """The kind of action that frees what a micro-batch holds, and makes the weights' gradients."""
+        return W if self.split else B
 
     @cached_property
     def own_parts(self) -> tuple[tuple[int, ...], ...]:
@@ -103,21 +110,23 @@ class OrderProblem:
     def duration(self, kind: int, part: int, first: bool) -> float:
         """Seconds of an action; `first`: of the first backward of its part."""
         seconds = (self.forward, self.backward, self.weight)[kind][part]
-        adds = kind == (W if self.split else B)
+        adds = kind == self.release
         return max(0.0, seconds - self.credit[part]) if adds and first else seconds
 
     def fits(self, lists: Lists) -> bool:
         """Whether no device ever holds more than it has room for."""
-        release = W if self.split else B
-        for device, own in enumerate(lists):
-            level, room = 0.0, self.room[device] * (1 + 1e-12)
-            for kind, part in own:
-                if kind == F:
-                    level += self.micro_batch_bytes[part]
-                    if level > room:
-                        return False
-                elif kind == release:
-                    level -= self.micro_batch_bytes[part]
+        return all(self.fits_device(device, own) for device, own in enumerate(lists))
+
+    def fits_device(self, device: int, own: Sequence[Step]) -> bool:
+        """Whether a device with this list never holds more than it has room for."""
+        level, room = 0.0, self.room[device] * (1 + 1e-12)
+        for kind, part in own:
+            if kind == F:
+                level += self.micro_batch_bytes[part]
+                if level > room:
+                    return False
+            elif kind == self.release:
+                level -= self.micro_batch_bytes[part]
         return True
 
     def bound(self) -> float:
@@ -161,7 +170,7 @@ class OrderProblem:
         total = 0.0
         for later in range(part, self.parts):
             total += self.forward[later] + self.backward[later] - self._credit_of_b(later)
-            if later + 1 < self.parts and self.device[later] != self.device[later + 1]:
+            if later + 1 < self.parts:
                 total += self.forward_wait[later] + self.backward_wait[later + 1]
         return total
 
@@ -178,16 +187,8 @@ class OrderProblem:
     def program(self, lists: Lists, like: Program) -> Program:
         """The order as a program with the places of another one."""
         chunk = {part: place.chunk for part, place in enumerate(like.pipes[0])}
-        actions = []
-        for own in lists:
-            done: dict[Step, int] = {}
-            row = []
-            for step in own:
-                number = done.get(step, 0)
-                done[step] = number + 1
-                row.append(Action(KINDS[step[0]], number, chunk[step[1]]))  # type: ignore[arg-type]
-            actions.append(tuple(row))
-        return Program(tuple(actions), like.pipes, like.pipe_of)
+        turns = [[(KINDS[kind], chunk[part]) for kind, part in own] for own in lists]
+        return Program(tuple(tuple(number_actions(own)) for own in turns), like.pipes, like.pipe_of)
 
 
 def list_steps(program: Program) -> Lists | None:
@@ -202,7 +203,7 @@ def list_steps(program: Program) -> Lists | None:
         done: dict[Step, int] = {}
         row = []
         for action in own:
-            step = (KINDS.index(action.kind), part_of[type(program.pipes[0][0])(device, action.chunk)])
+            step = (KINDS.index(action.kind), part_of[StageSlot(device, action.chunk)])
             if action.micro_batch != done.get(step, 0):
                 return None
             done[step] = action.micro_batch + 1
@@ -212,10 +213,10 @@ def list_steps(program: Program) -> Lists | None:
 
 
 def order_problem(
-    assembly: Assembly, room: Sequence[float], micro_batch_bytes: Sequence[float]
+    assembly: Assembly, costs: Costs, room: Sequence[float], micro_batch_bytes: Sequence[float]
 ) -> OrderProblem:
-    """The numbers of a program's costs; `room` and `micro_batch_bytes` as above."""
-    costs, pipe = assembly.costs(), assembly.program.pipes[0]
+    """The numbers of a program's costs, those of the assembly; `room` and `micro_batch_bytes` as above."""
+    pipe = assembly.program.pipes[0]
     split = costs.weight is not None
 
     def by_part(values: np.ndarray | None) -> tuple[float, ...]:

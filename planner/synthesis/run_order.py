@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
-from .order_problem import B, F, Lists, OrderProblem
+from .order_problem import KINDS, B, F, Lists, OrderProblem, W
 
-NONE = -1
+NONE, NEVER = -1, inf
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,27 +37,25 @@ class OrderRun:
         return path
 
 
-def run_order(problem: OrderProblem, lists: Lists, limit: float = float("inf")) -> OrderRun | None:
+def run_order(problem: OrderProblem, lists: Lists, limit: float = inf) -> OrderRun | None:
     """The run of an order; None where it cannot be run to its end, or a device is not done at `limit`."""
     parts, count = problem.parts, problem.micro_batches
-    device_of, last = problem.device, problem.parts - 1
+    device_of = problem.device
     first = [0]
     for own in lists:
         first.append(first[-1] + len(own))
     total = first[-1]
     start, end, waited = [0.0] * total, [0.0] * total, [NONE] * total
-    # When the F or B of a micro-batch has what it needs from another device, and which action sent it.
-    here = float("inf")
-    arrival = [[[here] * count for _ in range(parts)] for _ in (F, B)]
+    # When the F or B of a micro-batch has what it needs from another part, and which action sent it.
+    arrival = [[[NEVER] * count for _ in range(parts)] for _ in (F, B)]
     sender = [[[NONE] * count for _ in range(parts)] for _ in (F, B)]
     arrival[F][0] = [0.0] * count
-    arrival[B][last] = [0.0] * count
-    forwards, backwards = [0] * parts, [0] * parts
-    weights = [0] * parts
+    arrival[B][-1] = [0.0] * count
+    done = [[0] * parts for _ in KINDS]
     link_free: dict[tuple[int, int], float] = {}
     durations = [
         [(problem.duration(kind, part, True), problem.duration(kind, part, False)) for part in range(parts)]
-        for kind in range(3)
+        for kind in range(len(KINDS))
     ]
     position, free = [0] * len(lists), [0.0] * len(lists)
     waiting = list(range(len(lists)))
@@ -66,16 +65,9 @@ def run_order(problem: OrderProblem, lists: Lists, limit: float = float("inf")) 
         base = first[device]
         while at < len(own):
             kind, part = own[at]
-            if kind == F:
-                number = forwards[part]
-                ready = arrival[F][part][number]
-            elif kind == B:
-                number = backwards[part]
-                ready = arrival[B][part][number] if number < forwards[part] else here
-            else:
-                number = weights[part]
-                ready = 0.0 if number < backwards[part] else here
-            if ready == here:
+            number = done[kind][part]
+            ready = 0.0 if kind == W else arrival[kind][part][number]
+            if ready == NEVER or (kind != F and number >= done[kind - 1][part]):
                 break
             index = base + at
             begin = now
@@ -85,24 +77,13 @@ def run_order(problem: OrderProblem, lists: Lists, limit: float = float("inf")) 
                 begin, waited[index] = ready, sender[kind][part][number]
             now = begin + durations[kind][part][0 if number == 0 else 1]
             start[index], end[index] = begin, now
-            if kind == F:
-                forwards[part] = number + 1
-                if part < last:
-                    other = part + 1
-                    there = _arrival(problem, link_free, F, part, other, now)
-                    arrival[F][other][number], sender[F][other][number] = there, index
-                    if device_of[other] != device:
-                        waiting.append(device_of[other])
-            elif kind == B:
-                backwards[part] = number + 1
-                if part:
-                    other = part - 1
-                    there = _arrival(problem, link_free, B, part, other, now)
-                    arrival[B][other][number], sender[B][other][number] = there, index
-                    if device_of[other] != device:
-                        waiting.append(device_of[other])
-            else:
-                weights[part] = number + 1
+            done[kind][part] = number + 1
+            other = part + 1 if kind == F else part - 1
+            if kind != W and 0 <= other < parts:
+                arrival[kind][other][number] = _arrival(problem, link_free, kind, part, other, now)
+                sender[kind][other][number] = index
+                if device_of[other] != device:
+                    waiting.append(device_of[other])
             at += 1
         position[device], free[device] = at, now
         if now > limit:
@@ -124,9 +105,9 @@ def _arrival(
     """When what an action made at `now` is where it is needed; the link carries one at a time."""
     wait = (problem.forward_wait, problem.backward_wait)[kind][part]
     busy = (problem.forward_busy, problem.backward_busy)[kind][part]
-    link = (problem.device[part], problem.device[other])
-    if not wait or link[0] == link[1]:
+    if not wait:
         return now
+    link = (problem.device[part], problem.device[other])
     begins = max(now, link_free.get(link, 0.0))
     link_free[link] = begins + busy
     return begins + wait

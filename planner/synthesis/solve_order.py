@@ -57,7 +57,7 @@ def solve_order(
     model.add(variables.step >= int(bound / unit * (1 - 1e-9)))
     model.minimize(variables.step)
     solver = cp_model.CpSolver()
-    # Strategies take turns in one thread: the answer depends on neither the run nor the processors.
+    # Strategies take turns in one thread: the answer depends on neither the clock nor the processors.
     solver.parameters.max_deterministic_time = max(WORK_A_SECOND * seconds, 0.01)
     if most_seconds < inf:
         solver.parameters.max_time_in_seconds = max(most_seconds, 0.01)
@@ -77,7 +77,6 @@ class _Variables:
     def __init__(self, problem: OrderProblem, model: Any, unit: float, horizon: int) -> None:
         self.problem, self.model, self.unit, self.horizon = problem, model, unit, horizon
         self.kinds = (F, B, W) if problem.split else (F, B)
-        self.release = self.kinds[-1]
         self.start: dict[tuple[int, int, int], Any] = {}
         self.step = model.new_int_var(0, horizon, "step")
         for part in range(problem.parts):
@@ -105,20 +104,15 @@ class _Variables:
         problem = self.problem
         for number in range(problem.micro_batches):
             if part + 1 < problem.parts:
-                self._after((F, part + 1, number), (F, part, number), self._wait(F, part, part + 1))
-                self._after((B, part, number), (B, part + 1, number), self._wait(B, part + 1, part))
-            self._after((B, part, number), (F, part, number), 0)
+                self._after((F, part + 1, number), (F, part, number), problem.forward_wait[part])
+                self._after((B, part, number), (B, part + 1, number), problem.backward_wait[part + 1])
+            self._after((B, part, number), (F, part, number))
             if problem.split:
-                self._after((W, part, number), (B, part, number), 0)
+                self._after((W, part, number), (B, part, number))
 
-    def _after(self, later: tuple[int, int, int], before: tuple[int, int, int], wait: int) -> None:
-        self.model.add(self.start[later] >= self._end(*before) + wait)
-
-    def _wait(self, kind: int, part: int, other: int) -> int:
-        problem = self.problem
-        if problem.device[part] == problem.device[other]:
-            return 0
-        return int((problem.forward_wait, problem.backward_wait)[kind][part] / self.unit)
+    def _after(self, later: tuple[int, int, int], before: tuple[int, int, int], wait: float = 0.0) -> None:
+        """`wait` in seconds."""
+        self.model.add(self.start[later] >= self._end(*before) + int(wait / self.unit))
 
     def _device(self, device: int, parts: tuple[int, ...]) -> None:
         problem, model = self.problem, self.model
@@ -134,11 +128,11 @@ class _Variables:
         model.add_no_overlap(intervals)
         after = int(problem.end[device] / self.unit)
         for part in parts:
-            model.add(self.step >= self._end(self.release, part, count - 1) + after)
+            model.add(self.step >= self._end(problem.release, part, count - 1) + after)
         if problem.is_line:
             most = problem.most_in_flight[parts[0]]
             for number in range(most, count):
-                self._after((F, parts[0], number), (self.release, parts[0], number - most), 0)
+                self._after((F, parts[0], number), (problem.release, parts[0], number - most))
         elif problem.room[device] != float("inf"):
             self._room(device, parts)
 
@@ -148,7 +142,7 @@ class _Variables:
         demands, intervals = [], []
         for part in parts:
             for number in range(problem.micro_batches):
-                begin, end = self.start[F, part, number], self._end(self.release, part, number)
+                begin, end = self.start[F, part, number], self._end(problem.release, part, number)
                 size = model.new_int_var(0, self.horizon, f"for {part}.{number}")
                 intervals.append(model.new_interval_var(begin, size, end, f"held {part}.{number}"))
                 demands.append(int(problem.micro_batch_bytes[part] / problem.room[device] * 1000))

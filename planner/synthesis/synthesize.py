@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 from ...cost_models.errors import UsageError
 from ...cost_models.memory import Recompute
 from ...cost_models.quantities import MOST_ACTIONS
-from ...cost_models.schedules import Program, find_schedule
+from ...cost_models.schedules import Program, StageSlot, find_schedule
 from ...cost_models.schedules.registration import register_order
 from ...cost_models.schedules.schedule_text import read_schedule, write_program
+from ...cost_models.simulator.costs import Costs
 from ...cost_models.timeline import simulate
 from ..assembly import Assembly
 from ..candidate import Proposal, ScoredPlan
@@ -44,7 +45,7 @@ BASES = ("zb-h1", "1f1b", "zb-v", "interleaved")
 STARTS = {
     "zb-h1": ("zb-h1", "zb-h2"),
     "1f1b": ("1f1b",),
-    "zb-v": ("zb-v", "dualpipe-v"),
+    "zb-v": ("zb-v",),
     "interleaved": ("interleaved",),
 }
 """By base, the known orders of the same places."""
@@ -108,49 +109,50 @@ def _candidates(problem: Problem, best: ScoredPlan | None, limit: float) -> Iter
         if proposal.config.recompute == "except_last" or not possible(problem.space, proposal):
             continue
         with suppress(UsageError):  # the schedule does not run with these numbers
-            for modes in _modes(problem, proposal):
-                own = make_candidate(problem, proposal, modes)
-                if own.bound < limit:
-                    yield own
+            yield from (own for own in _recomputing(problem, proposal) if own.bound < limit)
 
 
-def _modes(problem: Problem, proposal: Proposal) -> list[list[Recompute]]:
-    """By part, what recomputes: nothing; all; and, by device, what has no room for as many micro-batches as
-    1F1B holds."""
+def _recomputing(problem: Problem, proposal: Proposal) -> Iterator[OrderCandidate]:
+    """A shape where nothing recomputes; all; and what has no room for as many micro-batches as 1F1B holds."""
     never: list[Recompute] = ["never" for _ in proposal.ends]
     always: list[Recompute] = ["always" for _ in proposal.ends]
     if proposal.config.recompute != "by_stage":
-        return [always if proposal.config.recompute == "always" else never]
-    whole = make_candidate(problem, proposal, never).problem
+        yield make_candidate(problem, proposal, always if proposal.config.recompute == "always" else never)
+        return
+    without = make_candidate(problem, proposal, never)
+    yield without
+    whole = without.problem
     lacking = set()
     for device, parts in enumerate(whole.own_parts):
         needed = min(whole.micro_batches, whole.devices - device)
         if sum(whole.micro_batch_bytes[part] for part in parts) * needed > whole.room[device]:
             lacking.add(device)
     if not lacking:
-        return [never]
-    mixed: list[Recompute] = ["always" if device in lacking else "never" for device in whole.device]
-    return [never, mixed, always] if len(lacking) < whole.devices else [never, always]
+        return
+    if len(lacking) < whole.devices:
+        mixed: list[Recompute] = ["always" if device in lacking else "never" for device in whole.device]
+        yield make_candidate(problem, proposal, mixed)
+    yield make_candidate(problem, proposal, always)
 
 
 def make_candidate(problem: Problem, proposal: Proposal, modes: Sequence[Recompute]) -> OrderCandidate:
     """The numbers of a shape's orders, with what its parts recompute."""
     assembly = assemble(problem.space, proposal, modes)
-    numbers = order_problem(assembly, *_memory(problem, assembly))
+    costs = assembly.costs()
+    numbers = order_problem(assembly, costs, *_memory(problem, assembly, costs))
     return OrderCandidate(proposal, assembly.program, numbers, numbers.bound())
 
 
-def _memory(problem: Problem, assembly: Assembly) -> tuple[list[float], list[float]]:
+def _memory(problem: Problem, assembly: Assembly, costs: Costs) -> tuple[list[float], list[float]]:
     """By device, the room for micro-batches in flight; by part, the bytes of one."""
     program = assembly.program
-    timeline = simulate(program, assembly.costs())
+    timeline = simulate(program, costs)
     room, sizes = [], [0.0] * program.slots
     for device in range(program.devices):
         own = device_memory(assembly, device, timeline)
         room.append(problem.space.limit(assembly.ranks[device]) - own.resident_bytes)
         for chunk, amount in enumerate(own.bytes_in_flight):
-            place = type(program.pipes[0][0])(device, chunk)
-            sizes[program.parts_by_slot[place]] = amount
+            sizes[program.parts_by_slot[StageSlot(device, chunk)]] = amount
     return room, sizes
 
 

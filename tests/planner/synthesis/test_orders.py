@@ -18,11 +18,12 @@ from pplan.cost_models.schedules import SCHEDULES, Action, Program, StageSlot
 from pplan.cost_models.simulator.costs import Costs
 from pplan.cost_models.timeline import simulate, step_seconds
 from pplan.cost_models.topology import Topology
-from pplan.planner.candidate import linear_pipeline
+from pplan.planner.candidate import linear_pipeline, replicated_pipeline
 from pplan.planner.joint_search import find_best_plan
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
+from pplan.planner.scoring import assemble
 from pplan.planner.synthesis.fill_orders import fill_orders
 from pplan.planner.synthesis.local_search import improve_order
 from pplan.planner.synthesis.order_problem import B, F, Lists, OrderProblem, Step, W, list_steps
@@ -48,6 +49,8 @@ def random_problem(
     crosses = np.array([here != there for here, there in pairwise(device)])
     busy, late = busy * crosses, late * crosses
     own_parts = parts / devices
+    reduce, update = random.uniform(0, 2, (2, devices))
+    reduce = reduce if parts == devices else np.zeros(devices)
     problem = OrderProblem(
         micro_batches=micro_batches,
         device=tuple(device),
@@ -59,7 +62,7 @@ def random_problem(
         forward_busy=(*busy, 0.0),
         backward_wait=(0.0, *(busy + late)),
         backward_busy=(0.0, *busy),
-        end=(0.0,) * devices,
+        end=tuple(reduce + update),
         micro_batch_bytes=(1.0,) * parts,
         room=(room * own_parts,) * devices,
         split=split,
@@ -80,6 +83,8 @@ def random_problem(
         forward_latency=late[None],
         backward_occupancy=busy[None],
         backward_latency=late[None],
+        all_reduce=reduce[:, None] * np.ones(program.chunks),
+        optimizer=update,
     )
     return problem, program, costs
 
@@ -98,6 +103,31 @@ def test_the_clock_is_the_simulators(base: str, devices: int, micro_batches: int
     path = order_run.critical_path(problem)
     assert order_run.start[path[-1]] == 0
     assert max(order_run.end) == order_run.end[path[0]]
+
+
+@pytest.mark.parametrize("base", ["1f1b", "zb-h1", "zb-h2"])
+@pytest.mark.parametrize("modes", [("never", "never"), ("always", "never")])
+def test_the_numbers_are_those_of_a_plan(
+    make_chain: Callable[..., Chain],
+    make_topology: Callable[..., Topology],
+    base: str,
+    modes: tuple[Recompute, Recompute],
+) -> None:
+    """With replicas, recomputation, transfers, sums of gradients and a first backward that adds to none."""
+    for seed in range(4):
+        chain = make_chain(seed, 5, cuts=1.0, adding=0.5)
+        problem = Problem(
+            chain, make_topology(4, per_node=2, latency=0.1), PlanOptions(mini_batch=12, micro_batches=6)
+        )
+        proposal = replicated_pipeline(PipelineConfig(base, "by_stage", 6, 2), (1 + seed % 4, 5), (2, 2))
+        lists = list_steps(SCHEDULES[base].program(2, 6))
+        assert lists is not None
+        numbers = make_candidate(problem, proposal, modes).problem
+        assert max(numbers.end) > 0
+        assert step_of(numbers, lists) >= numbers.bound() * (1 - TOLERANCE)
+        assembly = assemble(problem.space, proposal, modes)
+        simulated = float(step_seconds(assembly.program, assembly.costs())[0])
+        assert step_of(numbers, lists) == pytest.approx(simulated, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("base", ["1f1b", "zb-h1", "zb-v", "interleaved"])
