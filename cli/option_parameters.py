@@ -7,6 +7,7 @@ that takes only some fields annotates which: `Annotated[MachineOptions, Without(
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from ..cost_models.errors import UsageError
 from ..cost_models.option_fields import Option, Options, list_declarations
 from .field_names import TYPED, as_options, name_field
 
@@ -142,3 +144,16 @@ def _name_options(name: str, hint: Any, model: _ModelParameters | None) -> None:
         if isinstance(own, typer.models.OptionInfo):
             flags = [str(flag) for flag in (own.default, *(own.param_decls or ()))]
             name_field(name, next(flag for flag in flags if flag.startswith("--")))
+
+
+def action_parser(verb: str, actions: tuple[str, ...]) -> Callable[[str], str]:
+    """A parser of the word behind a verb that lists things or shows one."""
+
+    def parse(text: str) -> str:
+        if text in actions:
+            return text
+        near = difflib.get_close_matches(text, actions, n=1, cutoff=0.5)
+        guess = f"Did you mean pplan {verb} {near[0]}?" if near else f"To see it: pplan {verb} show {text}"
+        raise UsageError(f"{verb} {text}: is not one of {', '.join(actions)}", guess)
+
+    return parse

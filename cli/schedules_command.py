@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,19 +10,12 @@ import typer
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.option_fields import Options, option
+from .option_parameters import action_parser
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ..cost_models.schedules import Schedule
-
-
-def _action(text: str) -> str:
-    if text in ACTIONS:
-        return text
-    near = difflib.get_close_matches(text, ACTIONS, n=1, cutoff=0.5)
-    guess = f"Did you mean pplan schedules {near[0]}?" if near else f"To see it: pplan schedules show {text}"
-    raise UsageError(f"schedules {text}: is not one of {', '.join(ACTIONS)}", guess)
 
 
 ACTIONS = ("list", "show")
@@ -42,7 +34,10 @@ class ScheduleSize(Options):
 
 def schedules_command(
     action: Annotated[
-        str, typer.Argument(metavar="[list|show]", help="List all, or show one.", parser=_action)
+        str,
+        typer.Argument(
+            metavar="[list|show]", help="List all, or show one.", parser=action_parser("schedules", ACTIONS)
+        ),
     ] = "list",
     name: Annotated[
         str | None, typer.Argument(metavar="NAME|FILE", help="A schedule, or your own.", show_default=False)

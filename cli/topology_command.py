@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,16 +11,9 @@ import typer
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.option_fields import Options, option
+from .option_parameters import action_parser
 
 ACTIONS = ("show", "list")
-
-
-def _action(text: str) -> str:
-    if text in ACTIONS:
-        return text
-    near = difflib.get_close_matches(text, ACTIONS, n=1, cutoff=0.5)
-    guess = f"Did you mean pplan topology {near[0]}?" if near else f"To see it: pplan topology show {text}"
-    raise UsageError(f"topology {text}: is not one of {', '.join(ACTIONS)}", guess)
 
 
 @dataclass(frozen=True)
@@ -39,7 +31,12 @@ class TopologyOptions(Options):
 
 def topology_command(
     action: Annotated[
-        str, typer.Argument(metavar="[show|list]", help="Show one, or list the machines.", parser=_action)
+        str,
+        typer.Argument(
+            metavar="[show|list]",
+            help="Show one, or list the machines.",
+            parser=action_parser("topology", ACTIONS),
+        ),
     ] = "list",
     name: Annotated[
         Path | None,
