@@ -80,7 +80,7 @@ def describe_coverage(problem: Problem, result: SearchResult) -> str:
 
 def _any_plan(problem: Problem, schedules: tuple[str, ...]) -> str:
     if problem.options.schedule == SYNTHESIZED:
-        schedules = ("any synchronous order of actions, with one or several stages a device,",)
+        schedules = ("any synchronous order of actions, each layer on one stage,",)
     names = ", ".join(schedules[:-1]) + " and " + schedules[-1] if len(schedules) > 1 else schedules[0]
     what = "any cuts and recomputation" if problem.gpus == 1 else "any cuts, replicas and recomputation"
     order = "" if problem.gpus == 1 else ", any order of the devices"

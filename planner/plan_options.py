@@ -123,7 +123,7 @@ class PlanOptions(Options):
         schedule_word,
         "1f1b|gpipe|...|FILE|auto",
         "Order of each stage's forwards and backwards: a name of pplan schedules, your own in FILE.schedule; "
-        "auto: of gpipe and 1f1b.",
+        "synthesized: an order made for the plan; auto: of gpipe and 1f1b.",
     )
     recompute: str = _training(
         "auto",

@@ -2,8 +2,8 @@
 
 The orders start from the best known ones and from those that a rule makes (`fill_orders`); they are improved
 (`local_search`) and, where OR-tools is installed, handed to its solver (`solve_order`). None is slower than
-the plan that it started from. Each is a schedule like any other, named by the hash of its actions, and scored
-by the simulator and the ledger.
+the best plan of the known schedules that was found before. Each is a schedule like any other, named by the
+hash of its actions, and scored by the simulator and the ledger.
 """
 
 from __future__ import annotations
