@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pplan.profiler.size_passes import no_collection
+
 
 class FakeClock:
     """Device and host seconds, moved by `advance` only; copies of a model keep the same clock."""
@@ -119,6 +121,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def collector_off() -> Iterator[None]:
+    """As while measuring: garbage of an earlier pass, freed in a later one, would count as less memory."""
+    with no_collection():
+        yield
 
 
 @pytest.fixture(scope="session")
