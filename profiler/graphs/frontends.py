@@ -52,11 +52,14 @@ def trace_model(
         )
     modules = [path for path, _ in model.named_modules() if path]
     refuse_unmatched(granularity.patterns, modules, "module", name)
+    failures: list[ModelError] = []
     if is_plain_sequential(model) and granularity.kind == "block":
         elements = sequential_graph(model, example, name)
-        return make(elements, Trial(elements, model, example, name))
+        try:
+            return make(elements, Trial(elements, model, example, name))
+        except NotTheModel as error:
+            failures.append(error)
     bind_example(model, example, name)
-    failures: list[ModelError] = []
     suspects: list[str] = []
     for words, frontend in _frontends(model, granularity, tool, suspects):
         try:
@@ -122,7 +125,7 @@ def _all_frontends(
     matched = [path for path, _ in model.named_modules() if path and granularity.outermost(path) == path]
     if matched:
         yield "torch.fx around these modules", _with_leaves(matched)
-    if is_plain_sequential(model):
+    if is_plain_sequential(model) and granularity.kind != "block":
         yield ELEMENTS, sequential_graph
         return
 
@@ -161,6 +164,8 @@ def is_plain_sequential(module: nn.Module) -> bool:
     return (
         isinstance(module, nn.Sequential)
         and type(module).forward is nn.Sequential.forward
+        and "forward" not in vars(module)
+        and type(module).__iter__ is nn.Sequential.__iter__
         and type(module).__call__ is nn.Module.__call__
         and not has_hooks(module)
     )

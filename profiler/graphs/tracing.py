@@ -37,6 +37,11 @@ def trace_symbolically(
     Raises ModelError with the line of the model's code that cannot be traced, or where `example` does not fit
     what forward takes; where memory runs out, what the allocator raises.
     """
+    if "forward" in vars(model):
+        raise ModelError(
+            f"{name} cannot be traced by torch.fx: its forward is an attribute, and not its class's",
+            INSTEAD,
+        )
     arguments = _arguments(model, example, name)
     graph, copy = _traced(model, _constants_of(arguments, name), leaves, name)
     placeholders = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
