@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..graphs.tracing_patches import leave_vmap
 from ..user_model.flat_output import flat
 from ..user_model.loaded_model import ModelInput
-from ..user_model.seeding import normal_like, random_states, reseed
+from ..user_model.seeding import normal_like, random_states, repeatable_seeds, reseed
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -40,7 +40,13 @@ class Trainee:
         """
         result = PassResult(self.model)
         # torch.fx prints where in the code of a graph an operation failed.
-        with torch.enable_grad(), leave_vmap(), warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+        with (
+            torch.enable_grad(),
+            leave_vmap(),
+            repeatable_seeds(),
+            warnings.catch_warnings(),
+            redirect_stderr(io.StringIO()),
+        ):
             warnings.simplefilter("ignore")
             reseed(seed)
             result.output, result.structure = flat(self.run(inputs))

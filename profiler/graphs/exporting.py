@@ -40,12 +40,19 @@ from .remodule import (
     alias_leaf_inputs,
     attribute,
 )
-from .tracing_patches import masks_as_in_training, refuse_custom_functions
+from .tracing_patches import lengths_that_vary, masks_as_in_training, refuse_custom_functions
 
 _INSTEAD = (
     "Give granularity='module:PATTERN' with modules around what cannot be traced, "
     "or make the model an nn.Sequential of its layers."
 )
+
+
+class SomeBatchSizes(ModelError):
+    """What the forward does holds for some batch sizes only."""
+
+    place: traceback.FrameSummary | None = None
+    """Of the code that makes it so."""
 
 
 def export_around(model: nn.Module, example: ModelInput, name: str, whole: Sequence[str] = ()) -> TracedGraph:
@@ -65,7 +72,8 @@ def export_around(model: nn.Module, example: ModelInput, name: str, whole: Seque
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            failed = next((path for path in reversed(inside) if not is_inside(path, paths)), "")
+            modules = [_module_at(model, error.place)] if isinstance(error, SomeBatchSizes) else inside
+            failed = next((path for path in reversed(modules) if path and not is_inside(path, paths)), "")
             if not failed:
                 raise _as_model_error(error, name) from error
             paths = _with_its_class(model, failed, paths)
@@ -157,7 +165,14 @@ def _exported(
             shapes[tensor] = {0: torch.export.Dim.AUTO}
     own_positions = "position_ids" not in example.kwargs
     masks = masks_as_in_training(one_text_a_row=own_positions)
-    with _silence(), masks, output.flattened(), refuse_custom_functions(), calls.inside(model):
+    with (
+        _silence(),
+        masks,
+        lengths_that_vary(model),
+        output.flattened(),
+        refuse_custom_functions(),
+        calls.inside(model),
+    ):
         _spell_keywords_out(model, example)
         program = torch.export.export(
             model, example.args, example.kwargs, dynamic_shapes=shapes, strict=False
@@ -227,10 +242,11 @@ def _placeholders(
 def _refuse_some_batch_sizes(
     inputs: tuple[fx.Node, ...], program: torch.export.ExportedProgram, example: ModelInput, name: str
 ) -> None:
-    first = inputs[0].meta["val"]
+    first, place = inputs[0].meta["val"], None
     size = first.shape[0]
     if is_concrete_int(size):
-        sizes, line = f"{example.batch} samples only", _at(_specializing_line(first))
+        place = _specializing_place(first)
+        sizes, line = f"{example.batch} samples only", _at(_frame_line(place))
     else:
         span = program.range_constraints.get(size.node.expr)
         endless = span is not None and bool(span.upper > 2**62)
@@ -239,11 +255,13 @@ def _refuse_some_batch_sizes(
             return
         most = "more" if endless else span.upper
         sizes, line = f"{span.lower} to {most} samples only", ""
-    raise ModelError(
+    refusal = SomeBatchSizes(
         f"{name}: what its forward does holds for {sizes}{line}",
-        "Micro-batches have other sizes than the example: compute with x.shape[0], not len(x) or int(...), "
+        "Micro-batches have other sizes than the example: compute with x.shape[0], not int(...), "
         "and let no loop run over the samples. " + _INSTEAD,
     )
+    refusal.place = place if isinstance(place, traceback.FrameSummary) else None
+    raise refusal
 
 
 def _refuse_no_values(export: ExportedModule, example: ModelInput) -> None:
@@ -272,14 +290,24 @@ def _stopping_line(error: BaseException) -> str:
     return line
 
 
-def _specializing_line(value: Tensor) -> str:
+def _specializing_place(value: Tensor) -> Any:
     """Where the batch size became a plain number, as far as torch tells."""
     shapes = getattr(getattr(value, "fake_mode", None), "shape_env", None)
     places = getattr(shapes, "replacements_slocs", {})
     for symbol, size in getattr(shapes, "replacements", {}).items():
         if symbol in places and size == value.shape[0]:
-            place = places[symbol].maybe_user_loc or places[symbol].framework_loc
-            return _frame_line(place)
+            return places[symbol].maybe_user_loc or places[symbol].framework_loc
+    return None
+
+
+def _module_at(model: nn.Module, place: traceback.FrameSummary | None) -> str:
+    """A module inside `model` of whose class that line is; "" where there is none."""
+    for path, module in model.named_modules() if place else ():
+        for function in (own for kind in type(module).__mro__ for own in vars(kind).values()):
+            code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+            is_there = place and code and (code.co_filename, code.co_name) == (place.filename, place.name)
+            if path and is_there:
+                return path
     return ""
 
 

@@ -24,6 +24,8 @@ _Frontend = Callable[[nn.Module, ModelInput, str], TracedGraph]
 _Result = TypeVar("_Result")
 
 
+_HIGHER = 2
+"""Modules around those that cannot be traced that are tried, where what these keep is changed from there."""
 ELEMENTS = "its elements"
 """The `tool` of a plain nn.Sequential's graph, which is not traced."""
 
@@ -61,13 +63,15 @@ def trace_model(
             failures.append(error)
     bind_example(model, example, name)
     suspects: list[str] = []
-    for words, frontend in _frontends(model, granularity, tool, suspects):
+    around: list[str] = []
+    for words, frontend in _frontends(model, granularity, tool, suspects, around):
         try:
             with notice_checkpoints() as noticed:
                 traced = frontend(model, example, name)
             if traced.tool == AROUND:
                 # With nothing taken whole it is the graph that failed before.
                 continue
+            around[:] = _whole_modules(traced.tool) or around
             tool_used = traced.tool if traced.tool.startswith(AROUND) else words
             traced = dataclasses.replace(traced, recomputes=bool(noticed), tool=tool_used)
         except ModelError as error:
@@ -100,26 +104,30 @@ def _as_model_error(error: Exception, words: str, name: str) -> ModelError:
 
 
 def _frontends(
-    model: nn.Module, granularity: Granularity, only: str | None, suspects: Sequence[str]
+    model: nn.Module,
+    granularity: Granularity,
+    only: str | None,
+    suspects: Sequence[str],
+    around: Sequence[str],
 ) -> Iterator[tuple[str, _Frontend]]:
     """Each with its name. Where there is none of the name `only`, as on the meta device, it is all.
 
-    `suspects` grows meanwhile: modules for the later ones to take whole.
+    `suspects` grows meanwhile: modules for the later ones to take whole. `around`: those that were.
     """
     if only is None:
-        yield from _all_frontends(model, granularity, suspects)
+        yield from _all_frontends(model, granularity, suspects, around)
         return
     if only.startswith(AROUND):
         from .exporting import export_around
 
-        yield AROUND, partial(export_around, whole=only.removeprefix(AROUND).split(", "))
+        yield AROUND, partial(export_around, whole=_whole_modules(only))
         return
-    every = list(_all_frontends(model, granularity, suspects))
+    every = list(_all_frontends(model, granularity, suspects, around))
     yield from [pair for pair in every if pair[0] == only] or every
 
 
 def _all_frontends(
-    model: nn.Module, granularity: Granularity, suspects: Sequence[str]
+    model: nn.Module, granularity: Granularity, suspects: Sequence[str], around: Sequence[str]
 ) -> Iterator[tuple[str, _Frontend]]:
     yield "torch.fx", trace_symbolically
     matched = [path for path, _ in model.named_modules() if path and granularity.outermost(path) == path]
@@ -135,11 +143,29 @@ def _all_frontends(
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         yield "torch.export on its device", partial(export_graph, for_real=True)
         yield AROUND, partial(export_around, whole=suspects)
+        for _ in range(_HIGHER):
+            wider = [_caller(model, path) or path for path in around]
+            if set(wider) <= set(around):
+                break
+            yield AROUND, partial(export_around, whole=wider)
     if matched:
         yield IN_A_ROW, lambda model, example, name: call_in_a_row(model, example, name, matched)
     containers = container_paths(model)
     if containers:
         yield "torch.fx around modules of torch.nn", _with_leaves([*matched, *containers])
+
+
+def _whole_modules(tool: str) -> list[str]:
+    """The modules that a graph's tool names, which were taken whole."""
+    return [path for path in tool.removeprefix(AROUND).split(", ") if path] if tool.startswith(AROUND) else []
+
+
+def _caller(model: nn.Module, path: str) -> str:
+    """The module around it that calls it: no list; "" where that is the model."""
+    parent = path.rpartition(".")[0]
+    while parent and isinstance(model.get_submodule(parent), nn.ModuleList | nn.ModuleDict):
+        parent = parent.rpartition(".")[0]
+    return parent
 
 
 def _with_leaves(leaves: list[str]) -> _Frontend:

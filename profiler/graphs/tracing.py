@@ -16,7 +16,7 @@ from ..torch_internals import tree_leaves
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput, copy_model, copy_to_meta
 from .graph import TracedGraph, find_attribute
-from .tracing_patches import keep_custom_functions
+from .tracing_patches import keep_custom_functions, lengths_that_vary
 
 INSTEAD = (
     "Name modules of yours to be layers, as in granularity='module:PATTERN' (what is inside them is then "
@@ -77,7 +77,7 @@ def _traced(
     for place in (copy_to_meta, copy_model):
         copy = place(model, name)
         try:
-            with warnings.catch_warnings(), keep_custom_functions():
+            with warnings.catch_warnings(), keep_custom_functions(), lengths_that_vary(copy):
                 warnings.simplefilter("ignore")
                 graph = _Tracer(leaves).trace(copy, concrete_args=constants)
         except Exception as error:
