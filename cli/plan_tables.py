@@ -99,7 +99,7 @@ def _print_stages(plan: Plan, console: Console, *, short: bool) -> None:
     limited = any(stage.memory_limit_bytes is not None for stage in stages)
 
     def name(layer: int) -> str:
-        """Its number where the plan does not know its name."""
+        """A layer's name, or its number where the plan does not know the name."""
         if layer >= len(plan.layer_names):
             return str(layer)
         return plan.layer_names[layer] if short else f"{layer} {plan.layer_names[layer]}"
@@ -197,7 +197,7 @@ class StageMemory(NamedTuple):
 
 
 def planned_memory(plan: Plan) -> list[StageMemory]:
-    """Of every stage of a plan."""
+    """The memory of one device of each stage of the plan."""
     return [StageMemory(stage.memory, stage.memory_bytes, stage.memory_limit_bytes) for stage in plan.stages]
 
 

@@ -71,7 +71,7 @@ def _measure(process: TorchrunEnv, target: Target, options: LinkOptions) -> Meas
 
 
 def _write(links: MeasuredLinks, target: Target, *, as_json: bool) -> None:
-    """What was found is printed even where the file cannot be written."""
+    """Prints the result even where the file cannot be written."""
     try:
         target.write_text(links.to_toml())
     finally:

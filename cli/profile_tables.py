@@ -72,7 +72,7 @@ def _headline(profile: Profile) -> str:
 
 
 def _modes(profile: Profile) -> list[str]:
-    """How the model was run, where that is not as it is."""
+    """The modes that the model was run in, other than the default."""
     words = {
         "compiled": profile.compiled,
         "channels last": profile.channels_last,
@@ -181,7 +181,7 @@ class _Total(NamedTuple):
 
     @property
     def samples_per_second(self) -> float | None:
-        """Of the whole model; where it was not measured, its layers' sums stand for it."""
+        """The whole model's rate; where it was not measured, that of its layers' sums."""
         whole = self.whole
         seconds = (
             self.forward + self.backward if whole is None else whole.forward_seconds + whole.backward_seconds

@@ -108,7 +108,7 @@ def _print(console: Console) -> None:
         text("bubble\n", lambda schedule: schedule.bubble, min_width=20),
         text("micro-batches\nin flight", lambda schedule: schedule.in_flight_formula, min_width=20),
         number("weights\n", _weights, drop=3),
-        number("stale by\n", _stale, drop=2),
+        number("stale by\n", _staleness, drop=2),
     ]
     schedules = list(SCHEDULES.values())
     line(console, "Schedules for pplan simulate --schedule", style="bold")
@@ -147,7 +147,7 @@ def _versions(schedule: Schedule) -> str:
     return _by_stage([schedule.weight_versions(stage, *EXAMPLE) for stage in range(EXAMPLE[0])])
 
 
-def _stale(schedule: Schedule) -> str:
+def _staleness(schedule: Schedule) -> str:
     return _by_stage([schedule.staleness(stage, *EXAMPLE) for stage in range(EXAMPLE[0])])
 
 
@@ -172,7 +172,7 @@ def _record(schedule: Schedule) -> dict[str, Any]:
         "bubble": schedule.bubble,
         "in_flight": schedule.in_flight_formula,
         "weight_versions": _versions(schedule),
-        "staleness": _stale(schedule),
+        "staleness": _staleness(schedule),
         "synchronous": schedule.synchronous,
         "virtual_stages": schedule.default_virtual_stages,
         "copies": schedule.copies,

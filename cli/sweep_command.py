@@ -91,12 +91,12 @@ def print_sweep(sweep: SweepResult, console: Console) -> None:
 
 
 def _keys(sweep: SweepResult) -> list[str]:
-    """What was swept, in order."""
+    """The swept options, in order."""
     return list(sweep.rows[0].point) if sweep.rows else []
 
 
 def _point(key: str) -> Callable[[SweepRow], str]:
-    """What a row was solved for, by its key."""
+    """A column with the value that a row has of an option of the grid."""
     format: Callable[[Any], str] = {"memory_bytes": format_bytes, "bandwidth": _rates}.get(key, str)
     return lambda row: format(row.point[key])
 

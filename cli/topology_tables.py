@@ -49,7 +49,7 @@ def _nodes_text(machine: Machine) -> str:
 
 
 def _gpus(gpus_per_adapter: float) -> str:
-    """Of those that share a port."""
+    """The number of GPUs that share a network adapter, as text."""
     return "each GPU" if gpus_per_adapter == 1 else f"{gpus_per_adapter:g} GPUs"
 
 
