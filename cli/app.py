@@ -48,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _report(error, words, debug=session is not None and session.debug)
     if status == 130:
         print("pplan: interrupted", file=sys.stderr)
-        _tell_json(words, {"status": 130, "kind": "interrupted", "message": "interrupted", "advice": ""})
+        _print_json_error(
+            words, {"status": 130, "kind": "interrupted", "message": "interrupted", "advice": ""}
+        )
     return status if isinstance(status, int) else 0
 
 
@@ -72,12 +74,12 @@ def _report(error: Exception, words: Sequence[str], *, debug: bool) -> int:
         first = printable((str(error).splitlines() or [""])[0])
         message = f"internal error: {type(error).__name__}{': ' if first else ''}{first}"
         print(f"pplan: {message}\n  {_REPORT}", file=sys.stderr)
-        _tell_json(words, {"status": 1, "kind": "defect", "message": message, "advice": _REPORT})
+        _print_json_error(words, {"status": 1, "kind": "defect", "message": message, "advice": _REPORT})
         return 1
     print(f"pplan: {printable(_one_line(own_error.what))}", file=sys.stderr)
     if own_error.hint:
         print(f"  {printable(_one_line(own_error.hint))}", file=sys.stderr)
-    _tell_json(words, own_error.as_json)
+    _print_json_error(words, own_error.as_json)
     if isinstance(error, OSError):
         _drop_output()  # of a full disk, which would fail once more at the interpreter's exit
     return own_error.exit_status
@@ -86,11 +88,11 @@ def _report(error: Exception, words: Sequence[str], *, debug: bool) -> int:
 _REPORT = "Please report it, with what the same command prints as pplan --debug ..."
 
 
-def _tell_json(words: Sequence[str], error: Mapping[str, object]) -> None:
+def _print_json_error(words: Sequence[str], error: Mapping[str, object]) -> None:
     """Prints {"error": ...} on standard output where JSON was asked for, and none was printed yet."""
     from . import streams
 
-    if "--json" not in words or streams.told_json():
+    if "--json" not in words or streams.printed_result():
         return
     import contextlib
     import json

@@ -114,7 +114,7 @@ def _same_file(one: Path, other: Path) -> bool:
     return one.exists() and other.exists() and one.samefile(other)
 
 
-def chosen_target(
+def choose_target(
     path: Path | None, default: str, *, force: bool, about: Mapping[str, str] | None = None, kind: str = TEXT
 ) -> Target:
     """`path`, or the tool's own `default` in the working directory, which is replaced without `force` where
@@ -144,7 +144,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the file's JSON inst
 MAKES = {"profile": "pplan profile vgg19", "plan": "pplan solve --gpus 8"}
 
 
-def named_or_newest(named_path: Path | None, kinds: Sequence[str]) -> Path:
+def choose_input(named_path: Path | None, kinds: Sequence[str]) -> Path:
     """`named_path`, or else the newest `*.KIND.json` of the working directory, said on standard error.
 
     Raises FileError where there is none, with the command that makes one.

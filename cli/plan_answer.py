@@ -19,8 +19,8 @@ OBJECTIVES = {
 
 def answer_lines(plan: Plan) -> list[str]:
     """What to do, in one line, and what to know about it before anything else."""
-    answer, *more = _answer(plan)
-    return [answer, *_batch_lines(plan), *more]
+    answer, *further_lines = _answer(plan)
+    return [answer, *_batch_lines(plan), *further_lines]
 
 
 def _answer(plan: Plan) -> list[str]:
@@ -36,36 +36,35 @@ def _answer(plan: Plan) -> list[str]:
         lines = [f"{what} is the fastest{_how_sure(plan)}: {figures}."]
     else:
         lines = [_rival_answer(plan, rival), f"This plan is {_lower(what).rstrip(',')}: {figures}."]
-    used = devices_used(plan)
+    used = count_used_devices(plan)
     if plan.gpus is not None and used < plan.gpus:
         lines.append(_fewer(plan, used, plan.gpus))
     return lines
 
 
 def _objective_answer(plan: Plan, aim: Aim, what: str) -> str:
-    sure = "" if aim.exact else " of those scored"
+    scope = "" if aim.exact else " of those scored"
     step = format_seconds(plan.prediction.step_seconds)
     best = OBJECTIVES.get(aim.name, f"is the best for {aim.name}")
-    return f"{what} {best}{sure}: {objective_value(aim)}; {step} a step."
+    return f"{what} {best}{scope}: {objective_value(aim)}; {step} a step."
 
 
 def _lower(what: str) -> str:
     return what.replace("A pipeline", "a pipeline").replace("Data", "data").replace("One ", "one ")
 
 
-def devices_used(plan: Plan) -> int:
+def count_used_devices(plan: Plan) -> int:
     """How many devices the plan uses."""
     return len({device for stage in plan.stages for device in stage.devices})
 
 
 def _what(plan: Plan) -> str:
-    used = devices_used(plan)
+    used = count_used_devices(plan)
     stages, chunks = len(plan.stages) // plan.virtual_stages, plan.virtual_stages
     if len(plan.stages) > 1:
-        each = f", {chunks} virtual stages on each," if chunks > 1 else ""
-        return (
-            f"A pipeline of {format_count(stages, 'stage')} over {format_count(used, plan.device_kind)}{each}"
-        )
+        devices = format_count(used, plan.device_kind)
+        chunks_text = f", {chunks} virtual stages on each," if chunks > 1 else ""
+        return f"A pipeline of {format_count(stages, 'stage')} over {devices}{chunks_text}"
     return (
         f"Data parallelism over {format_count(used, plan.device_kind)}"
         if used > 1
@@ -116,13 +115,13 @@ def _replicates(plan: Plan) -> bool:
     return find_runtime(plan.runtime or "").runs_replicas([plan.gpus or 1])
 
 
-def _fewer(plan: Plan, used: int, offered: int) -> str:
+def _fewer(plan: Plan, used: int, available: int) -> str:
     """That devices stay free, and what using all of them would give, as far as the plan tells."""
     on_all = [
         (other.step_seconds, f"a straight {other.schedule} pipeline")
         for other in plan.alternatives
         if other.replicas == other.virtual_stages == 1
-        and len(other.balance) == offered
+        and len(other.balance) == available
         and _may_run(plan, other)
     ]
     on_all += [
@@ -132,7 +131,7 @@ def _fewer(plan: Plan, used: int, offered: int) -> str:
     ]
     # A faster one is not for this plan's options: it may not stand here as the price of using all.
     slower = [row for row in on_all if row[0] >= plan.prediction.step_seconds]
-    uses = f"It uses {used} of the {format_count(offered, plan.device_kind)}"
+    uses = f"It uses {used} of the {format_count(available, plan.device_kind)}"
     runtime = None if plan.runtime is None else find_runtime(plan.runtime)
     if runtime is not None and runtime.one_process and used == plan.gpus_per_node:
         return f"{uses}: {runtime.name} reaches those of one node."
@@ -141,7 +140,7 @@ def _fewer(plan: Plan, used: int, offered: int) -> str:
     if not slower:
         return f"{uses}: more of them would not be faster."
     step, what = min(slower)
-    return f"{uses}; on all {offered}, {what} takes {format_seconds(step)} a step."
+    return f"{uses}; on all {available}, {what} takes {format_seconds(step)} a step."
 
 
 def _may_run(plan: Plan, other: Alternative) -> bool:
@@ -169,8 +168,8 @@ def _batch_lines(plan: Plan) -> list[str]:
     default = plan.default_mini_batch
     if default is None:
         return []
-    samples, each = default.samples_per_device, plan.mini_batch / (plan.gpus or 1)
-    about = "" if each == samples else "about "
+    samples, samples_per_gpu = default.samples_per_device, plan.mini_batch / (plan.gpus or 1)
+    about = "" if samples_per_gpu == samples else "about "
     rule = f"Global batch {plan.mini_batch}, {about}{samples} samples a {plan.device_kind}, as none was given"
     return [f"{rule}; {_others(default)}."]
 

@@ -46,7 +46,7 @@ class CheckCase(Generic[C_co]):
     simulated: SimulatedPlan
     case: C_co
 
-    def checked(self, result: CaseResult) -> CheckedCase:
+    def check_against(self, result: CaseResult) -> CheckedCase:
         """The prediction beside what was found."""
         planned = stage_seconds(self.simulated)
         replicas = self.plan.stages[0].replicas
@@ -141,8 +141,8 @@ def stage_seconds(simulated: SimulatedPlan) -> list[StageSeconds]:
 def _case(name: str, document: TorchExport, chain: Chain, simulated: SimulatedPlan, *, emulate: bool) -> Case:
     costs = simulated.timeline.costs
     share = document.micro_batch_size / document.replicas
-    sent = chain.at(share, past_largest=True).output_bytes
-    crossing = [round(float(sent[end - 1])) for end in document.parts[1:-1]]
+    output_bytes = chain.at(share, past_largest=True).output_bytes
+    crossing = [round(float(output_bytes[end - 1])) for end in document.parts[1:-1]]
     waits = None
     if emulate:
         waits = StageWaits(stages=stage_seconds(simulated), crossing_bytes=crossing)

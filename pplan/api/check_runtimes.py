@@ -32,7 +32,7 @@ EXPORTS: dict[str, Callable[..., tuple[RuntimeDocument, str | None]]] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
+class PlanInputs:
     """The layers, and the machine that the plan was made for."""
 
     chain: Chain
@@ -95,7 +95,7 @@ def check_runtime(runtime: str, *, emulate: bool, calibrate: bool) -> None:
 
 
 def for_runtime(
-    name: str, plan: Plan, placed: Placed, runtime: str, device: Device
+    name: str, plan: Plan, machine: PlanInputs, runtime: str, device: Device
 ) -> CheckCase[RuntimeCase]:
     """Raises ExportError where the runtime does not run the plan itself."""
     document, remark = EXPORTS[runtime](plan, device=device, made_by=MadeBy())
@@ -105,7 +105,7 @@ def for_runtime(
             f"{plan.recompute})",
             f"Make one that it runs: pplan.solve(runtime={runtime!r}).",
         )
-    simulated = simulate_plan(plan, placed.chain, placed.topology, profiles=placed.profiles)
+    simulated = simulate_plan(plan, machine.chain, machine.topology, profiles=machine.profiles)
     costs = simulated.timeline.costs
     case = RuntimeCase(
         name=name,

@@ -61,10 +61,10 @@ def torchtitan_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
     adds up gradients over as many as the global batch needs.
     """
     degrees, prefix = plan.degrees, "--parallelism."
-    many = plan.micro_batches if degrees.pipeline > 1 else 1
+    micro_batches = plan.micro_batches if degrees.pipeline > 1 else 1
     flags: dict[str, object] = {
         "--training.seq_len": answer.options.sequence,
-        "--training.local_batch_size": many * plan.micro_batch_size,
+        "--training.local_batch_size": micro_batches * plan.micro_batch_size,
         "--training.global_batch_size": answer.options.mini_batch,
         prefix + "data_parallel_replicate_degree": 1 if degrees.zero else degrees.data,
         prefix + "data_parallel_shard_degree": degrees.data if degrees.zero else 1,
@@ -107,7 +107,7 @@ def _module_names(counts: tuple[int, ...]) -> list[str]:
     names = [[f"{WORDS.blocks}.{block}" for block in blocks] for blocks in ranges]
     names[0].insert(0, WORDS.embedding)
     names[-1] += [WORDS.norm, WORDS.head]
-    return [",".join(own) for own in names]
+    return [",".join(modules) for modules in names]
 
 
 def deepspeed_config(answer: DegreeAnswer, plan: DegreePlan) -> dict[str, Any]:

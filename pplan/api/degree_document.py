@@ -49,7 +49,7 @@ def _plan_entry(answer: DegreeAnswer, plan: DegreePlan) -> PlanEntry:
         blocks=list(plan.blocks),
         stages=[
             StageEntry(
-                blocks=[(own.start, own.stop - 1) for own in stage.blocks],
+                blocks=[(blocks.start, blocks.stop - 1) for blocks in stage.blocks],
                 forward_seconds=stage.forward_seconds,
                 backward_seconds=stage.backward_seconds,
                 update_seconds=stage.update_seconds,

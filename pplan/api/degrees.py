@@ -71,8 +71,8 @@ def usable_bytes(topology: Topology) -> float:
     if device.memory_bytes is None:
         return float("inf")
     context = device_context(device.name)
-    whole = device.memory_bytes - (0 if context is None else context.value)
-    return whole / (1 + FRAGMENTATION_RESERVE)
+    memory_bytes = device.memory_bytes - (0 if context is None else context.value)
+    return memory_bytes / (1 + FRAGMENTATION_RESERVE)
 
 
 def build_machine(machine: MachineOptions) -> Topology:
@@ -81,8 +81,8 @@ def build_machine(machine: MachineOptions) -> Topology:
         raise UsageError("gpus is missing", "Give how many GPUs there are: `gpus`.")
     if machine.gpu is None and machine.topology is None:
         raise UsageError("gpu is missing", f"Name the GPU: `gpu`, one of {', '.join(ROOFLINES)}.")
-    nothing = ProfiledDevice("unknown", "", None)
-    topology = make_topology(gpus=machine.gpus, file=machine.topology, profiled=nothing, **machine.parts)
+    no_profile = ProfiledDevice("unknown", "", None)
+    topology = make_topology(gpus=machine.gpus, file=machine.topology, profiled=no_profile, **machine.parts)
     if len(topology.kinds) > 1:
         kinds = ", ".join(kind.name for kind in topology.kinds)
         raise UsageError(f"devices of several kinds ({kinds})", "Degrees are found for devices of one kind.")

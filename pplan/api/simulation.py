@@ -223,13 +223,13 @@ def _actions(simulation: Simulation) -> list[SimulatedAction]:
 def _transfers(simulation: Simulation) -> list[SimulatedTransfer]:
     return [
         SimulatedTransfer(
-            stage=sent.stage,
-            to_stage=sent.to_stage,
-            kind=sent.action.kind,
-            micro_batch=sent.action.micro_batch,
-            chunk=sent.action.chunk,
-            start_seconds=sent.start,
-            end_seconds=sent.end,
+            stage=transfer.stage,
+            to_stage=transfer.to_stage,
+            kind=transfer.action.kind,
+            micro_batch=transfer.action.micro_batch,
+            chunk=transfer.action.chunk,
+            start_seconds=transfer.start,
+            end_seconds=transfer.end,
         )
-        for sent in simulation.timeline.transfers
+        for transfer in simulation.timeline.transfers
     ]

@@ -90,7 +90,10 @@ class WeightSum(Record):
     @classmethod
     def from_costs(cls, costs: Costs) -> list[WeightSum]:
         """Those of a plan's machine."""
-        return [cls(name=own.name, devices=list(own.stages), seconds=own.seconds) for own in costs.tied]
+        return [
+            cls(name=weight.name, devices=list(weight.stages), seconds=weight.seconds)
+            for weight in costs.tied
+        ]
 
     def cost(self) -> TiedSum:
         """For the simulator."""
@@ -220,8 +223,8 @@ class Job(Record):
         return self.model_copy(update={"model": self.model.model_copy(update={"by_user": tuple(names)})})
 
     def _counts(self) -> list[int]:
-        every: list[Case | RuntimeCase] = [*self.cases, *self.calibration, *self.runtime_cases]
-        return [case.processes for case in every]
+        cases: list[Case | RuntimeCase] = [*self.cases, *self.calibration, *self.runtime_cases]
+        return [case.processes for case in cases]
 
 
 class CasePrediction(Record):

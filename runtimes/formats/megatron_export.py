@@ -82,12 +82,12 @@ def _build_document(
     ends = tuple(accumulate(choice.balance))
     check_whole_blocks(plan, model, ends, kind.kind)
     stages = _blocks_by_stage(plan, model, ends, kind.kind)
-    shared = trainer_fields(plan, choice, kind.kind)
-    own: dict[str, Any] = {"layout": write_layout(stages), "num_layers": model.blocks}
+    common_fields = trainer_fields(plan, choice, kind.kind)
+    layout_fields: dict[str, Any] = {"layout": write_layout(stages), "num_layers": model.blocks}
     document = kind(
-        **shared,
-        **own,
-        arguments=words(shared | own, plan, _recompute(choice, stages)),
+        **common_fields,
+        **layout_fields,
+        arguments=words(common_fields | layout_fields, plan, _recompute(choice, stages)),
         made_by=made_by,
     )
     return document, join_remarks(

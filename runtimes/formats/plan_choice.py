@@ -141,11 +141,11 @@ def _other_states(plan: Plan, runtime: Runtime) -> Iterator[str]:
 
 def _shared_weights(plan: Plan, runtime: Runtime) -> Iterator[str]:
     """Where stages share weights that the runtime keeps on one."""
-    for own in plan.tied:
-        is_at_ends = own.stages == [0, len(plan.stages) - 1]
+    for weight in plan.tied:
+        is_at_ends = weight.stages == [0, len(plan.stages) - 1]
         if not (runtime.tied == "any" or (runtime.tied == "ends" and is_at_ends)):
-            stages = " and ".join(map(str, own.stages))
-            yield f"its stages {stages} share {own.tensor}, {runtime.name}: {runtime.no_tied}"
+            stages = " and ".join(map(str, weight.stages))
+            yield f"its stages {stages} share {weight.tensor}, {runtime.name}: {runtime.no_tied}"
             return
 
 

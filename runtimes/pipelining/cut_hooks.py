@@ -39,10 +39,11 @@ class StageInputHook:
         if self.packed is not None:
             tensors = _unpack(tensors, self.packed)
         which = (True,) * len(tensors) if self.overwritten is None else self.overwritten
-        own = tuple(
-            tensor.clone() if cloned else tensor for tensor, cloned in zip(tensors, which, strict=True)
+        inputs_of_layer = tuple(
+            tensor.clone() if is_overwritten else tensor
+            for tensor, is_overwritten in zip(tensors, which, strict=True)
         )
-        return (own[0] if isinstance(inputs[0], Tensor) else own,)
+        return (inputs_of_layer[0] if isinstance(inputs[0], Tensor) else inputs_of_layer,)
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ class CutTensor:
 def pack_tensor(tensor: Tensor) -> Tensor:
     """What goes over the cut for `tensor`: as it is, or its bits in floating point; contiguous."""
     if tensor.is_floating_point() or tensor.is_complex():
-        whole = tensor.contiguous()
-        return hand_on(whole) if whole.requires_grad else whole
+        contiguous = tensor.contiguous()
+        return hand_on(contiguous) if contiguous.requires_grad else contiguous
     if tensor.dtype in _CARRIERS:
         return tensor.contiguous().view(_CARRIERS[tensor.dtype])
     return tensor.to(torch.float16).contiguous()

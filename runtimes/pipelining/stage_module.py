@@ -68,28 +68,28 @@ class StageModule(nn.Module):
     def _run(self, *tensors: Tensor) -> Any:
         """The layers, on clones of what they overwrite: a micro-batch is needed again to recompute."""
         pairs = zip(tensors, self.crossings or (None,) * len(tensors), strict=True)
-        own = tuple(
+        layer_inputs = tuple(
             tensor.clone() if about is None or about.is_overwritten else tensor for tensor, about in pairs
         )
-        return self.layers(own[0] if len(own) == 1 else own)
+        return self.layers(layer_inputs[0] if len(layer_inputs) == 1 else layer_inputs)
 
     def _hand_out(self, output: Any, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         if self.is_last:
             leaves, spec = tree_flatten(output)
             tensors = [leaf.contiguous() for leaf in leaves if isinstance(leaf, Tensor)]
-            marked = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            self._structure = None if isinstance(output, Tensor) else (spec, marked)
+            markers = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            self._structure = None if isinstance(output, Tensor) else (spec, markers)
         else:
-            own = (output,) if isinstance(output, Tensor) else output
-            self.output_tensors = tuple(CutTensor.of(tensor) for tensor in own)
-            tensors = attach_all([pack_tensor(tensor) for tensor in own])
-        carried = self._carried(inputs)
+            outputs = (output,) if isinstance(output, Tensor) else output
+            self.output_tensors = tuple(CutTensor.of(tensor) for tensor in outputs)
+            tensors = attach_all([pack_tensor(tensor) for tensor in outputs])
+        carried = self._without_gradients(inputs)
         if carried and tensors:
-            tied = max(range(len(tensors)), key=lambda i: tensors[i].requires_grad)
-            tensors[tied] = add_zero_gradients(tensors[tied], carried)
+            target = max(range(len(tensors)), key=lambda i: tensors[i].requires_grad)
+            tensors[target] = add_zero_gradients(tensors[target], carried)
         return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
-    def _carried(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _without_gradients(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Tensors of which a gradient is asked that they have not."""
         if self.form is not None or self.crossings is None:
             return ()

@@ -36,7 +36,7 @@ class Partition:
     runtime: str | None = None
     notes: tuple[str, ...] = ()
 
-    def noting(self, *notes: str) -> Partition:
+    def with_notes(self, *notes: str) -> Partition:
         """The same with more notes."""
         return replace(self, notes=(*self.notes, *notes))
 
@@ -63,10 +63,10 @@ def from_counts(counts: Sequence[int], names: Sequence[str], where: str) -> Part
             "Name the profile of that model, cut into the same layers: profile=FILE",
         )
     note = f"the list counts the {model.blocks} transformer blocks"
-    return from_blocks(counts, names, where, "blocks").noting(note)
+    return from_blocks(counts, names, where, "blocks").with_notes(note)
 
 
-def from_blocks(counts: Sequence[int], names: Sequence[str], where: str, called: str) -> Partition:
+def from_blocks(counts: Sequence[int], names: Sequence[str], where: str, format: str) -> Partition:
     """Of transformer blocks a stage: the embedding is on the first stage, the head on the last."""
     try:
         model = find_blocks(names)
@@ -84,7 +84,7 @@ def from_blocks(counts: Sequence[int], names: Sequence[str], where: str, called:
         )
     done = list(accumulate(counts))
     ends = [model.ends[count] for count in done[:-1]]
-    return check_stages(Partition(called, (*ends, len(names))), where)
+    return check_stages(Partition(format, (*ends, len(names))), where)
 
 
 def from_bounds(bounds: Sequence[int], names: Sequence[str], where: str) -> Partition:

@@ -81,9 +81,9 @@ def _of_json(content: Any, names: Sequence[str], where: str) -> Partition:
     if isinstance(content, list) and (parts := _parts(content)):
         return from_modules(parts, names, where, {})
     if isinstance(content, dict):
-        for key, read in _KEYS.items():
+        for key, read_value in _KEYS.items():
             if key in content:
-                return read(content[key], names, where)
+                return read_value(content[key], names, where)
         if content and all(isinstance(place, int | str) for place in content.values()):
             return from_device_map(content, names, where)
     raise partition_error(where, "its JSON is no partition")
@@ -171,8 +171,8 @@ def with_virtual_stages(partition: Partition, virtual_stages: int | None, where:
             f"virtual_stages={virtual_stages}: {where} has {len(partition.ends)} stages",
             "Give a number that divides them.",
         )
-    looped = virtual_stages > 1 and partition.schedule == "1f1b"
-    schedule = "interleaved" if looped else partition.schedule
+    is_interleaved = virtual_stages > 1 and partition.schedule == "1f1b"
+    schedule = "interleaved" if is_interleaved else partition.schedule
     return replace(partition, virtual_stages=virtual_stages, schedule=schedule)
 
 
@@ -224,9 +224,9 @@ def _partition(document: ExportDocument, names: Sequence[str], where: str) -> Pa
     if isinstance(document, DeepspeedExport):
         pipeline = document.config.get("pipeline")
         interval = pipeline.get("activation_checkpoint_interval") if isinstance(pipeline, dict) else None
-        again = isinstance(interval, int) and interval > 0
+        recomputes = isinstance(interval, int) and interval > 0
         partition = Partition("", tuple(document.parts[1:]), virtual_stages=1, schedule="1f1b")
-        return replace(partition, recompute="always" if again else "never")
+        return replace(partition, recompute="always" if recomputes else "never")
     if isinstance(document, TorchExport):
         if document.order not in PUBLISHED:
             register_order(

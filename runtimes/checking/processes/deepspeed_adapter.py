@@ -22,7 +22,7 @@ from ..job import CasePrediction, RuntimeCase, StageSeconds
 from ..prediction import predict_seconds
 from .action_stamps import ActionStamps, clock_for
 from .isolated_stage import measure_isolated, stage_inputs
-from .pipeline_adapter import PipelineAdapter, TensorsApart
+from .pipeline_adapter import PipelineAdapter, SeparateTensors
 from .plain_model import LEARNING_RATE
 from .training_target import TrainingTarget
 
@@ -81,7 +81,7 @@ class DeepspeedAdapter(PipelineAdapter):
     def measure_stages(self) -> dict[int, StageSeconds]:
         """Its stage's."""
         seconds = measure_isolated(
-            TensorsApart(self.model),
+            SeparateTensors(self.model),
             self._inputs,
             self.devices[0],
             loss=self._loss if self.stage == self.document.num_stages - 1 else None,
@@ -104,9 +104,9 @@ class DeepspeedAdapter(PipelineAdapter):
             own.append((cut[0] if len(cut) == 1 else cut, torch.zeros(size, device=device)))
         return iter(own)
 
-    def step(self, fed: Iterator[tuple[Any, Tensor]]) -> list[Tensor]:
+    def step(self, batch: Iterator[tuple[Any, Tensor]]) -> list[Tensor]:
         """The mean loss, which DeepSpeed tells every process; the weights are new after it."""
-        return [self.engine.train_batch(fed)]
+        return [self.engine.train_batch(batch)]
 
     def update(self) -> None:
         """Its optimizer is part of its step."""

@@ -46,7 +46,7 @@ class PipelineAdapter(ABC):
         return samples
 
     @abstractmethod
-    def step(self, fed: Any) -> list[Tensor]:
+    def step(self, batch: Any) -> list[Tensor]:
         """Forward and backward of a global batch; the losses that this process knows, of equal parts."""
 
     def update(self) -> None:
@@ -65,7 +65,7 @@ class PipelineAdapter(ABC):
         """The case is over."""
 
 
-class TensorsApart(nn.Module):
+class SeparateTensors(nn.Module):
     """A stage that takes a tensor or the tuple of several, as one that takes them one by one."""
 
     def __init__(self, stage: nn.Module) -> None:

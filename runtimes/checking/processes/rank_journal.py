@@ -44,9 +44,9 @@ class RankJournal:
         """Says what is being done."""
         self.write(f"{self.rank}.doing", doing)
 
-    def write_prediction(self, name: str, predicted: CasePrediction) -> None:
+    def write_prediction(self, name: str, prediction: CasePrediction) -> None:
         """Written down before the case runs."""
-        content = {"name": name, "predicted": predicted.model_dump(mode="json")}
+        content = {"name": name, "predicted": prediction.model_dump(mode="json")}
         self.write(f"{self._predictions}.predicted", content)
         self._predictions += 1
 

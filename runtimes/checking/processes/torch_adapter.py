@@ -79,20 +79,20 @@ class TorchAdapter(PipelineAdapter):
 
     def predict(self, stages: Sequence[StageSeconds]) -> CasePrediction:
         """By the simulator, without the corrections and with them."""
-        fixed = self.corrections
+        corrections = self.corrections
         return CasePrediction(
             stages=list(stages),
             step_seconds=predict_step(self.case, stages, None).step_seconds,
             calibrated_step_seconds=None
-            if fixed is None
-            else predict_step(self.case, stages, fixed).step_seconds,
+            if corrections is None
+            else predict_step(self.case, stages, corrections).step_seconds,
         )
 
-    def step(self, fed: ModelInput) -> list[Tensor]:
+    def step(self, batch: ModelInput) -> list[Tensor]:
         """The losses of the micro-batches, in the process of the last stage."""
-        process, whole = self.process, self.document.mini_batch
-        share = fed.mapped(
-            lambda tensor: process.share(tensor) if tensor.dim() and len(tensor) == whole else tensor
+        process, samples = self.process, self.document.mini_batch
+        share = batch.mapped(
+            lambda tensor: process.share(tensor) if tensor.dim() and len(tensor) == samples else tensor
         )
         target = torch.zeros(process.samples) if process.is_last else None
         return process.step(share if process.is_first else None, target)
@@ -106,9 +106,9 @@ class TorchAdapter(PipelineAdapter):
             stage.backward_weight_one_chunk = self._stamps.time_calls(
                 index, "weight", stage.backward_weight_one_chunk
             )
-            whole = self._stamps.time_calls(index, "backward", stage.backward_one_chunk)
+            full = self._stamps.time_calls(index, "backward", stage.backward_one_chunk)
             input_only = self._stamps.time_calls(index, "input", stage.backward_one_chunk)
-            stage.backward_one_chunk = _choose_backward(whole, input_only)
+            stage.backward_one_chunk = _choose_backward(full, input_only)
 
     def stage_seconds(self) -> dict[int, StageSeconds]:
         """Of the stages of this process."""
@@ -118,17 +118,17 @@ class TorchAdapter(PipelineAdapter):
 def _stage_inside(module: nn.Module) -> StageModule:
     """The stage inside DistributedDataParallel."""
     inner: Any = getattr(module, "module", module)
-    own: StageModule = inner
-    return own
+    stage: StageModule = inner
+    return stage
 
 
-def _choose_backward(whole: Callable[..., Any], input_only: Callable[..., Any]) -> Callable[..., Any]:
+def _choose_backward(full: Callable[..., Any], input_only: Callable[..., Any]) -> Callable[..., Any]:
     """A backward of all gradients, or of the input's alone."""
 
     def backward(
         index: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> Any:
-        run = whole if full_backward else input_only
+        run = full if full_backward else input_only
         return run(index, loss=loss, full_backward=full_backward, last_backward=last_backward)
 
     return backward

@@ -134,20 +134,20 @@ class EmulatedStage(nn.Module):
     def forward(self, tensor: Tensor) -> Tensor:
         """Of the batch that it is given, one of as many samples."""
         waits = not tensor.is_meta
-        split = self.seconds.input + self.seconds.weight > 0
-        input_wait = self.seconds.input if split else self.seconds.backward
-        weight_wait = self.seconds.weight if split else 0.0
+        splits_backward = self.seconds.input + self.seconds.weight > 0
+        input_wait = self.seconds.input if splits_backward else self.seconds.backward
+        weight_wait = self.seconds.weight if splits_backward else 0.0
         if waits:
             self.sleep(self.seconds.forward)
         # The first stage's input needs no gradient, but the layers behind its first one have one.
         anchor = None if tensor.requires_grad else self.weight
-        waiting = _Waiting.apply(tensor, anchor, self.elements, input_wait if waits else 0.0, self.sleep)
-        weight = _Weighing.apply(self.weight, weight_wait if waits else 0.0, self.sleep)
+        waiting = _WaitForInput.apply(tensor, anchor, self.elements, input_wait if waits else 0.0, self.sleep)
+        weight = _WaitForWeight.apply(self.weight, weight_wait if waits else 0.0, self.sleep)
         output: Tensor = waiting + weight
         return output
 
 
-class _Waiting(torch.autograd.Function):
+class _WaitForInput(torch.autograd.Function):
     """Another tensor of as many samples, whose backward takes as long as the input's gradient."""
 
     @staticmethod
@@ -161,11 +161,11 @@ class _Waiting(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         if ctx.seconds:
             ctx.sleep(ctx.seconds)
-        own = gradient.new_zeros(ctx.shape) if ctx.needs_input_grad[0] else None
-        return own, gradient.new_zeros(()) if ctx.anchored else None, None, None, None
+        input_gradient = gradient.new_zeros(ctx.shape) if ctx.needs_input_grad[0] else None
+        return input_gradient, gradient.new_zeros(()) if ctx.anchored else None, None, None, None
 
 
-class _Weighing(torch.autograd.Function):
+class _WaitForWeight(torch.autograd.Function):
     """The weight, whose backward takes as long as the gradient of the stage's weights."""
 
     @staticmethod
@@ -183,7 +183,7 @@ class _Weighing(torch.autograd.Function):
 def emulate_stages(waits: StageWaits, samples: int) -> nn.Sequential:
     """The stages, one element each, which hand on as many bytes as the model's, for micro-batches of
     `samples`; the last returns one number a sample."""
-    per_sample = [max(sent // (ELEMENT * samples), 1) for sent in waits.crossing_bytes]
+    per_sample = [max(size // (ELEMENT * samples), 1) for size in waits.crossing_bytes]
     pairs = zip(waits.stages, [*per_sample, 1], strict=True)
     return nn.Sequential(*(EmulatedStage(seconds, elements) for seconds, elements in pairs))
 
