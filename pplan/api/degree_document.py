@@ -69,7 +69,7 @@ def _notes(answer: DegreeAnswer) -> list[str]:
         f"products {limits.product_share:.0%} of the GPU's FLOP/s, attention {limits.attention_share:.0%}, "
         f"passes over memory {limits.memory_share:.0%} of its bandwidth"
     )
-    notes = []
+    notes = [answer.shape.note] if answer.shape.note else []
     if answer.costs.table is None:
         notes.append(
             f"no kernels are measured: by assumption they reach {shares}; give a table with `kernels`"
