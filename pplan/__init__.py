@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .api.load import load_plan, load_profile
     from .api.machine import topology
     from .api.profiles import import_profile, load_model, profile, sequential
+    from .api.report import report
     from .api.simulate import simulate
     from .api.solve import frontier, solve, sweep
     from .api.verify import verify
@@ -64,6 +65,7 @@ __all__ = [
     "load_profile",
     "profile",
     "register_schedule",
+    "report",
     "sequential",
     "simulate",
     "solve",
@@ -81,6 +83,7 @@ _ROOMS = {
     "api.load": "load_plan load_profile",
     "api.machine": "topology",
     "api.profiles": "import_profile load_model profile sequential",
+    "api.report": "report",
     "api.simulate": "simulate",
     "api.solve": "frontier solve sweep",
     "api.verify": "verify",

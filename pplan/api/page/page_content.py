@@ -232,9 +232,9 @@ def _made_by(what: str, origin: MadeBy) -> Iterator[tuple[str, str]]:
 def _absent(sources: PageSources) -> Iterator[str]:
     if sources.profile is None:
         yield (
-            f"The costs of the layers are in the plan's profile, {sources.plan.profile.file or 'a file'}, and "
-            "not in the plan: it was not at hand, so that there is no timeline, no table of layers, and no "
-            "cuts to move. Make the report again with the profile beside the plan."
+            f"The costs of the layers are in the plan's profile, {sources.plan.profile.file or 'a file'}, "
+            "and not in the plan: it was not at hand, so that there is no timeline, no table of layers, and "
+            "no cuts to move. Make the report again with the profile beside the plan."
         )
     if sources.explanation is None:
         yield "Sensitivity and what-ifs were not computed (`explain`)."

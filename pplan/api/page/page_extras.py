@@ -8,7 +8,7 @@ from itertools import islice
 from math import isclose
 from typing import Any
 
-from ...cost_models.number_format import compared_percent, percent
+from ...cost_models.number_format import compare_percent, percent
 from ...cost_models.quantities import format_bytes, format_seconds
 from ...planner.explanation.explanation import Explanation
 from ...planner.explanation.sensitivity import Crossover, Sensitivity
@@ -69,7 +69,7 @@ def _plan_columns(name: str, step: float) -> list[Column]:
 
 
 def _versus(other: float, step: float) -> Cell:
-    return Cell(compared_percent(other, step), other / step)
+    return Cell(compare_percent(other, step), other / step)
 
 
 def _sensitivity_table(sensitivities: Sequence[Sensitivity]) -> PageTable:
