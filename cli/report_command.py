@@ -42,13 +42,14 @@ def report_command(
     profile_file: ProfileFile = None,
     frontier_file: FrontierFile = None,
     check_file: CheckFile = None,
-    explain: Explain = False,
+    explain_too: Explain = False,
     output: Page = None,
     force: Force = False,
 ) -> None:
     """Write a plan as one HTML page to look at and send on: cuts to move, timeline, memory, comparisons."""
+    from ..api.explain import explain
+    from ..api.html_report import find_beside, report
     from ..api.load import read_plan
-    from ..api.report import find_beside, report
     from ..cost_models.text_files import REPORT
     from .streams import remark
 
@@ -57,7 +58,7 @@ def report_command(
     profile = profile_file or beside.profile
     if profile is not None:
         profile = read_plan(path, profile).profile_file
-    elif explain:
+    elif explain_too:
         raise UsageError(
             "report --explain: the plan's profile is not beside it", "Name it: pplan report --profile FILE"
         )
@@ -69,7 +70,7 @@ def report_command(
         profile,
         frontier=frontier_file or beside.frontier,
         check=check_file or beside.check,
-        explanation=explain,
+        explanation=explain(path, profile) if explain_too and profile else None,
     )
     target.write_text(page.html)
     remark(f"Wrote {target.path}")

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from .api.degrees import degrees
     from .api.explain import compare, explain
     from .api.export import export
+    from .api.html_report import report
     from .api.import_plan import import_plan
     from .api.load import load_plan, load_profile
     from .api.machine import topology
     from .api.profiles import import_profile, load_model, profile, sequential
-    from .api.report import report
     from .api.simulate import simulate
     from .api.solve import frontier, solve, sweep
     from .api.verify import verify
@@ -83,7 +83,7 @@ _ROOMS = {
     "api.load": "load_plan load_profile",
     "api.machine": "topology",
     "api.profiles": "import_profile load_model profile sequential",
-    "api.report": "report",
+    "api.html_report": "report",
     "api.simulate": "simulate",
     "api.solve": "frontier solve sweep",
     "api.verify": "verify",

@@ -15,7 +15,16 @@ from ...planner.explanation.sensitivity import Crossover, Sensitivity
 from ...planner.objectives.frontier import Frontier, Point
 from ...planner.plan_stages import PlanSummary
 from ...runtimes.checking.check_report import Check, CheckedCase
-from .page_tables import Cell, Column, PageTable, bytes_cell, count_cell, make_table, seconds_cell, share_cell
+from .page_tables import (
+    Column,
+    PageTable,
+    TableCell,
+    bytes_cell,
+    count_cell,
+    make_table,
+    seconds_cell,
+    share_cell,
+)
 
 PATH_KINDS = {
     "compute": "computing",
@@ -40,7 +49,7 @@ def explanation_tables(explanation: Explanation) -> Iterator[PageTable]:
     """What limits the step, the runner-up plans, the sensitivity and the what-ifs."""
     step = explanation.plan.step_seconds
     kinds: list[Column] = [
-        ("the step waits for", lambda row: Cell(PATH_KINDS[row.kind])),
+        ("the step waits for", lambda row: TableCell(PATH_KINDS[row.kind])),
         ("time", lambda row: seconds_cell(row.seconds, row.share)),
         ("of the step", lambda row: share_cell(row.share)),
     ]
@@ -60,16 +69,19 @@ def explanation_tables(explanation: Explanation) -> Iterator[PageTable]:
 def _plan_columns(name: str, step: float) -> list[Column]:
     """Of rows of a name, a plan or None, whether it is proven, and why there is none."""
     return [
-        (name, lambda row: Cell(row[0])),
+        (name, lambda row: TableCell(row[0])),
         ("step", lambda row: seconds_cell(None if row[1] is None else row[1].step_seconds)),
-        ("vs. this plan", lambda row: Cell("-") if row[1] is None else _versus(row[1].step_seconds, step)),
-        ("the best plan found", lambda row: Cell(summary_text(row[1], row[3]))),
-        ("proven", lambda row: Cell("-" if row[1] is None else "yes" if row[2] else "no")),
+        (
+            "vs. this plan",
+            lambda row: TableCell("-") if row[1] is None else _versus(row[1].step_seconds, step),
+        ),
+        ("the best plan found", lambda row: TableCell(summary_text(row[1], row[3]))),
+        ("proven", lambda row: TableCell("-" if row[1] is None else "yes" if row[2] else "no")),
     ]
 
 
-def _versus(other: float, step: float) -> Cell:
-    return Cell(compare_percent(other, step), other / step)
+def _versus(other: float, step: float) -> TableCell:
+    return TableCell(compare_percent(other, step), other / step)
 
 
 def _sensitivity_table(sensitivities: Sequence[Sensitivity]) -> PageTable:
@@ -79,19 +91,19 @@ def _sensitivity_table(sensitivities: Sequence[Sensitivity]) -> PageTable:
         for turn, end, way in ((own.below, own.least, "down"), (own.above, own.most, "up"))
     ]
     columns: list[Column] = [
-        ("what", lambda row: Cell(row[0].what)),
+        ("what", lambda row: TableCell(row[0].what)),
         ("another plan is better from", lambda row: _turn(row[1], row[2], row[3])),
-        ("better plan", lambda row: Cell("-" if row[1] is None else summary_text(row[1].rival))),
+        ("better plan", lambda row: TableCell("-" if row[1] is None else summary_text(row[1].rival))),
         ("its step", lambda row: seconds_cell(None if row[1] is None else row[1].rival.step_seconds)),
         ("the plan's", lambda row: seconds_cell(None if row[1] is None else row[1].plan_seconds)),
     ]
     return make_table("Sensitivity: how wrong an input may be", columns, rows)
 
 
-def _turn(turn: Crossover | None, end: float, way: str) -> Cell:
+def _turn(turn: Crossover | None, end: float, way: str) -> TableCell:
     if turn is None:
-        return Cell("-" if isclose(end, 1.0) else f"none {way} to x {end:.2g}")
-    return Cell(f"x {turn.factor:.2g}", turn.factor)
+        return TableCell("-" if isclose(end, 1.0) else f"none {way} to x {end:.2g}")
+    return TableCell(f"x {turn.factor:.2g}", turn.factor)
 
 
 @dataclass(frozen=True)
@@ -127,9 +139,9 @@ def frontier_table(frontier: Frontier) -> PageTable:
     columns: list[Column] = [
         ("step", lambda point: seconds_cell(point.step_seconds)),
         ("most memory", lambda point: bytes_cell(point.memory_bytes)),
-        ("", lambda point: Cell("exact" if point.exact else "best found")),
-        ("layers", lambda point: Cell("-".join(map(str, point.plan.balance[:32])))),
-        ("configuration", lambda point: Cell(_configuration(point))),
+        ("", lambda point: TableCell("exact" if point.exact else "best found")),
+        ("layers", lambda point: TableCell("-".join(map(str, point.plan.balance[:32])))),
+        ("configuration", lambda point: TableCell(_configuration(point))),
     ]
     return make_table("Step time against the most memory that a device needs", columns, frontier.points)
 
@@ -143,7 +155,7 @@ def _configuration(point: Point) -> str:
 def check_tables(check: Check) -> Iterator[PageTable]:
     """Predicted against measured: the step of every case, and the stages of the plan."""
     columns: list[Column] = [
-        ("", lambda case: Cell(case.name)),
+        ("", lambda case: TableCell(case.name)),
         ("plan says", lambda case: seconds_cell(case.planned_step_seconds)),
         ("predicted", lambda case: seconds_cell(case.expected_step_seconds)),
         ("measured", lambda case: seconds_cell(case.measured_step_seconds)),
@@ -171,8 +183,8 @@ def _checked_stages(case: CheckedCase) -> PageTable:
     )
 
 
-def _signed(share: float) -> Cell:
-    return Cell(f"{'+' if share >= 0 else '-'}{percent(abs(share))}", share)
+def _signed(share: float) -> TableCell:
+    return TableCell(f"{'+' if share >= 0 else '-'}{percent(abs(share))}", share)
 
 
 def check_sentence(check: Check) -> str:

@@ -18,7 +18,7 @@ MOST_LAYERS = 2000
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """What a cell says; `order`: the number that it is sorted by; `share`: how long the bar in it is."""
 
     text: str
@@ -32,12 +32,12 @@ class PageTable:
 
     caption: str
     headings: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[TableCell]]
     numbers: frozenset[int] = field(default_factory=frozenset)
     note: str = ""
 
 
-Column = tuple[str, Callable[[Any], Cell]]
+Column = tuple[str, Callable[[Any], TableCell]]
 
 
 def make_table(caption: str, columns: Sequence[Column], rows: Sequence[Any], note: str = "") -> PageTable:
@@ -53,24 +53,24 @@ def make_table(caption: str, columns: Sequence[Column], rows: Sequence[Any], not
     )
 
 
-def seconds_cell(seconds: float | None, share: float | None = None) -> Cell:
+def seconds_cell(seconds: float | None, share: float | None = None) -> TableCell:
     """Seconds; `-` where there are none."""
-    return Cell("-") if seconds is None else Cell(format_seconds(seconds), seconds, share)
+    return TableCell("-") if seconds is None else TableCell(format_seconds(seconds), seconds, share)
 
 
-def bytes_cell(size: float | None, share: float | None = None) -> Cell:
+def bytes_cell(size: float | None, share: float | None = None) -> TableCell:
     """Bytes; `-` where there are none."""
-    return Cell("-") if size is None else Cell(format_bytes(size), float(size), share)
+    return TableCell("-") if size is None else TableCell(format_bytes(size), float(size), share)
 
 
-def share_cell(share: float | None) -> Cell:
+def share_cell(share: float | None) -> TableCell:
     """A share in percent."""
-    return Cell("-") if share is None else Cell(percent(share), share)
+    return TableCell("-") if share is None else TableCell(percent(share), share)
 
 
-def count_cell(count: float | None) -> Cell:
+def count_cell(count: float | None) -> TableCell:
     """A whole number."""
-    return Cell("-") if count is None else Cell(f"{count:g}", float(count))
+    return TableCell("-") if count is None else TableCell(f"{count:g}", float(count))
 
 
 def stage_table(plan: Plan) -> PageTable:
@@ -82,10 +82,10 @@ def stage_table(plan: Plan) -> PageTable:
 
     columns: list[Column] = [
         ("stage", lambda row: count_cell(row[0])),
-        ("devices", lambda row: Cell(ranges(row[1].devices))),
+        ("devices", lambda row: TableCell(ranges(row[1].devices))),
         ("layers", lambda row: count_cell(row[1].layers)),
-        ("first layer", lambda row: Cell(name(row[1].first_layer))),
-        ("last layer", lambda row: Cell(name(row[1].last_layer))),
+        ("first layer", lambda row: TableCell(name(row[1].first_layer))),
+        ("last layer", lambda row: TableCell(name(row[1].last_layer))),
         ("forward", lambda row: seconds_cell(row[1].forward_seconds)),
         ("backward", lambda row: seconds_cell(row[1].backward_seconds)),
         ("memory", lambda row: bytes_cell(row[1].memory_bytes)),
@@ -164,7 +164,7 @@ def ledger_table(stages: Sequence[PlannedStage]) -> PageTable:
     return make_table("Memory of one device of each stage, by term", columns, list(enumerate(stages)))
 
 
-def _term(term: str) -> Callable[[Any], Cell]:
+def _term(term: str) -> Callable[[Any], TableCell]:
     return lambda row: bytes_cell(row[1].memory.get(term, 0))
 
 
@@ -189,10 +189,13 @@ def _steps_table(
 ) -> PageTable:
     longest = max((step for _, step, _ in rows if step is not None), default=own)
     columns: list[Column] = [
-        (name, lambda row: Cell(row[0])),
+        (name, lambda row: TableCell(row[0])),
         ("step", lambda row: seconds_cell(row[1], None if row[1] is None else row[1] / longest)),
-        ("vs. this plan", lambda row: Cell("-" if row[1] is None else compare_steps(row[1], own), row[1])),
-        ("configuration / reason", lambda row: Cell(row[2])),
+        (
+            "vs. this plan",
+            lambda row: TableCell("-" if row[1] is None else compare_steps(row[1], own), row[1]),
+        ),
+        ("configuration / reason", lambda row: TableCell(row[2])),
     ]
     return make_table(caption, columns, rows)
 
@@ -204,25 +207,25 @@ def layer_table(profile: Profile, plan: Plan) -> PageTable:
     stage_numbers = [number for number, layers in enumerate(plan.balance) for _ in range(layers)]
     most = float((costs.forward_seconds + costs.backward_seconds).max()) or 1.0
 
-    def seconds(name: str) -> Callable[[int], Cell]:
+    def seconds(name: str) -> Callable[[int], TableCell]:
         values = getattr(costs, name)
         return lambda row: seconds_cell(float(values[row]), float(values[row]) / most)
 
-    def size_of(name: str) -> Callable[[int], Cell]:
+    def size_of(name: str) -> Callable[[int], TableCell]:
         values = getattr(costs, name)
         return lambda row: bytes_cell(float(values[row]))
 
     columns: list[Column] = [
         ("layer", count_cell),
-        ("name", lambda row: Cell(profile.layers[row].name)),
-        ("kind", lambda row: Cell(profile.layers[row].kind)),
+        ("name", lambda row: TableCell(profile.layers[row].name)),
+        ("kind", lambda row: TableCell(profile.layers[row].kind)),
         ("stage", lambda row: count_cell(stage_numbers[row])),
         ("forward", seconds("forward_seconds")),
         ("backward", seconds("backward_seconds")),
         ("parameters", size_of("parameter_bytes")),
         ("output", size_of("output_bytes")),
         ("saved", size_of("saved_bytes")),
-        ("cut after", lambda row: Cell(_cut_text(profile, row))),
+        ("cut after", lambda row: TableCell(_cut_text(profile, row))),
     ]
     count = min(len(profile.layers), MOST_LAYERS)
     note = "" if count == len(profile.layers) else f"The first {count} of {len(profile.layers)} layers. "

@@ -21,11 +21,11 @@ def timeline_data(simulation: Simulation) -> dict[str, Any]:
     timeline = simulation.timeline
     step = timeline.step_seconds or 1.0
     program = timeline.program
-    shown = max(1, min(program.micro_batches, MOST_ACTIONS * program.micro_batches // len(timeline.order)))
+    count = max(1, min(program.micro_batches, MOST_ACTIONS * program.micro_batches // len(timeline.order)))
     sent = {
         (one.stage, one.action): (one.to_stage, one.start - one.ready, one.end - one.start)
         for one in timeline.transfers
-        if one.action.micro_batch < shown
+        if one.action.micro_batch < count
     }
     devices: list[dict[str, Any]] = [
         {"kinds": "", "m": [], "c": [], "wait": [], "run": [], "to": [], "queue": [], "sent": []}
@@ -38,7 +38,7 @@ def timeline_data(simulation: Simulation) -> dict[str, Any]:
         return round(seconds / step * UNITS)
 
     for span in timeline.spans:
-        if span.action.micro_batch >= shown:
+        if span.action.micro_batch >= count:
             continue
         own, start, end = devices[span.stage], units(span.start), units(span.end)
         to, queue, way = sent.get((span.stage, span.action), (-1, 0.0, 0.0))
@@ -59,7 +59,7 @@ def timeline_data(simulation: Simulation) -> dict[str, Any]:
         "units": UNITS,
         "title": simulation.title,
         "micro_batches": program.micro_batches,
-        "shown": shown,
+        "shown": count,
         "devices": devices,
         "sums": _sums(timeline, units),
     }

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
-from ..cost_models.errors import FileError, UsageError
+from ..cost_models import arguments
+from ..cost_models.document import Document
+from ..cost_models.errors import FileError
 from ..cost_models.text_files import read_text, sha256, write_whole
 from ..planner.explanation.explanation import Explanation
 from ..planner.objectives.frontier import Frontier
 from ..planner.plan_file import Plan
 from ..profiler.profile_file import Profile
 from ..runtimes.checking.check_report import Check
-from .explain import explain
 from .load import as_plan, check_layers, profile_and_reference
 from .machine import planned_machine
 from .page.page_content import PageSources, page_content
@@ -40,44 +43,51 @@ def report(
     plan: Plan | str | Path,
     profile: Profile | str | Path | None = None,
     *,
+    explanation: Explanation | None = None,
     frontier: Frontier | str | Path | None = None,
     check: Check | str | Path | None = None,
-    explanation: Explanation | bool = False,
 ) -> HtmlReport:
     """`plan` as one HTML page that needs no network: the answer, the cuts (which can be moved), the timeline,
     memory, comparisons, layers, and how the numbers were made.
 
     `plan`, `profile`, `frontier` and `check` may be the paths of their files. Without the profile that the
     plan was made from the page has no timeline and no layers, and says so. `explanation`: what
-    `pplan.explain` returns, or True to compute it.
+    `pplan.explain` returns.
 
-    Raises UsageError (a profile of other layers, an explanation without the profile), FileError.
+    Raises UsageError (a profile of other layers), FileError.
     """
-    folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
-    name = Path(plan).name if isinstance(plan, str | Path) else ""
     document = as_plan(plan)
+    _check_instance("explanation", explanation, Explanation, "pplan.explain(plan, profile)")
     sources = PageSources(
         document,
-        name,
-        frontier=Frontier.load(frontier) if isinstance(frontier, str | Path) else frontier,
-        check=Check.load(check) if isinstance(check, str | Path) else check,
-        explanation=explanation if isinstance(explanation, Explanation) else None,
+        Path(plan).name if isinstance(plan, str | Path) else "",
+        explanation=explanation,
+        frontier=_document("frontier", frontier, Frontier, "pplan.frontier(profile, gpus=8)"),
+        check=_document("check", check, Check, "pplan.check(plan, profile)"),
     )
-    if profile is None:
-        if explanation is True:
-            raise UsageError("explanation: needs the plan's profile", "Give `profile`.")
-        return HtmlReport(render_page(page_content(sources)))
-    measured, reference = profile_and_reference(profile, "", "")
-    check_layers(document, reference)
-    machine, profiles = planned_machine(document, measured, folder)
-    own = sources.explanation or (explain(plan, measured) if explanation is True else None)
-    return HtmlReport(
-        render_page(
-            page_content(
-                PageSources(document, name, measured, machine, profiles, own, sources.frontier, sources.check)
-            )
-        )
-    )
+    if profile is not None:
+        measured, reference = profile_and_reference(profile, "", "")
+        check_layers(document, reference)
+        folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
+        machine, profiles = planned_machine(document, measured, folder)
+        sources = replace(sources, profile=measured, machine=machine, profiles=profiles)
+    return HtmlReport(render_page(page_content(sources)))
+
+
+Kind = TypeVar("Kind", bound=Document)
+
+
+def _document(name: str, source: Kind | str | Path | None, kind: type[Kind], maker: str) -> Kind | None:
+    """The document, read where it is named by its path. Raises UsageError, FileError."""
+    if isinstance(source, str | Path):
+        return kind.load(source)
+    _check_instance(name, source, kind, maker)
+    return source
+
+
+def _check_instance(name: str, value: object, kind: type[Document], maker: str) -> None:
+    if value is not None:
+        arguments.instance(name, value, kind, f"Give what {maker} returns.")
 
 
 @dataclass(frozen=True)
@@ -102,8 +112,7 @@ def find_beside(path: Path) -> FilesBeside:
     )
 
 
-def _newest(folder: Path, kind: str, suits: object) -> Path | None:
-    assert callable(suits)
+def _newest(folder: Path, kind: str, suits: Callable[[Path], bool]) -> Path | None:
     files = sorted(folder.glob(f"*.{kind}.json"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
     for file in files:
         try:
