@@ -17,6 +17,7 @@ from ..cost_models.errors import ModelError, UsageError
 from ..cost_models.quantities import format_bytes
 from .analytic import AnalyticTarget, estimate
 from .build_profile import build_profile
+from .equal_layers import find_equal_layers
 from .journal import Journal
 from .local_machine import free_bytes, parse_device
 from .measurement_target import MeasurementTarget, Setup, build_target
@@ -29,7 +30,7 @@ from .profile_options import ProfileOptions
 from .segmented_sweep import SegmentedSweep
 from .size_passes import release
 from .size_sweep import Progress, SizeSweep, check_micro_batch_sizes, host_note
-from .structure import count_structure
+from .structure import SIZES, as_on_the_cpu, count_structure
 from .user_model.failures import DoesNotFit
 from .user_model.loaded_model import LoadedModel
 from .user_model.seeding import fixed_seed
@@ -223,11 +224,14 @@ def _usable_bytes(device: torch.device, memory_bytes: int | None) -> int:
 
 def _structure(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
     """On the meta device."""
-    subject = build_target(loaded, setup, limits.smallest)
-    if limits.estimate_for is not None:
-        kernels = limits.estimate_for.kernels
-        return estimate(subject, *count_structure(subject, limits.sizes, kernels), limits.estimate_for)
-    results, notes = count_structure(subject, limits.sizes)
+    subject, target = build_target(loaded, setup, limits.smallest), limits.estimate_for
+    kernels = None if target is None else target.kernels
+    with (kernels or as_on_the_cpu)():
+        # Not at size 1, which batch norm refuses.
+        blocks = find_equal_layers(subject, (limits.sizes or SIZES)[-1])
+    results, notes = count_structure(blocks, limits.sizes, kernels, limits.progress)
+    if target is not None:
+        return estimate(blocks, results, notes, target)
     return build_profile(subject, results, (), notes)
 
 
