@@ -66,8 +66,8 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
 
 
 def _schedule(plan: PlanEntry) -> str:
-    many = plan.virtual_stages
-    return "1F1B" if many == 1 else f"interleaved 1F1B of {many} virtual stages a device"
+    virtual_stages = plan.virtual_stages
+    return "1F1B" if virtual_stages == 1 else f"interleaved 1F1B of {virtual_stages} virtual stages a device"
 
 
 def _layers(stage: StageEntry) -> str:

@@ -46,8 +46,8 @@ def run_sweep(
 
     if grid.csv is not None:
         Target(grid.csv, force).check()
-    fixed = {name: value for name, value in keywords.items() if name not in grid.sweep}
-    outcome = sweep(profile, grid.sweep, **vars(options), **fixed)
+    keywords_of_all = {name: value for name, value in keywords.items() if name not in grid.sweep}
+    outcome = sweep(profile, grid.sweep, **vars(options), **keywords_of_all)
     origin = made_by(outcome.made_by, command=command_line(), measured=profile.made_by)
     outcome = outcome.model_copy(update={"made_by": origin})
     if as_json:
@@ -91,19 +91,19 @@ def print_sweep(sweep: SweepResult, console: Console) -> None:
 
 
 def _keys(sweep: SweepResult) -> list[str]:
-    """What was swept, in order."""
+    """The swept options, in order."""
     return list(sweep.rows[0].point) if sweep.rows else []
 
 
 def _point(key: str) -> Callable[[SweepRow], str]:
-    """What a row was solved for, by its key."""
+    """A column with the value that a row has of an option of the grid."""
     format: Callable[[Any], str] = {"memory_bytes": format_bytes, "bandwidth": _rates}.get(key, str)
     return lambda row: format(row.point[key])
 
 
 def _rates(value: Any) -> str:
     values = value if isinstance(value, Sequence) else (value,)
-    return ", ".join(format_rate(float(own)) for own in values)
+    return ", ".join(format_rate(float(rate)) for rate in values)
 
 
 def _configuration(row: SweepRow) -> str:
