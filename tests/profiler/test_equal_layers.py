@@ -90,7 +90,7 @@ def test_equal_to_a_profile_of_every_block(monkeypatch: pytest.MonkeyPatch, kind
 def test_blocks_that_are_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
     """A transformer with blocks taken whole is the one that torch.export looks into, layer by layer."""
     pytest.importorskip("transformers")
-    options = {
+    options: Any = {
         "settings": {"layers": 6, "hidden": 32, "heads": 2, "sequence": 8, "vocabulary": 50},
         "device": "analytic:h100",
         "micro_batch_sizes": [1, 3],
