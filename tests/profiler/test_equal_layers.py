@@ -50,7 +50,8 @@ class Model(nn.Module):
         x = self.embedding(x)
         for block in self.blocks:
             x = block(x, table)
-        return self.head(x)
+        scores: Tensor = self.head(x)
+        return scores
 
 
 def both(monkeypatch: pytest.MonkeyPatch, model: nn.Module | str, **options: Any) -> tuple[Any, Any, int]:
