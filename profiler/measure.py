@@ -36,6 +36,9 @@ from .user_model.loaded_model import LoadedModel
 from .user_model.seeding import fixed_seed
 from .whole_sweep import WholeSweep
 
+_VERIFYING = 0.2
+"""Of the budget, what comparing layers and model may take, but for a first pass of both."""
+
 
 @dataclass(frozen=True)
 class MeasurementLimits:
@@ -49,6 +52,7 @@ class MeasurementLimits:
     progress: Callable[[Progress], None] | None
     estimate_for: AnalyticTarget | None = None
     profile_cache: ProfileCache = field(default_factory=lambda: ProfileCache(None))
+    remark: Callable[[str], None] = lambda _: None
 
     @property
     def request(self) -> Request:
@@ -85,7 +89,7 @@ def profile_model(
     in the mode (training or not) it is in, as the `options` say; the notes say which sizes were asked for and
     left out. `rounds`: so many timed passes at each size instead of a budget. `parts`: backward in two parts
     too. `memory_bytes`: as if the device had no more free than that. `remark` is told of what earlier runs
-    kept.
+    kept, and of a budget that the smallest size exceeds.
 
     On the meta device nothing is timed: the layers and all bytes are counted; with `estimate_for` the seconds
     are estimated for that GPU, whatever `device` says. A model that does not fit on a CUDA device, or into
@@ -117,7 +121,7 @@ def profile_model(
         modes=modes,
         seed=settings.seed,
         clock=clock or (CudaClock(place) if place.type == "cuda" else CpuClock()),
-        verify_seconds=settings.budget_seconds if rounds is None else inf,
+        verify_seconds=_VERIFYING * settings.budget_seconds if rounds is None else inf,
     )
     may_cache = place.type != "meta"
     profile_cache = ProfileCache.of_user(
@@ -132,6 +136,7 @@ def profile_model(
         progress,
         estimate_for,
         profile_cache,
+        remark or (lambda _: None),
     )
     # The device first: CUDA has no random numbers to seed before it is initialised.
     with _on(place), fixed_seed(settings.seed), torch.enable_grad():
@@ -150,6 +155,8 @@ def check_limits(rounds: int | None, memory_bytes: int | None) -> None:
 
 def _measured(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
     """Measures the model whole where it fits, else in segments."""
+    if limits.progress is not None:
+        limits.progress(Progress("tracing", limits.smallest, None, 0.0))
     if setup.device.type == "meta":
         return _structure(loaded, setup, limits)
     try:
@@ -185,7 +192,7 @@ def _sweep_profile(
 
     def measure(journal: Journal | None) -> Profile:
         sweep_limits = (limits.sizes, limits.budget_seconds, limits.rounds, limits.progress)
-        sweep = kind(subject, *sweep_limits, journal)
+        sweep = kind(subject, *sweep_limits, journal, limits.remark)
         sweep.measure()
         results, gpu = sweep.results, sweep.gpu_record()
         host = [note for note in map(host_note, results) if note]
