@@ -55,20 +55,19 @@ def profile_of(names: Sequence[str], model: str = "toy") -> pplan.Profile:
     return pplan.Profile.parse(json.dumps(content | {"layers": layers}), "test")
 
 
-def planned(profile: pplan.Profile, balance: Sequence[int], micro_batches: int, **options: Any) -> pplan.Plan:
+def planned(
+    profile: pplan.Profile, balance: Sequence[int], micro_batches: int, schedule: str = "1f1b"
+) -> pplan.Plan:
     return pplan.import_plan(
         ",".join(map(str, balance)),
         profile,
         mini_batch=micro_batches,
         micro_batches=micro_batches,
-        **{
-            "schedule": "1f1b",
-            "memory_bytes": 2**34,
-            "bandwidth": 1e10,
-            "latency": 5e-6,
-            "recompute": "never",
-        }
-        | options,
+        schedule=schedule,
+        memory_bytes=2**34,
+        bandwidth=1e10,
+        latency=5e-6,
+        recompute="never",
     )
 
 
@@ -157,8 +156,8 @@ def test_the_tables_have_the_plans_figures(toy: tuple[pplan.Profile, pplan.Plan]
     assert changes == [change.change for change in explanation.what_if]
     data = json.loads(tree.find(".//script").text)
     unit = data["timeline"]["step"] / data["timeline"]["units"]
-    for stage, own in enumerate(data["timeline"]["devices"]):
-        spans = [span for span in timeline.spans if span.stage == stage]
+    for device, own in enumerate(data["timeline"]["devices"]):
+        spans = [span for span in timeline.spans if span.stage == device]
         assert own["kinds"] == "".join(span.action.kind for span in spans)
         assert own["m"] == [span.action.micro_batch for span in spans]
         ends = [sum(own["wait"][: i + 1]) + sum(own["run"][: i + 1]) for i in range(len(spans))]
@@ -181,7 +180,7 @@ def test_a_large_plan_is_a_small_page() -> None:
     """64 stages x 256 micro-batches; a zero-bubble schedule has half as many actions again."""
     profile = profile_of([f"layers.{number}" for number in range(256)])
     for schedule in ("1f1b", "zb-h1"):
-        html = report(planned(profile, [4] * 64, 256, schedule=schedule), profile).html
+        html = report(planned(profile, [4] * 64, 256, schedule), profile).html
         assert len(html.encode()) < 3_000_000
         data = json.loads(parse(html).find(".//script").text)
         assert data["timeline"]["shown"] == 256
