@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
+from ..cost_models.number_format import percent, three_digits
 from ..cost_models.quantities import format_bytes, format_seconds
-from .number_format import percent, three_digits
 from .table import Column, line, number, print_head, print_notes, print_table, text, word
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
 
 
 def _schedule(plan: PlanEntry) -> str:
-    many = plan.virtual_stages
-    return "1F1B" if many == 1 else f"interleaved 1F1B of {many} virtual stages a device"
+    virtual_stages = plan.virtual_stages
+    return "1F1B" if virtual_stages == 1 else f"interleaved 1F1B of {virtual_stages} virtual stages a device"
 
 
 def _layers(stage: StageEntry) -> str:
