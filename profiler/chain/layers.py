@@ -19,6 +19,7 @@ from ..graphs.segments import GraphSegment
 from ..graphs.trial import Trial, suggest_larger_pictures
 from ..user_model.loaded_model import ModelInput, refuse_lazy_or_sparse
 from ..user_model.seeding import fixed_seed
+from ..user_model.shared_parameters import storage_aliases, tensors_used
 from .cut_reasons import (
     TensorUsers,
     find_tensor_users,
@@ -29,7 +30,6 @@ from .cut_reasons import (
     sharing_reasons,
 )
 from .layer_sequential import LayerSequential, model_name, register_once
-from .shared_parameters import storage_aliases, tensors_used
 
 
 @dataclass(frozen=True, eq=False)

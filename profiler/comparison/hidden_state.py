@@ -1,7 +1,7 @@
 """Layers that read what another layer keeps in Python: apart from each other they would not be the model.
 
 A skip connection through a list or an attribute of a module beside is no tensor that crosses a cut. So each
-layer that runs code of the user's is run once more by itself, a copy on what it was handed before.
+layer that runs code of the user's is run once more by itself, a copy on what it was given before.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..chain.shared_parameters import tensors_used
 from ..graphs.tracing_patches import leave_vmap
 from ..torch_internals import tensor_version, tree_map_only
 from ..user_model.flat_output import flat
 from ..user_model.loaded_model import ModelInput
 from ..user_model.seeding import reseed
+from ..user_model.shared_parameters import tensors_used
 from .side_by_side import SideBySide
 
 _WITHOUT_STATE = ("torch.", "torchvision.", "pplan.")
@@ -38,7 +38,7 @@ def find_reader(side: SideBySide, layer_names: Sequence[str]) -> str:
     pair = side.example(2)
     first, second = (_sample(pair, index) for index in range(2))
     versions = {id(tensor): tensor_version(tensor) for layer in layers for tensor in tensors_used(layer)}
-    handed, expected = _run_all(layers, first, side.seed, suspects)
+    inputs, expected = _run_all(layers, first, side.seed, suspects)
     shared = set(_changed_by_another(layers, versions))
     # What copies have in common, a closure or a global, then holds what another sample left.
     _run_all(layers, second, side.seed, ())
@@ -48,7 +48,7 @@ def find_reader(side: SideBySide, layer_names: Sequence[str]) -> str:
         if index in shared:
             continue
         try:
-            actual = _run(copy.deepcopy(alone[index]), handed[index], side.seed + index)
+            actual = _run(copy.deepcopy(alone[index]), inputs[index], side.seed + index)
         except Exception:
             return layer_names[index]
         if not _is_same(actual, expected[index]):
@@ -67,18 +67,18 @@ def _sample(pair: ModelInput, index: int) -> ModelInput:
 
 
 def _run_all(
-    layers: Sequence[nn.Module], example: ModelInput, seed: int, noted: Sequence[int]
+    layers: Sequence[nn.Module], example: ModelInput, seed: int, suspects: Sequence[int]
 ) -> tuple[dict[int, Any], dict[int, list[Any]]]:
-    """What the `noted` layers were handed, and what they returned."""
+    """What the `suspects` layers were given, and what they returned."""
     value: Any = example.layer_input
-    handed, returned = dict[int, Any](), dict[int, list[Any]]()
+    inputs, returned = dict[int, Any](), dict[int, list[Any]]()
     for index, layer in enumerate(layers):
-        if index in noted:
-            handed[index] = _detached(value)
+        if index in suspects:
+            inputs[index] = _detached(value)
         value = _run(layer, value, seed + index)
-        if index in noted:
+        if index in suspects:
             returned[index] = flat(_detached(value))[0]
-    return handed, returned
+    return inputs, returned
 
 
 def _run(layer: nn.Module, value: Any, seed: int) -> Any:

@@ -19,14 +19,12 @@ import inspect
 import io
 import itertools
 import logging
-import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from ...cost_models.errors import ModelError
 from ..torch_internals import tree_flatten, tree_leaves
@@ -47,18 +45,7 @@ from .tracing_patches import (
     refuse_custom_functions,
 )
 from .trial import trial_run
-
-_INSTEAD = (
-    "Give granularity='module:PATTERN' with modules around what cannot be traced, "
-    "or make the model an nn.Sequential of its layers."
-)
-
-
-class SomeBatchSizes(ModelError):
-    """What the forward does holds for some batch sizes only."""
-
-    place: traceback.FrameSummary | None = None
-    """Of the code that makes it so."""
+from .varying_batch import CUT_AROUND, SomeBatchSizes, module_at, refuse_some_batch_sizes
 
 
 def export_around(model: nn.Module, example: ModelInput, name: str, whole: Sequence[str] = ()) -> TracedGraph:
@@ -78,7 +65,7 @@ def export_around(model: nn.Module, example: ModelInput, name: str, whole: Seque
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            modules = [_module_at(model, error.place)] if isinstance(error, SomeBatchSizes) else inside
+            modules = [module_at(model, error.place)] if isinstance(error, SomeBatchSizes) else inside
             failed = next((path for path in reversed(modules) if path and not is_inside(path, paths)), "")
             if not failed:
                 raise _as_model_error(error, name) from error
@@ -172,7 +159,7 @@ def _as_model_error(failure: Exception, name: str) -> ModelError:
         return failure
     return ModelError(
         f"{name} cannot be traced by torch.export: {first_line(failure)}{_at(_stopping_line(failure))}",
-        _INSTEAD,
+        CUT_AROUND,
     )
 
 
@@ -221,7 +208,7 @@ def _exported(
         )
         module = program.module()
     inputs = _placeholders(module, program, example)
-    _refuse_some_batch_sizes(inputs, program, example, name)
+    refuse_some_batch_sizes(inputs, program, example, name)
     if inside is not None:
         inside.clear()
     return ExportedModule(module, model, example.tensors[0].device, inputs, output.finish, no_tensors, calls)
@@ -281,31 +268,6 @@ def _placeholders(
     return tuple(places[id(tensor)] for tensor in example.tensors)
 
 
-def _refuse_some_batch_sizes(
-    inputs: tuple[fx.Node, ...], program: torch.export.ExportedProgram, example: ModelInput, name: str
-) -> None:
-    first, place = inputs[0].meta["val"], None
-    size = first.shape[0]
-    if is_concrete_int(size):
-        place = _specializing_place(first)
-        sizes, line = f"{example.batch} samples only", _at(_frame_line(place))
-    else:
-        span = program.range_constraints.get(size.node.expr)
-        endless = span is not None and bool(span.upper > 2**62)
-        if span is None or (endless and span.lower <= 2):
-            # 2: torch.export takes no size of 0 or 1 for a number that varies.
-            return
-        most = "more" if endless else span.upper
-        sizes, line = f"{span.lower} to {most} samples only", ""
-    refusal = SomeBatchSizes(
-        f"{name}: what its forward does holds for {sizes}{line}",
-        "Micro-batches have other sizes than the example: compute with x.shape[0], not int(...), "
-        "and let no loop run over the samples. " + _INSTEAD,
-    )
-    refusal.place = place if isinstance(place, traceback.FrameSummary) else None
-    raise refusal
-
-
 def _refuse_no_values(export: ExportedModule, example: ModelInput) -> None:
     """A tensor that forward makes of numbers on its input's device has none left when that is meta."""
     if example.tensors[0].is_meta:
@@ -330,30 +292,3 @@ def _stopping_line(error: BaseException) -> str:
         line = line or user_line(current)
         current = current.__cause__ or current.__context__  # type: ignore[assignment]
     return line
-
-
-def _specializing_place(value: Tensor) -> Any:
-    """Where the batch size became a plain number, as far as torch tells."""
-    shapes = getattr(getattr(value, "fake_mode", None), "shape_env", None)
-    places = getattr(shapes, "replacements_slocs", {})
-    for symbol, size in getattr(shapes, "replacements", {}).items():
-        if symbol in places and size == value.shape[0]:
-            return places[symbol].maybe_user_loc or places[symbol].framework_loc
-    return None
-
-
-def _module_at(model: nn.Module, place: traceback.FrameSummary | None) -> str:
-    """A module inside `model` of whose class that line is; "" where there is none."""
-    for path, module in model.named_modules() if place else ():
-        for function in (own for kind in type(module).__mro__ for own in vars(kind).values()):
-            code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
-            is_there = place and code and (code.co_filename, code.co_name) == (place.filename, place.name)
-            if path and is_there:
-                return path
-    return ""
-
-
-def _frame_line(place: Any) -> str:
-    if not isinstance(place, traceback.FrameSummary):
-        return str(place or "")
-    return f"{place.filename}:{place.lineno}, in {place.name}: {(place.line or '').strip()}"
