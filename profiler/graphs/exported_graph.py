@@ -137,15 +137,13 @@ def _join_samples(graph: fx.Graph) -> None:
     """Where a tensor is taken apart along dimension 0 and all parts are joined again, of which torch.export
     knows as many as the example has, that is one operation for any number."""
     for node in list(graph.nodes):
-        parts = node.args[0] if _packet(node) == "cat" and len(node.args) == 1 else ()
-        whole = {
-            part.args[0] for part in parts if isinstance(part, fx.Node) and part.target is operator.getitem
-        }
-        if len(whole) != 1:
-            continue
-        (apart,) = whole
-        in_order = [part.args[1] for part in parts] == list(range(len(apart.users)))
-        if _packet(apart) == "unbind" and len(apart.args) == 1 and in_order:
+        parts: Any = node.args[0] if _packet(node) == "cat" and len(node.args) == 1 else ()
+        apart: Any = parts[0].args[0] if parts and parts[0].target is operator.getitem else node
+        in_order = [(part.target, part.args) for part in parts] == [
+            (operator.getitem, (apart, index)) for index in range(len(apart.users))
+        ]
+        alone = all(len(part.users) == 1 for part in parts)
+        if _packet(apart) == "unbind" and len(apart.args) == 1 and in_order and alone:
             with graph.inserting_before(node):
                 joined = graph.call_function(torch.ops.aten.flatten.using_ints, (apart.args[0], 0, 1))
             joined.meta = dict(node.meta)

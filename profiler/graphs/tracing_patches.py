@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from types import FunctionType
@@ -127,7 +128,8 @@ def lengths_that_vary(model: nn.Module) -> Iterator[None]:
     Python makes a plain number of what `__len__` returns."""
 
     def length(value: Any) -> Any:
-        return value.shape[0] if isinstance(value, Tensor | fx.Proxy) else len(value)
+        is_tensor = isinstance(value, Tensor | fx.Proxy)
+        return operator.getitem(value.shape, 0) if is_tensor else len(value)
 
     classes = {kind for module in model.modules() for kind in type(module).__mro__}
     own = (vars(kind).get("forward") for kind in classes if not kind.__module__.startswith("torch."))

@@ -58,6 +58,7 @@ def refuse_some_batch_sizes(
 
 def module_at(model: nn.Module, place: traceback.FrameSummary | None) -> str:
     """A module inside `model` of whose class that line is; "" where there is none."""
+    path: str
     for path, module in model.named_modules() if place else ():
         for function in (own for kind in type(module).__mro__ for own in vars(kind).values()):
             code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
