@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from ..cost_models.number_format import percent, three_digits
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..profiler.profile_file import Profile
 from ..profiler.profile_records import LayerMeasurement, MeasuredLoss, WholeMeasurement
-from .number_format import percent, three_digits
 from .table import Column, Value, line, number, print_table, text
 
 HEAVIEST = 10
