@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before PyTorch is imported: several workers share the cores, and threads that wait for small work spin.
 
 if sys.dont_write_bytecode:
-    # Rewriting all assertions takes each worker some 10 s a run: containers that keep the tree clean get a place.
+    # Containers set PYTHONDONTWRITEBYTECODE; rewriting all assertions takes each worker 10 s a run.
     sys.dont_write_bytecode = False
     sys.pycache_prefix = str(Path(__file__).parents[1] / ".pytest_cache/bytecode")
 
