@@ -89,6 +89,7 @@ BOUNDS: dict[str, str] = {
 
 ATTACKED_BY_TESTS: dict[str, str] = {
     "degrees/stage_divisions.py:lower_bound": "tests/planner/degrees/test_degree_search.py",
+    "degrees/stage_divisions.py:least_interleaved": "tests/planner/degrees/test_degree_search.py",
     "degrees/stage_divisions.py:interleaved_bound": "tests/planner/degrees/test_degree_search.py",
     "degrees/degree_search.py:search_degrees": "tests/planner/degrees/test_degree_search.py",
     "synthesis/order_problem.py:OrderProblem.bound": "tests/planner/synthesis/test_orders.py",
@@ -99,8 +100,11 @@ ATTACKED_BY_TESTS: dict[str, str] = {
 
 NOT_BOUNDS: dict[str, str] = {
     "candidate.py:Proposal.bounds": "first and last layers of stages",
-    "degrees/degree_search.py:_BestPlans.try_divisions": "a part of search_degrees, attacked with it",
-    "degrees/degree_search.py:_BestPlans.try_interleaved": "a part of search_degrees, attacked with it",
+    "degrees/degree_search.py:_quick_bound": "lower_bound with the least of what it takes",
+    "degrees/degree_search.py:_BestPlans.try_combination": "a part of search_degrees, attacked with it",
+    "degrees/stage_divisions.py:_weighted_mean": "a part of lower_bound and least_interleaved",
+    "degrees/degree_search.py:_BestPlans._try_divisions": "a part of search_degrees, attacked with it",
+    "degrees/degree_search.py:_BestPlans._try_interleaved": "a part of search_degrees, attacked with it",
     "degrees/degree_search.py:DegreeAnswer.gap": "what the answer's bound leaves",
     "synthesis/synthesize.py:_candidates": "leaves out what its bound excludes",
     "explanation/compare.py:_bound": "a bound that a plan's file says",
