@@ -27,6 +27,8 @@ LOOKS = 4
 """Prices that are tried for a range, for each of the sums."""
 NARROW = 1.01
 """Ranges that end so near their beginning are not halved."""
+QUESTIONS = 8
+"""Steps for which it is asked whether a plan may be below them."""
 MOST_MOVE = 2.0
 """The most by which one step changes a price."""
 
@@ -71,7 +73,18 @@ class RelaxedBound:
 
     def least(self, step: float) -> float:
         """A bound on all pipelines that take less than `step` seconds; else `step`."""
-        self.step = step
+        low, high = self._least_below(step), self.step
+        for _ in range(QUESTIONS):
+            if high <= low * NARROW or self.budget.spent:
+                break
+            middle = sqrt(low * high)
+            proven = self._least_below(middle)
+            low, high = max(low, proven), high if proven >= middle else middle
+        return low
+
+    def _least_below(self, step: float) -> float:
+        """The same, with the stages of plans below `step` only: the fewer, the better is the bound."""
+        self.step, self._heap, self._closed = step, [], inf
         own = dict.fromkeys((family.config, family.replicas) for family in self.families)
         first = {key: next(f for f in self.families if (f.config, f.replicas) == key) for key in own}
         for family in first.values():
@@ -118,7 +131,7 @@ class RelaxedBound:
         most = min(devices, self.space.chain.max_stages if not stages.exact else blocks)
         if not self.deeper:
             most = min(most, max(self.counts))
-        problem = RelaxedProblem(family.config, stages, most)
+        problem = RelaxedProblem(family.config, stages, most, self.step)
         if 1 in self.counts:
             self._closed = min(self._closed, max(problem.alone, bound))
         if most == 1:
