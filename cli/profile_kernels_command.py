@@ -25,8 +25,8 @@ def profile_kernels_command(
     They are those that one device computes with the given degrees.
     """
     from ..cost_models.quantities import format_seconds
+    from ..cost_models.transformer.configuration import load_transformer_shape
     from ..cost_models.transformer.kernel_table import TERA
-    from ..cost_models.transformer.transformer_shape import load_transformer_shape
     from .output import choose_target
     from .streams import console, remark
     from .table import line

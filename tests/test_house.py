@@ -456,7 +456,7 @@ SMALL = {
     "cli/explain_command.py": "a file a verb",
     "cli/profile_kernels_command.py": "a file a verb",
     "cli/import_command.py": "a file a verb",
-    "cli/number_format.py": "all tables import it",
+    "cost_models/number_format.py": "all tables import it",
     "planner/objectives/objective_result.py": "all objectives import it",
     "pplan/api/export.py": "a file a verb",
     "pplan/api/provenance.py": "all verbs that write a file import it",

@@ -167,7 +167,9 @@ class LayerTable:
         """On one device, of a (virtual) stage."""
         shape, table = self.shape, self._table
         first, last = slot == 0, slot == self.slots - 1
-        tables = table * (first + last - (first and last and shape.tied)) + shape.hidden * last
+        vectors = shape.beside_matrices()
+        tables = table * (first + last - (first and last and shape.tied))
+        tables += vectors.first * first + vectors.last * last
         parts = [(count, self._parameters[routed]) for routed, count in self._kinds(blocks)]
         return ParameterCounts(
             tables + sum(n * own.dense for n, own in parts), sum(n * own.routed for n, own in parts)

@@ -10,7 +10,7 @@ from .degree_arguments import megatron_arguments, torchtitan_arguments, torchtit
 
 
 def build_degrees_file(answer: DegreeAnswer, made_by: MadeBy) -> DegreesFile:
-    """All that an answer says."""
+    """The answer as a file."""
     shape = answer.shape
     return DegreesFile(
         model=shape.name,
@@ -69,7 +69,7 @@ def _notes(answer: DegreeAnswer) -> list[str]:
         f"products {limits.product_share:.0%} of the GPU's FLOP/s, attention {limits.attention_share:.0%}, "
         f"passes over memory {limits.memory_share:.0%} of its bandwidth"
     )
-    notes = []
+    notes = [answer.shape.note] if answer.shape.note else []
     if answer.costs.table is None:
         notes.append(
             f"no kernels are measured: by assumption they reach {shares}; give a table with `kernels`"

@@ -14,13 +14,10 @@ from ..cost_models.machines.rooflines import ROOFLINES
 from ..cost_models.machines.topology_options import ProfiledDevice, make_topology
 from ..cost_models.memory import FRAGMENTATION_RESERVE
 from ..cost_models.topology import Topology
+from ..cost_models.transformer.configuration import load_transformer_shape, transformer_shape
 from ..cost_models.transformer.kernel_table import KernelTable, load_kernel_table
 from ..cost_models.transformer.rank_costs import DeviceLimits, RankCosts, TopologyLinks
-from ..cost_models.transformer.transformer_shape import (
-    TransformerShape,
-    load_transformer_shape,
-    transformer_shape,
-)
+from ..cost_models.transformer.transformer_shape import TransformerShape
 from ..planner.degrees.degree_options import DegreeOptions
 from ..planner.degrees.degree_search import DegreeAnswer, search_degrees
 from .options import DegreesKeywords, options_from
@@ -93,7 +90,7 @@ def build_machine(machine: MachineOptions) -> Topology:
 
 
 def rank_costs(topology: Topology, table: KernelTable | None) -> RankCosts:
-    """Of the device's preset. Raises UsageError where there are no figures of its FLOP/s."""
+    """The costs of the device's preset. Raises UsageError where its FLOP/s are not known."""
     name = topology.device(0).name
     preset = device_preset(name)
     if preset is None or preset.name not in ROOFLINES:
