@@ -17,7 +17,8 @@ import numpy as np
 from ..candidate import Proposal
 from ..stage_table import Floats
 from .budget import OutOfTime, SearchBudget
-from .relaxed_problem import CheapestStage, PricedSums, RelaxedProblem, Weights
+from .relaxed_problem import RelaxedProblem, Weights
+from .relaxed_programme import CheapestStage, PricedSums, price_stages
 from .relaxed_stages import RelaxedStages, make_relaxed_stages
 from .rounding import round_stages
 from .space import Space
@@ -183,7 +184,7 @@ class RelaxedBound:
 
     def _price_range(self, range_: _StageRange, weights: Weights, prices: Floats) -> PricedSums:
         problem = range_.problem
-        sums = problem.price_stages(weights, range_.low, range_.high, prices)
+        sums = price_stages(problem, weights, range_.low, range_.high, prices)
         self.budget.spend(
             5e5 + 10.0 * problem.stages.forward.size + 4.0 * problem.depth * problem.cut_points**2
         )
