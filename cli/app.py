@@ -39,9 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # typer leaves so where the reader of the pipe has gone
         if not isinstance(end.__context__, BrokenPipeError):
             raise
-        return _reader_gone()
+        return _silence_output()
     except BrokenPipeError:
-        return _reader_gone()
+        return _silence_output()
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
@@ -58,7 +58,7 @@ def _report(error: Exception, words: Sequence[str], *, debug: bool) -> int:
     """Prints the two lines of an error, and returns its exit status."""
     from .streams import printable
 
-    own_error = _as_ours(error, words)
+    own_error = _as_own_error(error, words)
     if own_error is not None:
         from ..cost_models.errors import InfeasibleError
         from .field_names import as_options
@@ -102,7 +102,7 @@ def _print_json_error(words: Sequence[str], error: Mapping[str, object]) -> None
         print(json.dumps({"error": error}, indent=1), flush=True)
 
 
-def _as_ours(error: Exception, words: Sequence[str]) -> PplanError | None:
+def _as_own_error(error: Exception, words: Sequence[str]) -> PplanError | None:
     """The error in our own words; None where it is a defect of pplan."""
     import errno
 
@@ -138,14 +138,14 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _reader_gone() -> int:
-    """Quiet where the reader of standard output has gone, also at the interpreter's exit."""
+def _silence_output() -> int:
+    """Silences standard output once its reader has gone, also at the interpreter's exit."""
     _drop_output()
     return 0
 
 
 def _drop_output() -> None:
-    """What standard output still has to write goes nowhere."""
+    """Sends what standard output still has to write to the null device."""
     import contextlib
     import os
 

@@ -67,7 +67,8 @@ def check_command(
 
 
 def _run(files: PlanAndProfile, options: CheckOptions) -> Check | None:
-    """Of several processes that a torchrun started, one says what went wrong: the one that failed."""
+    """Runs the check. Of several processes that torchrun started, only the one that failed says what went
+    wrong."""
     from ..api.check import check_plan, run_here
     from ..api.provenance import made_by
     from ..runtimes.checking.launching import ProgressCallbacks
@@ -103,7 +104,7 @@ def _run(files: PlanAndProfile, options: CheckOptions) -> Check | None:
 
 
 def _announce(name: str, prediction: CasePrediction) -> None:
-    """What is expected, before it runs."""
+    """Prints a case's prediction before the case runs."""
     from ..cost_models.quantities import format_seconds
 
     calibrated_seconds = prediction.calibrated_step_seconds
@@ -179,8 +180,8 @@ def _check_target(files: PlanAndProfile) -> Target:
 
 def _fail(check: Check, fail_above: float | None) -> None:
     """Ends with status 4 where a prediction is off by more, or the losses are not the plain model's."""
+    from ..cost_models.number_format import percent
     from .check_tables import signed
-    from .number_format import percent
 
     if fail_above is None:
         return

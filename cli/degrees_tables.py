@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
+from ..cost_models.number_format import percent, three_digits
 from ..cost_models.quantities import format_bytes, format_seconds
-from .number_format import percent, three_digits
 from .table import Column, line, number, print_head, print_notes, print_table, text, word
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from ..cost_models.number_format import SAME, compare_percent, percent, ranges
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..planner.explanation.current_split import Side, SplitComparison
 from ..planner.explanation.explanation import Explanation
 from ..planner.explanation.sensitivity import WORTH, Crossover, Sensitivity
 from ..planner.explanation.step_limits import PathShare, StepLimits
 from ..planner.plan_stages import PlanSummary
-from .number_format import SAME, compare_percent, percent, ranges
 from .table import Column, line, number, print_head, print_notes, print_table, text, word
 
 MOST_PLACES = 10
@@ -57,15 +57,17 @@ def answer_lines(explanation: Explanation) -> list[str]:
     ]
     unlimited = limits.without_memory_limit
     if unlimited is not None:
-        lines.append(f"Memory forbids a faster plan: with as much as it needs, {_takes(unlimited, plan)}.")
+        lines.append(
+            f"Memory forbids a faster plan: with as much as it needs, {_compare_plan(unlimited, plan)}."
+        )
     else:
         lines.append("Memory forbids no faster plan.")
     if explanation.better is not None:
-        lines.append(f"It is not the best for its options: {_takes(explanation.better, plan)}.")
+        lines.append(f"It is not the best for its options: {_compare_plan(explanation.better, plan)}.")
     return lines
 
 
-def _takes(other: PlanSummary, summary: PlanSummary) -> str:
+def _compare_plan(other: PlanSummary, summary: PlanSummary) -> str:
     step = other.step_seconds
     return (
         f"{describe_plan(other)} takes {format_seconds(step)}, {compare_percent(step, summary.step_seconds)}"
@@ -168,7 +170,7 @@ def _print_sensitivity(sensitivities: Sequence[Sensitivity], console: Console) -
         )
     ]
     columns: list[Column[tuple[Sensitivity, Crossover | None, str]]] = [
-        text("what", lambda row: _what(row[0]), min_width=14),
+        text("what", lambda row: _describe_quantity(row[0]), min_width=14),
         text("from", lambda row: row[2], min_width=10),
         text("better plan", lambda row: row[1] and describe_plan(row[1].rival), min_width=20),
         number("its step", lambda row: row[1] and format_seconds(row[1].rival.step_seconds), drop=1),
@@ -178,7 +180,7 @@ def _print_sensitivity(sensitivities: Sequence[Sensitivity], console: Console) -
     print_table(console, columns, rows, title=title)
 
 
-def _what(sensitivity: Sensitivity) -> str:
+def _describe_quantity(sensitivity: Sensitivity) -> str:
     return (
         sensitivity.what
         if sensitivity.first_layer is None
@@ -187,7 +189,7 @@ def _what(sensitivity: Sensitivity) -> str:
 
 
 def _factor_text(sensitivity: Sensitivity, turn: Crossover | None, end: float, direction: str) -> str:
-    """From where on another plan is better; or how far it was looked for."""
+    """The factor from which on another plan is better, or how far was searched without finding one."""
     of_layers = sensitivity.first_layer is not None
     if turn is None:
         return f"not {direction} to {_factor(end, of_layers)}"
@@ -195,7 +197,7 @@ def _factor_text(sensitivity: Sensitivity, turn: Crossover | None, end: float, d
 
 
 def _factor(factor: float, of_layers: bool) -> str:
-    """As an error of seconds, or as a factor of a bandwidth."""
+    """A factor as text: an error of measured seconds, or a multiple of a bandwidth."""
     if of_layers:
         return f"{100 * (factor - 1):+.0f} %"
     return f"x {factor:.2g}" if factor >= 1 else f"/ {1 / factor:.2g}"

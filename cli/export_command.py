@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..runtimes.formats.export_document import ExportDocument
     from ..runtimes.scripts.script import Script
 
-_UNSEEN = {
+_HIDDEN_FIELDS = {
     *("schema_version", "layers_sha256", "made_by", "config", "runtime", "estimated", "actions"),
     *("granularity", "gpus_per_node"),
 }
@@ -175,7 +175,7 @@ def _show(document: ExportDocument, path: Path, script: Script | None) -> None:
     if isinstance(document, TrainerText):
         result("".join(f"{printable(line)}\n" for line in document.text(path).splitlines()))
         return
-    content = document.model_dump(exclude=_UNSEEN)
+    content = document.model_dump(exclude=_HIDDEN_FIELDS)
     for key, value in content.items():
         text = ", ".join(map(str, value)) if isinstance(value, list) else value
         if key == "step_seconds":

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from ..api.plan_answer import answer_lines
+from ..api.plan_summary import short_summary, summary_lines
+from ..cost_models.number_format import compare_steps, ranges, whole_percent
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..planner.plan_file import Plan
 from ..planner.plan_records import Alternative, Baseline, PlannedStage, SharedWeight
-from .number_format import compare_steps, ranges, whole_percent
-from .plan_answer import answer_lines
-from .plan_summary import short_summary, summary_lines
 from .table import Column, gap, line, number, print_head, print_notes, print_table, text, word
 
 MOST_STAGES = 8
@@ -99,7 +99,7 @@ def _print_stages(plan: Plan, console: Console, *, short: bool) -> None:
     limited = any(stage.memory_limit_bytes is not None for stage in stages)
 
     def name(layer: int) -> str:
-        """Its number where the plan does not know its name."""
+        """A layer's name, or its number where the plan does not know the name."""
         if layer >= len(plan.layer_names):
             return str(layer)
         return plan.layer_names[layer] if short else f"{layer} {plan.layer_names[layer]}"
@@ -197,7 +197,7 @@ class StageMemory(NamedTuple):
 
 
 def planned_memory(plan: Plan) -> list[StageMemory]:
-    """Of every stage of a plan."""
+    """The memory of one device of each stage of the plan."""
     return [StageMemory(stage.memory, stage.memory_bytes, stage.memory_limit_bytes) for stage in plan.stages]
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..api.options import LinkOptions
+from ..cost_models.number_format import percent
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
-from .number_format import percent
 from .output import Force
 from .streams import console, remark, result
 
@@ -71,7 +71,7 @@ def _measure(process: TorchrunEnv, target: Target, options: LinkOptions) -> Meas
 
 
 def _write(links: MeasuredLinks, target: Target, *, as_json: bool) -> None:
-    """What was found is printed even where the file cannot be written."""
+    """Prints the result even where the file cannot be written."""
     try:
         target.write_text(links.to_toml())
     finally:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from ..cost_models.number_format import percent, three_digits
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..profiler.profile_file import Profile
 from ..profiler.profile_records import LayerMeasurement, MeasuredLoss, WholeMeasurement
-from .number_format import percent, three_digits
 from .table import Column, Value, line, number, print_table, text
 
 HEAVIEST = 10
@@ -72,7 +72,7 @@ def _headline(profile: Profile) -> str:
 
 
 def _modes(profile: Profile) -> list[str]:
-    """How the model was run, where that is not as it is."""
+    """The modes that the model was run in, other than the default."""
     words = {
         "compiled": profile.compiled,
         "channels last": profile.channels_last,
@@ -181,7 +181,7 @@ class _Total(NamedTuple):
 
     @property
     def samples_per_second(self) -> float | None:
-        """Of the whole model; where it was not measured, its layers' sums stand for it."""
+        """The whole model's rate; where it was not measured, that of its layers' sums."""
         whole = self.whole
         seconds = (
             self.forward + self.backward if whole is None else whole.forward_seconds + whole.backward_seconds

@@ -71,11 +71,11 @@ def schedules_command(
 def _show(name: str, size: ScheduleSize, *, as_text: bool) -> None:
     """A step in which F, B and W take the same time, and a B without W as long as both; or the actions."""
     from ..api.stage_costs import StageCosts, check_size
+    from ..cost_models.number_format import percent
     from ..cost_models.schedules import find_schedule
     from ..cost_models.schedules.registration import schedule_word
     from ..cost_models.schedules.schedule_text import write_program
     from ..cost_models.timeline import simulate
-    from .number_format import percent
     from .streams import console, result
     from .table import line
     from .timeline_drawing import print_drawing
@@ -108,7 +108,7 @@ def _print(console: Console) -> None:
         text("bubble\n", lambda schedule: schedule.bubble, min_width=20),
         text("micro-batches\nin flight", lambda schedule: schedule.in_flight_formula, min_width=20),
         number("weights\n", _weights, drop=3),
-        number("stale by\n", _stale, drop=2),
+        number("stale by\n", _staleness, drop=2),
     ]
     schedules = list(SCHEDULES.values())
     line(console, "Schedules for pplan simulate --schedule", style="bold")
@@ -147,7 +147,7 @@ def _versions(schedule: Schedule) -> str:
     return _by_stage([schedule.weight_versions(stage, *EXAMPLE) for stage in range(EXAMPLE[0])])
 
 
-def _stale(schedule: Schedule) -> str:
+def _staleness(schedule: Schedule) -> str:
     return _by_stage([schedule.staleness(stage, *EXAMPLE) for stage in range(EXAMPLE[0])])
 
 
@@ -172,7 +172,7 @@ def _record(schedule: Schedule) -> dict[str, Any]:
         "bubble": schedule.bubble,
         "in_flight": schedule.in_flight_formula,
         "weight_versions": _versions(schedule),
-        "staleness": _stale(schedule),
+        "staleness": _staleness(schedule),
         "synchronous": schedule.synchronous,
         "virtual_stages": schedule.default_virtual_stages,
         "copies": schedule.copies,

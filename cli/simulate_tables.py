@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 
 from ..api.simulation import Simulation
+from ..cost_models.number_format import compare_steps, percent, ranges, three_digits
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..cost_models.simulator.result import StageTime
 from ..planner.plan_records import TIE
-from .number_format import compare_steps, percent, ranges, three_digits
 from .plan_tables import StageMemory, print_ledger
 from .table import Column, number, print_head, print_notes, print_table, text
 from .timeline_drawing import print_drawing
@@ -88,7 +88,9 @@ def _times(simulation: Simulation) -> list[Column[int]]:
 
     def seconds(heading: str, value: Callable[[StageTime], float], drop: int = 0) -> Column[int]:
         return number(
-            heading, lambda row: _tidy(value(times[row]), simulation.timeline.step_seconds), drop=drop
+            heading,
+            lambda row: _drop_rounding(value(times[row]), simulation.timeline.step_seconds),
+            drop=drop,
         )
 
     columns = [
@@ -104,7 +106,7 @@ def _times(simulation: Simulation) -> list[Column[int]]:
 
 
 def _weights(simulation: Simulation) -> list[Column[int]]:
-    """Of an asynchronous schedule."""
+    """Columns for the weight versions and the staleness of an asynchronous schedule."""
     if simulation.schedule.synchronous:
         return []
     return [
@@ -113,6 +115,6 @@ def _weights(simulation: Simulation) -> list[Column[int]]:
     ]
 
 
-def _tidy(seconds: float, step: float) -> str:
-    """What is left by the rounding of sums is nothing."""
+def _drop_rounding(seconds: float, step: float) -> str:
+    """Zero for the rounding errors of sums."""
     return "-" if seconds <= TIE * step else format_seconds(seconds)

@@ -33,7 +33,7 @@ ProfileFile = Annotated[
 ]
 
 
-FrontierToo = Annotated[
+WithFrontier = Annotated[
     bool,
     typer.Option(
         "--frontier",
@@ -49,7 +49,7 @@ def solve_command(
     machine: MachineOptions,
     plan_options: PlanOptions,
     objective: ObjectiveOptions,
-    frontier: FrontierToo = False,
+    frontier: WithFrontier = False,
     frontier_options: FrontierOptions,
     grid: GridOptions,
     sweep_options: SweepOptions,

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from ..api.options import SweepOptions
 from ..api.provenance import made_by
 from ..cost_models.errors import InfeasibleError
+from ..cost_models.number_format import percent, three_digits
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
 from ..cost_models.text_files import write_whole
 from ..planner.problem_grid import SweepResult, SweepRow
 from .field_names import command_line
 from .frontier_table import shape
-from .number_format import percent, three_digits
 from .output import Target
 from .streams import console, remark, result
 from .sweep_options import GridOptions
@@ -91,12 +91,12 @@ def print_sweep(sweep: SweepResult, console: Console) -> None:
 
 
 def _keys(sweep: SweepResult) -> list[str]:
-    """What was swept, in order."""
+    """The swept options, in order."""
     return list(sweep.rows[0].point) if sweep.rows else []
 
 
 def _point(key: str) -> Callable[[SweepRow], str]:
-    """What a row was solved for, by its key."""
+    """A column with the value that a row has of an option of the grid."""
     format: Callable[[Any], str] = {"memory_bytes": format_bytes, "bandwidth": _rates}.get(key, str)
     return lambda row: format(row.point[key])
 

@@ -19,7 +19,7 @@ _PANEL = "Many problems"
 
 
 def _keys() -> dict[str, tuple[str, Option]]:
-    """By the names of the options that can be swept, their fields: all that hold one value of several."""
+    """The options that can be swept, by name: those that hold one value of several."""
     return {
         option_flag(name, option).removeprefix("--"): (name, option)
         for model in (MachineOptions, PlanOptions, ObjectiveOptions)
@@ -76,7 +76,7 @@ def _values(text: str, name: str, option: Option, part: str) -> list[Any]:
 
 @dataclass(frozen=True)
 class GridOptions(Options):
-    """What is solved many times: `sweep`, values by the arguments of `solve`; `csv`: where the rows go."""
+    """The grid of problems: `sweep`, values by the arguments of `solve`; `csv`: the file for the rows."""
 
     sweep: Mapping[str, list[Any]] = option(
         None,

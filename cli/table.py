@@ -152,7 +152,7 @@ def table(
 
 
 def _headings(columns: Sequence[Column[Row]]) -> list[str]:
-    """Without an empty second line where no shown column has one."""
+    """The headings of the shown columns, without a second line that would be empty."""
     if any(column.heading.rstrip("\n").count("\n") for column in columns):
         return [column.heading for column in columns]
     return [column.heading.rstrip("\n") for column in columns]

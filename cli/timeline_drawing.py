@@ -79,7 +79,7 @@ def column_count(timeline: Timeline, most: int) -> int:
 
 
 def cells(spans: Sequence[Span], seconds: float, columns: int) -> list[Cell]:
-    """What fills most of each column, where `columns` make up these seconds."""
+    """By column of the drawing, what fills most of it, where `columns` make up these seconds."""
     filled = np.zeros((IDLE + 1, columns))
     filled[IDLE] = 1.0
     longest, span_indices = np.zeros((IDLE, columns)), np.full((IDLE, columns), -1, dtype=np.int64)
@@ -132,7 +132,7 @@ def block(span: Span, width: int, filler: str) -> str:
 
 
 def legend(timeline: Timeline, columns: int) -> str:
-    """What a column and the letters are."""
+    """A line that says how long a column is and what the letters mean."""
     program = timeline.program
     words = ["F forward", "B backward"]
     if program.splits_backward:

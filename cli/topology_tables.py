@@ -20,9 +20,9 @@ from ..cost_models.communication import (
 from ..cost_models.hardware import Device, Level
 from ..cost_models.machines.catalogue import MACHINES, Machine
 from ..cost_models.machines.presets import PRESETS, PresetLink
+from ..cost_models.number_format import ranges
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
 from ..cost_models.topology import Topology
-from .number_format import ranges
 from .table import Column, line, number, print_table, text, word
 
 
@@ -49,7 +49,7 @@ def _nodes_text(machine: Machine) -> str:
 
 
 def _gpus(gpus_per_adapter: float) -> str:
-    """Of those that share a port."""
+    """The number of GPUs that share a network adapter, as text."""
     return "each GPU" if gpus_per_adapter == 1 else f"{gpus_per_adapter:g} GPUs"
 
 

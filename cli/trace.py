@@ -66,7 +66,7 @@ def _name_events(process: int, name: str, threads: Sequence[str]) -> Iterator[Ev
 
 
 def _nanoseconds(seconds: float) -> int:
-    """Whole ones, so that what follows one another in a thread never overlaps by the rounding of a sum."""
+    """Whole nanoseconds, so that rounding a sum never makes neighbours in a thread overlap."""
     return round(seconds * 1e9)
 
 
@@ -132,8 +132,8 @@ def _transfers(timeline: Timeline, journeys: Iterable[Journey]) -> Iterator[Even
 
 
 def _arrows(timeline: Timeline, journeys: Iterable[Journey]) -> Iterator[Event]:
-    """From the last nanosecond of an action (a flow starts in the slice it lies in) to the start of the
-    action that waits for it."""
+    """Flow events from the last nanosecond of an action (a flow starts in the slice it lies in) to the start
+    of the action that waits for it."""
     order, run = timeline.order, timeline.run
     for number, (i, target, thread) in enumerate(journeys):
         common = {"name": "sent", "cat": "sent", "id": number}

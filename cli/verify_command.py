@@ -73,7 +73,7 @@ def _detail(line: Line) -> str:
 
 
 def _difference(line: Line) -> str:
-    """What differs, with both values where there are two."""
+    """The two values of a line that differs."""
     if line.plan_value is None and line.expected_value is None:
         return line.detail
     plan, expected_value = _value_text(line.plan_value), _value_text(line.expected_value)

@@ -99,8 +99,8 @@ def build(
 def _tied_modules(
     module: Any, *, document: DeepspeedExport, tied: Sequence[CopiedWeight], own: StageLayers
 ) -> dict[str, dict[str, Any]]:
-    """Of a PipelineModule, as it keeps them for its TiedLayerSpecs: by name, who has copies of the weights of
-    this process. It makes them equal when it begins, and adds up their gradients before each update."""
+    """DeepSpeed's record of tied layers, as its PipelineModule keeps them for TiedLayerSpecs: by name, who
+    has copies of the weights of this process."""
     import torch
 
     modules: dict[str, dict[str, Any]] = {}

@@ -30,7 +30,8 @@ class CalibrationFiles:
 
 
 def calibrate(result: Check, files: PlanAndProfile, stem: str) -> CalibrationFiles | None:
-    """What a check's corrections are good for; None where it has none. `stem` begins the files' names."""
+    """The files that a check's corrections lead to; None where it has none. `stem` begins the files'
+    names."""
     corrections = result.corrections
     if corrections is None:
         return None
@@ -65,14 +66,14 @@ def _solve_again(files: PlanAndProfile, topology: Topology, profiles: Mapping[st
 
 
 def slower_alone(result: Check) -> float:
-    """How much longer the stages take here, alone, than the plan says: of their forwards and backwards."""
+    """The stages' forwards and backwards as measured alone, over those of the plan."""
     planned_seconds = sum(stage.planned.forward + stage.planned.backward for stage in result.of_plan.stages)
     measured_seconds = sum(stage.alone.forward + stage.alone.backward for stage in result.of_plan.stages)
     return measured_seconds / planned_seconds if planned_seconds else 1.0
 
 
 def corrected_topology(topology: Topology, corrections: Corrections, slower: float) -> Topology:
-    """Its devices at the speed that they were seen at, its links as they were measured.
+    """The topology with its devices' speeds and its links as the check measured them.
 
     What an action takes besides is not the search's to know; a transfer's latency carries it, as one goes
     with every action.

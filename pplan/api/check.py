@@ -97,7 +97,7 @@ def _check_runtime(
     run: Runner,
     notes: list[str],
 ) -> Check | None:
-    """By torchgpipe, FairScale or DeepSpeed."""
+    """Checks the plan with torchgpipe, FairScale or DeepSpeed."""
     check_runtime(options.runtime, emulate=options.emulate, calibrate=_calibrates(options))
     plan_case, remark = machine.choose_plan(plan, options.runtime)
     notes += [] if remark is None else [remark]
@@ -151,18 +151,18 @@ def _job(cases: list[CheckCase[Case]], profile: Profile, options: CheckOptions) 
 
 
 def _corrections(options: CheckOptions) -> Corrections | None:
-    """What an earlier check fitted. Raises FileError."""
+    """The corrections that an earlier check fitted. Raises FileError."""
     return None if options.calibration is None else Calibration.load(options.calibration).corrections
 
 
 def _sizes(cases: list[Case]) -> list[int]:
-    """From a small transfer to the largest of the cases'."""
+    """Transfer sizes to measure, from a small one to the largest of the cases'."""
     most = max([LEAST_SIZE, *(size for case in cases for size in case.crossing_bytes)])
     return sorted({LEAST_SIZE, 16 * LEAST_SIZE, max(most // 4, LEAST_SIZE), max(most, 64 * LEAST_SIZE)})
 
 
 def model_spec(profile: Profile, options: CheckOptions) -> ModelSpec:
-    """How the processes make the model again: as it was profiled, unless another is named.
+    """How the processes build the model: as it was profiled, unless another is named.
 
     Raises ModelError where the profile names code, which only the user may.
     """
@@ -188,7 +188,8 @@ def model_spec(profile: Profile, options: CheckOptions) -> ModelSpec:
 
 
 def choose_device(devices: int, options: CheckOptions, *, one_process: bool = False) -> Device:
-    """`one_process`: that uses all of them. Raises MachineError where there are too few."""
+    """The kind of device to run on; `one_process`: a single process uses all of them. Raises MachineError
+    where there are too few."""
     if options.emulate or options.device == "cpu":
         return "cpu"
     count = gpus()
@@ -241,7 +242,8 @@ def _build_check(
 
 
 def run_here(job: Job, callbacks: ProgressCallbacks | None = None) -> CheckMeasurements | None:
-    """In processes of this machine; or, where a launcher of the user's started this process, as one of them.
+    """Runs the job in processes of this machine; or, where the user's launcher started this process, as one
+    of its processes.
 
     None in one that is not the first.
     """

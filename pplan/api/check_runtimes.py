@@ -33,7 +33,7 @@ EXPORTS: dict[str, Callable[..., tuple[RuntimeDocument, str | None]]] = {
 
 @dataclass(frozen=True, eq=False)
 class PlanInputs:
-    """The layers, and the machine that the plan was made for."""
+    """The layers and the machine that a plan was made for."""
 
     chain: Chain
     topology: Topology
@@ -118,7 +118,7 @@ def for_runtime(
 
 
 def serial_note(case: RuntimeCase) -> list[str]:
-    """On what the prediction is made of, where the stages do not run side by side."""
+    """A note on the prediction, where stages share one thread."""
     if not is_serial(case) or len(case.parts) == 2:
         return []
     return [

@@ -14,7 +14,7 @@ from ..runtimes.formats.torchtitan_export import WORDS
 
 
 def megatron_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
-    """What `pretrain_gpt.py` takes besides the model and the data."""
+    """The arguments of `pretrain_gpt.py` besides the model and the data."""
     degrees = plan.degrees
     flags: dict[str, object] = {
         "--num-layers": sum(plan.blocks),
@@ -91,7 +91,7 @@ def torchtitan_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
 
 
 def torchtitan_remarks(plan: DegreePlan) -> list[str]:
-    """Where torchtitan does not train as the plan says."""
+    """Remarks on where torchtitan does not train as the plan says."""
     degrees, remarks = plan.degrees, []
     if degrees.zero == 1 and degrees.pipeline == 1 and degrees.data > 1:
         remarks.append("torchtitan has FSDP in place of ZeRO 1: its gradients are spread, too")

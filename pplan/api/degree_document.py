@@ -10,7 +10,7 @@ from .degree_arguments import megatron_arguments, torchtitan_arguments, torchtit
 
 
 def build_degrees_file(answer: DegreeAnswer, made_by: MadeBy) -> DegreesFile:
-    """All that an answer says."""
+    """The answer as a file."""
     shape = answer.shape
     return DegreesFile(
         model=shape.name,

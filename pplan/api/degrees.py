@@ -90,7 +90,7 @@ def build_machine(machine: MachineOptions) -> Topology:
 
 
 def rank_costs(topology: Topology, table: KernelTable | None) -> RankCosts:
-    """Of the device's preset. Raises UsageError where there are no figures of its FLOP/s."""
+    """The costs of the device's preset. Raises UsageError where its FLOP/s are not known."""
     name = topology.device(0).name
     preset = device_preset(name)
     if preset is None or preset.name not in ROOFLINES:

@@ -100,7 +100,7 @@ def _is_file(source: str) -> bool:
 def _plan_options(
     read: Partition, fixed: FixedPartition, partition: PartitionOptions, training: PlanOptions
 ) -> PlanOptions:
-    """What is asked of the plan: what is given, else what the partition says."""
+    """The options of the plan: those given, else what the partition says."""
     several = fixed.virtual_stages > 1
     mini_batch = training.mini_batch or read.mini_batch
     return replace(
@@ -114,7 +114,8 @@ def _plan_options(
 
 
 def _micro_batches(read: Partition, fixed: FixedPartition, mini_batch: int | None) -> int | None:
-    """As many as make the global batch of micro-batches as the partition is for; None: it does not say."""
+    """The number of micro-batches that the partition's micro-batch size makes of the global batch; None where
+    it does not say."""
     if mini_batch is None or read.samples is None:
         return None
     samples = read.samples * fixed.replicas

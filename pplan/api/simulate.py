@@ -58,7 +58,7 @@ def simulate(
     )
     profiles = own_profiles(machine, other.folder)
     chain = measured_profile.chain()
-    return _with_fields(lambda: simulate_plan(plan_document, chain, machine, overrides, profiles)).timeline
+    return _name_fields(lambda: simulate_plan(plan_document, chain, machine, overrides, profiles)).timeline
 
 
 def simulate_files(files: PlanAndProfile, overrides: Overrides, machine: MachineOptions) -> Simulation:
@@ -66,7 +66,7 @@ def simulate_files(files: PlanAndProfile, overrides: Overrides, machine: Machine
     plan, chain = files.plan, files.profile.chain()
     topology = _topology(plan, files.profile, machine, count_devices(plan, overrides), str(files.plan_file))
     profiles = own_profiles(topology, files.plan_file.parent if machine.topology is None else machine.folder)
-    simulation = _with_fields(lambda: simulate_plan(plan, chain, topology, overrides, profiles))
+    simulation = _name_fields(lambda: simulate_plan(plan, chain, topology, overrides, profiles))
     as_it_is = overrides == Overrides()
     plan_simulation = simulation if as_it_is else simulate_plan(plan, chain, topology, profiles=profiles)
     simulated = Simulation(
@@ -105,7 +105,7 @@ def simulate_costs(costs: StageCosts, overrides: Overrides) -> Simulation:
     check_size(stages, micro_batches, chunks)
     if not schedule.synchronous:
         check_steady_size(stages, LONG_ENOUGH * stages, chunks)
-    program = _with_fields(lambda: schedule.program(stages, micro_batches, chunks))
+    program = _name_fields(lambda: schedule.program(stages, micro_batches, chunks))
     return Simulation(
         schedule=schedule,
         micro_batches=micro_batches,
@@ -133,8 +133,9 @@ def _notes(program: Program, costs: StageCosts) -> list[str]:
     return notes
 
 
-def _with_fields(make: Callable[[], T]) -> T:
-    """What `make` returns; an error of it that begins with a number of stages names the field."""
+def _name_fields(make: Callable[[], T]) -> T:
+    """Returns what `make` returns; an error that begins with a number of stages or micro-batches gets the
+    field's name."""
     try:
         return make()
     except UsageError as error:
@@ -158,8 +159,8 @@ def _topology(plan: Plan, profile: Profile, machine: MachineOptions, gpus: int, 
 
 
 def _differences(plan: Plan, step: float, *, are_overridden: bool) -> list[str]:
-    """That the plan as it is takes `step` seconds, other than it says: it was made for another machine.
-    `are_overridden`: the user named one."""
+    """A note where the unchanged plan takes other `step` seconds than it says: it was made for another
+    machine."""
     predicted_step = plan.prediction.step_seconds
     # A difference that does not show would read as a contradiction.
     if abs(step - predicted_step) <= 1e3 * TIE * predicted_step or format_seconds(step) == format_seconds(

@@ -184,7 +184,7 @@ def sweep(
 def _solve_point(
     profile: Profile, profile_file: str, profile_sha256: str, options: Mapping[str, Any], **point: Any
 ) -> Plan:
-    """In a process of its own: without comparisons, which no row shows."""
+    """Solves one point in a worker process, without the comparisons, which no row shows."""
     problem_options = {**options, **point}
     return _solve(profile, problem_options, profile_file, profile_sha256, compared=False)
 

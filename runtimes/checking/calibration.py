@@ -95,7 +95,7 @@ def _missed(case: Case, result: CaseResult, corrections: Corrections) -> float:
 
 
 def find_minimum(function: Callable[[float], float], low: float, high: float, width: float) -> float:
-    """Where a function with one valley is least, by golden sections."""
+    """The minimum of a function with one valley, by golden-section search."""
     share = (math.sqrt(5) - 1) / 2
     lower, right = high - share * (high - low), low + share * (high - low)
     at_left, at_right = function(lower), function(right)

@@ -99,7 +99,8 @@ def _loopback() -> str:
 
 
 def _watch(launcher: subprocess.Popen[bytes], folder: Path, job: Job, callbacks: ProgressCallbacks) -> None:
-    """Until the launcher ends. Raises MachineError at a failure, or where nothing goes on any more."""
+    """Watches the processes until the launcher ends. Raises MachineError when one fails, or none makes
+    progress."""
     doing: dict[str, str] = {}
     since, prediction_count = time.monotonic(), 0
     while launcher.poll() is None:
@@ -124,7 +125,7 @@ def _watch(launcher: subprocess.Popen[bytes], folder: Path, job: Job, callbacks:
 
 
 def _report_predictions(folder: Path, callbacks: ProgressCallbacks, count: int) -> int:
-    """Those that are new; returns how many there are."""
+    """Reports new predictions; returns the number reported so far."""
     while (path := folder / f"{count}.predicted").is_file():
         content = json.loads(path.read_text())
         callbacks.predicted(content["name"], CasePrediction.model_validate(content["predicted"]))
@@ -137,7 +138,7 @@ def _doing(folder: Path) -> dict[str, str]:
 
 
 def _error(folder: Path, otherwise: list[str]) -> PplanError:
-    """Of the process that failed on its own account, the first of them; else of what ended without a word."""
+    """The error of the first process that failed by itself; else of one that ended without a message."""
     failures = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.failed")}
     own_failures = {rank: failure for rank, failure in failures.items() if not failure["lost"]}
     exit_codes = _exit_codes(folder)
@@ -208,7 +209,7 @@ def _hanging(folder: Path, doing: dict[str, str], seconds: float) -> PplanError:
 
 
 def _stacks(folder: Path) -> dict[str, list[str]]:
-    """Where each process stands, the innermost frame first."""
+    """The stack of each process, innermost frame first."""
     pids = _pids(folder)
     for pid in pids.values():
         with contextlib.suppress(OSError, AttributeError):
@@ -221,7 +222,7 @@ def _stacks(folder: Path) -> dict[str, list[str]]:
 
 
 def busy_frames(dump: str) -> list[str]:
-    """Of the thread that computes, as faulthandler writes the stacks of one or all; the innermost first."""
+    """The frames, innermost first, of the thread that computes, from what faulthandler writes."""
     threads = []
     for thread in re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.MULTILINE):
         frames = re.findall(r'File "(.+)", line (\d+) in (.+)', thread)
@@ -257,7 +258,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _pids(folder: Path) -> dict[str, int]:
-    """By rank, of those that have begun."""
+    """Process ids by rank, of processes that have begun."""
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("[0-9]*.pid")}
 
 
@@ -266,7 +267,7 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def gpus() -> int:
-    """That torch finds here."""
+    """The number of GPUs that torch finds."""
     if not any(Path(name).exists() for name in _DRIVERS):
         return 0
     import torch
@@ -275,6 +276,6 @@ def gpus() -> int:
 
 
 def cores() -> int:
-    """Of the processor, that this process may use."""
+    """The number of processor cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

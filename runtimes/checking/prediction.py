@@ -18,7 +18,7 @@ from .job import Case, Corrections, CutLink, RuntimeCase, StageSeconds
 
 
 def predict_step(case: Case, stages: Sequence[StageSeconds], corrections: Corrections | None) -> Timeline:
-    """A step of the case, of stages that take so long alone."""
+    """A simulated step of the case, from stages measured alone."""
     program = case.document.program
     factors = corrections or Corrections()
     splits = splits_backward(case.document.actions)

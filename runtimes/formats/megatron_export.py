@@ -180,7 +180,7 @@ def _overrides(fields: dict[str, Any], plan: Plan, recompute: int | None) -> lis
 
 
 def _tied_remark(plan: Plan, runtime: str) -> str | None:
-    """What goes without a flag."""
+    """A remark on tied weights, where no flag sets them."""
     if runtime != "megatron" or not plan.tied:
         return None
     return (
@@ -192,7 +192,7 @@ def _tied_remark(plan: Plan, runtime: str) -> str | None:
 def _remarks(
     model: Transformer, ends: Sequence[int], choice: Choice, stages: Sequence[int], runtime: str
 ) -> list[str]:
-    """What the trainer does otherwise than the plan, in sentences."""
+    """Remarks on what the trainer does otherwise than the plan."""
     remarks = []
     moved = model.names[model.ends[-1] : ends[-2]] if len(ends) > 1 else ()
     if moved:

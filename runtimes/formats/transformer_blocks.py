@@ -38,7 +38,7 @@ class Transformer:
 
     @property
     def blocks(self) -> int:
-        """How many there are."""
+        """The number of blocks."""
         return len(self.ends) - 1
 
     @property
@@ -56,7 +56,7 @@ class Transformer:
         return end in self.ends or end > self.ends[-1] or end == 0
 
     def blocks_before(self, end: int) -> int:
-        """How many blocks end before layer `end`."""
+        """The number of blocks that end before layer `end`."""
         return max(bisect_right(self.ends, end) - 1, 0)
 
 

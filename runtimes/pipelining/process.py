@@ -77,16 +77,16 @@ class PipelineProcess:
 
     @property
     def samples(self) -> int:
-        """Of a step of this process: the global batch, or its replica's part of it."""
+        """Samples of a step of this process: the global batch, or its replica's part of it."""
         return self.document.mini_batch // self.document.replicas
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those to optimise; a process whose stages have none needs no optimizer."""
+        """The parameters to optimise; a process whose stages have none needs no optimizer."""
         parameters = (parameter for module in self.wrapped.values() for parameter in module.parameters())
         return [parameter for parameter in parameters if parameter.requires_grad]
 
     def share(self, whole: Tensor) -> Tensor:
-        """Of a tensor of the global batch, the samples of this replica: its part of each micro-batch."""
+        """This replica's samples of a tensor of the global batch: its part of each micro-batch."""
         check_samples("global batch", whole, self.document.mini_batch)
         replica_samples = self.samples // self.document.micro_batches
         parts = whole.reshape(

@@ -68,7 +68,8 @@ def _in_mesh(mesh: DeviceMesh, document: TorchExport) -> RankCoordinates:
 
 
 def _ranks(mesh: DeviceMesh, document: TorchExport) -> tuple[tuple[int, ...], ...]:
-    """By device of the pipeline and replica, those of the mesh that differ from this process in no more."""
+    """By device of the pipeline and replica, the ranks of the mesh that differ from this process in no other
+    dimension."""
     names = tuple(name for name in mesh.mesh_dim_names or () if name in ("pp", "dp"))
     rank_table = mesh[names].mesh
     table = rank_table.T if names == ("dp", "pp") else rank_table
@@ -109,7 +110,8 @@ def replicate_stage(
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
-    """What DistributedDataParallel does, for schedules whose weight gradients it does not see come."""
+    """Averages gradients as DistributedDataParallel does, for schedules whose weight gradients it does not
+    see."""
     group = mesh.get_group()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     for work in [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]:

@@ -23,7 +23,8 @@ from .stage_module import StageModule
 
 @dataclass(frozen=True)
 class StageShapes:
-    """Of one micro-batch of a process: tensors on the meta device, and what is to be known of the inputs."""
+    """The tensors of one micro-batch on the meta device: a stage's inputs, outputs, and the form of its
+    inputs."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]

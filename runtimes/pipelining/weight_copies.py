@@ -33,7 +33,8 @@ class CopiedWeight:
 
 
 def find_tied_weights(layers: nn.Sequential, parts: Sequence[int]) -> list[CopiedWeight]:
-    """In the order of the layers that use them first: the same in every process.
+    """The weights that several stages use, ordered by the first layer that uses them: the same in every
+    process.
 
     Raises ExportError where stages share a buffer that some layer writes, or may: no other would see it.
     """
@@ -54,7 +55,7 @@ def find_tied_weights(layers: nn.Sequential, parts: Sequence[int]) -> list[Copie
 
 
 def read_only_buffers(layers: nn.Sequential) -> list[Tensor]:
-    """Those that several layers use and none writes, where the layers were made of a model and know it."""
+    """Buffers that several layers use and none writes, where the layers were made of a model and know it."""
     names = layers.read_only_buffers if isinstance(layers, LayerSequential) else ()
     buffers = dict(layers.named_buffers())
     return [buffers[name] for name in names if name in buffers]
@@ -84,7 +85,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def shared_tensor_error(one: int, other: int, tensor: Tensor, kind: str) -> ExportError:
-    """Where two stages use a tensor and must not."""
+    """The error where two stages use a tensor and must not."""
     return ExportError(
         f"stages {one} and {other} share a {kind} of shape {tuple(tensor.shape)}, which cannot be on both",
         "Make a plan for this model and runtime: pplan solve cuts between no layers that share it.",
@@ -151,7 +152,7 @@ class TiedGradients:
         return len(self._copies)
 
     def add_up(self) -> None:
-        """After the last backward of a step: every copy has the gradients of all, averaged over replicas."""
+        """Adds up the gradients of all copies after the last backward of a step, averaged over replicas."""
         for weight in self._copies:
             gradients = [_gradient(parameter) for parameter in weight.parameters]
             if gradients:
@@ -165,7 +166,7 @@ class TiedGradients:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """Of this process: of a sharded parameter its part."""
+    """The gradient of this process: of a sharded parameter its part."""
     if parameter.grad is None:
         parameter.grad = parameter.new_zeros(parameter.shape)
     gradient: Any = parameter.grad
@@ -229,7 +230,7 @@ class _Groups:
 
     @classmethod
     def of(cls, tables: Sequence[Sequence[Sequence[int]]], devices: Sequence[int]) -> _Groups:
-        """Of one weight, on these devices of every pipeline."""
+        """The groups for one weight on these devices, of every pipeline."""
         own_rank, all_replicas, same_replica = dist.get_rank(), None, None
         for ranks in tables:
             members = [ranks[device] for device in devices]

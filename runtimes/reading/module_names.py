@@ -141,7 +141,7 @@ def _in_order(stages: Sequence[int], count: int, format: str, where: str) -> Par
 
 
 def _with_options(partition: Partition, options: Options, where: str) -> Partition:
-    """With what torchtitan's options, or a recipe of NeMo, say beside the names."""
+    """The partition, with what torchtitan's options, or a recipe of NeMo, say beside the names."""
     devices = read_number(options, "pipeline_parallel_degree", where) or read_number(
         options, "pp_size", where
     )

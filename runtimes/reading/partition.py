@@ -18,7 +18,7 @@ FORMATS = (
 
 @dataclass(frozen=True)
 class Partition:
-    """What was read; None where it is not said.
+    """A partition from another tool's file; None where that does not say.
 
     `ends`: by stage, the layers before its end; `virtual_stages` of them are on each device. `replicas`: of
     every stage. `samples`: of a micro-batch, on each replica. `runtime`: that the file was written for.
@@ -47,7 +47,8 @@ def partition_error(where: str, why: str, hint: str = "") -> FileError:
 
 
 def from_counts(counts: Sequence[int], names: Sequence[str], where: str) -> Partition:
-    """Of a list of layers a stage; of transformer blocks a stage, where they are as many as the blocks."""
+    """The partition of a list of layers a stage; of transformer blocks a stage, where they are as many as the
+    blocks."""
     _check_positive(counts, where)
     layers = len(names)
     if sum(counts) == layers:
@@ -67,7 +68,8 @@ def from_counts(counts: Sequence[int], names: Sequence[str], where: str) -> Part
 
 
 def from_blocks(counts: Sequence[int], names: Sequence[str], where: str, format: str) -> Partition:
-    """Of transformer blocks a stage: the embedding is on the first stage, the head on the last."""
+    """The partition of transformer blocks a stage: the embedding is on the first stage, the head on the
+    last."""
     try:
         model = find_blocks(names)
     except NotBlocksError as error:
@@ -88,7 +90,8 @@ def from_blocks(counts: Sequence[int], names: Sequence[str], where: str, format:
 
 
 def from_bounds(bounds: Sequence[int], names: Sequence[str], where: str) -> Partition:
-    """Of DeepSpeed's parts: stage i holds layers bounds[i] up to, not including, bounds[i + 1]."""
+    """The partition of DeepSpeed's parts: stage i holds layers bounds[i] up to, not including, bounds[i +
+    1]."""
     counts = [end - first for first, end in pairwise(bounds)]
     return replace(from_counts(counts, names, where), format="deepspeed")
 

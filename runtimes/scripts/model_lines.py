@@ -154,7 +154,7 @@ class _Data:
 
     @property
     def functional(self) -> str | None:
-        """What the loss imports."""
+        """The functions that the loss imports."""
         return {"cross-entropy": "cross_entropy", "mse": "mse_loss"}.get(self.loss)
 
     def _loss(self) -> str:
@@ -187,7 +187,7 @@ class _Data:
 
 
 def _imports(name: str, document: ExportDocument, data: _Data, build: str, optimizer: str) -> list[str]:
-    """In the order that linters ask for."""
+    """The import lines, in the order that linters ask for."""
     modules, names = ["import torch"], [build]
     if isinstance(document, TorchExport):
         modules.append("import torch.distributed as dist")

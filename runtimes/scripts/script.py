@@ -126,10 +126,10 @@ def _common_fields(
     checkpoint = f"{path.stem}.pt" if isinstance(document, PipeExport) else f"{path.stem}.checkpoint"
     return {
         "command": command,
-        "model": _in_words(document.model),
-        "plan_name": _in_words(beside.name),
+        "model": _printable_name(document.model),
+        "plan_name": _printable_name(beside.name),
         "plan_path": f"HERE / {write_literal(beside.as_posix())}",
-        "checkpoint_name": _in_words(checkpoint),
+        "checkpoint_name": _printable_name(checkpoint),
         "checkpoint_path": f"HERE / {write_literal(checkpoint)}",
         "stages": f"{count} stage{'s' * (count > 1)}",
         "estimated": " (estimated)" if document.estimated else "",
@@ -162,7 +162,7 @@ def _check_names(*paths: Path) -> None:
             raise ExportError(f"`script`: the file's name is {quote_name(path.name)}", "Name it in one line.")
 
 
-def _in_words(name: str) -> str:
+def _printable_name(name: str) -> str:
     """A name as it may stand in a docstring."""
     return "".join(c if c.isprintable() and c not in '"\\' else "_" for c in name)
 

@@ -20,7 +20,7 @@ from ..job import StageSeconds
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Of the device that computes."""
+    """The clock of a device."""
     return CudaClock(device) if device.type == "cuda" else CpuClock()
 
 
@@ -51,7 +51,7 @@ class ActionStamps:
         self._pending.clear()
 
     def forget(self) -> None:
-        """What was stamped so far: those were warm-ups."""
+        """Drops the stamps so far, those of warm-ups."""
         self.settle()
         self._seconds.clear()
 
@@ -97,7 +97,7 @@ class PartitionStamps(ActionStamps):
         super().settle()
 
     def remove(self) -> None:
-        """No more stamps."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
 

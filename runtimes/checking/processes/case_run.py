@@ -39,7 +39,7 @@ class CheckGroup:
         return not dist.is_initialized() or dist.get_rank() == 0
 
     def gather(self, own: T) -> list[T]:
-        """What every process has, by rank."""
+        """Gathers a value of every process, by rank."""
         if not dist.is_initialized():
             return [own]
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -47,7 +47,7 @@ class CheckGroup:
         return everyone
 
     def compute_on_last(self, compute: Callable[[], T]) -> T:
-        """What the last process computes; the others wait for it."""
+        """Computes on the last process; the others wait for the result."""
         if not dist.is_initialized():
             return compute()
         objects: list[Any] = [None]
@@ -59,7 +59,7 @@ class CheckGroup:
         return value
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Waits until all processes are here."""
         if dist.is_initialized():
             dist.barrier()
 
@@ -102,7 +102,7 @@ class CaseRun:
         return self.group.compute_on_last(train)
 
     def _predict(self, pipeline: PipelineAdapter) -> CasePrediction:
-        """From what every stage takes alone."""
+        """Predicts the case from its stages measured alone."""
         self.group.wait()
         prediction = pipeline.predict(self._by_stage(self.group.gather(pipeline.measure_stages())))
         if self.group.is_first:
@@ -110,7 +110,7 @@ class CaseRun:
         return prediction
 
     def _by_stage(self, everyone: Sequence[dict[int, StageSeconds]]) -> list[StageSeconds]:
-        """Of every stage, its slowest replica."""
+        """The slowest replica of every stage."""
         return [
             max((own[stage] for own in everyone if stage in own), key=lambda own: own.forward + own.backward)
             for stage in range(len(self.case.parts) - 1)
@@ -154,7 +154,8 @@ class CaseRun:
         return self._join(self.group.gather(results))
 
     def _join(self, everyone: Sequence[Any]) -> RunSeconds:
-        """What all processes saw. A step lasts from when they begin to the last end: the longest."""
+        """Joins the measurements of all processes. A step lasts from the common start to the last process's
+        end."""
         by_step = zip(*(seconds for seconds, _, _ in everyone), strict=True)
         peaks = [peak for _, _, process_peaks in everyone for peak in process_peaks]
         replicas = self.case.replicas
@@ -166,7 +167,7 @@ class CaseRun:
 
 
 def _forget_stamps(pipeline: PipelineAdapter) -> None:
-    """What was stamped and allocated so far: those were warm-ups."""
+    """Drops stamps and memory peaks so far, those of warm-ups."""
     for stamps in pipeline.stamps:
         stamps.forget()
     for device in _gpus(pipeline.devices):

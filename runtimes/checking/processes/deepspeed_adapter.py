@@ -75,11 +75,11 @@ class DeepspeedAdapter(PipelineAdapter):
 
     @property
     def stamps(self) -> Sequence[ActionStamps]:
-        """Of this process."""
+        """The stamps of this process."""
         return [self._stamps]
 
     def measure_stages(self) -> dict[int, StageSeconds]:
-        """Its stage's."""
+        """Measures this process's stage alone."""
         seconds = measure_isolated(
             SeparateTensors(self.model),
             self._inputs,
@@ -91,7 +91,7 @@ class DeepspeedAdapter(PipelineAdapter):
         return {self.stage: seconds}
 
     def predict(self, stages: Sequence[StageSeconds]) -> CasePrediction:
-        """By the simulator."""
+        """Predicts by the simulator."""
         return CasePrediction(stages=list(stages), step_seconds=predict_seconds(self.case, stages))
 
     def feed(self, samples: ModelInput) -> Iterator[tuple[Any, Tensor]]:
@@ -109,7 +109,7 @@ class DeepspeedAdapter(PipelineAdapter):
         return [self.engine.train_batch(batch)]
 
     def update(self) -> None:
-        """Its optimizer is part of its step."""
+        """Nothing: DeepSpeed's step includes its optimizer."""
 
     def watch(self) -> None:
         """Every forward and backward of the engine, which looks up what an instruction does."""
@@ -123,5 +123,5 @@ class DeepspeedAdapter(PipelineAdapter):
         wrap_instructions(self.engine, wrappers)
 
     def stage_seconds(self) -> dict[int, StageSeconds]:
-        """Its stage's."""
+        """The measured seconds of this process's stage."""
         return {self.stage: self._stamps.stages()[self.stage]}

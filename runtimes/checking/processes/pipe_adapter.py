@@ -32,13 +32,13 @@ class PipeAdapter(PipelineAdapter):
 
     @property
     def model(self) -> nn.Module:
-        """All stages."""
+        """All stages of the pipe."""
         pipe: nn.Module = self._pipe
         return pipe
 
     @property
     def stamps(self) -> Sequence[ActionStamps]:
-        """By stage."""
+        """The stamps of each stage."""
         return self._stamps
 
     def measure_stages(self) -> dict[int, StageSeconds]:
@@ -86,12 +86,12 @@ class PipeAdapter(PipelineAdapter):
             stamps.backward_runs = runs
 
     def watch(self) -> None:
-        """By hooks on the partitions."""
+        """Stamps the actions by hooks on the partitions."""
         pairs = zip(self._pipe.partitions, self.devices, strict=True)
         self._stamps = [PartitionStamps(partition, device) for partition, device in pairs]
 
     def stage_seconds(self) -> dict[int, StageSeconds]:
-        """Of all stages."""
+        """The measured seconds of all stages."""
         return {number: stamps.stage() for number, stamps in enumerate(self._stamps)}
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ def _build_pipe(case: RuntimeCase, target: TrainingTarget) -> Any:
 
 
 def _outputs(stage: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What the next stage is fed."""
+    """The inputs of the next stage."""
     with torch.no_grad():
         output = stage(*inputs)
     tensors = (output,) if isinstance(output, Tensor) else tuple(output)
@@ -127,7 +127,7 @@ def _micro_batches(output: Any, count: int) -> list[Any]:
 
 
 def _end_threads(others: Iterable[threading.Thread]) -> None:
-    """Those of FairScale, whose Pipe is gone, are waited for: a living Pipe would keep the interpreter from
+    """Waits for FairScale's threads after its Pipe is gone: a living Pipe would keep the interpreter from
     ending, and a thread whose end meets the interpreter's may abort it."""
     gc.collect()
     for thread in set(threading.enumerate()).difference(others):

@@ -32,12 +32,12 @@ def take_device(job: Job, process: TorchrunEnv) -> torch.device:
 
 
 def choose_backend(device: torch.device) -> str:
-    """Of torch.distributed."""
+    """The backend of torch.distributed for a device."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def choose_timeout(job: Job, journal: RankJournal) -> timedelta:
-    """How long a process waits for another."""
+    """The time that a process waits for another."""
     alone = journal.folder is None
     return timedelta(seconds=job.timeout_seconds if alone else 2 * job.timeout_seconds + LAST_SECONDS)
 

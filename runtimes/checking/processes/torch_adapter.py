@@ -48,11 +48,11 @@ class TorchAdapter(PipelineAdapter):
 
     @property
     def stamps(self) -> Sequence[ActionStamps]:
-        """Of this process."""
+        """The stamps of this process."""
         return [self._stamps]
 
     def _stage_inputs(self, target: TrainingTarget) -> dict[int, tuple[Tensor, ...]]:
-        """What each of this process's stages is sent for a micro-batch."""
+        """The input of each of this process's stages for a micro-batch."""
         size = self.document.micro_batch_size // self.document.replicas
         arguments = target.example.repeated(size).layer_input
         first = InputForm.of(target.example).micro_batch(target.example, size)
@@ -63,7 +63,7 @@ class TorchAdapter(PipelineAdapter):
         }
 
     def measure_stages(self) -> dict[int, StageSeconds]:
-        """As the schedule runs them, but for the replicas' exchange of gradients."""
+        """Measures each stage as the schedule runs it, without the replicas' exchange of gradients."""
         last, seconds = len(self.document.parts) - 2, {}
         for stage, module in self.process.wrapped.items():
             inner = _stage_inside(module)
@@ -78,7 +78,7 @@ class TorchAdapter(PipelineAdapter):
         return seconds
 
     def predict(self, stages: Sequence[StageSeconds]) -> CasePrediction:
-        """By the simulator, without the corrections and with them."""
+        """Predicts by the simulator, without the corrections and with them."""
         corrections = self.corrections
         return CasePrediction(
             stages=list(stages),
@@ -98,7 +98,7 @@ class TorchAdapter(PipelineAdapter):
         return process.step(share if process.is_first else None, target)
 
     def watch(self) -> None:
-        """As PyTorch's schedule calls the actions."""
+        """Stamps the actions where PyTorch's schedule calls them."""
         stages: list[Any] = list(self.process.stages)
         for stage in stages:
             index = stage.stage_index
@@ -111,7 +111,7 @@ class TorchAdapter(PipelineAdapter):
             stage.backward_one_chunk = _choose_backward(full, input_only)
 
     def stage_seconds(self) -> dict[int, StageSeconds]:
-        """Of the stages of this process."""
+        """The measured seconds of this process's stages."""
         return self._stamps.stages()
 
 

@@ -42,7 +42,8 @@ class TrainingTarget:
 
 
 def load_target(model: ModelSpec | None, case: Case | RuntimeCase) -> TrainingTarget:
-    """Of a case. Raises ModelError as loading and cutting the model do, ValueError where there is none."""
+    """The target of a case. Raises ModelError as loading and cutting the model do, ValueError where there is
+    none."""
     if isinstance(case, Case) and case.waits is not None:
         size = case.document.micro_batch_size // case.document.replicas
         layers = emulate_stages(case.waits, size)
@@ -132,7 +133,7 @@ class EmulatedStage(nn.Module):
         self.weight = nn.Parameter(torch.zeros(()))
 
     def forward(self, tensor: Tensor) -> Tensor:
-        """Of the batch that it is given, one of as many samples."""
+        """Returns a batch of as many samples as the input."""
         waits = not tensor.is_meta
         splits_backward = self.seconds.input + self.seconds.weight > 0
         input_wait = self.seconds.input if splits_backward else self.seconds.backward
@@ -148,7 +149,7 @@ class EmulatedStage(nn.Module):
 
 
 class _WaitForInput(torch.autograd.Function):
-    """Another tensor of as many samples, whose backward takes as long as the input's gradient."""
+    """Returns another tensor of as many samples; its backward waits as long as the input's gradient takes."""
 
     @staticmethod
     def forward(
@@ -166,7 +167,7 @@ class _WaitForInput(torch.autograd.Function):
 
 
 class _WaitForWeight(torch.autograd.Function):
-    """The weight, whose backward takes as long as the gradient of the stage's weights."""
+    """Returns the weight; its backward waits as long as the gradient of the stage's weights takes."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, seconds: float, sleep: Sleep) -> Tensor:

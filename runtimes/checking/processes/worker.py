@@ -125,7 +125,8 @@ if __name__ == "__main__":
 
 
 def run_in_torchrun(job: Job, process: TorchrunEnv) -> CheckMeasurements | None:
-    """What was found, in the first process; None in the others.
+    """Runs the job as a process of torchrun: returns the measurements in the first process, None in the
+    others.
 
     Raises RankFailedError in the process that fails, LostRankError in those that lose it.
     """
@@ -145,7 +146,7 @@ class RankFailedError(MachineError):
 
 
 class LostRankError(MachineError):
-    """Another process is gone, or does not answer."""
+    """Another process has gone, or does not answer."""
 
 
 def _hint(what: str, job: Job) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ..cost_models.number_format import percent, three_digits
 from ..cost_models.optimizers import find_optimizer
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..planner.plan_file import Plan
 from ..planner.plan_records import Aim, Prediction
-from .number_format import percent, three_digits
 
 
 def short_summary(plan: Plan) -> list[str]:
@@ -45,7 +45,7 @@ def _batch(plan: Plan) -> str:
 
 
 def _states(plan: Plan) -> str:
-    """In which numbers it trains, where the plan says it: `; mixed precision, bf16 gradients, ...`."""
+    """The training precision, where the plan names it: `; mixed precision, bf16 gradients, ...`."""
     if plan.precision is None or (plan.precision in ("fp32", "fp64") and not plan.zero):
         return ""
     precision = plan.training_precision
@@ -57,7 +57,7 @@ def _states(plan: Plan) -> str:
 
 
 def _interval(prediction: Prediction) -> str:
-    """Where the step lies as a rule: ` (80 % interval 12.1 to 12.9 ms)`, as far as it would show."""
+    """The prediction's interval, ` (80 % interval 12.1 to 12.9 ms)`, where it is wide enough to print."""
     if prediction.low_seconds is None or prediction.high_seconds is None:
         return ""
     low, high = format_seconds(prediction.low_seconds), format_seconds(prediction.high_seconds)
@@ -97,7 +97,7 @@ def _objective_proof(plan: Plan, aim: Aim) -> str:
 
 
 def objective_value(aim: Aim) -> str:
-    """What the plan has of what is aimed at."""
+    """The plan's value of its objective."""
     where = " on the fullest device" if aim.unit == "bytes" else ""
     return f"{_amount(aim, aim.value)}{where}"
 
