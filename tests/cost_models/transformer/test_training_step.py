@@ -160,10 +160,9 @@ def test_recomputation_keeps_inputs_and_computes_twice() -> None:
 def test_recomputation_of_the_first_blocks_of_a_stage(again: int) -> None:
     """Of twelve equal blocks: as many forwards more, and as many inputs in place of what a block keeps."""
     degrees = ParallelDegrees(tensor=8)
-    none, some, full = (
-        estimate_step(LLAMA, degrees, TrainingSetting(8, Tokens(4096), mode, recompute_blocks=number), COSTS)
-        for mode, number in (("none", None), ("full", again), ("full", None))
-    )
+    whole = TrainingSetting(8, Tokens(4096), "full")
+    settings = (replace(whole, recompute="none"), replace(whole, recompute_blocks=again), whole)
+    none, some, full = (estimate_step(LLAMA, degrees, setting, COSTS) for setting in settings)
     share = again / LLAMA.blocks
     assert some.step_seconds == pytest.approx(
         (1 - share) * none.step_seconds + share * full.step_seconds, rel=1e-9
