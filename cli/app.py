@@ -39,16 +39,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # typer leaves so where the reader of the pipe has gone
         if not isinstance(end.__context__, BrokenPipeError):
             raise
-        return _reader_gone()
+        return _silence_output()
     except BrokenPipeError:
-        return _reader_gone()
+        return _silence_output()
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
         return _report(error, words, debug=session is not None and session.debug)
     if status == 130:
         print("pplan: interrupted", file=sys.stderr)
-        _tell_json(words, {"status": 130, "kind": "interrupted", "message": "interrupted", "advice": ""})
+        _print_json_error(
+            words, {"status": 130, "kind": "interrupted", "message": "interrupted", "advice": ""}
+        )
     return status if isinstance(status, int) else 0
 
 
@@ -56,7 +58,7 @@ def _report(error: Exception, words: Sequence[str], *, debug: bool) -> int:
     """Prints the two lines of an error, and returns its exit status."""
     from .streams import printable
 
-    own_error = _as_ours(error, words)
+    own_error = _as_own_error(error, words)
     if own_error is not None:
         from ..cost_models.errors import InfeasibleError
         from .field_names import as_options
@@ -72,12 +74,12 @@ def _report(error: Exception, words: Sequence[str], *, debug: bool) -> int:
         first = printable((str(error).splitlines() or [""])[0])
         message = f"internal error: {type(error).__name__}{': ' if first else ''}{first}"
         print(f"pplan: {message}\n  {_REPORT}", file=sys.stderr)
-        _tell_json(words, {"status": 1, "kind": "defect", "message": message, "advice": _REPORT})
+        _print_json_error(words, {"status": 1, "kind": "defect", "message": message, "advice": _REPORT})
         return 1
     print(f"pplan: {printable(_one_line(own_error.what))}", file=sys.stderr)
     if own_error.hint:
         print(f"  {printable(_one_line(own_error.hint))}", file=sys.stderr)
-    _tell_json(words, own_error.as_json)
+    _print_json_error(words, own_error.as_json)
     if isinstance(error, OSError):
         _drop_output()  # of a full disk, which would fail once more at the interpreter's exit
     return own_error.exit_status
@@ -86,11 +88,11 @@ def _report(error: Exception, words: Sequence[str], *, debug: bool) -> int:
 _REPORT = "Please report it, with what the same command prints as pplan --debug ..."
 
 
-def _tell_json(words: Sequence[str], error: Mapping[str, object]) -> None:
+def _print_json_error(words: Sequence[str], error: Mapping[str, object]) -> None:
     """Prints {"error": ...} on standard output where JSON was asked for, and none was printed yet."""
     from . import streams
 
-    if "--json" not in words or streams.told_json():
+    if "--json" not in words or streams.printed_result():
         return
     import contextlib
     import json
@@ -100,7 +102,7 @@ def _tell_json(words: Sequence[str], error: Mapping[str, object]) -> None:
         print(json.dumps({"error": error}, indent=1), flush=True)
 
 
-def _as_ours(error: Exception, words: Sequence[str]) -> PplanError | None:
+def _as_own_error(error: Exception, words: Sequence[str]) -> PplanError | None:
     """The error in our own words; None where it is a defect of pplan."""
     import errno
 
@@ -136,14 +138,14 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _reader_gone() -> int:
-    """Quiet where the reader of standard output has gone, also at the interpreter's exit."""
+def _silence_output() -> int:
+    """Silences standard output once its reader has gone, also at the interpreter's exit."""
     _drop_output()
     return 0
 
 
 def _drop_output() -> None:
-    """What standard output still has to write goes nowhere."""
+    """Sends what standard output still has to write to the null device."""
     import contextlib
     import os
 

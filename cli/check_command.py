@@ -11,7 +11,7 @@ import typer
 
 from ..api.options import CheckOptions
 from .compare_command import DIFFERENCE, share
-from .streams import console, is_watched, remark, result
+from .streams import console, is_interactive, remark, result
 
 if TYPE_CHECKING:
     from ..api.load import PlanAndProfile
@@ -54,20 +54,21 @@ def check_command(
     Several nodes: torchrun --nnodes 2 ... --no-python pplan check PLAN
     """
     from ..api.load import read_plan
-    from .output import named_or_newest
+    from .output import choose_input
 
-    read = read_plan(named_or_newest(plan_file, ("plan",)), profile_file)
+    files = read_plan(choose_input(plan_file, ("plan",)), profile_file)
     if save:
-        _check_target(read).check(read.plan_file, read.profile_file)
-    check = _run(read, options)
+        _check_target(files).check(files.plan_file, files.profile_file)
+    check = _run(files, options)
     if check is None:
         return
-    _tell(check, read, save=save, as_json=as_json, calibrate=options.calibrate)
+    _print_result(check, files, save=save, as_json=as_json, calibrate=options.calibrate)
     _fail(check, fail_above)
 
 
-def _run(read: PlanAndProfile, options: CheckOptions) -> Check | None:
-    """Of several processes that a torchrun started, one says what went wrong: the one that failed."""
+def _run(files: PlanAndProfile, options: CheckOptions) -> Check | None:
+    """Runs the check. Of several processes that torchrun started, only the one that failed says what went
+    wrong."""
     from ..api.check import check_plan, run_here
     from ..api.provenance import made_by
     from ..runtimes.checking.launching import ProgressCallbacks
@@ -75,22 +76,22 @@ def _run(read: PlanAndProfile, options: CheckOptions) -> Check | None:
 
     callbacks = (
         ProgressCallbacks(doing=remark, predicted=_announce)
-        if is_watched()
+        if is_interactive()
         else ProgressCallbacks(predicted=_announce)
     )
-    folder = read.plan_file.parent
+    folder = files.plan_file.parent
     try:
         check = check_plan(
-            read.plan,
-            read.profile,
+            files.plan,
+            files.profile,
             folder,
-            read.plan_file.name,
+            files.plan_file.name,
             options,
             lambda job: run_here(job, callbacks),
         )
     except Exception as error:
         # What all fail with is told by the first.
-        if os.environ.get("RANK", "0") != "0" and type(error).__name__ != "RankFailed":
+        if os.environ.get("RANK", "0") != "0" and type(error).__name__ != "RankFailedError":
             raise typer.Exit(2) from None
         raise
     if check is None:
@@ -98,55 +99,57 @@ def _run(read: PlanAndProfile, options: CheckOptions) -> Check | None:
     from ..cost_models.document import MadeBy
     from ..cost_models.text_files import sha256
 
-    origin = made_by(MadeBy(), command=command_line(), measured=read.profile.made_by)
-    return check.model_copy(update={"made_by": origin, "plan_sha256": sha256(read.plan_file.read_bytes())})
+    origin = made_by(MadeBy(), command=command_line(), measured=files.profile.made_by)
+    return check.model_copy(update={"made_by": origin, "plan_sha256": sha256(files.plan_file.read_bytes())})
 
 
-def _announce(name: str, predicted: CasePrediction) -> None:
-    """What is expected, before it runs."""
+def _announce(name: str, prediction: CasePrediction) -> None:
+    """Prints a case's prediction before the case runs."""
     from ..cost_models.quantities import format_seconds
 
-    fixed = predicted.calibrated_step_seconds
-    more = "" if fixed is None else f", calibrated {format_seconds(fixed)}"
-    remark(f"Predicted, {name}: {format_seconds(predicted.step_seconds)}{more}")
+    calibrated_seconds = prediction.calibrated_step_seconds
+    calibrated_text = (
+        "" if calibrated_seconds is None else f", calibrated {format_seconds(calibrated_seconds)}"
+    )
+    remark(f"Predicted, {name}: {format_seconds(prediction.step_seconds)}{calibrated_text}")
 
 
-def _tell(check: Check, read: PlanAndProfile, *, save: bool, as_json: bool, calibrate: bool) -> None:
+def _print_result(check: Check, files: PlanAndProfile, *, save: bool, as_json: bool, calibrate: bool) -> None:
     if as_json:
         result(check.to_json())
     else:
         from .check_tables import print_check
 
         print_check(check, console())
-    stem = _stem(read)
+    stem = _stem(files)
     if save:
-        place = _check_target(read)
+        place = _check_target(files)
         place.write_text(check.to_json())
         remark(f"Wrote {place.path}")
     if calibrate:
-        _write_calibration(check, read, stem)
+        _write_calibration(check, files, stem)
 
 
-def _write_calibration(check: Check, read: PlanAndProfile, stem: str) -> None:
+def _write_calibration(check: Check, files: PlanAndProfile, stem: str) -> None:
     """Writes the calibration and the topology beside the plan, and says what solving again finds."""
     from ..api.calibrate import calibrate
     from ..cost_models.text_files import file_kind
     from .output import Target
 
-    calibration = calibrate(check, read, stem)
+    calibration = calibrate(check, files, stem)
     if calibration is None:
         return
     for path, content in calibration.files.items():
         Target(path, replace=False, own=True, kind=file_kind(content)).write_text(content)
     remark(f"Wrote {' and '.join(map(str, calibration.files))}")
-    again = calibration.again
-    if isinstance(again, str):
-        remark(f"Solved again: {again}")
+    new_plan = calibration.new_plan
+    if isinstance(new_plan, str):
+        remark(f"Solved again: {new_plan}")
         return
     from ..cost_models.quantities import format_seconds
 
-    plan, step = read.plan, format_seconds(again.prediction.step_seconds)
-    same = (again.balance, again.schedule, again.micro_batches, again.replicas) == (
+    plan, step = files.plan, format_seconds(new_plan.prediction.step_seconds)
+    same = (new_plan.balance, new_plan.schedule, new_plan.micro_batches, new_plan.replicas) == (
         plan.balance,
         plan.schedule,
         plan.micro_batches,
@@ -156,36 +159,36 @@ def _write_calibration(check: Check, read: PlanAndProfile, stem: str) -> None:
         remark(f"Solved again with it: the plan stays, its step is {step}")
         return
     remark(
-        f"Solved again with it: {', '.join(map(str, again.balance))}, {again.micro_batches} x "
-        f"{again.micro_batch_size}, {again.schedule}: {step}; "
+        f"Solved again with it: {', '.join(map(str, new_plan.balance))}, {new_plan.micro_batches} x "
+        f"{new_plan.micro_batch_size}, {new_plan.schedule}: {step}; "
         f"pplan solve --topology {quote(str(calibration.topology_file))} writes it"
     )
 
 
-def _stem(read: PlanAndProfile) -> str:
-    return read.plan_file.name.removesuffix(".json").removesuffix(".plan")
+def _stem(files: PlanAndProfile) -> str:
+    return files.plan_file.name.removesuffix(".json").removesuffix(".plan")
 
 
-def _check_target(read: PlanAndProfile) -> Target:
+def _check_target(files: PlanAndProfile) -> Target:
     """NAME.check.json beside NAME.plan.json: an earlier one goes that nobody changed."""
     from .output import Target
 
     return Target(
-        read.plan_file.with_name(f"{_stem(read)}.check.json"), replace=False, own=True, kind="check"
+        files.plan_file.with_name(f"{_stem(files)}.check.json"), replace=False, own=True, kind="check"
     )
 
 
 def _fail(check: Check, fail_above: float | None) -> None:
     """Ends with status 4 where a prediction is off by more, or the losses are not the plain model's."""
+    from ..cost_models.number_format import percent
     from .check_tables import signed
-    from .number_format import percent
 
     if fail_above is None:
         return
-    own = check.of_plan
-    if own.same_losses is False:
+    case = check.of_plan
+    if case.same_losses is False:
         remark("the losses are not the plain model's")
         raise typer.Exit(DIFFERENCE)
-    if abs(own.error) > fail_above:
-        remark(f"the predicted step is off by {signed(own.error)}, more than {percent(fail_above)}")
+    if abs(case.error) > fail_above:
+        remark(f"the predicted step is off by {signed(case.error)}, more than {percent(fail_above)}")
         raise typer.Exit(DIFFERENCE)

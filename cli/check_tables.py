@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from ..cost_models.number_format import compare_steps, percent, ranges, three_digits
 from ..cost_models.quantities import format_bytes, format_count, format_rate, format_seconds
 from ..runtimes.checking.check_report import PLAN, SAME_LOSS, Check, CheckedCase, CheckedDevice
-from .number_format import compare_steps, percent, ranges, three_digits
 from .table import Column, line, number, print_table, text, word
 
 
@@ -20,7 +20,7 @@ def print_check(check: Check, console: Console) -> None:
     for case in check.cases:
         _print_stages(case, console)
     for case in check.cases:
-        if case.devices and any(own.measured_bytes is not None for own in case.devices):
+        if case.devices and any(device.measured_bytes is not None for device in case.devices):
             _print_memory(case, console)
     console.print()
     for remark_line in (
@@ -33,10 +33,10 @@ def print_check(check: Check, console: Console) -> None:
 
 
 def _answer(check: Check) -> str:
-    own = check.of_plan
+    case = check.of_plan
     return (
-        f"{check.model}: a step takes {format_seconds(own.measured_step_seconds)}, predicted were "
-        f"{format_seconds(own.expected_step_seconds)} ({signed(own.error)})."
+        f"{check.model}: a step takes {format_seconds(case.measured_step_seconds)}, predicted were "
+        f"{format_seconds(case.expected_step_seconds)} ({signed(case.error)})."
     )
 
 
@@ -85,10 +85,12 @@ def _print_stages(case: CheckedCase, console: Console) -> None:
         word("layers", lambda row: f"{stages[row].first_layer}-{stages[row].last_layer}", drop=3),
         word("devices", lambda row: stages[row].devices, ranges, drop=2),
         *_direction(
-            "forward", [(own.planned.forward, own.alone.forward, own.measured.forward) for own in stages]
+            "forward",
+            [(stage.planned.forward, stage.alone.forward, stage.measured.forward) for stage in stages],
         ),
         *_direction(
-            "backward", [(own.planned.backward, own.alone.backward, own.measured.backward) for own in stages]
+            "backward",
+            [(stage.planned.backward, stage.alone.backward, stage.measured.backward) for stage in stages],
         ),
     ]
     name = "the plan" if case.name == PLAN else case.name
@@ -113,12 +115,14 @@ def _direction(name: str, seconds: Sequence[tuple[float, float, float]]) -> list
 
 def _print_memory(case: CheckedCase, console: Console) -> None:
     columns: list[Column[CheckedDevice]] = [
-        number("device", lambda own: own.device),
-        number("predicted", lambda own: own.planned_bytes, format_bytes),
-        number("measured", lambda own: own.measured_bytes, format_bytes),
+        number("device", lambda device: device.device),
+        number("predicted", lambda device: device.planned_bytes, format_bytes),
+        number("measured", lambda device: device.measured_bytes, format_bytes),
         number(
             "error",
-            lambda own: own.planned_bytes / own.measured_bytes - 1 if own.measured_bytes else None,
+            lambda device: (
+                device.planned_bytes / device.measured_bytes - 1 if device.measured_bytes else None
+            ),
             signed,
         ),
     ]
@@ -127,11 +131,11 @@ def _print_memory(case: CheckedCase, console: Console) -> None:
 
 def _gain(check: Check) -> list[str]:
     """The plan against the others, measured."""
-    own = check.of_plan.measured_step_seconds
+    plan_seconds = check.of_plan.measured_step_seconds
     lines = []
     for other in check.cases:
         if other.name != PLAN:
-            versus = compare_steps(own, other.measured_step_seconds)
+            versus = compare_steps(plan_seconds, other.measured_step_seconds)
             than = {"the same": "as fast as", "nearly the same": "nearly as fast as"}.get(
                 versus, f"{versus} than"
             )

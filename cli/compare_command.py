@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..cost_models.errors import UsageError
+from ..cost_models.number_format import compare_steps, percent, three_digits
 from ..cost_models.quantities import format_bytes, format_seconds
-from .number_format import compare_steps, percent, three_digits
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,10 +71,10 @@ def compare_command(
 ) -> None:
     """Compare plans side by side: step, samples/s, bubble, memory, devices and gap."""
     from ..api.explain import compare
-    from .output import named_or_newest
+    from .output import choose_input
     from .streams import console, result
 
-    paths = plan_files or [named_or_newest(None, ("plan",))]
+    paths = plan_files or [choose_input(None, ("plan",))]
     if planners or len(paths) == 1:
         from ..api.load import read_plan
 
@@ -89,7 +89,7 @@ def compare_command(
         result(comparison.to_json())
     else:
         print_comparison(comparison, console())
-    _tell(comparison, fail_above)
+    _print_result(comparison, fail_above)
 
 
 def print_comparison(comparison: PlanComparison, console: Console) -> None:
@@ -122,7 +122,7 @@ def _configuration(row: ComparisonRow) -> str:
     return f"{balance}, {row.micro_batches} x {row.micro_batch_size}, {row.schedule}"
 
 
-def _tell(comparison: PlanComparison, fail_above: float | None) -> None:
+def _print_result(comparison: PlanComparison, fail_above: float | None) -> None:
     """Ends with status 4 where the first plan is too slow."""
     slower = comparison.first_slower
     if fail_above is None or slower is None or slower <= fail_above:

@@ -47,7 +47,7 @@ def degrees_command(
     from ..api.degrees import find_degrees
     from ..api.provenance import made_by
     from ..cost_models.document import MadeBy
-    from ..cost_models.transformer.transformer_shape import load_transformer_shape
+    from ..cost_models.transformer.configuration import load_transformer_shape
     from .degrees_tables import print_degrees
     from .field_names import command_line
     from .output import Target

@@ -39,11 +39,11 @@ def explain_command(
 
     from ..api.explain import explain
     from ..api.load import read_plan
-    from .output import named_or_newest
+    from .output import choose_input
     from .streams import console, result
 
-    read = read_plan(named_or_newest(plan_file, ("plan",)), profile_file)
-    explanation = explain(read.plan_file, read.profile_file, **vars(split))
+    files = read_plan(choose_input(plan_file, ("plan",)), profile_file)
+    explanation = explain(files.plan_file, files.profile_file, **vars(split))
     if as_json:
         result(explanation.to_json())
         return

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from ..cost_models.number_format import SAME, compare_percent, percent, ranges
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..planner.explanation.current_split import Side, SplitComparison
 from ..planner.explanation.explanation import Explanation
 from ..planner.explanation.sensitivity import WORTH, Crossover, Sensitivity
 from ..planner.explanation.step_limits import PathShare, StepLimits
 from ..planner.plan_stages import PlanSummary
-from .number_format import SAME, compared_percent, percent, ranges
 from .table import Column, line, number, print_head, print_notes, print_table, text, word
 
 MOST_PLACES = 10
@@ -57,17 +57,21 @@ def answer_lines(explanation: Explanation) -> list[str]:
     ]
     unlimited = limits.without_memory_limit
     if unlimited is not None:
-        lines.append(f"Memory forbids a faster plan: with as much as it needs, {_takes(unlimited, plan)}.")
+        lines.append(
+            f"Memory forbids a faster plan: with as much as it needs, {_compare_plan(unlimited, plan)}."
+        )
     else:
         lines.append("Memory forbids no faster plan.")
     if explanation.better is not None:
-        lines.append(f"It is not the best for its options: {_takes(explanation.better, plan)}.")
+        lines.append(f"It is not the best for its options: {_compare_plan(explanation.better, plan)}.")
     return lines
 
 
-def _takes(other: PlanSummary, own: PlanSummary) -> str:
+def _compare_plan(other: PlanSummary, summary: PlanSummary) -> str:
     step = other.step_seconds
-    return f"{describe_plan(other)} takes {format_seconds(step)}, {compared_percent(step, own.step_seconds)}"
+    return (
+        f"{describe_plan(other)} takes {format_seconds(step)}, {compare_percent(step, summary.step_seconds)}"
+    )
 
 
 def describe_plan(plan: PlanSummary) -> str:
@@ -86,11 +90,14 @@ def describe_plan(plan: PlanSummary) -> str:
 
 def _print_path(limits: StepLimits, console: Console) -> None:
     shares = [share for share in limits.places[:MOST_PLACES] if share.share >= LEAST_SHARE]
-    rest = limits.places[len(shares) :]
+    remaining_places = limits.places[len(shares) :]
     rows = [(_where(share), KINDS[share.kind], share.seconds, share.share) for share in shares]
-    if rest:
-        sums = sum(share.seconds for share in rest), sum(share.share for share in rest)
-        rows.append((f"{len(rest)} more", "", *sums))
+    if remaining_places:
+        sums = (
+            sum(share.seconds for share in remaining_places),
+            sum(share.share for share in remaining_places),
+        )
+        rows.append((f"{len(remaining_places)} more", "", *sums))
     kinds = [("all", KINDS[share.kind], share.seconds, share.share) for share in limits.kinds]
     columns: list[Column[tuple[str, str, float, float]]] = [
         word("where", lambda row: row[0]),
@@ -137,13 +144,13 @@ def _print_what_if(explanation: Explanation, console: Console) -> None:
     print_table(console, columns, changes, title="What-if (one change at a time)")
 
 
-def _other_plans(own: PlanSummary) -> list[Column[_OtherPlan]]:
+def _other_plans(summary: PlanSummary) -> list[Column[_OtherPlan]]:
     def step(row: _OtherPlan) -> float | None:
         return None if row.plan is None else row.plan.step_seconds
 
     return [
         number("step", step, format_seconds),
-        text("vs. this plan", step, lambda other: compared_percent(other, own.step_seconds), min_width=10),
+        text("vs. this plan", step, lambda other: compare_percent(other, summary.step_seconds), min_width=10),
         text(
             "the best plan found",
             lambda row: row.reason if row.plan is None else describe_plan(row.plan),
@@ -155,12 +162,15 @@ def _other_plans(own: PlanSummary) -> list[Column[_OtherPlan]]:
 
 def _print_sensitivity(sensitivities: Sequence[Sensitivity], console: Console) -> None:
     rows = [
-        (own, turn, _factor_text(own, turn, end, way))
-        for own in sensitivities
-        for turn, end, way in ((own.below, own.least, "down"), (own.above, own.most, "up"))
+        (sensitivity, turn, _factor_text(sensitivity, turn, end, direction))
+        for sensitivity in sensitivities
+        for turn, end, direction in (
+            (sensitivity.below, sensitivity.least, "down"),
+            (sensitivity.above, sensitivity.most, "up"),
+        )
     ]
     columns: list[Column[tuple[Sensitivity, Crossover | None, str]]] = [
-        text("what", lambda row: _what(row[0]), min_width=14),
+        text("what", lambda row: _describe_quantity(row[0]), min_width=14),
         text("from", lambda row: row[2], min_width=10),
         text("better plan", lambda row: row[1] and describe_plan(row[1].rival), min_width=20),
         number("its step", lambda row: row[1] and format_seconds(row[1].rival.step_seconds), drop=1),
@@ -170,20 +180,24 @@ def _print_sensitivity(sensitivities: Sequence[Sensitivity], console: Console) -
     print_table(console, columns, rows, title=title)
 
 
-def _what(own: Sensitivity) -> str:
-    return own.what if own.first_layer is None else f"{own.what} ({own.first_layer} to {own.last_layer})"
+def _describe_quantity(sensitivity: Sensitivity) -> str:
+    return (
+        sensitivity.what
+        if sensitivity.first_layer is None
+        else f"{sensitivity.what} ({sensitivity.first_layer} to {sensitivity.last_layer})"
+    )
 
 
-def _factor_text(own: Sensitivity, turn: Crossover | None, end: float, way: str) -> str:
-    """From where on another plan is better; or how far it was looked for."""
-    of_layers = own.first_layer is not None
+def _factor_text(sensitivity: Sensitivity, turn: Crossover | None, end: float, direction: str) -> str:
+    """The factor from which on another plan is better, or how far was searched without finding one."""
+    of_layers = sensitivity.first_layer is not None
     if turn is None:
-        return f"not {way} to {_factor(end, of_layers)}"
+        return f"not {direction} to {_factor(end, of_layers)}"
     return _factor(turn.factor, of_layers)
 
 
 def _factor(factor: float, of_layers: bool) -> str:
-    """As an error of seconds, or as a factor of a bandwidth."""
+    """A factor as text: an error of measured seconds, or a multiple of a bandwidth."""
     if of_layers:
         return f"{100 * (factor - 1):+.0f} %"
     return f"x {factor:.2g}" if factor >= 1 else f"/ {1 / factor:.2g}"
@@ -192,11 +206,11 @@ def _factor(factor: float, of_layers: bool) -> str:
 def _print_current(comparison: SplitComparison, console: Console) -> None:
     """The split in use, against the plan."""
     console.print()
-    own, step = comparison.current.plan, comparison.plan.plan.step_seconds
+    summary, step = comparison.current.plan, comparison.plan.plan.step_seconds
     line(
         console,
-        f"The split in use, {describe_plan(own)}, takes {format_seconds(own.step_seconds)}: "
-        f"{compared_percent(own.step_seconds, step)}.",
+        f"The split in use, {describe_plan(summary)}, takes {format_seconds(summary.step_seconds)}: "
+        f"{compare_percent(summary.step_seconds, step)}.",
         style="bold",
     )
     for better, words in (
@@ -213,8 +227,8 @@ def _print_current(comparison: SplitComparison, console: Console) -> None:
 
 
 def _print_causes(comparison: SplitComparison, console: Console) -> None:
-    own, step = comparison.current.plan.step_seconds, comparison.plan.plan.step_seconds
-    least = SAME * own  # what is not above it is left by the rounding of sums
+    split_step, plan_step = comparison.current.plan.step_seconds, comparison.plan.plan.step_seconds
+    least = SAME * split_step  # what is not above it is left by the rounding of sums
 
     def seconds(value: float) -> str:
         return "-" if value <= least else format_seconds(value)
@@ -231,7 +245,7 @@ def _print_causes(comparison: SplitComparison, console: Console) -> None:
         number("more\n", lambda row: row[1] - row[2], more),
     ]
     title = "Where the difference comes from: the step of the busiest stage of each"
-    print_table(console, columns, causes, [("step", own, step)], title=title)
+    print_table(console, columns, causes, [("step", split_step, plan_step)], title=title)
 
 
 def _print_stages(side: Side, title: str, console: Console) -> None:

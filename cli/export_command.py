@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..runtimes.formats.export_document import ExportDocument
     from ..runtimes.scripts.script import Script
 
-_UNSEEN = {
+_HIDDEN_FIELDS = {
     *("schema_version", "layers_sha256", "made_by", "config", "runtime", "estimated", "actions"),
     *("granularity", "gpus_per_node"),
 }
@@ -98,16 +98,16 @@ def export_command(
     from ..runtimes.formats.export_document import default_device, hash_layers
     from ..runtimes.formats.exporters import SUFFIXES, export
     from .field_names import command_line
-    from .output import chosen_target, file_stem, named_or_newest
+    from .output import choose_input, choose_target, file_stem
 
     name = find_runtime(runtime).name
-    source = named_or_newest(plan_file, ("plan",))
+    source = choose_input(plan_file, ("plan",))
     plan = Plan.load(source)
     default = f"{file_stem(plan.model)}.{name}.{SUFFIXES.get(name, 'json')}"
     is_document = name not in SUFFIXES or (output or Path(default)).suffix == ".json"
     about = {"model": plan.model, "layers_sha256": hash_layers(plan)}
     kind = FOR_A_RUNTIME if is_document else TEXT
-    target = chosen_target(output, default, force=force, about=about, kind=kind)
+    target = choose_target(output, default, force=force, about=about, kind=kind)
     target.check(source)
     origin = made_by(MadeBy(), command=command_line(), measured=plan.made_by)
     document, note = export(name, plan, device=options.device, made_by=origin)
@@ -117,27 +117,27 @@ def export_command(
         remark("the plan is for processors, by seconds measured on one: the export is for the CPU")
     if name == "deepspeed" and options.device == "cpu":
         remark("--device cpu changes nothing here: DeepSpeed takes its devices from its launcher")
-    written, script = None, options.script
+    script_text, script = None, options.script
     if script is not None:
         _check_script(script, (source, target.path), force=force)
         options = replace(options, device=options.device or default_device(plan))
-        written = _script(document, source, target.path, script, options)
-    target.write(document, as_json=as_json, show=lambda: _show(document, target.path, written))
-    if written is not None and script is not None:
-        write_whole(script, written.text, force=force)
-        remark(f"Wrote {script}. Run it where it is: {printable(written.command)}")
+        script_text = _script(document, source, target.path, script, options)
+    target.write(document, as_json=as_json, show=lambda: _show(document, target.path, script_text))
+    if script_text is not None and script is not None:
+        write_whole(script, script_text.text, force=force)
+        remark(f"Wrote {script}. Run it where it is: {printable(script_text.command)}")
 
 
 def _check_script(script: Path, others: tuple[Path, ...], *, force: bool) -> None:
     """Raises FileError where the script cannot be put there, or would overwrite one of the `others`."""
     from ..cost_models.errors import FileError
-    from .output import chosen_target
+    from .output import choose_target
 
     if any(script.absolute() == other.absolute() for other in others):
         raise FileError(
             f"{script}: --script would overwrite what the script is made from", "Name another file."
         )
-    chosen_target(script, "", force=force).check(*others)
+    choose_target(script, "", force=force).check(*others)
 
 
 def _script(
@@ -154,11 +154,11 @@ def _script(
     device = options.device or "cuda"
     if not needs_profile(document):
         return write_script(document, Plan.load(source), None, path=path, plan_path=plan_path, device=device)
-    read = read_plan(source, options.profile)
+    files = read_plan(source, options.profile)
     return write_script(
         document,
-        read.plan,
-        read.profile,
+        files.plan,
+        files.profile,
         path=path,
         plan_path=plan_path,
         device=device,
@@ -175,7 +175,7 @@ def _show(document: ExportDocument, path: Path, script: Script | None) -> None:
     if isinstance(document, TrainerText):
         result("".join(f"{printable(line)}\n" for line in document.text(path).splitlines()))
         return
-    content = document.model_dump(exclude=_UNSEEN)
+    content = document.model_dump(exclude=_HIDDEN_FIELDS)
     for key, value in content.items():
         text = ", ".join(map(str, value)) if isinstance(value, list) else value
         if key == "step_seconds":

@@ -67,7 +67,7 @@ def as_options(text: str) -> str:
 
 
 def _command(match: re.Match[str]) -> str:
-    words = [_argument(each) for each in re.split(r",\s*", match[2]) if each not in ("", "...")]
+    words = [_argument(word) for word in re.split(r",\s*", match[2]) if word not in ("", "...")]
     return " ".join(["pplan", match[1].replace("_", "-"), *words])
 
 
@@ -87,8 +87,8 @@ def _option(match: re.Match[str]) -> str:
 def _option_text(name: str, value: str, *, quote: bool = False) -> str:
     """A field's option with its value as it is typed; `quote`: as the shell takes it."""
     option = FIELDS[name]
-    if (typed := _typed_form(name, value)) is not None:
-        return f"{option} {shlex.quote(typed) if quote else typed}"
+    if (typed_value := _typed_form(name, value)) is not None:
+        return f"{option} {shlex.quote(typed_value) if quote else typed_value}"
     if value == "True":
         return option
     if value == "False":

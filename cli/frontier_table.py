@@ -6,10 +6,10 @@ from itertools import islice
 
 from rich.console import Console
 
+from ..cost_models.number_format import three_digits
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..planner.objectives.frontier import Frontier, Point
 from ..planner.plan_file import Plan
-from .number_format import three_digits
 from .table import Column, line, number, print_table, text, word
 
 MOST_STAGES = 8
@@ -35,12 +35,12 @@ def print_frontier(frontier: Frontier, console: Console) -> None:
 
 def shape(balance: list[int], replicas: list[int]) -> str:
     """`12x4, 34`: the layers of every stage, and its replicas where there are some."""
-    own = [
+    stages = [
         f"{layers}x{count}" if count > 1 else str(layers)
         for layers, count in zip(balance, replicas, strict=False)
     ]
-    more = f" and {len(own) - MOST_STAGES} more" if len(own) > MOST_STAGES else ""
-    return ", ".join(islice(own, MOST_STAGES)) + more
+    rest = f" and {len(stages) - MOST_STAGES} more" if len(stages) > MOST_STAGES else ""
+    return ", ".join(islice(stages, MOST_STAGES)) + rest
 
 
 def _configuration(plan: Plan) -> str:
@@ -51,11 +51,11 @@ def _configuration(plan: Plan) -> str:
 
 def _proof(frontier: Frontier) -> str:
     count = format_count(len(frontier.points), "plan")
-    apart = "a byte" if not frontier.memory_step else f"{100 * frontier.memory_step:g} %"
-    sure = "each is the fastest there is for its memory" if _exact(frontier) else "not all are proven"
-    more = "smaller ones may exist: raise --points" if _exact(frontier) else "smaller ones may exist"
-    end = "nothing smaller fits" if frontier.complete else more
-    return f"{count}, at least {apart} of memory apart; {sure}; {end}."
+    distance = "a byte" if not frontier.memory_step else f"{100 * frontier.memory_step:g} %"
+    proof = "each is the fastest there is for its memory" if _exact(frontier) else "not all are proven"
+    hint = "smaller ones may exist: raise --points" if _exact(frontier) else "smaller ones may exist"
+    end = "nothing smaller fits" if frontier.complete else hint
+    return f"{count}, at least {distance} of memory apart; {proof}; {end}."
 
 
 def _exact(frontier: Frontier) -> bool:

@@ -38,12 +38,12 @@ def import_command(
     from ..api.profiles import import_profile
     from ..api.provenance import made_by
     from .field_names import command_line
-    from .output import chosen_target, file_stem
+    from .output import choose_target, file_stem
 
     profile = import_profile(file, **vars(options))
     about = {"model": profile.model, "device": profile.device}
     name = f"{file_stem(profile.model)}.profile.json"
-    target = chosen_target(output, name, force=force, about=about, kind="profile")
+    target = choose_target(output, name, force=force, about=about, kind="profile")
     target.check(file)
     profile = profile.model_copy(update={"made_by": made_by(profile.made_by, command=command_line())})
     target.write(profile, as_json=as_json, show=lambda: _show(profile))

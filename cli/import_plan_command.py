@@ -50,9 +50,9 @@ def import_plan_command(
     from ..cost_models.text_files import decode_text, read_bytes, sha256
     from ..profiler.profile_file import Profile
     from .field_names import command_line
-    from .output import chosen_target, file_stem, named_or_newest
+    from .output import choose_input, choose_target, file_stem
 
-    path = named_or_newest(profile_file, ("profile",))
+    path = choose_input(profile_file, ("profile",))
     content = read_bytes(path, "profile")
     profile = Profile.parse(decode_text(content, path, "profile"), str(path))
     about = {
@@ -61,7 +61,7 @@ def import_plan_command(
         "profile.layers_sha256": profile.layers_sha256,
     }
     name = f"{file_stem(profile.model)}.imported.plan.json"
-    target = chosen_target(output, name, force=force, about=about, kind="plan")
+    target = choose_target(output, name, force=force, about=about, kind="plan")
     target.check(path, machine.topology)
     options = {name: getattr(training, name) for name in TrainingKeywords.__annotations__}
     plan = import_plan(

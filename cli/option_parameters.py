@@ -45,19 +45,19 @@ class _ModelParameters:
     def build(self, typed: dict[str, Any], stated: set[str]) -> Options:
         """The model with what is typed. Raises UsageError."""
         values: dict[str, Any] = {}
-        for name, own in self.fields.items():
-            flag = option_flag(name, own)
+        for name, option in self.fields.items():
+            flag = option_flag(name, option)
             if isinstance(typed[name], bool):
                 values[name] = typed[name] is not flag.startswith("--no-")
             elif name in stated:
-                values[name] = own.value(tuple(typed[name]) if own.repeats else typed[name], flag)
+                values[name] = option.value(tuple(typed[name]) if option.repeats else typed[name], flag)
                 TYPED.get()[name] = (values[name], typed[name])
         return self.model(**values)
 
 
-def option_flag(name: str, own: Option) -> str:
+def option_flag(name: str, option: Option) -> str:
     """The option of a field."""
-    return "--" + (own.flag or name.replace("_", "-"))
+    return "--" + (option.flag or name.replace("_", "-"))
 
 
 def with_options(command: Command) -> Command:
@@ -69,80 +69,82 @@ def with_options(command: Command) -> Command:
             models_by_name[name] = own_model
         _name_options(name, hint, own_model)
     parameters = [inspect.Parameter(_CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-    for own in inspect.signature(command).parameters.values():
-        if own.name in models_by_name:
-            parameters += _parameters(models_by_name[own.name])
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.name in models_by_name:
+            parameters += _parameters(models_by_name[parameter.name])
         else:
-            parameters.append(own.replace(annotation=hints[own.name], kind=inspect.Parameter.KEYWORD_ONLY))
+            parameters.append(
+                parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
+            )
 
     @functools.wraps(command)
     def run(**typed: Any) -> None:
         context: typer.Context = typed.pop(_CONTEXT)
-        stated = {name for name in typed if _is_given(context, name)}
+        stated = {name for name in typed if _is_typed(context, name)}
         TYPED.set({})
-        models = {name: each.build(typed, stated) for name, each in models_by_name.items()}
-        fields = {name for each in models_by_name.values() for name in each.fields}
+        models = {name: model.build(typed, stated) for name, model in models_by_name.items()}
+        fields = {name for model in models_by_name.values() for name in model.fields}
         command(**{name: value for name, value in typed.items() if name not in fields}, **models)
 
     run.__dict__["__signature__"] = inspect.Signature(parameters)
-    run.__annotations__ = {own.name: own.annotation for own in parameters}
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
+def _is_typed(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def _find_model(hint: Any) -> _ModelParameters | None:
     """The model that an annotation names, with its fields that have an option; None of another annotation."""
-    model, *more = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    model, *limits = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     if not (isinstance(model, type) and issubclass(model, Options)):
         return None
-    names = {name for name, own in list_declarations(model).items() if own.help}
-    for each in more:
-        listed_names = set(each)
+    names = {name for name, option in list_declarations(model).items() if option.help}
+    for limit in limits:
+        listed_names = set(limit)
         if unknown := listed_names - names:
             raise TypeError(f"{model.__name__} has no options {', '.join(sorted(unknown))}")
-        names = names - listed_names if isinstance(each, Without) else names & listed_names
+        names = names - listed_names if isinstance(limit, Without) else names & listed_names
     return _ModelParameters(
-        model, {name: own for name, own in list_declarations(model).items() if name in names}
+        model, {name: option for name, option in list_declarations(model).items() if name in names}
     )
 
 
 def _parameters(model: _ModelParameters) -> Iterator[inspect.Parameter]:
-    for name, own in model.fields.items():
-        kind, default = _kind_and_default(own, model.model.__dataclass_fields__[name].default)
+    for name, option in model.fields.items():
+        kind, default = _kind_and_default(option, model.model.__dataclass_fields__[name].default)
         parameter = typer.Option(
-            *filter(None, (option_flag(name, own), own.old_flag)),
-            metavar=own.form,
-            help=as_options(own.help),
-            rich_help_panel=own.panel,
+            *filter(None, (option_flag(name, option), option.old_flag)),
+            metavar=option.form,
+            help=as_options(option.help),
+            rich_help_panel=option.panel,
         )
         yield inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, parameter]
         )
 
 
-def _kind_and_default(own: Option, default: Any) -> tuple[Any, Any]:
+def _kind_and_default(option: Option, default: Any) -> tuple[Any, Any]:
     """The type of what is typed, for typer, and its default."""
     if isinstance(default, bool):
         return bool, False
-    if own.repeats:
+    if option.repeats:
         return list[str], []
-    text = own.default_text or (None if default is None else str(default))
+    text = option.default_text or (None if default is None else str(default))
     return (str | None, None) if text is None else (str, text)
 
 
 def _name_options(name: str, hint: Any, model: _ModelParameters | None) -> None:
     """Has messages that name fields print their options."""
     if model is not None:
-        for field, own in model.fields.items():
-            name_field(field, option_flag(field, own))
+        for field, option in model.fields.items():
+            name_field(field, option_flag(field, option))
         return
-    for own in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
-        if isinstance(own, typer.models.OptionInfo):
-            flags = [str(flag) for flag in (own.default, *(own.param_decls or ()))]
+    for annotation in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
+        if isinstance(annotation, typer.models.OptionInfo):
+            flags = [str(flag) for flag in (annotation.default, *(annotation.param_decls or ()))]
             name_field(name, next(flag for flag in flags if flag.startswith("--")))
 
 
@@ -152,8 +154,10 @@ def action_parser(verb: str, actions: tuple[str, ...]) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text in actions:
             return text
-        near = difflib.get_close_matches(text, actions, n=1, cutoff=0.5)
-        guess = f"Did you mean pplan {verb} {near[0]}?" if near else f"To see it: pplan {verb} show {text}"
+        matches = difflib.get_close_matches(text, actions, n=1, cutoff=0.5)
+        guess = (
+            f"Did you mean pplan {verb} {matches[0]}?" if matches else f"To see it: pplan {verb} show {text}"
+        )
         raise UsageError(f"{verb} {text}: is not one of {', '.join(actions)}", guess)
 
     return parse

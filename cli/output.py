@@ -26,7 +26,7 @@ from .streams import remark, result
 if TYPE_CHECKING:
     from ..cost_models.document import Document
 
-_OTHERWISE = "Give --force to replace it, or another name with -o."
+_ADVICE = "Give --force to replace it, or another name with -o."
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class Target:
             return
         text = self.path.read_bytes().decode(errors="replace")
         if not is_unchanged(text):
-            raise FileError(f"{self.path} exists already, and not as pplan wrote it", _OTHERWISE)
+            raise FileError(f"{self.path} exists already, and not as pplan wrote it", _ADVICE)
         if not matches_fields(text, self.about):
-            raise FileError(f"{self.path} exists already, for another model, profile or device", _OTHERWISE)
+            raise FileError(f"{self.path} exists already, for another model, profile or device", _ADVICE)
 
     def write(self, document: Document, *, as_json: bool, show: Callable[[], None]) -> None:
         """Writes the file, prints its JSON or lets `show` print it, and says on standard error what was made.
@@ -114,7 +114,7 @@ def _same_file(one: Path, other: Path) -> bool:
     return one.exists() and other.exists() and one.samefile(other)
 
 
-def chosen_target(
+def choose_target(
     path: Path | None, default: str, *, force: bool, about: Mapping[str, str] | None = None, kind: str = TEXT
 ) -> Target:
     """`path`, or the tool's own `default` in the working directory, which is replaced without `force` where
@@ -141,10 +141,10 @@ Output = Annotated[
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file of the same kind.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the file's JSON instead of tables.")]
 
-MAKES = {"profile": "pplan profile vgg19", "plan": "pplan solve --gpus 8"}
+COMMAND_BY_KIND = {"profile": "pplan profile vgg19", "plan": "pplan solve --gpus 8"}
 
 
-def named_or_newest(named_path: Path | None, kinds: Sequence[str]) -> Path:
+def choose_input(named_path: Path | None, kinds: Sequence[str]) -> Path:
     """`named_path`, or else the newest `*.KIND.json` of the working directory, said on standard error.
 
     Raises FileError where there is none, with the command that makes one.
@@ -156,7 +156,7 @@ def named_or_newest(named_path: Path | None, kinds: Sequence[str]) -> Path:
         files = " or ".join(f"*.{kind}.json" for kind in kinds)
         raise FileError(
             f"no {' or '.join(kinds)} named, and no {files} in this directory",
-            f"Name one, or make one first, as in: {MAKES[kinds[0]]}",
+            f"Name one, or make one first, as in: {COMMAND_BY_KIND[kinds[0]]}",
         )
     newest = max(candidates, key=lambda path: (path.stat().st_mtime_ns, path.name))
     remark(f"Using {newest} (newest {' or '.join(kinds)} in this directory)")

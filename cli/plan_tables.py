@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from ..api.plan_answer import answer_lines
+from ..api.plan_summary import short_summary, summary_lines
+from ..cost_models.number_format import compare_steps, ranges, whole_percent
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..planner.plan_file import Plan
 from ..planner.plan_records import Alternative, Baseline, PlannedStage, SharedWeight
-from .number_format import compare_steps, ranges, whole_percent
-from .plan_answer import answer_lines
-from .plan_summary import short_summary, summary_lines
 from .table import Column, gap, line, number, print_head, print_notes, print_table, text, word
 
 MOST_STAGES = 8
@@ -61,14 +61,14 @@ def _print_head(plan: Plan, console: Console) -> None:
 def _print_shared(plan: Plan, console: Console) -> None:
     """The weights that several stages hold; those on the same stages together."""
     groups: dict[tuple[int, ...], list[SharedWeight]] = {}
-    for own in plan.tied:
-        groups.setdefault(tuple(own.stages), []).append(own)
+    for weight in plan.tied:
+        groups.setdefault(tuple(weight.stages), []).append(weight)
     for stages, weights in groups.items():
         names = weights[0].tensor + (f" and {len(weights) - 1} more" if len(weights) > 1 else "")
-        each = format_bytes(sum(own.bytes for own in weights))
-        seconds = sum(own.sum_seconds for own in weights)
+        bytes_text = format_bytes(sum(weight.bytes for weight in weights))
+        seconds = sum(weight.sum_seconds for weight in weights)
         added = f"; adding up its gradients takes {format_seconds(seconds)} of the step" if seconds else ""
-        line(console, f"Shared: {names} ({each}) on each of stages {_stage_list(stages)}{added}.")
+        line(console, f"Shared: {names} ({bytes_text}) on each of stages {_stage_list(stages)}{added}.")
 
 
 def _stage_list(stages: Sequence[int]) -> str:
@@ -99,7 +99,7 @@ def _print_stages(plan: Plan, console: Console, *, short: bool) -> None:
     limited = any(stage.memory_limit_bytes is not None for stage in stages)
 
     def name(layer: int) -> str:
-        """Its number where the plan does not know its name."""
+        """A layer's name, or its number where the plan does not know the name."""
         if layer >= len(plan.layer_names):
             return str(layer)
         return plan.layer_names[layer] if short else f"{layer} {plan.layer_names[layer]}"
@@ -144,12 +144,15 @@ def _bar(used: float) -> str:
 
 
 def _print_baselines(plan: Plan, console: Console) -> None:
-    own = plan.prediction.step_seconds
+    plan_step = plan.prediction.step_seconds
     columns: list[Column[Baseline]] = [
         word("baseline", lambda base: base.name),
         number("step", lambda base: base.step_seconds, format_seconds),
         number(
-            "vs. this plan", lambda base: base.step_seconds, lambda step: compare_steps(step, own), drop=1
+            "vs. this plan",
+            lambda base: base.step_seconds,
+            lambda step: compare_steps(step, plan_step),
+            drop=1,
         ),
         text(
             "configuration / reason",
@@ -180,9 +183,9 @@ def _for(other: Alternative) -> str:
 
 def _balance(other: Alternative) -> str:
     balance = ", ".join(map(str, islice(other.balance, 16)))
-    more = len(other.balance) - 16
-    shared = f"; {other.replicas} replicas" if other.replicas > 1 else ""
-    return balance + (f" and {more} more" if more > 0 else "") + shared
+    further_stages = len(other.balance) - 16
+    replicas = f"; {other.replicas} replicas" if other.replicas > 1 else ""
+    return balance + (f" and {further_stages} more" if further_stages > 0 else "") + replicas
 
 
 class StageMemory(NamedTuple):
@@ -194,8 +197,8 @@ class StageMemory(NamedTuple):
 
 
 def planned_memory(plan: Plan) -> list[StageMemory]:
-    """Of every stage of a plan."""
-    return [StageMemory(own.memory, own.memory_bytes, own.memory_limit_bytes) for own in plan.stages]
+    """The memory of one device of each stage of the plan."""
+    return [StageMemory(stage.memory, stage.memory_bytes, stage.memory_limit_bytes) for stage in plan.stages]
 
 
 def print_ledger(stages: Sequence[StageMemory], console: Console) -> None:
@@ -203,10 +206,10 @@ def print_ledger(stages: Sequence[StageMemory], console: Console) -> None:
     terms = list(dict.fromkeys(term for stage in stages for term, amount in stage.terms.items() if amount))
     if not terms:
         return
-    rows = [_LedgerRow(term.replace("_", " "), [own.terms.get(term) for own in stages]) for term in terms]
-    totals = [_LedgerRow("all", [own.bytes for own in stages])]
-    if any(own.limit_bytes is not None for own in stages):
-        totals.append(_LedgerRow("limit", [own.limit_bytes for own in stages]))
+    rows = [_LedgerRow(term.replace("_", " "), [stage.terms.get(term) for stage in stages]) for term in terms]
+    totals = [_LedgerRow("all", [stage.bytes for stage in stages])]
+    if any(stage.limit_bytes is not None for stage in stages):
+        totals.append(_LedgerRow("limit", [stage.limit_bytes for stage in stages]))
     at_once = _columns_that_fit([*rows, *totals], console)
     names: Column[_LedgerRow] = word("", lambda row: row.name)
     for first in range(0, len(stages), at_once):
@@ -230,5 +233,5 @@ def _ledger_column(stage: int) -> Column[_LedgerRow]:
 def _columns_that_fit(rows: Sequence[_LedgerRow], console: Console) -> int:
     names = max(len(row.name) for row in rows)
     columns = [_ledger_column(stage) for stage in range(len(rows[0].amounts))]
-    widest = max(len(columns[-1].heading), *(len(own.cell(row)) for own in columns for row in rows))
+    widest = max(len(columns[-1].heading), *(len(column.cell(row)) for column in columns for row in rows))
     return max(1, (console.width - names) // (widest + gap(console)))

@@ -13,7 +13,7 @@ import typer
 
 from ..api.options import ProfileOptions, TransformerSizes
 from .output import AsJson, Force, Output
-from .streams import console, is_watched, printable, remark
+from .streams import console, is_interactive, printable, remark
 
 if TYPE_CHECKING:
     from ..profiler.profile_file import Profile
@@ -56,7 +56,7 @@ def profile_command(
     from ..cost_models.errors import UsageError
     from ..profiler.profile_file import Interrupted
     from .field_names import command_line
-    from .output import chosen_target, file_stem
+    from .output import choose_target, file_stem
 
     if options.resume and not options.cache:
         raise UsageError("--resume and --no-cache: there is nothing to resume without a cache", "Give one.")
@@ -66,17 +66,17 @@ def profile_command(
     settings |= {name: value for name, value in vars(sizes).items() if value is not None}
     # An estimate takes no measured profile's place.
     estimate = options.device.partition(":")[0] if options.device else ""
-    own = {"device": estimate} if estimate in ("analytic", "meta") else {}
+    device = {"device": estimate} if estimate in ("analytic", "meta") else {}
     name = f"{file_stem(model)}.profile.json"
-    target = chosen_target(output, name, force=force, about=own, kind="profile")
+    target = choose_target(output, name, force=force, about=device, kind="profile")
     target.check()
 
     def write(profile: Profile) -> None:
         place = target
         if output is None:
             name = f"{file_stem(profile.model)}.profile.json"
-            about = {"model": profile.model, **own}
-            place = chosen_target(None, name, force=force, about=about, kind="profile")
+            about = {"model": profile.model, **device}
+            place = choose_target(None, name, force=force, about=about, kind="profile")
         profile = profile.model_copy(update={"made_by": made_by(profile.made_by, command=command_line())})
         place.write(profile, as_json=as_json, show=lambda: _show(profile))
 
@@ -103,7 +103,7 @@ def _show(profile: Profile) -> None:
 @contextmanager
 def _progress() -> Iterator[Callable[[Progress], None] | None]:
     """A bar on standard error with the layer in hand; None where nobody watches."""
-    if not is_watched():
+    if not is_interactive():
         yield None
         return
     from rich import progress as rich_progress
@@ -143,9 +143,10 @@ def _configured_name(model: str, config: Path) -> str:
         content = json.loads(read_text(config, "configuration"))
     except (ValueError, RecursionError):
         content = None
-    own = content.get("model_type") if isinstance(content, dict) else None
-    if own != kind:
+    model_type = content.get("model_type") if isinstance(content, dict) else None
+    if model_type != kind:
         raise UsageError(
-            f"--config {config}: is of model type {str(own)[:40]}, not of {kind}", f"Name the model hf:{own}."
+            f"--config {config}: is of model type {str(model_type)[:40]}, not of {kind}",
+            f"Name the model hf:{model_type}.",
         )
     return f"hf:{config if config.is_absolute() or len(config.parts) > 1 else f'./{config}'}"

@@ -25,28 +25,28 @@ def profile_kernels_command(
     They are those that one device computes with the given degrees.
     """
     from ..cost_models.quantities import format_seconds
+    from ..cost_models.transformer.configuration import load_transformer_shape
     from ..cost_models.transformer.kernel_table import TERA
-    from ..cost_models.transformer.transformer_shape import load_transformer_shape
-    from .output import chosen_target
+    from .output import choose_target
     from .streams import console, remark
     from .table import line
 
-    target = chosen_target(output, "kernels.csv", force=force)
+    target = choose_target(output, "kernels.csv", force=force)
     target.check(config)
     shape = load_transformer_shape(config)
     from ..profiler.kernels import measure_kernels
 
-    measured = measure_kernels(shape, options)
-    target.write_text(measured.to_csv())
-    total = sum(measured.seconds.values())
-    flops = sum(kernel.flops for kernel in measured.seconds)
-    fastest = max(kernel.flops / seconds for kernel, seconds in measured.seconds.items())
+    table = measure_kernels(shape, options)
+    target.write_text(table.to_csv())
+    total = sum(table.seconds.values())
+    flops = sum(kernel.flops for kernel in table.seconds)
+    fastest = max(kernel.flops / seconds for kernel, seconds in table.seconds.items())
     line(
         console(),
-        f"{len(measured.seconds)} kernels of {shape.name} in {measured.dtype} on {measured.device}: "
+        f"{len(table.seconds)} kernels of {shape.name} in {table.dtype} on {table.device}: "
         f"{format_seconds(total)} together, {flops / total / TERA:.4g} TFLOP/s, the fastest "
         f"{fastest / TERA:.4g} TFLOP/s.",
     )
-    if measured.peak is None:
+    if table.peak is None:
         remark("Note: the device's peak is not known: efficiencies are of the fastest kernel")
     remark(f"Wrote {target.path}")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..api.options import LinkOptions
+from ..cost_models.number_format import percent
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
-from .number_format import percent
 from .output import Force
 from .streams import console, remark, result
 
@@ -42,19 +42,19 @@ def profile_links_command(
     """
     from ..cost_models.errors import PplanError
     from ..profiler.torchrun_env import read_torchrun_env
-    from .output import chosen_target
+    from .output import choose_target
 
     process = read_torchrun_env(os.environ)
-    target = chosen_target(output, "links.toml", force=force)
+    target = choose_target(output, "links.toml", force=force)
     try:
-        measured = _measure(process, target, options)
+        links = _measure(process, target, options)
     except PplanError as error:
         if process.rank:
             # Every process fails with the same error; the first one tells it.
             raise typer.Exit(error.exit_status) from None
         raise
     if process.rank == 0:
-        _write(measured, target, as_json=as_json)
+        _write(links, target, as_json=as_json)
 
 
 def _measure(process: TorchrunEnv, target: Target, options: LinkOptions) -> MeasuredLinks:
@@ -70,43 +70,43 @@ def _measure(process: TorchrunEnv, target: Target, options: LinkOptions) -> Meas
     return measured
 
 
-def _write(measured: MeasuredLinks, target: Target, *, as_json: bool) -> None:
-    """What was found is printed even where the file cannot be written."""
+def _write(links: MeasuredLinks, target: Target, *, as_json: bool) -> None:
+    """Prints the result even where the file cannot be written."""
     try:
-        target.write_text(measured.to_toml())
+        target.write_text(links.to_toml())
     finally:
         if as_json:
-            result(measured.to_json())
+            result(links.to_json())
         else:
-            _print(measured, console())
-    for each in measured.remarks:
-        remark(f"Note: {each}")
+            _print(links, console())
+    for remark_text in links.remarks:
+        remark(f"Note: {remark_text}")
     remark(f"Wrote {target.path}")
 
 
-def _print(measured: MeasuredLinks, console: Console) -> None:
+def _print(links: MeasuredLinks, console: Console) -> None:
     from ..profiler.measured_links import LEVEL_TITLES
     from .table import line
 
-    line(console, f"{measured.topology.describe()}; measured with {measured.backend}")
-    _print_levels(measured, LEVEL_TITLES, console)
-    for level in measured.levels:
-        _print_transfers(measured, level, f"Transfers {LEVEL_TITLES[level]}", console)
-    _print_all_reduce(measured, console)
+    line(console, f"{links.topology.describe()}; measured with {links.backend}")
+    _print_levels(links, LEVEL_TITLES, console)
+    for level in links.levels:
+        _print_transfers(links, level, f"Transfers {LEVEL_TITLES[level]}", console)
+    _print_all_reduce(links, console)
 
 
-def _print_levels(measured: MeasuredLinks, titles: Mapping[LevelName, str], console: Console) -> None:
+def _print_levels(links: MeasuredLinks, titles: Mapping[LevelName, str], console: Console) -> None:
     """The fitted links, a row for each level."""
     from .table import Column, number, print_table, word
 
-    fits = measured.levels
+    fits = links.levels
     columns: list[Column[LevelName]] = [
         word("link", lambda level: titles[level]),
-        number("pairs", lambda level: len(measured.pairs_of(level)), drop=2),
+        number("pairs", lambda level: len(links.pairs_of(level)), drop=2),
         number("latency", lambda level: fits[level].latency_seconds, format_seconds),
         number("bandwidth", lambda level: fits[level].bandwidth_bytes_per_second, format_rate),
         number("largest difference", lambda level: fits[level].deviation, percent, drop=3),
-        number("slowest pair", lambda level: _slowest(*measured.slowest_pair(level)), drop=1),
+        number("slowest pair", lambda level: _slowest(*links.slowest_pair(level)), drop=1),
     ]
     print_table(console, columns, list(fits), title="Links")
 
@@ -115,7 +115,7 @@ def _slowest(pair: PairTimes, rate: float) -> str:
     return f"{pair.first} and {pair.second}, {format_rate(rate)}"
 
 
-def _print_transfers(measured: MeasuredLinks, level: LevelName, title: str, console: Console) -> None:
+def _print_transfers(links: MeasuredLinks, level: LevelName, title: str, console: Console) -> None:
     """Seconds of a level by size: both ways, and as fitted."""
     from .table import Column, number, print_table
 
@@ -123,13 +123,13 @@ def _print_transfers(measured: MeasuredLinks, level: LevelName, title: str, cons
         number("size", lambda row: row[0], format_bytes),
         number("there", lambda row: row[1], format_seconds),
         number("back", lambda row: row[2], format_seconds),
-        number("fitted", lambda row: measured.levels[level].seconds(row[0]), format_seconds),
+        number("fitted", lambda row: links.levels[level].seconds(row[0]), format_seconds),
     ]
-    rows = list(zip(measured.sizes, *measured.medians(level), strict=True))
+    rows = list(zip(links.sizes, *links.medians(level), strict=True))
     print_table(console, columns, rows, title=title)
 
 
-def _print_all_reduce(measured: MeasuredLinks, console: Console) -> None:
+def _print_all_reduce(links: MeasuredLinks, console: Console) -> None:
     """Seconds by size: measured, and as the cost models predict them for the fitted links."""
     from .table import Column, number, print_table
 
@@ -139,5 +139,5 @@ def _print_all_reduce(measured: MeasuredLinks, console: Console) -> None:
         number("predicted", lambda row: row[2], format_seconds),
         number("ratio", lambda row: row[2] / row[1], "{:.2f}".format),
     ]
-    seconds = zip(measured.sizes, measured.all_reduce_seconds, measured.predicted_all_reduce(), strict=True)
+    seconds = zip(links.sizes, links.all_reduce_seconds, links.predicted_all_reduce(), strict=True)
     print_table(console, columns, list(seconds), title="All-reduce over all devices")

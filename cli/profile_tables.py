@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from ..cost_models.number_format import percent, three_digits
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..profiler.profile_file import Profile
 from ..profiler.profile_records import LayerMeasurement, MeasuredLoss, WholeMeasurement
-from .number_format import percent, three_digits
 from .table import Column, Value, line, number, print_table, text
 
 HEAVIEST = 10
@@ -72,7 +72,7 @@ def _headline(profile: Profile) -> str:
 
 
 def _modes(profile: Profile) -> list[str]:
-    """How the model was run, where that is not as it is."""
+    """The modes that the model was run in, other than the default."""
     words = {
         "compiled": profile.compiled,
         "channels last": profile.channels_last,
@@ -113,35 +113,35 @@ def _name_together(names: Sequence[str]) -> str:
 def _layers_title(profile: Profile, groups: int) -> str:
     rows, count = min(HEAVIEST, groups), len(profile.layers)
     if groups < count:
-        what = "All layers" if rows == groups else f"The {rows} heaviest layers"
-        return f"{what}, equal ones together, at micro-batch size {profile.micro_batch_sizes[-1]}"
-    every = "All layers, heaviest first" if count > 1 else "The layer"
-    what = f"The {rows} heaviest of {count} layers" if rows < count else every
-    return f"{what}, at micro-batch size {profile.micro_batch_sizes[-1]}"
+        title = "All layers" if rows == groups else f"The {rows} heaviest layers"
+        return f"{title}, equal ones together, at micro-batch size {profile.micro_batch_sizes[-1]}"
+    all_layers = "All layers, heaviest first" if count > 1 else "The layer"
+    title = f"The {rows} heaviest of {count} layers" if rows < count else all_layers
+    return f"{title}, at micro-batch size {profile.micro_batch_sizes[-1]}"
 
 
 def _print_layers(profile: Profile, console: Console) -> None:
     """The heaviest layers at the largest size: by seconds, or where there are none by what they keep."""
-    timed = not profile.structure_only
+    has_times = not profile.structure_only
     layers = profile.layers
     costs = [max(layer.costs, key=lambda cost: cost.micro_batch_size) for layer in layers]
     weights = [
-        _both(cost) if timed else layer.parameter_bytes + cost.saved_bytes
+        _both(cost) if has_times else layer.parameter_bytes + cost.saved_bytes
         for layer, cost in zip(layers, costs, strict=True)
     ]
-    whole = sum(weights)
-    together = {group[0]: group for group in _equal_layers(profile)}
+    total = sum(weights)
+    equal_layers = {group[0]: group for group in _equal_layers(profile)}
 
     def share(row: int) -> float | None:
-        return len(together[row]) * weights[row] / whole if whole else None
+        return len(equal_layers[row]) * weights[row] / total if total else None
 
     columns: list[Column[int]] = [
         number("layer", lambda row: row),
-        text("name", lambda row: _name_together([layers[index].name for index in together[row]])),
+        text("name", lambda row: _name_together([layers[index].name for index in equal_layers[row]])),
         text("kind", lambda row: layers[row].kind, drop=2),
-        number("forward", lambda row: costs[row].forward_seconds, format_seconds, visible=timed),
-        number("backward", lambda row: costs[row].backward_seconds, format_seconds, visible=timed),
-        number("share", share, percent, drop=6, visible=timed),
+        number("forward", lambda row: costs[row].forward_seconds, format_seconds, visible=has_times),
+        number("backward", lambda row: costs[row].backward_seconds, format_seconds, visible=has_times),
+        number("share", share, percent, drop=6, visible=has_times),
         number("output", lambda row: costs[row].output_bytes, format_bytes, drop=3),
         number(
             "tensors",
@@ -151,10 +151,10 @@ def _print_layers(profile: Profile, console: Console) -> None:
         ),
         number("saved", lambda row: costs[row].saved_bytes, format_bytes, drop=5),
         number("params", lambda row: layers[row].parameter_bytes, format_bytes, drop=4),
-        number("spread", lambda row: costs[row].spread, percent, drop=1, visible=timed),
+        number("spread", lambda row: costs[row].spread, percent, drop=1, visible=has_times),
     ]
-    heaviest = sorted(together, key=lambda row: (-weights[row] * len(together[row]), row))[:HEAVIEST]
-    print_table(console, columns, heaviest, title=_layers_title(profile, len(together)))
+    heaviest = sorted(equal_layers, key=lambda row: (-weights[row] * len(equal_layers[row]), row))[:HEAVIEST]
+    print_table(console, columns, heaviest, title=_layers_title(profile, len(equal_layers)))
 
 
 class _Total(NamedTuple):
@@ -175,11 +175,13 @@ class _Total(NamedTuple):
     @property
     def launch(self) -> float:
         """Seconds of the host for all layers, forward and backward."""
-        return sum((own.forward_host_seconds or 0) + (own.backward_host_seconds or 0) for own in self.costs)
+        return sum(
+            (cost.forward_host_seconds or 0) + (cost.backward_host_seconds or 0) for cost in self.costs
+        )
 
     @property
     def samples_per_second(self) -> float | None:
-        """Of the whole model; where it was not measured, its layers' sums stand for it."""
+        """The whole model's rate; where it was not measured, that of its layers' sums."""
         whole = self.whole
         seconds = (
             self.forward + self.backward if whole is None else whole.forward_seconds + whole.backward_seconds
@@ -202,22 +204,28 @@ def _print_totals(profile: Profile, console: Console) -> None:
         return lambda row: None if row.whole is None else value(row.whole)
 
     hosts = any(cost.forward_host_seconds is not None for cost in profile.layers[0].costs)
-    parts = any(own.backward_parts_ratio is not None for own in profile.whole)
-    first, totals = whole(lambda own: own.first_backward_seconds), _totals(profile)
+    parts = any(measurement.backward_parts_ratio is not None for measurement in profile.whole)
+    first, totals = whole(lambda measurement: measurement.first_backward_seconds), _totals(profile)
     columns: list[Column[_Total]] = [
         number("micro-\nbatch", lambda row: row.size),
         number("layers\nfwd", lambda row: row.forward, format_seconds, drop=5),
         number("layers\nbwd", lambda row: row.backward, format_seconds, drop=5),
         number("to\nlaunch", lambda row: row.launch, format_seconds, drop=3, visible=hosts),
-        number("model\nfwd", whole(lambda own: own.forward_seconds), format_seconds),
-        number("model\nbwd", whole(lambda own: own.backward_seconds), format_seconds),
+        number("model\nfwd", whole(lambda measurement: measurement.forward_seconds), format_seconds),
+        number("model\nbwd", whole(lambda measurement: measurement.backward_seconds), format_seconds),
         number("first\nbwd", first, format_seconds, drop=3, visible=any(map(first, totals))),
         number("samples\n/s", lambda row: row.samples_per_second, three_digits, drop=4),
-        number("ratio\n", whole(lambda own: own.closing_ratio), _ratio),
-        number("ratio\nfwd", whole(lambda own: own.forward_closing_ratio), _ratio, drop=2),
-        number("ratio\nbwd", whole(lambda own: own.backward_closing_ratio), _ratio, drop=2),
-        number("ratio\nparts", whole(lambda own: own.backward_parts_ratio), _ratio, drop=1, visible=parts),
-        number("spread\n", whole(lambda own: own.spread), percent, drop=1),
+        number("ratio\n", whole(lambda measurement: measurement.closing_ratio), _ratio),
+        number("ratio\nfwd", whole(lambda measurement: measurement.forward_closing_ratio), _ratio, drop=2),
+        number("ratio\nbwd", whole(lambda measurement: measurement.backward_closing_ratio), _ratio, drop=2),
+        number(
+            "ratio\nparts",
+            whole(lambda measurement: measurement.backward_parts_ratio),
+            _ratio,
+            drop=1,
+            visible=parts,
+        ),
+        number("spread\n", whole(lambda measurement: measurement.spread), percent, drop=1),
     ]
     title = "Layer sum vs. end-to-end time; ratio: layer-sum coverage"
     print_table(console, columns, totals, title=title)

@@ -71,11 +71,11 @@ def schedules_command(
 def _show(name: str, size: ScheduleSize, *, as_text: bool) -> None:
     """A step in which F, B and W take the same time, and a B without W as long as both; or the actions."""
     from ..api.stage_costs import StageCosts, check_size
+    from ..cost_models.number_format import percent
     from ..cost_models.schedules import find_schedule
     from ..cost_models.schedules.registration import schedule_word
     from ..cost_models.schedules.schedule_text import write_program
     from ..cost_models.timeline import simulate
-    from .number_format import percent
     from .streams import console, result
     from .table import line
     from .timeline_drawing import print_drawing
@@ -102,13 +102,13 @@ def _print(console: Console) -> None:
     from ..cost_models.schedules import SCHEDULES
     from .table import Column, line, number, print_table, text, word
 
-    name: Column[Schedule] = word("name", lambda own: own.name)
+    name: Column[Schedule] = word("name", lambda schedule: schedule.name)
     columns: list[Column[Schedule]] = [
-        word("name\n", lambda own: own.name),
-        text("bubble\n", lambda own: own.bubble, min_width=20),
-        text("micro-batches\nin flight", lambda own: own.in_flight_formula, min_width=20),
+        word("name\n", lambda schedule: schedule.name),
+        text("bubble\n", lambda schedule: schedule.bubble, min_width=20),
+        text("micro-batches\nin flight", lambda schedule: schedule.in_flight_formula, min_width=20),
         number("weights\n", _weights, drop=3),
-        number("stale by\n", _stale, drop=2),
+        number("stale by\n", _staleness, drop=2),
     ]
     schedules = list(SCHEDULES.values())
     line(console, "Schedules for pplan simulate --schedule", style="bold")
@@ -125,12 +125,12 @@ def _print(console: Console) -> None:
     )
     needs: list[Column[Schedule]] = [
         name,
-        text("runs in", lambda own: ", ".join(own.runtimes) or None, min_width=22),
-        text("needs", lambda own: own.needs),
+        text("runs in", lambda schedule: ", ".join(schedule.runtimes) or None, min_width=22),
+        text("needs", lambda schedule: schedule.needs),
     ]
     print_table(console, needs, schedules, title="What runs them, and what they need")
     line(console, "Schedule...: a class of torch.distributed.pipelining.")
-    sources: list[Column[Schedule]] = [name, text("paper", lambda own: own.source)]
+    sources: list[Column[Schedule]] = [name, text("paper", lambda schedule: schedule.source)]
     print_table(console, sources, schedules, title="Sources")
 
 
@@ -139,16 +139,16 @@ EXAMPLE = (4, 8)
 FORMULAS = {(4, 3, 2, 1): "p-i", (3, 2, 1, 0): "p-1-i"}
 
 
-def _weights(own: Schedule) -> str:
-    return f"{own.copies} copies" if own.copies > 1 else _versions(own)
+def _weights(schedule: Schedule) -> str:
+    return f"{schedule.copies} copies" if schedule.copies > 1 else _versions(schedule)
 
 
-def _versions(own: Schedule) -> str:
-    return _by_stage([own.weight_versions(stage, *EXAMPLE) for stage in range(EXAMPLE[0])])
+def _versions(schedule: Schedule) -> str:
+    return _by_stage([schedule.weight_versions(stage, *EXAMPLE) for stage in range(EXAMPLE[0])])
 
 
-def _stale(own: Schedule) -> str:
-    return _by_stage([own.staleness(stage, *EXAMPLE) for stage in range(EXAMPLE[0])])
+def _staleness(schedule: Schedule) -> str:
+    return _by_stage([schedule.staleness(stage, *EXAMPLE) for stage in range(EXAMPLE[0])])
 
 
 def _by_stage(values: list[Any]) -> str:
@@ -162,21 +162,21 @@ def _json() -> str:
 
     from ..cost_models.schedules import SCHEDULES
 
-    records = [_record(own) for own in SCHEDULES.values()]
+    records = [_record(schedule) for schedule in SCHEDULES.values()]
     return json.dumps(records, indent=1, ensure_ascii=False) + "\n"
 
 
-def _record(own: Schedule) -> dict[str, Any]:
+def _record(schedule: Schedule) -> dict[str, Any]:
     return {
-        "name": own.name,
-        "bubble": own.bubble,
-        "in_flight": own.in_flight_formula,
-        "weight_versions": _versions(own),
-        "staleness": _stale(own),
-        "synchronous": own.synchronous,
-        "virtual_stages": own.default_virtual_stages,
-        "copies": own.copies,
-        "needs": own.needs,
-        "runtimes": list(own.runtimes),
-        "source": own.source,
+        "name": schedule.name,
+        "bubble": schedule.bubble,
+        "in_flight": schedule.in_flight_formula,
+        "weight_versions": _versions(schedule),
+        "staleness": _staleness(schedule),
+        "synchronous": schedule.synchronous,
+        "virtual_stages": schedule.default_virtual_stages,
+        "copies": schedule.copies,
+        "needs": schedule.needs,
+        "runtimes": list(schedule.runtimes),
+        "source": schedule.source,
     }

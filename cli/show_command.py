@@ -28,10 +28,10 @@ def show_command(
     from ..cost_models.text_files import escape_text, read_text
     from ..planner.degrees.degree_file import DegreesFile
     from ..profiler.profile_file import Profile
-    from .output import named_or_newest
+    from .output import choose_input
     from .streams import console, result
 
-    path = named_or_newest(file, ("profile", "plan"))
+    path = choose_input(file, ("profile", "plan"))
     text = read_text(path, "profile or plan")
     document = _parse_either(text, path)
     if as_json:

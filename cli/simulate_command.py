@@ -73,18 +73,18 @@ def simulate_command(
         from ..api.load import read_plan
         from ..api.simulate import simulate_files
 
-        read = read_plan(_plan_file(plan_file), profile_file)
-        pictures.check(read.plan_file, read.profile_file, machine.topology)
-        simulation = simulate_files(read, overrides, machine)
+        files = read_plan(_plan_file(plan_file), profile_file)
+        pictures.check(files.plan_file, files.profile_file, machine.topology)
+        simulation = simulate_files(files, overrides, machine)
     show(simulation, pictures, as_json=as_json, actions=actions)
 
 
 def _plan_file(path: Path | None) -> Path:
     """The plan that is named, or the newest. Raises FileError where there is none."""
-    from .output import named_or_newest
+    from .output import choose_input
 
     try:
-        return named_or_newest(path, ("plan",))
+        return choose_input(path, ("plan",))
     except FileError as error:
         costs = "or give costs: --forward-ms 18.5 --backward-ms 37"
         raise FileError(error.what, f"{error.hint}; {costs}") from error

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 
 from ..api.simulation import Simulation
+from ..cost_models.number_format import compare_steps, percent, ranges, three_digits
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..cost_models.simulator.result import StageTime
 from ..planner.plan_records import TIE
-from .number_format import compare_steps, percent, ranges, three_digits
 from .plan_tables import StageMemory, print_ledger
 from .table import Column, number, print_head, print_notes, print_table, text
 from .timeline_drawing import print_drawing
@@ -23,8 +23,8 @@ def print_simulation(simulation: Simulation, console: Console) -> None:
     print_drawing(simulation.timeline, console)
     _print_stages(simulation, console)
     if simulation.memory is not None:
-        own = [StageMemory(stage.terms, stage.bytes, stage.limit_bytes) for stage in simulation.memory]
-        print_ledger(own, console)
+        memory = [StageMemory(stage.terms, stage.bytes, stage.limit_bytes) for stage in simulation.memory]
+        print_ledger(memory, console)
     print_notes(console, simulation.notes)
 
 
@@ -50,10 +50,10 @@ def answer_lines(simulation: Simulation) -> list[str]:
     return lines
 
 
-def _against_the_plan(plan: str, step: float, own: float) -> str:
-    difference = compare_steps(step, own)
+def _against_the_plan(plan: str, step: float, plan_step: float) -> str:
+    difference = compare_steps(step, plan_step)
     verb = "" if difference.endswith("the same") else "this is "
-    return f"{plan} as it is takes {format_seconds(own)}: {verb}{difference}."
+    return f"{plan} as it is takes {format_seconds(plan_step)}: {verb}{difference}."
 
 
 def _print_stages(simulation: Simulation, console: Console) -> None:
@@ -73,7 +73,7 @@ def _print_stages(simulation: Simulation, console: Console) -> None:
             lambda row: memory[row].limit_bytes,
             format_bytes,
             drop=1,
-            visible=any(own.limit_bytes is not None for own in memory),
+            visible=any(device.limit_bytes is not None for device in memory),
         ),
     ]
     print_table(console, columns, range(simulation.stages), title="Where the time of each stage goes")
@@ -88,23 +88,25 @@ def _times(simulation: Simulation) -> list[Column[int]]:
 
     def seconds(heading: str, value: Callable[[StageTime], float], drop: int = 0) -> Column[int]:
         return number(
-            heading, lambda row: _tidy(value(times[row]), simulation.timeline.step_seconds), drop=drop
+            heading,
+            lambda row: _drop_rounding(value(times[row]), simulation.timeline.step_seconds),
+            drop=drop,
         )
 
     columns = [
-        seconds("compute", lambda own: own.compute),
-        seconds("transfers", lambda own: own.transfer),
-        seconds("fill", lambda own: own.fill, drop=8),
-        seconds("imbalance", lambda own: own.imbalance),
-        seconds("drain", lambda own: own.drain, drop=8),
+        seconds("compute", lambda stage: stage.compute),
+        seconds("transfers", lambda stage: stage.transfer),
+        seconds("fill", lambda stage: stage.fill, drop=8),
+        seconds("imbalance", lambda stage: stage.imbalance),
+        seconds("drain", lambda stage: stage.drain, drop=8),
     ]
-    if any(own.update for own in times):
-        columns.append(seconds("update", lambda own: own.update))
+    if any(stage.update for stage in times):
+        columns.append(seconds("update", lambda stage: stage.update))
     return columns
 
 
 def _weights(simulation: Simulation) -> list[Column[int]]:
-    """Of an asynchronous schedule."""
+    """Columns for the weight versions and the staleness of an asynchronous schedule."""
     if simulation.schedule.synchronous:
         return []
     return [
@@ -113,6 +115,6 @@ def _weights(simulation: Simulation) -> list[Column[int]]:
     ]
 
 
-def _tidy(seconds: float, step: float) -> str:
-    """What is left by the rounding of sums is nothing."""
+def _drop_rounding(seconds: float, step: float) -> str:
+    """Zero for the rounding errors of sums."""
     return "-" if seconds <= TIE * step else format_seconds(seconds)

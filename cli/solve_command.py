@@ -33,7 +33,7 @@ ProfileFile = Annotated[
 ]
 
 
-FrontierToo = Annotated[
+WithFrontier = Annotated[
     bool,
     typer.Option(
         "--frontier",
@@ -49,7 +49,7 @@ def solve_command(
     machine: MachineOptions,
     plan_options: PlanOptions,
     objective: ObjectiveOptions,
-    frontier: FrontierToo = False,
+    frontier: WithFrontier = False,
     frontier_options: FrontierOptions,
     grid: GridOptions,
     sweep_options: SweepOptions,
@@ -64,7 +64,7 @@ def solve_command(
     from ..cost_models.text_files import decode_text, read_bytes, sha256
     from ..profiler.profile_file import Profile
     from .field_names import command_line
-    from .output import chosen_target, file_stem, named_or_newest
+    from .output import choose_input, choose_target, file_stem
     from .sweep_command import run_sweep
 
     _check_owners(
@@ -75,7 +75,7 @@ def solve_command(
         machine = replace(machine, gpus=_count_gpus(machine.topology))
     aim = "--robust" if plan_options.robust else f"--objective {objective.objective}"
     _check_together(bool(grid.sweep), frontier, output, aim)
-    path = named_or_newest(profile_file, ("profile",))
+    path = choose_input(profile_file, ("profile",))
     content = read_bytes(path, "profile")
     profile = Profile.parse(decode_text(content, path, "profile"), str(path))
     keywords = {
@@ -94,11 +94,11 @@ def solve_command(
         "profile.layers_sha256": profile.layers_sha256,
     }
     name = f"{file_stem(profile.model)}.plan.json"
-    target = chosen_target(output, name, force=force, about=about, kind="plan")
+    target = choose_target(output, name, force=force, about=about, kind="plan")
     target.check(path, machine.topology)
-    beside = _frontier_target(target)
+    frontier_target = _frontier_target(target)
     if frontier:
-        beside.check(path, machine.topology)
+        frontier_target.check(path, machine.topology)
     plan = solve(profile, **keywords)
     origin = made_by(plan.made_by, command=command_line(), measured=profile.made_by)
     plan = plan.model_copy(update={"made_by": origin})
@@ -110,7 +110,7 @@ def solve_command(
     )
     if frontier:
         curve = _frontier(profile, frontier_options, keywords).model_copy(update={"made_by": origin})
-        beside.write(curve, as_json=as_json, show=lambda: _show_frontier(curve))
+        frontier_target.write(curve, as_json=as_json, show=lambda: _show_frontier(curve))
 
 
 def _check_owners(*owners: tuple[str, bool, Sequence[str]]) -> None:
@@ -150,8 +150,8 @@ def _frontier_target(plan: Target) -> Target:
 def _frontier(profile: Profile, options: FrontierOptions, keywords: Mapping[str, Any]) -> Frontier:
     from ..api.solve import frontier
 
-    own = {name: value for name, value in keywords.items() if name not in ("objective", "price")}
-    return frontier(profile, **vars(options), **own)
+    problem_options = {name: value for name, value in keywords.items() if name not in ("objective", "price")}
+    return frontier(profile, **vars(options), **problem_options)
 
 
 def _count_gpus(topology: Path | None) -> int:
@@ -179,7 +179,9 @@ def _next_steps(plan: Plan, path: Path) -> str:
     from ..cost_models.runtime import RUNTIMES
     from ..runtimes.formats.plan_choice import refusals
 
-    runtimes = [name for name, own in RUNTIMES.items() if name == plan.runtime or not refusals(plan, own)]
+    runtimes = [
+        name for name, runtime in RUNTIMES.items() if name == plan.runtime or not refusals(plan, runtime)
+    ]
     export = [f"export {plan.runtime or runtimes[0]}"] if runtimes else []
     # Without a name the verbs take the newest plan of the working directory: this one.
     newest = path == Path(path.name) and path.name.endswith(".plan.json")

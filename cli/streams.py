@@ -51,7 +51,7 @@ def begin() -> None:
     _PRINTED[0] = False
 
 
-def told_json() -> bool:
+def printed_result() -> bool:
     """Whether the command printed its result as it is: an error does not go behind it."""
     return _PRINTED[0]
 
@@ -62,6 +62,6 @@ def result(text: str) -> None:
     sys.stdout.write(text)
 
 
-def is_watched() -> bool:
+def is_interactive() -> bool:
     """Whether somebody watches standard error: a bar makes sense."""
     return sys.stderr.isatty()

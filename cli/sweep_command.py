@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from ..api.options import SweepOptions
 from ..api.provenance import made_by
 from ..cost_models.errors import InfeasibleError
+from ..cost_models.number_format import percent, three_digits
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
 from ..cost_models.text_files import write_whole
 from ..planner.problem_grid import SweepResult, SweepRow
 from .field_names import command_line
 from .frontier_table import shape
-from .number_format import percent, three_digits
 from .output import Target
 from .streams import console, remark, result
 from .sweep_options import GridOptions
@@ -46,8 +46,8 @@ def run_sweep(
 
     if grid.csv is not None:
         Target(grid.csv, force).check()
-    fixed = {name: value for name, value in keywords.items() if name not in grid.sweep}
-    outcome = sweep(profile, grid.sweep, **vars(options), **fixed)
+    keywords_of_all = {name: value for name, value in keywords.items() if name not in grid.sweep}
+    outcome = sweep(profile, grid.sweep, **vars(options), **keywords_of_all)
     origin = made_by(outcome.made_by, command=command_line(), measured=profile.made_by)
     outcome = outcome.model_copy(update={"made_by": origin})
     if as_json:
@@ -91,19 +91,19 @@ def print_sweep(sweep: SweepResult, console: Console) -> None:
 
 
 def _keys(sweep: SweepResult) -> list[str]:
-    """What was swept, in order."""
+    """The swept options, in order."""
     return list(sweep.rows[0].point) if sweep.rows else []
 
 
 def _point(key: str) -> Callable[[SweepRow], str]:
-    """What a row was solved for, by its key."""
+    """A column with the value that a row has of an option of the grid."""
     format: Callable[[Any], str] = {"memory_bytes": format_bytes, "bandwidth": _rates}.get(key, str)
     return lambda row: format(row.point[key])
 
 
 def _rates(value: Any) -> str:
     values = value if isinstance(value, Sequence) else (value,)
-    return ", ".join(format_rate(float(own)) for own in values)
+    return ", ".join(format_rate(float(rate)) for rate in values)
 
 
 def _configuration(row: SweepRow) -> str:

@@ -19,12 +19,12 @@ _PANEL = "Many problems"
 
 
 def _keys() -> dict[str, tuple[str, Option]]:
-    """By the names of the options that can be swept, their fields: all that hold one value of several."""
+    """The options that can be swept, by name: those that hold one value of several."""
     return {
-        option_flag(name, own).removeprefix("--"): (name, own)
+        option_flag(name, option).removeprefix("--"): (name, option)
         for model in (MachineOptions, PlanOptions, ObjectiveOptions)
-        for name, own in list_declarations(model).items()
-        if own.help and own.form and not own.repeats
+        for name, option in list_declarations(model).items()
+        if option.help and option.form and not option.repeats
     }
 
 
@@ -36,33 +36,33 @@ def read_grid(texts: Sequence[str], name: str) -> dict[str, list[Any]]:
     grid: dict[str, list[Any]] = {}
     for text in texts:
         key, equals, values = text.partition("=")
-        field, own = _key(f"{name} {text}", key.strip())
+        field, option = _key(f"{name} {text}", key.strip())
         if not equals or not values.strip():
             raise UsageError(f"{name} {text}: has no values", f"Write {name} {key}=2,4,8, say.")
         if field in grid:
             raise UsageError(f"{name} {text}: {key} is swept twice", f"Give all its values in one {name}.")
         parts = [part.strip() for part in values.split(",")]
         grid[field] = [
-            value for part in parts for value in _values(f"{name} {text}", f"{name} {key}", own, part)
+            value for part in parts for value in _values(f"{name} {text}", f"{name} {key}", option, part)
         ]
     return grid
 
 
 def _key(text: str, name: str) -> tuple[str, Option]:
     if name not in KEYS:
-        near = difflib.get_close_matches(name, KEYS, n=1)
-        guess = f"Did you mean {near[0]}? " if near else ""
+        matches = difflib.get_close_matches(name, KEYS, n=1)
+        guess = f"Did you mean {matches[0]}? " if matches else ""
         raise UsageError(f"{text}: {name!r} cannot be swept", f"{guess}Keys: {', '.join(KEYS)}.")
     return KEYS[name]
 
 
-def _values(text: str, name: str, own: Option, part: str) -> list[Any]:
+def _values(text: str, name: str, option: Option, part: str) -> list[Any]:
     first, dots, last = part.partition("..")
     if not dots:
         if not part:
             raise UsageError(f"{text}: a value is missing", "Write values between the commas.")
-        return [own.value(part, name)]
-    if not own.is_count:
+        return [option.value(part, name)]
+    if not option.is_count:
         raise UsageError(f"{text}: has no ranges", "List its values, with commas between them.")
     low, high = read_whole_number(1)(first.strip(), name), read_whole_number(1)(last.strip(), name)
     powers = [2**power for power in range(high.bit_length()) if low <= 2**power <= high]
@@ -76,7 +76,7 @@ def _values(text: str, name: str, own: Option, part: str) -> list[Any]:
 
 @dataclass(frozen=True)
 class GridOptions(Options):
-    """What is solved many times: `sweep`, values by the arguments of `solve`; `csv`: where the rows go."""
+    """The grid of problems: `sweep`, values by the arguments of `solve`; `csv`: the file for the rows."""
 
     sweep: Mapping[str, list[Any]] = option(
         None,

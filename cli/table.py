@@ -91,8 +91,8 @@ def _cell(
     value: Callable[[Row], Value | None], format: Callable[[Value], str], none: str
 ) -> Callable[[Row], str]:
     def cell(row: Row) -> str:
-        own = value(row)
-        return none if own is None else format(own)
+        content = value(row)
+        return none if content is None else format(content)
 
     return cell
 
@@ -127,18 +127,18 @@ def table(
         ["..." if row is None else printable(as_options(column.cell(row))) for column in columns]
         for row in (*rows, *totals)
     ]
-    apart = gap(console)
+    gap_width = gap(console)
     natural = [_width(c.heading, *(row[i] for row in cells)) for i, c in enumerate(columns)]
-    indices = _fitting_columns(columns, natural, console.width, apart)
-    widths = _widths([columns[i] for i in indices], [natural[i] for i in indices], console.width, apart)
-    whole = sum(widths) + apart * (len(widths) - 1)
+    indices = _fitting_columns(columns, natural, console.width, gap_width)
+    widths = _widths([columns[i] for i in indices], [natural[i] for i in indices], console.width, gap_width)
+    table_width = sum(widths) + gap_width * (len(widths) - 1)
     grid = Table(
         box=box.SIMPLE_HEAD,
-        padding=(0, apart - 1, 0, 0),
+        padding=(0, gap_width - 1, 0, 0),
         pad_edge=False,
         show_edge=False,
         header_style="",
-        width=whole if whole > console.width else None,
+        width=table_width if table_width > console.width else None,
     )
     headings = _headings([columns[i] for i in indices])
     for index, heading, width in zip(indices, headings, widths, strict=True):
@@ -152,7 +152,7 @@ def table(
 
 
 def _headings(columns: Sequence[Column[Row]]) -> list[str]:
-    """Without an empty second line where no shown column has one."""
+    """The headings of the shown columns, without a second line that would be empty."""
     if any(column.heading.rstrip("\n").count("\n") for column in columns):
         return [column.heading for column in columns]
     return [column.heading.rstrip("\n") for column in columns]
@@ -168,26 +168,26 @@ def _width(*texts: str) -> int:
 
 
 def _fitting_columns(
-    columns: Sequence[Column[Row]], natural: Sequence[int], width: int, apart: int
+    columns: Sequence[Column[Row]], natural: Sequence[int], width: int, gap_width: int
 ) -> list[int]:
     """Indices of the columns that are not dropped."""
     indices = list(range(len(columns)))
     while True:
-        needed = sum(columns[i].needs(natural[i]) for i in indices) + apart * (len(indices) - 1)
+        needed = sum(columns[i].needs(natural[i]) for i in indices) + gap_width * (len(indices) - 1)
         least = min((columns[i].drop for i in indices if columns[i].drop), default=None)
         if needed <= width or least is None:
             return indices
         indices = [i for i in indices if columns[i].drop != least]
 
 
-def _widths(columns: Sequence[Column[Row]], natural: Sequence[int], width: int, apart: int) -> list[int]:
+def _widths(columns: Sequence[Column[Row]], natural: Sequence[int], width: int, gap_width: int) -> list[int]:
     """Widths of the shown columns: what is left over goes to the texts, from left to right."""
     widths = [column.needs(length) for column, length in zip(columns, natural, strict=True)]
-    spare = width - sum(widths) - apart * (len(widths) - 1)
+    spare = width - sum(widths) - gap_width * (len(widths) - 1)
     for index, length in enumerate(natural):
-        more = max(0, min(spare, length - widths[index]))
-        widths[index] += more
-        spare -= more
+        extra = max(0, min(spare, length - widths[index]))
+        widths[index] += extra
+        spare -= extra
     return widths
 
 

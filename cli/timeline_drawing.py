@@ -49,9 +49,9 @@ def print_drawing(timeline: Timeline, console: Console) -> None:
     margin = max(map(len, labels)) + 2
     columns = column_count(timeline, max(console.width - margin, LEAST_COLUMNS))
     colour = console.is_terminal and not console.no_color and console.color_system is not None
-    for label, own in zip(labels, spans_by_stage(timeline), strict=True):
+    for label, spans in zip(labels, spans_by_stage(timeline), strict=True):
         row = Text(label.ljust(margin))
-        row.append_text(draw_row(own, cells(own, timeline.step_seconds, columns), colour=colour))
+        row.append_text(draw_row(spans, cells(spans, timeline.step_seconds, columns), colour=colour))
         console.print(row, no_wrap=True, crop=False, overflow="ignore", soft_wrap=True)
     end = format_seconds(timeline.step_seconds)
     line(console, " " * margin + "0" + end.rjust(columns - 1))
@@ -72,14 +72,14 @@ def column_count(timeline: Timeline, most: int) -> int:
     most = min(most, MOST_COLUMNS)
     ends = np.unique(np.concatenate([timeline.run.start, timeline.run.end])) / timeline.step_seconds
     for columns in range(most, int(NARROWER * most), -1):
-        at = ends * columns
-        if np.abs(at - np.round(at)).max() <= EXACT:
+        positions = ends * columns
+        if np.abs(positions - np.round(positions)).max() <= EXACT:
             return columns
     return most
 
 
 def cells(spans: Sequence[Span], seconds: float, columns: int) -> list[Cell]:
-    """What fills most of each column, where `columns` make up these seconds."""
+    """By column of the drawing, what fills most of it, where `columns` make up these seconds."""
     filled = np.zeros((IDLE + 1, columns))
     filled[IDLE] = 1.0
     longest, span_indices = np.zeros((IDLE, columns)), np.full((IDLE, columns), -1, dtype=np.int64)
@@ -132,12 +132,12 @@ def block(span: Span, width: int, filler: str) -> str:
 
 
 def legend(timeline: Timeline, columns: int) -> str:
-    """What a column and the letters are."""
+    """A line that says how long a column is and what the letters mean."""
     program = timeline.program
     words = ["F forward", "B backward"]
     if program.splits_backward:
         words = ["F forward", "B backward of the input", "W of the weights"]
     if program.chunks > 1:
         words.append("lower case: the second chunk" if program.chunks == 2 else "lower case: odd chunks")
-    each = format_seconds(timeline.step_seconds / columns)
-    return f"A column is {each} and shows what fills most of it. {', '.join(words)}."
+    seconds = format_seconds(timeline.step_seconds / columns)
+    return f"A column is {seconds} and shows what fills most of it. {', '.join(words)}."

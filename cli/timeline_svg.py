@@ -41,14 +41,16 @@ def _lines(simulation: Simulation) -> Iterator[str]:
     yield _text(MARGIN, 26, first, "font-size='16' font-weight='bold'")
     yield _text(MARGIN, 46, " ".join(more), "font-size='12'")
     yield from _legend(timeline)
-    for stage, own in enumerate(spans_by_stage(timeline)):
+    for stage, spans in enumerate(spans_by_stage(timeline)):
         y = _row(stage)
         yield _text(MARGIN, y + ROW / 2 + 4, f"stage {stage}", "font-size='12'")
         yield f'<rect x="{LEFT:g}" y="{y:g}" width="{_scale():g}" height="{ROW:g}" fill="#eeeeee"/>'
-        yield from (_action(span, timeline) for span in own)
+        yield from (_action(span, timeline) for span in spans)
     if len(timeline.transfers) <= MOST_TRANSFERS:
         yield '<g stroke="#555555" stroke-opacity="0.55">'
-        yield from (_transfer(sent, timeline) for sent in timeline.transfers if sent.end > sent.start)
+        yield from (
+            _transfer(transfer, timeline) for transfer in timeline.transfers if transfer.end > transfer.start
+        )
         yield "</g>"
     yield from _axis(timeline, _row(simulation.stages))
     yield "</svg>"
@@ -95,18 +97,18 @@ def _width(seconds: float, timeline: Timeline) -> float:
     return seconds / timeline.step_seconds * _scale()
 
 
-def _transfer(sent: Transfer, timeline: Timeline) -> str:
+def _transfer(transfer: Transfer, timeline: Timeline) -> str:
     """A line from the row that sends to the row that receives."""
-    down = sent.to_stage > sent.stage
-    start = _row(sent.stage) + (ROW if down else 0)
-    end = _row(sent.to_stage) + (0 if down else ROW)
-    what = "activation" if sent.action.kind == "F" else "gradient"
+    down = transfer.to_stage > transfer.stage
+    start = _row(transfer.stage) + (ROW if down else 0)
+    end = _row(transfer.to_stage) + (0 if down else ROW)
+    content = "activation" if transfer.action.kind == "F" else "gradient"
     title = (
-        f"{what} of micro-batch {sent.action.micro_batch}, stage {sent.stage} to {sent.to_stage}: "
-        f"{format_seconds(sent.start)} to {format_seconds(sent.end)}"
+        f"{content} of micro-batch {transfer.action.micro_batch}, stage {transfer.stage} to "
+        f"{transfer.to_stage}: {format_seconds(transfer.start)} to {format_seconds(transfer.end)}"
     )
     return (
-        f'<line x1="{_x(sent.start, timeline):.2f}" y1="{start:g}" x2="{_x(sent.end, timeline):.2f}" '
+        f'<line x1="{_x(transfer.start, timeline):.2f}" y1="{start:g}" x2="{_x(transfer.end, timeline):.2f}" '
         f'y2="{end:g}"><title>{escape(title)}</title></line>'
     )
 

@@ -18,7 +18,7 @@ ACTIONS = ("show", "list")
 
 @dataclass(frozen=True)
 class TopologyOptions(Options):
-    """Of which size it is shown."""
+    """The size of the machine to show."""
 
     gpus: int | None = option(
         None,

@@ -20,9 +20,9 @@ from ..cost_models.communication import (
 from ..cost_models.hardware import Device, Level
 from ..cost_models.machines.catalogue import MACHINES, Machine
 from ..cost_models.machines.presets import PRESETS, PresetLink
+from ..cost_models.number_format import ranges
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
 from ..cost_models.topology import Topology
-from .number_format import ranges
 from .table import Column, line, number, print_table, text, word
 
 
@@ -30,10 +30,10 @@ def print_machines(console: Console) -> None:
     """Prints the machines that `--topology` knows."""
     line(console, "Machines for --topology and pplan topology show", style="bold")
     columns: list[Column[Machine]] = [
-        word("name", lambda own: own.name),
-        text("machine", lambda own: own.title, drop=1),
-        word("GPUs", lambda own: f"{own.gpus.value:g} x {PRESETS[own.gpu].title}"),
-        text("inside", lambda own: _link_text(own.inside), drop=3),
+        word("name", lambda machine: machine.name),
+        text("machine", lambda machine: machine.title, drop=1),
+        word("GPUs", lambda machine: f"{machine.gpus.value:g} x {PRESETS[machine.gpu].title}"),
+        text("inside", lambda machine: _link_text(machine.inside), drop=3),
         text("between", _nodes_text, drop=2),
     ]
     print_table(console, columns, list(MACHINES.values()))
@@ -44,13 +44,13 @@ def _link_text(link: PresetLink) -> str:
 
 
 def _nodes_text(machine: Machine) -> str:
-    shared = machine.gpus_per_adapter.value
-    return _link_text(machine.between) + ("" if shared == 1 else f" for {_gpus(shared)}")
+    gpus_per_adapter = machine.gpus_per_adapter.value
+    return _link_text(machine.between) + ("" if gpus_per_adapter == 1 else f" for {_gpus(gpus_per_adapter)}")
 
 
-def _gpus(shared: float) -> str:
-    """Of those that share a port."""
-    return "each GPU" if shared == 1 else f"{shared:g} GPUs"
+def _gpus(gpus_per_adapter: float) -> str:
+    """The number of GPUs that share a network adapter, as text."""
+    return "each GPU" if gpus_per_adapter == 1 else f"{gpus_per_adapter:g} GPUs"
 
 
 def machines_json() -> str:

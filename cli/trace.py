@@ -59,30 +59,30 @@ def _events(simulation: Simulation) -> Iterator[Event]:
 def _name_events(process: int, name: str, threads: Sequence[str]) -> Iterator[Event]:
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
-    for thread, own in enumerate(threads):
-        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": own}}
+    for thread, thread_name in enumerate(threads):
+        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": thread_name}}
         order = {"sort_index": thread}
         yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread, "args": order}
 
 
 def _nanoseconds(seconds: float) -> int:
-    """Whole ones, so that what follows one another in a thread never overlaps by the rounding of a sum."""
+    """Whole nanoseconds, so that rounding a sum never makes neighbours in a thread overlap."""
     return round(seconds * 1e9)
 
 
 def _slice(
-    process: int, thread: int, name: str, category: str, start: float, end: float, more: dict[str, Any]
+    process: int, thread: int, name: str, category: str, start: float, end: float, arguments: dict[str, Any]
 ) -> Event:
-    begun = _nanoseconds(start)
+    start_nanoseconds = _nanoseconds(start)
     return {
         "ph": "X",
         "name": name,
         "cat": category,
         "pid": process,
         "tid": thread,
-        "ts": begun / 1e3,
-        "dur": (_nanoseconds(end) - begun) / 1e3,
-        "args": more,
+        "ts": start_nanoseconds / 1e3,
+        "dur": (_nanoseconds(end) - start_nanoseconds) / 1e3,
+        "args": arguments,
     }
 
 
@@ -109,13 +109,13 @@ def _journeys(timeline: Timeline) -> tuple[list[Journey], list[str]]:
         target, thread = int(order.target[i]), NONE
         if end > begin:
             pair = (int(order.device[i]), int(order.device[target]))
-            own = lanes.setdefault(pair, [])
-            lane = next((n for n, (_, free) in enumerate(own) if free <= begin), len(own))
-            if lane == len(own):
-                own.append((len(names), end))
+            ends = lanes.setdefault(pair, [])
+            lane = next((n for n, (_, free) in enumerate(ends) if free <= begin), len(ends))
+            if lane == len(ends):
+                ends.append((len(names), end))
                 names.append(f"{pair[0]} to {pair[1]}" + (f", {lane + 1}" if lane else ""))
-            thread = own[lane][0]
-            own[lane] = (thread, end)
+            thread = ends[lane][0]
+            ends[lane] = (thread, end)
         journeys.append((i, target, thread))
     return journeys, names
 
@@ -132,19 +132,19 @@ def _transfers(timeline: Timeline, journeys: Iterable[Journey]) -> Iterator[Even
 
 
 def _arrows(timeline: Timeline, journeys: Iterable[Journey]) -> Iterator[Event]:
-    """From the last nanosecond of an action (a flow starts in the slice it lies in) to the start of the
-    action that waits for it."""
+    """Flow events from the last nanosecond of an action (a flow starts in the slice it lies in) to the start
+    of the action that waits for it."""
     order, run = timeline.order, timeline.run
     for number, (i, target, thread) in enumerate(journeys):
         common = {"name": "sent", "cat": "sent", "id": number}
         start, end = _nanoseconds(float(run.start[i])), _nanoseconds(float(run.end[i]))
-        here, there = int(order.device[i]), int(order.device[target])
+        source, destination = int(order.device[i]), int(order.device[target])
         departs, arrives = max(start, end - 1) / 1e3, _nanoseconds(float(run.start[target])) / 1e3
-        yield {"ph": "s", **common, "pid": PIPELINE, "tid": here, "ts": departs}
+        yield {"ph": "s", **common, "pid": PIPELINE, "tid": source, "ts": departs}
         if thread != NONE:
             begin = _nanoseconds(float(run.begin[i])) / 1e3
             yield {"ph": "t", **common, "pid": LINKS, "tid": thread, "ts": begin}
-        yield {"ph": "f", "bp": "e", **common, "pid": PIPELINE, "tid": there, "ts": arrives}
+        yield {"ph": "f", "bp": "e", **common, "pid": PIPELINE, "tid": destination, "ts": arrives}
 
 
 def _counters(simulation: Simulation) -> Iterator[Event]:
@@ -153,9 +153,9 @@ def _counters(simulation: Simulation) -> Iterator[Event]:
         if simulation.memory is None:
             name, unit, levels = "in flight", "micro-batches", _in_flight(simulation.timeline, stage)
         else:
-            own = simulation.memory[stage]
+            memory = simulation.memory[stage]
             name, unit = "memory", "bytes"
-            levels = own.over_time(simulation.timeline, stage)
+            levels = memory.over_time(simulation.timeline, stage)
         for second, level in levels:
             yield {
                 "ph": "C",

@@ -42,20 +42,20 @@ def explain_usage(error: Exception, root: Any, words: Sequence[str]) -> UsageErr
 
 def _near_verb(verb: str, root: Any) -> str:
     verbs: list[str] = list(root.commands)
-    near = difflib.get_close_matches(verb, verbs, n=2, cutoff=0.5)
-    guess = f"Did you mean {' or '.join(near)}? " if near else ""
+    matches = difflib.get_close_matches(verb, verbs, n=2, cutoff=0.5)
+    guess = f"Did you mean {' or '.join(matches)}? " if matches else ""
     return f"{guess}The verbs are: {', '.join(verbs)}."
 
 
 def _near_option(option: str, verb: str, root: Any) -> str:
     commands: Mapping[str, Any] = root.commands
-    own = _option_names(commands.get(verb, root))
+    options = _option_names(commands.get(verb, root))
     if verb and option in _option_names(root):
         return f"{option} stands before the verb: pplan {option} {verb} ..."
-    starts = [name for name in own if name.startswith(option)]
-    near = starts or difflib.get_close_matches(option, own, n=3, cutoff=0.6)
-    if near:
-        return f"Did you mean {' or '.join(near)}? See {f'pplan {verb}'.rstrip()} --help"
+    starts = [name for name in options if name.startswith(option)]
+    matches = starts or difflib.get_close_matches(option, options, n=3, cutoff=0.6)
+    if matches:
+        return f"Did you mean {' or '.join(matches)}? See {f'pplan {verb}'.rstrip()} --help"
     others = [name for name, command in commands.items() if option in _option_names(command)]
     return f"It is an option of: {', '.join(f'pplan {name}' for name in others)}." if others else ""
 

@@ -18,6 +18,7 @@ from .option_parameters import Command, with_options
 from .profile_command import profile_command
 from .profile_kernels_command import profile_kernels_command
 from .profile_links_command import profile_links_command
+from .report_command import report_command
 from .schedules_command import schedules_command
 from .show_command import show_command
 from .simulate_command import simulate_command
@@ -45,6 +46,7 @@ VERBS: dict[str, Command] = {
     "check": check_command,
     "compare": compare_command,
     "simulate": simulate_command,
+    "report": report_command,
     "verify": verify_command,
     "schedules": schedules_command,
     "topology": topology_command,

@@ -32,10 +32,10 @@ def verify_command(
 ) -> None:
     """Verify a plan: everything in it worked out again, by code that shares nothing with the planner."""
     from ..verification.verify_files import verify_files
-    from .output import named_or_newest
+    from .output import choose_input
     from .streams import console, remark, result
 
-    report = verify_files(named_or_newest(plan_file, ("plan",)), profile_file)
+    report = verify_files(choose_input(plan_file, ("plan",)), profile_file)
     if as_json:
         result(report.to_json())
     else:
@@ -51,33 +51,33 @@ def _print(report: Report, screen: Console) -> None:
     from .table import Column, line, print_table, text, word
 
     columns: list[Column[Line]] = [
-        text("line", lambda own: own.name, min_width=20),
-        word("", lambda own: own.state),
+        text("line", lambda row: row.name, min_width=20),
+        word("", lambda row: row.state),
         text("what was checked, or why it was not", _detail, min_width=30),
     ]
     print_table(screen, columns, report.lines)
     screen.print()
-    unchecked = len(report.unchecked)
-    confirmed = len(report.lines) - unchecked - len(report.differing)
+    unchecked_count = len(report.unchecked)
+    confirmed_count = len(report.lines) - unchecked_count - len(report.differing)
     against = f" with {report.profile}" if report.profile else ""
     line(
         screen,
-        f"{report.plan}{against}: {confirmed} lines ok, {len(report.differing)} differ, "
-        f"{unchecked} not checked",
+        f"{report.plan}{against}: {confirmed_count} lines ok, {len(report.differing)} differ, "
+        f"{unchecked_count} not checked",
         style="bold",
     )
 
 
-def _detail(own: Line) -> str:
-    return _difference(own) if own.state == "differs" else own.detail
+def _detail(line: Line) -> str:
+    return _difference(line) if line.state == "differs" else line.detail
 
 
-def _difference(own: Line) -> str:
-    """What differs, with both values where there are two."""
-    if own.plan_value is None and own.expected_value is None:
-        return own.detail
-    plan, expected = _value_text(own.plan_value), _value_text(own.expected_value)
-    return f"{own.detail}: the plan says {plan}, worked out {expected}"
+def _difference(line: Line) -> str:
+    """The two values of a line that differs."""
+    if line.plan_value is None and line.expected_value is None:
+        return line.detail
+    plan, expected_value = _value_text(line.plan_value), _value_text(line.expected_value)
+    return f"{line.detail}: the plan says {plan}, worked out {expected_value}"
 
 
 def _value_text(value: Value) -> str:

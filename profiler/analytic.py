@@ -22,6 +22,7 @@ from .build_profile import build_profile
 from .chain.layers import Layer
 from .counting_operations import LayerOperations, Operation, count_operations
 from .efficiency import Curves, Efficiency, OperationWork, Vector, fit_efficiency
+from .equal_layers import EqualLayers
 from .measurement_target import MeasurementTarget
 from .passes.layer_stamps import LayerTimes, LossTimes
 from .passes.timed_passes import TimedPasses
@@ -75,18 +76,19 @@ def parse_analytic_device(
 
 
 def estimate(
-    subject: MeasurementTarget, results: Sequence[SizeResult], notes: Sequence[str], target: AnalyticTarget
+    blocks: EqualLayers, results: Sequence[SizeResult], notes: Sequence[str], target: AnalyticTarget
 ) -> Profile:
-    """The profile of `subject`, whose bytes are counted already on the meta device, with estimated seconds.
+    """The profile of a model whose bytes are counted already on the meta device, with estimated seconds.
 
     Raises UsageError: a dtype without a figure, a measured profile of another model.
     """
+    subject = blocks.subject
     curves, efficiency_note = Curves(), "the efficiencies are assumptions"
     if target.measured is not None:
-        curves, measured_on = _calibrated(subject, target.measured, target.roofline)
+        curves, measured_on = _calibrated(blocks, target.measured, target.roofline)
         efficiency_note = f"the efficiencies are calibrated from a profile measured on {measured_on}"
     timed = [
-        dataclasses.replace(result, rounds=TimedPasses(layers=[_times(subject, result.size, target, curves)]))
+        dataclasses.replace(result, rounds=TimedPasses(layers=[_times(blocks, result.size, target, curves)]))
         for result in results
     ]
     note = (
@@ -109,11 +111,12 @@ def _describe_curve(curve: Efficiency) -> str:
     return f"at most {curve.highest:.0%}, half of that in {curve.half_seconds * 1e6:.3g} µs"
 
 
-def _times(subject: MeasurementTarget, size: int, target: AnalyticTarget, curves: Curves) -> LayerTimes:
+def _times(blocks: EqualLayers, size: int, target: AnalyticTarget, curves: Curves) -> LayerTimes:
+    subject = blocks.subject
     launch, host_launch = target.roofline.launch.value, target.roofline.host_launch.value
     rows = [
         [_work(part, target.roofline, tf32=subject.modes.tf32) for part in (layer.forward, layer.backward)]
-        for layer in count_operations(subject, size, target.kernels)
+        for layer in count_operations(blocks, size, target.kernels)
     ]
     seconds = np.array([[work.seconds(curves, launch) for work in row] for row in rows])
     hosts = host_launch * np.array([[len(row[0].compute), _BACKWARD * len(row[1].compute)] for row in rows])
@@ -151,14 +154,15 @@ def _work(operations: Sequence[Operation], roofline: Roofline, *, tf32: bool) ->
 _OF_TENSOR_CORES = ("float16", "bfloat16", "tf32")
 
 
-def _calibrated(subject: MeasurementTarget, measured: Profile, roofline: Roofline) -> tuple[Curves, str]:
+def _calibrated(blocks: EqualLayers, measured: Profile, roofline: Roofline) -> tuple[Curves, str]:
     """The curves by which the measured layers take their seconds, and on what they were measured."""
+    subject = blocks.subject
     _check_same(subject, measured)
     own = _roofline_of(measured, roofline)
     works: list[OperationWork] = []
     seconds: list[float] = []
     for position, size in enumerate(measured.micro_batch_sizes):
-        layers = count_operations(subject, size, AnalyticTarget(own).kernels)[: len(subject.chain)]
+        layers = count_operations(blocks, size, AnalyticTarget(own).kernels)[: len(subject.chain)]
         costs = [layer.costs[position] for layer in measured.layers]
         for layer, cost in zip(layers, costs, strict=True):
             works += _works(layer, own, tf32=measured.tf32)

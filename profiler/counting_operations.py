@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from .measurement_target import MeasurementTarget
+from .equal_layers import EqualLayers
 from .operator_internals import (
     BATCH_NORMS,
     CPU_FLASH_BACKWARDS,
@@ -55,11 +55,12 @@ class LayerOperations:
     backward: list[Operation] = field(default_factory=list)
 
 
-def count_operations(subject: MeasurementTarget, size: int, kernels: Kernels) -> list[LayerOperations]:
+def count_operations(blocks: EqualLayers, size: int, kernels: Kernels) -> list[LayerOperations]:
     """The operations of every layer at a micro-batch of `size`, and last those of the loss, if there is one.
 
-    `subject` lies on the meta device, and its gradients exist. `kernels`: of which device.
+    The model lies on the meta device, and its gradients exist. `kernels`: of which device.
     """
+    subject = blocks.shortened
     layers, context = subject.chain.layers, partial(subject.modes.forward_context, subject.device)
     example = ModelInput.of(subject.loaded.example_input_for(size))
     example = example.to(subject.device, subject.dtype, subject.modes.memory_format).clone()
@@ -67,7 +68,7 @@ def count_operations(subject: MeasurementTarget, size: int, kernels: Kernels) ->
     with kernels(), _Counter(counts) as counter:
         gradients = OutputGradients(subject.seed)
         run_layers(layers, example.layer_input, gradients, counter, loss=subject.loss, context=context)
-    return counts
+    return blocks.by_layer(counts)
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ from ..cost_models.errors import ModelError, UsageError
 from ..cost_models.quantities import format_bytes
 from .analytic import AnalyticTarget, estimate
 from .build_profile import build_profile
+from .equal_layers import find_equal_layers
 from .journal import Journal
 from .local_machine import free_bytes, parse_device
 from .measurement_target import MeasurementTarget, Setup, build_target
@@ -29,11 +30,14 @@ from .profile_options import ProfileOptions
 from .segmented_sweep import SegmentedSweep
 from .size_passes import release
 from .size_sweep import Progress, SizeSweep, check_micro_batch_sizes, host_note
-from .structure import count_structure
+from .structure import SIZES, as_on_the_cpu, count_structure
 from .user_model.failures import DoesNotFit
 from .user_model.loaded_model import LoadedModel
 from .user_model.seeding import fixed_seed
 from .whole_sweep import WholeSweep
+
+_VERIFYING = 0.2
+"""Of the budget, what comparing layers and model may take, but for a first pass of both."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class MeasurementLimits:
     progress: Callable[[Progress], None] | None
     estimate_for: AnalyticTarget | None = None
     profile_cache: ProfileCache = field(default_factory=lambda: ProfileCache(None))
+    remark: Callable[[str], None] = lambda _: None
 
     @property
     def request(self) -> Request:
@@ -84,7 +89,7 @@ def profile_model(
     in the mode (training or not) it is in, as the `options` say; the notes say which sizes were asked for and
     left out. `rounds`: so many timed passes at each size instead of a budget. `parts`: backward in two parts
     too. `memory_bytes`: as if the device had no more free than that. `remark` is told of what earlier runs
-    kept.
+    kept, and of a budget that the smallest size exceeds.
 
     On the meta device nothing is timed: the layers and all bytes are counted; with `estimate_for` the seconds
     are estimated for that GPU, whatever `device` says. A model that does not fit on a CUDA device, or into
@@ -116,7 +121,7 @@ def profile_model(
         modes=modes,
         seed=settings.seed,
         clock=clock or (CudaClock(place) if place.type == "cuda" else CpuClock()),
-        verify_seconds=settings.budget_seconds if rounds is None else inf,
+        verify_seconds=_VERIFYING * settings.budget_seconds if rounds is None else inf,
     )
     may_cache = place.type != "meta"
     profile_cache = ProfileCache.of_user(
@@ -131,6 +136,7 @@ def profile_model(
         progress,
         estimate_for,
         profile_cache,
+        remark or (lambda _: None),
     )
     # The device first: CUDA has no random numbers to seed before it is initialised.
     with _on(place), fixed_seed(settings.seed), torch.enable_grad():
@@ -149,6 +155,8 @@ def check_limits(rounds: int | None, memory_bytes: int | None) -> None:
 
 def _measured(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
     """Measures the model whole where it fits, else in segments."""
+    if limits.progress is not None:
+        limits.progress(Progress("tracing", limits.smallest, None, 0.0))
     if setup.device.type == "meta":
         return _structure(loaded, setup, limits)
     try:
@@ -184,7 +192,7 @@ def _sweep_profile(
 
     def measure(journal: Journal | None) -> Profile:
         sweep_limits = (limits.sizes, limits.budget_seconds, limits.rounds, limits.progress)
-        sweep = kind(subject, *sweep_limits, journal)
+        sweep = kind(subject, *sweep_limits, journal, limits.remark)
         sweep.measure()
         results, gpu = sweep.results, sweep.gpu_record()
         host = [note for note in map(host_note, results) if note]
@@ -223,11 +231,14 @@ def _usable_bytes(device: torch.device, memory_bytes: int | None) -> int:
 
 def _structure(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
     """On the meta device."""
-    subject = build_target(loaded, setup, limits.smallest)
-    if limits.estimate_for is not None:
-        kernels = limits.estimate_for.kernels
-        return estimate(subject, *count_structure(subject, limits.sizes, kernels), limits.estimate_for)
-    results, notes = count_structure(subject, limits.sizes)
+    subject, target = build_target(loaded, setup, limits.smallest), limits.estimate_for
+    kernels = None if target is None else target.kernels
+    with (kernels or as_on_the_cpu)():
+        # Not at size 1, which batch norm refuses.
+        blocks = find_equal_layers(subject, (limits.sizes or SIZES)[-1])
+    results, notes = count_structure(blocks, limits.sizes, kernels, limits.progress)
+    if target is not None:
+        return estimate(blocks, results, notes, target)
     return build_profile(subject, results, (), notes)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from .memory.workspace import LossWorkspace, StepMemory
 from .offload.segmented import SegmentedRun
@@ -64,4 +64,18 @@ class SizeResult:
             loss_saved_bytes=run.loss_saved_bytes,
             loss_output_bytes=run.loss_output_bytes,
             loss_workspace=run.loss_workspace,
+        )
+
+    def for_layers(self, by_layer: Callable[[Sequence[int]], list[int]]) -> SizeResult:
+        """Of all layers, from those that were counted for others too; without a step's peak."""
+        workspaces = [self.forward_workspace_bytes, self.backward_workspace_bytes]
+        forward, backward = (None if each is None else by_layer(each) for each in workspaces)
+        return replace(
+            self,
+            saved_bytes=by_layer(self.saved_bytes),
+            saved_input_bytes=by_layer(self.saved_input_bytes),
+            output_bytes=by_layer(self.output_bytes),
+            forward_workspace_bytes=forward,
+            backward_workspace_bytes=backward,
+            predicted_peak_bytes=None,
         )

@@ -29,6 +29,8 @@ HasTime = Callable[[float], bool]
 """Whether so many seconds are left."""
 LATER_PASSES = 4
 """Of a size after those that count what plans need: two that count the rest, and one round."""
+FEWEST_PASSES = 4
+"""Of the smallest size: two that count what plans need, and one round."""
 PLAIN_AND_HELD = 3
 """Passes that find a lead, mostly: one without, and two with it."""
 
@@ -62,17 +64,24 @@ class SizeRun:
         self._journal = journal
         self._is_warm = True
 
-    def count(self, visit: Callable[[Layer], None], has_time: HasTime = lambda _: True) -> None:
+    def count(
+        self,
+        visit: Callable[[Layer], None],
+        has_time: HasTime = lambda _: True,
+        tell_pass: Callable[[float], None] = lambda _: None,
+    ) -> None:
         """Untimed passes that count the bytes; gradients exist afterwards.
 
         On meta the whole is left out: models that look at values while they run do not run there. Where there
         is no time for all, what no plan needs is left out: the peak of a step, what the loss allocates.
+        `tell_pass`: is told the seconds of the first pass, when it is done.
         """
         begun = self._subject.clock.now()
         with self.saved.hooks():
             watcher = VisitingWatcher(self.saved, self._passes.layers, visit)
             self._passes.run_layers(watcher, self._subject.loss)
         a_pass = self._subject.clock.now() - begun
+        tell_pass(a_pass)
         if self._subject.modes.compile and not sees_kernels(self._subject.device):
             return
         if self._subject.device.type == "cuda":
@@ -90,10 +99,15 @@ class SizeRun:
         if self._subject.device.type == "cuda":
             self.reserved_bytes = torch.cuda.max_memory_reserved(self._subject.device)
 
-    def warm_up(self, visit: Callable[[Layer], None], has_time: HasTime = lambda _: True) -> None:
+    def warm_up(
+        self,
+        visit: Callable[[Layer], None],
+        has_time: HasTime = lambda _: True,
+        tell_pass: Callable[[float], None] = lambda _: None,
+    ) -> None:
         """Untimed passes of the layers and of the whole, which also count the bytes; `has_time` for so many
-        seconds more."""
-        self.count(visit, has_time)
+        seconds more; `tell_pass` as in `count`."""
+        self.count(visit, has_time, tell_pass)
         if self.peak_bytes is None and not self.counts_less:
             self._passes.time_whole()
         if self._subject.clock.has_host:

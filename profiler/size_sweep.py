@@ -49,7 +49,8 @@ class SizeSweep(ABC, Generic[Run]):
 
     `sizes`: the user's, or None: 1, 2, 4, ...; the smallest is always measured. `rounds`: so many timed
     passes at every size whatever they cost, or None for as many as the budget allows. `journal`: is told of
-    every pass; sizes and rounds that it held when it was opened are not measured again.
+    every pass; sizes and rounds that it held when it was opened are not measured again. `remark`: is told,
+    in a sentence, of a budget that is exceeded in any case.
     """
 
     subject: MeasurementTarget
@@ -58,6 +59,7 @@ class SizeSweep(ABC, Generic[Run]):
     rounds: int | None = None
     progress: Callable[[Progress], None] | None = None
     journal: Journal | None = None
+    remark: Callable[[str], None] = lambda _: None
     runs: list[Run] = field(default_factory=list, init=False)
     unmeasured: list[Unmeasured] = field(default_factory=list, init=False)
     notes: list[str] = field(default_factory=list, init=False)

@@ -8,43 +8,52 @@ from contextlib import AbstractContextManager, contextmanager
 from torch import nn
 
 from ..cost_models.errors import ModelError
-from .chain.layers import LayerChain
-from .measurement_target import MeasurementTarget
+from .chain.layers import Layer, LayerChain
+from .equal_layers import EqualLayers
 from .memory.meta_kernels import attention_as_on_the_cpu, kernels_as_on_a_gpu
 from .memory.meta_operations import ON_A_GPU, MetaOperations
 from .size_result import SizeResult
 from .size_run import SizeRun
-from .size_sweep import left_out_note
+from .size_sweep import Progress, left_out_note
 
-_SIZES = (1, 2, 4, 8)
+SIZES = (1, 2, 4, 8)
 
 Kernels = Callable[[], AbstractContextManager[str | None]]
 """Entered, passes on the meta device run as on some device. Yields None, or what is left out of that."""
 
 
 def count_structure(
-    subject: MeasurementTarget, sizes: Sequence[int] | None, kernels: Kernels | None = None
+    blocks: EqualLayers,
+    sizes: Sequence[int] | None,
+    kernels: Kernels | None = None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> tuple[list[SizeResult], list[str]]:
     """The bytes at `sizes` (None: a few), as `kernels` save them (None: the CPU's), and notes.
 
     Raises ModelError as a pass through the layers does.
     """
+    subject, all_sizes = blocks.shortened, sizes or SIZES
     results: list[SizeResult] = []
-    notes = _recurrent(subject.chain)
+    notes = _recurrent(blocks.subject.chain)
     with (kernels or as_on_the_cpu)() as missing:
         if missing is not None:
             notes.append(f"attention is counted with its whole matrix, which is more: {missing}")
-        for size in sizes or _SIZES:
+        for number, size in enumerate(all_sizes):
+
+            def tell(layer: Layer, size: int = size, number: int = number) -> None:
+                if progress is not None:
+                    progress(Progress("counting bytes", size, layer.name, number / len(all_sizes)))
+
             run = SizeRun(subject, size)
             try:
-                run.count(lambda _layer: None)
+                run.count(tell)
             except ModelError as error:
                 note = left_out_note(size, sizes, error)
                 if note is None:
                     raise
                 notes.append(note)
                 continue
-            results.append(SizeResult.of_run(run))
+            results.append(SizeResult.of_run(run).for_layers(blocks.by_layer))
     return results, notes
 
 

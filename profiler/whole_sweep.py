@@ -11,7 +11,7 @@ from .local_machine import free_host_bytes
 from .passes.timing import time_gradient_adding
 from .size_passes import release
 from .size_result import SizeResult
-from .size_run import FIRST_PASSES, SizeRun
+from .size_run import FEWEST_PASSES, FIRST_PASSES, SizeRun
 from .size_sweep import SizeSweep, seconds_text
 from .user_model.failures import DoesNotFit, is_out_of_memory, refusal
 
@@ -130,6 +130,8 @@ class WholeSweep(SizeSweep[SizeRun]):
     def accumulation(self) -> list[float] | None:
         if not self.parts or self.interrupted:
             return None
+        if self.runs and self.runs[0].counts_less:
+            return None
         repeats = 1 if self._ends_budget(0.0) else FIRST_PASSES
         try:
             return time_gradient_adding(self.subject.chain.layers, self.subject.clock, repeats)
@@ -159,11 +161,13 @@ class WholeSweep(SizeSweep[SizeRun]):
             run.warm_up(
                 lambda layer: self.tell("warm-up", size, layer.name),
                 lambda seconds: bool(self.runs) or not self._ends_budget(seconds),
+                lambda seconds: self._tell_exceeded_budget(size, seconds),
             )
             if run.counts_less:
                 self.notes.append(
                     f"micro-batch size {size}: a budget of {self.budget_seconds:g} s leaves no time to count "
-                    "the peak of a step and what the loss allocates; plans take the latter for nothing"
+                    "the peak of a step, what the loss allocates and what adding gradients takes; plans take "
+                    "the loss to allocate nothing, and the first micro-batch for as long as the others"
                 )
             if not self.runs:
                 self._warm_device(run)
@@ -202,6 +206,15 @@ class WholeSweep(SizeSweep[SizeRun]):
         """Whether so many more would be past it; not of what is compiled, which cannot be run again later."""
         bounded = self.rounds is None and not self.subject.modes.compile
         return bounded and self.spent + seconds > self.budget_seconds
+
+    def _tell_exceeded_budget(self, size: int, pass_seconds: float) -> None:
+        """Says at once that the smallest size takes longer than the budget, whatever is left out."""
+        least = self.spent + (FEWEST_PASSES - 1) * pass_seconds
+        if not self.runs and self.rounds is None and least > self.budget_seconds:
+            self.remark(
+                f"Micro-batch size {size} alone takes at least {seconds_text(least)}: a pass of the model "
+                f"takes {seconds_text(pass_seconds)}, the budget is {self.budget_seconds:g} s"
+            )
 
     def _leave_parts_to_the_budget(self, run: SizeRun) -> None:
         """The first size is measured whatever it costs; backward in two parts only where there is time."""

@@ -56,7 +56,7 @@ def build(
     from ..profiler.user_model.loaded_model import ModelInput
     from .pipelining.cut_hooks import guard_cuts
     from .pipelining.plan_layers import match_layers
-    from .pipelining.runtime_internals import partitioned
+    from .pipelining.runtime_internals import partitioned_module
     from .pipelining.weight_copies import check_equal_buffers, find_tied_weights, split_stage
 
     document = resolve_document(source, DeepspeedExport, export)
@@ -85,22 +85,22 @@ def build(
         )
 
     check_equal_buffers(layers)
-    of_one = document.micro_batch_size // document.replicas
+    samples = document.micro_batch_size // document.replicas
     stage = torch.distributed.get_rank() // document.replicas
-    own = split_stage(layers, document.parts, stage, tied)
+    stage_layers = split_stage(layers, document.parts, stage, tied)
     first, end = document.parts[stage : stage + 2]
-    layers = nn.Sequential(*layers[:first], *own.layers, *layers[end:])
-    safe = guard_cuts(layers, document.parts, example, of_one, packs_all=True)
-    tied_modules = partial(_tied_modules, document=document, tied=tied, own=own)
-    kind = partitioned(PipelineModule, document.parts, deepspeed.__version__, tied_modules)
+    layers = nn.Sequential(*layers[:first], *stage_layers.layers, *layers[end:])
+    safe = guard_cuts(layers, document.parts, example, samples, packs_all=True)
+    tied_modules = partial(_tied_modules, document=document, tied=tied, own=stage_layers)
+    kind = partitioned_module(PipelineModule, document.parts, deepspeed.__version__, tied_modules)
     return kind(safe, num_stages=document.num_stages, loss_fn=loss_fn)
 
 
 def _tied_modules(
     module: Any, *, document: DeepspeedExport, tied: Sequence[CopiedWeight], own: StageLayers
 ) -> dict[str, dict[str, Any]]:
-    """Of a PipelineModule, as it keeps them for its TiedLayerSpecs: by name, who has copies of the weights of
-    this process. It makes them equal when it begins, and adds up their gradients before each update."""
+    """DeepSpeed's record of tied layers, as its PipelineModule keeps them for TiedLayerSpecs: by name, who
+    has copies of the weights of this process."""
     import torch
 
     modules: dict[str, dict[str, Any]] = {}
@@ -120,9 +120,9 @@ def _tied_modules(
 
 def _check_parameters(document: DeepspeedExport, model: nn.Sequential, tied: Sequence[CopiedWeight]) -> None:
     for stage, (first, end) in enumerate(pairwise(document.parts)):
-        own = [parameter for layer in model[first:end] for parameter in layer.parameters()]
-        own += [weight.parameter for weight in tied if stage in weight.stages]
-        if not any(parameter.requires_grad for parameter in own):
+        parameters = [parameter for layer in model[first:end] for parameter in layer.parameters()]
+        parameters += [weight.parameter for weight in tied if stage in weight.stages]
+        if not any(parameter.requires_grad for parameter in parameters):
             raise ExportError(
                 f"stage {stage} (layers {first} to {end - 1}) has no parameters to train: "
                 "DeepSpeed's optimizers refuse an empty list",

@@ -25,17 +25,17 @@ def device_map(source: HuggingfaceExport | str | Path, model: nn.Module) -> dict
     """
     document = load_document(source, HuggingfaceExport)
     modules = dict(model.named_modules())
-    placed: dict[str, int | str] = {
+    devices: dict[str, int | str] = {
         name: place for name, place in document.device_map.items() if name in modules
     }
-    if not placed:
+    if not devices:
         raise ExportError(
             f"the huggingface file is for {document.model}, the model ({type(model).__name__}) has no module "
             f"{next(iter(document.device_map))}",
             "Give it the model of the file, or make a plan for this one.",
         )
-    first = next(iter(placed.values()))
-    return placed | dict.fromkeys(_others(model, "", placed), first)
+    first = next(iter(devices.values()))
+    return devices | dict.fromkeys(_others(model, "", devices), first)
 
 
 def _others(module: nn.Module, name: str, placed: Collection[str]) -> list[str]:

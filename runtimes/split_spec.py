@@ -48,13 +48,13 @@ def split_spec(
 
 def _first_module(chain: LayerChain, first: int) -> str:
     layer: Any = chain.layers[first]
-    used = [other.path for other in chain.layers].count(layer.path)
-    if layer.path is not None and used == 1:
+    uses = [other.path for other in chain.layers].count(layer.path)
+    if layer.path is not None and uses == 1:
         return str(layer.path)
     if layer.path is None:
         why = f"layer {first}, {layer.name}, is no submodule of {chain.model_name}"
     else:
-        why = f"layer {first}, {layer.path}, is called {used} times in {chain.model_name}"
+        why = f"layer {first}, {layer.path}, is called {uses} times in {chain.model_name}"
     raise ExportError(
         f"a stage begins with what pipeline() cannot be told: {why}",
         "Train it with pplan.runtimes.torch_pipelining.build, or cut in front of submodules: "

@@ -57,11 +57,11 @@ def build(
     if isinstance(source, Plan):
         source, _ = export(source, device="cuda", made_by=MadeBy())
     document = load_document(source, TorchExport)
-    how = replicate or ("fsdp" if document.zero else "ddp")
-    if document.zero and how != "fsdp":
+    replication = replicate or ("fsdp" if document.zero else "ddp")
+    if document.zero and replication != "fsdp":
         raise UsageError(
-            f"replicate {how!r} with a plan of zero {document.zero}: it spreads nothing over replicas",
+            f"replicate {replicate!r} with a plan of zero {document.zero}: it spreads nothing over replicas",
             "Omit replicate, or make a plan with zero=0.",
         )
-    options: dict[str, Any] = {"replicate": how, "sum_losses": sum_losses, "layer_names": layer_names}
+    options: dict[str, Any] = {"replicate": replication, "sum_losses": sum_losses, "layer_names": layer_names}
     return build_process(document, model, example_input, loss_fn, device=device, mesh=mesh, **options)

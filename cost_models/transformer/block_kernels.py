@@ -165,6 +165,7 @@ def _kernel_of_attention(
             attention.value_width,
             backward,
             tokens.samples,
+            attention.causal,
         )
         for backward in (False, True)
     ]

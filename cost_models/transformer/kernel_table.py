@@ -68,7 +68,7 @@ class GroupedMatmul:
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """Causal attention (flash attention) of `samples` sequences."""
+    """Attention (flash attention) of `samples` sequences; `causal`: to the tokens before only."""
 
     sequence: int
     heads: int
@@ -77,13 +77,14 @@ class AttentionKernel:
     value_width: int
     backward: bool
     samples: int = 1
+    causal: bool = True
 
     @property
     def flops(self) -> float:
-        """Of the half below the diagonal: two products forward, five backward (Dao, "FlashAttention-2",
-        ICLR 2024, section 3.1)."""
+        """Of the half below the diagonal, or of the square: two products forward, five backward (Dao,
+        "FlashAttention-2", ICLR 2024, section 3.1)."""
         half = self.samples * float(self.sequence) ** 2 * self.heads * (self.head_width + self.value_width)
-        return 2.5 * half if self.backward else half
+        return half * (2.5 if self.backward else 1) * (1 if self.causal else 2)
 
 
 @dataclass(frozen=True)

@@ -21,20 +21,21 @@ from .machine import planned_machine
 
 
 @dataclass(frozen=True)
-class Calibrated:
-    """`files`: what to write beside the plan. `again`: the plan solved again, or why there is none."""
+class CalibrationFiles:
+    """`files`: what to write beside the plan. `new_plan`: the plan solved again, or why there is none."""
 
     files: Mapping[Path, str]
     topology_file: Path
-    again: Plan | str
+    new_plan: Plan | str
 
 
-def calibrate(result: Check, read: PlanAndProfile, stem: str) -> Calibrated | None:
-    """What a check's corrections are good for; None where it has none. `stem` begins the files' names."""
+def calibrate(result: Check, files: PlanAndProfile, stem: str) -> CalibrationFiles | None:
+    """The files that a check's corrections lead to; None where it has none. `stem` begins the files'
+    names."""
     corrections = result.corrections
     if corrections is None:
         return None
-    folder = read.plan_file.parent
+    folder = files.plan_file.parent
     calibration = Calibration(
         backend=result.backend,
         device_name=result.device_name,
@@ -42,37 +43,37 @@ def calibrate(result: Check, read: PlanAndProfile, stem: str) -> Calibrated | No
         corrections=corrections,
         made_by=result.made_by,
     )
-    topology, profiles = planned_machine(read.plan, read.profile, folder)
-    corrected = corrected_topology(topology, corrections, slower_alone(result))
+    topology, profiles = planned_machine(files.plan, files.profile, folder)
+    new_topology = corrected_topology(topology, corrections, slower_alone(result))
     topology_file = folder / f"{stem}.topology.toml"
-    described = to_toml(corrected, f"{topology.describe()}, as pplan check measured it")
-    files = {folder / f"{stem}.calibration.json": calibration.to_json(), topology_file: described}
-    return Calibrated(files, topology_file, _solved_again(read, corrected, profiles))
+    description = to_toml(new_topology, f"{topology.describe()}, as pplan check measured it")
+    texts = {folder / f"{stem}.calibration.json": calibration.to_json(), topology_file: description}
+    return CalibrationFiles(texts, topology_file, _solve_again(files, new_topology, profiles))
 
 
-def _solved_again(read: PlanAndProfile, topology: Topology, profiles: Mapping[str, Chain]) -> Plan | str:
+def _solve_again(files: PlanAndProfile, topology: Topology, profiles: Mapping[str, Chain]) -> Plan | str:
     try:
-        plan_options = read.plan.options
-        problem = build_problem(read.profile.chain(), topology, plan_options, read.plan.profile, profiles)
+        plan_options = files.plan.options
+        problem = build_problem(files.profile.chain(), topology, plan_options, files.plan.profile, profiles)
         answer = find_best_plan(problem)
     except PplanError as error:
         return error.what
     if answer.best is None:
         return "no plan fits"
     return plan_without_comparison(
-        problem, answer.best, answer.result, model=read.plan.model, profile=read.plan.profile
+        problem, answer.best, answer.result, model=files.plan.model, profile=files.plan.profile
     )
 
 
 def slower_alone(result: Check) -> float:
-    """How much longer the stages take here, alone, than the plan says: of their forwards and backwards."""
-    planned = sum(own.planned.forward + own.planned.backward for own in result.of_plan.stages)
-    alone = sum(own.alone.forward + own.alone.backward for own in result.of_plan.stages)
-    return alone / planned if planned else 1.0
+    """The stages' forwards and backwards as measured alone, over those of the plan."""
+    planned_seconds = sum(stage.planned.forward + stage.planned.backward for stage in result.of_plan.stages)
+    measured_seconds = sum(stage.alone.forward + stage.alone.backward for stage in result.of_plan.stages)
+    return measured_seconds / planned_seconds if planned_seconds else 1.0
 
 
 def corrected_topology(topology: Topology, corrections: Corrections, slower: float) -> Topology:
-    """Its devices at the speed that they were seen at, its links as they were measured.
+    """The topology with its devices' speeds and its links as the check measured them.
 
     What an action takes besides is not the search's to know; a transfer's latency carries it, as one goes
     with every action.

@@ -19,7 +19,7 @@ from ..runtimes.checking.check_report import PLAN, Check
 from ..runtimes.checking.job import Case, CheckMeasurements, Corrections, Device, Job, ModelSpec, RuntimeCase
 from ..runtimes.checking.launching import ProgressCallbacks, cores, gpus, run_in_processes
 from .check_cases import EVEN, CheckCase, even_plan, prepare_case
-from .check_runtimes import TORCH, Placed, check_runtime, for_runtime, serial_note
+from .check_runtimes import TORCH, PlanInputs, check_runtime, for_runtime, serial_note
 from .load import as_plan, check_layers, profile_and_reference
 from .machine import planned_machine
 from .options import CheckKeywords, CheckOptions, options_from
@@ -53,10 +53,10 @@ def check(
     folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
     name = Path(plan).name if isinstance(plan, str | Path) else "plan"
     plan = as_plan(plan)
-    measured, reference = profile_and_reference(profile, "", "")
+    measured_profile, reference = profile_and_reference(profile, "", "")
     check_layers(plan, reference)
     (check_options,) = options_from(options, CheckOptions, of="check")
-    result = check_plan(plan, measured, folder, name, check_options, run_in_processes)
+    result = check_plan(plan, measured_profile, folder, name, check_options, run_in_processes)
     if result is None:
         raise MachineError("check: nothing was measured", "Call it outside torchrun.")
     return result
@@ -74,7 +74,7 @@ def check_plan(
     topology, profiles = planned_machine(plan, profile, folder)
     notes = _notes(profile, options)
     if options.runtime != TORCH:
-        return _check_runtime(plan, profile, Placed(chain, topology, profiles), name, options, run, notes)
+        return _check_runtime(plan, profile, PlanInputs(chain, topology, profiles), name, options, run, notes)
     cases = [prepare_case(PLAN, plan, chain, topology, profiles, emulate=options.emulate)]
     if options.even and len(plan.stages) > 1:
         even = even_plan(plan, chain, topology, profiles)
@@ -83,7 +83,7 @@ def check_plan(
         else:
             cases.append(prepare_case(EVEN, even, chain, topology, profiles, emulate=options.emulate))
     job = _job(cases, profile, options)
-    notes += _crowded(job)
+    notes += _crowding_note(job)
     measurements = run(job)
     return None if measurements is None else _build_check(measurements, cases, job, name, notes)
 
@@ -91,35 +91,35 @@ def check_plan(
 def _check_runtime(
     plan: Plan,
     profile: Profile,
-    placed: Placed,
+    machine: PlanInputs,
     name: str,
     options: CheckOptions,
     run: Runner,
     notes: list[str],
 ) -> Check | None:
-    """By torchgpipe, FairScale or DeepSpeed."""
+    """Checks the plan with torchgpipe, FairScale or DeepSpeed."""
     check_runtime(options.runtime, emulate=options.emulate, calibrate=_calibrates(options))
-    own, remark = placed.choose_plan(plan, options.runtime)
+    plan_case, remark = machine.choose_plan(plan, options.runtime)
     notes += [] if remark is None else [remark]
     one_process = find_runtime(options.runtime).one_process
-    devices = sum(stage.replicas for stage in own.stages)
-    device = chosen_device(devices, options, one_process=one_process)
-    cases = [for_runtime(PLAN, own, placed, options.runtime, device)]
-    if options.even and len(own.stages) > 1:
+    devices = sum(stage.replicas for stage in plan_case.stages)
+    device = choose_device(devices, options, one_process=one_process)
+    cases = [for_runtime(PLAN, plan_case, machine, options.runtime, device)]
+    if options.even and len(plan_case.stages) > 1:
         try:
-            even = placed.even(own)
-            cases.append(for_runtime(EVEN, even, placed, options.runtime, device))
+            even = machine.even(plan_case)
+            cases.append(for_runtime(EVEN, even, machine, options.runtime, device))
         except PplanError as error:
             notes.append(f"no even split beside it: {error.what}")
     job = Job(
         model=model_spec(profile, options),
-        runtime_cases=[each.case for each in cases],
+        runtime_cases=[case.case for case in cases],
         device=device,
         steps=options.steps,
         warm_ups=WARM_UPS,
         timeout_seconds=options.timeout,
     )
-    notes += [*_crowded(job), *serial_note(cases[0].case)]
+    notes += [*_crowding_note(job), *serial_note(cases[0].case)]
     measurements = run(job)
     return None if measurements is None else _build_check(measurements, cases, job, name, notes)
 
@@ -128,19 +128,19 @@ def _calibrates(options: CheckOptions) -> bool:
     return options.calibrate or options.calibration is not None
 
 
-def _crowded(job: Job) -> list[str]:
+def _crowding_note(job: Job) -> list[str]:
     if job.device == "cpu" and job.processes > cores() and job.model is not None:
         return [f"{job.processes} processes share {format_count(cores(), 'core')}: the seconds say little"]
     return []
 
 
 def _job(cases: list[CheckCase[Case]], profile: Profile, options: CheckOptions) -> Job:
-    own = [each.case for each in cases]
+    own = [case.case for case in cases]
     processes = len(own[0].document.devices)
     return Job(
         model=None if options.emulate else model_spec(profile, options),
         cases=own,
-        device=chosen_device(processes, options),
+        device=choose_device(processes, options),
         steps=options.steps,
         warm_ups=WARM_UPS,
         timeout_seconds=options.timeout,
@@ -151,18 +151,18 @@ def _job(cases: list[CheckCase[Case]], profile: Profile, options: CheckOptions) 
 
 
 def _corrections(options: CheckOptions) -> Corrections | None:
-    """What an earlier check fitted. Raises FileError."""
+    """The corrections that an earlier check fitted. Raises FileError."""
     return None if options.calibration is None else Calibration.load(options.calibration).corrections
 
 
 def _sizes(cases: list[Case]) -> list[int]:
-    """From a small transfer to the largest of the cases'."""
-    most = max([LEAST_SIZE, *(sent for case in cases for sent in case.crossing_bytes)])
+    """Transfer sizes to measure, from a small one to the largest of the cases'."""
+    most = max([LEAST_SIZE, *(size for case in cases for size in case.crossing_bytes)])
     return sorted({LEAST_SIZE, 16 * LEAST_SIZE, max(most // 4, LEAST_SIZE), max(most, 64 * LEAST_SIZE)})
 
 
 def model_spec(profile: Profile, options: CheckOptions) -> ModelSpec:
-    """How the processes make the model again: as it was profiled, unless another is named.
+    """How the processes build the model: as it was profiled, unless another is named.
 
     Raises ModelError where the profile names code, which only the user may.
     """
@@ -187,20 +187,21 @@ def model_spec(profile: Profile, options: CheckOptions) -> ModelSpec:
     )
 
 
-def chosen_device(devices: int, options: CheckOptions, *, one_process: bool = False) -> Device:
-    """`one_process`: that uses all of them. Raises MachineError where there are too few."""
+def choose_device(devices: int, options: CheckOptions, *, one_process: bool = False) -> Device:
+    """The kind of device to run on; `one_process`: a single process uses all of them. Raises MachineError
+    where there are too few."""
     if options.emulate or options.device == "cpu":
         return "cpu"
     count = gpus()
-    needed = devices
+    device_count = devices
     if is_launched(os.environ) and not one_process:
-        needed = read_torchrun_env(os.environ, "check", at_least=1).local_world_size
-    if count >= needed:
+        device_count = read_torchrun_env(os.environ, "check", at_least=1).local_world_size
+    if count >= device_count:
         return "cuda"
-    here = f"{format_count(count, 'CUDA device')} and {format_count(cores(), 'core')}"
-    if options.device == "cuda" or (needed > cores() and not one_process):
+    machine = f"{format_count(count, 'CUDA device')} and {format_count(cores(), 'core')}"
+    if options.device == "cuda" or (device_count > cores() and not one_process):
         raise MachineError(
-            f"check: the plan takes {format_count(needed, 'device')}, here are {here}",
+            f"check: the plan takes {format_count(device_count, 'device')}, here are {machine}",
             "With `emulate` its stages wait instead of computing; `device='cpu'` shares the cores.",
         )
     return "cpu"
@@ -232,7 +233,7 @@ def _build_check(
         device_name=measurements.device_name,
         processes=job.processes,
         emulated=job.model is None,
-        cases=[own.checked(result) for own, result in zip(cases, measurements.cases, strict=True)],
+        cases=[case.check_against(result) for case, result in zip(cases, measurements.cases, strict=True)],
         links=measurements.links,
         corrections=measurements.corrections,
         calibration=measurements.calibration,
@@ -241,7 +242,8 @@ def _build_check(
 
 
 def run_here(job: Job, callbacks: ProgressCallbacks | None = None) -> CheckMeasurements | None:
-    """In processes of this machine; or, where a launcher of the user's started this process, as one of them.
+    """Runs the job in processes of this machine; or, where the user's launcher started this process, as one
+    of its processes.
 
     None in one that is not the first.
     """

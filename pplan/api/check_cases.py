@@ -46,8 +46,8 @@ class CheckCase(Generic[C_co]):
     simulated: SimulatedPlan
     case: C_co
 
-    def checked(self, result: CaseResult) -> CheckedCase:
-        """The prediction beside what was found."""
+    def check_against(self, result: CaseResult) -> CheckedCase:
+        """The prediction beside the measurement."""
         planned = stage_seconds(self.simulated)
         replicas = self.plan.stages[0].replicas
         peaks = result.ran.peak_bytes or [None] * len(self.simulated.memory)
@@ -96,7 +96,7 @@ def prepare_case(
 
 
 def even_plan(plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[str, Chain]) -> Plan | str:
-    """The same with layers shared out evenly by their number; or why there is none."""
+    """The plan with its layers spread evenly by number; or why there is none."""
     try:
         counts = balance(np.ones(len(chain)), len(plan.stages), cut_after=chain.cut_after)
         plan_options = PlanOptions(
@@ -119,7 +119,7 @@ def even_plan(plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[st
 
 
 def stage_seconds(simulated: SimulatedPlan) -> list[StageSeconds]:
-    """What each stage takes in the simulation, backward with what it recomputes."""
+    """The simulated seconds of each stage; backward includes what it recomputes."""
     costs, program = simulated.timeline.costs, simulated.timeline.program
     seconds = []
     for device, chunk in program.pipes[0]:
@@ -141,8 +141,8 @@ def stage_seconds(simulated: SimulatedPlan) -> list[StageSeconds]:
 def _case(name: str, document: TorchExport, chain: Chain, simulated: SimulatedPlan, *, emulate: bool) -> Case:
     costs = simulated.timeline.costs
     share = document.micro_batch_size / document.replicas
-    sent = chain.at(share, past_largest=True).output_bytes
-    crossing = [round(float(sent[end - 1])) for end in document.parts[1:-1]]
+    output_bytes = chain.at(share, past_largest=True).output_bytes
+    crossing = [round(float(output_bytes[end - 1])) for end in document.parts[1:-1]]
     waits = None
     if emulate:
         waits = StageWaits(stages=stage_seconds(simulated), crossing_bytes=crossing)
@@ -165,7 +165,7 @@ def _case(name: str, document: TorchExport, chain: Chain, simulated: SimulatedPl
 
 
 def cut_links(costs: Costs, cuts: int) -> list[CutLink]:
-    """What a transfer over each of the cuts takes."""
+    """The latency and occupancy of a transfer over each cut."""
     latency, occupancy = costs.forward_latency, costs.forward_occupancy
     return [
         CutLink(

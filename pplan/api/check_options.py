@@ -44,7 +44,7 @@ def _device(name: str, value: Any) -> str:
 
 @dataclass(frozen=True)
 class CheckOptions(Options):
-    """How a plan is checked. Raises UsageError.
+    """The options of a check. Raises UsageError.
 
     `runtime`: torch (torch.distributed.pipelining), torchgpipe, fairscale or deepspeed. `model`, `loss` and
     `input_like` of yours, where the profile's are not taken (their code is imported then, and else never),

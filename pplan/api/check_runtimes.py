@@ -32,8 +32,8 @@ EXPORTS: dict[str, Callable[..., tuple[RuntimeDocument, str | None]]] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
-    """The layers, and the machine that the plan was made for."""
+class PlanInputs:
+    """The layers and the machine that a plan was made for."""
 
     chain: Chain
     topology: Topology
@@ -95,7 +95,7 @@ def check_runtime(runtime: str, *, emulate: bool, calibrate: bool) -> None:
 
 
 def for_runtime(
-    name: str, plan: Plan, placed: Placed, runtime: str, device: Device
+    name: str, plan: Plan, machine: PlanInputs, runtime: str, device: Device
 ) -> CheckCase[RuntimeCase]:
     """Raises ExportError where the runtime does not run the plan itself."""
     document, remark = EXPORTS[runtime](plan, device=device, made_by=MadeBy())
@@ -105,7 +105,7 @@ def for_runtime(
             f"{plan.recompute})",
             f"Make one that it runs: pplan.solve(runtime={runtime!r}).",
         )
-    simulated = simulate_plan(plan, placed.chain, placed.topology, profiles=placed.profiles)
+    simulated = simulate_plan(plan, machine.chain, machine.topology, profiles=machine.profiles)
     costs = simulated.timeline.costs
     case = RuntimeCase(
         name=name,
@@ -118,7 +118,7 @@ def for_runtime(
 
 
 def serial_note(case: RuntimeCase) -> list[str]:
-    """On what the prediction is made of, where the stages do not run side by side."""
+    """A note on the prediction, where stages share one thread."""
     if not is_serial(case) or len(case.parts) == 2:
         return []
     return [

@@ -14,7 +14,7 @@ from ..runtimes.formats.torchtitan_export import WORDS
 
 
 def megatron_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
-    """What `pretrain_gpt.py` takes besides the model and the data."""
+    """The arguments of `pretrain_gpt.py` besides the model and the data."""
     degrees = plan.degrees
     flags: dict[str, object] = {
         "--num-layers": sum(plan.blocks),
@@ -38,8 +38,9 @@ def megatron_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
         flags["--recompute-granularity"] = "selective"
     if plan.recompute == "full":
         flags["--recompute-granularity"] = "full"
-        flags["--recompute-method"] = "uniform"
-        flags["--recompute-num-layers"] = gcd(*plan.blocks)
+        some = plan.recompute_blocks
+        flags["--recompute-method"] = "uniform" if some is None else "block"
+        flags["--recompute-num-layers"] = some or gcd(*plan.blocks)
     words = ["--bf16"]
     if degrees.tensor > 1:
         words.append("--sequence-parallel")
@@ -61,10 +62,10 @@ def torchtitan_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
     adds up gradients over as many as the global batch needs.
     """
     degrees, prefix = plan.degrees, "--parallelism."
-    many = plan.micro_batches if degrees.pipeline > 1 else 1
+    micro_batches = plan.micro_batches if degrees.pipeline > 1 else 1
     flags: dict[str, object] = {
         "--training.seq_len": answer.options.sequence,
-        "--training.local_batch_size": many * plan.micro_batch_size,
+        "--training.local_batch_size": micro_batches * plan.micro_batch_size,
         "--training.global_batch_size": answer.options.mini_batch,
         prefix + "data_parallel_replicate_degree": 1 if degrees.zero else degrees.data,
         prefix + "data_parallel_shard_degree": degrees.data if degrees.zero else 1,
@@ -90,7 +91,7 @@ def torchtitan_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
 
 
 def torchtitan_remarks(plan: DegreePlan) -> list[str]:
-    """Where torchtitan does not train as the plan says."""
+    """Remarks on where torchtitan does not train as the plan says."""
     degrees, remarks = plan.degrees, []
     if degrees.zero == 1 and degrees.pipeline == 1 and degrees.data > 1:
         remarks.append("torchtitan has FSDP in place of ZeRO 1: its gradients are spread, too")
@@ -98,6 +99,8 @@ def torchtitan_remarks(plan: DegreePlan) -> list[str]:
         remarks.append("torchtitan's context parallelism passes keys and values round, not heads for tokens")
     if plan.recompute == "selective":
         remarks.append("torchtitan's selective checkpointing chooses operations, not the attention")
+    if plan.recompute_blocks is not None:
+        remarks.append("torchtitan checkpoints every block or none, not the first ones of a stage")
     return remarks
 
 
@@ -107,7 +110,7 @@ def _module_names(counts: tuple[int, ...]) -> list[str]:
     names = [[f"{WORDS.blocks}.{block}" for block in blocks] for blocks in ranges]
     names[0].insert(0, WORDS.embedding)
     names[-1] += [WORDS.norm, WORDS.head]
-    return [",".join(own) for own in names]
+    return [",".join(modules) for modules in names]
 
 
 def deepspeed_config(answer: DegreeAnswer, plan: DegreePlan) -> dict[str, Any]:

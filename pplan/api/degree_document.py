@@ -10,7 +10,7 @@ from .degree_arguments import megatron_arguments, torchtitan_arguments, torchtit
 
 
 def build_degrees_file(answer: DegreeAnswer, made_by: MadeBy) -> DegreesFile:
-    """All that an answer says."""
+    """The answer as a file."""
     shape = answer.shape
     return DegreesFile(
         model=shape.name,
@@ -40,6 +40,7 @@ def _plan_entry(answer: DegreeAnswer, plan: DegreePlan) -> PlanEntry:
         micro_batch_size=plan.micro_batch_size,
         micro_batches=plan.micro_batches,
         recompute=plan.recompute,
+        recompute_blocks=plan.recompute_blocks,
         schedule="1f1b" if plan.virtual_stages == 1 else "interleaved",
         virtual_stages=plan.virtual_stages,
         step_seconds=estimate.step_seconds,
@@ -49,7 +50,7 @@ def _plan_entry(answer: DegreeAnswer, plan: DegreePlan) -> PlanEntry:
         blocks=list(plan.blocks),
         stages=[
             StageEntry(
-                blocks=[(own.start, own.stop - 1) for own in stage.blocks],
+                blocks=[(blocks.start, blocks.stop - 1) for blocks in stage.blocks],
                 forward_seconds=stage.forward_seconds,
                 backward_seconds=stage.backward_seconds,
                 update_seconds=stage.update_seconds,
@@ -69,7 +70,7 @@ def _notes(answer: DegreeAnswer) -> list[str]:
         f"products {limits.product_share:.0%} of the GPU's FLOP/s, attention {limits.attention_share:.0%}, "
         f"passes over memory {limits.memory_share:.0%} of its bandwidth"
     )
-    notes = []
+    notes = [answer.shape.note] if answer.shape.note else []
     if answer.costs.table is None:
         notes.append(
             f"no kernels are measured: by assumption they reach {shares}; give a table with `kernels`"

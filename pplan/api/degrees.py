@@ -14,13 +14,10 @@ from ..cost_models.machines.rooflines import ROOFLINES
 from ..cost_models.machines.topology_options import ProfiledDevice, make_topology
 from ..cost_models.memory import FRAGMENTATION_RESERVE
 from ..cost_models.topology import Topology
+from ..cost_models.transformer.configuration import load_transformer_shape, transformer_shape
 from ..cost_models.transformer.kernel_table import KernelTable, load_kernel_table
 from ..cost_models.transformer.rank_costs import DeviceLimits, RankCosts, TopologyLinks
-from ..cost_models.transformer.transformer_shape import (
-    TransformerShape,
-    load_transformer_shape,
-    transformer_shape,
-)
+from ..cost_models.transformer.transformer_shape import TransformerShape
 from ..planner.degrees.degree_options import DegreeOptions
 from ..planner.degrees.degree_search import DegreeAnswer, search_degrees
 from .options import DegreesKeywords, options_from
@@ -74,8 +71,8 @@ def usable_bytes(topology: Topology) -> float:
     if device.memory_bytes is None:
         return float("inf")
     context = device_context(device.name)
-    whole = device.memory_bytes - (0 if context is None else context.value)
-    return whole / (1 + FRAGMENTATION_RESERVE)
+    memory_bytes = device.memory_bytes - (0 if context is None else context.value)
+    return memory_bytes / (1 + FRAGMENTATION_RESERVE)
 
 
 def build_machine(machine: MachineOptions) -> Topology:
@@ -84,8 +81,8 @@ def build_machine(machine: MachineOptions) -> Topology:
         raise UsageError("gpus is missing", "Give how many GPUs there are: `gpus`.")
     if machine.gpu is None and machine.topology is None:
         raise UsageError("gpu is missing", f"Name the GPU: `gpu`, one of {', '.join(ROOFLINES)}.")
-    nothing = ProfiledDevice("unknown", "", None)
-    topology = make_topology(gpus=machine.gpus, file=machine.topology, profiled=nothing, **machine.parts)
+    no_profile = ProfiledDevice("unknown", "", None)
+    topology = make_topology(gpus=machine.gpus, file=machine.topology, profiled=no_profile, **machine.parts)
     if len(topology.kinds) > 1:
         kinds = ", ".join(kind.name for kind in topology.kinds)
         raise UsageError(f"devices of several kinds ({kinds})", "Degrees are found for devices of one kind.")
@@ -93,7 +90,7 @@ def build_machine(machine: MachineOptions) -> Topology:
 
 
 def rank_costs(topology: Topology, table: KernelTable | None) -> RankCosts:
-    """Of the device's preset. Raises UsageError where there are no figures of its FLOP/s."""
+    """The costs of the device's preset. Raises UsageError where its FLOP/s are not known."""
     name = topology.device(0).name
     preset = device_preset(name)
     if preset is None or preset.name not in ROOFLINES:

@@ -34,14 +34,14 @@ def explain(
     Raises UsageError (a profile of other layers, a split that cannot be), FileError.
     """
     (split,) = options_from(options, ExplainOptions, of="explain")
-    of_it = (split.replicas, split.micro_batches, split.schedule)
-    used = None if split.current is None else CurrentSplit(split.current, *of_it)
+    configuration = (split.replicas, split.micro_batches, split.schedule)
+    current = None if split.current is None else CurrentSplit(split.current, *configuration)
     folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
     plan = as_plan(plan)
-    measured, reference = profile_and_reference(profile, "", "")
+    measured_profile, reference = profile_and_reference(profile, "", "")
     check_layers(plan, reference)
-    machine, profiles = planned_machine(plan, measured, folder)
-    return explain_plan(plan, measured.chain(), machine, profiles, used)
+    machine, profiles = planned_machine(plan, measured_profile, folder)
+    return explain_plan(plan, measured_profile.chain(), machine, profiles, current)
 
 
 def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = None) -> PlanComparison:
@@ -62,8 +62,8 @@ def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = No
     if profile is None:
         return compare_plans(plans_by_name)
     first = plans_by_name[0][1]
-    measured, reference = profile_and_reference(profile, "", "")
+    measured_profile, reference = profile_and_reference(profile, "", "")
     check_layers(first, reference)
     folder = Path(plans[0]).parent if isinstance(plans[0], str | Path) else Path()
-    machine, profiles = planned_machine(first, measured, folder)
-    return compare_plans(plans_by_name, make_context(first, measured.chain(), machine, profiles))
+    machine, profiles = planned_machine(first, measured_profile, folder)
+    return compare_plans(plans_by_name, make_context(first, measured_profile.chain(), machine, profiles))

@@ -43,7 +43,7 @@ def import_plan(
     A plan that does not fit says so in its warnings. Raises UsageError, FileError (the source, the profile,
     the topology).
     """
-    measured, reference = profile_and_reference(profile, profile_file, profile_sha256)
+    measured_profile, reference = profile_and_reference(profile, profile_file, profile_sha256)
     machine, partition, training = options_from(
         options,
         *(MachineOptions, PartitionOptions, PlanOptions),
@@ -52,8 +52,8 @@ def import_plan(
     )
     if not isinstance(source, Path):
         source = arguments.word("source", source)
-    plan = _import_partition(source, measured, reference, machine, partition, training)
-    return plan.model_copy(update={"made_by": made_by(plan.made_by, measured=measured.made_by)})
+    plan = _import_partition(source, measured_profile, reference, machine, partition, training)
+    return plan.model_copy(update={"made_by": made_by(plan.made_by, measured=measured_profile.made_by)})
 
 
 def _import_partition(
@@ -100,7 +100,7 @@ def _is_file(source: str) -> bool:
 def _plan_options(
     read: Partition, fixed: FixedPartition, partition: PartitionOptions, training: PlanOptions
 ) -> PlanOptions:
-    """What is asked of the plan: what is given, else what the partition says."""
+    """The options of the plan: those given, else what the partition says."""
     several = fixed.virtual_stages > 1
     mini_batch = training.mini_batch or read.mini_batch
     return replace(
@@ -114,14 +114,15 @@ def _plan_options(
 
 
 def _micro_batches(read: Partition, fixed: FixedPartition, mini_batch: int | None) -> int | None:
-    """As many as make the global batch of micro-batches as the partition is for; None: it does not say."""
+    """The number of micro-batches that the partition's micro-batch size makes of the global batch; None where
+    it does not say."""
     if mini_batch is None or read.samples is None:
         return None
-    whole = read.samples * fixed.replicas
-    if mini_batch % whole:
+    samples = read.samples * fixed.replicas
+    if mini_batch % samples:
         raise UsageError(
             f"a global batch of {mini_batch} does not divide into micro-batches of {read.samples} samples on "
             f"each of {fixed.replicas} replicas, as the partition says",
             "Give `micro_batches`, or another `mini_batch` or `replicas`.",
         )
-    return mini_batch // whole
+    return mini_batch // samples

@@ -91,13 +91,13 @@ def read_plan(path: Path, profile_file: Path | None) -> PlanAndProfile:
     Raises FileError for either, and for a profile that the plan was not made from.
     """
     plan = Plan.load(path)
-    beside = path.parent / Path(plan.profile.file).name
-    if profile_file is None and not beside.is_file():
+    profile_path = path.parent / Path(plan.profile.file).name
+    if profile_file is None and not profile_path.is_file():
         raise FileError(
             f"{path}: was made from {plan.profile.file or 'a nameless profile'}, which is not beside it",
             "Put it there, or name it as `profile`.",
         )
-    where = beside if profile_file is None else profile_file
+    where = profile_path if profile_file is None else profile_file
     content = read_bytes(where, "profile")
     if sha256(content) != plan.profile.sha256:
         raise FileError(

@@ -60,11 +60,11 @@ class SweepKeywords(MachineKeywords, PlanKeywords, ObjectiveKeywords, total=Fals
 
 
 class DegreesKeywords(MachineKeywords, DegreeKeywords, total=False):
-    """What `degrees` takes besides the configuration."""
+    """The options of `degrees`, besides the configuration."""
 
 
 class SimulateKeywords(MachineKeywords, OverrideKeywords, total=False):
-    """What is simulated otherwise than the plan says, and another machine than the plan's."""
+    """The options of `simulate`: overrides of the plan, and of its machine."""
 
 
 class PartitionKeywords(TypedDict, total=False):

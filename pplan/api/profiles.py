@@ -90,8 +90,8 @@ def import_profile(
     Raises UsageError, FileError (the file, with the line or index).
     """
     (import_options,) = options_from(options, ProfileImportOptions, of="import_profile")
-    imported = import_file(arguments.path("path", path), import_options)
-    return imported.model_copy(update={"made_by": made_by(MadeBy())})
+    profile = import_file(arguments.path("path", path), import_options)
+    return profile.model_copy(update={"made_by": made_by(MadeBy())})
 
 
 def sequential(
@@ -150,7 +150,7 @@ def load_model(
     _require_torch()
     from ..profiler.models import load_model as load
 
-    loaded = load(
+    model = load(
         arguments.word("name", name),
         classes=arguments.optional_whole("classes", classes),
         input_shape=arguments.wholes("input_shape", input_shape),
@@ -158,10 +158,10 @@ def load_model(
         input_like=arguments.optional_word("input_like", input_like),
         seed=arguments.whole("seed", seed, at_least=0, at_most=2**63 - 1),
     )
-    example = loaded.example
+    example = model.example
     if example.kwargs and not example.args:
-        return loaded.module, example.kwargs
-    return loaded.module, example.args[0] if len(example.args) == 1 else example.args
+        return model.module, example.kwargs
+    return model.module, example.args[0] if len(example.args) == 1 else example.args
 
 
 def _load_subject(

@@ -48,41 +48,47 @@ def simulate(
     other layers), FileError.
     """
     plan_document = as_plan(plan)
-    measured, reference = profile_and_reference(profile, "", "")
+    measured_profile, reference = profile_and_reference(profile, "", "")
     check_layers(plan_document, reference)
     overrides, other = options_from(
         options, *(Overrides, MachineOptions), of="simulate", takes=SimulateKeywords.__annotations__
     )
-    machine = _topology(plan_document, measured, other, count_devices(plan_document, overrides), "plan")
+    machine = _topology(
+        plan_document, measured_profile, other, count_devices(plan_document, overrides), "plan"
+    )
     profiles = own_profiles(machine, other.folder)
-    chain = measured.chain()
-    return _with_fields(lambda: simulate_plan(plan_document, chain, machine, overrides, profiles)).timeline
+    chain = measured_profile.chain()
+    return _name_fields(lambda: simulate_plan(plan_document, chain, machine, overrides, profiles)).timeline
 
 
-def simulate_files(read: PlanAndProfile, overrides: Overrides, machine: MachineOptions) -> Simulation:
+def simulate_files(files: PlanAndProfile, overrides: Overrides, machine: MachineOptions) -> Simulation:
     """A step of the plan, on its machine or on `machine`. Raises UsageError, FileError."""
-    plan, chain = read.plan, read.profile.chain()
-    topology = _topology(plan, read.profile, machine, count_devices(plan, overrides), str(read.plan_file))
-    profiles = own_profiles(topology, read.plan_file.parent if machine.topology is None else machine.folder)
-    simulation = _with_fields(lambda: simulate_plan(plan, chain, topology, overrides, profiles))
+    plan, chain = files.plan, files.profile.chain()
+    topology = _topology(plan, files.profile, machine, count_devices(plan, overrides), str(files.plan_file))
+    profiles = own_profiles(topology, files.plan_file.parent if machine.topology is None else machine.folder)
+    simulation = _name_fields(lambda: simulate_plan(plan, chain, topology, overrides, profiles))
     as_it_is = overrides == Overrides()
-    own = simulation if as_it_is else simulate_plan(plan, chain, topology, profiles=profiles)
+    plan_simulation = simulation if as_it_is else simulate_plan(plan, chain, topology, profiles=profiles)
     simulated = Simulation(
         schedule=simulation.schedule,
         micro_batches=overrides.micro_batches or plan.micro_batches,
         virtual_stages=simulation.virtual_stages,
         timeline=simulation.timeline,
-        plan=read.plan_file.name,
+        plan=files.plan_file.name,
         mini_batch=plan.mini_batch,
-        plan_seconds=None if own is simulation else own.timeline.step_seconds,
+        plan_seconds=None if plan_simulation is simulation else plan_simulation.timeline.step_seconds,
         layers=simulation.layers,
         memory=simulation.memory,
     )
-    bare = Simulation(
-        own.schedule, plan.micro_batches, own.virtual_stages, own.timeline, mini_batch=plan.mini_batch
+    unchanged = Simulation(
+        plan_simulation.schedule,
+        plan.micro_batches,
+        plan_simulation.virtual_stages,
+        plan_simulation.timeline,
+        mini_batch=plan.mini_batch,
     )
-    unlike = _differences(plan, bare.mini_batch_seconds, are_overridden=machine != MachineOptions())
-    return replace(simulated, notes=(*simulation.notes, *transfer_note(overrides.transfers), *unlike))
+    differences = _differences(plan, unchanged.mini_batch_seconds, are_overridden=machine != MachineOptions())
+    return replace(simulated, notes=(*simulation.notes, *transfer_note(overrides.transfers), *differences))
 
 
 def simulate_costs(costs: StageCosts, overrides: Overrides) -> Simulation:
@@ -90,18 +96,18 @@ def simulate_costs(costs: StageCosts, overrides: Overrides) -> Simulation:
 
     Raises UsageError.
     """
-    own, stages, micro_batches = (
+    schedule, stages, micro_batches = (
         SCHEDULES[overrides.schedule or ""],
         overrides.stages or 1,
         overrides.micro_batches or 1,
     )
-    chunks = overrides.virtual_stages or own.default_virtual_stages
+    chunks = overrides.virtual_stages or schedule.default_virtual_stages
     check_size(stages, micro_batches, chunks)
-    if not own.synchronous:
+    if not schedule.synchronous:
         check_steady_size(stages, LONG_ENOUGH * stages, chunks)
-    program = _with_fields(lambda: own.program(stages, micro_batches, chunks))
+    program = _name_fields(lambda: schedule.program(stages, micro_batches, chunks))
     return Simulation(
-        schedule=own,
+        schedule=schedule,
         micro_batches=micro_batches,
         virtual_stages=chunks,
         timeline=simulate_program(program, costs.costs(program, overrides.transfers)),
@@ -127,8 +133,9 @@ def _notes(program: Program, costs: StageCosts) -> list[str]:
     return notes
 
 
-def _with_fields(make: Callable[[], T]) -> T:
-    """What `make` returns; an error of it that begins with a number of stages names the field."""
+def _name_fields(make: Callable[[], T]) -> T:
+    """Returns what `make` returns; an error that begins with a number of stages or micro-batches gets the
+    field's name."""
     try:
         return make()
     except UsageError as error:
@@ -152,14 +159,16 @@ def _topology(plan: Plan, profile: Profile, machine: MachineOptions, gpus: int, 
 
 
 def _differences(plan: Plan, step: float, *, are_overridden: bool) -> list[str]:
-    """That the plan as it is takes `step` seconds, other than it says: it was made for another machine.
-    `are_overridden`: the user named one."""
-    predicted = plan.prediction.step_seconds
+    """A note where the unchanged plan takes other `step` seconds than it says: it was made for another
+    machine."""
+    predicted_step = plan.prediction.step_seconds
     # A difference that does not show would read as a contradiction.
-    if abs(step - predicted) <= 1e3 * TIE * predicted or format_seconds(step) == format_seconds(predicted):
+    if abs(step - predicted_step) <= 1e3 * TIE * predicted_step or format_seconds(step) == format_seconds(
+        predicted_step
+    ):
         return []
     advice = "" if are_overridden else "; name that with `topology`, `gpu`, `bandwidth` or `latency`"
     return [
-        f"the plan as it is takes {format_seconds(step)} here, it says {format_seconds(predicted)}: "
+        f"the plan as it is takes {format_seconds(step)} here, it says {format_seconds(predicted_step)}: "
         f"it was made for {plan.topology or 'another machine'}{advice}"
     ]

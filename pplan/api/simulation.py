@@ -50,7 +50,7 @@ class Simulation:
 
     @property
     def weight_versions(self) -> list[float]:
-        """By stage."""
+        """Weight versions by stage."""
         return [
             self.schedule.weight_versions(stage, self.stages, self.micro_batches)
             for stage in range(self.stages)
@@ -58,14 +58,14 @@ class Simulation:
 
     @property
     def staleness(self) -> list[int]:
-        """By stage, in updates."""
+        """Staleness by stage, in updates."""
         return [
             self.schedule.staleness(stage, self.stages, self.micro_batches) for stage in range(self.stages)
         ]
 
     @property
     def samples_per_second(self) -> float | None:
-        """Of a plan; in the steady state where there is one."""
+        """The rate of a plan, in the steady state where there is one."""
         if self.mini_batch is None:
             return None
         if self.steady is not None:
@@ -74,8 +74,7 @@ class Simulation:
 
     @property
     def mini_batch_seconds(self) -> float:
-        """Of a step; of a plan with an asynchronous schedule, of a further global batch in its steady
-        state."""
+        """The step; with an asynchronous schedule, a plan's seconds per global batch in the steady state."""
         rate = self.samples_per_second
         if self.mini_batch is None or rate is None or self.steady is None:
             return self.timeline.step_seconds
@@ -164,8 +163,8 @@ class SimulationFile(Document):
 
 
 def simulation_file(simulation: Simulation, origin: MadeBy, *, actions: bool = False) -> SimulationFile:
-    """What was found, as JSON; with every action and transfer, and the memory of a plan's stages over time,
-    where `actions` are asked for."""
+    """The simulation as JSON; `actions`: with every action and transfer, and the memory of a plan's stages
+    over time."""
     timeline = simulation.timeline
     return SimulationFile(
         schedule=simulation.schedule.name,
@@ -223,13 +222,13 @@ def _actions(simulation: Simulation) -> list[SimulatedAction]:
 def _transfers(simulation: Simulation) -> list[SimulatedTransfer]:
     return [
         SimulatedTransfer(
-            stage=sent.stage,
-            to_stage=sent.to_stage,
-            kind=sent.action.kind,
-            micro_batch=sent.action.micro_batch,
-            chunk=sent.action.chunk,
-            start_seconds=sent.start,
-            end_seconds=sent.end,
+            stage=transfer.stage,
+            to_stage=transfer.to_stage,
+            kind=transfer.action.kind,
+            micro_batch=transfer.action.micro_batch,
+            chunk=transfer.action.chunk,
+            start_seconds=transfer.start,
+            end_seconds=transfer.end,
         )
-        for sent in simulation.timeline.transfers
+        for transfer in simulation.timeline.transfers
     ]

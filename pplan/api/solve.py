@@ -74,18 +74,18 @@ def _solve(
     compared: bool = True,
 ) -> Plan:
     machine, plan_options, objective = options_from(options, *MODELS)
-    measured, reference = profile_and_reference(profile, profile_file, profile_sha256)
-    problem = make_problem(measured, reference, machine, plan_options)
+    measured_profile, reference = profile_and_reference(profile, profile_file, profile_sha256)
+    problem = make_problem(measured_profile, reference, machine, plan_options)
     plan = solve_objective(
         objective.aim,
         problem,
-        model=measured.model,
+        model=measured_profile.model,
         profile=reference,
-        notes=list_notes(measured),
-        warnings=list_warnings(measured, problem.topology),
+        notes=list_notes(measured_profile),
+        warnings=list_warnings(measured_profile, problem.topology),
         compared=compared,
     )
-    return plan.model_copy(update={"made_by": made_by(plan.made_by, measured=measured.made_by)})
+    return plan.model_copy(update={"made_by": made_by(plan.made_by, measured=measured_profile.made_by)})
 
 
 def make_problem(
@@ -96,8 +96,8 @@ def make_problem(
     gpus = arguments.whole("gpus", machine.gpus)
     topology = make_topology(gpus=gpus, **machine.parts, file=machine.topology, profiled=profiled)
     check_processor_seconds(profiled, topology, plan_options.seconds_of)
-    own = own_profiles(topology, machine.folder, plan_options.seconds_of)
-    return build_problem(measured.chain(), topology, plan_options, reference, own)
+    profiles = own_profiles(topology, machine.folder, plan_options.seconds_of)
+    return build_problem(measured.chain(), topology, plan_options, reference, profiles)
 
 
 def frontier(
@@ -122,20 +122,20 @@ def frontier(
                 f"{name}={dict(options)[name]!r}: a frontier is of step time against memory",
                 f"Omit {name}.",
             )
-    measured, reference = profile_and_reference(profile, profile_file, profile_sha256)
-    machine, plan_options, own = options_from(
+    measured_profile, reference = profile_and_reference(profile, profile_file, profile_sha256)
+    machine, plan_options, frontier_options = options_from(
         options, MachineOptions, PlanOptions, FrontierOptions, of="frontier"
     )
-    problem = make_problem(measured, reference, machine, plan_options)
+    problem = make_problem(measured_profile, reference, machine, plan_options)
     curve = build_frontier(
         problem,
-        model=measured.model,
+        model=measured_profile.model,
         profile=reference,
-        warnings=list_warnings(measured, problem.topology),
-        points=own.points,
-        memory_step=own.memory_step,
+        warnings=list_warnings(measured_profile, problem.topology),
+        points=frontier_options.points,
+        memory_step=frontier_options.memory_step,
     )
-    return curve.model_copy(update={"made_by": made_by(curve.made_by, measured=measured.made_by)})
+    return curve.model_copy(update={"made_by": made_by(curve.made_by, measured=measured_profile.made_by)})
 
 
 def sweep(
@@ -159,32 +159,34 @@ def sweep(
     Raises UsageError (also the points', where none is usable), FileError, MachineError (the backend is not
     installed).
     """
-    (own,) = options_from({name: value for name, value in options.items() if name in SWEEP}, SweepOptions)
+    (sweep_options,) = options_from(
+        {name: value for name, value in options.items() if name in SWEEP}, SweepOptions
+    )
     common = {name: value for name, value in options.items() if name not in SWEEP}
     check_grid(grid, common)
     # Here, and not in a process that may not know the type of a wrong value.
     check_values(common, *MODELS)
-    measured, reference = profile_and_reference(profile, profile_file, profile_sha256)
+    measured_profile, reference = profile_and_reference(profile, profile_file, profile_sha256)
     rows = solve_points(
-        partial(_solve_point, measured, reference.file, reference.sha256, common),
+        partial(_solve_point, measured_profile, reference.file, reference.sha256, common),
         list_points(grid),
-        backend=own.backend,
-        jobs=own.jobs,
+        backend=sweep_options.backend,
+        jobs=sweep_options.jobs,
     )
     return SweepResult(
-        model=measured.model,
+        model=measured_profile.model,
         rows=rows,
         warnings=list(dict.fromkeys(text for row in rows for text in row.warnings)),
-        made_by=made_by(MadeBy(), measured=measured.made_by),
+        made_by=made_by(MadeBy(), measured=measured_profile.made_by),
     )
 
 
 def _solve_point(
     profile: Profile, profile_file: str, profile_sha256: str, options: Mapping[str, Any], **point: Any
 ) -> Plan:
-    """In a process of its own: without comparisons, which no row shows."""
-    own = {**options, **point}
-    return _solve(profile, own, profile_file, profile_sha256, compared=False)
+    """Solves one point in a worker process, without the comparisons, which no row shows."""
+    problem_options = {**options, **point}
+    return _solve(profile, problem_options, profile_file, profile_sha256, compared=False)
 
 
 def check_grid(grid: Any, options: Mapping[str, Any]) -> None:

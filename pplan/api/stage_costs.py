@@ -41,7 +41,9 @@ def _milliseconds(part: str, text: str, name: str) -> float:
 def _checked_milliseconds(name: str, value: Any) -> tuple[float, ...] | None:
     if value is None:
         return None
-    return tuple(arguments.number(f"{name}[{index}]", own) for index, own in enumerate(value))
+    return tuple(
+        arguments.number(f"{name}[{index}]", milliseconds) for index, milliseconds in enumerate(value)
+    )
 
 
 def _cost(help: str) -> Any:
@@ -127,11 +129,11 @@ class StageCosts:
         rows = [[self._link_seconds(*ends, program.devices) for ends in pairwise(pipe)] for pipe in pipes]
         return np.array(rows, dtype=np.float64).reshape(len(pipes), program.slots - 1)
 
-    def _link_seconds(self, here: StageSlot, there: StageSlot, stages: int) -> float:
+    def _link_seconds(self, source: StageSlot, destination: StageSlot, stages: int) -> float:
         """Between neighbours the value of the boundary, from the last stage to the first the last stage's."""
-        if len(self.transfer) == 1 or here.device == there.device:
+        if len(self.transfer) == 1 or source.device == destination.device:
             return self.transfer[0]
-        low, high = sorted((here.device, there.device))
+        low, high = sorted((source.device, destination.device))
         boundary = low if high - low == 1 else stages - 1
         if boundary == len(self.transfer):
             raise UsageError(

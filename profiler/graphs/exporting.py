@@ -29,18 +29,19 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from ...cost_models.errors import ModelError
-from ..torch_internals import tree_flatten
+from ..torch_internals import tree_flatten, tree_leaves
 from ..user_model.failures import first_line, is_out_of_memory, user_line
 from ..user_model.flat_output import FlatOutput
 from ..user_model.loaded_model import ModelInput, copy_model, copy_to_meta
 from .exported_graph import ExportedModule, rebuild_graph
 from .graph import AROUND, TracedGraph, is_inside
-from .opaque_calls import OpaqueCalls
+from .opaque_calls import CannotBeOpaque, OpaqueCalls
 from .remodule import (
     alias_leaf_inputs,
     attribute,
 )
-from .tracing_patches import masks_as_in_training, refuse_custom_functions
+from .tracing_patches import masks_as_in_training, notice_checkpoints, refuse_custom_functions
+from .trial import trial_run
 
 _INSTEAD = (
     "Give granularity='module:PATTERN' with modules around what cannot be traced, "
@@ -89,6 +90,44 @@ def _exported_around(
         watched, some, _ = _for_real(model, example, name)
         calls.watch(watched, [some, some.repeated(some.batch + 1)])
     return _exported(*_for_real(model, example, name), calls, inside)
+
+
+def export_with_whole_blocks(
+    model: nn.Module, example: ModelInput, name: str, blocks: Sequence[str]
+) -> TracedGraph:
+    """As `export_graph` on a meta copy, where each call of one of the `blocks` is not gone into.
+
+    For many blocks, which take long to trace. Raises ModelError where they may do more than to return what
+    they compute: where they recompute parts of themselves, or keep tensors in attributes.
+    """
+    try:
+        calls = OpaqueCalls(blocks)
+        watched, some, _ = _on_meta(model, example, name)
+        before = _tensor_attributes(watched)
+        with notice_checkpoints() as noticed, trial_run(some), _masks(example):
+            calls.watch(watched, [some, some.repeated(some.batch + 1)])
+        if noticed or _tensor_attributes(watched) != before:
+            raise CannotBeOpaque("its blocks do more than to return what they compute")
+        export = _exported(*_on_meta(model, example, name), calls)
+        _refuse_no_values(export, example)
+        return rebuild_graph(model, export, blocks)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise _as_model_error(error, name) from error
+
+
+def _tensor_attributes(model: nn.Module) -> dict[tuple[str, str], list[int]]:
+    """Identities of all tensors that its modules keep, by module and attribute."""
+    return {
+        (path, attribute): [id(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        for path, module in model.named_modules()
+        for attribute, value in vars(module).items()
+    }
+
+
+def _masks(example: ModelInput) -> contextlib.AbstractContextManager[None]:
+    return masks_as_in_training(one_text_a_row="position_ids" not in example.kwargs)
 
 
 def export_graph(model: nn.Module, example: ModelInput, name: str, *, for_real: bool = False) -> TracedGraph:
@@ -155,9 +194,7 @@ def _exported(
     for tensor in example.tensors:
         if tensor.dim() and len(tensor) == example.batch:
             shapes[tensor] = {0: torch.export.Dim.AUTO}
-    own_positions = "position_ids" not in example.kwargs
-    masks = masks_as_in_training(one_text_a_row=own_positions)
-    with _silence(), masks, output.flattened(), refuse_custom_functions(), calls.inside(model):
+    with _silence(), _masks(example), output.flattened(), refuse_custom_functions(), calls.inside(model):
         _spell_keywords_out(model, example)
         program = torch.export.export(
             model, example.args, example.kwargs, dynamic_shapes=shapes, strict=False

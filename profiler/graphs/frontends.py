@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
@@ -24,6 +25,8 @@ _Frontend = Callable[[nn.Module, ModelInput, str], TracedGraph]
 _Result = TypeVar("_Result")
 
 
+_MANY = 16
+"""From so many blocks on, to look into each takes too long."""
 ELEMENTS = "its elements"
 """The `tool` of a plain nn.Sequential's graph, which is not traced."""
 
@@ -126,8 +129,11 @@ def _all_frontends(
         yield ELEMENTS, sequential_graph
         return
 
-    from .exporting import export_around, export_graph
+    from .exporting import export_around, export_graph, export_with_whole_blocks
 
+    blocks = _repeated(model, matched)
+    if blocks:
+        yield "torch.export with blocks taken whole", partial(export_with_whole_blocks, blocks=blocks)
     yield "torch.export", export_graph
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         yield "torch.export on its device", partial(export_graph, for_real=True)
@@ -137,6 +143,13 @@ def _all_frontends(
     containers = container_paths(model)
     if containers:
         yield "torch.fx around modules of torch.nn", _with_leaves([*matched, *containers])
+
+
+def _repeated(model: nn.Module, paths: Sequence[str]) -> list[str]:
+    """Those of the modules that have a class of which there are many."""
+    classes = {path: type(model.get_submodule(path)) for path in paths}
+    counts = Counter(classes.values())
+    return [path for path in paths if counts[classes[path]] >= _MANY]
 
 
 def _with_leaves(leaves: list[str]) -> _Frontend:

@@ -131,7 +131,7 @@ class Trial:
     def check_against_model(self, name: str) -> None:
         """Raises NotTheModel where the model itself runs there, and returns other tensors than the graph."""
         try:
-            with _trying(self._example, gradients=self._gradients):
+            with trial_run(self._example, gradients=self._gradients):
                 own = describe_tensors(self._example.clone().call(self._copy))
         except Exception as error:
             if is_out_of_memory(error):
@@ -145,7 +145,7 @@ class Trial:
             )
 
     def _run(self, example: ModelInput, *, count_flops: bool = False) -> GraphRun:
-        with _trying(example, gradients=self._gradients):
+        with trial_run(example, gradients=self._gradients):
             run = run_graph(self._traced, self._copy, example, count_flops=count_flops)
         self.writes |= run.writes | _overwritten_attributes(run) | _statistics(self._copy)
         return run
@@ -174,7 +174,7 @@ def runs_on_meta(model: nn.Module, example: ModelInput, name: str) -> bool:
     """Whether the model, as it is, takes this input."""
     copy, some = _on_meta(model, example, name)
     try:
-        with _trying(some):
+        with trial_run(some):
             some.call(copy)
     except Exception as error:
         if is_out_of_memory(error):
@@ -191,7 +191,7 @@ def refuse_failing(model: nn.Module, example: ModelInput, name: str) -> None:
     for gradients in (False, True):
         copy, some = _for_real(model, example, name)
         try:
-            with _trying(some, gradients=gradients):
+            with trial_run(some, gradients=gradients):
                 some.call(copy)
             return
         except Exception as error:
@@ -208,7 +208,7 @@ def refuse_failing(model: nn.Module, example: ModelInput, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _trying(example: ModelInput, *, gradients: bool = False) -> Iterator[None]:
+def trial_run(example: ModelInput, *, gradients: bool = False) -> Iterator[None]:
     """One seed; what is made without naming a device is on meta where the input is."""
     device = example.tensors[0].device
     default = torch.device("meta") if device.type == "meta" else contextlib.nullcontext()

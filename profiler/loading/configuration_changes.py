@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...cost_models.errors import UsageError
+from ...cost_models.transformer.model_families import SIZE_KEYS
 from .configuration_keys import (
-    KEYS,
     agreeing_sizes,
     configured_size,
     in_proportion,
@@ -23,10 +23,10 @@ from .configuration_keys import (
 )
 
 _WORDS = ("layers", "hidden", "heads", "intermediate", "vocabulary", "sequence", "classes")
-_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
-_HEAD_WIDTHS = ("head_dim", "d_kv", "kv_channels", "attention_head_size", "d_head")
+_KEY_VALUE_HEADS = SIZE_KEYS["key_value_heads"]
+_HEAD_WIDTHS = SIZE_KEYS["head_width"]
 _INNER_WIDTHS = (
-    *KEYS["intermediate"],
+    *SIZE_KEYS["intermediate"],
     "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
     "feed_forward_size", "intra_bottleneck_size", "embedding_size", "mamba_d_ssm",
 )  # fmt: skip

@@ -10,28 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-KEYS: dict[str, tuple[str, ...]] = {
-    "layers": (
-        "num_hidden_layers", "n_layer", "n_layers", "num_layers",
-        "encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers",
-    ),
-    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
-    "heads": (
-        "num_attention_heads", "n_head", "n_heads", "num_heads",
-        "encoder_attention_heads", "decoder_attention_heads",
-    ),
-    "intermediate": (
-        "intermediate_size", "n_inner", "d_ff", "d_inner", "ffn_dim", "hidden_dim", "dff", "ffn_hidden_size",
-        "encoder_ffn_dim", "decoder_ffn_dim",
-    ),
-    "vocabulary": ("vocab_size",),
-    "positions": (
-        "max_position_embeddings", "n_positions", "max_seq_len", "context_length", "model_max_length",
-    ),
-    "classes": ("num_labels",),
-}  # fmt: skip
-"""What a size is called in the families. A family's `attribute_map` adds its own names."""
-
+from ...cost_models.transformer.model_families import SIZE_KEYS
 
 _OPEN: dict[str, dict[str, Any]] = {
     "blip-2": {"image_token_index": 50265},
@@ -70,7 +49,7 @@ def size_keys(config: Any, word: str) -> list[str]:
     if word in ("layers", "hidden") and "patch_embeds_hidden_size" in names:
         # The number of stages, and the width of the last.
         return []
-    mapped = (config.attribute_map.get(key, key) for key in KEYS[word])
+    mapped = (config.attribute_map.get(key, key) for key in SIZE_KEYS[word])
     settable = (int, type(None)) if word == "intermediate" else int
     return [
         key

@@ -47,22 +47,22 @@ def fit_corrections(
     The link's are those of the measured transfers, the slowdown the median over all stages of their seconds
     in the pipeline over those alone, and the overheads, one for either loop of PyTorch, are sought.
     """
-    fixed = Corrections(slowdown=_slowdown(results))
+    corrections = Corrections(slowdown=_slowdown(results))
     if links is not None and len(set(links.sizes)) > 1:
         line = fit_link(links.sizes, links.seconds)
-        fixed = fixed.model_copy(
+        corrections = corrections.model_copy(
             update={"latency": line.latency_seconds, "bandwidth": line.bandwidth_bytes_per_second}
         )
     pairs = list(zip(cases, results, strict=True))
-    for name, looped in (("overhead", False), ("looped_overhead", True)):
-        own = [pair for pair in pairs if is_looped(pair[0].document) == looped]
-        if own:
-            fixed = fixed.model_copy(update={name: _overhead(own, fixed, name)})
+    for name, is_loop in (("overhead", False), ("looped_overhead", True)):
+        matching_pairs = [pair for pair in pairs if is_looped(pair[0].document) == is_loop]
+        if matching_pairs:
+            corrections = corrections.model_copy(update={name: _overhead(matching_pairs, corrections, name)})
     if not any(is_looped(case.document) for case in cases):
-        fixed = fixed.model_copy(update={"looped_overhead": fixed.overhead})
+        corrections = corrections.model_copy(update={"looped_overhead": corrections.overhead})
     if all(is_looped(case.document) for case in cases):
-        fixed = fixed.model_copy(update={"overhead": fixed.looped_overhead})
-    return fixed
+        corrections = corrections.model_copy(update={"overhead": corrections.looped_overhead})
+    return corrections
 
 
 def _slowdown(results: Sequence[CaseResult]) -> float:
@@ -76,24 +76,26 @@ def _slowdown(results: Sequence[CaseResult]) -> float:
     return median(ratios) if ratios else 1.0
 
 
-def _overhead(pairs: Sequence[tuple[Case, CaseResult]], fixed: Corrections, name: str) -> float:
+def _overhead(pairs: Sequence[tuple[Case, CaseResult]], corrections: Corrections, name: str) -> float:
     """Seconds of every action besides; none where the predictions are too long without."""
-    longest = max(max(own.forward, own.backward) for _, result in pairs for own in result.predicted.stages)
+    longest = max(
+        max(stage.forward, stage.backward) for _, result in pairs for stage in result.predicted.stages
+    )
 
     def missed(overhead: float) -> float:
-        trial = fixed.model_copy(update={name: overhead})
+        trial = corrections.model_copy(update={name: overhead})
         return sum(_missed(case, result, trial) for case, result in pairs)
 
     return find_minimum(missed, 0.0, MOST_OVERHEAD * longest, TINY * longest)
 
 
-def _missed(case: Case, result: CaseResult, fixed: Corrections) -> float:
-    step = predict_step(case, result.predicted.stages, fixed).step_seconds
+def _missed(case: Case, result: CaseResult, corrections: Corrections) -> float:
+    step = predict_step(case, result.predicted.stages, corrections).step_seconds
     return abs(math.log(step / median(result.ran.step_seconds)))
 
 
 def find_minimum(function: Callable[[float], float], low: float, high: float, width: float) -> float:
-    """Where a function with one valley is least, by golden sections."""
+    """The minimum of a function with one valley, by golden-section search."""
     share = (math.sqrt(5) - 1) / 2
     lower, right = high - share * (high - low), low + share * (high - low)
     at_left, at_right = function(lower), function(right)

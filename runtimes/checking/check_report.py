@@ -68,7 +68,7 @@ class CheckedCase(Record):
 
     @property
     def error(self) -> float:
-        """Of the best prediction: predicted over measured, less 1."""
+        """The relative error of the best prediction: predicted over measured, less 1."""
         return self.expected_step_seconds / self.measured_step_seconds - 1
 
     @property

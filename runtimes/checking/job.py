@@ -89,11 +89,14 @@ class WeightSum(Record):
 
     @classmethod
     def from_costs(cls, costs: Costs) -> list[WeightSum]:
-        """Those of a plan's machine."""
-        return [cls(name=own.name, devices=list(own.stages), seconds=own.seconds) for own in costs.tied]
+        """The weight sums of a simulated plan."""
+        return [
+            cls(name=weight.name, devices=list(weight.stages), seconds=weight.seconds)
+            for weight in costs.tied
+        ]
 
     def cost(self) -> TiedSum:
-        """For the simulator."""
+        """The sum as the simulator takes it."""
         devices = tuple(self.devices)
         return TiedSum(self.name, devices, devices, devices, 0.0, self.seconds)
 
@@ -130,12 +133,12 @@ class Case(Record):
 
     @property
     def micro_batches(self) -> int:
-        """Of a step."""
+        """Micro-batches of a step."""
         return self.document.micro_batches
 
     @property
     def replicas(self) -> int:
-        """Of every stage."""
+        """Replicas of every stage."""
         return self.document.replicas
 
     @property
@@ -162,12 +165,12 @@ class RuntimeCase(Record):
 
     @property
     def micro_batches(self) -> int:
-        """Of a step."""
+        """Micro-batches of a step."""
         return self.document.mini_batch // self.document.micro_batch_size
 
     @property
     def replicas(self) -> int:
-        """Of every stage."""
+        """Replicas of every stage."""
         return self.document.replicas if isinstance(self.document, DeepspeedExport) else 1
 
     @property
@@ -200,7 +203,7 @@ class Job(Record):
 
     @property
     def processes(self) -> int:
-        """How many it takes; the same for every case."""
+        """The number of processes, the same for every case."""
         return self._counts()[0]
 
     @model_validator(mode="after")
@@ -220,12 +223,12 @@ class Job(Record):
         return self.model_copy(update={"model": self.model.model_copy(update={"by_user": tuple(names)})})
 
     def _counts(self) -> list[int]:
-        every: list[Case | RuntimeCase] = [*self.cases, *self.calibration, *self.runtime_cases]
-        return [case.processes for case in every]
+        cases: list[Case | RuntimeCase] = [*self.cases, *self.calibration, *self.runtime_cases]
+        return [case.processes for case in cases]
 
 
 class CasePrediction(Record):
-    """What is written down before a case runs: from stages measured alone, in the same processes.
+    """A case's prediction, written down before it runs, from stages measured alone in the same processes.
 
     `calibrated_step_seconds`: with the corrections; None without.
     """
@@ -236,7 +239,7 @@ class CasePrediction(Record):
 
 
 class RunSeconds(Record):
-    """What a case took: medians over the steps, by stage; `step_seconds` of every step."""
+    """The measured times of a case: medians over the steps by stage, and `step_seconds` of every step."""
 
     stages: list[StageSeconds]
     step_seconds: list[float]
@@ -245,7 +248,8 @@ class RunSeconds(Record):
 
 
 class Losses(Record):
-    """Of the first steps; the plain model's are None where they cannot be compared, with the reason."""
+    """The losses of the first steps; the plain model's are None where they cannot be compared, with the
+    reason."""
 
     pipeline: list[float]
     plain: list[float] | None = None
@@ -270,14 +274,14 @@ class CaseResult(Record):
 
 
 class LinkSeconds(Record):
-    """Of transfers between neighbouring processes: medians over all pairs, by size."""
+    """Transfers between neighbouring processes: median seconds over all pairs, by size."""
 
     sizes: list[int]
     seconds: list[float]
 
 
 class CheckMeasurements(Record):
-    """All that a check found."""
+    """All measurements of a check."""
 
     backend: str
     device_name: str

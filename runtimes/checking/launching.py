@@ -82,8 +82,8 @@ def _command(folder: Path, processes: int, user_names: Sequence[str]) -> list[st
 def _environment(user_names: Sequence[str]) -> dict[str, str]:
     """This one's, with one thread a process: where the user named code of his own, the working directory is
     on the import path, and else never."""
-    here = [str(Path.cwd())] if any(":" in name for name in user_names) else []
-    path = [*here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    user_path = [str(Path.cwd())] if any(":" in name for name in user_names) else []
+    path = [*user_path, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return os.environ | {
         "PYTHONSAFEPATH": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
@@ -99,12 +99,13 @@ def _loopback() -> str:
 
 
 def _watch(launcher: subprocess.Popen[bytes], folder: Path, job: Job, callbacks: ProgressCallbacks) -> None:
-    """Until the launcher ends. Raises MachineError at a failure, or where nothing goes on any more."""
+    """Watches the processes until the launcher ends. Raises MachineError when one fails, or none makes
+    progress."""
     doing: dict[str, str] = {}
-    since, printed = time.monotonic(), 0
+    since, prediction_count = time.monotonic(), 0
     while launcher.poll() is None:
         time.sleep(POLL_SECONDS)
-        printed = _tell_predictions(folder, callbacks, printed)
+        prediction_count = _report_predictions(folder, callbacks, prediction_count)
         now = _doing(folder)
         if now != doing:
             if "0" in now and now["0"] != doing.get("0"):
@@ -115,21 +116,21 @@ def _watch(launcher: subprocess.Popen[bytes], folder: Path, job: Job, callbacks:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(OWN_WORDS_SECONDS)
             raise _error(folder, [])
-        allowed = job.timeout_seconds if doing else max(job.timeout_seconds, STARTING_SECONDS)
-        if time.monotonic() - since > allowed:
+        time_limit = job.timeout_seconds if doing else max(job.timeout_seconds, STARTING_SECONDS)
+        if time.monotonic() - since > time_limit:
             raise _hanging(folder, doing, job.timeout_seconds)
-    _tell_predictions(folder, callbacks, printed)
+    _report_predictions(folder, callbacks, prediction_count)
     if launcher.returncode:
         raise _error(folder, _lines(folder / "launcher.log"))
 
 
-def _tell_predictions(folder: Path, callbacks: ProgressCallbacks, printed: int) -> int:
-    """Those that are new; returns how many there are."""
-    while (path := folder / f"{printed}.predicted").is_file():
+def _report_predictions(folder: Path, callbacks: ProgressCallbacks, count: int) -> int:
+    """Reports new predictions; returns the number reported so far."""
+    while (path := folder / f"{count}.predicted").is_file():
         content = json.loads(path.read_text())
         callbacks.predicted(content["name"], CasePrediction.model_validate(content["predicted"]))
-        printed += 1
-    return printed
+        count += 1
+    return count
 
 
 def _doing(folder: Path) -> dict[str, str]:
@@ -137,13 +138,15 @@ def _doing(folder: Path) -> dict[str, str]:
 
 
 def _error(folder: Path, otherwise: list[str]) -> PplanError:
-    """Of the process that failed on its own account, the first of them; else of what ended without a word."""
+    """The error of the first process that failed by itself; else of one that ended without a message."""
     failures = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.failed")}
-    own = {rank: failure for rank, failure in failures.items() if not failure["lost"]}
-    ended = _exit_codes(folder)
-    silent = {rank: code for rank, code in ended.items() if rank not in failures and code != -signal.SIGTERM}
-    if own or not silent:
-        causes = own or failures
+    own_failures = {rank: failure for rank, failure in failures.items() if not failure["lost"]}
+    exit_codes = _exit_codes(folder)
+    silent_ranks = {
+        rank: code for rank, code in exit_codes.items() if rank not in failures and code != -signal.SIGTERM
+    }
+    if own_failures or not silent_ranks:
+        causes = own_failures or failures
         if causes:
             rank, first = min(causes.items(), key=lambda item: float(item[1]["time"]))
             hint = first["hint"] or _output_tail(folder, rank) or "Run it by itself to see more."
@@ -152,7 +155,7 @@ def _error(folder: Path, otherwise: list[str]) -> PplanError:
         return MachineError(
             f"check: the launcher of the processes ended: {last}", "See that torch works here."
         )
-    rank, code = min(silent.items())
+    rank, code = min(silent_ranks.items())
     return MachineError(
         f"check: rank {rank} died {_while(folder, rank)}: {_meaning(code)}",
         _output_tail(folder, rank) or "It printed nothing.",
@@ -198,15 +201,15 @@ def _hanging(folder: Path, doing: dict[str, str], seconds: float) -> PplanError:
     stacks = _stacks(folder)
     busy = {rank: where for rank, where in stacks.items() if where and not _waits(where)}
     rank = min(busy or stacks or doing or {"0": ""}, key=int)
-    at = busy.get(rank) or stacks.get(rank) or []
+    stack = busy.get(rank) or stacks.get(rank) or []
     return MachineError(
         f"check: rank {rank} hangs {_while(folder, rank)}: nothing went on for {seconds:g} s",
-        f"It stands at {at[0]}." if at else "Give a longer `timeout`, where that is how long it takes.",
+        f"It stands at {stack[0]}." if stack else "Give a longer `timeout`, where that is how long it takes.",
     )
 
 
 def _stacks(folder: Path) -> dict[str, list[str]]:
-    """Where each process stands, the innermost frame first."""
+    """The stack of each process, innermost frame first."""
     pids = _pids(folder)
     for pid in pids.values():
         with contextlib.suppress(OSError, AttributeError):
@@ -219,7 +222,7 @@ def _stacks(folder: Path) -> dict[str, list[str]]:
 
 
 def busy_frames(dump: str) -> list[str]:
-    """Of the thread that computes, as faulthandler writes the stacks of one or all; the innermost first."""
+    """The frames, innermost first, of the thread that computes, from what faulthandler writes."""
     threads = []
     for thread in re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.MULTILINE):
         frames = re.findall(r'File "(.+)", line (\d+) in (.+)', thread)
@@ -255,7 +258,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _pids(folder: Path) -> dict[str, int]:
-    """By rank, of those that have begun."""
+    """Process ids by rank, of processes that have begun."""
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("[0-9]*.pid")}
 
 
@@ -264,7 +267,7 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def gpus() -> int:
-    """That torch finds here."""
+    """The number of GPUs that torch finds."""
     if not any(Path(name).exists() for name in _DRIVERS):
         return 0
     import torch
@@ -273,6 +276,6 @@ def gpus() -> int:
 
 
 def cores() -> int:
-    """Of the processor, that this process may use."""
-    own = getattr(os, "sched_getaffinity", None)
-    return len(own(0)) if own is not None else os.cpu_count() or 1
+    """The number of processor cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

@@ -18,19 +18,19 @@ from .job import Case, Corrections, CutLink, RuntimeCase, StageSeconds
 
 
 def predict_step(case: Case, stages: Sequence[StageSeconds], corrections: Corrections | None) -> Timeline:
-    """A step of the case, of stages that take so long alone."""
+    """A simulated step of the case, from stages measured alone."""
     program = case.document.program
-    fixed = corrections or Corrections()
+    factors = corrections or Corrections()
     splits = splits_backward(case.document.actions)
-    slowed = [_slowed(own, fixed.slowdown) for own in stages]
-    links = [_link(link, sent, fixed) for link, sent in zip(case.links, case.crossing_bytes, strict=True)]
+    scaled_stages = [_scale_seconds(own, factors.slowdown) for own in stages]
+    links = [_link(link, sent, factors) for link, sent in zip(case.links, case.crossing_bytes, strict=True)]
     latency, occupancy = _by_cut(program, links)
-    overhead = fixed.looped_overhead if is_looped(case.document) else fixed.overhead
+    overhead = factors.looped_overhead if is_looped(case.document) else factors.overhead
     costs = Costs(
-        forward=_by_place(program, [own.forward for own in slowed]),
-        backward=_by_place(program, [own.input if splits else own.backward for own in slowed]),
-        weight=_by_place(program, [own.weight for own in slowed]) if splits else None,
-        accumulation=_by_place(program, [own.accumulation for own in slowed]),
+        forward=_by_place(program, [own.forward for own in scaled_stages]),
+        backward=_by_place(program, [own.input if splits else own.backward for own in scaled_stages]),
+        weight=_by_place(program, [own.weight for own in scaled_stages]) if splits else None,
+        accumulation=_by_place(program, [own.accumulation for own in scaled_stages]),
         forward_latency=latency,
         forward_occupancy=occupancy,
         backward_latency=latency,
@@ -47,14 +47,14 @@ def is_looped(document: TorchExport) -> bool:
     return document.schedule not in ("ScheduleGPipe", "Schedule1F1B")
 
 
-def _slowed(own: StageSeconds, factor: float) -> StageSeconds:
-    return StageSeconds(**{name: seconds * factor for name, seconds in own.model_dump().items()})
+def _scale_seconds(stage: StageSeconds, factor: float) -> StageSeconds:
+    return StageSeconds(**{name: seconds * factor for name, seconds in stage.model_dump().items()})
 
 
-def _link(link: CutLink, sent: int, fixed: Corrections) -> CutLink:
+def _link(link: CutLink, crossing_bytes: int, corrections: Corrections) -> CutLink:
     return CutLink(
-        latency=link.latency if fixed.latency is None else fixed.latency,
-        occupancy=link.occupancy if fixed.bandwidth is None else sent / fixed.bandwidth,
+        latency=link.latency if corrections.latency is None else corrections.latency,
+        occupancy=link.occupancy if corrections.bandwidth is None else crossing_bytes / corrections.bandwidth,
     )
 
 
@@ -62,17 +62,17 @@ def _by_place(program: Program, seconds: Sequence[float]) -> Array:
     """(devices, chunks, 1): the seconds of each part of the layers, where it is computed."""
     values = np.zeros((program.devices, program.chunks, 1))
     for pipe in program.pipes:
-        for place, own in zip(pipe, seconds, strict=True):
-            values[place] = own
+        for place, value in zip(pipe, seconds, strict=True):
+            values[place] = value
     return values
 
 
 def _by_cut(program: Program, links: Sequence[CutLink]) -> tuple[Array, Array]:
     """Latency and occupancy (1, cuts); nothing between two parts of one device."""
-    remote = [here.device != there.device for here, there in pairwise(program.pipes[0])]
+    remote = [source.device != destination.device for source, destination in pairwise(program.pipes[0])]
     return (
-        np.array([[link.latency * far for link, far in zip(links, remote, strict=True)]]),
-        np.array([[link.occupancy * far for link, far in zip(links, remote, strict=True)]]),
+        np.array([[link.latency * is_remote for link, is_remote in zip(links, remote, strict=True)]]),
+        np.array([[link.occupancy * is_remote for link, is_remote in zip(links, remote, strict=True)]]),
     )
 
 
@@ -98,9 +98,13 @@ def predict_seconds(case: RuntimeCase, stages: Sequence[StageSeconds]) -> float:
     Serial stages: the sum of all actions. Else by the simulator, with the launches of one host for all.
     """
     if is_serial(case):
-        each = sum(own.forward + own.backward for own in stages)
-        once = count_recomputed(case) * sum(own.forward for own in stages)
-        return case.micro_batches * each + once - sum(own.accumulation for own in stages)
+        micro_batch_seconds = sum(stage.forward + stage.backward for stage in stages)
+        recompute_seconds = count_recomputed(case) * sum(stage.forward for stage in stages)
+        return (
+            case.micro_batches * micro_batch_seconds
+            + recompute_seconds
+            - sum(stage.accumulation for stage in stages)
+        )
     return simulate(_pipe_program(case, len(stages)), _runtime_costs(case, stages)).step_seconds
 
 
@@ -115,15 +119,15 @@ def _runtime_costs(case: RuntimeCase, stages: Sequence[StageSeconds]) -> Costs:
     shares = launch = relaunch = None
     if not isinstance(document, DeepspeedExport):
         shares = recompute_shares(document.checkpoint, _pipe_program(case, len(stages)))
-        launch = _by_stage([own.forward_launch for own in stages])
-        relaunch = _by_stage([own.backward_launch for own in stages]) + shares * launch
+        launch = _by_stage([stage.forward_launch for stage in stages])
+        relaunch = _by_stage([stage.backward_launch for stage in stages]) + shares * launch
     latency, occupancy = (
         np.array([[getattr(link, name) for link in case.links]]) for name in ("latency", "occupancy")
     )
     return Costs(
-        forward=_by_stage([own.forward for own in stages]),
-        backward=_by_stage([own.backward for own in stages]),
-        accumulation=_by_stage([own.accumulation for own in stages]),
+        forward=_by_stage([stage.forward for stage in stages]),
+        backward=_by_stage([stage.backward for stage in stages]),
+        accumulation=_by_stage([stage.accumulation for stage in stages]),
         recompute=shares,
         forward_launch=launch,
         backward_launch=relaunch,
@@ -132,7 +136,7 @@ def _runtime_costs(case: RuntimeCase, stages: Sequence[StageSeconds]) -> Costs:
         backward_latency=latency,
         backward_occupancy=occupancy,
         all_reduce=None if case.all_reduce is None else np.array(case.all_reduce),
-        tied=tuple(own.cost() for own in case.tied),
+        tied=tuple(stage.cost() for stage in case.tied),
         transfers=find_transfers(runtime.transfers),
         hosts="one" if runtime.one_process else "each",
     )

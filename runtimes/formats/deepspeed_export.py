@@ -100,7 +100,7 @@ def _config(plan: Plan, choice: Choice) -> dict[str, Any]:
 
 
 def _gradients(plan: Plan) -> dict[str, Any]:
-    """In what bfloat16's gradients add up: left out, that depends on ZeRO."""
+    """The dtype in which bfloat16's gradients add up: by default that depends on ZeRO."""
     if plan.profile.dtype == "bfloat16" and plan.gradient_dtype is not None:
         return {"data_types": {"grad_accum_dtype": plan.gradient_dtype}}
     return {}

@@ -66,8 +66,8 @@ def load_document(source: E | str | Path, kind: type[E]) -> E:
 def resolve_document(
     source: Plan | E | str | Path, kind: type[E], export: Callable[..., tuple[E, str | None]]
 ) -> E:
-    """What `export` makes of a plan, with a UserWarning where that is not the plan itself; else as
-    `load_document`.
+    """The document that `export` makes of a plan, with a UserWarning where that is not the plan itself; else
+    as `load_document`.
 
     Raises UsageError, FileError, ExportError.
     """
@@ -144,5 +144,5 @@ def missing_package(runtime: str, error: ImportError) -> MachineError:
 
 
 def stage_bounds(balance: Sequence[int]) -> list[int]:
-    """Of the stages: stage i holds layers bounds[i] up to, not including, bounds[i + 1]."""
+    """The bounds of the stages: stage i holds layers bounds[i] up to, not including, bounds[i + 1]."""
     return [0, *accumulate(balance)]

@@ -82,12 +82,12 @@ def _build_document(
     ends = tuple(accumulate(choice.balance))
     check_whole_blocks(plan, model, ends, kind.kind)
     stages = _blocks_by_stage(plan, model, ends, kind.kind)
-    shared = trainer_fields(plan, choice, kind.kind)
-    own: dict[str, Any] = {"layout": write_layout(stages), "num_layers": model.blocks}
+    common_fields = trainer_fields(plan, choice, kind.kind)
+    layout_fields: dict[str, Any] = {"layout": write_layout(stages), "num_layers": model.blocks}
     document = kind(
-        **shared,
-        **own,
-        arguments=words(shared | own, plan, _recompute(choice, stages)),
+        **common_fields,
+        **layout_fields,
+        arguments=words(common_fields | layout_fields, plan, _recompute(choice, stages)),
         made_by=made_by,
     )
     return document, join_remarks(
@@ -180,7 +180,7 @@ def _overrides(fields: dict[str, Any], plan: Plan, recompute: int | None) -> lis
 
 
 def _tied_remark(plan: Plan, runtime: str) -> str | None:
-    """What goes without a flag."""
+    """A remark on tied weights, where no flag sets them."""
     if runtime != "megatron" or not plan.tied:
         return None
     return (
@@ -192,7 +192,7 @@ def _tied_remark(plan: Plan, runtime: str) -> str | None:
 def _remarks(
     model: Transformer, ends: Sequence[int], choice: Choice, stages: Sequence[int], runtime: str
 ) -> list[str]:
-    """What the trainer does otherwise than the plan, in sentences."""
+    """Remarks on what the trainer does otherwise than the plan."""
     remarks = []
     moved = model.names[model.ends[-1] : ends[-2]] if len(ends) > 1 else ()
     if moved:

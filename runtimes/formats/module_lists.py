@@ -51,7 +51,7 @@ class TransformerChoice:
 
     @property
     def devices(self) -> int:
-        """Of a pipeline."""
+        """The devices of a pipeline."""
         return len(self.choice.balance) // self.choice.virtual_stages
 
 

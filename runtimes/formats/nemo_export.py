@@ -89,7 +89,10 @@ def _with_positions(model: Transformer, names: list[list[str]]) -> list[list[str
     passed over."""
     rotary = ".".join([*model.list_name.split(".")[:-1], "rotary_emb"])
     blocks = f"{model.list_name}."
-    return [[*own, rotary] if any(name.startswith(blocks) for name in own) else own for own in names]
+    return [
+        [*modules, rotary] if any(name.startswith(blocks) for name in modules) else modules
+        for modules in names
+    ]
 
 
 def _sections(blocks: TransformerChoice, names: list[list[str]]) -> dict[str, dict[str, Any]]:

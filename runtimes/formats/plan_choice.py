@@ -36,7 +36,7 @@ class Choice:
 
     @property
     def recompute(self) -> Recompute:
-        """Of all stages, for a runtime whose stages recompute alike."""
+        """The recomputation of all stages, for a runtime whose stages recompute alike."""
         return self.stage_recompute[0]
 
 
@@ -64,7 +64,7 @@ def choose(plan: Plan, runtime: Runtime) -> tuple[Choice, str | None]:
     reasons = refusals(plan, runtime)
     usable = [alternative for alternative in plan.alternatives if _runs_alternative(runtime, alternative)]
     if not reasons and not (usable and _leaves_out_launches(plan, runtime)):
-        return _of_plan(plan), None
+        return _plan_choice(plan), None
     if not usable:
         raise ExportError(
             f"{runtime.name} cannot run this plan of {plan.model}: {'; '.join(reasons)}; "
@@ -75,10 +75,10 @@ def choose(plan: Plan, runtime: Runtime) -> tuple[Choice, str | None]:
     if reasons:
         why = f"{runtime.name} cannot run the plan itself: {'; '.join(reasons)}"
     elif _same_cuts(plan, best):
-        return _of_alternative(best), None
+        return _alternative_choice(best), None
     else:
         why = f"The plan's step leaves out that {runtime.name} launches all stages from one process"
-    return _of_alternative(best), _remark(plan, runtime, why, best)
+    return _alternative_choice(best), _remark(plan, runtime, why, best)
 
 
 def _leaves_out_launches(plan: Plan, runtime: Runtime) -> bool:
@@ -132,7 +132,7 @@ def refusals(plan: Plan, runtime: Runtime) -> list[str]:
 
 
 def _other_states(plan: Plan, runtime: Runtime) -> Iterator[str]:
-    """Where the runtime keeps other weights and optimizer states than the plan counts."""
+    """Reasons, where the runtime keeps other weights and optimizer states than the plan counts."""
     if max(plan.replicas) > 1 and plan.zero not in runtime.zero:
         yield f"it spreads states by ZeRO-{plan.zero}: {runtime.no_zero}"
     if plan.training_precision.name == "bf16" and not runtime.pure_16_bits:
@@ -140,12 +140,12 @@ def _other_states(plan: Plan, runtime: Runtime) -> Iterator[str]:
 
 
 def _shared_weights(plan: Plan, runtime: Runtime) -> Iterator[str]:
-    """Where stages share weights that the runtime keeps on one."""
-    for own in plan.tied:
-        is_at_ends = own.stages == [0, len(plan.stages) - 1]
+    """Reasons, where stages share weights that the runtime keeps on one."""
+    for weight in plan.tied:
+        is_at_ends = weight.stages == [0, len(plan.stages) - 1]
         if not (runtime.tied == "any" or (runtime.tied == "ends" and is_at_ends)):
-            stages = " and ".join(map(str, own.stages))
-            yield f"its stages {stages} share {own.tensor}, {runtime.name}: {runtime.no_tied}"
+            stages = " and ".join(map(str, weight.stages))
+            yield f"its stages {stages} share {weight.tensor}, {runtime.name}: {runtime.no_tied}"
             return
 
 
@@ -157,7 +157,7 @@ def _nodes(plan: Plan) -> list[int]:
 
 
 def stage_recompute(plan: Plan) -> tuple[Recompute, ...]:
-    """What each stage recomputes: its own word, or the plan's."""
+    """The recomputation of each stage: its own, or the plan's."""
     return tuple(stage.recompute or plan.recompute for stage in plan.stages)
 
 
@@ -189,11 +189,11 @@ def _runs_alternative(runtime: Runtime, alternative: Alternative) -> bool:
 
 
 def _recompute_modes(alternative: Alternative) -> tuple[Recompute, ...]:
-    """What each of its stages recomputes."""
+    """The recomputation of each stage of an alternative."""
     return tuple(alternative.stage_recompute or [alternative.recompute] * len(alternative.balance))
 
 
-def _of_plan(plan: Plan) -> Choice:
+def _plan_choice(plan: Plan) -> Choice:
     places = len(plan.stages) // plan.virtual_stages
     return Choice(
         balance=tuple(stage.layers for stage in plan.stages),
@@ -208,7 +208,7 @@ def _of_plan(plan: Plan) -> Choice:
     )
 
 
-def _of_alternative(alternative: Alternative) -> Choice:
+def _alternative_choice(alternative: Alternative) -> Choice:
     devices = len(alternative.balance) // alternative.virtual_stages * alternative.replicas
     return Choice(
         balance=tuple(alternative.balance),

@@ -58,10 +58,10 @@ def build_program(schedule: str, devices: int, micro_batches: int, virtual_stage
 
 def device_stages(program: Program) -> list[list[int]]:
     """The stages, counted as a micro-batch passes them, that each device holds, ascending."""
-    owned: list[list[int]] = [[] for _ in range(program.devices)]
+    stages: list[list[int]] = [[] for _ in range(program.devices)]
     for stage, place in enumerate(program.pipes[0]):
-        owned[place.device].append(stage)
-    return owned
+        stages[place.device].append(stage)
+    return stages
 
 
 def action_rows(program: Program) -> list[str]:
@@ -72,12 +72,12 @@ def action_rows(program: Program) -> list[str]:
     """
     stage_of = {place: stage for stage, place in enumerate(program.pipes[0])}
     rows = []
-    for device, own in enumerate(program.actions):
-        split = {action[1:] for action in own if action.kind == "W"}
+    for device, actions in enumerate(program.actions):
+        split = {action[1:] for action in actions if action.kind == "W"}
         words = [
             f"{stage_of[StageSlot(device, action.chunk)]}"
             f"{'I' if action.kind == 'B' and action[1:] in split else action.kind}{action.micro_batch}"
-            for action in own
+            for action in actions
         ]
         rows.append(",".join(words))
     return rows
@@ -88,10 +88,14 @@ _CELL = re.compile(r"(\d{1,7})([FBIW])(\d{1,7})")
 
 def read_actions(rows: Sequence[str], stages: Sequence[Sequence[int]], micro_batches: int) -> Program:
     """The program of such lines, of devices that hold these stages. Raises UsageError for what is none."""
-    slots = {stage: StageSlot(device, own.index(stage)) for device, own in enumerate(stages) for stage in own}
+    slots = {
+        stage: StageSlot(device, device_actions.index(stage))
+        for device, device_actions in enumerate(stages)
+        for stage in device_actions
+    }
     actions = []
     for device, row in enumerate(rows):
-        own = []
+        device_actions = []
         for word in filter(None, row.split(",")):
             cell = _CELL.fullmatch(word)
             slot = None if cell is None else slots.get(int(cell[1]))
@@ -101,8 +105,8 @@ def read_actions(rows: Sequence[str], stages: Sequence[Sequence[int]], micro_bat
                     "Export the plan again.",
                 )
             kind = {"F": "F", "B": "B", "I": "B", "W": "W"}[cell[2]]
-            own.append(Action(kind, int(cell[3]), slot.chunk))  # type: ignore[arg-type]  # one of F, B, W
-        actions.append(tuple(own))
+            device_actions.append(Action(kind, int(cell[3]), slot.chunk))  # type: ignore[arg-type]  # one of F, B, W
+        actions.append(tuple(device_actions))
     return Program(tuple(actions), (tuple(slots[stage] for stage in sorted(slots)),), (0,) * micro_batches)
 
 

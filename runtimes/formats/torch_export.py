@@ -73,7 +73,7 @@ class TorchExport(ExportDocument):
         stages = len(self.parts) - 1
         if not are_bounds(self.parts):
             raise ValueError(f"parts {self.parts} are not the bounds of {stages} stages")
-        if sorted(stage for own in self.stages for stage in own) != list(range(stages)):
+        if sorted(stage for device_stages in self.stages for stage in device_stages) != list(range(stages)):
             raise ValueError(f"stages {self.stages} are not stages 0 to {stages - 1}, once each")
         if len(self.devices) != len(self.stages) * self.replicas:
             raise ValueError(
@@ -152,12 +152,12 @@ def _recompute(choice: Choice) -> list[Literal["never", "always"]]:
 
 def _check_places(plan: Plan, stages: Sequence[Sequence[int]]) -> None:
     """The plan's parts lie where the schedule has them: in a loop over the devices, or in a V."""
-    for own in stages:
-        first = plan.stages[own[0]].devices
-        for stage in own[1:]:
+    for stages_of_device in stages:
+        first = plan.stages[stages_of_device[0]].devices
+        for stage in stages_of_device[1:]:
             if plan.stages[stage].devices != first:
                 raise ExportError(
                     f"stage {stage} of the plan is on devices {plan.stages[stage].devices}, {plan.schedule} "
-                    f"has it with stage {own[0]}, on {first}",
+                    f"has it with stage {stages_of_device[0]}, on {first}",
                     "Make the plan again with pplan solve.",
                 )

@@ -59,8 +59,8 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[TorchtitanExpor
         actions=list(blocks.actions),
         made_by=made_by,
     )
-    own = None if words else f"The modules keep the names that they have in {plan.model}."
-    return document, join_remarks(blocks.remark, own, device_remark(blocks.choice))
+    naming_remark = None if words else f"The modules keep the names that they have in {plan.model}."
+    return document, join_remarks(blocks.remark, naming_remark, device_remark(blocks.choice))
 
 
 def _check_top(model: Transformer) -> None:

@@ -43,7 +43,7 @@ class TrainerText(ExportDocument):
 
     @property
     def torchrun_options(self) -> str:
-        """What a launcher is told of the processes; on several nodes it needs a rendezvous, too."""
+        """The launcher's options for the processes; on several nodes it needs a rendezvous, too."""
         nodes = f"--nnodes {self.nodes} " if self.nodes > 1 else ""
         return f"{nodes}--nproc-per-node {-(-self.processes // self.nodes)}"
 

@@ -38,7 +38,7 @@ class Transformer:
 
     @property
     def blocks(self) -> int:
-        """How many there are."""
+        """The number of blocks."""
         return len(self.ends) - 1
 
     @property
@@ -56,7 +56,7 @@ class Transformer:
         return end in self.ends or end > self.ends[-1] or end == 0
 
     def blocks_before(self, end: int) -> int:
-        """How many blocks end before layer `end`."""
+        """The number of blocks that end before layer `end`."""
         return max(bisect_right(self.ends, end) - 1, 0)
 
 
@@ -80,16 +80,16 @@ def find_blocks(names: Sequence[str]) -> Transformer:
 
 def _ends(names: Sequence[str], matches: Sequence[re.Match[str] | None], first: int) -> tuple[int, ...]:
     """The layers before the end of the embedding and of each block. `matches` goes up to the last block."""
-    ends, begun = [first], 0
+    ends, blocks_so_far = [first], 0
     for layer, match in enumerate(matches[first:], start=first):
         if match is None:
             raise NotBlocksError(f"layer {layer}, {names[layer]}, stands between the blocks")
         number = int(match["number"])
-        if number not in (begun - 1, begun):
-            raise NotBlocksError(f"{names[layer]} comes where block {begun} should")
-        if number == begun:
-            ends += [layer] * (begun > 0)
-            begun += 1
+        if number not in (blocks_so_far - 1, blocks_so_far):
+            raise NotBlocksError(f"{names[layer]} comes where block {blocks_so_far} should")
+        if number == blocks_so_far:
+            ends += [layer] * (blocks_so_far > 0)
+            blocks_so_far += 1
     return (*ends, len(matches))
 
 

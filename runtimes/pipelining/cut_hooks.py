@@ -39,10 +39,11 @@ class StageInputHook:
         if self.packed is not None:
             tensors = _unpack(tensors, self.packed)
         which = (True,) * len(tensors) if self.overwritten is None else self.overwritten
-        own = tuple(
-            tensor.clone() if cloned else tensor for tensor, cloned in zip(tensors, which, strict=True)
+        inputs_of_layer = tuple(
+            tensor.clone() if is_overwritten else tensor
+            for tensor, is_overwritten in zip(tensors, which, strict=True)
         )
-        return (own[0] if isinstance(inputs[0], Tensor) else own,)
+        return (inputs_of_layer[0] if isinstance(inputs[0], Tensor) else inputs_of_layer,)
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,13 @@ def guard_cuts(
         about = crossings[stage]
         overwritten = None if about is None else tuple(crossing.is_overwritten for crossing in about)
         if packed[stage] or overwritten is None or any(overwritten):
-            safe[first] = _twin(safe[first])
+            safe[first] = _copy_with_own_hooks(safe[first])
             arriving = StageInputHook(about if packed[stage] else None, overwritten)
             safe[first].register_forward_pre_hook(arriving, prepend=True)
         # A module of torch's own returns no dict.
         is_output = end == parts[-1] and not type(safe[end - 1]).__module__.startswith("torch.nn.")
         if packed[stage + 1] or is_output:
-            safe[end - 1] = _twin(safe[end - 1])
+            safe[end - 1] = _copy_with_own_hooks(safe[end - 1])
             safe[end - 1].register_forward_hook(StageOutputHook(packed[stage + 1], is_output))
     return safe
 
@@ -98,7 +99,7 @@ def guard_cuts(
 def _crossings(
     layers: nn.Sequential, parts: Sequence[int], example: ModelInput | None, samples: int
 ) -> list[Crossings | None]:
-    """What each stage is handed; None where that is not known."""
+    """The tensors that each stage is handed; None where they are not known."""
     if example is not None:
         tensors = example.repeated(samples).tensors
         shapes = trace_shapes(layers, parts, tensors, InputForm((False,) * len(tensors)))
@@ -107,7 +108,7 @@ def _crossings(
     return [None] * (len(parts) - 1)
 
 
-def _twin(layer: nn.Module) -> nn.Module:
+def _copy_with_own_hooks(layer: nn.Module) -> nn.Module:
     """The same parameters, buffers, submodules and names, and hooks of its own: the user's is not changed."""
     twin = object.__new__(type(layer))
     twin.__dict__.update(layer.__dict__)
@@ -134,7 +135,7 @@ def _collect_tensors(output: Any) -> Any:
 
 
 def _unpack(packed: tuple[Tensor, ...], about: Crossings) -> tuple[Tensor, ...]:
-    """What was packed. Of the tensors without a gradient the runtime may ask one: they get zeros."""
+    """The unpacked tensors. The runtime may ask a gradient of those without one: they get zeros."""
     pairs = list(zip(packed, about, strict=True))
     tensors = [crossing.receive(tensor) for tensor, crossing in pairs]
     carried = tuple(

@@ -30,21 +30,21 @@ class CutTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> CutTensor:
-        """As the stage before hands it out."""
+        """The description of a tensor that the stage before hands out."""
         return cls(tensor.dtype, tensor.requires_grad)
 
     def receive(self, sent: Tensor) -> Tensor:
-        """The tensor that was sent, for the stage's layers."""
+        """The tensor for the stage's layers, from what crossed the cut."""
         if self.has_gradient:
-            return hand_on(sent)
+            return pass_on(sent)
         return _unpack(sent.detach(), self.dtype)
 
 
 def pack_tensor(tensor: Tensor) -> Tensor:
-    """What goes over the cut for `tensor`: as it is, or its bits in floating point; contiguous."""
+    """The tensor as it crosses the cut: itself, or its bits in floating point; contiguous."""
     if tensor.is_floating_point() or tensor.is_complex():
-        whole = tensor.contiguous()
-        return hand_on(whole) if whole.requires_grad else whole
+        contiguous = tensor.contiguous()
+        return pass_on(contiguous) if contiguous.requires_grad else contiguous
     if tensor.dtype in _CARRIERS:
         return tensor.contiguous().view(_CARRIERS[tensor.dtype])
     return tensor.to(torch.float16).contiguous()
@@ -75,16 +75,16 @@ def _unpack(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.view(dtype) if dtype in _CARRIERS else tensor.to(dtype)
 
 
-def hand_on(tensor: Tensor) -> Tensor:
+def pass_on(tensor: Tensor) -> Tensor:
     """`tensor`, in the same memory, as one that is neither a leaf nor a view, and that no operation saved.
 
     PyTorch detaches the outputs of a stage in place, before it computes weight gradients from what was saved.
     """
-    tensor_on: Tensor = _HandOn.apply(tensor)
+    tensor_on: Tensor = _PassOn.apply(tensor)
     return tensor_on
 
 
-class _HandOn(torch.autograd.Function):
+class _PassOn(torch.autograd.Function):
     """The gradient of what a stage was handed is sent back, and so must be contiguous."""
 
     @staticmethod

@@ -13,13 +13,13 @@ from ...profiler.user_model.loaded_model import ModelInput
 
 @dataclass(frozen=True)
 class InputForm:
-    """What the model takes: which of its tensors, in order, belong to all samples and are not cut."""
+    """The model's input: which of its tensors, in order, belong to all samples and are not cut."""
 
     shared: tuple[bool, ...]
 
     @classmethod
     def of(cls, example: ModelInput) -> InputForm:
-        """As of an example."""
+        """The form of an example."""
         return cls(tuple(tensor.dim() == 0 or len(tensor) != example.batch for tensor in example.tensors))
 
     def repeat_shared(self, batch: object, samples: int, micro_batches: int) -> tuple[Tensor, ...]:
@@ -50,7 +50,7 @@ class InputForm:
         )
 
     def drop_repeats(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What the model takes, of what the first stage is handed."""
+        """The model's input, from what the first stage is handed."""
         return tuple(
             tensor.squeeze(0) if shared else tensor
             for tensor, shared in zip(tensors, self.shared, strict=True)

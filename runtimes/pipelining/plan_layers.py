@@ -35,10 +35,10 @@ def match_layers(
 
     Raises ExportError where it is another model, or is to be made sequential without an `example`.
     """
-    is_so = isinstance(model, LayerSequential) or (
+    matches = isinstance(model, LayerSequential) or (
         isinstance(model, nn.Sequential) and len(model) == count and not _registers_twice(model)
     )
-    layers = model if is_so or example is None else sequential(model, example, granularity=granularity)
+    layers = model if matches or example is None else sequential(model, example, granularity=granularity)
     return check_layers(document, count, layers, names)
 
 
@@ -117,11 +117,11 @@ def _as_devices(devices: Sequence[torch.device | str | int], stages: int) -> lis
 
 def _check_devices(document: PipeExport, devices: Sequence[torch.device | str]) -> None:
     """Raises MachineError where CUDA devices of the plan are not there."""
-    there = torch.cuda.device_count()
+    device_count = torch.cuda.device_count()
     for device in map(torch.device, devices):
-        if device.type == "cuda" and (device.index or 0) >= there:
+        if device.type == "cuda" and (device.index or 0) >= device_count:
             raise MachineError(
-                f"the plan has a stage on {device}, this machine has {there} CUDA devices",
+                f"the plan has a stage on {device}, this machine has {device_count} CUDA devices",
                 f"Give build the devices to use, or try it without: "
                 f"pplan.export({document.kind!r}, device='cpu').",
             )

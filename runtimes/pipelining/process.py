@@ -77,20 +77,22 @@ class PipelineProcess:
 
     @property
     def samples(self) -> int:
-        """Of a step of this process: the global batch, or its replica's part of it."""
+        """Samples of a step of this process: the global batch, or its replica's part of it."""
         return self.document.mini_batch // self.document.replicas
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those to optimise; a process whose stages have none needs no optimizer."""
-        every = (parameter for module in self.wrapped.values() for parameter in module.parameters())
-        return [parameter for parameter in every if parameter.requires_grad]
+        """The parameters to optimise; a process whose stages have none needs no optimizer."""
+        parameters = (parameter for module in self.wrapped.values() for parameter in module.parameters())
+        return [parameter for parameter in parameters if parameter.requires_grad]
 
     def share(self, whole: Tensor) -> Tensor:
-        """Of a tensor of the global batch, the samples of this replica: its part of each micro-batch."""
+        """This replica's samples of a tensor of the global batch: its part of each micro-batch."""
         check_samples("global batch", whole, self.document.mini_batch)
-        of_one = self.samples // self.document.micro_batches
-        apart = whole.reshape(self.document.micro_batches, self.document.replicas, of_one, *whole.shape[1:])
-        return apart[:, self.coordinates.replica].reshape(self.samples, *whole.shape[1:])
+        replica_samples = self.samples // self.document.micro_batches
+        parts = whole.reshape(
+            self.document.micro_batches, self.document.replicas, replica_samples, *whole.shape[1:]
+        )
+        return parts[:, self.coordinates.replica].reshape(self.samples, *whole.shape[1:])
 
     def step(self, input: object = None, target: Tensor | None = None) -> list[Tensor]:
         """Forward and backward of a global batch; the loss of each micro-batch where `is_last`, else nothing.
@@ -104,8 +106,8 @@ class PipelineProcess:
         options: dict[str, Any] = {"return_outputs": False}
         losses: list[Tensor] = []
         if self.is_first:
-            moved = ModelInput.of(input, "the global batch").to(self.device)
-            tensors = self.form.repeat_shared(moved, self.samples, self.document.micro_batches)
+            batch = ModelInput.of(input, "the global batch").to(self.device)
+            tensors = self.form.repeat_shared(batch, self.samples, self.document.micro_batches)
         if self.is_last:
             check_samples("target", target, self.samples)
             options |= {"target": None if target is None else target.to(self.device), "losses": losses}
@@ -141,15 +143,20 @@ def build_process(
     first_inputs = form.micro_batch(example, samples)
     splits = splits_backward(document.actions)
     shapes = trace_shapes(layers, document.parts, first_inputs, form, splits_backward=splits)
-    own = {
+    stage_layers = {
         stage: split_stage(layers, document.parts, stage, tied)
         for stage in document.stages[coordinates.index]
     }
-    stages = {stage: _stage_module(document, own[stage].layers, stage, shapes, form) for stage in own}
+    stages = {
+        stage: _stage_module(document, stage_layers[stage].layers, stage, shapes, form)
+        for stage in stage_layers
+    }
     wrapped: dict[int, nn.Module] = {stage: module.to(place) for stage, module in stages.items()}
     averages = replicate == "ddp" and splits
-    device_of = {stage: device for device, each in enumerate(document.stages) for stage in each}
-    gradients = tie_stages(tied, wrapped, own, coordinates, device_of, sharded=replicate == "fsdp")
+    device_of = {
+        stage: device for device, device_stages in enumerate(document.stages) for stage in device_stages
+    }
+    gradients = tie_stages(tied, wrapped, stage_layers, coordinates, device_of, sharded=replicate == "fsdp")
     if coordinates.replicas is not None:
         wrapped = {
             i: replicate_stage(
@@ -157,7 +164,7 @@ def build_process(
                 coordinates.replicas,
                 replicate,
                 splits_backward=splits,
-                apart=names_of_copies(tied, i, module, own[i]),
+                apart=names_of_copies(tied, i, module, stage_layers[i]),
             )
             for i, module in wrapped.items()
         }
@@ -234,9 +241,9 @@ def _schedule(
             f"schedule {document.schedule!r} is no class of torch.distributed.pipelining.schedules",
             f"This PyTorch is {torch.__version__}; make the file again with pplan export torch.",
         )
-    own: Any = stages[0] if issubclass(kind, schedules.PipelineScheduleSingle) else stages
+    stage_argument: Any = stages[0] if issubclass(kind, schedules.PipelineScheduleSingle) else stages
     make: Any = kind
-    schedule = make(own, document.micro_batches, loss_fn=loss, scale_grads=scale_grads)
+    schedule = make(stage_argument, document.micro_batches, loss_fn=loss, scale_grads=scale_grads)
     if document.schedule == OWN_ORDER:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "schedule.csv"

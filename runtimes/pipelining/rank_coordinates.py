@@ -46,7 +46,7 @@ def find_coordinates(document: TorchExport, device: torch.device, mesh: DeviceMe
     if mesh is None:
         _check_number(dist.get_world_size(), document)
         if replicas == 1:
-            return RankCoordinates(dist.get_rank(), 0, None, None, tuple((own,) for own in range(devices)))
+            return RankCoordinates(dist.get_rank(), 0, None, None, tuple((rank,) for rank in range(devices)))
         mesh = init_device_mesh(device.type, (devices, replicas), mesh_dim_names=("pp", "dp"))
     return _in_mesh(mesh, document)
 
@@ -68,19 +68,20 @@ def _in_mesh(mesh: DeviceMesh, document: TorchExport) -> RankCoordinates:
 
 
 def _ranks(mesh: DeviceMesh, document: TorchExport) -> tuple[tuple[int, ...], ...]:
-    """By device of the pipeline and replica, those of the mesh that differ from this process in no more."""
+    """By device of the pipeline and replica, the ranks of the mesh that differ from this process in no other
+    dimension."""
     names = tuple(name for name in mesh.mesh_dim_names or () if name in ("pp", "dp"))
-    own = mesh[names].mesh
-    table = own.T if names == ("dp", "pp") else own
+    rank_table = mesh[names].mesh
+    table = rank_table.T if names == ("dp", "pp") else rank_table
     return tuple(map(tuple, table.reshape(len(document.stages), document.replicas).tolist()))
 
 
 def _check_number(processes: int, document: TorchExport) -> None:
     needed = len(document.devices)
     if processes != needed:
-        what = f"{len(document.stages)} devices of the pipeline x {document.replicas} replicas"
+        reason = f"{len(document.stages)} devices of the pipeline x {document.replicas} replicas"
         raise MachineError(
-            f"{processes} processes, but {what}",
+            f"{processes} processes, but {reason}",
             f"Start {needed}: torchrun --nproc-per-node {needed} SCRIPT",
         )
 
@@ -96,8 +97,10 @@ def replicate_stage(
     """
     if how not in ("ddp", "fsdp"):
         raise UsageError(f"replicate {how!r} is unknown", "Use 'ddp' or 'fsdp'.")
-    trained = [n for n, own in module.named_parameters() if own.requires_grad and n not in apart]
-    if how == "ddp" and not splits_backward and trained:
+    trainable = [
+        n for n, parameter in module.named_parameters() if parameter.requires_grad and n not in apart
+    ]
+    if how == "ddp" and not splits_backward and trainable:
         return replicate(module, mesh.get_group(), apart)
     for tensor in (*module.parameters(), *module.buffers()):
         dist.broadcast(tensor.detach(), group=mesh.get_group(), group_src=0)
@@ -107,7 +110,8 @@ def replicate_stage(
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
-    """What DistributedDataParallel does, for schedules whose weight gradients it does not see come."""
+    """Averages gradients as DistributedDataParallel does, for schedules whose weight gradients it does not
+    see."""
     group = mesh.get_group()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     for work in [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]:

@@ -134,7 +134,7 @@ class Stage(PipelineStage):
         return [greeting for greeting in greetings if greeting.group_peer != self.group_rank]
 
 
-def partitioned(
+def partitioned_module(
     kind: Any, parts: Sequence[int], version: str, tied_modules: Callable[[Any], dict[str, dict[str, Any]]]
 ) -> Any:
     """DeepSpeed's PipelineModule with these bounds of its stages, and with the weights that stages share as

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ...profiler.torch_internals import TreeSpec, tree_flatten, tree_unflatten
-from .cut_tensors import CutTensor, add_zero_gradients, attach_all, hand_on, pack_tensor
+from .cut_tensors import CutTensor, add_zero_gradients, attach_all, pack_tensor, pass_on
 from .input_form import InputForm
 
 
@@ -41,15 +41,15 @@ class StageModule(nn.Module):
         self._structure: tuple[TreeSpec, list[Any]] | None = None
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Of what was sent, what is to be sent."""
+        """The tensors to send, from those received."""
         tensors = self.receive(inputs)
         if self.recompute and torch.is_grad_enabled():
             output = checkpoint(self._run, *tensors, use_reentrant=False)
         else:
             output = self._run(*tensors)
-        return self._hand_out(output, inputs)
+        return self._pack_output(output, inputs)
 
-    def assemble(self, output: Tensor | tuple[Tensor, ...]) -> Any:
+    def build_output(self, output: Tensor | tuple[Tensor, ...]) -> Any:
         """The model's output, of the tensors that the last stage returned."""
         if self._structure is None:
             return output
@@ -58,7 +58,7 @@ class StageModule(nn.Module):
         return tree_unflatten([next(tensors) if leaf is _TENSOR else leaf for leaf in leaves], spec)
 
     def receive(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Of what was sent, what the layers take."""
+        """The layers' input, from the tensors received."""
         if self.form is not None:
             return self.form.drop_repeats(tensors)
         if self.crossings is None:
@@ -68,29 +68,29 @@ class StageModule(nn.Module):
     def _run(self, *tensors: Tensor) -> Any:
         """The layers, on clones of what they overwrite: a micro-batch is needed again to recompute."""
         pairs = zip(tensors, self.crossings or (None,) * len(tensors), strict=True)
-        own = tuple(
+        layer_inputs = tuple(
             tensor.clone() if about is None or about.is_overwritten else tensor for tensor, about in pairs
         )
-        return self.layers(own[0] if len(own) == 1 else own)
+        return self.layers(layer_inputs[0] if len(layer_inputs) == 1 else layer_inputs)
 
-    def _hand_out(self, output: Any, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    def _pack_output(self, output: Any, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         if self.is_last:
             leaves, spec = tree_flatten(output)
             tensors = [leaf.contiguous() for leaf in leaves if isinstance(leaf, Tensor)]
-            marked = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            self._structure = None if isinstance(output, Tensor) else (spec, marked)
+            markers = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            self._structure = None if isinstance(output, Tensor) else (spec, markers)
         else:
-            own = (output,) if isinstance(output, Tensor) else output
-            self.output_tensors = tuple(CutTensor.of(tensor) for tensor in own)
-            tensors = attach_all([pack_tensor(tensor) for tensor in own])
-        carried = self._carried(inputs)
+            outputs = (output,) if isinstance(output, Tensor) else output
+            self.output_tensors = tuple(CutTensor.of(tensor) for tensor in outputs)
+            tensors = attach_all([pack_tensor(tensor) for tensor in outputs])
+        carried = self._without_gradients(inputs)
         if carried and tensors:
-            tied = max(range(len(tensors)), key=lambda i: tensors[i].requires_grad)
-            tensors[tied] = add_zero_gradients(tensors[tied], carried)
+            target = max(range(len(tensors)), key=lambda i: tensors[i].requires_grad)
+            tensors[target] = add_zero_gradients(tensors[target], carried)
         return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
-    def _carried(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Tensors of which a gradient is asked that they have not."""
+    def _without_gradients(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Inputs of which the schedule asks a gradient that they do not have."""
         if self.form is not None or self.crossings is None:
             return ()
         pairs = zip(tensors, self.crossings, strict=True)
@@ -108,4 +108,4 @@ Loss = Callable[..., Tensor]
 
 def stage_loss(last: StageModule, loss_fn: Loss) -> Loss:
     """The loss as the schedule calls it, of the tensors that the last stage returned."""
-    return lambda output, target: hand_on(loss_fn(last.assemble(output), target))
+    return lambda output, target: pass_on(loss_fn(last.build_output(output), target))

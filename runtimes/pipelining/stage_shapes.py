@@ -23,7 +23,8 @@ from .stage_module import StageModule
 
 @dataclass(frozen=True)
 class StageShapes:
-    """Of one micro-batch of a process: tensors on the meta device, and what is to be known of the inputs."""
+    """The tensors of one micro-batch on the meta device: a stage's inputs, outputs, and the form of its
+    inputs."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
@@ -45,16 +46,18 @@ def trace_shapes(
     zero.
     """
     try:
-        twin = copy_to_meta(layers, "the model")
-        stages = _followed(twin, parts, tuple(tensor.to("meta") for tensor in inputs), form, splits_backward)
+        meta_layers = copy_to_meta(layers, "the model")
+        stages = _trace_stages(
+            meta_layers, parts, tuple(tensor.to("meta") for tensor in inputs), form, splits_backward
+        )
         return list(stages)
     except Exception:
         # Whatever a model does on the meta device that it does not do elsewhere; PyTorch finds out itself.
         return None
 
 
-def _followed(
-    twin: Any,
+def _trace_stages(
+    layers_on_meta: Any,
     parts: Sequence[int],
     inputs: tuple[Tensor, ...],
     form: InputForm | None,
@@ -62,8 +65,8 @@ def _followed(
 ) -> Iterator[StageShapes]:
     crossings = tuple(CutTensor.of(tensor) for tensor in inputs)
     for first, end in pairwise(parts):
-        layers = twin[first:end]
-        crossings = _with_overwritten(layers, crossings, inputs, form)
+        layers = layers_on_meta[first:end]
+        crossings = _mark_overwritten(layers, crossings, inputs, form)
         stage = StageModule(layers, crossings, form=form, is_last=end == parts[-1])
         outputs = stage(*inputs)
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
@@ -73,21 +76,21 @@ def _followed(
         crossings, inputs, form = stage.output_tensors, leaves, None
 
 
-def _with_overwritten(
+def _mark_overwritten(
     layers: nn.Sequential,
     crossings: tuple[CutTensor, ...],
     inputs: tuple[Tensor, ...],
     form: InputForm | None,
 ) -> tuple[CutTensor, ...]:
     """`crossings` with a mark on those that the layers change in place: their version goes up."""
-    received = StageModule(layers, crossings, form=form).receive(inputs)
-    watched = tuple(tensor.clone() for tensor in received)
-    versions = [tensor_version(tensor) for tensor in watched]
-    layers(watched[0] if len(watched) == 1 else watched)
-    changed = (tensor_version(tensor) > old for tensor, old in zip(watched, versions, strict=True))
+    stage_inputs = StageModule(layers, crossings, form=form).receive(inputs)
+    clones = tuple(tensor.clone() for tensor in stage_inputs)
+    versions = [tensor_version(tensor) for tensor in clones]
+    layers(clones[0] if len(clones) == 1 else clones)
+    changes = (tensor_version(tensor) > old for tensor, old in zip(clones, versions, strict=True))
     return tuple(
         dataclasses.replace(about, is_overwritten=is_changed)
-        for about, is_changed in zip(crossings, changed, strict=True)
+        for about, is_changed in zip(crossings, changes, strict=True)
     )
 
 

@@ -33,7 +33,8 @@ class CopiedWeight:
 
 
 def find_tied_weights(layers: nn.Sequential, parts: Sequence[int]) -> list[CopiedWeight]:
-    """In the order of the layers that use them first: the same in every process.
+    """The weights that several stages use, ordered by the first layer that uses them: the same in every
+    process.
 
     Raises ExportError where stages share a buffer that some layer writes, or may: no other would see it.
     """
@@ -44,20 +45,20 @@ def find_tied_weights(layers: nn.Sequential, parts: Sequence[int]) -> list[Copie
             for tensor in tensors_used(layer):
                 _, stages = users.setdefault(id(tensor), (tensor, []))
                 stages.extend([stage] if stage not in stages else [])
-    tied = []
+    weights = []
     for tensor, stages in users.values():
         if len(stages) > 1 and not isinstance(tensor, nn.Parameter) and id(tensor) not in read_only:
             raise shared_tensor_error(stages[0], stages[1], tensor, "buffer")
         if len(stages) > 1 and isinstance(tensor, nn.Parameter):
-            tied.append(CopiedWeight(tensor, tuple(stages)))
-    return tied
+            weights.append(CopiedWeight(tensor, tuple(stages)))
+    return weights
 
 
 def read_only_buffers(layers: nn.Sequential) -> list[Tensor]:
-    """Those that several layers use and none writes, where the layers were made of a model and know it."""
+    """Buffers that several layers use and none writes, where the layers were made of a model and know it."""
     names = layers.read_only_buffers if isinstance(layers, LayerSequential) else ()
-    own = dict(layers.named_buffers())
-    return [own[name] for name in names if name in own]
+    buffers = dict(layers.named_buffers())
+    return [buffers[name] for name in names if name in buffers]
 
 
 def check_equal_buffers(layers: nn.Sequential) -> None:
@@ -66,10 +67,10 @@ def check_equal_buffers(layers: nn.Sequential) -> None:
     buffers = read_only_buffers(layers)
     if not buffers or not dist.is_initialized():
         return
-    own = [_digest(buffer) for buffer in buffers]
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
-    if any(other != own for other in every):
+    digests = [_digest(buffer) for buffer in buffers]
+    all_digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_digests, digests)
+    if any(other != digests for other in all_digests):
         raise ExportError(
             "processes have different values of a buffer that several stages use",
             "Build the model in every process from the same seed, or load the same checkpoint first.",
@@ -84,7 +85,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def shared_tensor_error(one: int, other: int, tensor: Tensor, kind: str) -> ExportError:
-    """Where two stages use a tensor and must not."""
+    """The error where two stages use a tensor and must not."""
     return ExportError(
         f"stages {one} and {other} share a {kind} of shape {tuple(tensor.shape)}, which cannot be on both",
         "Make a plan for this model and runtime: pplan solve cuts between no layers that share it.",
@@ -106,21 +107,23 @@ def split_stage(
     """The layers of one stage, which register copies of the weights that earlier stages register, too. All
     else is the model's own; modules are new where there are copies."""
     first, end = parts[stage : stage + 2]
-    own = {index: weight for index, weight in enumerate(tied) if stage in weight.stages}
+    stage_weights = {index: weight for index, weight in enumerate(tied) if stage in weight.stages}
     copies = {
         index: weight.parameter
         if weight.stages[0] == stage
         else nn.Parameter(weight.parameter.detach().clone(), weight.parameter.requires_grad)
-        for index, weight in own.items()
+        for index, weight in stage_weights.items()
     }
     shared = {id(buffer) for buffer in read_only_buffers(layers)}
     registered = {id(buffer) for buffer in layers[first:end].buffers()}
-    refers = any(id(own) in shared - registered for layer in layers[first:end] for own in tensors_used(layer))
-    if not refers and all(weight.stages[0] == stage for weight in own.values()):
+    has_references = any(
+        id(tensor) in shared - registered for layer in layers[first:end] for tensor in tensors_used(layer)
+    )
+    if not has_references and all(weight.stages[0] == stage for weight in stage_weights.values()):
         return StageLayers(layers[first:end], copies)
     used = [tensor for layer in layers[first:end] for tensor in tensors_used(layer)]
     memo: dict[int, Any] = {id(tensor): tensor for tensor in used}
-    memo |= {id(weight.parameter): copies[index] for index, weight in own.items()}
+    memo |= {id(weight.parameter): copies[index] for index, weight in stage_weights.items()}
     own_layers = copy.deepcopy(layers[first:end], memo)
     register_references(own_layers)
     return StageLayers(own_layers, copies)
@@ -149,32 +152,32 @@ class TiedGradients:
         return len(self._copies)
 
     def add_up(self) -> None:
-        """After the last backward of a step: every copy has the gradients of all, averaged over replicas."""
+        """Adds up the gradients of all copies after the last backward of a step, averaged over replicas."""
         for weight in self._copies:
             gradients = [_gradient(parameter) for parameter in weight.parameters]
             if gradients:
-                whole = gradients[0]
+                total = gradients[0]
                 for other in gradients[1:]:
-                    whole.add_(other)
+                    total.add_(other)
                 if weight.group is not None:
-                    dist.all_reduce(whole.div_(weight.replicas), group=weight.group)
+                    dist.all_reduce(total.div_(weight.replicas), group=weight.group)
                 for other in gradients[1:]:
-                    other.copy_(whole)
+                    other.copy_(total)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """Of this process: of a sharded parameter its part."""
+    """The gradient of this process: of a sharded parameter its part."""
     if parameter.grad is None:
         parameter.grad = parameter.new_zeros(parameter.shape)
     gradient: Any = parameter.grad
-    own: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return own
+    local_gradient: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return local_gradient
 
 
 def tie_stages(
     tied: Sequence[CopiedWeight],
     stages: dict[int, nn.Module],
-    own: dict[int, StageLayers],
+    stage_layers: dict[int, StageLayers],
     coordinates: RankCoordinates,
     device_of: Mapping[int, int],
     *,
@@ -184,67 +187,71 @@ def tie_stages(
     to the first stage's. Where weights are tied, all processes of the job are to call it.
 
     `device_of`: by stage, its device of the pipeline. Where replicas are `sharded`, each adds up its part
-    with its likes of the other stages.
+    with the same replica of the other stages.
     """
     copies_here, tables = [], _tables(coordinates) if tied else []
     for index, weight in enumerate(tied):
         devices = list(dict.fromkeys(device_of[stage] for stage in weight.stages))
         groups = _Groups.of(tables, devices)
-        copies = {stage: own[stage].copies[index] for stage in stages if stage in weight.stages}
-        if copies and groups.every is not None:
+        copies = {stage: stage_layers[stage].copies[index] for stage in stages if stage in weight.stages}
+        if copies and groups.all_replicas is not None:
             first, *others = [parameter.detach() for parameter in copies.values()]
-            dist.broadcast(first, src=coordinates.ranks[devices[0]][0], group=groups.every)
+            dist.broadcast(first, src=coordinates.ranks[devices[0]][0], group=groups.all_replicas)
             for other in others:
                 other.copy_(first)
         if copies and weight.parameter.requires_grad:
-            stage_names = tuple((stages[stage], _name(stages[stage], own)) for stage, own in copies.items())
+            stage_names = tuple(
+                (stages[stage], _name(stages[stage], stage_copy)) for stage, stage_copy in copies.items()
+            )
             replicas = 1 if sharded else len(coordinates.ranks[0])
-            copies_here.append(_TiedCopy(stage_names, groups.likes if sharded else groups.every, replicas))
+            copies_here.append(
+                _TiedCopy(stage_names, groups.same_replica if sharded else groups.all_replicas, replicas)
+            )
     return TiedGradients(copies_here)
 
 
 def _tables(coordinates: RankCoordinates) -> list[tuple[tuple[int, ...], ...]]:
     """The ranks of all pipelines of the job: every process has to know of every group that is made."""
-    own = coordinates.ranks
-    if sum(map(len, own)) == dist.get_world_size():
-        return [own]
+    ranks = coordinates.ranks
+    if sum(map(len, ranks)) == dist.get_world_size():
+        return [ranks]
     tables: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(tables, own)
+    dist.all_gather_object(tables, ranks)
     return sorted(set(tables))
 
 
 @dataclass(frozen=True, eq=False)
 class _Groups:
-    """Of this process, where it is in them and they have several: `every` process of some devices of its
-    pipeline, and its `likes` on these, the same replica of each."""
+    """Process groups that this process is in, None where a group would have one member: `all_replicas` of
+    some devices of its pipeline, and the `same_replica` of each of these devices."""
 
-    every: Any
-    likes: Any
+    all_replicas: Any
+    same_replica: Any
 
     @classmethod
     def of(cls, tables: Sequence[Sequence[Sequence[int]]], devices: Sequence[int]) -> _Groups:
-        """Of one weight, on these devices of every pipeline."""
-        own, every, likes = dist.get_rank(), None, None
+        """The groups for one weight on these devices, of every pipeline."""
+        own_rank, all_replicas, same_replica = dist.get_rank(), None, None
         for ranks in tables:
             members = [ranks[device] for device in devices]
-            whole = [rank for each in members for rank in each]
-            group = dist.new_group(whole) if len(whole) > 1 else None
-            every = group if own in whole else every
+            all_ranks = [rank for device_ranks in members for rank in device_ranks]
+            group = dist.new_group(all_ranks) if len(all_ranks) > 1 else None
+            all_replicas = group if own_rank in all_ranks else all_replicas
             replicas = len(members[0])
             for replica in range(replicas if len(devices) > 1 else 0):
-                alike = [each[replica] for each in members]
-                group = dist.new_group(alike) if replicas > 1 else group
-                likes = group if own in alike else likes
-        return cls(every, likes)
+                same_replica_ranks = [device_ranks[replica] for device_ranks in members]
+                group = dist.new_group(same_replica_ranks) if replicas > 1 else group
+                same_replica = group if own_rank in same_replica_ranks else same_replica
+        return cls(all_replicas, same_replica)
 
 
 def _name(module: nn.Module, parameter: nn.Parameter) -> str:
-    return next(name for name, own in module.named_parameters() if own is parameter)
+    return next(name for name, candidate in module.named_parameters() if candidate is parameter)
 
 
 def names_of_copies(
-    tied: Sequence[CopiedWeight], stage: int, module: nn.Module, own: StageLayers
+    tied: Sequence[CopiedWeight], stage: int, module: nn.Module, stage_layers: StageLayers
 ) -> list[str]:
     """Names of the copies in a stage's module that an earlier stage has, too: their replicas' gradients are
     added up with that one's."""
-    return [_name(module, own.copies[i]) for i in own.copies if tied[i].stages[0] != stage]
+    return [_name(module, stage_layers.copies[i]) for i in stage_layers.copies if tied[i].stages[0] != stage]

@@ -21,8 +21,8 @@ def parse_layout(layout: str, where: str) -> list[int]:
     `x*n` stands for n of x, `(...)*n` for n of what is inside; commas are passed over. The first stage begins
     with E and the last ends with L; m (multi-token prediction) is nothing that a profile has.
     """
-    written = _unrolled(layout, where)
-    unknown = sorted(set(written) - set("EtL|"))
+    layout_text = _unroll(layout, where)
+    unknown = sorted(set(layout_text) - set("EtL|"))
     if unknown:
         hint = (
             "m is a block that predicts further tokens, which a profile does not have"
@@ -30,15 +30,15 @@ def parse_layout(layout: str, where: str) -> list[int]:
             else ""
         )
         raise partition_error(where, f"layout {layout!r}: {unknown[0]!r} is none of E, t, L and |", hint)
-    text = written.replace("|", "")
+    text = layout_text.replace("|", "")
     if not re.fullmatch(r"Et*L", text):
         raise partition_error(
             where, f"layout {layout!r}: it must begin with E and end with L, with each once"
         )
-    return [stage.count("t") for stage in written.split("|")]
+    return [stage.count("t") for stage in layout_text.split("|")]
 
 
-def _unrolled(layout: str, where: str) -> str:
+def _unroll(layout: str, where: str) -> str:
     """The layout without repetitions and commas."""
     text = re.sub(r"[,\s]", "", layout)
     for pattern in (_GROUP, _REPEATED):

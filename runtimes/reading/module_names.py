@@ -39,21 +39,21 @@ def from_modules(
     """
     layers = _Layers(names)
     owner: dict[int, int] = {}
-    passed: list[str] = []
-    for stage, own in enumerate(parts):
-        for name in own:
+    skipped_names: list[str] = []
+    for stage, modules in enumerate(parts):
+        for name in modules:
             indices = layers.of(name)
-            passed += [name] * (not indices and not name.endswith("rotary_emb"))
+            skipped_names += [name] * (not indices and not name.endswith("rotary_emb"))
             for layer in indices:
                 if owner.setdefault(layer, stage) != stage:
                     raise partition_error(
                         where, f"{name} is on stages {owner[layer]} and {stage}", "Name it once."
                     )
-    stages = layers.all_owned(owner, where)
+    stages = layers.assign_stages(owner, where)
     partition = _in_order(stages, len(parts), "torchtitan", where)
-    if passed:
-        partition = partition.noting(
-            f"{', '.join(dict.fromkeys(passed))}: no layer of the profile, passed over"
+    if skipped_names:
+        partition = partition.with_notes(
+            f"{', '.join(dict.fromkeys(skipped_names))}: no layer of the profile, passed over"
         )
     return _with_options(partition, options, where)
 
@@ -66,7 +66,7 @@ def from_device_map(places: Mapping[str, object], names: Sequence[str], where: s
     for name in sorted(devices, key=lambda name: (name.count("."), len(name)), reverse=True):
         for layer in layers.of(name) if name else range(len(names)):
             owner.setdefault(layer, devices[name])
-    indices = layers.all_owned(owner, where)
+    indices = layers.assign_stages(owner, where)
     order = [device for device, _ in groupby(indices)]
     twice = [device for device in order if order.count(device) > 1]
     if twice:
@@ -94,9 +94,9 @@ class _Layers:
         inside = [
             layer for layer, name in enumerate(self.names) if name == module or name.startswith(f"{module}.")
         ]
-        return inside or ([] if self.model is None else self._meant(self.model, module))
+        return inside or ([] if self.model is None else self._find_by_custom(self.model, module))
 
-    def _meant(self, model: Transformer, module: str) -> list[int]:
+    def _find_by_custom(self, model: Transformer, module: str) -> list[int]:
         last, block = module.rpartition(".")[2], _BLOCK.search(module)
         if block:
             number = int(block[1])
@@ -108,7 +108,7 @@ class _Layers:
             return list(head[-1:])
         return list(head[:-1]) if last in _NORMS else []
 
-    def all_owned(self, owner: Mapping[int, Stage], where: str) -> list[Stage]:
+    def assign_stages(self, owner: Mapping[int, Stage], where: str) -> list[Stage]:
         """The stage of each layer; what is inside a head and not named goes with the layer before."""
         stages: list[Stage] = []
         for layer, name in enumerate(self.names):
@@ -127,7 +127,7 @@ class _Layers:
         return self.model is not None and self.model.ends[-1] < layer < len(self.names) - 1
 
 
-def _in_order(stages: Sequence[int], count: int, called: str, where: str) -> Partition:
+def _in_order(stages: Sequence[int], count: int, format: str, where: str) -> Partition:
     """The partition of the stage of each layer. Raises FileError where stages fall, or one is empty."""
     for layer, (before, after) in enumerate(pairwise(stages)):
         if after < before:
@@ -137,11 +137,11 @@ def _in_order(stages: Sequence[int], count: int, called: str, where: str) -> Par
                 "Stages hold the layers in their order.",
             )
     ends = tuple(sum(stage <= number for stage in stages) for number in range(count))
-    return check_stages(Partition(called, ends), where)
+    return check_stages(Partition(format, ends), where)
 
 
 def _with_options(partition: Partition, options: Options, where: str) -> Partition:
-    """With what torchtitan's options, or a recipe of NeMo, say beside the names."""
+    """The partition, with what torchtitan's options, or a recipe of NeMo, say beside the names."""
     devices = read_number(options, "pipeline_parallel_degree", where) or read_number(
         options, "pp_size", where
     )
@@ -153,7 +153,7 @@ def _with_options(partition: Partition, options: Options, where: str) -> Partiti
     word = (options.get("pipeline_parallel_schedule") or options.get("pp_schedule") or [""])[0]
     schedule = SCHEDULES.get(word.lower().replace("_", ""))
     if word and schedule is None:
-        partition = partition.noting(f"schedule {word} does not tell the order: `schedule` names it")
+        partition = partition.with_notes(f"schedule {word} does not tell the order: `schedule` names it")
     samples = read_number(options, "pipeline_parallel_microbatch_size", where) or read_number(
         options, "pp_microbatch_size", where
     )

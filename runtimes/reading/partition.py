@@ -18,7 +18,7 @@ FORMATS = (
 
 @dataclass(frozen=True)
 class Partition:
-    """What was read; None where it is not said.
+    """A partition from another tool's file; None where that does not say.
 
     `ends`: by stage, the layers before its end; `virtual_stages` of them are on each device. `replicas`: of
     every stage. `samples`: of a micro-batch, on each replica. `runtime`: that the file was written for.
@@ -36,7 +36,7 @@ class Partition:
     runtime: str | None = None
     notes: tuple[str, ...] = ()
 
-    def noting(self, *notes: str) -> Partition:
+    def with_notes(self, *notes: str) -> Partition:
         """The same with more notes."""
         return replace(self, notes=(*self.notes, *notes))
 
@@ -47,7 +47,8 @@ def partition_error(where: str, why: str, hint: str = "") -> FileError:
 
 
 def from_counts(counts: Sequence[int], names: Sequence[str], where: str) -> Partition:
-    """Of a list of layers a stage; of transformer blocks a stage, where they are as many as the blocks."""
+    """The partition of a list of layers a stage; of transformer blocks a stage, where they are as many as the
+    blocks."""
     _check_positive(counts, where)
     layers = len(names)
     if sum(counts) == layers:
@@ -63,11 +64,12 @@ def from_counts(counts: Sequence[int], names: Sequence[str], where: str) -> Part
             "Name the profile of that model, cut into the same layers: profile=FILE",
         )
     note = f"the list counts the {model.blocks} transformer blocks"
-    return from_blocks(counts, names, where, "blocks").noting(note)
+    return from_blocks(counts, names, where, "blocks").with_notes(note)
 
 
-def from_blocks(counts: Sequence[int], names: Sequence[str], where: str, called: str) -> Partition:
-    """Of transformer blocks a stage: the embedding is on the first stage, the head on the last."""
+def from_blocks(counts: Sequence[int], names: Sequence[str], where: str, format: str) -> Partition:
+    """The partition of transformer blocks a stage: the embedding is on the first stage, the head on the
+    last."""
     try:
         model = find_blocks(names)
     except NotBlocksError as error:
@@ -84,11 +86,12 @@ def from_blocks(counts: Sequence[int], names: Sequence[str], where: str, called:
         )
     done = list(accumulate(counts))
     ends = [model.ends[count] for count in done[:-1]]
-    return check_stages(Partition(called, (*ends, len(names))), where)
+    return check_stages(Partition(format, (*ends, len(names))), where)
 
 
 def from_bounds(bounds: Sequence[int], names: Sequence[str], where: str) -> Partition:
-    """Of DeepSpeed's parts: stage i holds layers bounds[i] up to, not including, bounds[i + 1]."""
+    """The partition of DeepSpeed's parts: stage i holds layers bounds[i] up to, not including, bounds[i +
+    1]."""
     counts = [end - first for first, end in pairwise(bounds)]
     return replace(from_counts(counts, names, where), format="deepspeed")
 

@@ -47,15 +47,15 @@ def read_partition(text: str, names: Sequence[str], where: str) -> Partition:
     try:
         content = json.loads(text)
     except ValueError:
-        return _of_text(text, names, where)
+        return _from_text(text, names, where)
     except RecursionError as error:
         raise partition_error(where, "it is nested too deep") from error
     if isinstance(content, dict) and "schema" in content:
-        return _of_document(text, content, names, where)
-    return _of_json(content, names, where)
+        return _from_document(text, content, names, where)
+    return _from_json(content, names, where)
 
 
-def _of_document(text: str, content: dict[str, Any], names: Sequence[str], where: str) -> Partition:
+def _from_document(text: str, content: dict[str, Any], names: Sequence[str], where: str) -> Partition:
     kind = detect_kind(text)
     if kind in ("plan", "profile", "simulation"):
         hint = "Give it to show, simulate or export." if kind == "plan" else ""
@@ -72,7 +72,7 @@ def _of_document(text: str, content: dict[str, Any], names: Sequence[str], where
     return from_export(text, runtime, names, where)
 
 
-def _of_json(content: Any, names: Sequence[str], where: str) -> Partition:
+def _from_json(content: Any, names: Sequence[str], where: str) -> Partition:
     """A list, or an object that holds one under the name that a tool calls it."""
     if isinstance(content, int) and not isinstance(content, bool):
         return from_counts([content], names, where)
@@ -81,9 +81,9 @@ def _of_json(content: Any, names: Sequence[str], where: str) -> Partition:
     if isinstance(content, list) and (parts := _parts(content)):
         return from_modules(parts, names, where, {})
     if isinstance(content, dict):
-        for key, read in _KEYS.items():
+        for key, read_value in _KEYS.items():
             if key in content:
-                return read(content[key], names, where)
+                return read_value(content[key], names, where)
         if content and all(isinstance(place, int | str) for place in content.values()):
             return from_device_map(content, names, where)
     raise partition_error(where, "its JSON is no partition")
@@ -96,27 +96,27 @@ def from_numbers(numbers: Sequence[int], names: Sequence[str], where: str) -> Pa
     return from_counts(numbers, names, where)
 
 
-def _of_layout(layout: Any, names: Sequence[str], where: str) -> Partition:
+def _from_layout(layout: Any, names: Sequence[str], where: str) -> Partition:
     return from_layout(str(layout), names, where, {})
 
 
 _KEYS: dict[str, Callable[[Any, Sequence[str], str], Partition]] = {
-    "balance": _of_json,
-    "num_layers_per_stage": _of_json,
-    "parts": _of_json,
-    "pipeline_model_parallel_layout": _of_layout,
-    "module_fqns_per_model_part": _of_json,
-    "device_map": _of_json,
+    "balance": _from_json,
+    "num_layers_per_stage": _from_json,
+    "parts": _from_json,
+    "pipeline_model_parallel_layout": _from_layout,
+    "module_fqns_per_model_part": _from_json,
+    "device_map": _from_json,
 }
 
 
-def _of_text(text: str, names: Sequence[str], where: str) -> Partition:
+def _from_text(text: str, names: Sequence[str], where: str) -> Partition:
     if _LIST.fullmatch(text.strip()):
         return from_numbers(_numbers(text, where), names, where)
     if _LAYOUT.fullmatch(text):
         return from_layout(text.strip(), names, where, {})
     if "module_fqns_per_model_part" in text:
-        return _of_parts_text(text, names, where)
+        return _from_parts_text(text, names, where)
     if "layout" in text:
         options = parse_options(text, where)
         layout = options.get("pipeline_model_parallel_layout") or parse_yaml(text).get(
@@ -138,7 +138,7 @@ def _numbers(text: str, where: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _of_parts_text(text: str, names: Sequence[str], where: str) -> Partition:
+def _from_parts_text(text: str, names: Sequence[str], where: str) -> Partition:
     """torchtitan's options, or a recipe of NeMo."""
     recipe = re.search(r"^\s*module_fqns_per_model_part:", text, re.MULTILINE)
     options: Options = parse_yaml(text) if recipe else parse_options(text, where)
@@ -171,8 +171,8 @@ def with_virtual_stages(partition: Partition, virtual_stages: int | None, where:
             f"virtual_stages={virtual_stages}: {where} has {len(partition.ends)} stages",
             "Give a number that divides them.",
         )
-    looped = virtual_stages > 1 and partition.schedule == "1f1b"
-    schedule = "interleaved" if looped else partition.schedule
+    is_interleaved = virtual_stages > 1 and partition.schedule == "1f1b"
+    schedule = "interleaved" if is_interleaved else partition.schedule
     return replace(partition, virtual_stages=virtual_stages, schedule=schedule)
 
 
@@ -224,9 +224,9 @@ def _partition(document: ExportDocument, names: Sequence[str], where: str) -> Pa
     if isinstance(document, DeepspeedExport):
         pipeline = document.config.get("pipeline")
         interval = pipeline.get("activation_checkpoint_interval") if isinstance(pipeline, dict) else None
-        again = isinstance(interval, int) and interval > 0
+        recomputes = isinstance(interval, int) and interval > 0
         partition = Partition("", tuple(document.parts[1:]), virtual_stages=1, schedule="1f1b")
-        return replace(partition, recompute="always" if again else "never")
+        return replace(partition, recompute="always" if recomputes else "never")
     if isinstance(document, TorchExport):
         if document.order not in PUBLISHED:
             register_order(
@@ -245,10 +245,10 @@ def _partition(document: ExportDocument, names: Sequence[str], where: str) -> Pa
         )
     if isinstance(document, HuggingfaceExport):
         return replace(from_device_map(document.device_map, names, where), virtual_stages=1)
-    return _of_trainer(document, names, where)
+    return _from_trainer(document, names, where)
 
 
-def _of_trainer(document: ExportDocument, names: Sequence[str], where: str) -> Partition:
+def _from_trainer(document: ExportDocument, names: Sequence[str], where: str) -> Partition:
     if isinstance(document, LayoutExport):
         partition = from_layout(document.layout, names, where, {})
     elif isinstance(document, TorchtitanExport | NemoExport):

@@ -91,9 +91,9 @@ class _Data:
                     f"`script`: {name} is no classifier, and a script for it would need your loss",
                     "Omit `script`, or wrap it in a package.module:factory that returns one tensor.",
                 )
-            usual = _CLASSES_OF_CLIPS if len(inputs[0].shape) == 4 else _CLASSES
-            plain = name not in _SEVERAL_OUTPUTS
-            return cls(inputs, "cross-entropy", profile.classes or usual, None, plain, dtype)
+            usual_classes = _CLASSES_OF_CLIPS if len(inputs[0].shape) == 4 else _CLASSES
+            is_plain = name not in _SEVERAL_OUTPUTS
+            return cls(inputs, "cross-entropy", profile.classes or usual_classes, None, is_plain, dtype)
         last = profile.layers[-1].costs[0]
         elements = last.output_bytes // (last.micro_batch_size * _BYTES.get(profile.dtype, 4))
         tokens = inputs[0].shape[0] if _is_whole(inputs[0]) and len(inputs[0].shape) == 1 else None
@@ -118,7 +118,7 @@ class _Data:
         tensors = [self._tensor_code(tensor) for tensor in self.inputs]
         inputs = [f"    inputs = {tensors[0]}"]
         if len(tensors) > 1:
-            inputs = ["    inputs = (", *(f"        {each}," for each in tensors), "    )"]
+            inputs = ["    inputs = (", *(f"        {expression}," for expression in tensors), "    )"]
         return "\n".join(
             [
                 f"def batch(step: int, samples: int) -> tuple[{self.type}, torch.Tensor]:",
@@ -139,12 +139,12 @@ class _Data:
                     "    return cross_entropy(output, labels)",
                 ]
             )
-        own = "" if self.loss in ("cross-entropy", "mse") else "Stands for your loss, o"
-        what = f"{own or 'O'}f the first tensor that the model returns."
+        replace_hint = "" if self.loss in ("cross-entropy", "mse") else "Stands for your loss, o"
+        sentence = f"{replace_hint or 'O'}f the first tensor that the model returns."
         return "\n".join(
             [
                 "def loss_of(output: Any, labels: torch.Tensor) -> torch.Tensor:",
-                f'    """{what}"""',
+                f'    """{sentence}"""',
                 "    if isinstance(output, dict):",
                 "        output = tuple(output.values())",
                 "    first: torch.Tensor = output if torch.is_tensor(output) else output[0]",
@@ -154,7 +154,7 @@ class _Data:
 
     @property
     def functional(self) -> str | None:
-        """What the loss imports."""
+        """The functions that the loss imports."""
         return {"cross-entropy": "cross_entropy", "mse": "mse_loss"}.get(self.loss)
 
     def _loss(self) -> str:
@@ -172,10 +172,10 @@ class _Data:
 
     def _tensor_code(self, tensor: InputTensor) -> str:
         shape = ", ".join(["samples", *map(str, tensor.shape)])
-        whole = shape if tensor.shape else "samples,"
+        full_shape = shape if tensor.shape else "samples,"
         if _is_whole(tensor):
             most = self.classes if self.tokens else 2
-            return f"torch.randint({most}, ({whole}), generator=random)"
+            return f"torch.randint({most}, ({full_shape}), generator=random)"
         return f"torch.randn({shape}, generator=random{self._kind})"
 
     def _labels(self) -> str:
@@ -187,7 +187,7 @@ class _Data:
 
 
 def _imports(name: str, document: ExportDocument, data: _Data, build: str, optimizer: str) -> list[str]:
-    """In the order that linters ask for."""
+    """The import lines, in the order that linters ask for."""
     modules, names = ["import torch"], [build]
     if isinstance(document, TorchExport):
         modules.append("import torch.distributed as dist")
@@ -208,16 +208,24 @@ def _model_code(profile: Profile, model: NamedModel, document: ExportDocument, d
         lines = [f"model = torchvision.models.get_model({name}, weights=None{classes})"]
     else:
         options = [f"settings={write_literal(dict(model.settings))}"] if model.settings else []
-        own = profile.input_like or ""
-        if model.by_user and own and own.partition(":")[0] == model.name.partition(":")[0]:
+        input_function = profile.input_like or ""
+        if (
+            model.by_user
+            and input_function
+            and input_function.partition(":")[0] == model.name.partition(":")[0]
+        ):
             # In the module that the user named himself: a file's word runs no other code.
-            options.append(f"input_like={write_literal(own)}")
+            options.append(f"input_like={write_literal(input_function)}")
         elif data.is_one_float and not model.name.startswith("hf:"):
             options.append(f"input_shape={tuple(profile.inputs[0].shape)}")
         arguments = [name, *options]
         lines = [f"model, example = pplan.load_model({', '.join(arguments)})"]
         if len(lines[0]) > _WIDTH:
-            lines = ["model, example = pplan.load_model(", *(f"    {each}," for each in arguments), ")"]
+            lines = [
+                "model, example = pplan.load_model(",
+                *(f"    {argument}," for argument in arguments),
+                ")",
+            ]
     if casts:
         lines.append(f"model.to(torch.{profile.dtype})")
     if _is_torchvisions(model.name) or (casts and data.is_one_float):
@@ -227,8 +235,8 @@ def _model_code(profile: Profile, model: NamedModel, document: ExportDocument, d
 
 def _cast(profile: Profile, document: ExportDocument, data: _Data) -> str:
     """DeepSpeed converts the model that its configuration says so of, and not its input."""
-    converted = profile.dtype in ("float16", "bfloat16") and data.is_one_float
-    return f".to(torch.{profile.dtype})" if converted and isinstance(document, DeepspeedExport) else ""
+    is_half = profile.dtype in ("float16", "bfloat16") and data.is_one_float
+    return f".to(torch.{profile.dtype})" if is_half and isinstance(document, DeepspeedExport) else ""
 
 
 def write_literal(value: object) -> str:
@@ -239,7 +247,7 @@ def write_literal(value: object) -> str:
     if isinstance(value, dict):
         return (
             "{"
-            + ", ".join(f"{write_literal(name)}: {write_literal(own)}" for name, own in value.items())
+            + ", ".join(f"{write_literal(name)}: {write_literal(item)}" for name, item in value.items())
             + "}"
         )
     if isinstance(value, list):

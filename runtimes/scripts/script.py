@@ -74,9 +74,9 @@ def write_script(
     Raises ExportError where the runtime is trained with no script of ours, ModelError for the name.
     """
     _check_names(path, plan_path)
-    beside = Path(os.path.relpath(plan_path.absolute(), path.absolute().parent))
+    plan_reference = Path(os.path.relpath(plan_path.absolute(), path.absolute().parent))
     if isinstance(document, TrainerArguments):
-        return Script(*_trainer_script(document, path, beside))
+        return Script(*_trainer_script(document, path, plan_reference))
     if not isinstance(document, PipeExport | DeepspeedExport | TorchExport):  # as needs_profile
         raise ExportError(
             f"`script`: {document.runtime} trains by its own recipes, in which what is written belongs: "
@@ -89,7 +89,7 @@ def write_script(
             "Name it: profile=FILE",
         )
     command = _command(document, path)
-    names = _common_fields(document, plan, path, beside, command) | _runtime_fields(document, device)
+    names = _common_fields(document, plan, path, plan_reference, command) | _runtime_fields(document, device)
     named_model = model_for(profile, model, settings or {})
     names |= model_lines(profile, named_model, document, _BUILD[document.runtime], optimizer=plan.optimizer)
     template = files(__package__).joinpath(f"{document.runtime}.template").read_text(encoding="utf-8")
@@ -126,10 +126,10 @@ def _common_fields(
     checkpoint = f"{path.stem}.pt" if isinstance(document, PipeExport) else f"{path.stem}.checkpoint"
     return {
         "command": command,
-        "model": _in_words(document.model),
-        "plan_name": _in_words(beside.name),
+        "model": _printable_name(document.model),
+        "plan_name": _printable_name(beside.name),
         "plan_path": f"HERE / {write_literal(beside.as_posix())}",
-        "checkpoint_name": _in_words(checkpoint),
+        "checkpoint_name": _printable_name(checkpoint),
         "checkpoint_path": f"HERE / {write_literal(checkpoint)}",
         "stages": f"{count} stage{'s' * (count > 1)}",
         "estimated": " (estimated)" if document.estimated else "",
@@ -144,12 +144,14 @@ def _common_fields(
 def _runtime_fields(document: PipeExport | DeepspeedExport | TorchExport, device: str) -> dict[str, object]:
     if isinstance(document, PipeExport):
         return {}
-    own = '"cuda"' if isinstance(document, DeepspeedExport) else "None"
-    say = "" if isinstance(document, DeepspeedExport) else "  # None: the plan's for this process"
+    device_text = '"cuda"' if isinstance(document, DeepspeedExport) else "None"
+    comment = "" if isinstance(document, DeepspeedExport) else "  # None: the plan's for this process"
     return {
         "micro_batch": document.micro_batch_size,
         "replicas": document.replicas,
-        "device": f'{own} if torch.cuda.is_available() else "cpu"{say}' if device == "cuda" else '"cpu"',
+        "device": f'{device_text} if torch.cuda.is_available() else "cpu"{comment}'
+        if device == "cuda"
+        else '"cpu"',
     }
 
 
@@ -160,7 +162,7 @@ def _check_names(*paths: Path) -> None:
             raise ExportError(f"`script`: the file's name is {quote_name(path.name)}", "Name it in one line.")
 
 
-def _in_words(name: str) -> str:
+def _printable_name(name: str) -> str:
     """A name as it may stand in a docstring."""
     return "".join(c if c.isprintable() and c not in '"\\' else "_" for c in name)
 

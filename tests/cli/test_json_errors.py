@@ -77,10 +77,10 @@ def test_an_interruption_and_a_defect(run: Run, monkeypatch: pytest.MonkeyPatch)
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("by\x1b")
 
-    monkeypatch.setattr("pplan.cli.output.named_or_newest", stop)
+    monkeypatch.setattr("pplan.cli.output.choose_input", stop)
     ran = run("show", "--json")
     assert (ran.status, error_of(ran)["kind"]) == (130, "interrupted")
-    monkeypatch.setattr("pplan.cli.output.named_or_newest", fail)
+    monkeypatch.setattr("pplan.cli.output.choose_input", fail)
     ran = run("show", "--json")
     assert (ran.status, error_of(ran)["kind"]) == (1, "defect")
 

@@ -191,7 +191,7 @@ def test_the_bar_shows_the_layer_in_hand_on_a_terminal(
         return profile
 
     monkeypatch.setattr("pplan.api.profiles.profile", measure)
-    monkeypatch.setattr("pplan.cli.profile_command.is_watched", lambda: True)
+    monkeypatch.setattr("pplan.cli.profile_command.is_interactive", lambda: True)
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("TERM", "xterm")
     ran = run("profile", "toy")

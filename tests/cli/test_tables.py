@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pplan.cli.plan_answer import answer_lines
+from pplan.api.plan_answer import answer_lines
 from pplan.cli.plan_tables import planned_memory, print_answer, print_ledger, print_plan
 from pplan.cli.profile_tables import print_profile
 from pplan.cli.table import Column, number, print_table, table, text, word

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.counting_operations import LayerOperations, Operation, count_operations
+from pplan.profiler.equal_layers import all_different
 from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.models import from_module
 from pplan.profiler.passes.clocks import CpuClock
@@ -40,8 +41,8 @@ def operations(
         loss=load_loss(loss),
     )
     if again:
-        count_structure(subject, [size], KERNELS)
-    return count_operations(subject, size, KERNELS)
+        count_structure(all_different(subject), [size], KERNELS)
+    return count_operations(all_different(subject), size, KERNELS)
 
 
 def flops(layers: list[LayerOperations], way: str) -> int:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pplan.cost_models.errors import MachineError, UsageError
+from pplan.cost_models.transformer.configuration import transformer_shape
 from pplan.cost_models.transformer.kernel_table import (
     AttentionKernel,
     GroupedMatmul,
@@ -15,7 +16,6 @@ from pplan.cost_models.transformer.kernel_table import (
     Product,
     load_kernel_table,
 )
-from pplan.cost_models.transformer.transformer_shape import transformer_shape
 from pplan.profiler.kernels import _prepare, list_kernels, measure_kernels
 from pplan.profiler.profile_options import KernelOptions
 

@@ -18,6 +18,7 @@ from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformer,
 from torchvision.models.vision_transformer import VisionTransformer
 
 from pplan.profiler.chain.layers import build_chain
+from pplan.profiler.equal_layers import all_different
 from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.models import from_module
 from pplan.profiler.passes.clocks import CpuClock
@@ -76,7 +77,7 @@ def both(
     """Of the model on meta, and on the CPU."""
     settings = (dtype, modes or Modes(), granularity)
     subject = subject_of(model, example, "meta", *settings)
-    (result,), _ = count_structure(subject, [SIZE])
+    (result,), _ = count_structure(all_different(subject), [SIZE])
     on_meta = bytes_of(subject, result, workspace=workspace)
     subject = subject_of(model, example, "cpu", *settings)
     run = SizeRun(subject, SIZE)
@@ -297,8 +298,10 @@ def test_notes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     model, settings = nn.Sequential(nn.Linear(16, 16), Last()), ("meta", torch.float32, Modes(), "block")
     recurrent = "1: on a real device recurrent layers save other bytes than are counted here"
-    assert count_structure(subject_of(model, torch.randn(2, 5, 16), *settings), [SIZE])[1] == [recurrent]
+    subject = subject_of(model, torch.randn(2, 5, 16), *settings)
+    assert count_structure(all_different(subject), [SIZE])[1] == [recurrent]
     monkeypatch.delattr(torch, "_fused_sdp_choice")
-    _, notes = count_structure(subject_of(Attends(), torch.randn(2, 10, 16), *settings), [SIZE])
+    subject = subject_of(Attends(), torch.randn(2, 10, 16), *settings)
+    _, notes = count_structure(all_different(subject), [SIZE])
     missing = f"torch {torch.__version__} has no torch._fused_sdp_choice"
     assert notes == [f"attention is counted with its whole matrix, which is more: {missing}"]

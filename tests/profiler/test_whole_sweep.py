@@ -413,15 +413,34 @@ def test_a_size_that_fits_with_fewer_rounds_is_measured(clock: Any, takes: Any) 
 
 
 def test_the_smallest_size_is_measured_whatever_the_budget(clock: Any, takes: Any) -> None:
-    sweep = swept(subject_of(nn.Sequential(takes(clock, 1, 2)), clock), [8, 16, 32], budget=0.001)
+    told: list[tuple[str, float]] = []
+    sweep = swept(
+        subject_of(nn.Sequential(takes(clock, 1, 2)), clock),
+        [8, 16, 32],
+        budget=0.001,
+        parts=True,
+        remark=lambda text: told.append((text, clock.now())),
+    )
+    # After the first pass.
+    assert told == [
+        (
+            "Micro-batch size 8 alone takes at least 96 s: a pass of the model takes 24 s, "
+            "the budget is 0.001 s",
+            PROBE + 24,
+        )
+    ]
+    assert sweep.accumulation() is None
+    assert clock.now() == PROBE + 96
     assert (sizes_of(sweep), rounds_of(sweep)) == ([8], [1])
     assert left_of(sweep) == [(16, "budget"), (32, "budget")]
     # Two passes that count and a round of two, 24 s each, without the pass of the peak; three rounds would be
     # what is needed.
     assert sweep.runs[0].peak_bytes is None
     assert sweep.notes == [
-        "micro-batch size 8: a budget of 0.001 s leaves no time to count the peak of a step and what the "
-        "loss allocates; plans take the latter for nothing",
+        "micro-batch size 8: a budget of 0.001 s leaves no time to count the peak of a step, what the loss "
+        "allocates and what adding gradients takes; plans take the loss to allocate nothing, and the first "
+        "micro-batch for as long as the others",
+        "micro-batch size 8 has no backward in two parts: a budget of 0.001 s is too short, it takes 144 s",
         "micro-batch size 8 alone took 96 s with 1 round, the budget is 0.001 s: "
         "its seconds are less certain; about 216 s would do for it",
     ]

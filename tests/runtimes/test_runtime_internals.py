@@ -69,6 +69,6 @@ def test_deepspeeds_module_takes_the_bounds_of_the_plan(monkeypatch: pytest.Monk
         return {"tied_0": {"ranks": [module.global_rank, *of]}}
 
     named = partial(tied_modules, of=[2])
-    made = runtime_internals.partitioned(Module, [0, 2, 5], "0.19.8", named)()
+    made = runtime_internals.partitioned_module(Module, [0, 2, 5], "0.19.8", named)()
     assert (made.parts, made.bounds) == ([0, 2, 5], (2, 5))
     assert made._index_tied_modules() == {"tied_0": {"ranks": [1, 2]}}

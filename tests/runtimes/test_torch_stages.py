@@ -19,7 +19,7 @@ from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.user_model.loaded_model import ModelInput
 from pplan.runtimes.formats.exporters import export
 from pplan.runtimes.formats.torch_export import TorchExport
-from pplan.runtimes.pipelining.cut_tensors import CutTensor, add_zero_gradients, hand_on, pack_tensor
+from pplan.runtimes.pipelining.cut_tensors import CutTensor, add_zero_gradients, pack_tensor, pass_on
 from pplan.runtimes.pipelining.input_form import InputForm
 from pplan.runtimes.pipelining.process import PipelineProcess
 from pplan.runtimes.pipelining.stage_module import StageModule, stage_loss
@@ -168,7 +168,7 @@ def test_the_loss_is_given_the_models_output() -> None:
     assert [type(tensor) for tensor in output] == [Tensor, Tensor]
     loss = stage_loss(last, loss_fn)(output, torch.zeros(2))
     assert loss.item() == 1.0
-    assert not hand_on(loss)._is_view()
+    assert not pass_on(loss)._is_view()
     assert list(seen[0]) == ["logits", "nothing", "all"]
     assert seen[0]["nothing"] is None
     assert seen[0]["all"][1] == 3

@@ -20,7 +20,7 @@ from ..job import StageSeconds
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Of the device that computes."""
+    """The clock of a device."""
     return CudaClock(device) if device.type == "cuda" else CpuClock()
 
 
@@ -51,7 +51,7 @@ class ActionStamps:
         self._pending.clear()
 
     def forget(self) -> None:
-        """What was stamped so far: those were warm-ups."""
+        """Drops the stamps so far, those of warm-ups."""
         self.settle()
         self._seconds.clear()
 
@@ -59,12 +59,15 @@ class ActionStamps:
         """Medians over all micro-batches of all steps; the last stage's forward has the loss in it."""
         seconds: dict[int, StageSeconds] = {}
         for stage in {stage for stage, _ in self._seconds}:
-            of = {
+            medians = {
                 kind: self._median(stage, kind) for kind in ("forward", "loss", "backward", "input", "weight")
             }
-            whole = of["backward"] or of["input"] + of["weight"]
+            backward = medians["backward"] or medians["input"] + medians["weight"]
             seconds[stage] = StageSeconds(
-                forward=of["forward"] + of["loss"], backward=whole, input=of["input"], weight=of["weight"]
+                forward=medians["forward"] + medians["loss"],
+                backward=backward,
+                input=medians["input"],
+                weight=medians["weight"],
             )
         return seconds
 
@@ -85,7 +88,7 @@ class PartitionStamps(ActionStamps):
             partition.register_forward_pre_hook(self._enter, prepend=True),
             partition.register_forward_hook(self._leave),
         ]
-        self._parameters = [own for own in partition.parameters() if own.requires_grad]
+        self._parameters = [parameter for parameter in partition.parameters() if parameter.requires_grad]
         self._watched = False
 
     def settle(self) -> None:
@@ -94,7 +97,7 @@ class PartitionStamps(ActionStamps):
         super().settle()
 
     def remove(self) -> None:
-        """No more stamps."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -120,8 +123,8 @@ class PartitionStamps(ActionStamps):
         if not self._watched:
             self._watched = True
             self._handles += [
-                own.register_post_accumulate_grad_hook(lambda _: self._end_backward())  # type: ignore[no-untyped-call]
-                for own in self._parameters
+                parameter.register_post_accumulate_grad_hook(lambda _: self._end_backward())  # type: ignore[no-untyped-call]
+                for parameter in self._parameters
             ]
 
     def _begin_backward(self) -> None:
@@ -144,10 +147,12 @@ def _mark_gradients(output: Any, on_gradient: Callable[[], None]) -> Any:
     tensors = output if isinstance(output, tuple) else (output,)
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
         return output
-    wanting = [number for number, tensor in enumerate(tensors) if tensor.requires_grad]
-    passed = iter(_Mark.apply(on_gradient, *(tensors[number] for number in wanting)))
-    own = tuple(next(passed) if number in wanting else tensor for number, tensor in enumerate(tensors))
-    return own if isinstance(output, tuple) else own[0]
+    with_gradient = [number for number, tensor in enumerate(tensors) if tensor.requires_grad]
+    identities = iter(_Mark.apply(on_gradient, *(tensors[number] for number in with_gradient)))
+    result = tuple(
+        next(identities) if number in with_gradient else tensor for number, tensor in enumerate(tensors)
+    )
+    return result if isinstance(output, tuple) else result[0]
 
 
 class _Mark(torch.autograd.Function):

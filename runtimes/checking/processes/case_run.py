@@ -39,7 +39,7 @@ class CheckGroup:
         return not dist.is_initialized() or dist.get_rank() == 0
 
     def gather(self, own: T) -> list[T]:
-        """What every process has, by rank."""
+        """Gathers a value of every process, by rank."""
         if not dist.is_initialized():
             return [own]
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -47,7 +47,7 @@ class CheckGroup:
         return everyone
 
     def compute_on_last(self, compute: Callable[[], T]) -> T:
-        """What the last process computes; the others wait for it."""
+        """Computes on the last process; the others wait for the result."""
         if not dist.is_initialized():
             return compute()
         objects: list[Any] = [None]
@@ -59,7 +59,7 @@ class CheckGroup:
         return value
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Waits until all processes are here."""
         if dist.is_initialized():
             dist.barrier()
 
@@ -76,15 +76,15 @@ class CaseRun:
         self._begin("building the model")
         target = load_target(self.job.model, self.case)
         samples = vary_samples(target.example.repeated(self.case.document.mini_batch))
-        plain, reason = self._train_plain(target, samples)
+        plain_losses_of_steps, reason = self._train_plain(target, samples)
         self._begin("building the pipeline")
         pipeline = self.build(self.case, target)
         self._begin("measuring the stages alone")
-        predicted = self._predict(pipeline)
-        losses = self._compare_losses(pipeline, samples, plain, reason)
+        prediction = self._predict(pipeline)
+        losses = self._compare_losses(pipeline, samples, plain_losses_of_steps, reason)
         ran = self._run(pipeline, samples)
         pipeline.close()
-        return CaseResult(name=self.case.name, predicted=predicted, ran=ran, losses=losses)
+        return CaseResult(name=self.case.name, predicted=prediction, ran=ran, losses=losses)
 
     def _begin(self, doing: str) -> None:
         self.group.journal.begin(f"{doing} ({self.case.name})")
@@ -102,15 +102,15 @@ class CaseRun:
         return self.group.compute_on_last(train)
 
     def _predict(self, pipeline: PipelineAdapter) -> CasePrediction:
-        """From what every stage takes alone."""
+        """Predicts the case from its stages measured alone."""
         self.group.wait()
-        predicted = pipeline.predict(self._by_stage(self.group.gather(pipeline.measure_stages())))
+        prediction = pipeline.predict(self._by_stage(self.group.gather(pipeline.measure_stages())))
         if self.group.is_first:
-            self.group.journal.write_prediction(self.case.name, predicted)
-        return predicted
+            self.group.journal.write_prediction(self.case.name, prediction)
+        return prediction
 
     def _by_stage(self, everyone: Sequence[dict[int, StageSeconds]]) -> list[StageSeconds]:
-        """Of every stage, its slowest replica."""
+        """The slowest replica of every stage."""
         return [
             max((own[stage] for own in everyone if stage in own), key=lambda own: own.forward + own.backward)
             for stage in range(len(self.case.parts) - 1)
@@ -126,10 +126,10 @@ class CaseRun:
         for number in range(self.compared):
             self._begin(f"step {number + 1} of those compared")
             with without_dropout(pipeline.model):
-                own = [float(loss) for loss in pipeline.step(pipeline.feed(samples))]
+                own_losses = [float(loss) for loss in pipeline.step(pipeline.feed(samples))]
             pipeline.update()
-            every = [loss for each in self.group.gather(own) for loss in each]
-            losses.append(sum(every) / max(len(every), 1))
+            all_losses = [loss for process_losses in self.group.gather(own_losses) for loss in process_losses]
+            losses.append(sum(all_losses) / max(len(all_losses), 1))
         return Losses(pipeline=losses, plain=plain, reason=reason)
 
     def _run(self, pipeline: PipelineAdapter, samples: ModelInput) -> RunSeconds:
@@ -139,34 +139,35 @@ class CaseRun:
         for number in range(self.job.warm_ups + self.job.steps):
             self._begin(f"step {number + 1}")
             if number == self.job.warm_ups:
-                _forget(pipeline)
-            fed = pipeline.feed(samples)
+                _forget_stamps(pipeline)
+            batch = pipeline.feed(samples)
             self.group.wait()
             start = time.perf_counter()
-            pipeline.step(fed)
+            pipeline.step(batch)
             for device in _gpus(pipeline.devices):
                 torch.cuda.synchronize(device)
             seconds.append((start, time.perf_counter()))
             for stamps in pipeline.stamps:
                 stamps.settle()
             pipeline.update()
-        own = seconds[self.job.warm_ups :], pipeline.stage_seconds(), _peaks(pipeline.devices)
-        return self._join(self.group.gather(own))
+        results = seconds[self.job.warm_ups :], pipeline.stage_seconds(), _peaks(pipeline.devices)
+        return self._join(self.group.gather(results))
 
     def _join(self, everyone: Sequence[Any]) -> RunSeconds:
-        """What all processes saw. A step lasts from when they begin to the last end: the longest."""
+        """Joins the measurements of all processes. A step lasts from the common start to the last process's
+        end."""
         by_step = zip(*(seconds for seconds, _, _ in everyone), strict=True)
-        peaks = [peak for _, _, own in everyone for peak in own]
+        peaks = [peak for _, _, process_peaks in everyone for peak in process_peaks]
         replicas = self.case.replicas
         return RunSeconds(
             stages=self._by_stage([stages for _, stages, _ in everyone]),
-            step_seconds=[max(end - start for start, end in each) for each in by_step],
+            step_seconds=[max(end - start for start, end in times) for times in by_step],
             peak_bytes=[_most(peaks[i : i + replicas]) for i in range(0, len(peaks), replicas)],
         )
 
 
-def _forget(pipeline: PipelineAdapter) -> None:
-    """What was stamped and allocated so far: those were warm-ups."""
+def _forget_stamps(pipeline: PipelineAdapter) -> None:
+    """Drops stamps and memory peaks so far, those of warm-ups."""
     for stamps in pipeline.stamps:
         stamps.forget()
     for device in _gpus(pipeline.devices):

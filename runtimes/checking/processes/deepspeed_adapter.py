@@ -22,7 +22,7 @@ from ..job import CasePrediction, RuntimeCase, StageSeconds
 from ..prediction import predict_seconds
 from .action_stamps import ActionStamps, clock_for
 from .isolated_stage import measure_isolated, stage_inputs
-from .pipeline_adapter import PipelineAdapter, TensorsApart
+from .pipeline_adapter import PipelineAdapter, SeparateTensors
 from .plain_model import LEARNING_RATE
 from .training_target import TrainingTarget
 
@@ -75,13 +75,13 @@ class DeepspeedAdapter(PipelineAdapter):
 
     @property
     def stamps(self) -> Sequence[ActionStamps]:
-        """Of this process."""
+        """The stamps of this process."""
         return [self._stamps]
 
     def measure_stages(self) -> dict[int, StageSeconds]:
-        """Its stage's."""
+        """Measures this process's stage alone."""
         seconds = measure_isolated(
-            TensorsApart(self.model),
+            SeparateTensors(self.model),
             self._inputs,
             self.devices[0],
             loss=self._loss if self.stage == self.document.num_stages - 1 else None,
@@ -91,7 +91,7 @@ class DeepspeedAdapter(PipelineAdapter):
         return {self.stage: seconds}
 
     def predict(self, stages: Sequence[StageSeconds]) -> CasePrediction:
-        """By the simulator."""
+        """Predicts by the simulator."""
         return CasePrediction(stages=list(stages), step_seconds=predict_seconds(self.case, stages))
 
     def feed(self, samples: ModelInput) -> Iterator[tuple[Any, Tensor]]:
@@ -104,12 +104,12 @@ class DeepspeedAdapter(PipelineAdapter):
             own.append((cut[0] if len(cut) == 1 else cut, torch.zeros(size, device=device)))
         return iter(own)
 
-    def step(self, fed: Iterator[tuple[Any, Tensor]]) -> list[Tensor]:
+    def step(self, batch: Iterator[tuple[Any, Tensor]]) -> list[Tensor]:
         """The mean loss, which DeepSpeed tells every process; the weights are new after it."""
-        return [self.engine.train_batch(fed)]
+        return [self.engine.train_batch(batch)]
 
     def update(self) -> None:
-        """Its optimizer is part of its step."""
+        """Nothing: DeepSpeed's step includes its optimizer."""
 
     def watch(self) -> None:
         """Every forward and backward of the engine, which looks up what an instruction does."""
@@ -123,5 +123,5 @@ class DeepspeedAdapter(PipelineAdapter):
         wrap_instructions(self.engine, wrappers)
 
     def stage_seconds(self) -> dict[int, StageSeconds]:
-        """Its stage's."""
+        """The measured seconds of this process's stage."""
         return {self.stage: self._stamps.stages()[self.stage]}

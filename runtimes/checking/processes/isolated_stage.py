@@ -53,24 +53,24 @@ def measure_isolated(
     clock = clock_for(device)
 
     def one_pass() -> tuple[Pass, Pass]:
-        own = tuple(_leaf(tensor.to(device), wants=not is_first) for tensor in inputs)
-        return _pass(module, own, clock, loss=loss, is_first=is_first, splits=splits)
+        stage_inputs = tuple(_leaf(tensor.to(device), wants=not is_first) for tensor in inputs)
+        return _pass(module, stage_inputs, clock, loss=loss, is_first=is_first, splits=splits)
 
     passes, firsts = [one_pass() for _ in range(WARM_UPS + repeats)], []
     for _ in range(FIRSTS):
         _forget_gradients(module)
         firsts.append(sum(one_pass()[0][1:]))
     _forget_gradients(module)
-    seconds = [own for own, _ in passes[WARM_UPS:]]
-    forward, input, weight = (median(each) for each in zip(*seconds, strict=True))
-    whole = median(first + second for _, first, second in seconds)
+    seconds = [device_seconds for device_seconds, _ in passes[WARM_UPS:]]
+    forward, input, weight = (median(values) for values in zip(*seconds, strict=True))
+    backward = median(first + second for _, first, second in seconds)
     hosts = [host for _, host in passes[WARM_UPS:]] if clock.has_host else [(0.0, 0.0, 0.0)]
     return StageSeconds(
         forward=forward,
-        backward=whole,
+        backward=backward,
         input=input if splits else 0.0,
         weight=weight if splits else 0.0,
-        accumulation=min(max(whole - median(firsts), 0.0), weight if splits else whole),
+        accumulation=min(max(backward - median(firsts), 0.0), weight if splits else backward),
         forward_launch=median(first for first, _, _ in hosts),
         backward_launch=median(second + third for _, second, third in hosts),
     )
@@ -93,23 +93,25 @@ def _pass(
     if loss is not None:
         outputs = [loss(output, None)]
     stamps.append(clock.stamp())
-    trained = [tensor for tensor in outputs if tensor.requires_grad]
-    gradients = None if loss is not None else [torch.ones_like(tensor) for tensor in trained]
-    if not trained:
+    differentiable = [tensor for tensor in outputs if tensor.requires_grad]
+    gradients = None if loss is not None else [torch.ones_like(tensor) for tensor in differentiable]
+    if not differentiable:
         stamps += [stamps[-1]] * 2
     elif splits and not is_first:
-        _, groups = input_gradients(trained, gradients, list(inputs), module.parameters())
+        _, groups = input_gradients(differentiable, gradients, list(inputs), module.parameters())
         stamps.append(clock.stamp())
         weight_gradients(module.parameters(), groups)
         stamps.append(clock.stamp())
     else:
         # PyTorch's schedules compute the first stage's gradients with those of its weights.
         stamps += [clock.stamp()] if splits else []
-        torch.autograd.backward(trained, gradients)
+        torch.autograd.backward(differentiable, gradients)
         stamps += [clock.stamp()] * (1 if splits else 2)
     clock.settle()
-    own = [(clock.seconds(one, other), clock.host_seconds(one, other)) for one, other in pairwise(stamps)]
-    (first, on_host), (second, then_on_host), (third, last_on_host) = own
+    intervals = [
+        (clock.seconds(one, other), clock.host_seconds(one, other)) for one, other in pairwise(stamps)
+    ]
+    (first, on_host), (second, then_on_host), (third, last_on_host) = intervals
     return (first, second, third), (on_host, then_on_host, last_on_host)
 
 

@@ -17,7 +17,7 @@ from ..job import CasePrediction, RuntimeCase, StageSeconds
 from ..prediction import count_recomputed, predict_seconds
 from .action_stamps import ActionStamps, PartitionStamps
 from .isolated_stage import measure_isolated
-from .pipeline_adapter import PipelineAdapter, TensorsApart
+from .pipeline_adapter import PipelineAdapter, SeparateTensors
 from .training_target import TrainingTarget
 
 
@@ -32,13 +32,13 @@ class PipeAdapter(PipelineAdapter):
 
     @property
     def model(self) -> nn.Module:
-        """All stages."""
+        """All stages of the pipe."""
         pipe: nn.Module = self._pipe
         return pipe
 
     @property
     def stamps(self) -> Sequence[ActionStamps]:
-        """By stage."""
+        """The stamps of each stage."""
         return self._stamps
 
     def measure_stages(self) -> dict[int, StageSeconds]:
@@ -47,7 +47,7 @@ class PipeAdapter(PipelineAdapter):
         seconds: dict[int, StageSeconds] = {}
         for number, (partition, device) in enumerate(zip(self._pipe.partitions, self.devices, strict=True)):
             is_last = number == len(self.devices) - 1
-            stage, tensors = TensorsApart(partition), tuple(tensor.to(device) for tensor in tensors)
+            stage, tensors = SeparateTensors(partition), tuple(tensor.to(device) for tensor in tensors)
             seconds[number] = measure_isolated(
                 stage,
                 tensors,
@@ -62,40 +62,42 @@ class PipeAdapter(PipelineAdapter):
 
     def predict(self, stages: Sequence[StageSeconds]) -> CasePrediction:
         """The stages that are written down have in their backward what it recomputes, as in the steps."""
-        again = [own.model_copy(update={"backward": own.backward + own.forward}) for own in stages]
+        with_recompute = [
+            stage.model_copy(update={"backward": stage.backward + stage.forward}) for stage in stages
+        ]
         return CasePrediction(
-            stages=again if count_recomputed(self.case) else list(stages),
+            stages=with_recompute if count_recomputed(self.case) else list(stages),
             step_seconds=predict_seconds(self.case, stages),
         )
 
-    def step(self, fed: ModelInput) -> list[Tensor]:
+    def step(self, batch: ModelInput) -> list[Tensor]:
         """The mean over the micro-batches, each by itself as in the plain model."""
-        self._tell_backward(runs=False)
-        inputs = fed.to(device=self.devices[0])
+        self._set_backward(runs=False)
+        inputs = batch.to(device=self.devices[0])
         output = self._pipe(inputs.layer_input if isinstance(inputs.layer_input, Tensor) else inputs.tensors)
         parts = _micro_batches(output, self.case.micro_batches)
         loss = torch.stack([self._target.loss(part, None) for part in parts]).sum() / len(parts)
-        self._tell_backward(runs=True)
+        self._set_backward(runs=True)
         torch.autograd.backward(loss)
         return [loss.detach()]
 
-    def _tell_backward(self, *, runs: bool) -> None:
-        for own in self._stamps:
-            own.backward_runs = runs
+    def _set_backward(self, *, runs: bool) -> None:
+        for stamps in self._stamps:
+            stamps.backward_runs = runs
 
     def watch(self) -> None:
-        """By hooks on the partitions."""
+        """Stamps the actions by hooks on the partitions."""
         pairs = zip(self._pipe.partitions, self.devices, strict=True)
         self._stamps = [PartitionStamps(partition, device) for partition, device in pairs]
 
     def stage_seconds(self) -> dict[int, StageSeconds]:
-        """Of all stages."""
-        return {number: own.stage() for number, own in enumerate(self._stamps)}
+        """The measured seconds of all stages."""
+        return {number: stamps.stage() for number, stamps in enumerate(self._stamps)}
 
     def close(self) -> None:
         """The pipe and its threads are gone."""
-        for own in self._stamps:
-            own.remove()
+        for stamps in self._stamps:
+            stamps.remove()
         self._stamps, self._pipe = [], None
         _end_threads(self._threads)
 
@@ -110,7 +112,7 @@ def _build_pipe(case: RuntimeCase, target: TrainingTarget) -> Any:
 
 
 def _outputs(stage: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What the next stage is fed."""
+    """The inputs of the next stage."""
     with torch.no_grad():
         output = stage(*inputs)
     tensors = (output,) if isinstance(output, Tensor) else tuple(output)
@@ -125,7 +127,7 @@ def _micro_batches(output: Any, count: int) -> list[Any]:
 
 
 def _end_threads(others: Iterable[threading.Thread]) -> None:
-    """Those of FairScale, whose Pipe is gone, are waited for: a living Pipe would keep the interpreter from
+    """Waits for FairScale's threads after its Pipe is gone: a living Pipe would keep the interpreter from
     ending, and a thread whose end meets the interpreter's may abort it."""
     gc.collect()
     for thread in set(threading.enumerate()).difference(others):

@@ -31,22 +31,22 @@ class PipelineAdapter(ABC):
     @property
     @abstractmethod
     def stamps(self) -> Sequence[ActionStamps]:
-        """Of the actions since `watch`."""
+        """The stamps of the actions since `watch`."""
 
     @abstractmethod
     def measure_stages(self) -> dict[int, StageSeconds]:
-        """What each stage of this process takes alone. All processes measure at the same time."""
+        """Measures each stage of this process alone. All processes measure at the same time."""
 
     @abstractmethod
     def predict(self, stages: Sequence[StageSeconds]) -> CasePrediction:
         """A step, of what all stages take alone."""
 
     def feed(self, samples: ModelInput) -> Any:
-        """What a step is given of a global batch, made ready before its clock starts."""
+        """The input of a step for a global batch, prepared before the step's clock starts."""
         return samples
 
     @abstractmethod
-    def step(self, fed: Any) -> list[Tensor]:
+    def step(self, batch: Any) -> list[Tensor]:
         """Forward and backward of a global batch; the losses that this process knows, of equal parts."""
 
     def update(self) -> None:
@@ -55,17 +55,17 @@ class PipelineAdapter(ABC):
 
     @abstractmethod
     def watch(self) -> None:
-        """From now on every action is stamped."""
+        """Stamps every action from now on."""
 
     @abstractmethod
     def stage_seconds(self) -> dict[int, StageSeconds]:
-        """What each stage of this process took, of what was stamped."""
+        """The seconds of each stage of this process, from the stamps."""
 
     def close(self) -> None:  # noqa: B027 (most have nothing to end)
         """The case is over."""
 
 
-class TensorsApart(nn.Module):
+class SeparateTensors(nn.Module):
     """A stage that takes a tensor or the tuple of several, as one that takes them one by one."""
 
     def __init__(self, stage: nn.Module) -> None:
@@ -73,5 +73,5 @@ class TensorsApart(nn.Module):
         self.stage = stage
 
     def forward(self, *tensors: Tensor) -> Any:
-        """What the stage returns."""
+        """The stage's output."""
         return self.stage(tensors[0] if len(tensors) == 1 else tensors)

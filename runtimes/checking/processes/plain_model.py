@@ -62,8 +62,8 @@ def plain_losses(
         for _ in range(steps):
             total = 0.0
             for part in range(parts):
-                own = _part(samples, part * size, size)
-                part_loss = loss(model(own.layer_input), None) / parts
+                micro_batch = _part(samples, part * size, size)
+                part_loss = loss(model(micro_batch.layer_input), None) / parts
                 torch.autograd.backward(part_loss)
                 total += float(part_loss.detach())
             apply_sgd(list(model.parameters()))

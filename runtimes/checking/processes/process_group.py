@@ -32,17 +32,17 @@ def take_device(job: Job, process: TorchrunEnv) -> torch.device:
 
 
 def choose_backend(device: torch.device) -> str:
-    """Of torch.distributed."""
+    """The backend of torch.distributed for a device."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def choose_timeout(job: Job, journal: RankJournal) -> timedelta:
-    """How long a process waits for another."""
+    """The time that a process waits for another."""
     alone = journal.folder is None
     return timedelta(seconds=job.timeout_seconds if alone else 2 * job.timeout_seconds + LAST_SECONDS)
 
 
-def new_talk_group(backend: str, wait: timedelta) -> Any:
+def new_control_group(backend: str, wait: timedelta) -> Any:
     """The group in which the processes tell each other what they found: NCCL would put it on the GPU."""
     return dist.new_group(backend="gloo", timeout=wait) if backend == "nccl" else None
 
@@ -64,7 +64,9 @@ def measure_links(sizes: Sequence[int], device: torch.device) -> LinkSeconds:
     dist.all_gather_object(everyone, trips)
     return LinkSeconds(
         sizes=list(sizes),
-        seconds=[median(value for own in everyone for value in own[size]) for size in sizes],
+        seconds=[
+            median(value for seconds_by_size in everyone for value in seconds_by_size[size]) for size in sizes
+        ],
     )
 
 

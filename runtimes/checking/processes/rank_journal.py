@@ -28,7 +28,7 @@ class RankJournal:
         self._predictions = 0
 
     def listen(self, *, all_threads: bool = False) -> None:
-        """From now on the parent may ask where this process stands, and it does not outlive the launcher.
+        """Lets the parent ask where this process stands, and ends this process with the launcher.
 
         `all_threads`: not the main one only, which may wait for others.
         """
@@ -44,9 +44,9 @@ class RankJournal:
         """Says what is being done."""
         self.write(f"{self.rank}.doing", doing)
 
-    def write_prediction(self, name: str, predicted: CasePrediction) -> None:
+    def write_prediction(self, name: str, prediction: CasePrediction) -> None:
         """Written down before the case runs."""
-        content = {"name": name, "predicted": predicted.model_dump(mode="json")}
+        content = {"name": name, "predicted": prediction.model_dump(mode="json")}
         self.write(f"{self._predictions}.predicted", content)
         self._predictions += 1
 
@@ -55,7 +55,7 @@ class RankJournal:
         self.write(f"{self.rank}.failed", describe_failure(error) | {"time": time.time()})
 
     def write(self, name: str, content: Any) -> None:
-        """Whole, or not at all."""
+        """Writes a file whole, or not at all."""
         if self.folder is None:
             return
         temporary = self.folder / f".{name}.{self.rank}"
@@ -64,7 +64,7 @@ class RankJournal:
 
 
 def describe_failure(error: BaseException) -> dict[str, Any]:
-    """In words. `lost`: it speaks of another process."""
+    """An error in words. `lost`: its cause is another process."""
     if isinstance(error, PplanError):
         return {"what": error.what, "hint": error.hint, "lost": False}
     if is_out_of_memory(error):
@@ -79,7 +79,7 @@ def describe_failure(error: BaseException) -> dict[str, Any]:
 
 
 def end_with(parent: int) -> None:
-    """From now on this process ends when its `parent` is gone, whatever it is doing."""
+    """Ends this process when its `parent` is gone, whatever it is doing."""
 
     def watch() -> None:
         while os.getppid() == parent:

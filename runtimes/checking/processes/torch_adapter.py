@@ -48,11 +48,11 @@ class TorchAdapter(PipelineAdapter):
 
     @property
     def stamps(self) -> Sequence[ActionStamps]:
-        """Of this process."""
+        """The stamps of this process."""
         return [self._stamps]
 
     def _stage_inputs(self, target: TrainingTarget) -> dict[int, tuple[Tensor, ...]]:
-        """What each of this process's stages is sent for a micro-batch."""
+        """The input of each of this process's stages for a micro-batch."""
         size = self.document.micro_batch_size // self.document.replicas
         arguments = target.example.repeated(size).layer_input
         first = InputForm.of(target.example).micro_batch(target.example, size)
@@ -63,7 +63,7 @@ class TorchAdapter(PipelineAdapter):
         }
 
     def measure_stages(self) -> dict[int, StageSeconds]:
-        """As the schedule runs them, but for the replicas' exchange of gradients."""
+        """Measures each stage as the schedule runs it, without the replicas' exchange of gradients."""
         last, seconds = len(self.document.parts) - 2, {}
         for stage, module in self.process.wrapped.items():
             inner = _stage_inside(module)
@@ -78,27 +78,27 @@ class TorchAdapter(PipelineAdapter):
         return seconds
 
     def predict(self, stages: Sequence[StageSeconds]) -> CasePrediction:
-        """By the simulator, without the corrections and with them."""
-        fixed = self.corrections
+        """Predicts by the simulator, without the corrections and with them."""
+        corrections = self.corrections
         return CasePrediction(
             stages=list(stages),
             step_seconds=predict_step(self.case, stages, None).step_seconds,
             calibrated_step_seconds=None
-            if fixed is None
-            else predict_step(self.case, stages, fixed).step_seconds,
+            if corrections is None
+            else predict_step(self.case, stages, corrections).step_seconds,
         )
 
-    def step(self, fed: ModelInput) -> list[Tensor]:
+    def step(self, batch: ModelInput) -> list[Tensor]:
         """The losses of the micro-batches, in the process of the last stage."""
-        process, whole = self.process, self.document.mini_batch
-        share = fed.mapped(
-            lambda tensor: process.share(tensor) if tensor.dim() and len(tensor) == whole else tensor
+        process, samples = self.process, self.document.mini_batch
+        share = batch.mapped(
+            lambda tensor: process.share(tensor) if tensor.dim() and len(tensor) == samples else tensor
         )
         target = torch.zeros(process.samples) if process.is_last else None
         return process.step(share if process.is_first else None, target)
 
     def watch(self) -> None:
-        """As PyTorch's schedule calls the actions."""
+        """Stamps the actions where PyTorch's schedule calls them."""
         stages: list[Any] = list(self.process.stages)
         for stage in stages:
             index = stage.stage_index
@@ -106,29 +106,29 @@ class TorchAdapter(PipelineAdapter):
             stage.backward_weight_one_chunk = self._stamps.time_calls(
                 index, "weight", stage.backward_weight_one_chunk
             )
-            whole = self._stamps.time_calls(index, "backward", stage.backward_one_chunk)
+            full = self._stamps.time_calls(index, "backward", stage.backward_one_chunk)
             input_only = self._stamps.time_calls(index, "input", stage.backward_one_chunk)
-            stage.backward_one_chunk = _choose_backward(whole, input_only)
+            stage.backward_one_chunk = _choose_backward(full, input_only)
 
     def stage_seconds(self) -> dict[int, StageSeconds]:
-        """Of the stages of this process."""
+        """The measured seconds of this process's stages."""
         return self._stamps.stages()
 
 
 def _stage_inside(module: nn.Module) -> StageModule:
     """The stage inside DistributedDataParallel."""
     inner: Any = getattr(module, "module", module)
-    own: StageModule = inner
-    return own
+    stage: StageModule = inner
+    return stage
 
 
-def _choose_backward(whole: Callable[..., Any], input_only: Callable[..., Any]) -> Callable[..., Any]:
+def _choose_backward(full: Callable[..., Any], input_only: Callable[..., Any]) -> Callable[..., Any]:
     """A backward of all gradients, or of the input's alone."""
 
     def backward(
         index: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> Any:
-        run = whole if full_backward else input_only
+        run = full if full_backward else input_only
         return run(index, loss=loss, full_backward=full_backward, last_backward=last_backward)
 
     return backward

@@ -42,7 +42,8 @@ class TrainingTarget:
 
 
 def load_target(model: ModelSpec | None, case: Case | RuntimeCase) -> TrainingTarget:
-    """Of a case. Raises ModelError as loading and cutting the model do, ValueError where there is none."""
+    """The target of a case. Raises ModelError as loading and cutting the model do, ValueError where there is
+    none."""
     if isinstance(case, Case) and case.waits is not None:
         size = case.document.micro_batch_size // case.document.replicas
         layers = emulate_stages(case.waits, size)
@@ -132,23 +133,23 @@ class EmulatedStage(nn.Module):
         self.weight = nn.Parameter(torch.zeros(()))
 
     def forward(self, tensor: Tensor) -> Tensor:
-        """Of the batch that it is given, one of as many samples."""
+        """Returns a batch of as many samples as the input."""
         waits = not tensor.is_meta
-        split = self.seconds.input + self.seconds.weight > 0
-        input_wait = self.seconds.input if split else self.seconds.backward
-        weight_wait = self.seconds.weight if split else 0.0
+        splits_backward = self.seconds.input + self.seconds.weight > 0
+        input_wait = self.seconds.input if splits_backward else self.seconds.backward
+        weight_wait = self.seconds.weight if splits_backward else 0.0
         if waits:
             self.sleep(self.seconds.forward)
         # The first stage's input needs no gradient, but the layers behind its first one have one.
         anchor = None if tensor.requires_grad else self.weight
-        waiting = _Waiting.apply(tensor, anchor, self.elements, input_wait if waits else 0.0, self.sleep)
-        weight = _Weighing.apply(self.weight, weight_wait if waits else 0.0, self.sleep)
+        waiting = _WaitForInput.apply(tensor, anchor, self.elements, input_wait if waits else 0.0, self.sleep)
+        weight = _WaitForWeight.apply(self.weight, weight_wait if waits else 0.0, self.sleep)
         output: Tensor = waiting + weight
         return output
 
 
-class _Waiting(torch.autograd.Function):
-    """Another tensor of as many samples, whose backward takes as long as the input's gradient."""
+class _WaitForInput(torch.autograd.Function):
+    """Returns another tensor of as many samples; its backward waits as long as the input's gradient takes."""
 
     @staticmethod
     def forward(
@@ -161,12 +162,12 @@ class _Waiting(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         if ctx.seconds:
             ctx.sleep(ctx.seconds)
-        own = gradient.new_zeros(ctx.shape) if ctx.needs_input_grad[0] else None
-        return own, gradient.new_zeros(()) if ctx.anchored else None, None, None, None
+        input_gradient = gradient.new_zeros(ctx.shape) if ctx.needs_input_grad[0] else None
+        return input_gradient, gradient.new_zeros(()) if ctx.anchored else None, None, None, None
 
 
-class _Weighing(torch.autograd.Function):
-    """The weight, whose backward takes as long as the gradient of the stage's weights."""
+class _WaitForWeight(torch.autograd.Function):
+    """Returns the weight; its backward waits as long as the gradient of the stage's weights takes."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, seconds: float, sleep: Sleep) -> Tensor:
@@ -183,7 +184,7 @@ class _Weighing(torch.autograd.Function):
 def emulate_stages(waits: StageWaits, samples: int) -> nn.Sequential:
     """The stages, one element each, which hand on as many bytes as the model's, for micro-batches of
     `samples`; the last returns one number a sample."""
-    per_sample = [max(sent // (ELEMENT * samples), 1) for sent in waits.crossing_bytes]
+    per_sample = [max(size // (ELEMENT * samples), 1) for size in waits.crossing_bytes]
     pairs = zip(waits.stages, [*per_sample, 1], strict=True)
     return nn.Sequential(*(EmulatedStage(seconds, elements) for seconds, elements in pairs))
 

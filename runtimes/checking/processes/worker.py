@@ -26,7 +26,7 @@ from .case_run import CaseRun, CheckGroup
 from .deepspeed_adapter import DeepspeedAdapter, join_deepspeed, prepare_deepspeed
 from .pipe_adapter import PipeAdapter
 from .pipeline_adapter import PipelineAdapter
-from .process_group import choose_backend, choose_timeout, measure_links, new_talk_group, take_device
+from .process_group import choose_backend, choose_timeout, measure_links, new_control_group, take_device
 from .rank_journal import RankJournal, describe_failure
 from .torch_adapter import TorchAdapter
 from .training_target import TrainingTarget
@@ -83,7 +83,7 @@ def _join(job: Job, process: TorchrunEnv, journal: RankJournal) -> tuple[str, Ch
         join_deepspeed(backend, wait)
     else:
         dist.init_process_group(backend, timeout=wait)
-    return backend, CheckGroup(job, device, journal, new_talk_group(backend, wait))
+    return backend, CheckGroup(job, device, journal, new_control_group(backend, wait))
 
 
 def _build_adapter(
@@ -125,27 +125,28 @@ if __name__ == "__main__":
 
 
 def run_in_torchrun(job: Job, process: TorchrunEnv) -> CheckMeasurements | None:
-    """What was found, in the first process; None in the others.
+    """Runs the job as a process of torchrun: returns the measurements in the first process, None in the
+    others.
 
-    Raises RankFailed in the process that fails on its own account, Lost in those that lose it.
+    Raises RankFailedError in the process that fails, LostRankError in those that lose it.
     """
     try:
         return run_job(job, process, RankJournal(None, process.rank))
     except Exception as error:
         failure = describe_failure(error)
-        kind = Lost if failure["lost"] else RankFailed
+        kind = LostRankError if failure["lost"] else RankFailedError
         raise kind(
             f"check: rank {process.rank}: {failure['what']}",
             failure["hint"] or _hint(failure["what"], job),
         ) from error
 
 
-class RankFailed(MachineError):
+class RankFailedError(MachineError):
     """This process failed."""
 
 
-class Lost(MachineError):
-    """Another process is gone, or does not answer."""
+class LostRankError(MachineError):
+    """Another process has gone, or does not answer."""
 
 
 def _hint(what: str, job: Job) -> str:

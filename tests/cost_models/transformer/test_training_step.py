@@ -19,12 +19,13 @@ from pplan.cost_models.hardware import Device, Link
 from pplan.cost_models.schedules import find_schedule
 from pplan.cost_models.topology import two_level_topology
 from pplan.cost_models.transformer.block_kernels import Tokens
+from pplan.cost_models.transformer.configuration import transformer_shape
 from pplan.cost_models.transformer.kernel_table import AttentionKernel, load_kernel_table
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.rank_costs import DeviceLimits, Overheads, RankCosts, TopologyLinks
 from pplan.cost_models.transformer.training_setting import TrainingSetting, chunks_in_flight, even_blocks
 from pplan.cost_models.transformer.training_step import estimate_step
-from pplan.cost_models.transformer.transformer_shape import TransformerShape, transformer_shape
+from pplan.cost_models.transformer.transformer_shape import TransformerShape
 
 GIB = 2**30
 LLAMA = transformer_shape(
@@ -153,6 +154,22 @@ def test_recomputation_keeps_inputs_and_computes_twice() -> None:
     assert middle.backward_seconds == pytest.approx(plain.stages[1].backward_seconds + middle.forward_seconds)
     # Three micro-batches in flight, of three blocks each.
     assert middle.ledger["activations"] == 3 * 3 * 2 * 4096 * 8192 / 2
+
+
+@pytest.mark.parametrize("again", [1, 5, 11])
+def test_recomputation_of_the_first_blocks_of_a_stage(again: int) -> None:
+    """Of twelve equal blocks: as many forwards more, and as many inputs in place of what a block keeps."""
+    degrees = ParallelDegrees(tensor=8)
+    whole = TrainingSetting(8, Tokens(4096), "full")
+    settings = (replace(whole, recompute="none"), replace(whole, recompute_blocks=again), whole)
+    none, some, full = (estimate_step(LLAMA, degrees, setting, COSTS) for setting in settings)
+    share = again / LLAMA.blocks
+    assert some.step_seconds == pytest.approx(
+        (1 - share) * none.step_seconds + share * full.step_seconds, rel=1e-9
+    )
+    activations = [each.stages[0].ledger["activations"] for each in (none, some, full)]
+    assert activations[1] == pytest.approx((1 - share) * activations[0] + share * activations[2], rel=1e-9)
+    assert some.stages[0].ledger["workspace"] == none.stages[0].ledger["workspace"]
 
 
 def test_selective_recomputation_runs_attention_again() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ..cost_models.number_format import percent, three_digits
 from ..cost_models.optimizers import find_optimizer
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..planner.plan_file import Plan
 from ..planner.plan_records import Aim, Prediction
-from .number_format import percent, three_digits
 
 
 def short_summary(plan: Plan) -> list[str]:
@@ -25,10 +25,10 @@ def summary_lines(plan: Plan) -> list[str]:
 
 
 def _figures(plan: Plan) -> list[str]:
-    predicted = plan.prediction
+    prediction = plan.prediction
     return [
-        f"Step {format_seconds(predicted.step_seconds)}{_interval(predicted)}, "
-        f"{three_digits(predicted.samples_per_second)} samples/s, bubble {percent(predicted.bubble)}.",
+        f"Step {format_seconds(prediction.step_seconds)}{_interval(prediction)}, "
+        f"{three_digits(prediction.samples_per_second)} samples/s, bubble {percent(prediction.bubble)}.",
         f"{_batch(plan)}; schedule {plan.schedule}; recompute {plan.recompute.replace('_', '-')}; "
         f"optimizer {plan.optimizer}{_states(plan)}.",
     ]
@@ -37,36 +37,36 @@ def _figures(plan: Plan) -> list[str]:
 def _batch(plan: Plan) -> str:
     """`Global batch 256 = 32 micro-batches x 8 replicas x 1`."""
     samples, replicas = plan.micro_batch_size, set(plan.replicas)
-    each = f"Global batch {plan.mini_batch} = {format_count(plan.micro_batches, 'micro-batch')}"
-    shared = max(replicas)
-    if len(replicas) == 1 and shared > 1 and samples % shared == 0:
-        return f"{each} x {shared} replicas x {samples // shared}"
-    return f"{each} x {samples}"
+    batch = f"Global batch {plan.mini_batch} = {format_count(plan.micro_batches, 'micro-batch')}"
+    most_replicas = max(replicas)
+    if len(replicas) == 1 and most_replicas > 1 and samples % most_replicas == 0:
+        return f"{batch} x {most_replicas} replicas x {samples // most_replicas}"
+    return f"{batch} x {samples}"
 
 
 def _states(plan: Plan) -> str:
-    """In which numbers it trains, where the plan says it: `; mixed precision, bf16 gradients, ...`."""
+    """The training precision, where the plan names it: `; mixed precision, bf16 gradients, ...`."""
     if plan.precision is None or (plan.precision in ("fp32", "fp64") and not plan.zero):
         return ""
-    trained = plan.training_precision
-    size = trained.bytes_per_parameter(find_optimizer(plan.optimizer))
-    name = {"mixed": "mixed precision", "bf16": "pure bf16"}.get(trained.name, trained.name)
-    gradients = f", {trained.gradient_dtype} gradients" if trained.name == "mixed" else ""
+    precision = plan.training_precision
+    size = precision.bytes_per_parameter(find_optimizer(plan.optimizer))
+    name = {"mixed": "mixed precision", "bf16": "pure bf16"}.get(precision.name, precision.name)
+    gradients = f", {precision.gradient_dtype} gradients" if precision.name == "mixed" else ""
     spread = f"; ZeRO-{plan.zero} over the replicas of a stage" if plan.zero else ""
     return f"; {name}{gradients}: {size:.3g} bytes a parameter{spread}"
 
 
-def _interval(predicted: Prediction) -> str:
-    """Where the step lies as a rule: ` (80 % interval 12.1 to 12.9 ms)`, as far as it would show."""
-    if predicted.low_seconds is None or predicted.high_seconds is None:
+def _interval(prediction: Prediction) -> str:
+    """The prediction's interval, ` (80 % interval 12.1 to 12.9 ms)`, where it is wide enough to print."""
+    if prediction.low_seconds is None or prediction.high_seconds is None:
         return ""
-    low, high = format_seconds(predicted.low_seconds), format_seconds(predicted.high_seconds)
-    if low == high == format_seconds(predicted.step_seconds):
+    low, high = format_seconds(prediction.low_seconds), format_seconds(prediction.high_seconds)
+    if low == high == format_seconds(prediction.step_seconds):
         return ""
     number, unit = low.split()
     ends = f"{number if high.endswith(f' {unit}') else low} to {high}"
     # The step is that of the layers' medians; of many stages some one is late in nearly every step.
-    late = predicted.low_seconds > predicted.step_seconds and low != format_seconds(predicted.step_seconds)
+    late = prediction.low_seconds > prediction.step_seconds and low != format_seconds(prediction.step_seconds)
     return f" (80 % interval {ends}{', as some stage is late in most steps' if late else ''})"
 
 
@@ -75,12 +75,12 @@ def _proof(plan: Plan) -> str:
         return "No other partition was looked at: pplan solve finds the best."
     if plan.objective is not None:
         return _objective_proof(plan, plan.objective)
-    predicted = plan.prediction
-    covers = f" ({predicted.bound_covers})" if predicted.bound_covers else ""
-    if predicted.exact:
+    prediction = plan.prediction
+    covers = f" ({prediction.bound_covers})" if prediction.bound_covers else ""
+    if prediction.exact:
         return f"Optimal in the search space{covers}: none of these plans is faster."
-    bound = format_seconds(predicted.lower_bound_seconds)
-    return f"Best found; at most {percent(predicted.gap)} from the proven bound of {bound}{covers}."
+    bound = format_seconds(prediction.lower_bound_seconds)
+    return f"Best found; at most {percent(prediction.gap)} from the proven bound of {bound}{covers}."
 
 
 def _objective_proof(plan: Plan, aim: Aim) -> str:
@@ -97,7 +97,7 @@ def _objective_proof(plan: Plan, aim: Aim) -> str:
 
 
 def objective_value(aim: Aim) -> str:
-    """What the plan has of what is aimed at."""
+    """The plan's value of its objective."""
     where = " on the fullest device" if aim.unit == "bytes" else ""
     return f"{_amount(aim, aim.value)}{where}"
 

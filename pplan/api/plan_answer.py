@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ..cost_models.number_format import three_digits
 from ..cost_models.quantities import format_count, format_seconds
 from ..cost_models.runtime import find_runtime
 from ..planner.pipeline_config import SEARCHED
 from ..planner.plan_file import Plan
 from ..planner.plan_records import TIE, Aim, Alternative, Baseline, DefaultMiniBatch, OtherMiniBatch
-from .number_format import three_digits
 from .plan_summary import objective_value
 
 OBJECTIVES = {
@@ -18,54 +18,53 @@ OBJECTIVES = {
 
 
 def answer_lines(plan: Plan) -> list[str]:
-    """What to do, in one line, and what to know about it before anything else."""
-    answer, *more = _answer(plan)
-    return [answer, *_batch_lines(plan), *more]
+    """The answer in one line, and the lines that qualify it."""
+    answer, *further_lines = _answer(plan)
+    return [answer, *_batch_lines(plan), *further_lines]
 
 
 def _answer(plan: Plan) -> list[str]:
-    what = _what(plan)
+    what = _describe_shape(plan)
     if plan.objective is not None:
         return [_objective_answer(plan, plan.objective, what)]
     rival = _faster_baseline(plan)
     figures = _figures(plan.prediction.step_seconds, plan.prediction.samples_per_second)
-    figures += _give_or_take(plan.prediction.uncertainty)
+    figures += _uncertainty_text(plan.prediction.uncertainty)
     if plan.is_fixed_partition:
         return [f"{what} as given: {figures}."]
     if rival is None:
-        lines = [f"{what} is the fastest{_how_sure(plan)}: {figures}."]
+        lines = [f"{what} is the fastest{_scope_text(plan)}: {figures}."]
     else:
-        lines = [_rival_answer(plan, rival), f"This plan is {_lower(what).rstrip(',')}: {figures}."]
-    used = devices_used(plan)
+        lines = [_rival_answer(plan, rival), f"This plan is {_lower_first(what).rstrip(',')}: {figures}."]
+    used = count_used_devices(plan)
     if plan.gpus is not None and used < plan.gpus:
-        lines.append(_fewer(plan, used, plan.gpus))
+        lines.append(_unused_devices_line(plan, used, plan.gpus))
     return lines
 
 
 def _objective_answer(plan: Plan, aim: Aim, what: str) -> str:
-    sure = "" if aim.exact else " of those scored"
+    scope = "" if aim.exact else " of those scored"
     step = format_seconds(plan.prediction.step_seconds)
     best = OBJECTIVES.get(aim.name, f"is the best for {aim.name}")
-    return f"{what} {best}{sure}: {objective_value(aim)}; {step} a step."
+    return f"{what} {best}{scope}: {objective_value(aim)}; {step} a step."
 
 
-def _lower(what: str) -> str:
+def _lower_first(what: str) -> str:
     return what.replace("A pipeline", "a pipeline").replace("Data", "data").replace("One ", "one ")
 
 
-def devices_used(plan: Plan) -> int:
-    """How many devices the plan uses."""
+def count_used_devices(plan: Plan) -> int:
+    """The number of devices that the plan uses."""
     return len({device for stage in plan.stages for device in stage.devices})
 
 
-def _what(plan: Plan) -> str:
-    used = devices_used(plan)
+def _describe_shape(plan: Plan) -> str:
+    used = count_used_devices(plan)
     stages, chunks = len(plan.stages) // plan.virtual_stages, plan.virtual_stages
     if len(plan.stages) > 1:
-        each = f", {chunks} virtual stages on each," if chunks > 1 else ""
-        return (
-            f"A pipeline of {format_count(stages, 'stage')} over {format_count(used, plan.device_kind)}{each}"
-        )
+        devices = format_count(used, plan.device_kind)
+        chunks_text = f", {chunks} virtual stages on each," if chunks > 1 else ""
+        return f"A pipeline of {format_count(stages, 'stage')} over {devices}{chunks_text}"
     return (
         f"Data parallelism over {format_count(used, plan.device_kind)}"
         if used > 1
@@ -73,8 +72,8 @@ def _what(plan: Plan) -> str:
     )
 
 
-def _how_sure(plan: Plan) -> str:
-    """What the plan is the fastest of."""
+def _scope_text(plan: Plan) -> str:
+    """The set of plans of which this one is the fastest."""
     within = f" that {plan.runtime} can run" if plan.runtime else ""
     if not plan.prediction.exact:
         return f"{within} of those scored"
@@ -90,8 +89,8 @@ def _figures(step: float, samples_per_second: float) -> str:
     return f"{format_seconds(step)} a step, {three_digits(samples_per_second)} samples/s"
 
 
-def _give_or_take(uncertainty: float | None) -> str:
-    """How far the seconds may be off, where that would show."""
+def _uncertainty_text(uncertainty: float | None) -> str:
+    """The uncertainty of the seconds, where it is large enough to print."""
     is_large = uncertainty is not None and uncertainty >= _LEAST_UNCERTAINTY
     return f", give or take {uncertainty:.0%}" if is_large else ""
 
@@ -116,13 +115,13 @@ def _replicates(plan: Plan) -> bool:
     return find_runtime(plan.runtime or "").runs_replicas([plan.gpus or 1])
 
 
-def _fewer(plan: Plan, used: int, offered: int) -> str:
-    """That devices stay free, and what using all of them would give, as far as the plan tells."""
+def _unused_devices_line(plan: Plan, used: int, available: int) -> str:
+    """A line on devices that stay unused, with the step of the best known plan on all of them."""
     on_all = [
         (other.step_seconds, f"a straight {other.schedule} pipeline")
         for other in plan.alternatives
         if other.replicas == other.virtual_stages == 1
-        and len(other.balance) == offered
+        and len(other.balance) == available
         and _may_run(plan, other)
     ]
     on_all += [
@@ -132,7 +131,7 @@ def _fewer(plan: Plan, used: int, offered: int) -> str:
     ]
     # A faster one is not for this plan's options: it may not stand here as the price of using all.
     slower = [row for row in on_all if row[0] >= plan.prediction.step_seconds]
-    uses = f"It uses {used} of the {format_count(offered, plan.device_kind)}"
+    uses = f"It uses {used} of the {format_count(available, plan.device_kind)}"
     runtime = None if plan.runtime is None else find_runtime(plan.runtime)
     if runtime is not None and runtime.one_process and used == plan.gpus_per_node:
         return f"{uses}: {runtime.name} reaches those of one node."
@@ -141,7 +140,7 @@ def _fewer(plan: Plan, used: int, offered: int) -> str:
     if not slower:
         return f"{uses}: more of them would not be faster."
     step, what = min(slower)
-    return f"{uses}; on all {offered}, {what} takes {format_seconds(step)} a step."
+    return f"{uses}; on all {available}, {what} takes {format_seconds(step)} a step."
 
 
 def _may_run(plan: Plan, other: Alternative) -> bool:
@@ -165,23 +164,24 @@ _RIVALS = ("data-parallel", "one-gpu")
 
 
 def _batch_lines(plan: Plan) -> list[str]:
-    """How the global batch was chosen where none was given, and what half and twice of it would give."""
+    """Lines on how the global batch was chosen where none was given, with the steps of half and twice of
+    it."""
     default = plan.default_mini_batch
     if default is None:
         return []
-    samples, each = default.samples_per_device, plan.mini_batch / (plan.gpus or 1)
-    about = "" if each == samples else "about "
+    samples, samples_per_gpu = default.samples_per_device, plan.mini_batch / (plan.gpus or 1)
+    about = "" if samples_per_gpu == samples else "about "
     rule = f"Global batch {plan.mini_batch}, {about}{samples} samples a {plan.device_kind}, as none was given"
-    return [f"{rule}; {_others(default)}."]
+    return [f"{rule}; {_other_batches(default)}."]
 
 
-def _others(default: DefaultMiniBatch) -> str:
+def _other_batches(default: DefaultMiniBatch) -> str:
     if not default.others:
-        return "half and twice of it were not tried (--mini-batch sets another)"
-    return "; ".join(_other(other) for other in default.others) + " (--mini-batch)"
+        return "half and twice of it were not tried (`mini_batch` sets another)"
+    return "; ".join(_other_batch(other) for other in default.others) + " (`mini_batch`)"
 
 
-def _other(other: OtherMiniBatch) -> str:
+def _other_batch(other: OtherMiniBatch) -> str:
     if other.step_seconds is None or other.samples_per_second is None:
         return f"with {other.mini_batch}: no plan"
     step, rate = format_seconds(other.step_seconds), three_digits(other.samples_per_second)

@@ -28,24 +28,24 @@ def three_digits(value: float) -> str:
     return f"{value:.0f}"
 
 
-def compare_steps(step: float, own: float) -> str:
+def compare_steps(step: float, reference: float) -> str:
     """A step against one's own: `1.25 x slower`; in percent where the factor would read 1.00."""
-    factor = max(step, own) / min(step, own)
+    factor = max(step, reference) / min(step, reference)
     if factor - 1 <= SAME:
         return "the same"
     if factor < 1.005:
-        return compared_percent(step, own)
-    return f"{three_digits(factor)} x {'slower' if step > own else 'faster'}"
+        return compare_percent(step, reference)
+    return f"{three_digits(factor)} x {'slower' if step > reference else 'faster'}"
 
 
-def compared_percent(step: float, own: float) -> str:
+def compare_percent(step: float, reference: float) -> str:
     """A step against one's own: `3.1 % slower`."""
-    share = step / own - 1
+    share = step / reference - 1
     if abs(share) <= SAME:
         return "the same"
     if abs(share) < 5e-4:
         return "nearly the same"
-    return f"{percent(share)} slower" if share > 0 else f"{percent(1 - step / own)} faster"
+    return f"{percent(share)} slower" if share > 0 else f"{percent(1 - step / reference)} faster"
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -1,0 +1,290 @@
+"""A transformer's sizes, of its published configuration (`config.json`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import FileError, UsageError
+from ..text_files import read_text
+from .model_families import FAMILIES, FOREIGN_FAMILIES, SIZE_KEYS, Flag, ModelFamily
+from .transformer_shape import (
+    MOST_BLOCKS,
+    AttentionShape,
+    ExpertShape,
+    LayerParameters,
+    TransformerShape,
+    VectorParameters,
+)
+
+_LARGEST = 2**31
+"""Of any size of a configuration: far above what is trained."""
+_ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_STATE_SPACE = (
+    "mamba", "ssm_", "linear_num", "linear_conv", "conv_l", "lru_", "rwkv", "state_size", "time_step",
+)  # fmt: skip
+"""Beginnings of keys that only models with other layers than attention have."""
+_NO_DECODER = "Give the config.json of a decoder-only transformer."
+
+
+def load_transformer_shape(path: Path) -> TransformerShape:
+    """Of a `config.json` as the transformers library writes it. Raises FileError."""
+    try:
+        keys = json.loads(read_text(path, "configuration"))
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path}: not JSON: {error}", "Give the model's config.json.") from error
+    if not isinstance(keys, dict):
+        raise FileError(f"{path}: not the configuration of a model", "Give the model's config.json.")
+    try:
+        return transformer_shape(keys, path.stem)
+    except UsageError as error:
+        raise FileError(f"{path}: {error.what}", error.hint) from error
+
+
+def transformer_shape(keys: Mapping[str, Any], name: str = "") -> TransformerShape:
+    """Of the keys of a configuration, in any of the families' spellings. Raises UsageError."""
+    if isinstance(keys.get("text_config"), Mapping):
+        keys = keys["text_config"]
+    for part in ("attn_config", "ffn_config"):  # of DBRX and MPT
+        if isinstance(keys.get(part), Mapping):
+            keys = {**keys[part], **keys}
+    sizes = _ConfigurationSizes(keys)
+    name = str(keys.get("model_type", name))
+    _check_kind(keys, name)
+    family = FAMILIES.get(name, ModelFamily())
+    hidden, heads = sizes.needed(*SIZE_KEYS["hidden"]), sizes.needed(*SIZE_KEYS["heads"])
+    blocks = sizes.needed(*SIZE_KEYS["layers"])
+    experts = _experts(sizes)
+    shape = TransformerShape(
+        name=name,
+        hidden=hidden,
+        vocabulary=sizes.needed(*SIZE_KEYS["vocabulary"]),
+        feed_forward=_feed_forward_width(sizes, hidden),
+        attention=_attention(sizes, hidden, heads, family),
+        routed=tuple(_routed(sizes, blocks)) if experts else (False,) * min(blocks, MOST_BLOCKS),
+        experts=experts,
+        gated=family.gated,
+        tied=sizes.flag(("tie_word_embeddings", family.tied)),
+        note=_note(name),
+    )
+    return replace(shape, vectors=_vectors(shape, family, sizes)).with_blocks(blocks)
+
+
+def _check_kind(keys: Mapping[str, Any], name: str) -> None:
+    """Raises UsageError for a model that is not blocks of attention and feed-forward layers."""
+    other = next((str(key) for key in keys if str(key).lower().startswith(_STATE_SPACE)), None)
+    kinds = keys.get("layer_types")
+    if isinstance(kinds, list):
+        other = next((f"layer_types: {kind}" for kind in kinds if kind not in _ATTENTION_KINDS), other)
+    if keys.get("is_encoder_decoder"):
+        other = "is_encoder_decoder"
+    if name in FOREIGN_FAMILIES:
+        other = "its blocks"
+    if other:
+        raise UsageError(
+            f"{name or 'the model'}: {other[:60]}: not a stack of blocks with attention", _NO_DECODER
+        )
+
+
+def _note(name: str) -> str:
+    if name in FAMILIES:
+        return ""
+    return (
+        f"the model_type {name[:40]!r} is not known, its blocks are taken for Llama's: compare its number of "
+        "parameters"
+    )
+
+
+class _ConfigurationSizes:
+    """Whole numbers by any of several keys."""
+
+    def __init__(self, keys: Mapping[str, Any]) -> None:
+        self.keys = keys
+
+    def optional(self, *names: str) -> int:
+        """0 where none of them is given."""
+        for name in names:
+            value = self.keys.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LARGEST:
+                raise UsageError(
+                    f"{name}={str(value)[:40]}: must be a whole number from 0 to {_LARGEST}",
+                    "Give the model's own config.json.",
+                )
+            return value
+        return 0
+
+    def needed(self, *names: str) -> int:
+        size = self.optional(*names)
+        if not size:
+            raise UsageError(f"the key {' or '.join(names[:2])} is missing, or 0", _NO_DECODER)
+        return size
+
+    def flag(self, flag: Flag) -> bool:
+        """What it says of the model."""
+        if isinstance(flag, bool):
+            return flag
+        value = self.keys.get(flag[0])
+        return flag[1] if value is None else bool(value)
+
+
+def _feed_forward_width(sizes: _ConfigurationSizes, hidden: int) -> int:
+    """Of the blocks without experts."""
+    ratio = sizes.optional("expansion_ratio") or 4
+    return sizes.optional("intermediate_size_mlp", *SIZE_KEYS["intermediate"]) or ratio * hidden
+
+
+def _attention(sizes: _ConfigurationSizes, hidden: int, heads: int, family: ModelFamily) -> AttentionShape:
+    latent = sizes.optional("kv_lora_rank")
+    if latent:
+        rotary = sizes.needed("qk_rope_head_dim")
+        return AttentionShape(
+            heads=heads,
+            key_value_heads=heads,
+            head_width=sizes.needed("qk_nope_head_dim") + rotary,
+            value_width=sizes.needed("v_head_dim"),
+            latent_queries=sizes.optional("q_lora_rank"),
+            latent_keys=latent,
+            rotary_width=rotary,
+        )
+    own_width = sizes.optional(*SIZE_KEYS["head_width"])
+    if not own_width and hidden % heads:
+        raise UsageError(
+            f"hidden_size={hidden} is no multiple of num_attention_heads={heads}",
+            "Give head_dim, or other sizes.",
+        )
+    width, shared = own_width or hidden // heads, _key_value_heads(sizes, heads)
+    if heads % shared:
+        raise UsageError(
+            f"num_attention_heads={heads} is no multiple of num_key_value_heads={shared}",
+            "Correct the configuration.",
+        )
+    return AttentionShape(heads, shared, width, width, causal=not family.encoder)
+
+
+def _key_value_heads(sizes: _ConfigurationSizes, heads: int) -> int:
+    """Those of one head where the key is multi_query; Falcon's later ones have their number."""
+    grouped = sizes.optional(*SIZE_KEYS["key_value_heads"]) or heads
+    if "multi_query" not in sizes.keys or sizes.flag(("new_decoder_architecture", False)):
+        return grouped
+    return 1 if sizes.flag(("multi_query", True)) else heads
+
+
+def _experts(sizes: _ConfigurationSizes) -> ExpertShape | None:
+    number = sizes.optional("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+    if number < 2:
+        return None
+    width = sizes.optional("moe_intermediate_size") or sizes.needed(*SIZE_KEYS["intermediate"])
+    shared = sizes.optional("shared_expert_intermediate_size", "shared_intermediate_size")
+    if "interleave_moe_layer_step" in sizes.keys:  # of Llama 4: one expert for all tokens
+        shared = width
+    shared = shared or width * sizes.optional("n_shared_experts", "moe_num_shared_experts")
+    per_token = sizes.needed(
+        "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts"
+    )
+    if per_token > number:
+        raise UsageError(
+            f"num_experts_per_tok={per_token}: there are {number} experts", "Correct the configuration."
+        )
+    return ExpertShape(number, per_token, width, shared)
+
+
+def _routed(sizes: _ConfigurationSizes, blocks: int) -> Iterator[bool]:
+    """By block: `first_k_dense_replace` (DeepSeek), `mlp_only_layers` and `decoder_sparse_step` (Qwen),
+    `moe_layer_freq`, `moe_layer_start_index` (Ernie), `moe_layers` (Llama 4) say which have no experts;
+    without them all have."""
+    keys = sizes.keys
+    first = sizes.optional("first_k_dense_replace", "moe_layer_start_index")
+    last = sizes.optional("moe_layer_end_index") or MOST_BLOCKS
+    step = sizes.optional("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step") or 1
+    every = keys.get("moe_layer_freq", 1)
+    every = every if isinstance(every, int) and every > 0 else 1
+    only, members = keys.get("mlp_only_layers"), keys.get("moe_layers")
+    plain = {index for index in only if isinstance(index, int)} if isinstance(only, list) else set()
+    for block in range(min(blocks, MOST_BLOCKS)):
+        if isinstance(members, list) and members:
+            yield block in members
+        else:
+            inside = first <= block <= last and block not in plain
+            yield inside and (block + 1) % step == 0 and block % every == 0
+
+
+def _vectors(shape: TransformerShape, family: ModelFamily, sizes: _ConfigurationSizes) -> VectorParameters:
+    """Biases, norms and tables of positions."""
+    norm = {"rms": 1, "layer": 2, "scale": 1, "none": 0}[family.norm] * shape.hidden
+    ends = norm if not family.encoder else shape.hidden * (shape.hidden + 3) + shape.vocabulary
+    last = ends + (shape.vocabulary if sizes.flag(family.head_bias) else 0)
+    first = norm if family.embedding_norm else 0
+    if family.positions:
+        positions = sizes.optional(*SIZE_KEYS["positions"]) + family.position_offset
+        first += (positions + sizes.optional("type_vocab_size")) * shape.hidden
+    return VectorParameters(
+        _attention_vectors(shape, family, sizes, norm),
+        _dense_vectors(shape, family, sizes, norm),
+        _expert_vectors(shape, family, sizes, norm),
+        first,
+        last,
+    )
+
+
+def _norms_before(family: ModelFamily, sizes: _ConfigurationSizes) -> tuple[int, int]:
+    """Norms of attention and feed-forward layer; blocks that compute both side by side can have one."""
+    both = family.attention_norms, family.feed_forward_norms
+    one = family.attention_norms, 0
+    if sizes.flag(("use_parallel_residual", False)) and family.head_norm:  # StableLM
+        return one
+    if "parallel_attn" not in sizes.keys:
+        return both
+    if sizes.flag(("new_decoder_architecture", False)):  # Falcon
+        return both if (sizes.optional("num_ln_in_parallel_attn") or 2) == 2 else one
+    return one if sizes.flag(("parallel_attn", True)) else both
+
+
+def _attention_vectors(
+    shape: TransformerShape, family: ModelFamily, sizes: _ConfigurationSizes, norm: int
+) -> LayerParameters:
+    attention = shape.attention
+    whole, shared = norm * _norms_before(family, sizes)[0], 0
+    if attention.is_latent:
+        whole += attention.latent_queries + attention.latent_keys
+        if sizes.flag(family.query_bias):
+            latent = attention.latent_keys + attention.rotary_width
+            whole += shape.hidden + latent + attention.latent_queries
+        return LayerParameters(whole, shared, 0)
+    if sizes.flag(family.query_bias):
+        shared += attention.fused_size
+    if sizes.flag(family.output_bias):
+        whole += shape.hidden
+    if family.head_norm and sizes.flag(family.has_head_norm):
+        heads = 2 if family.head_norm == "width" else attention.heads + attention.key_value_heads
+        whole += heads * attention.head_width * (2 if family.head_norm_bias else 1)
+    return LayerParameters(whole, shared + attention.heads * family.sinks, 0)
+
+
+def _dense_vectors(
+    shape: TransformerShape, family: ModelFamily, sizes: _ConfigurationSizes, norm: int
+) -> LayerParameters:
+    whole = norm * _norms_before(family, sizes)[1] + family.block_scalars
+    if not sizes.flag(family.feed_forward_bias):
+        return LayerParameters(whole, 0, 0)
+    return LayerParameters(whole + shape.hidden, (2 if shape.gated else 1) * shape.feed_forward, 0)
+
+
+def _expert_vectors(
+    shape: TransformerShape, family: ModelFamily, sizes: _ConfigurationSizes, norm: int
+) -> LayerParameters:
+    if shape.experts is None:
+        return LayerParameters(0, 0, 0)
+    experts = shape.experts
+    whole = norm * _norms_before(family, sizes)[1] + experts.number * family.router_bias
+    whole += shape.hidden * family.shared_gate
+    if not sizes.flag(family.feed_forward_bias):
+        return LayerParameters(whole, 0, 0)
+    ups = 2 if shape.gated else 1
+    shared = ups * experts.shared_width + shape.hidden if experts.shared_width else 0
+    routed = experts.number * (ups * experts.width + shape.hidden) if family.expert_bias else 0
+    return LayerParameters(whole, shared, routed)
