@@ -9,26 +9,29 @@ import typer
 
 from .check_command import check_command
 from .compare_command import compare_command
+from .config_command import config_command
 from .degrees_command import degrees_command
+from .doctor_command import doctor_command
 from .explain_command import explain_command
 from .export_command import export_command
 from .import_command import import_command
 from .import_plan_command import import_plan_command
-from .option_parameters import Command, with_options
+from .option_parameters import Command, with_common_options, with_options
 from .profile_command import profile_command
 from .profile_kernels_command import profile_kernels_command
 from .profile_links_command import profile_links_command
 from .report_command import report_command
 from .schedules_command import schedules_command
+from .schema_command import schema_command
 from .show_command import show_command
 from .simulate_command import simulate_command
 from .solve_command import solve_command
 from .topology_command import topology_command
+from .verb_help import help_footer
 from .verify_command import verify_command
 
 app = typer.Typer(
     name="pplan",
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Measures a PyTorch model layer by layer and finds the pipeline plan for your GPUs.",
@@ -52,9 +55,12 @@ VERBS: dict[str, Command] = {
     "topology": topology_command,
     "degrees": degrees_command,
     "profile-kernels": profile_kernels_command,
+    "doctor": doctor_command,
+    "schema": schema_command,
+    "config": config_command,
 }
 for verb, command in VERBS.items():
-    app.command(verb)(with_options(command))
+    app.command(verb, epilog=help_footer(verb))(with_common_options(with_options(command)))
 
 
 @dataclass
