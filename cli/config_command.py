@@ -77,15 +77,15 @@ def _heading(path: Path) -> str:
 def default_map(root: Any) -> dict[str, dict[str, Any]]:
     """The defaults by verb and parameter, as the parser takes them. Raises FileError for what no verb has."""
     defaults = read_defaults()
-    known = dict(root.commands)
+    commands = dict(root.commands)
     result: dict[str, dict[str, Any]] = {}
     for verb, values in defaults.values.items():
-        if verb not in known:
+        if verb not in commands:
             raise FileError(
                 f"{defaults.path}: [{_heading(defaults.path or Path())}{verb}]: there is no such verb",
-                _nearest(verb, list(known)),
+                _nearest(verb, list(commands)),
             )
-        result[verb] = dict(_parameters(known[verb], verb, values, defaults.path))
+        result[verb] = dict(_parameters(commands[verb], verb, values, defaults.path))
     return result
 
 

@@ -154,8 +154,8 @@ def _of_json(place: Place, row: object) -> Row:
 def _column(written: str) -> str:
     """Our name of a column, however it is written; as it is where it is none of ours."""
     name = written.lower().replace(" ", "_").replace("-", "_")
-    known = _OTHER_NAMES.get(name, name)
-    return known if known in _COLUMNS else written
+    column = _OTHER_NAMES.get(name, name)
+    return column if column in _COLUMNS else written
 
 
 def _renamed(written: Sequence[str]) -> tuple[str, ...]:

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from pplan.cli.verb_help import EXAMPLES
-from pplan.cli.verbs import VERBS, root
+from pplan.cli.verbs import EXAMPLES, VERBS, root
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 
@@ -74,10 +73,8 @@ def completed(here: Path, words: str, position: int) -> list[str]:
         "COMP_WORDS": words,
         "COMP_CWORD": str(position),
     }
-    command = [sys.executable, "-m", "pplan"]
     # As bash calls it: by the name of the program, which `python -m` is not.
     code = "import sys; from pplan.cli.app import main; sys.argv[0] = 'pplan'; sys.exit(main([]))"
-    del command
     ran = subprocess.run(
         [sys.executable, "-c", code], cwd=here, env=environment, capture_output=True, text=True, check=False
     )
