@@ -23,6 +23,10 @@ DOMINATES = 0.5
 """A part of the model's FLOPs that one layer is not to have, where there are modules inside to tell apart."""
 
 
+_OF_A_STAGE = 0.4
+"""The same of a layer that is a stage of blocks, where these are known."""
+
+
 @dataclass(frozen=True)
 class Call:
     """The call of a module that is to be a layer: the operations from `first` up to `end`."""
@@ -183,8 +187,16 @@ class BlockCalls:
         for weigh in (self._flow.trial.flops, self._flow.trial.parameter_bytes):
             weights = [weigh.get(node, 0) for node in self._flow.order]
             for first, end in divisible:
-                if sum(weights[first:end]) > DOMINATES * sum(weights):
+                part, whole = sum(weights[first:end]), sum(weights)
+                is_stage = weigh is self._flow.trial.flops and part > _OF_A_STAGE * whole
+                if part > DOMINATES * whole or (is_stage and self._is_stage(first, end, paths)):
                     yield first, end
+
+    def _is_stage(self, first: int, end: int, paths: frozenset[str]) -> bool:
+        around = (module_around(self._flow.traced, node) for node in self._flow.order[first:end])
+        whole = _common([path.split(".") for path in around if path])
+        block = _outermost(".".join(whole), paths) if whole else None
+        return block is not None and any(self._lists(block).values())
 
     def _modules_inside(self, first: int, end: int, paths: frozenset[str]) -> frozenset[str]:
         """The outermost modules in there with parts; of a block its own blocks alone."""

@@ -13,8 +13,14 @@ from functools import partial
 import torch
 from torch import nn
 
+from ..torch_internals import child_modules
+
 _COMPARABLE = 4
 """A list whose entries are smaller than this part of the largest list's entries is no list of blocks."""
+_MOST_OF_IT = 0.5
+"""Of the parameters of a stage its blocks have."""
+_WIDER = 3
+"""Times the parameters of the first stage's blocks, those of the last."""
 
 
 def record_call_order(model: nn.Module, run: Callable[[], object]) -> dict[str, int]:
@@ -50,6 +56,8 @@ def block_patterns(model: nn.Module, order: dict[str, int]) -> list[str]:
     lists = [path for path, each in _lists(model, "") if any(name.startswith(f"{path}.") for name in order)]
     sizes = {path: _size(model.get_submodule(path)) / len(list(_children(model, path))) for path in lists}
     blocks = {path for path in lists if sizes[path] * _COMPARABLE >= max(sizes.values())}
+    inside = {path: _lists_of_stages(model, path) for path in blocks}
+    blocks = {own for path in blocks for own in inside[path] or [path]}
     return list(_patterns(model, "", blocks, order))
 
 
@@ -57,25 +65,46 @@ def _note_call(order: dict[str, int], name: str, *_: object) -> None:
     order.setdefault(name, len(order))
 
 
-def _lists(model: nn.Module, path: str) -> Iterator[tuple[str, nn.ModuleList]]:
+def _lists(
+    model: nn.Module, path: str, kinds: tuple[type[nn.Module], ...] = (nn.ModuleList,)
+) -> Iterator[tuple[str, nn.Module]]:
     """The outermost lists whose entries all have parameters."""
     for name, child in _children(model, path):
         # An entry may be None, as behind the last of Informer's blocks.
-        if isinstance(child, nn.ModuleList) and len(child) and all(part and _size(part) for part in child):
+        parts = child_modules(child).values() if isinstance(child, kinds) else ()
+        if parts and all(part and _size(part) for part in parts):
             yield name, child
         else:
-            yield from _lists(model, name)
+            yield from _lists(model, name, kinds)
 
 
-def _patterns(model: nn.Module, path: str, blocks: set[str], order: dict[str, int]) -> Iterator[str]:
-    after = False
+def _lists_of_stages(model: nn.Module, path: str) -> list[str]:
+    """The lists of blocks of which the entries of a list are made, of wider blocks from stage to stage; none
+    where the entries are blocks: the experts of a block are as wide in all."""
+    kinds = (nn.ModuleList, nn.Sequential)
+    lists = [[own for own, _ in _lists(model, entry, kinds)] for entry, _ in _children(model, path)]
+    if not all(len(own) == 1 for own in lists):
+        return []
+    stages = [own[0] for own in lists]
+    shares = [
+        _size(model.get_submodule(own)) / _size(model.get_submodule(own.rpartition(".")[0])) for own in stages
+    ]
+    sizes = [_size(model.get_submodule(own)) / len(list(_children(model, own))) for own in stages]
+    return stages if min(shares) > _MOST_OF_IT and max(sizes) > _WIDER * min(sizes) else []
+
+
+def _patterns(
+    model: nn.Module, path: str, blocks: set[str], order: dict[str, int], *, after: bool = False
+) -> Iterator[str]:
+    is_list = bool(path) and isinstance(model.get_submodule(path), nn.ModuleList)
     for name, child in sorted(_children(model, path), key=lambda pair: _first_call(pair[0], order)):
         if name in blocks:
             after = True
             yield f"{name}.*"
         elif any(block.startswith(f"{name}.") for block in blocks):
+            # What leads into a stage behind another is a layer, and what leads into the first is not.
+            yield from _patterns(model, name, blocks, order, after=after and is_list)
             after = True
-            yield from _patterns(model, name, blocks, order)
         elif after and _size(child) and _first_call(name, order) < len(order):
             yield name
 
