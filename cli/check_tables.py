@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from ..cost_models.number_format import compare_steps, percent, ranges, three_digits
 from ..cost_models.quantities import format_bytes, format_count, format_rate, format_seconds
 from ..runtimes.checking.check_report import PLAN, SAME_LOSS, Check, CheckedCase, CheckedDevice
-from .number_format import compare_steps, percent, ranges, three_digits
 from .table import Column, line, number, print_table, text, word
 
 

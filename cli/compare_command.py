@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..cost_models.errors import UsageError
+from ..cost_models.number_format import compare_steps, percent, three_digits
 from ..cost_models.quantities import format_bytes, format_seconds
-from .number_format import compare_steps, percent, three_digits
 
 if TYPE_CHECKING:
     from rich.console import Console

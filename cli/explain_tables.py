@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from ..cost_models.number_format import SAME, compare_percent, percent, ranges
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..planner.explanation.current_split import Side, SplitComparison
 from ..planner.explanation.explanation import Explanation
 from ..planner.explanation.sensitivity import WORTH, Crossover, Sensitivity
 from ..planner.explanation.step_limits import PathShare, StepLimits
 from ..planner.plan_stages import PlanSummary
-from .number_format import SAME, compare_percent, percent, ranges
 from .table import Column, line, number, print_head, print_notes, print_table, text, word
 
 MOST_PLACES = 10

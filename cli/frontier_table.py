@@ -6,10 +6,10 @@ from itertools import islice
 
 from rich.console import Console
 
+from ..cost_models.number_format import three_digits
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..planner.objectives.frontier import Frontier, Point
 from ..planner.plan_file import Plan
-from .number_format import three_digits
 from .table import Column, line, number, print_table, text, word
 
 MOST_STAGES = 8

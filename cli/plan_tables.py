@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from ..api.plan_answer import answer_lines
+from ..api.plan_summary import short_summary, summary_lines
+from ..cost_models.number_format import compare_steps, ranges, whole_percent
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..planner.plan_file import Plan
 from ..planner.plan_records import Alternative, Baseline, PlannedStage, SharedWeight
-from .number_format import compare_steps, ranges, whole_percent
-from .plan_answer import answer_lines
-from .plan_summary import short_summary, summary_lines
 from .table import Column, gap, line, number, print_head, print_notes, print_table, text, word
 
 MOST_STAGES = 8

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..api.options import LinkOptions
+from ..cost_models.number_format import percent
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
-from .number_format import percent
 from .output import Force
 from .streams import console, remark, result
 

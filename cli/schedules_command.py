@@ -71,11 +71,11 @@ def schedules_command(
 def _show(name: str, size: ScheduleSize, *, as_text: bool) -> None:
     """A step in which F, B and W take the same time, and a B without W as long as both; or the actions."""
     from ..api.stage_costs import StageCosts, check_size
+    from ..cost_models.number_format import percent
     from ..cost_models.schedules import find_schedule
     from ..cost_models.schedules.registration import schedule_word
     from ..cost_models.schedules.schedule_text import write_program
     from ..cost_models.timeline import simulate
-    from .number_format import percent
     from .streams import console, result
     from .table import line
     from .timeline_drawing import print_drawing

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 
 from ..api.simulation import Simulation
+from ..cost_models.number_format import compare_steps, percent, ranges, three_digits
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..cost_models.simulator.result import StageTime
 from ..planner.plan_records import TIE
-from .number_format import compare_steps, percent, ranges, three_digits
 from .plan_tables import StageMemory, print_ledger
 from .table import Column, number, print_head, print_notes, print_table, text
 from .timeline_drawing import print_drawing

@@ -20,9 +20,9 @@ from ..cost_models.communication import (
 from ..cost_models.hardware import Device, Level
 from ..cost_models.machines.catalogue import MACHINES, Machine
 from ..cost_models.machines.presets import PRESETS, PresetLink
+from ..cost_models.number_format import ranges
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
 from ..cost_models.topology import Topology
-from .number_format import ranges
 from .table import Column, line, number, print_table, text, word
 
 

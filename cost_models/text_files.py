@@ -2,8 +2,8 @@
 
 The hash tells whether a file was edited since pplan wrote it. In a JSON document it is `content_sha256` of
 `made_by`, over all other keys and values (so not over spaces and the order of keys); in a text with comments
-of `#` it is the last line, over the lines above. A file is never written over one of another kind, which is
-recognised by its content.
+of `#` it is the last line, over the lines above; in an HTML page a comment. A file is never written over one
+of another kind, which is recognised by its content.
 """
 
 from __future__ import annotations
@@ -46,14 +46,16 @@ def escape_text(text: str) -> str:
 
 def add_line_hash(text: str) -> str:
     """A text in lines, with a comment of its hash behind it."""
-    return f"{text}{_LAST}{hashlib.sha256(text.encode()).hexdigest()}\n"
+    start, end = ("<!--\n", "\n-->\n") if text.startswith(_HTML) else ("", "\n")
+    return f"{text}{start}{_LAST}{sha256(text + start)}{end}"
 
 
 def is_unchanged(text: str) -> bool:
     """Whether the text holds its own hash: nobody edited it."""
     above, mark, last = text.rpartition(_LAST)
     if mark:
-        return last.strip() == hashlib.sha256(above.encode(errors="surrogatepass")).hexdigest()
+        digest = hashlib.sha256(above.encode(errors="surrogatepass")).hexdigest()
+        return last.removesuffix("-->\n").strip() == digest
     content = _content(text)
     made_by = None if content is None else content.get("made_by")
     try:
@@ -109,6 +111,8 @@ KINDS = {
 _OTHER_KINDS = {"calibration": "corrections", "check": "cases", "sweep": "rows", "trace": "traceEvents"}
 """The same for kinds of files that no command mistakes for another."""
 COSTS, SVG, TEXT = "table or graph of costs", "SVG drawing", "text"
+REPORT = "report page"
+_HTML, _OF_PPLAN = "<!DOCTYPE html>", '<meta name="generator" content="pplan">'
 
 
 def list_kinds(content: dict[str, Any]) -> list[str]:
@@ -133,6 +137,8 @@ def file_kind(text: str) -> str:
         return detect_kind(text) or _other_json(text)
     if start.startswith(("<svg", "<?xml")):
         return SVG
+    if start.startswith(_HTML):
+        return REPORT if _OF_PPLAN in start[:2000] else "HTML page"
     first = start.partition("\n")[0]
     return COSTS if "forward_" in first and ("," in first or "--" in first) else TEXT
 

@@ -84,7 +84,7 @@ def simulate_plan(
     that cannot stay, and for `profiles` that are missing or of other layers.
     """
     layout = Layout(plan, chain, overrides or Overrides())
-    assembly = _assembly(layout, topology, align_profiles(chain, profiles or {}))
+    assembly = assemble_layout(layout, topology, align_profiles(chain, profiles or {}))
     timeline = simulate(assembly.program, assembly.costs())
     memory = tuple(device_memory(assembly, device, timeline) for device in range(assembly.program.devices))
     return SimulatedPlan(
@@ -122,7 +122,8 @@ def _too_large(memory: Sequence[DeviceMemory]) -> Iterator[str]:
         yield f"it does not fit: stage {stage} needs {format_bytes(needed)} of {format_bytes(limit)}{others}"
 
 
-def _assembly(layout: Layout, topology: Topology, profiles: Mapping[str, Chain]) -> Assembly:
+def assemble_layout(layout: Layout, topology: Topology, profiles: Mapping[str, Chain]) -> Assembly:
+    """The pipeline of a layout, for the simulator and the ledger. Raises UsageError as `Layout` does."""
     return Assembly(
         schedule=layout.schedule,
         program=layout.program,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .api.degrees import degrees
     from .api.explain import compare, explain
     from .api.export import export
+    from .api.html_report import report
     from .api.import_plan import import_plan
     from .api.load import load_plan, load_profile
     from .api.machine import topology
@@ -64,6 +65,7 @@ __all__ = [
     "load_profile",
     "profile",
     "register_schedule",
+    "report",
     "sequential",
     "simulate",
     "solve",
@@ -81,6 +83,7 @@ _ROOMS = {
     "api.load": "load_plan load_profile",
     "api.machine": "topology",
     "api.profiles": "import_profile load_model profile sequential",
+    "api.html_report": "report",
     "api.simulate": "simulate",
     "api.solve": "frontier solve sweep",
     "api.verify": "verify",

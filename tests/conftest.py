@@ -11,6 +11,7 @@ import os
 import runpy
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -23,6 +24,11 @@ from pplan.profiler.profile_file import Profile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before PyTorch is imported: several workers share the cores, and threads that wait for small work spin.
+
+if sys.dont_write_bytecode:
+    # Containers set PYTHONDONTWRITEBYTECODE; rewriting all assertions takes each worker 10 s a run.
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = str(Path(__file__).parents[1] / ".pytest_cache/bytecode")
 
 FORKED_PYTHON = Path(__file__).with_name("forked_python.py")
 """What a process that is forked from the server runs."""

@@ -17,7 +17,8 @@ import numpy as np
 from ..candidate import Proposal
 from ..stage_table import Floats
 from .budget import OutOfTime, SearchBudget
-from .relaxed_problem import CheapestStage, PricedSums, RelaxedProblem, Weights
+from .relaxed_problem import RelaxedProblem, Weights
+from .relaxed_programme import CheapestStage, PricedSums, price_stages
 from .relaxed_stages import RelaxedStages, make_relaxed_stages
 from .rounding import round_stages
 from .space import Space
@@ -27,6 +28,8 @@ LOOKS = 4
 """Prices that are tried for a range, for each of the sums."""
 NARROW = 1.01
 """Ranges that end so near their beginning are not halved."""
+QUESTIONS = 8
+"""Steps for which it is asked whether a plan may be below them."""
 MOST_MOVE = 2.0
 """The most by which one step changes a price."""
 
@@ -71,7 +74,18 @@ class RelaxedBound:
 
     def least(self, step: float) -> float:
         """A bound on all pipelines that take less than `step` seconds; else `step`."""
-        self.step = step
+        low, high = self._least_below(step), self.step
+        for _ in range(QUESTIONS):
+            if high <= low * NARROW or self.budget.spent:
+                break
+            middle = sqrt(low * high)
+            proven = self._least_below(middle)
+            low, high = max(low, proven), high if proven >= middle else middle
+        return low
+
+    def _least_below(self, step: float) -> float:
+        """The same, with the stages of plans below `step` only: the fewer, the better is the bound."""
+        self.step, self._heap, self._closed = step, [], inf
         own = dict.fromkeys((family.config, family.replicas) for family in self.families)
         first = {key: next(f for f in self.families if (f.config, f.replicas) == key) for key in own}
         for family in first.values():
@@ -118,7 +132,7 @@ class RelaxedBound:
         most = min(devices, self.space.chain.max_stages if not stages.exact else blocks)
         if not self.deeper:
             most = min(most, max(self.counts))
-        problem = RelaxedProblem(family.config, stages, most)
+        problem = RelaxedProblem(family.config, stages, most, self.step)
         if 1 in self.counts:
             self._closed = min(self._closed, max(problem.alone, bound))
         if most == 1:
@@ -170,7 +184,7 @@ class RelaxedBound:
 
     def _price_range(self, range_: _StageRange, weights: Weights, prices: Floats) -> PricedSums:
         problem = range_.problem
-        sums = problem.price_stages(weights, range_.low, range_.high, prices)
+        sums = price_stages(problem, weights, range_.low, range_.high, prices)
         self.budget.spend(
             5e5 + 10.0 * problem.stages.forward.size + 4.0 * problem.depth * problem.cut_points**2
         )

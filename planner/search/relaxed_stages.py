@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import pairwise
 from math import inf
 
@@ -21,6 +21,7 @@ from ...cost_models.layer import MEASURED, LayerCosts
 from ...cost_models.memory import LedgerOptions
 from ...cost_models.topology import Topology
 from ..stage_table import Floats, StageTable, ledger_options
+from .least_collectives import all_reduce_pace, least_all_reduce_seconds
 from .pipelines import stage_modes
 from .replica_group import ReplicaGroupCosts
 from .space import Space, divide_batch, with_cuts
@@ -147,13 +148,12 @@ def _choice(
     )
     slowest = np.maximum.reduce(
         [
-            space.kind_table(other, per_replica_batch).backward * other.seconds_scale
+            space.kind_table(other, per_replica_batch).costs.backward_seconds * other.seconds_scale
             for other in kinds
             for per_replica_batch in counts.per_replica_batches
         ]
     )
-    exchanged = space.bytes_at_end(table.reduced_bytes(space.zero))
-    sent = exchanged * all_reduce_pace(space.topology, counts.fewest)
+    exchanged = _exposed_exchange(space, counts.fewest, table, slowest, exact=exact)
     # Between few cut points stages are taken without their outer layers, of which all users may be one.
     tied = space.least_tied(table, counts.fewest) if exact else 0.0
     return ReplicaGroupCosts(
@@ -164,11 +164,34 @@ def _choice(
         forward=forward,
         backward=backward,
         accumulation=accumulation,
-        exposed_allreduce=np.maximum(sent - slowest, 0.0) + tied,
+        exposed_allreduce=exchanged + tied,
         limit=_limit(space, kind),
         optimizer=space.optimizer,
         ledger=_ledger(space, kinds, kind),
     )
+
+
+def _exposed_exchange(
+    space: Space, replicas: int, table: StageTable, slowest_backward: Floats, *, exact: bool
+) -> Floats:
+    """Of every stage with at least so many replicas, what follows its last backward; `slowest_backward`
+    (layers,): of a replica, at the most.
+
+    Without `exact` other layers lie around a stage's, which may hide more and fill other buckets: there only
+    backward and exchange together are no more than they take.
+    """
+    trainable = table.reduced_bytes(space.zero)
+    if replicas == 1:
+        return np.zeros_like(trainable)
+    seconds = partial(least_all_reduce_seconds, space.topology, replicas)
+    if space.zero:
+        weights = seconds(trainable) / 2 if space.zero < 3 else np.zeros_like(trainable)
+        return weights + (seconds(space.gradients(trainable)) / 2 if space.zero == 1 else 0.0)
+    if exact:
+        return space.buckets.exposed_seconds(slowest_backward, seconds)
+    sent = space.gradients(trainable) * all_reduce_pace(space.topology, replicas)
+    exposed: Floats = np.maximum(sent - table.stage_sums(slowest_backward), 0.0)
+    return exposed
 
 
 def _as_fast(kind: Device, kinds: Sequence[Device], numbers: Sequence[int]) -> int:
@@ -201,26 +224,6 @@ def _least(costs: Iterator[LayerCosts]) -> LayerCosts:
 def _smaller(one: LayerCosts, other: LayerCosts) -> LayerCosts:
     least = {name: np.minimum(getattr(one, name), getattr(other, name)) for name in MEASURED}
     return replace(one, input_bytes=min(one.input_bytes, other.input_bytes), **least)
-
-
-def all_reduce_pace(topology: Topology, replicas: int) -> float:
-    """Seconds that each byte of gradients takes at the least, whichever devices add them up.
-
-    A replica sends 2 (r - 1) / r of its bytes, over the fastest link at best. A member of a level holds c
-    devices at most, so that for r > c some send between members: by any algorithm of `collectives` the
-    devices behind a port of a member send 2 (1 - c / r) of a share d / c, for d devices a port.
-    """
-    if replicas == 1:
-        return 0.0
-    levels, inner = topology.levels, 1
-    paces = [2 * (replicas - 1) / replicas / max(_bandwidth(level.link) for level in levels)]
-    for index, level in enumerate(levels[:-1]):
-        inner *= level.size or 1
-        outer = levels[index + 1 :]
-        if replicas > inner:
-            behind = min(own.devices_per_port for own in outer) / inner
-            paces.append(2 * (1 - inner / replicas) * behind / max(_bandwidth(own.link) for own in outer))
-    return max(paces)
 
 
 def _bandwidth(link: object) -> float:

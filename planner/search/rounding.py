@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from ..candidate import Proposal
 from .placements import Placement
-from .relaxed_problem import CheapestStage, RelaxedProblem
+from .relaxed_problem import RelaxedProblem
+from .relaxed_programme import CheapestStage
 from .space import Space, divide_batch
 from .subproblem import Family
 

@@ -161,6 +161,7 @@ def call(name: str, argument: str, value: Any, profile: Profile, plan: Plan) -> 
         "explain": {"plan": plan, "profile": profile},
         "check": {"plan": plan, "profile": profile},
         "verify": {"plan": plan, "profile": profile},
+        "report": {"plan": plan},
         "compare": {},
         "degrees": {"config": {}, "gpus": 2},
         "profile": {"model": "vgg11"},

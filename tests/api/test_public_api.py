@@ -44,6 +44,7 @@ def test_all() -> None:
         "load_profile",
         "profile",
         "register_schedule",
+        "report",
         "sequential",
         "simulate",
         "solve",

@@ -33,6 +33,7 @@ def measure(tmp_path: Path, *arguments: str) -> Profile:
     return Profile.load(made)
 
 
+@pytest.mark.slow
 def test_a_configuration_by_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "sizes.json"
     file.write_text(json.dumps(CONFIG))

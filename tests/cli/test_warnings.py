@@ -89,8 +89,10 @@ def test_the_default_mini_batch_is_the_second_line(profile: Profile, here: Path,
 def test_no_two_columns_of_a_sweep_have_one_name(key: str, profile: Profile, here: Path, run: Run) -> None:
     profile.save(here / "toy.profile.json", force=True)
     word = {"memory_bytes": "memory=1GiB,2GiB", "micro_batches": "micro-batches=2,4"}
-    swept = word.get(key, f"{key}=auto,{'gpipe' if key == 'schedule' else 'always'}")
-    ran = run("solve", "--gpus", "2", "--mini-batch", "16", "--sweep", swept, "--csv", "rows.csv")
+    swept = word.get(key, f"{key}={'1f1b,gpipe' if key == 'schedule' else 'auto,always'}")
+    schedule = [] if key == "schedule" else ["--schedule", "gpipe"]
+    options = ["--gpus", "2", "--mini-batch", "16", "--jobs", "1", *schedule]
+    ran = run("solve", *options, "--sweep", swept, "--csv", "rows.csv")
     assert ran.status == 0, ran.err
     head, first = (here / "rows.csv").read_text().splitlines()[:2]
     names = head.split(",")

@@ -48,6 +48,7 @@ def test_what_was_found_once(corpus: Path, workspace: Workspace) -> None:
         assert found is None, f"{found.kind}\n{line[:600]}\n{found.text}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted({*KINDS, "command line"} - TOO_LONG))
 def test_random_mutations(kind: str, workspace: Workspace) -> None:
     @BOUNDED

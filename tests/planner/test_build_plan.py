@@ -188,7 +188,7 @@ def test_ledger_and_stages_add_up(make_chain: MakeChain, make_topology: MakeTopo
 
 
 def test_notes_say_what_was_assumed(make_chain: MakeChain, make_topology: MakeTopology) -> None:
-    chain = make_chain(1, 6, sizes=(2, 4))
+    chain = make_chain(1, 4, sizes=(2, 4))
     free = solved(chain, make_topology(3))
     assert free.mini_batch == 96
     assert free.default_mini_batch is not None
@@ -197,7 +197,7 @@ def test_notes_say_what_was_assumed(make_chain: MakeChain, make_topology: MakeTo
     small = solved(chain, make_topology(3), mini_batch=7)
     assert small.micro_batch_size == 1
     assert "micro-batch size 1 is below the smallest measured (2): extrapolated" in small.warnings
-    few = solved(make_chain(1, 6, cuts=0.0), make_topology(3), runtime="torchgpipe")
+    few = solved(make_chain(1, 4, cuts=0.0), make_topology(3), runtime="torchgpipe")
     assert any("at most 1 stage, fewer than 3 GPUs" in note for note in few.notes)
 
 

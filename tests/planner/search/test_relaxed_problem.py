@@ -9,15 +9,16 @@ from math import inf
 import numpy as np
 import pytest
 
+from pplan.cost_models.collectives import all_reduce_seconds, reduce_scatter_seconds
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.pipeline_config import Mode, PipelineConfig
 from pplan.planner.scoring import fastest
 from pplan.planner.search import relaxed_stages
+from pplan.planner.search.least_collectives import all_reduce_pace, least_all_reduce_seconds
 from pplan.planner.search.placements import list_placements
 from pplan.planner.search.relaxed_bound import RelaxedBound
-from pplan.planner.search.relaxed_stages import all_reduce_pace
 from pplan.planner.search.space import Space
 from pplan.planner.search.subproblem import Family, bounded_counts, quick_bound
 
@@ -120,16 +121,40 @@ def test_no_plan_on_any_devices_is_below_the_bound(
     assert all(quick_bound(space, family) <= step * SLACK for family in families)
 
 
-def test_all_reduces_take_no_less_than_their_pace() -> None:
-    from pplan.cost_models.collectives import all_reduce_seconds
+def test_all_reduces_take_no_less_than_the_least() -> None:
+    rng, sizes = np.random.default_rng(0), np.array([0.0, 1e3, 1e6, 1e8, 1e10])
+    tight = 0
+    for case in range(150):
+        devices = int(rng.integers(2, 25))
+        topology = random_topology(rng, devices) if case % 2 else random_levels(rng, devices)
+        count = int(rng.integers(2, devices + 1))
+        least = least_all_reduce_seconds(topology, count, sizes)
+        ranks = rng.choice(devices, count, replace=False).tolist()
+        for own in (ranks, range(count)):
+            seconds = all_reduce_seconds(topology, own, sizes, "best")
+            assert (seconds * SLACK >= least).all()
+            assert seconds[3] * SLACK >= 1e8 * all_reduce_pace(topology, count)
+        fewer = least_all_reduce_seconds(topology, int(rng.integers(1, count + 1)), sizes)
+        assert (fewer <= least * SLACK).all()
+        halves = 2 * reduce_scatter_seconds(topology, ranks, sizes, "best")
+        assert (halves * SLACK >= least).all()
+        tight += np.allclose(seconds, least, rtol=1e-9)
+    assert tight > 30
 
-    rng = np.random.default_rng(0)
-    for _ in range(60):
-        topology = random_topology(rng, int(rng.integers(2, 10)))
-        count = int(rng.integers(2, topology.gpus + 1))
-        ranks = rng.choice(topology.gpus, count, replace=False).tolist()
-        seconds = float(all_reduce_seconds(topology, ranks, 1e8, "best"))
-        assert seconds * SLACK >= 1e8 * all_reduce_pace(topology, count)
+
+def random_levels(rng: np.random.Generator, devices: int) -> Topology:
+    """Three levels of alike devices, that outside slower, with shared ports."""
+    paces = -np.sort(-rng.uniform(1e9, 1e11, 3))
+    latencies = rng.choice([0.0, 1e-6, 2e-5], 3)
+    links = [Link(float(pace), float(latency)) for pace, latency in zip(paces, latencies, strict=True)]
+    inner, middle = int(rng.integers(1, 5)), int(rng.integers(1, 4))
+    port = int(rng.choice([n for n in (1, 2, 4) if inner % n == 0]))
+    levels = (
+        Level("node", inner, links[0]),
+        Level("rack", middle, links[1], port),
+        Level("all", None, links[2]),
+    )
+    return Topology((Group(Device("gpu", None), devices),), levels)
 
 
 def test_counts_with_one_share_are_bounded_by_their_fewest() -> None:

@@ -76,6 +76,11 @@ def test_it_is_faster_than_every_known_order_here(solve: Solve, measured: Profil
     assert plan.options.schedule == "synthesized"
     assert max(stage.memory_bytes for stage in plan.stages) <= 3 * GIB
     assert "any synchronous order" in own.bound_covers
+
+
+@pytest.mark.slow
+def test_the_same_order_is_found_again(solve: Solve, measured: Profile) -> None:
+    plan = solve(measured, "synthesized")
     again = pplan.solve(measured, schedule="synthesized", **OPTIONS)
     assert (again.schedule, again.order) == (plan.schedule, plan.order)
 
@@ -98,6 +103,10 @@ def test_where_nothing_is_gained_the_known_plan_stays(solve: Solve, measured: Pr
 def test_a_runtime_without_lists_of_actions_is_refused(solve: Solve, measured: Profile) -> None:
     with pytest.raises(UsageError, match="runtime='deepspeed' does not run schedule='synthesized'"):
         solve(measured, "synthesized", runtime="deepspeed")
+
+
+@pytest.mark.slow
+def test_runtimes_with_lists_of_actions_run_it(solve: Solve, measured: Profile) -> None:
     assert solve(measured, "synthesized", runtime="torch").schedule.startswith("synthesized-")
     nemo = solve(measured, "synthesized", runtime="nemo-automodel").schedule
     assert nemo.startswith("synthesized-") or nemo in RUNTIMES["nemo-automodel"].schedules

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ..cost_models.number_format import percent, three_digits
 from ..cost_models.optimizers import find_optimizer
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..planner.plan_file import Plan
 from ..planner.plan_records import Aim, Prediction
-from .number_format import percent, three_digits
 
 
 def short_summary(plan: Plan) -> list[str]:

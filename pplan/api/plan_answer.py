@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ..cost_models.number_format import three_digits
 from ..cost_models.quantities import format_count, format_seconds
 from ..cost_models.runtime import find_runtime
 from ..planner.pipeline_config import SEARCHED
 from ..planner.plan_file import Plan
 from ..planner.plan_records import TIE, Aim, Alternative, Baseline, DefaultMiniBatch, OtherMiniBatch
-from .number_format import three_digits
 from .plan_summary import objective_value
 
 OBJECTIVES = {
@@ -177,8 +177,8 @@ def _batch_lines(plan: Plan) -> list[str]:
 
 def _other_batches(default: DefaultMiniBatch) -> str:
     if not default.others:
-        return "half and twice of it were not tried (--mini-batch sets another)"
-    return "; ".join(_other_batch(other) for other in default.others) + " (--mini-batch)"
+        return "half and twice of it were not tried (`mini_batch` sets another)"
+    return "; ".join(_other_batch(other) for other in default.others) + " (`mini_batch`)"
 
 
 def _other_batch(other: OtherMiniBatch) -> str:

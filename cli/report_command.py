@@ -1,0 +1,76 @@
+"""`pplan report`: a plan as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..cost_models.errors import UsageError
+from .output import Force, choose_input, choose_target
+
+PlanFile = Annotated[
+    Path | None,
+    typer.Argument(metavar="PLAN", help="A plan; default: newest in this directory.", show_default=False),
+]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="FILE", help="The plan's profile, where it is not beside it."),
+]
+FrontierFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--frontier", metavar="FILE", help="Of pplan solve --frontier; default: that beside the plan."
+    ),
+]
+CheckFile = Annotated[
+    Path | None,
+    typer.Option("--check", metavar="FILE", help="Of pplan check; default: that of the plan, beside it."),
+]
+Explain = Annotated[
+    bool, typer.Option("--explain", help="Compute the sensitivity and what-ifs as well; takes some seconds.")
+]
+Page = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="FILE", help="Where to write; default: PLAN's name with .html."),
+]
+
+
+def report_command(
+    plan_file: PlanFile = None,
+    profile_file: ProfileFile = None,
+    frontier_file: FrontierFile = None,
+    check_file: CheckFile = None,
+    explain_too: Explain = False,
+    output: Page = None,
+    force: Force = False,
+) -> None:
+    """Write a plan as one HTML page to look at and send on: cuts to move, timeline, memory, comparisons."""
+    from ..api.explain import explain
+    from ..api.html_report import find_beside, report
+    from ..api.load import read_plan
+    from ..cost_models.text_files import REPORT
+    from .streams import remark
+
+    path = choose_input(plan_file, ("plan",))
+    beside = find_beside(path)
+    profile = profile_file or beside.profile
+    if profile is not None:
+        profile = read_plan(path, profile).profile_file
+    elif explain_too:
+        raise UsageError(
+            "report --explain: the plan's profile is not beside it", "Name it: pplan report --profile FILE"
+        )
+    stem = path.name.removesuffix(".json").removesuffix(".plan")
+    target = choose_target(output, f"{stem}.html", force=force, kind=REPORT)
+    target.check(path, profile, frontier_file, check_file)
+    page = report(
+        path,
+        profile,
+        frontier=frontier_file or beside.frontier,
+        check=check_file or beside.check,
+        explanation=explain(path, profile) if explain_too and profile else None,
+    )
+    target.write_text(page.html)
+    remark(f"Wrote {target.path}")

@@ -1,0 +1,129 @@
+"""A plan as one HTML page, to be looked at and sent on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from ..cost_models import arguments
+from ..cost_models.document import Document
+from ..cost_models.errors import FileError
+from ..cost_models.text_files import read_text, sha256, write_whole
+from ..planner.explanation.explanation import Explanation
+from ..planner.objectives.frontier import Frontier
+from ..planner.plan_file import Plan
+from ..profiler.profile_file import Profile
+from ..runtimes.checking.check_report import Check
+from .load import as_plan, check_layers, profile_and_reference
+from .machine import planned_machine
+from .page.page_content import PageSources, page_content
+from .page.render import render_page
+
+
+@dataclass(frozen=True)
+class HtmlReport:
+    """The text of the page."""
+
+    html: str
+
+    def save(self, path: str | Path, *, force: bool) -> None:
+        """Writes it; an existing file is replaced only with `force`. Raises FileError."""
+        write_whole(Path(path), self.html, force=force)
+
+    def _repr_html_(self) -> str:
+        """Of a notebook: the page in a frame of its own."""
+        from html import escape
+
+        return f'<iframe srcdoc="{escape(self.html)}" width="100%" height="800"></iframe>'
+
+
+def report(
+    plan: Plan | str | Path,
+    profile: Profile | str | Path | None = None,
+    *,
+    explanation: Explanation | None = None,
+    frontier: Frontier | str | Path | None = None,
+    check: Check | str | Path | None = None,
+) -> HtmlReport:
+    """`plan` as one HTML page that needs no network: the answer, the cuts (which can be moved), the timeline,
+    memory, comparisons, layers, and how the numbers were made.
+
+    `plan`, `profile`, `frontier` and `check` may be the paths of their files. Without the profile that the
+    plan was made from the page has no timeline and no layers, and says so. `explanation`: what
+    `pplan.explain` returns.
+
+    Raises UsageError (a profile of other layers), FileError.
+    """
+    document = as_plan(plan)
+    _check_instance("explanation", explanation, Explanation, "pplan.explain(plan, profile)")
+    sources = PageSources(
+        document,
+        Path(plan).name if isinstance(plan, str | Path) else "",
+        explanation=explanation,
+        frontier=_document("frontier", frontier, Frontier, "pplan.frontier(profile, gpus=8)"),
+        check=_document("check", check, Check, "pplan.check(plan, profile)"),
+    )
+    if profile is not None:
+        measured, reference = profile_and_reference(profile, "", "")
+        check_layers(document, reference)
+        folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
+        machine, profiles = planned_machine(document, measured, folder)
+        sources = replace(sources, profile=measured, machine=machine, profiles=profiles)
+    return HtmlReport(render_page(page_content(sources)))
+
+
+Kind = TypeVar("Kind", bound=Document)
+
+
+def _document(name: str, source: Kind | str | Path | None, kind: type[Kind], maker: str) -> Kind | None:
+    """The document, read where it is named by its path. Raises UsageError, FileError."""
+    if isinstance(source, str | Path):
+        return kind.load(source)
+    _check_instance(name, source, kind, maker)
+    return source
+
+
+def _check_instance(name: str, value: object, kind: type[Document], maker: str) -> None:
+    if value is not None:
+        arguments.instance(name, value, kind, f"Give what {maker} returns.")
+
+
+@dataclass(frozen=True)
+class FilesBeside:
+    """What lies beside a plan's file and belongs to it."""
+
+    profile: Path | None
+    frontier: Path | None
+    check: Path | None
+
+
+def find_beside(path: Path) -> FilesBeside:
+    """The profile, the newest frontier and the newest check beside a plan's file that were made of the same.
+    Raises FileError where the plan cannot be read."""
+    text = read_text(path, "plan")
+    plan = Plan.parse(text, str(path))
+    profile = path.parent / Path(plan.profile.file).name
+    return FilesBeside(
+        profile if plan.profile.file and profile.is_file() else None,
+        _newest(path.parent, "frontier", lambda file: _same_frontier(file, plan)),
+        _newest(path.parent, "check", lambda file: Check.load(file).plan_sha256 == sha256(text)),
+    )
+
+
+def _newest(folder: Path, kind: str, suits: Callable[[Path], bool]) -> Path | None:
+    files = sorted(folder.glob(f"*.{kind}.json"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    for file in files:
+        try:
+            if suits(file):
+                return file
+        except FileError:
+            continue  # a file of another kind, or a broken one, which nobody named
+    return None
+
+
+def _same_frontier(file: Path, plan: Plan) -> bool:
+    """Whether it is of the plan's profile and global batch."""
+    first = Frontier.load(file).points[0].plan
+    return first.profile.sha256 == plan.profile.sha256 and first.mini_batch == plan.mini_batch

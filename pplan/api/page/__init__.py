@@ -1,0 +1,1 @@
+"""The report of a plan: one HTML page that needs nothing else."""

@@ -1,0 +1,263 @@
+"""The report's page: whole, safe whatever the names are, small, and the same figures as the plan."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import shutil
+import subprocess
+import unicodedata
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import html5lib
+import pytest
+
+import pplan
+from pplan.api.html_report import report
+from pplan.cost_models.quantities import format_bytes, format_seconds
+
+HOSTILE = [
+    "</script><script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "' onmouseover='alert(1)",
+    "<!--<script>",
+    "]]></style><style>*{display:none}",
+    "{{ 7 * 7 }}{% raw %}",
+    "\u202egnp.exe",
+    "\x1b[31mred\x07\u2028\u2066",
+    "&lt;&amp;&#60;",
+    "javascript:alert(1)//\\u003c",
+]
+STEERS = {"Cc", "Cf", "Zl", "Zp", "Cs"}
+
+
+def profile_of(names: Sequence[str], model: str = "toy") -> pplan.Profile:
+    """Layers of these names; the first are the heaviest."""
+
+    def layer(index: int, name: str) -> dict[str, Any]:
+        costs = [
+            {
+                "micro_batch_size": size,
+                "forward_seconds": 1e-3 * size * (1 + 1 / (1 + index)),
+                "backward_seconds": 2e-3 * size,
+                "output_bytes": 2**18 * size,
+                "saved_bytes": 2**20 * size,
+            }
+            for size in (1, 2)
+        ]
+        return {"name": name, "kind": name, "parameter_bytes": 2**20, "costs": costs}
+
+    content = {"schema": 1, "model": model, "device": "cuda:0", "device_name": model, "dtype": "float32"}
+    layers = [layer(index, name) for index, name in enumerate(names)]
+    return pplan.Profile.parse(json.dumps(content | {"layers": layers}), "test")
+
+
+def planned(
+    profile: pplan.Profile, balance: Sequence[int], micro_batches: int, schedule: str = "1f1b"
+) -> pplan.Plan:
+    return pplan.import_plan(
+        ",".join(map(str, balance)),
+        profile,
+        mini_batch=micro_batches,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        memory_bytes=2**34,
+        bandwidth=1e10,
+        latency=5e-6,
+        recompute="never",
+    )
+
+
+def parse(html: str) -> Any:
+    """The page's tree. Fails for a page that is not HTML by the standard's own parsing."""
+    parser = html5lib.HTMLParser(namespaceHTMLElements=False)
+    tree = parser.parse(html)
+    assert parser.errors == []
+    return tree
+
+
+def texts(element: Any) -> str:
+    return "".join(element.itertext())
+
+
+@pytest.fixture(scope="module")
+def toy() -> tuple[pplan.Profile, pplan.Plan]:
+    profile = profile_of([f"layers.{number}" for number in range(10)])
+    return profile, planned(profile, (3, 3, 4), 8)
+
+
+def test_hostile_names_stay_names() -> None:
+    profile = profile_of(HOSTILE, model=HOSTILE[0])
+    html = report(planned(profile, (4, 6), 4), profile).html
+    tree = parse(html)
+    scripts = tree.findall(".//script")
+    assert [script.get("type") for script in scripts] == ["application/json", None, None, None, None]
+    assert tree.findall(".//img") == []
+    assert len(tree.findall(".//style")) == 1
+    for element in tree.iter():
+        attributes = {} if callable(element.tag) else element.attrib
+        assert not [name for name in attributes if name.lower().startswith("on")], attributes
+        assert not any(str(value).startswith(("http", "//", "javascript")) for value in attributes.values())
+    data = json.loads(scripts[0].text)
+    shown = [texts(row.findall("td")[1]) for row in tree.findall(".//table[@data-sortable]/tbody/tr")]
+    assert data["names"] == shown
+    for name, own in zip(HOSTILE, shown, strict=True):
+        assert own == name if name.isprintable() else own.isprintable()
+        assert "49" not in own
+    steering = [one for one in html if unicodedata.category(one) in STEERS and one != "\n"]
+    assert steering == []
+
+
+def test_nothing_but_its_own_scripts_runs_and_nothing_is_loaded(
+    toy: tuple[pplan.Profile, pplan.Plan],
+) -> None:
+    tree = parse(report(toy[1], toy[0]).html)
+    policy = next(
+        meta.get("content") for meta in tree.findall(".//meta") if meta.get("http-equiv") is not None
+    )
+    hashes = [
+        base64.b64encode(hashlib.sha256(script.text.encode()).digest()).decode()
+        for script in tree.findall(".//script")[1:]
+    ]
+    assert "default-src 'none'" in policy
+    assert policy.count("sha256-") == len(hashes) == 4
+    assert all(f"'sha256-{each}'" in policy for each in hashes)
+    assert [link.get("href")[:1] for link in tree.findall(".//a")] == ["#"] * len(tree.findall(".//a"))
+    targets = {element.get("id") for element in tree.iter() if not callable(element.tag)}
+    assert {link.get("href")[1:] for link in tree.findall(".//a")} <= targets
+
+
+def test_the_tables_have_the_plans_figures(toy: tuple[pplan.Profile, pplan.Plan]) -> None:
+    profile, plan = toy
+    explanation = pplan.explain(plan, profile)
+    tree = parse(report(plan, profile, explanation=explanation).html)
+    tables = {texts(table.find("caption")): table for table in tree.findall(".//table[caption]")}
+    rows = tables["Stages; time per micro-batch"].findall("tbody/tr")
+    for row, stage in zip(rows, plan.stages, strict=True):
+        cells = [texts(cell) for cell in row.findall("td")]
+        assert cells[2] == str(stage.layers)
+        assert cells[-2] == format_bytes(stage.memory_bytes)
+        assert cells[5] == format_seconds(stage.forward_seconds)
+    timeline = pplan.simulate(plan, profile)
+    other = {
+        texts(row[0]): texts(row[1])
+        for row in tables["Other schedules on the same cuts and micro-batches"].findall("tbody/tr")
+    }
+    assert (
+        other["1f1b"] == format_seconds(timeline.step_seconds) == format_seconds(plan.prediction.step_seconds)
+    )
+    for schedule in ("gpipe", "zb-h1", "naive"):
+        simulated = pplan.simulate(plan, profile, schedule=schedule)
+        assert other[schedule] == format_seconds(simulated.step_seconds)
+    changes = [texts(row[0]) for row in tables["What-if (one change at a time)"].findall("tbody/tr")]
+    assert changes == [change.change for change in explanation.what_if]
+    data = json.loads(tree.find(".//script").text)
+    unit = data["timeline"]["step"] / data["timeline"]["units"]
+    for device, own in enumerate(data["timeline"]["devices"]):
+        spans = [span for span in timeline.spans if span.stage == device]
+        assert own["kinds"] == "".join(span.action.kind for span in spans)
+        assert own["m"] == [span.action.micro_batch for span in spans]
+        ends = [sum(own["wait"][: i + 1]) + sum(own["run"][: i + 1]) for i in range(len(spans))]
+        assert [end * unit for end in ends] == pytest.approx([span.end for span in spans], abs=2 * unit)
+
+
+def test_what_is_not_there_is_said(toy: tuple[pplan.Profile, pplan.Plan]) -> None:
+    page = texts(parse(report(toy[1]).html))
+    for words in (
+        "not in the plan: it was not at hand",
+        "Sensitivity and what-ifs were not computed",
+        "No frontier",
+        "The plan was not checked",
+        "Without the profile nothing is simulated",
+    ):
+        assert words in page
+
+
+def test_a_large_plan_is_a_small_page() -> None:
+    """64 stages x 256 micro-batches; a zero-bubble schedule has half as many actions again."""
+    profile = profile_of([f"layers.{number}" for number in range(256)])
+    for schedule in ("1f1b", "zb-h1"):
+        html = report(planned(profile, [4] * 64, 256, schedule), profile).html
+        assert len(html.encode()) < 3_000_000
+        data = json.loads(parse(html).find(".//script").text)
+        assert data["timeline"]["shown"] == 256
+
+
+@pytest.fixture
+def browse(tmp_path: Path) -> Callable[[str, str], Any]:
+    """Opens a page in Chromium, runs a script behind the page's own, and returns what it puts in `result`."""
+    browser = next((path for name in ("chromium", "google-chrome") if (path := shutil.which(name))), None)
+    if browser is None:
+        pytest.skip("there is no browser")
+
+    def run(html: str, script: str) -> Any:
+        policy = "default-src 'none'"
+        assert policy in html
+        page = tmp_path / "page.html"
+        # The policy is for the page's own scripts alone.
+        page.write_text(
+            html.replace('http-equiv="Content-Security-Policy"', 'name="policy"').replace(
+                "</body>",
+                f"<script>setTimeout(() => {{ const result = (() => {{{script}}})();"
+                "document.body.replaceChildren(JSON.stringify(result)); }, 500);</script></body>",
+            )
+        )
+        command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000"]
+        done = subprocess.run(
+            [*command, f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom", page.as_uri()],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        return json.loads(texts(html5lib.parse(done.stdout, namespaceHTMLElements=False).find("body")))
+
+    return run
+
+
+@pytest.mark.slow
+def test_cuts_move_by_the_keyboard_and_all_follows(
+    toy: tuple[pplan.Profile, pplan.Plan], browse: Callable[[str, str], Any]
+) -> None:
+    profile, plan = toy
+    result = browse(
+        report(plan, profile).html,
+        """
+        const text = (id) => document.getElementById(id).textContent;
+        const before = text("editor-answer"), cut = document.querySelector(".cut");
+        const press = (key) => cut.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
+        press("ArrowRight");
+        const moved = [document.getElementById("editor-balance").value, text("editor-answer"),
+            cut.getAttribute("aria-valuetext"),
+            document.getElementById("timeline-canvas").getAttribute("aria-label")];
+        press("Home");
+        const first = document.getElementById("editor-balance").value;
+        document.getElementById("editor-reset").click();
+        const canvas = document.getElementById("timeline-canvas");
+        canvas.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
+        const heading = [...document.querySelectorAll("table[data-sortable] th button")][4];
+        heading.click();
+        const rows = [...document.querySelectorAll("table[data-sortable] tbody tr")];
+        return {before, moved, first, after: text("editor-answer"), action: text("timeline-text"),
+            sorted: rows.map((row) => Number(row.cells[0].textContent)),
+            wide: document.documentElement.scrollWidth <= innerWidth};
+        """,
+    )
+    other = pplan.simulate(planned(profile, (4, 2, 4), 8), profile)
+    assert result["before"].startswith(f"Step {format_seconds(plan.prediction.step_seconds)} (the plan)")
+    balance, answer, cut, label = result["moved"]
+    assert balance == "4,2,4"
+    assert answer.startswith(f"Step {format_seconds(other.step_seconds)} (")
+    assert cut == "after layer 3 layers.3"
+    assert format_seconds(other.step_seconds) in label
+    assert result["first"] == "1,5,4"
+    assert result["after"] == result["before"]
+    first = next(span for span in pplan.simulate(plan, profile).spans if span.stage == 0)
+    assert result["action"].startswith(
+        f"Stage 0: forward of micro-batch 0, {format_seconds(first.end - first.start)}, from 0 s"
+    )
+    assert result["sorted"] == list(range(9, -1, -1))
+    assert result["wide"]
