@@ -117,7 +117,7 @@ class SegmentedMeasurement:
         )
         mover = self.mover or DeviceMover(self.device)
         boundary = Boundary.of_input(inputs)
-        times = []
+        times: list[list[LayerTimes]] = []
         for segment in self.segments:
             modules = [self.layers[index].module for index in segment]
             with mover.holding(_tensors(modules)):
