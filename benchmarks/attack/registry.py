@@ -101,6 +101,7 @@ ATTACKED_BY_TESTS: dict[str, str] = {
 """Bounds on plans of transformers by degrees, which no problem of the attack has, and on orders of stages."""
 
 NOT_BOUNDS: dict[str, str] = {
+    "search/relaxed_bound.py:RelaxedBound.propose_rest": "plans near what bounds found, which are scored",
     "candidate.py:Proposal.bounds": "first and last layers of stages",
     "degrees/degree_search.py:_BestPlans.try_divisions": "a part of search_degrees, attacked with it",
     "degrees/degree_search.py:_BestPlans.try_interleaved": "a part of search_degrees, attacked with it",
