@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ...cost_models.errors import PplanError
 from ..chain.layers import Layer
-from ..chain.shared_parameters import modules_used, tensors_used
 from ..memory.live_bytes import Meter, build_meter, storages
 from ..memory.workspace import LossWorkspace, Workspace
 from ..passes.clocks import Clock
@@ -25,6 +24,7 @@ from ..passes.watchers import CompositeWatcher, SavedBytes, Watcher
 from ..torch_internals import storage_key, tree_leaves, tree_map_only
 from ..user_model.failures import is_out_of_memory, layer_failure
 from ..user_model.losses import Loss
+from ..user_model.shared_parameters import modules_used, tensors_used
 from .boundary import Boundary, InnerGradients
 
 
