@@ -28,6 +28,14 @@ def three_digits(value: float) -> str:
     return f"{value:.0f}"
 
 
+def format_amount(count: float) -> str:
+    """A large number in words: `144 million`, `7.02 billion`."""
+    for name, size in ((" trillion", 1e12), (" billion", 1e9), (" million", 1e6)):
+        if count >= 0.9995 * size:
+            return f"{three_digits(count / size)}{name}"
+    return f"{count:.0f}"
+
+
 def compare_steps(step: float, reference: float) -> str:
     """A step against one's own: `1.25 x slower`; in percent where the factor would read 1.00."""
     factor = max(step, reference) / min(step, reference)
