@@ -31,17 +31,17 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
             f"{document.sequence} tokens, in bfloat16 with float32 gradients and Adam.",
             f"Pipeline {format_seconds(best.pipeline_seconds)}, gradients and update "
             f"{format_seconds(best.update_seconds)}; {_schedule(best)}, {best.micro_batches} "
-            f"micro-batches of {best.micro_batch_size}; recompute {best.recompute}.",
+            f"micro-batches of {best.micro_batch_size}; recompute {_recompute(best)}.",
             f"Best found; at most {percent(document.gap)} from the proven bound of "
-            f"{format_seconds(document.bound_seconds)} (any of {document.combinations} combinations: under "
-            "1F1B every division of the layers that fits, interleaved the even ones).",
+            f"{format_seconds(document.bound_seconds)} (any of {document.combinations} combinations, "
+            "with every division of the layers that fits).",
         ],
     )
     plans: list[Column[PlanEntry]] = [
         text("degrees", lambda plan: plan.degrees, min_width=20),
         number("micro-batches", lambda plan: f"{plan.micro_batches} of {plan.micro_batch_size}", drop=2),
         number("virtual stages", lambda plan: plan.virtual_stages, drop=3),
-        word("recompute", lambda plan: plan.recompute, drop=1),
+        word("recompute", _recompute, drop=1),
         number("step", lambda plan: plan.step_seconds, format_seconds),
         number("memory", lambda plan: plan.peak_bytes, format_bytes),
     ]
@@ -68,6 +68,11 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
 def _schedule(plan: PlanEntry) -> str:
     virtual_stages = plan.virtual_stages
     return "1F1B" if virtual_stages == 1 else f"interleaved 1F1B of {virtual_stages} virtual stages a device"
+
+
+def _recompute(plan: PlanEntry) -> str:
+    """Of a stage's blocks: none, selective, full, or how many of the first."""
+    return plan.recompute if plan.recompute_blocks is None else f"first {plan.recompute_blocks}"
 
 
 def _layers(stage: StageEntry) -> str:

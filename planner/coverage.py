@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 from .batch_sizes import divisors
 from .candidate import Proposal
 from .other_placements import Shape, Symmetry
-from .pipeline_config import MODES, SEARCHED, STARTS_OF_ORDERS, SYNTHESIZED, Mode, abbreviate
+from .pipeline_config import (
+    MODES,
+    SEARCHED,
+    SEVERAL_PARTS,
+    STARTS_OF_ORDERS,
+    SYNTHESIZED,
+    VIRTUAL_STAGES,
+    Mode,
+    abbreviate,
+)
 from .problem import Problem
 from .search.branch_and_bound import SearchResult
 from .search.coarse import is_large
@@ -83,6 +92,8 @@ def _any_plan(problem: Problem, schedules: tuple[str, ...]) -> str:
         schedules = ("any synchronous order of actions, each layer on one stage,",)
     names = ", ".join(schedules[:-1]) + " and " + schedules[-1] if len(schedules) > 1 else schedules[0]
     what = "any cuts and recomputation" if problem.gpus == 1 else "any cuts, replicas and recomputation"
+    if problem.options.schedule != SYNTHESIZED and set(SEVERAL_PARTS).intersection(schedules):
+        what += f", {VIRTUAL_STAGES[0]} to {VIRTUAL_STAGES[-1]} virtual stages where there are several"
     order = "" if problem.gpus == 1 else ", any order of the devices"
     return f"all plans of {names} with {describe_micro_batches(problem)}: {what}{order}"
 
@@ -95,7 +106,7 @@ def describe_search(problem: Problem) -> str:
             + f"; {', '.join(STARTS_OF_ORDERS)} and orders of their own: heuristic only"
         )
     names = ", ".join(problem.heuristic_schedules)
-    return describe_exact_search(problem) + (f"; {names}: heuristic only" if names else "")
+    return describe_exact_search(problem) + (f"; {names}: cuts of their own" if names else "")
 
 
 def describe_exact_search(problem: Problem, *, relaxed: bool = False) -> str:

@@ -14,6 +14,7 @@ from math import inf
 from ..cost_models.errors import DefectError, UsageError
 from .candidate import Proposal, ScoredPlan
 from .coverage import is_searched, to_searched_devices
+from .cut_search.schedule_search import search_schedules
 from .other_placements import reassign, search_other_orders
 from .other_schedules import propose_other_schedules
 from .pipeline_config import SEARCHED, SYNTHESIZED
@@ -57,11 +58,13 @@ class JointSearchResult:
         return self.result.best
 
 
-def find_best_plan(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) -> JointSearchResult:
+def find_best_plan(
+    problem: Problem, planners: Iterable[str] = tuple(PLANNERS), *, cuts_others: bool = True
+) -> JointSearchResult:
     """The best plan of the problem, or of the planner that it names, and the bound on all plans.
 
-    No plan that the `planners` propose under an allowed schedule is faster. Raises UsageError for an
-    unknown planner.
+    No plan that the `planners` propose under an allowed schedule is faster. `cuts_others`: whether the cuts
+    of other schedules than 1F1B and GPipe are searched, too. Raises UsageError for an unknown planner.
     """
     planner = problem.options.planner
     if planner != BEST:
@@ -73,14 +76,14 @@ def find_best_plan(problem: Problem, planners: Iterable[str] = tuple(PLANNERS)) 
     large = is_large(problem.space, problem.families)
     first = [name for name in planners if quick or (name in SIMPLE if large else name not in COSTLY)]
     by_planner = {name: plan_with(find_planner(name), _problem_for_planner(name, problem)) for name in first}
-    result = joint_search(problem, _allowed_plans(problem, by_planner))
+    result = joint_search(problem, _allowed_plans(problem, by_planner), cuts_others=cuts_others)
     others = [name for name in planners if name not in first]
     if others:
         by_planner |= {
             name: plan_with(find_planner(name), _problem_for_planner(name, problem)) for name in others
         }
         result = _faster_of(problem, result, _allowed_plans(problem, by_planner))
-    if not result.exact:
+    if not result.exact and problem.families:
         result = _faster_of(problem, result, _plans_on_fewer_devices(problem))
     if result.best is not None and (other := search_other_orders(problem, result.best)) is not None:
         moved = _on_other_devices(problem, [other])
@@ -116,7 +119,7 @@ def _plans_on_fewer_devices(problem: Problem) -> list[ScoredPlan]:
         fewer = replace(problem, topology=problem.topology.with_gpus(gpus), options=options)
     except UsageError:
         return []  # so few cannot have what is requested
-    best = find_best_plan(fewer).best
+    best = find_best_plan(fewer, cuts_others=False).best
     if best is None or not problem.allows(best.proposal):
         return []
     resolved = fastest(problem.space, [best.proposal])
@@ -167,16 +170,23 @@ def _misfit_reason(space: Space) -> str:
     return "does not fit"
 
 
-def joint_search(problem: Problem, seeds: Iterable[ScoredPlan] = ()) -> SearchResult:
-    """The joint search from these plans, and from them on other devices; of schedules that it does not
-    search, plans that are made of its own. With a bound on all of them."""
+def joint_search(
+    problem: Problem, seeds: Iterable[ScoredPlan] = (), *, cuts_others: bool = True
+) -> SearchResult:
+    """The joint search from these plans, and from them on other devices; of other schedules the shapes of its
+    plans, and, with `cuts_others`, the plans of `search_schedules`. With a bound on all of them."""
     seeds = [_to_searched_devices(problem, seed) for seed in seeds]
     result = run_search(problem, seeds)
     others = _on_other_devices(problem, [*seeds, *([] if result.best is None else [result.best])])
     transplanted = fastest(
         problem.space, propose_other_schedules(problem, problem.heuristic_schedules, result.best)
     )
-    more = [plan for plan in (others, transplanted) if plan is not None]
+    earlier = [*seeds, *(plan for plan in (result.best, others, transplanted) if plan is not None)]
+    limit = min((plan.step_seconds for plan in earlier), default=inf)
+    cut = search_schedules(problem, problem.heuristic_schedules if cuts_others else (), limit)
+    if cuts_others:
+        result = replace(result, other_bound=cut.bound_seconds)
+    more = [plan for plan in (others, transplanted, cut.best) if plan is not None]
     # Among equals the one of the searched space.
     best = result.best
     for plan in sorted((*seeds, *more), key=lambda plan: plan.step_seconds):
@@ -209,9 +219,11 @@ def with_bound(problem: Problem, best: ScoredPlan | None, result: SearchResult) 
     inside = is_searched(problem, best.proposal) or (name not in SEARCHED and problem.may_run(name))
     bound, universal = result.bound_seconds, result.universal or not inside or not problem.families
     if universal:
-        bound = universal_bound(problem, problem.allowed_schedules, step)
-    elif own:
-        bound = min(bound, universal_bound(problem, own, step))
+        bound = universal_bound(
+            problem, [name for name in problem.allowed_schedules if name not in own], step
+        )
+    if own:
+        bound = min(bound, _bound_others(problem, result, step))
     if bound > step * (1 + TIE):
         raise DefectError(
             f"a plan of {step!r} s is below its bound of {bound!r} s: {best.config}, stages end at "
@@ -219,7 +231,15 @@ def with_bound(problem: Problem, best: ScoredPlan | None, result: SearchResult) 
         )
     exact = bound >= step * (1 - TIE)
     root = min(bound, result.root_bound_seconds)
-    return SearchResult(best, step if exact else bound, root, exact, universal)
+    return SearchResult(best, step if exact else bound, root, exact, universal, result.other_bound)
+
+
+def _bound_others(problem: Problem, result: SearchResult, step: float) -> float:
+    """On the plans of other schedules than the searched ones; where an order may be made for a plan, on all
+    that may be."""
+    if result.other_bound is None or problem.options.schedule == SYNTHESIZED:
+        return universal_bound(problem, problem.heuristic_schedules, step)
+    return result.other_bound
 
 
 def run_search(

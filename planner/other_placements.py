@@ -96,7 +96,7 @@ WORK = 5e8
 def reassign(problem: Problem, plans: Iterable[ScoredPlan], limit: float = inf) -> Iterator[Proposal]:
     """The fastest of these plans on other devices; none where a runtime numbers the devices. Of few devices
     all that fit and whose busiest stage alone leaves a step below `limit` seconds possible."""
-    if problem.runtime is not None or _is_uniform(problem.topology):
+    if problem.runtime is not None or is_uniform(problem.topology):
         return
     linear = [plan for plan in plans if plan.config.virtual_stages == 1]
     shapes = dict[tuple[object, ...], Proposal]()
@@ -114,7 +114,7 @@ def search_other_orders(problem: Problem, best: ScoredPlan) -> ScoredPlan | None
     """A faster plan of the best one's schedule, where a short search along other orders of few devices finds
     one."""
     topology = problem.topology
-    if problem.runtime is not None or problem.gpus > FEW or _is_uniform(topology):
+    if problem.runtime is not None or problem.gpus > FEW or is_uniform(topology):
         return None
     orders = {placement.ranks for placement in problem.placements}
     most = min(MOST_ORDERS, MOST_ENTRIES // (problem.gpus * problem.space.chain.max_stages))
@@ -135,7 +135,7 @@ def search_other_orders(problem: Problem, best: ScoredPlan) -> ScoredPlan | None
     return search(problem.space, families, problem.stage_counts, work=work, limit=best.step_seconds).best
 
 
-def _is_uniform(topology: Topology) -> bool:
+def is_uniform(topology: Topology) -> bool:
     """Whether it makes no difference which devices the stages take."""
     return len({group_path(topology, rank) for rank in range(topology.gpus)}) == len(topology.kinds) == 1
 

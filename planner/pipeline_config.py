@@ -16,6 +16,11 @@ SYNTHESIZED = "synthesized"
 STARTS_OF_ORDERS = ("interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 """Besides the searched ones, the schedules that such an order may start from."""
 
+SEVERAL_PARTS = ("interleaved", "looped-bfs")
+"""Schedules of any number of virtual stages."""
+VIRTUAL_STAGES = (2, 3, 4)
+"""Of theirs, those that are planned with."""
+
 Mode = Literal["by_stage", "never", "always", "except_last"]
 """What recomputes: all stages in one way, or each as it must: no stage that fits without recomputes."""
 MODES: tuple[Mode, ...] = ("by_stage", "never", "except_last", "always")

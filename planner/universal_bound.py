@@ -42,6 +42,7 @@ from .search.space import Space, divide_batch
 from .stage_table import Floats, part_seconds
 
 if TYPE_CHECKING:
+    from .pipeline_config import PipelineConfig
     from .problem import Problem
 
 LINEAR = frozenset({"naive", "gpipe", "1f1b", "dapple"})
@@ -80,6 +81,14 @@ def work_bound(problem: Problem) -> float:
     return min((case.ideal_seconds for case in cases), default=inf)
 
 
+def work_and_path_bound(
+    problem: Problem, config: PipelineConfig, gpus: int, counts: tuple[int, ...]
+) -> float:
+    """Seconds that no plan of a configuration is below whose stages have these numbers of replicas, on so
+    many devices in all (on the first ones, where they are not alike)."""
+    return _case(problem, config.schedule, config, gpus, counts).simple
+
+
 def _bisect(cases: Sequence[_Case], low: float, step: float) -> float:
     """The largest step from `low` on that is known to be too short for every case."""
 
@@ -100,23 +109,30 @@ def _bisect(cases: Sequence[_Case], low: float, step: float) -> float:
 
 def _cases(problem: Problem, schedule: str) -> Iterator[_Case]:
     """By micro-batch size, and by the numbers of replicas that stages may have together."""
+    own = [config for config in problem.configs if config.schedule == schedule] or problem.configs
+    distinct = {(config.micro_batch_size, config.recompute == "always"): config for config in own}
+    for (size, _), config in distinct.items():
+        for counts in problem.replica_choices(size):
+            yield _case(problem, schedule, config, problem.usable_gpus, counts)
+
+
+def _case(
+    problem: Problem, schedule: str, config: PipelineConfig, gpus: int, counts: tuple[int, ...]
+) -> _Case:
     kind = {"naive": "naive", **dict.fromkeys(SLICED_SCHEDULES, "sliced")}.get(schedule, "any")
     if kind == "any" and schedule in LINEAR | LINEAR_SPLIT:
         kind = "straight"
-    own = [config for config in problem.configs if config.schedule == schedule] or problem.configs
-    for size, recompute in dict.fromkeys((s.micro_batch_size, s.recompute == "always") for s in own):
-        for counts in problem.replica_choices(size):
-            yield _Case(
-                space=problem.space,
-                usable_gpus=problem.usable_gpus,
-                kind=kind,
-                splits=schedule not in LINEAR,
-                copies=SCHEDULES[schedule].copies if schedule in SCHEDULES else MOST_COPIES,
-                size=size,
-                micro_batches=problem.mini_batch // size,
-                recompute=recompute,
-                counts=counts,
-            )
+    return _Case(
+        space=problem.space,
+        usable_gpus=gpus,
+        kind=kind,
+        splits=schedule not in LINEAR,
+        copies=SCHEDULES[schedule].copies if schedule in SCHEDULES else MOST_COPIES,
+        size=config.micro_batch_size,
+        micro_batches=problem.mini_batch // config.micro_batch_size,
+        recompute=config.recompute == "always",
+        counts=counts,
+    )
 
 
 @dataclass(frozen=True, eq=False)

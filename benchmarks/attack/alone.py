@@ -45,7 +45,8 @@ def port_seconds(problem: Problem, plan: Plan) -> float:
     loads = defaultdict[object, Fraction](Fraction)
     topology = problem.topology
     for here, there in zip(plan.stages, plan.stages[1:], strict=False):
-        if plan.virtual_stages > 1 or here.devices == there.devices:
+        both_ways = plan.schedule == "chimera"
+        if plan.virtual_stages > 1 or both_ways or here.devices == there.devices:
             return 0.0
         sent = min(_bytes(problem, plan, here.last_layer, own.replicas) for own in (here, there))
         for i, a in enumerate(here.devices):

@@ -28,6 +28,7 @@ BOUNDS: dict[str, str] = {
     "explanation/runner_up.py:_without_cut": EXPLAINED,
     "explanation/explanation.py:_solve_what_if": EXPLAINED,
     "joint_search.py:find_best_plan": STEP,
+    "joint_search.py:_bound_others": STEP,
     "joint_search.py:_faster_of": STEP,
     "joint_search.py:joint_search": STEP,
     "joint_search.py:with_bound": STEP,
@@ -84,6 +85,7 @@ BOUNDS: dict[str, str] = {
     "build_plan.py:_prediction": STEP,
     "universal_bound.py:universal_bound": STEP,
     "universal_bound.py:work_bound": AIM,
+    "universal_bound.py:work_and_path_bound": STEP,
     "universal_bound.py:_Case._reaches": STEP,
     "universal_bound.py:_Case.ideal_seconds": STEP,
     "universal_bound.py:_Case.simple": STEP,
@@ -91,19 +93,32 @@ BOUNDS: dict[str, str] = {
 """By name, the checks that hold it against all plans."""
 
 ATTACKED_BY_TESTS: dict[str, str] = {
+    "cut_search/schedule_search.py:search_schedules": "tests/planner/cut_search/test_cut_search.py",
     "degrees/stage_divisions.py:lower_bound": "tests/planner/degrees/test_degree_search.py",
+    "degrees/stage_divisions.py:least_interleaved": "tests/planner/degrees/test_degree_search.py",
     "degrees/stage_divisions.py:interleaved_bound": "tests/planner/degrees/test_degree_search.py",
     "degrees/degree_search.py:search_degrees": "tests/planner/degrees/test_degree_search.py",
     "synthesis/order_problem.py:OrderProblem.bound": "tests/planner/synthesis/test_orders.py",
     "synthesis/local_search.py:improve_order": "tests/planner/synthesis/test_orders.py",
     "synthesis/solve_order.py:solve_order": "tests/planner/synthesis/test_orders.py",
 }
-"""Bounds on plans of transformers by degrees, which no problem of the attack has, and on orders of stages."""
+"""Bounds on plans of transformers by degrees, which no problem of the attack has, on orders of stages, and on
+cuts, which the attack's problems meet as well."""
 
 NOT_BOUNDS: dict[str, str] = {
+    "cut_search/schedule_search.py:_ScheduleSearch._simple_bound": "a part of search_schedules",
+    "cut_search/shape_search.py:ShapeSearch._exhaust": "a part of search_schedules",
+    "cut_search/shape_search.py:ShapeSearch.score_cuts": "a part of search_schedules",
+    "cut_search/shape_search.py:_CutEnumeration._bounds": "a part of search_schedules",
+    "cut_search/shape_search.py:_CutEnumeration._extend": "a part of search_schedules",
+    "cut_search/shape_search.py:_CutEnumeration.run": "a part of search_schedules",
+    "cut_search/shape_search.py:ShapeSearch._least_tables": "seconds that a bound is made of",
     "candidate.py:Proposal.bounds": "first and last layers of stages",
-    "degrees/degree_search.py:_BestPlans.try_divisions": "a part of search_degrees, attacked with it",
-    "degrees/degree_search.py:_BestPlans.try_interleaved": "a part of search_degrees, attacked with it",
+    "degrees/degree_search.py:_quick_bound": "lower_bound with the least of what it takes",
+    "degrees/degree_search.py:_BestPlans.try_combination": "a part of search_degrees, attacked with it",
+    "degrees/stage_divisions.py:_weighted_mean": "a part of lower_bound and least_interleaved",
+    "degrees/degree_search.py:_BestPlans._try_divisions": "a part of search_degrees, attacked with it",
+    "degrees/degree_search.py:_BestPlans._try_interleaved": "a part of search_degrees, attacked with it",
     "degrees/degree_search.py:DegreeAnswer.gap": "what the answer's bound leaves",
     "synthesis/synthesize.py:_candidates": "leaves out what its bound excludes",
     "explanation/compare.py:_bound": "a bound that a plan's file says",

@@ -147,4 +147,4 @@ class Rules:
             return (usual,)
         if self.runtime is not None and not self.runtime.virtual_stages:
             return (1,)
-        return (1, 2, 3, 4)
+        return (2, 3, 4)

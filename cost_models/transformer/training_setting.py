@@ -24,18 +24,26 @@ class TrainingSetting:
     `recompute` full: a block keeps its input, and runs its forward again before its backward; selective: only
     the attention itself runs again (Korthikanti et al., MLSys 2023, section 5), of which flash attention
     keeps no more than its statistics. `virtual_stages` of a device: above 1 the schedule is interleaved 1F1B,
-    and the micro-batches are a multiple of the pipeline's stages.
+    and the micro-batches are a multiple of the pipeline's stages. `recompute_blocks`, with full: of each
+    (virtual) stage only the first so many run again (Megatron-LM's `--recompute-method block`); None: all.
     """
 
     micro_batches: int
     tokens: Tokens
     recompute: Recomputation = "none"
     virtual_stages: int = 1
+    recompute_blocks: int | None = None
 
     @property
     def schedule(self) -> str:
         """Its name."""
         return "1f1b" if self.virtual_stages == 1 else "interleaved"
+
+    def recomputed(self, blocks: int) -> int:
+        """Of a stage's blocks those whose whole forward runs again: its first ones."""
+        if self.recompute != "full":
+            return 0
+        return blocks if self.recompute_blocks is None else min(self.recompute_blocks, blocks)
 
 
 def virtual_stages_problem(
@@ -52,6 +60,11 @@ def virtual_stages_problem(
     if stages * virtual > shape.blocks:
         return f"{shape.blocks} blocks make no {stages} x {virtual} virtual stages"
     return ""
+
+
+def fewest_blocks(slot: int, slots: int) -> int:
+    """That a (virtual) stage of several has: the first may have the embedding alone, the last the head."""
+    return 0 if slots > 1 and slot in (0, slots - 1) else 1
 
 
 def even_blocks(blocks: int, stages: int) -> list[int]:

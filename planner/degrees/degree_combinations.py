@@ -12,6 +12,7 @@ from ...cost_models.transformer.parallel_degrees import ParallelDegrees
 from ...cost_models.transformer.training_setting import (
     Recomputation,
     TrainingSetting,
+    fewest_blocks,
     virtual_stages_problem,
 )
 from ...cost_models.transformer.transformer_shape import TransformerShape
@@ -41,17 +42,30 @@ class Combination:
         return self.setting.recompute
 
     @property
+    def recompute_blocks(self) -> int | None:
+        """Of each (virtual) stage, where not all blocks run again."""
+        return self.setting.recompute_blocks
+
+    @property
     def virtual_stages(self) -> int:
         """Of a device."""
         return self.setting.virtual_stages
 
 
+def most_recompute_blocks(shape: TransformerShape, one: Combination) -> int:
+    """With one more all blocks of the longest (virtual) stage there can be would run again."""
+    slots = one.degrees.pipeline * one.virtual_stages
+    return shape.blocks - 1 - sum(fewest_blocks(slot, slots) for slot in range(1, slots))
+
+
 def list_combinations(shape: TransformerShape, devices: int, options: DegreeOptions) -> Iterator[Combination]:
-    """All that the options allow and that divide the model, the devices and the batch."""
+    """All that the options allow and that divide the model, the devices and the batch.
+
+    One that runs the first blocks of its stages again has `recompute_blocks` 1: it stands for all numbers up
+    to `most_recompute_blocks`."""
     divisors = [number for number in range(1, devices + 1) if devices % number == 0]
     tensors, contexts = options.tp or divisors, options.cp or (1,)
-    recomputes: tuple[Recomputation, ...] = ("none", "selective", "full")
-    modes = [each for each in recomputes if options.recompute in ("auto", each)]
+    modes = [(again, number) for word, again, number in _MODES if options.recompute in ("auto", word)]
     for tensor, context, stages in product(tensors, contexts, options.pp or divisors):
         if devices % (tensor * context * stages):
             continue
@@ -66,10 +80,22 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
             for size in _micro_batch_sizes(options, options.mini_batch // data):
                 tokens = Tokens(options.sequence, size)
                 count = options.mini_batch // data // size
-                for recompute, virtual in product(modes, options.virtual_stages or range(1, 9)):
-                    setting = TrainingSetting(count, tokens, recompute, virtual)
-                    if not virtual_stages_problem(shape, degrees, setting):
-                        yield Combination(degrees, setting)
+                for (recompute, number), virtual in product(modes, options.virtual_stages or range(1, 9)):
+                    setting = TrainingSetting(count, tokens, recompute, virtual, number)
+                    one = Combination(degrees, setting)
+                    if virtual_stages_problem(shape, degrees, setting):
+                        continue
+                    if number is None or most_recompute_blocks(shape, one) > 0:
+                        yield one
+
+
+_MODES: tuple[tuple[str, Recomputation, int | None], ...] = (
+    ("none", "none", None),
+    ("selective", "selective", None),
+    ("partial", "full", 1),
+    ("full", "full", None),
+)
+"""By the option's word: what runs again, and of how many blocks of a stage."""
 
 
 def _expert_degrees(shape: TransformerShape, group: int, options: DegreeOptions) -> list[int]:

@@ -42,8 +42,9 @@ class StageEntry(Record):
 class PlanEntry(Record):
     """A plan: its degrees, what a step takes, and the arguments of training programs.
 
-    `degrees`: as a user reads them. `blocks`: of each (virtual) stage, in the order of the model. `remarks`:
-    where torchtitan does not train as the plan says.
+    `degrees`: as a user reads them. `blocks`: of each (virtual) stage, in the order of the model;
+    `recompute_blocks`: how many of them run again where `recompute` is full; None: all. `remarks`: where
+    torchtitan does not train as the plan says.
     """
 
     degrees: str
@@ -56,6 +57,7 @@ class PlanEntry(Record):
     micro_batch_size: Count
     micro_batches: Count
     recompute: Literal["none", "selective", "full"]
+    recompute_blocks: Count | None = None
     schedule: Literal["1f1b", "interleaved"]
     virtual_stages: Count
     step_seconds: Amount

@@ -11,7 +11,7 @@ from ...cost_models.errors import UsageError
 from ...cost_models.option_fields import Options, option
 from ...cost_models.option_readers import read_whole_number
 
-RECOMPUTES = ("auto", "none", "selective", "full")
+RECOMPUTES = ("auto", "none", "selective", "partial", "full")
 
 
 class DegreeKeywords(TypedDict, total=False):
@@ -113,8 +113,9 @@ class DegreeOptions(Options):
     recompute: str = option(
         "auto",
         _recompute,
-        "What of a block runs forward again before its backward: none, selective (attention), full, or auto.",
-        "auto|none|selective|full",
+        "What runs forward again before its backward: none, selective (attention), partial (the first blocks "
+        "of each stage), full (every block), or auto (any of these).",
+        "auto|none|selective|partial|full",
         panel="The search",
         words=RECOMPUTES,
     )

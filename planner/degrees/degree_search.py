@@ -1,16 +1,16 @@
 """The degrees of parallelism, division of the layers and micro-batch size with the shortest step.
 
-All combinations that are allowed are tried, but for those whose bound exceeds the best. Of each under 1F1B,
-the blocks are divided over the stages evenly by number, evenly by seconds, and so that the slowest stage
-takes as little as can be within the memory; the fastest is kept. Another division may be faster: the bound
-says by how much at most (stage_divisions.py argues it).
+All combinations that are allowed are tried, but for those whose bound exceeds the best. Of each the blocks
+are divided over the stages evenly by number, evenly by seconds, and, under 1F1B, so that the slowest stage
+takes as little as can be within the memory; of the best, blocks then move from stage to stage. Another
+division may be faster: the bound says by how much at most (stage_divisions.py argues it).
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...cost_models.errors import InfeasibleError
@@ -22,12 +22,19 @@ from ...cost_models.transformer.rank_costs import RankCosts, products
 from ...cost_models.transformer.training_setting import TrainingSetting, even_blocks
 from ...cost_models.transformer.training_step import StepEstimate, estimate_stages
 from ...cost_models.transformer.transformer_shape import TransformerShape
-from .degree_combinations import Combination, list_combinations, nothing_possible
+from .degree_combinations import (
+    Combination,
+    list_combinations,
+    most_recompute_blocks,
+    nothing_possible,
+)
 from .degree_options import DegreeOptions
 from .stage_divisions import (
     divide_by_seconds,
+    improve_division,
     interleaved_bound,
     interleaved_divisions,
+    least_interleaved,
     lower_bound,
     slowest_stage,
 )
@@ -43,13 +50,13 @@ class DegreePlan(Combination):
 
     blocks: tuple[int, ...]
     estimate: StepEstimate
+    layers: LayerTable = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True)
 class DegreeAnswer:
     """The fastest plans, the best first; `bound_seconds`: no division of the layers that fits takes less
-    under any of the `combinations` with 1F1B, and none of the two that are searched under those with
-    interleaved 1F1B. `limit_bytes`: what a device's ledger may add up to."""
+    under any of the `combinations`. `limit_bytes`: what a device's ledger may add up to."""
 
     shape: TransformerShape
     devices: int
@@ -90,37 +97,52 @@ def search_degrees(
     combinations = list(list_combinations(shape, devices, options))
     if not combinations:
         raise nothing_possible(shape, devices, options)
-    tables = [(layers, one) for one, layers in _layer_tables(shape, combinations, costs)]
-    quick = [lower_bound(layers, layers.least_slowest_seconds()) for layers, _ in tables]
     plans = _BestPlans(memory_bytes)
-    for number in sorted(range(len(tables)), key=quick.__getitem__):
-        layers, one = tables[number]
-        if quick[number] >= plans.worst:
-            break
-        if layers.least_bytes() > memory_bytes:
-            plans.least = min(plans.least, layers.least_bytes())
-        elif one.virtual_stages == 1:
-            plans.try_divisions(layers, one)
-        else:
-            plans.try_interleaved(layers, one)
-    if not plans.best:
-        raise _nothing_fits(shape, devices, len(combinations), plans.least, memory_bytes)
-    return DegreeAnswer(
-        shape, devices, options, costs, plans.plans, plans.bound, len(combinations), memory_bytes
+    ahead = [
+        (_quick_bound(layers), number, layers, one)
+        for number, (one, layers) in enumerate(_layer_tables(shape, combinations, costs))
+    ]
+    heapq.heapify(ahead)
+    while ahead and ahead[0][0] < plans.worst:
+        _, number, layers, one = heapq.heappop(ahead)
+        plans.try_combination(layers, one)
+        following = _one_more_again(shape, layers, one)
+        if following is not None:
+            heapq.heappush(ahead, (_quick_bound(following[0]), number, *following))
+    count = sum(
+        1 if one.recompute_blocks is None else most_recompute_blocks(shape, one) for one in combinations
     )
+    if not plans.best:
+        raise _nothing_fits(shape, devices, count, plans.least, memory_bytes)
+    plans.improve()
+    return DegreeAnswer(shape, devices, options, costs, plans.plans, plans.bound, count, memory_bytes)
+
+
+def _quick_bound(layers: LayerTable) -> float:
+    return lower_bound(layers, layers.least_slowest_seconds())
+
+
+def _one_more_again(
+    shape: TransformerShape, layers: LayerTable, one: Combination
+) -> tuple[LayerTable, Combination] | None:
+    """The same with one more block of each stage that runs again; None where there is no such."""
+    number = one.recompute_blocks
+    if number is None or number >= most_recompute_blocks(shape, one):
+        return None
+    setting = replace(one.setting, recompute_blocks=number + 1)
+    return layers.with_setting(setting), Combination(one.degrees, setting)
 
 
 def _layer_tables(
     shape: TransformerShape, combinations: Sequence[Combination], costs: RankCosts
 ) -> Iterator[tuple[Combination, LayerTable]]:
-    """Virtual stages change no layer."""
+    """Virtual stages, and numbers of blocks that run again, change no layer."""
     same: dict[tuple[ParallelDegrees, TrainingSetting], LayerTable] = {}
     for one in combinations:
-        key = one.degrees, replace(one.setting, virtual_stages=1)
+        key = one.degrees, replace(one.setting, virtual_stages=1, recompute_blocks=None)
         if key not in same:
             same[key] = LayerTable(shape, *key, costs)
-        own = same[key]
-        yield one, own if one.virtual_stages == 1 else own.with_virtual_stages(one.virtual_stages)
+        yield one, same[key].with_setting(one.setting)
 
 
 class _BestPlans:
@@ -137,8 +159,16 @@ class _BestPlans:
         """The best first."""
         return tuple(heapq.nsmallest(MOST_PLANS, self.best.values(), key=_step_seconds))
 
-    def try_divisions(self, layers: LayerTable, one: Combination) -> None:
-        """All divisions, under 1F1B: the bound of all, and the best of three."""
+    def try_combination(self, layers: LayerTable, one: Combination) -> None:
+        """All divisions of its layers: the bound of all, and the best of a few."""
+        if layers.least_bytes() > self.memory_bytes:
+            self.least = min(self.least, layers.least_bytes())
+        elif one.virtual_stages == 1:
+            self._try_divisions(layers, one)
+        else:
+            self._try_interleaved(layers, one)
+
+    def _try_divisions(self, layers: LayerTable, one: Combination) -> None:
         slowest, divided = slowest_stage(layers, self.memory_bytes)
         if divided is None:
             self.least = min(self.least, layers.peak_bytes(even_blocks(layers.shape.blocks, layers.slots)))
@@ -148,20 +178,29 @@ class _BestPlans:
         if lower < self._useful(one):
             self._keep(_best_division(layers, divided, one, self.memory_bytes))
 
-    def try_interleaved(self, layers: LayerTable, one: Combination) -> None:
-        """The two divisions of virtual stages; of each its bound, or what it takes."""
+    def _try_interleaved(self, layers: LayerTable, one: Combination) -> None:
+        lower = _quick_bound(layers)
+        if lower < self._useful(one):
+            lower = least_interleaved(layers, self.memory_bytes)
+        self.bound = min(self.bound, lower)
+        if lower >= self._useful(one):
+            return
         for counts in interleaved_divisions(layers):
-            lower = interleaved_bound(layers, counts)
-            if lower >= self.bound and lower >= self._useful(one):
+            if interleaved_bound(layers, counts) >= self._useful(one):
                 continue
             if (peak := layers.peak_bytes(counts)) > self.memory_bytes:
                 self.least = min(self.least, peak)
-                continue
-            if lower < self._useful(one):
-                plan = DegreePlan(one.degrees, one.setting, counts, estimate_stages(layers, counts))
-                lower = _step_seconds(plan)
-                self._keep(plan)
-            self.bound = min(self.bound, lower)
+            else:
+                self._keep(
+                    DegreePlan(one.degrees, one.setting, counts, estimate_stages(layers, counts), layers)
+                )
+
+    def improve(self) -> None:
+        """Of each plan: blocks move from one stage to another while that makes the step shorter."""
+        for plan in self.plans:
+            counts, estimate = improve_division(plan.layers, plan.blocks, self.memory_bytes)
+            key = plan.degrees, plan.setting.tokens
+            self.best[key] = replace(plan, blocks=counts, estimate=estimate)
 
     def _useful(self, one: Combination) -> float:
         """Seconds from which on a plan is of no use."""
@@ -189,7 +228,7 @@ def _best_division(
     trials = [(counts, estimate_stages(layers, counts)) for counts in choices]
     fitting = [each for each in trials if each[1].peak_bytes <= memory_bytes]
     counts, estimate = min(fitting, key=lambda each: each[1].step_seconds)
-    return DegreePlan(one.degrees, one.setting, counts, estimate)
+    return DegreePlan(one.degrees, one.setting, counts, estimate, layers)
 
 
 def _nothing_fits(

@@ -12,21 +12,31 @@ follow, and the backwards of the stages before s. So a step takes at least
 
 with `total` the seconds of one micro-batch on all stages, and the shortest update that a device can have.
 
-**Interleaved 1F1B.** Of virtual stages two divisions are searched: evenly by number (Megatron-LM's
-`--num-layers-per-virtual-pipeline-stage`, where it divides) and evenly by seconds. Each is simulated, unless
-its own bound exceeds what was found: device d computes for m T_d, and its first forward and last backward are
-those of its first virtual stage, which wait for the virtual stages before:
+**Interleaved 1F1B**, with v virtual stages on a device, s_k the seconds of a micro-batch in virtual stage k,
+and T_d those of all that are on device d. The first forward of chunk j on d waits for the forwards of
+the virtual stages before it; until then d has run at most p forwards of each of its chunks before j, and no
+backward. After the last backward of that chunk the same is true backwards. So for every d and j a step takes
+at least
 
-    max over d of (m T_d + the seconds of a micro-batch in the virtual stages before d) + the longest update
+    m T_d + sum of s_k, k < j p + d - p (sum of s_(i p + d), i < j)
+
+and the longest update: `interleaved_bound` of a division. Every division takes no less than any weighted mean
+of these, with weights r_d / v that grow by 1 / (1 - 1 / (v m)) from device to device, in which every second
+of a block counts at least as often as where that is least; and, where all blocks are equal, no less than what
+whole blocks allow: device d with n blocks takes m T_d and waits for the embedding and one block of each
+virtual stage between, and there must be room for all blocks (`least_interleaved`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
 
 from ...cost_models.transformer.layer_table import LayerTable
-from ...cost_models.transformer.training_setting import block_ranges, even_blocks
+from ...cost_models.transformer.training_setting import block_ranges, even_blocks, fewest_blocks
+from ...cost_models.transformer.training_step import StepEstimate, estimate_stages
 
 _HALVINGS = 24
 
@@ -43,7 +53,7 @@ def slowest_stage(layers: LayerTable, memory_bytes: float) -> tuple[float, list[
         return float("inf"), None
 
     def slowest(ranges: list[range]) -> float:
-        return max(layers.seconds(own, stage).both for stage, own in enumerate(ranges))
+        return max(layers.least_seconds(own, stage) for stage, own in enumerate(ranges))
 
     high = slowest(ranges)
     low = min(layers.least_slowest_seconds(), high)
@@ -59,39 +69,48 @@ def slowest_stage(layers: LayerTable, memory_bytes: float) -> tuple[float, list[
 
 
 def _longest(layers: LayerTable, seconds: float, memory_bytes: float) -> list[range] | None:
-    """Stages of at most so many seconds that fit, at least one block each; None where there are none.
+    """Stages of at most so many seconds that fit, each of at least `fewest_blocks`; None where there are
+    none.
 
     Stage after stage takes as many blocks as it can. Where a block without experts fits into an early stage
     and one with experts does not, as many can be too many: then every number is tried."""
     stages, blocks = layers.degrees.pipeline, layers.shape.blocks
+    fewest = [fewest_blocks(stage, stages) for stage in range(stages)]
 
-    def farthest_end(stage: int, start: int) -> int:
-        """Of the longest stage from `start`; `start` itself where not one block fits."""
-        low, high = start, blocks - (stages - 1 - stage)
+    def fits(own: range, stage: int) -> bool:
+        return layers.least_seconds(own, stage) <= seconds and layers.stage_bytes(own, stage) <= memory_bytes
+
+    def farthest_end(stage: int, start: int) -> int | None:
+        """Of the longest stage from `start`; None where the fewest blocks do not fit."""
+        low, high = start + fewest[stage], blocks - sum(fewest[stage + 1 :])
+        if low > high or not fits(range(start, low), stage):
+            return None
         while low < high:
             middle = (low + high + 1) // 2
-            own = range(start, middle)
-            fits = (
-                layers.seconds(own, stage).both <= seconds and layers.stage_bytes(own, stage) <= memory_bytes
-            )
-            low, high = (middle, high) if fits else (low, middle - 1)
+            low, high = (middle, high) if fits(range(start, middle), stage) else (low, middle - 1)
         return low
 
     starts = [0]
     for stage in range(stages):
-        starts.append(farthest_end(stage, starts[-1]))
-    if starts[-1] == blocks and all(a < b for a, b in pairwise(starts)):
+        end = farthest_end(stage, starts[-1])
+        if end is None:
+            break
+        starts.append(end)
+    if len(starts) == stages + 1 and starts[-1] == blocks:
         return [range(a, b) for a, b in pairwise(starts)]
-    return _any_division(stages, blocks, farthest_end) if len(set(layers.shape.routed)) > 1 else None
+    return _any_division(blocks, fewest, farthest_end) if len(set(layers.shape.routed)) > 1 else None
 
 
-def _any_division(stages: int, blocks: int, farthest_end: Callable[[int, int], int]) -> list[range] | None:
+def _any_division(
+    blocks: int, fewest: Sequence[int], farthest_end: Callable[[int, int], int | None]
+) -> list[range] | None:
     """By all places where a stage can end: from each start all up to the farthest."""
     came_from: list[dict[int, int]] = [{0: 0}]
-    for stage in range(stages):
+    for stage, least in enumerate(fewest):
         ends: dict[int, int] = {}
         for start in came_from[-1]:
-            for end in range(start + 1, farthest_end(stage, start) + 1):
+            last = farthest_end(stage, start)
+            for end in range(start + least, start if last is None else last + 1):
                 ends.setdefault(end, start)
         came_from.append(ends)
     if blocks not in came_from[-1]:
@@ -107,7 +126,7 @@ def lower_bound(layers: LayerTable, slowest: float) -> float:
     """Seconds that no step takes less than, whatever the division; see the top of this file."""
     stages, count = layers.degrees.pipeline, layers.setting.micro_batches
     if layers.setting.virtual_stages > 1:
-        return count * slowest + layers.least_update_seconds()
+        return max(count * slowest, _weighted_mean(layers)) + layers.least_update_seconds()
     whole = layers.whole_seconds()
     share = layers.least_backward_share()
     ordered = whole + (count - 1) * share * slowest + max(count - stages, 0) * (1 - share) * slowest
@@ -115,7 +134,7 @@ def lower_bound(layers: LayerTable, slowest: float) -> float:
 
 
 def interleaved_divisions(layers: LayerTable) -> list[tuple[int, ...]]:
-    """Of virtual stages: evenly by number, and evenly by seconds."""
+    """Of virtual stages those to begin with: evenly by number, and evenly by seconds."""
     even = even_blocks(layers.shape.blocks, layers.slots)
     return list(dict.fromkeys((tuple(even), tuple(divide_by_seconds(layers)))))
 
@@ -124,12 +143,59 @@ def interleaved_bound(layers: LayerTable, counts: Sequence[int]) -> float:
     """Seconds that a division of virtual stages takes at least; see the top of this file."""
     stages, ranges = layers.degrees.pipeline, block_ranges(counts)
     seconds = [layers.seconds(own, slot).both for slot, own in enumerate(ranges)]
-    pipeline = max(
-        layers.setting.micro_batches * sum(seconds[device::stages]) + sum(seconds[:device])
-        for device in range(stages)
-    )
+    before = [0.0, *accumulate(seconds)]
+    pipeline = 0.0
+    for device in range(stages):
+        own = seconds[device::stages]
+        earlier = [0.0, *accumulate(own)]
+        waits = (before[chunk * stages + device] - stages * earlier[chunk] for chunk in range(len(own)))
+        pipeline = max(pipeline, layers.setting.micro_batches * sum(own) + max(waits))
     updates = (layers.update_seconds(layers.own_blocks(ranges, device), device) for device in range(stages))
     return pipeline + max(updates)
+
+
+def least_interleaved(layers: LayerTable, memory_bytes: float) -> float:
+    """Seconds that no division of virtual stages that fits takes less than; inf where none fits."""
+    return max(
+        lower_bound(layers, layers.least_slowest_seconds()),
+        _whole_blocks(layers, memory_bytes) + layers.least_update_seconds(),
+    )
+
+
+def _weighted_mean(layers: LayerTable) -> float:
+    """Of the bounds by device and chunk, as the top of this file says."""
+    stages, virtual = layers.degrees.pipeline, layers.setting.virtual_stages
+    count = layers.setting.micro_batches
+    weights = (1 - 1 / (virtual * count)) ** -np.arange(stages)
+    weights /= weights.sum()
+    behind = weights.sum() - np.cumsum(weights)
+    later = (virtual - 1 - np.arange(virtual))[:, None] / virtual
+    times = count * weights + behind / virtual + later * (1 - stages * weights)
+    ends = times[0, 0] * layers.ends[0].both + times[-1, -1] * layers.ends[1].both
+    blocks = layers.whole_seconds() - sum(end.both for end in layers.ends)
+    return float(ends + times.min() * blocks)
+
+
+def _whole_blocks(layers: LayerTable, memory_bytes: float) -> float:
+    """The least seconds in which all blocks find room, of those that a device can have; 0 where blocks
+    differ, inf where there is no room."""
+    if len(layers.blocks) > 1:
+        return 0.0
+    stages, blocks, numbers = (
+        layers.degrees.pipeline,
+        layers.shape.blocks,
+        np.arange(1, layers.shape.blocks + 1),
+    )
+    block = layers.least_seconds(range(1), 1)
+    middle = np.array([layers.least_seconds(range(number), 1) for number in numbers])
+    rooms: list[np.ndarray] = []
+    for device in range(stages):
+        wait = layers.ends[0].both + (device - 1) * block if device else 0.0
+        end = {0: layers.ends[0].both, stages - 1: layers.ends[1].both}.get(device, 0.0)
+        own = wait + layers.setting.micro_batches * (middle + end)
+        rooms.append(own[layers.least_device_bytes(numbers, device) <= memory_bytes])
+    together = np.sort(np.concatenate(rooms))
+    return float(together[blocks - 1]) if len(together) >= blocks else float("inf")
 
 
 def divide_by_seconds(layers: LayerTable) -> list[int]:
@@ -143,3 +209,48 @@ def divide_by_seconds(layers: LayerTable) -> list[int]:
         allowed = range(ends[-1] + 1, blocks - (stages - stage) + 1)
         ends.append(min(allowed, key=lambda end: abs(before[end] - stage * share)))
     return [b - a for a, b in pairwise([*ends, blocks])]
+
+
+def improve_division(
+    layers: LayerTable, counts: Sequence[int], memory_bytes: float
+) -> tuple[tuple[int, ...], StepEstimate]:
+    """The division after moves of one block from the stages of the slowest device to those of others, each of
+    which makes the step shorter and fits."""
+    best, estimate = tuple(counts), estimate_stages(layers, counts)
+    trials = _MOST_TRIALS
+    while trials > 0:
+        moved = None
+        for trial in _moves(layers, best, estimate):
+            bound = interleaved_bound(layers, trial)
+            if bound >= estimate.step_seconds or layers.peak_bytes(trial) > memory_bytes:
+                continue
+            trials -= 1
+            own = estimate_stages(layers, trial)
+            if own.step_seconds < estimate.step_seconds * (1 - 1e-9):
+                moved = trial, own
+            if moved or trials <= 0:
+                break
+        if moved is None:
+            break
+        best, estimate = moved
+    return best, estimate
+
+
+_MOST_TRIALS = 24
+"""Divisions that are simulated to improve one."""
+
+
+def _moves(layers: LayerTable, counts: tuple[int, ...], estimate: StepEstimate) -> Iterator[tuple[int, ...]]:
+    """One block less on a stage, one more on another; first from the slowest devices to the fastest."""
+    stages, slots = layers.degrees.pipeline, len(counts)
+    seconds = [own.forward_seconds + own.backward_seconds for own in estimate.stages]
+    slow_first = sorted(range(slots), key=lambda slot: (-seconds[slot % stages], -slot))
+    for source in slow_first:
+        if counts[source] <= fewest_blocks(source, slots):
+            continue
+        for target in reversed(slow_first):
+            if target != source:
+                trial = list(counts)
+                trial[source] -= 1
+                trial[target] += 1
+                yield tuple(trial)

@@ -25,7 +25,7 @@ from ...cost_models.quantities import format_count
 from ...cost_models.schedules import find_schedule
 from ..balance import balance
 from ..candidate import Proposal
-from ..pipeline_config import PipelineConfig
+from ..pipeline_config import VIRTUAL_STAGES, PipelineConfig
 from .base import (
     Ends,
     add_counts,
@@ -143,7 +143,6 @@ MEGATRON = Megatron()
 
 
 INTERLEAVED_SCHEDULE = "interleaved"
-VIRTUAL_STAGES = (2, 3, 4)
 
 
 class Interleaved:

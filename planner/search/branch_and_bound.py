@@ -42,7 +42,8 @@ class SearchResult:
 
     `bound_seconds` holds for every plan of the space; `root_bound_seconds` is the bound before searching.
     Both are inf where the space holds no plan that fits. `universal`: it holds for plans outside of the
-    space, too (see `planner.universal_bound`), of which `best` is one.
+    space, too (see `planner.universal_bound`), of which `best` is one. `other_bound`: that on the plans of
+    the schedules that only `cut_search` searches, None where it did not.
     """
 
     best: ScoredPlan | None
@@ -50,6 +51,7 @@ class SearchResult:
     root_bound_seconds: float
     exact: bool
     universal: bool = False
+    other_bound: float | None = None
 
 
 def search(

@@ -38,8 +38,9 @@ def megatron_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
         flags["--recompute-granularity"] = "selective"
     if plan.recompute == "full":
         flags["--recompute-granularity"] = "full"
-        flags["--recompute-method"] = "uniform"
-        flags["--recompute-num-layers"] = gcd(*plan.blocks)
+        some = plan.recompute_blocks
+        flags["--recompute-method"] = "uniform" if some is None else "block"
+        flags["--recompute-num-layers"] = some or gcd(*plan.blocks)
     words = ["--bf16"]
     if degrees.tensor > 1:
         words.append("--sequence-parallel")
@@ -98,6 +99,8 @@ def torchtitan_remarks(plan: DegreePlan) -> list[str]:
         remarks.append("torchtitan's context parallelism passes keys and values round, not heads for tokens")
     if plan.recompute == "selective":
         remarks.append("torchtitan's selective checkpointing chooses operations, not the attention")
+    if plan.recompute_blocks is not None:
+        remarks.append("torchtitan checkpoints every block or none, not the first ones of a stage")
     return remarks
 
 

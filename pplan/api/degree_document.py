@@ -40,6 +40,7 @@ def _plan_entry(answer: DegreeAnswer, plan: DegreePlan) -> PlanEntry:
         micro_batch_size=plan.micro_batch_size,
         micro_batches=plan.micro_batches,
         recompute=plan.recompute,
+        recompute_blocks=plan.recompute_blocks,
         schedule="1f1b" if plan.virtual_stages == 1 else "interleaved",
         virtual_stages=plan.virtual_stages,
         step_seconds=estimate.step_seconds,

@@ -100,15 +100,19 @@ class TestTheReadmesExample:
         assert "interleaved" not in plan.prediction.bound_covers
 
     @pytest.mark.parametrize(
-        "options", [{"schedule": "zb-h1"}, {"runtime": "torch"}], ids=["named", "runtime"]
+        ("options", "schedule", "seconds"),
+        [({"schedule": "zb-h1"}, "zb-h1", 0.4073), ({"runtime": "torch"}, "dualpipe-v", 0.3992)],
+        ids=["named", "runtime"],
     )
-    def test_what_is_proposed_is_not(self, options: dict[str, Any]) -> None:
+    def test_cuts_of_other_schedules_are_searched(
+        self, options: dict[str, Any], schedule: str, seconds: float
+    ) -> None:
+        """Faster than with the cuts of 1F1B's best plan, or balanced ones: 0.415 s."""
         plan = solved(gpt(), four_gpus(6), **TRAINING, **options)
         predicted = plan.prediction
-        assert plan.schedule == "zb-h1"
-        assert predicted.step_seconds == pytest.approx(0.415, rel=2e-3)
-        assert not predicted.exact
-        assert 0.36 < predicted.lower_bound_seconds < predicted.step_seconds * 0.999
+        assert plan.schedule == schedule
+        assert predicted.step_seconds == pytest.approx(seconds, rel=1e-3)
+        assert predicted.exact
         assert "zb-h1" in predicted.bound_covers
         assert "any order" in predicted.bound_covers
 

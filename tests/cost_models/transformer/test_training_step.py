@@ -156,6 +156,22 @@ def test_recomputation_keeps_inputs_and_computes_twice() -> None:
     assert middle.ledger["activations"] == 3 * 3 * 2 * 4096 * 8192 / 2
 
 
+@pytest.mark.parametrize("again", [1, 5, 11])
+def test_recomputation_of_the_first_blocks_of_a_stage(again: int) -> None:
+    """Of twelve equal blocks: as many forwards more, and as many inputs in place of what a block keeps."""
+    degrees = ParallelDegrees(tensor=8)
+    whole = TrainingSetting(8, Tokens(4096), "full")
+    settings = (replace(whole, recompute="none"), replace(whole, recompute_blocks=again), whole)
+    none, some, full = (estimate_step(LLAMA, degrees, setting, COSTS) for setting in settings)
+    share = again / LLAMA.blocks
+    assert some.step_seconds == pytest.approx(
+        (1 - share) * none.step_seconds + share * full.step_seconds, rel=1e-9
+    )
+    activations = [each.stages[0].ledger["activations"] for each in (none, some, full)]
+    assert activations[1] == pytest.approx((1 - share) * activations[0] + share * activations[2], rel=1e-9)
+    assert some.stages[0].ledger["workspace"] == none.stages[0].ledger["workspace"]
+
+
 def test_selective_recomputation_runs_attention_again() -> None:
     """Flash attention keeps 4 bytes of each token and head; its forward runs again, nothing else."""
     degrees = ParallelDegrees(pipeline=4, tensor=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations_with_replacement, pairwise
 from random import Random
 
 import pytest
@@ -24,12 +24,13 @@ from pplan.planner.degrees.degree_options import DegreeOptions
 from pplan.planner.degrees.degree_search import search_degrees
 from pplan.planner.degrees.stage_divisions import (
     interleaved_bound,
-    interleaved_divisions,
+    least_interleaved,
     lower_bound,
     slowest_stage,
 )
 
 NO_LIMIT = float("inf")
+MODES = ("none", "selective", "partial", "full")
 
 
 def random_shape(random: Random) -> TransformerShape:
@@ -61,8 +62,11 @@ def random_costs(random: Random) -> RankCosts:
 
 
 def divisions(blocks: int, stages: int) -> Iterator[list[int]]:
-    for ends in combinations(range(1, blocks), stages - 1):
-        yield [b - a for a, b in pairwise((0, *ends, blocks))]
+    """All, with at least one block on each stage but the first and the last of several."""
+    for ends in combinations_with_replacement(range(blocks + 1), stages - 1):
+        counts = [b - a for a, b in pairwise((0, *ends, blocks))]
+        if all(counts[1:-1]) and (stages > 1 or counts[0]):
+            yield counts
 
 
 def random_table(random: Random) -> LayerTable:
@@ -73,7 +77,10 @@ def random_table(random: Random) -> LayerTable:
     zero = random.choice((0, 1, 2, 3) if stages == 1 else (0, 1))
     degrees = ParallelDegrees(random.choice((1, 2)), 1, expert, stages, data, zero)
     many = random.randint(1, 8)
-    setting = TrainingSetting(many, Tokens(64), random.choice(("none", "selective", "full")))
+    recompute, again = random.choice(MODES), None
+    if recompute == "partial":
+        recompute, again = "full", random.randint(1, 3)
+    setting = TrainingSetting(many, Tokens(64), recompute, recompute_blocks=again)  # type: ignore[arg-type]
     return LayerTable(shape, degrees, setting, random_costs(random))
 
 
@@ -91,21 +98,26 @@ def test_no_division_is_below_the_bound(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_no_interleaved_division_is_below_its_bound(seed: int) -> None:
-    """Of every division over the virtual stages, and of the quick bound of all."""
+    """Of every division over the virtual stages, and of the bounds of all and of those that fit."""
     random = Random(seed)
     layers = random_table(random)
     stages, virtual = layers.degrees.pipeline, random.choice((2, 3))
     if stages * virtual > layers.shape.blocks or stages == 1:
-        layers = LayerTable(
-            layers.shape.with_blocks(7), replace(layers.degrees, pipeline=3), layers.setting, layers.costs
-        )
+        degrees = replace(layers.degrees, pipeline=3, zero=min(1, layers.degrees.zero))
+        layers = LayerTable(layers.shape.with_blocks(7), degrees, layers.setting, layers.costs)
         stages, virtual = 3, 2
     many = stages * random.randint(1, 4)
     setting = replace(layers.setting, micro_batches=many, virtual_stages=virtual)
     layers = LayerTable(layers.shape, layers.degrees, setting, layers.costs)
+    every = list(divisions(layers.shape.blocks, stages * virtual))
+    peaks = sorted(layers.peak_bytes(counts) for counts in every)
+    limit = random.choice((NO_LIMIT, peaks[0], peaks[0] * 0.999, peaks[len(peaks) // 2]))
     quick = lower_bound(layers, layers.least_slowest_seconds())
-    for counts in divisions(layers.shape.blocks, stages * virtual):
+    least = least_interleaved(layers, limit)
+    assert quick <= least * (1 + 1e-9)
+    for counts in every:
         estimate = estimate_stages(layers, counts)
+        assert estimate.peak_bytes > limit or least <= estimate.step_seconds * (1 + 1e-9)
         bound = interleaved_bound(layers, counts)
         assert quick <= bound * (1 + 1e-9)
         assert bound <= estimate.step_seconds * (1 + 1e-9)
@@ -133,14 +145,18 @@ def test_the_slowest_stage_is_as_fast_as_can_be(seed: int) -> None:
     assert seconds <= min(slowest) * (1 + 1e-9)
     own = estimate_stages(layers, found)
     assert own.peak_bytes <= limit
-    assert max(s.forward_seconds + s.backward_seconds for s in own.stages) <= min(slowest) * (1 + 1e-5)
+    mixed = len(layers.blocks) > 1 and layers.setting.recompute_blocks is not None
+    # Of blocks of two kinds, some of which run again, the search looks at bounds of their seconds.
+    if not mixed:
+        assert max(s.forward_seconds + s.backward_seconds for s in own.stages) <= min(slowest) * (1 + 1e-5)
     assert layers.least_bytes() <= limit
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_an_answer_against_all_there_is(seed: int) -> None:
     random = Random(1000 + seed)
     shape, costs, devices = random_shape(random), random_costs(random), random.choice((2, 4, 6, 8))
+    shape = shape.with_blocks(random.randint(2, 5))
     options = DegreeOptions(
         mini_batch=random.choice((8, 24)),
         sequence=64,
@@ -149,12 +165,12 @@ def test_an_answer_against_all_there_is(seed: int) -> None:
     )
     every = []
     for one in list_combinations(shape, devices, options):
-        layers = LayerTable(shape, one.degrees, one.setting, costs)
-        if one.virtual_stages == 1:
-            own = list(divisions(shape.blocks, one.degrees.pipeline))
-        else:
-            own = [list(counts) for counts in interleaved_divisions(layers)]
-        every += [(layers, estimate_stages(layers, counts)) for counts in own]
+        partial = one.recompute_blocks is not None
+        for number in range(1, shape.blocks) if partial else (None,):
+            setting = replace(one.setting, recompute_blocks=number)
+            layers = LayerTable(shape, one.degrees, setting, costs)
+            own = divisions(shape.blocks, one.degrees.pipeline * one.virtual_stages)
+            every += [(layers, estimate_stages(layers, counts)) for counts in own]
     peaks = sorted(estimate.peak_bytes for _, estimate in every)
     limit = random.choice((NO_LIMIT, peaks[len(peaks) // 4], peaks[0] * 0.999))
     fitting = [estimate.step_seconds for _, estimate in every if estimate.peak_bytes <= limit]

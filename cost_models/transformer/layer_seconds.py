@@ -1,0 +1,214 @@
+"""Seconds and parameters of a transformer's layers on one device of a stage, with given degrees of
+parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
+
+from .block_kernels import NUMBER, LayerWork, block_work, embedding_work, head_work
+from .parallel_degrees import ParallelDegrees, padded_vocabulary
+from .rank_costs import PassSeconds, RankCosts
+from .training_setting import TrainingSetting, fewest_blocks
+from .transformer_shape import LayerParameters, TransformerShape
+from .weight_update import GRADIENT, WEIGHT, ParameterCounts, gradient_collective, update_seconds
+
+
+class LayerSeconds:
+    """What each kind of layer takes on one device; the stages are sums of them."""
+
+    def __init__(
+        self, shape: TransformerShape, degrees: ParallelDegrees, setting: TrainingSetting, costs: RankCosts
+    ) -> None:
+        self.shape, self.degrees, self.setting, self.costs = shape, degrees, setting, costs
+        tokens = setting.tokens
+        self.blocks = {routed: block_work(shape, routed, degrees, tokens) for routed in set(shape.routed)}
+        self.embedding = embedding_work(shape, degrees, tokens)
+        self.head = head_work(shape, degrees, tokens)
+        self._parameters = {routed: self._block_parameters(routed) for routed in self.blocks}
+        self._seconds = {
+            (routed, again): self._beside_collectives(
+                self._block_seconds(work, again), self._parameters[routed]
+            )
+            for routed, work in self.blocks.items()
+            for again in (False, True)
+        }
+        self._table = padded_vocabulary(shape, degrees.tensor) * shape.hidden / degrees.tensor
+        self.ends = [
+            self._beside_collectives(costs.seconds(work, degrees), ParameterCounts(self._table, 0))
+            for work in (self.embedding, self.head)
+        ]
+        self._routed_before = [0, *accumulate(shape.routed)]
+        self._boundary = NUMBER * tokens.on(degrees) * shape.hidden / degrees.tensor
+
+    @property
+    def transfer_seconds(self) -> float:
+        """Of what crosses a cut, from a device to the one that follows it in the pipeline."""
+        degrees = self.degrees
+        if degrees.pipeline == 1:
+            return 0.0
+        return self.costs.links.transfer(self._boundary, degrees.tensor * degrees.context * degrees.data)
+
+    @property
+    def slots(self) -> int:
+        """Virtual stages of all devices of the pipeline."""
+        return self.degrees.pipeline * self.setting.virtual_stages
+
+    def own_blocks(self, ranges: Sequence[range], device: int) -> tuple[range, ...]:
+        """Of the blocks of all virtual stages those of a device, which has every p-th."""
+        return tuple(ranges[device :: self.degrees.pipeline])
+
+    def seconds(self, blocks: range, slot: int) -> PassSeconds:
+        """Of a micro-batch on a (virtual) stage."""
+        parts = self._block_parts(blocks)
+        if slot == 0:
+            parts.append((1, self.ends[0]))
+        if slot == self.slots - 1:
+            parts.append((1, self.ends[1]))
+        return PassSeconds(
+            sum(n * own.forward for n, own in parts), sum(n * own.backward for n, own in parts)
+        )
+
+    def least_seconds(self, blocks: range, slot: int) -> float:
+        """Not above what `seconds` adds up to, and never less for more blocks: of the blocks that run again
+        those whose forward is shortest."""
+        dense, routed = self._counts(blocks)
+        once, again = self._least_block_seconds
+        seconds = dense * once[False] + routed * once[True]
+        if again:
+            seconds += self.setting.recomputed(len(blocks)) * again
+        return seconds + self.ends[0].both * (slot == 0) + self.ends[1].both * (slot == self.slots - 1)
+
+    @cached_property
+    def _least_block_seconds(self) -> tuple[dict[bool, float], float]:
+        """Of a block by kind, with none or all running again, and, where the first do, the least of that."""
+        kinds = {kind: self._seconds[kind, self._all_again].both for kind in self.blocks}
+        partial = not self._all_again and self.setting.recompute == "full"
+        return {False: 0.0, True: 0.0, **kinds}, self._least_again if partial else 0.0
+
+    @property
+    def _least_again(self) -> float:
+        """Seconds of running a block's forward again, of the kind where they are least."""
+        return min(self._seconds[kind, True].both - self._seconds[kind, False].both for kind in self.blocks)
+
+    def _block_parts(self, blocks: range) -> list[tuple[int, PassSeconds]]:
+        """Numbers of equal blocks with what each takes; the first ones may run again."""
+        number = self.setting.recomputed(len(blocks))
+        parts = ((blocks[:number], True), (blocks[number:], False))
+        return [
+            (count, self._seconds[kind, again]) for own, again in parts for kind, count in self._kinds(own)
+        ]
+
+    def whole_seconds(self) -> float:
+        """Of a micro-batch, forward and backward, on all stages, with as few blocks run again as can be: as
+        many as can on one stage that runs only its first ones again."""
+        blocks = self.shape.blocks
+        elsewhere = sum(fewest_blocks(slot, self.slots) for slot in range(1, self.slots))
+        again = min(self.setting.recomputed(blocks), blocks - elsewhere)
+        again += elsewhere * self.setting.recomputed(1)
+        kinds = self._kinds(range(blocks))
+        own = sum(count * self._seconds[kind, self._all_again].both for kind, count in kinds)
+        return own + self._ends_seconds + (0.0 if self._all_again else again * self._least_again)
+
+    @property
+    def _all_again(self) -> bool:
+        """Whether every block's forward runs again."""
+        return self.setting.recomputed(self.shape.blocks) == self.shape.blocks
+
+    @property
+    def _ends_seconds(self) -> float:
+        return sum(end.both for end in self.ends)
+
+    def least_slowest_seconds(self) -> float:
+        """That the slowest stage takes at least: the mean, or the longest layer."""
+        blocks = [self._seconds[kind, self._all_again].both for kind in self.blocks]
+        longest = max(*blocks, *(end.both for end in self.ends))
+        return max(self.whole_seconds() / self.degrees.pipeline, longest)
+
+    def least_backward_share(self) -> float:
+        """Of a layer's seconds those of its backward, where that is smallest."""
+        blocks = (self._seconds[kind, self._all_again] for kind in self.blocks)
+        return min(own.backward / own.both for own in (*blocks, *self.ends))
+
+    def least_update_seconds(self) -> float:
+        """That the slowest stage takes at least, however the blocks are divided: no less than their mean, and
+        an update's seconds grow with the parameters on a straight line."""
+        stages = self.degrees.pipeline
+        parts = [self.parameters(range(0), slot) for slot in {0, self.slots - 1}]
+        for routed, count in self._kinds(range(self.shape.blocks)):
+            own = self._parameters[routed]
+            parts.append(ParameterCounts(count * own.dense, count * own.routed))
+        dense = sum(part.dense for part in parts) / stages
+        experts = sum(part.routed for part in parts) / stages
+        once, twice, of_dense = (
+            update_seconds(own, self.degrees, self.costs)
+            for own in (
+                ParameterCounts(0, experts),
+                ParameterCounts(0, 2 * experts),
+                ParameterCounts(dense, 0),
+            )
+        )
+        return of_dense + twice - once
+
+    def _counts(self, blocks: range) -> tuple[int, int]:
+        """Blocks without experts and with."""
+        routed = self._routed_before[blocks.stop] - self._routed_before[blocks.start]
+        return len(blocks) - routed, routed
+
+    def _kinds(self, blocks: range) -> list[tuple[bool, int]]:
+        """With experts or without: how many of the blocks."""
+        dense, routed = self._counts(blocks)
+        return [(kind, count) for kind, count in ((True, routed), (False, dense)) if count]
+
+    def update_seconds(self, blocks: Sequence[range], device: int) -> float:
+        """Of a device with the blocks of its virtual stages: reduction, update and gathering."""
+        return update_seconds(self.device_parameters(blocks, device), self.degrees, self.costs)
+
+    def device_parameters(self, blocks: Sequence[range], device: int) -> ParameterCounts:
+        """Of all virtual stages of a device."""
+        own = [
+            self.parameters(each, chunk * self.degrees.pipeline + device) for chunk, each in enumerate(blocks)
+        ]
+        return ParameterCounts(sum(each.dense for each in own), sum(each.routed for each in own))
+
+    def parameters(self, blocks: range, slot: int) -> ParameterCounts:
+        """On one device, of a (virtual) stage."""
+        shape, table = self.shape, self._table
+        first, last = slot == 0, slot == self.slots - 1
+        vectors = shape.beside_matrices()
+        tables = table * (first + last - (first and last and shape.tied))
+        tables += vectors.first * first + vectors.last * last
+        parts = [(count, self._parameters[routed]) for routed, count in self._kinds(blocks)]
+        return ParameterCounts(
+            tables + sum(n * own.dense for n, own in parts), sum(n * own.routed for n, own in parts)
+        )
+
+    def _block_seconds(self, work: LayerWork, again: bool) -> PassSeconds:
+        forward, backward = self.costs.seconds(work, self.degrees)
+        if again:
+            return PassSeconds(forward, backward + forward)
+        if self.setting.recompute == "selective":
+            more = sum(self.costs.kernel_seconds(kernel, self.degrees) for kernel in work.attention)
+            return PassSeconds(forward, backward + more)
+        return PassSeconds(forward, backward)
+
+    def _beside_collectives(self, own: PassSeconds, parameters: ParameterCounts) -> PassSeconds:
+        """With ZeRO 2 and 3 a layer's weights are gathered, and its gradients reduced, while its neighbours
+        compute: a pass takes the longer of both."""
+        zero = self.degrees.zero
+        if zero < 2:
+            return own
+        gather = gradient_collective("all_gather", WEIGHT, parameters, self.degrees, self.costs)
+        reduce = gradient_collective("reduce_scatter", GRADIENT, parameters, self.degrees, self.costs)
+        return PassSeconds(
+            max(own.forward, gather), max(own.backward, reduce + (gather if zero == 3 else 0.0))
+        )
+
+    def _block_parameters(self, routed: bool) -> ParameterCounts:
+        attention = self._on_device(self.shape.attention_parameters())
+        return attention.plus(self._on_device(self.shape.feed_forward_parameters(routed)))
+
+    def _on_device(self, layer: LayerParameters) -> ParameterCounts:
+        degrees = self.degrees
+        return ParameterCounts(layer.whole + layer.shared / degrees.tensor, layer.routed / degrees.expert)

@@ -1,0 +1,1 @@
+"""Where to cut the layers under any synchronous schedule: a search for its own costs, with a bound."""

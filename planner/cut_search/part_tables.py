@@ -1,0 +1,276 @@
+"""What every part of the layers takes on its place in a program: tables of all parts that there can be.
+
+A part lies between two cut points, as a stage of `StageTable` does. Its seconds are those on the devices that
+it is given, or, for a bound on plans on any devices, the least that any kind of device and any link allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from math import inf
+
+import numpy as np
+import numpy.typing as npt
+
+from ...cost_models.hardware import Device
+from ...cost_models.memory import Training, total, with_reserve
+from ...cost_models.schedules import Program, StageSlot
+from ...cost_models.simulator.costs import Costs
+from ..candidate import Proposal
+from ..pipeline_config import PipelineConfig
+from ..replica_exchange import ReplicaExchange, stage_figure
+from ..search.space import Space, divide_batch
+from ..stage_table import Floats, StageTable, ledger_options
+
+Ranks = tuple[int, ...]
+Cuts = npt.NDArray[np.int64]
+"""(candidates, parts + 1): the cut points before, between and after the parts."""
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineShape:
+    """All of a plan but its cuts and what it recomputes; `ranks`: by device of the program, its replicas."""
+
+    config: PipelineConfig
+    program: Program
+    ranks: tuple[Ranks, ...]
+
+    def proposal(self, cut_points: Sequence[int], cuts: Sequence[int]) -> Proposal:
+        """The plan with these cuts, (parts + 1,)."""
+        devices = tuple(self.ranks[slot.device] for slot in self.program.pipes[0])
+        return Proposal(self.config, tuple(cut_points[cut] for cut in cuts[1:]), devices)
+
+
+@dataclass(frozen=True, eq=False)
+class PartTables:
+    """By slot of the program (n + 1, n + 1) seconds of a micro-batch. `credit`: what the first backward of
+    all (its weights' part, where there is one) does not take. `occupancy` (parts - 1, n + 1) and `latency`
+    (parts - 1,) of transfers after each part, by where it ends. `usable` (parts, n + 1, n + 1): whether a
+    part may lie there; of those that fit on no device with the rest of its parts, some are left in.
+    """
+
+    program: Program
+    forward: dict[StageSlot, Floats]
+    backward: dict[StageSlot, Floats]
+    weight: dict[StageSlot, Floats]
+    credit: dict[StageSlot, Floats]
+    occupancy: Floats
+    latency: Floats
+    usable: npt.NDArray[np.bool_]
+
+    @property
+    def places(self) -> int:
+        """Cut points, the ends of the model included."""
+        return int(self.usable.shape[1])
+
+    @property
+    def parts(self) -> int:
+        """That the layers are cut into."""
+        return self.program.slots
+
+    def costs(self, cuts: Cuts) -> Costs:
+        """For the simulator, of many cuts side by side."""
+        shape = (self.program.devices, self.program.chunks, 1, len(cuts))
+        columns = {name: np.zeros(shape) for name in ("forward", "backward", "weight", "credit")}
+        for name, values in columns.items():
+            tables: dict[StageSlot, Floats] = getattr(self, name)
+            for (device, chunk), table in tables.items():
+                part = self.program.parts_by_slot[StageSlot(device, chunk)]
+                values[device, chunk, 0] = table[cuts[:, part], cuts[:, part + 1]]
+        inner = np.arange(self.parts - 1)[:, None]
+        pipes = (len(self.program.pipes), self.parts - 1, len(cuts))
+        occupancy = np.broadcast_to(self.occupancy[inner, cuts[:, 1:-1].T], pipes)
+        latency = np.broadcast_to(self.latency[:, None], pipes)
+        return Costs(
+            forward=columns["forward"],
+            backward=columns["backward"],
+            weight=columns["weight"] if self.program.splits_backward else None,
+            accumulation=columns["credit"],
+            forward_occupancy=occupancy,
+            forward_latency=latency,
+            backward_occupancy=occupancy,
+            backward_latency=latency,
+        )
+
+
+def make_part_tables(space: Space, shape: PipelineShape, *, anywhere: bool = False) -> PartTables:
+    """The tables of a shape on its devices; `anywhere`: the least on any devices, with as many replicas."""
+    return _TableMaker(space, shape, anywhere).make()
+
+
+@dataclass(frozen=True, eq=False)
+class _TableMaker:
+    space: Space
+    shape: PipelineShape
+    anywhere: bool
+
+    def make(self) -> PartTables:
+        program = self.shape.program
+        slots = list(program.parts_by_slot)
+        figures = [self._figures(device) for device in range(program.devices)]
+        never, always = (self._fits(mode) for mode in ("never", "always"))
+        recompute = self.shape.config.recompute
+        backward = {}
+        usable = np.repeat(self._possible, program.slots, axis=0)
+        for slot in slots:
+            forward, whole = figures[slot.device]["forward"], figures[slot.device]["backward"]
+            without = never[slot] & (recompute in ("never", "by_stage"))
+            with_recompute = always[slot] & (recompute != "never")
+            backward[slot] = np.where(without, whole, whole + forward)
+            usable[program.parts_by_slot[slot]] &= without | with_recompute
+        cut_from, cut_to = np.nonzero(self._possible[0])
+        for part in range(program.slots):
+            usable[part, cut_from, cut_to] &= self.space.may_be(part, cut_from, cut_to)
+        occupancy, latency = self._transfers()
+        return PartTables(
+            program,
+            forward={slot: figures[slot.device]["forward"] for slot in slots},
+            backward=backward,
+            weight={slot: figures[slot.device]["weight"] for slot in slots},
+            credit={slot: figures[slot.device]["credit"] for slot in slots},
+            occupancy=occupancy,
+            latency=latency,
+            usable=usable,
+        )
+
+    @cached_property
+    def _possible(self) -> npt.NDArray[np.bool_]:
+        """(1, n + 1, n + 1): which parts may be, whatever the memory and the place."""
+        return self.space.usable[None]
+
+    @cached_property
+    def _computed(self) -> dict[object, dict[str, Floats]]:
+        return {}
+
+    def _kinds(self, device: int) -> tuple[Device, ...]:
+        topology = self.space.topology
+        own = topology.kinds if self.anywhere else map(topology.device, self.shape.ranks[device])
+        return tuple(dict.fromkeys(own))
+
+    def _figures(self, device: int) -> dict[str, Floats]:
+        """Seconds of a device's parts, wherever they are cut."""
+        ranks, kinds = self.shape.ranks[device], self._kinds(device)
+        exchanges = self.space.zero >= 2 and not self.anywhere
+        key = len(ranks), kinds, ranks if exchanges else ()
+        if key not in self._computed:
+            split = self.shape.program.splits_backward
+            names = (
+                ("forward", "input", "weight", "first_weight")
+                if split
+                else (
+                    "forward",
+                    "backward",
+                    "first_backward",
+                )
+            )
+            figures = {name: self._figure(name, ranks, kinds) for name in names}
+            last = "weight" if split else "backward"
+            self._computed[key] = {
+                "forward": figures["forward"],
+                "backward": figures["input" if split else "backward"],
+                "weight": figures["weight"] if split else np.zeros_like(figures["forward"]),
+                "credit": np.maximum(figures[last] - figures[f"first_{last}"], 0.0),
+            }
+        return self._computed[key]
+
+    def _figure(self, name: str, ranks: Ranks, kinds: Sequence[Device]) -> Floats:
+        space = self.space
+        exchange = ReplicaExchange(
+            space.topology, ranks, space.number_bytes, 0 if self.anywhere else space.zero
+        )
+        size = divide_batch(self.shape.config.micro_batch_size, len(ranks))
+        each = [
+            stage_figure(space.kind_table(kind, size), name, kind.seconds_scale, exchange) for kind in kinds
+        ]
+        figure: Floats = (np.minimum if self.anywhere else np.maximum).reduce(each)
+        return figure
+
+    def _table(self, device: int) -> StageTable:
+        """What a device's parts hold and send."""
+        size = divide_batch(self.shape.config.micro_batch_size, len(self.shape.ranks[device]))
+        return self.space.table(size)
+
+    def _transfers(self) -> tuple[Floats, Floats]:
+        pipe, topology = self.shape.program.pipes[0], self.space.topology
+        tables = [self._table(device) for device in range(self.shape.program.devices)]
+        occupancy = np.zeros((len(pipe) - 1, len(tables[0].cut_points)))
+        latency = np.zeros(len(pipe) - 1)
+        links = [level.link for level in topology.levels]
+        for cut, (here, there) in enumerate(pairwise(pipe)):
+            if here.device == there.device:
+                continue
+            crossing = [tables[own.device].crossing for own in (here, there)]
+            if self.anywhere:
+                # Through no more than a port of every level.
+                latency[cut] = min(link.latency_seconds for link in links)
+                together = sum(link.bandwidth_bytes_per_second for link in links)
+                occupancy[cut] = np.minimum(*crossing) / together
+            else:
+                senders, receivers = self.shape.ranks[here.device], self.shape.ranks[there.device]
+                latency[cut], pace = self.space.pace(senders, receivers)
+                occupancy[cut] = np.maximum(*crossing) * pace
+        return occupancy, latency
+
+    def _fits(self, mode: str) -> dict[StageSlot, npt.NDArray[np.bool_]]:
+        """By slot, which parts have room on a device with nothing of its other parts, but for what the
+        optimizer's step and exchanges between replicas need: a part that does not is on no plan."""
+        program, space = self.shape.program, self.space
+        fits = {}
+        for slot in program.parts_by_slot:
+            kinds = self._kinds(slot.device)
+            limit = space.limit(self.shape.ranks[slot.device]) if not self.anywhere else inf
+            if self.anywhere and len(kinds) == 1:
+                limit = space.limit([0])
+            if limit == inf:
+                fits[slot] = np.ones_like(self._possible[0])
+            else:
+                fits[slot] = self._least_bytes(slot, mode, kinds) <= limit * (1 + 1e-12)
+        return fits
+
+    def _least_bytes(self, slot: StageSlot, mode: str, kinds: Sequence[Device]) -> Floats:
+        program, space, table = self.shape.program, self.space, self._table(slot.device)
+        stage = replace(table.stage_bytes, gathered=None)
+        part = program.parts_by_slot[slot]
+        holders = {rank for pipe in program.pipes for rank in self.shape.ranks[pipe[part].device]}
+        context = min(float(ledger_options(kind, space.dtype)["context_bytes"]) for kind in kinds)
+        training = Training(space.optimizer, space.number_bytes, len(holders), space.zero)
+        whole, most = stage.saved + stage.saved_input, self._most_in_flight[slot]
+        if mode == "never":
+            activations = most * whole
+        else:
+            # Of a backward of its own, and of the last forward before one.
+            share = min(program.share(micro_batch) for micro_batch in range(program.micro_batches))
+            activations = np.maximum(most * stage.input, share * (stage.input + whole))
+        pipe, alone = program.pipes[0], len(program.pipes) == 1
+        received = alone and part > 0 and pipe[part - 1].device != slot.device
+        sent = alone and part + 1 < len(pipe) and pipe[part + 1].device != slot.device
+        terms = {
+            **training.states(stage),
+            "activations": activations,
+            "communication": received * stage.received + sent * stage.sent,
+            "workspace": stage.workspace if mode == "never" else 0.0 * whole,
+        }
+        return np.broadcast_to(total(with_reserve(terms, context)), table.valid.shape)
+
+    @cached_property
+    def _most_in_flight(self) -> dict[StageSlot, float]:
+        """By slot, the most micro-batches whose forward has begun and whose last backward has not ended."""
+        program, most = self.shape.program, dict[StageSlot, float]()
+        if "most_in_flight" in program.derived:
+            counts: dict[StageSlot, float] = program.derived["most_in_flight"]
+            return counts
+        for device, own in enumerate(program.actions):
+            split = {action[1:] for action in own if action.kind == "W"}
+            level = dict[int, float]()
+            for action in own:
+                share, slot = program.share(action.micro_batch), StageSlot(device, action.chunk)
+                if action.kind == "F":
+                    level[action.chunk] = level.get(action.chunk, 0.0) + share
+                    most[slot] = max(most.get(slot, 0.0), level[action.chunk])
+                elif action.kind == ("W" if action[1:] in split else "B"):
+                    level[action.chunk] -= share
+        program.derived["most_in_flight"] = most
+        return most

@@ -1,0 +1,207 @@
+"""The plans of schedules that the branch and bound of 1F1B and GPipe does not know, with their own cuts.
+
+A shape is a configuration, a number of devices and of parts on each, and the replicas of every device; its
+devices are consecutive, in rank order. Shapes are looked at in stages (`shape_search`), the one with the
+lowest bound first, so that what is left when the work is done bounds what was not looked at. The bound holds
+for any devices in any order; where these are not all alike, plans are scored on their own and bounded by the
+least that any devices take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from itertools import product
+from math import inf
+from typing import TYPE_CHECKING
+
+from ...cost_models.errors import UsageError
+from ...cost_models.schedules import Program, find_schedule
+from ..candidate import ScoredPlan
+from ..other_placements import is_uniform
+from ..pipeline_config import SEVERAL_PARTS, VIRTUAL_STAGES, PipelineConfig
+from ..plan_records import TIE
+from ..search.budget import WORK_A_SECOND
+from ..universal_bound import universal_bound, work_and_path_bound
+from .part_tables import PipelineShape
+from .shape_search import SearchStage, ShapeSearch
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+
+EVERY_COUNT = 64
+"""Up to so many devices every number of replicas is looked at."""
+MOST_SHAPES = 3_000
+"""That are bounded each by itself."""
+MOST_ACTIONS = 30_000
+"""Of a program whose cuts are searched."""
+SHARE = 0.15
+"""Of the time limit's work."""
+
+
+@dataclass(frozen=True)
+class ScheduleResult:
+    """The best plan, None where none fits, and a bound on all plans of the schedules."""
+
+    best: ScoredPlan | None
+    bound_seconds: float
+
+
+def search_schedules(
+    problem: Problem, schedules: Iterable[str], limit: float = inf, work: float | None = None
+) -> ScheduleResult:
+    """Plans of these schedules that take less than `limit` seconds, with a bound on all that do not; a bound
+    at the limit says no more than that."""
+    names = tuple(dict.fromkeys(schedules))
+    if not names:
+        return ScheduleResult(None, inf)
+    low = universal_bound(problem, names, limit)
+    if problem.space.is_long or low >= limit:
+        return ScheduleResult(None, low)
+    amount = SHARE * problem.options.time_limit * WORK_A_SECOND if work is None else work
+    return _ScheduleSearch(problem, names, limit, low, amount).run()
+
+
+class _ScheduleSearch:
+    def __init__(
+        self, problem: Problem, names: tuple[str, ...], limit: float, low: float, work: float
+    ) -> None:
+        self.problem, self.names, self.low = problem, names, low
+        self.limit = limit
+        self.budget = problem.budget.part(work)
+        self.is_alike = is_uniform(problem.topology)
+        self.programs: dict[tuple[str, int, int, int], Program | None] = {}
+        most = min(problem.usable_gpus, problem.space.chain.max_stages)
+        reaches = problem.stage_counts[-1] == most or not problem.may_be_deeper
+        self.is_complete = reaches and problem.usable_gpus <= EVERY_COUNT
+        self.bounds: dict[object, float] = {}
+
+    def run(self) -> ScheduleResult:
+        """The answer."""
+        shapes = sorted(self._shapes(), key=lambda own: own.bound)
+        best: ScoredPlan | None = None
+        for stage in (SearchStage.QUICK, SearchStage.IMPROVED):
+            for own in sorted(shapes, key=lambda own: own.step):
+                if own.bound < self.limit * (1 - TIE) and not self.budget.spent and own.stage < stage:
+                    self.limit = own.advance(self.limit)
+                    best = _faster(best, own.best)
+        heap = [(own.bound, index, own) for index, own in enumerate(shapes)]
+        heapify(heap)
+        proven = inf if self.is_complete else self.low
+        while heap:
+            bound, index, own = heappop(heap)
+            if bound >= self.limit * (1 - TIE):
+                break
+            if self.budget.spent or own.stage == SearchStage.DONE:
+                proven = min(proven, bound)
+                continue
+            self.limit = own.advance(self.limit)
+            best = _faster(best, own.best)
+            heappush(heap, (own.bound, index, own))
+        step = self.limit if best is None else min(self.limit, best.step_seconds)
+        return ScheduleResult(best, max(self.low, min(proven, step)))
+
+    def _shapes(self) -> Iterator[ShapeSearch]:
+        count = 0
+        for shape in self._all_shapes():
+            bound = self._simple_bound(shape)
+            if bound >= self.limit * (1 - TIE):
+                continue
+            count += 1
+            if count > MOST_SHAPES or self.budget.spent:
+                self.is_complete = False
+                return
+            self.budget.spend(100_000)
+            yield ShapeSearch(
+                self.problem.space, shape, bound, self.is_alike, self.problem.allows, self.budget
+            )
+
+    def _simple_bound(self, shape: PipelineShape) -> float:
+        config, counts = shape.config, [len(own) for own in shape.ranks]
+        gpus = sum(counts) if self.is_alike else self.problem.usable_gpus
+        key = config, gpus, tuple(sorted(set(counts)))
+        if key not in self.bounds:
+            self.bounds[key] = work_and_path_bound(self.problem, *key)
+        return self.bounds[key]
+
+    def _all_shapes(self) -> Iterator[PipelineShape]:
+        problem, ranks = self.problem, self.problem.placements[0].ranks
+        for config, stages in product(problem.configs, reversed(problem.stage_counts)):
+            if config.schedule not in self.names:
+                continue
+            for chunks in _virtual_stages(config):
+                own = config if chunks == 1 else replace(config, virtual_stages=chunks)
+                program = self._program(own, stages)
+                if program is None:
+                    continue
+                for counts in self._replicas(config, stages):
+                    begins = [sum(counts[:device]) for device in range(stages)]
+                    each = zip(begins, counts, strict=True)
+                    devices = tuple(tuple(ranks[begin : begin + count]) for begin, count in each)
+                    yield PipelineShape(own, program, devices)
+
+    def _program(self, config: PipelineConfig, stages: int) -> Program | None:
+        """None where the schedule does not run with these numbers, or is not searched with so many."""
+        parts = config.virtual_stages
+        if stages * parts > self.problem.space.chain.max_stages:
+            return None
+        if 3 * stages * parts * config.micro_batches > MOST_ACTIONS:
+            self.is_complete = False
+            return None
+        key = config.schedule, stages, config.micro_batches, parts
+        if key not in self.programs:
+            self.programs[key] = None
+            with suppress(UsageError):
+                self.programs[key] = find_schedule(config.schedule).program(
+                    stages, config.micro_batches, parts
+                )
+        return self.programs[key]
+
+    def _replicas(self, config: PipelineConfig, stages: int) -> list[tuple[int, ...]]:
+        """By device, the numbers of replicas that there may be together."""
+        problem, usable = self.problem, self.problem.usable_gpus
+        choices = []
+        for counts in problem.replica_choices(config.micro_batch_size):
+            if len(counts) == 1 or problem.runtime is not None:
+                own = [(count,) * stages for count in counts]
+            elif len(counts) ** stages <= 10 * MOST_SHAPES or usable <= MOST_COMPOSED:
+                own = list(_compositions(counts, stages, usable))
+            else:
+                self.is_complete = False
+                own = [(count,) * stages for count in counts]
+            choices += [one for one in own if sum(one) <= usable]
+        if problem.options.use_all:
+            return [one for one in choices if sum(one) == usable]
+        return choices
+
+
+MOST_COMPOSED = 8
+"""Up to so many devices every number of replicas of every stage is looked at."""
+
+
+def _compositions(counts: tuple[int, ...], stages: int, most: int) -> Iterator[tuple[int, ...]]:
+    """Of so many stages, with no more than `most` devices."""
+    if not stages:
+        yield ()
+        return
+    for count in counts:
+        if count + stages - 1 <= most:
+            for others in _compositions(counts, stages - 1, most - count):
+                yield (count, *others)
+
+
+def _virtual_stages(config: PipelineConfig) -> tuple[int, ...]:
+    """Parts of the layers on each device."""
+    if config.virtual_stages > 1:
+        return (config.virtual_stages,)
+    if config.schedule in SEVERAL_PARTS:
+        return VIRTUAL_STAGES
+    return (find_schedule(config.schedule).default_virtual_stages,)
+
+
+def _faster(best: ScoredPlan | None, other: ScoredPlan | None) -> ScoredPlan | None:
+    if other is None or (best is not None and best.step_seconds <= other.step_seconds):
+        return best
+    return other

@@ -1,0 +1,180 @@
+"""Cuts searched for a schedule against every cut that there is: the answer, the bound, and what excludes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import combinations, pairwise, product
+from math import inf
+
+import numpy as np
+import pytest
+
+from pplan.cost_models.errors import UsageError
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.schedules import SCHEDULES
+from pplan.cost_models.timeline import step_seconds
+from pplan.cost_models.topology import Device, Group, Level, Link, Topology
+from pplan.planner.candidate import Proposal, ScoredPlan
+from pplan.planner.cut_search.cut_bound import CutBound
+from pplan.planner.cut_search.part_tables import PipelineShape, make_part_tables
+from pplan.planner.cut_search.schedule_search import search_schedules
+from pplan.planner.joint_search import find_best_plan
+from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.plan_options import PlanOptions
+from pplan.planner.problem import Problem
+from pplan.planner.scoring import fastest
+
+TOLERANCE = 1e-9
+MakeChain = Callable[..., Chain]
+MakeTopology = Callable[..., Topology]
+NAMES = ("interleaved", "looped-bfs", "zb-v", "dualpipe-v", "zb-h1", "zb-h2", "dapple", "chimera", "autopipe")
+
+
+def in_two_parts(chain: Chain, seed: int) -> Chain:
+    """The chain with a backward whose parts were measured."""
+    share = np.random.default_rng(seed).uniform(0.3, 0.7, chain.backward_seconds.shape)
+    return replace(
+        chain,
+        backward_input_seconds=share * chain.backward_seconds,
+        backward_weight_seconds=(1 - share) * chain.backward_seconds,
+    )
+
+
+def every_shape(problem: Problem, name: str, devices: int, parts: int) -> Iterator[PipelineShape]:
+    """Of so many devices in a row, with every number of replicas."""
+    for config in problem.configs:
+        with suppress(UsageError):  # the schedule does not run with these numbers
+            own = replace(config, schedule=name, virtual_stages=parts)
+            program = SCHEDULES[name].program(devices, config.micro_batches, parts)
+            for counts in product(range(1, problem.gpus + 1), repeat=devices):
+                if sum(counts) <= problem.gpus:
+                    ends = np.cumsum([0, *counts]).tolist()
+                    ranks = tuple(tuple(range(a, b)) for a, b in pairwise(ends))
+                    yield PipelineShape(own, program, ranks)
+
+
+def every_plan(problem: Problem, name: str) -> Iterator[Proposal]:
+    """All that there are, each with all of its cuts."""
+    usual = SCHEDULES[name].default_virtual_stages
+    parts = (2, 3, 4) if name in ("interleaved", "looped-bfs") else (usual,)
+    places = [int(i) + 1 for i in np.flatnonzero(problem.space.chain.cut_after)]
+    for devices, each in product(range(1, problem.gpus + 1), parts):
+        for shape in every_shape(problem, name, devices, each):
+            for cuts in combinations(places, devices * each - 1):
+                ends = (*cuts, len(problem.chain))
+                yield Proposal(
+                    shape.config, ends, tuple(shape.ranks[slot.device] for slot in shape.program.pipes[0])
+                )
+
+
+def best_of_all(problem: Problem, name: str) -> float:
+    """The least step of all plans that fit."""
+    plans = [fastest(problem.space, [own]) for own in every_plan(problem, name) if problem.allows(own)]
+    return min((plan.step_seconds for plan in plans if plan is not None), default=inf)
+
+
+QUICK = ("interleaved", "zb-v", "chimera")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
+def test_against_every_cut(make_chain: MakeChain, make_topology: MakeTopology, name: str) -> None:
+    """The answer is the fastest plan, and is proven to be; what little work proves holds, too."""
+    proven = 0
+    for seed, memory in ((0, None), (1, 2500), (2, 2500)):
+        chain = in_two_parts(make_chain(seed, 5, traffic=0.1, cuts=1.0, adding=0.5), seed)
+        options = PlanOptions(mini_batch=4, schedule=name, optimizer="adam")
+        problem = Problem(chain, make_topology(2, latency=0.05, memory=memory), options)
+        best = best_of_all(problem, name)
+        result = search_schedules(problem, [name])
+        assert (result.best.step_seconds if result.best else inf) == pytest.approx(best, rel=TOLERANCE)
+        assert result.bound_seconds == pytest.approx(best, rel=TOLERANCE)
+        proven += best < inf
+        for work in (0.0, 3e7, 1e8):
+            less = search_schedules(problem, [name], work=work)
+            assert less.bound_seconds <= best * (1 + TOLERANCE)
+    assert proven > 1
+
+
+def test_limits_pins_and_forbidden_cuts_are_kept(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    for seed in range(6):
+        chain = make_chain(seed, 8, traffic=0.1, cuts=0.7)
+        options = PlanOptions(
+            mini_batch=4,
+            micro_batches=4,
+            schedule="interleaved",
+            max_stages=2,
+            pins=(("layer3", 1),) if seed % 2 else (),
+            cut_after=(f"layer{np.flatnonzero(chain.cut_after)[0]}",),
+            recompute=("never", "always", "auto")[seed % 3],
+        )
+        problem = Problem(chain, make_topology(3, latency=0.05), options)
+        best, answer = best_of_all(problem, "interleaved"), find_best_plan(problem)
+        if best == inf:
+            assert answer.best is None
+        else:
+            assert answer.best is not None
+            assert answer.best.step_seconds == pytest.approx(best, rel=TOLERANCE)
+            assert answer.result.exact
+            assert problem.allows(answer.best.proposal)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bound_holds_for_every_cut_and_order_of_the_devices(make_chain: MakeChain, name: str) -> None:
+    """On devices that are not alike: the bound, tables of the least, and the game's own bound."""
+    for seed in range(2):
+        chain = in_two_parts(make_chain(seed, 6, traffic=0.3, cuts=1.0, adding=0.5), seed)
+        topology = two_kinds(seed)
+        problem = Problem(chain, topology, PlanOptions(mini_batch=2, micro_batches=2, schedule=name))
+        orders = [
+            replace(own, devices=tuple(tuple(1 - rank for rank in ranks) for ranks in own.devices))
+            for own in every_plan(problem, name)
+        ]
+        plans: list[ScoredPlan | None] = [fastest(problem.space, [own]) for own in orders]
+        turned = min((plan.step_seconds for plan in plans if plan is not None), default=inf)
+        best = min(turned, best_of_all(problem, name))
+        result = search_schedules(problem, [name])
+        assert result.bound_seconds <= best * (1 + TOLERANCE)
+        assert result.bound_seconds > 0.2 * best
+
+
+def two_kinds(seed: int) -> Topology:
+    slow = 0.5 + 0.4 * seed
+    groups = (Group(Device("fast", 3000), 1), Group(Device("slow", 2000, speed=slow), 1))
+    return Topology(groups, (Level("node", None, Link(20.0, 0.05)),))
+
+
+@pytest.mark.parametrize("name", [*NAMES, "gpipe", "avgpipe"])
+def test_no_cut_is_below_the_bound_of_its_shape(
+    make_chain: MakeChain, make_topology: MakeTopology, name: str
+) -> None:
+    """Whatever the turn of the game; and a plan that fits is never excluded nor below what is said of it."""
+    chain = in_two_parts(make_chain(7, 9, traffic=0.2, cuts=1.0, adding=0.5), 7)
+    problem = Problem(chain, make_topology(2, latency=0.1, memory=2000), PlanOptions(mini_batch=4))
+    parts = SCHEDULES[name].default_virtual_stages
+    program = SCHEDULES[name].program(2, 4, parts)
+    shape = PipelineShape(PipelineConfig(name, "by_stage", 4, 1, parts), program, ((0,), (1,)))
+    tables = make_part_tables(problem.space, shape)
+    every = [(0, *cuts, 9) for cuts in combinations(range(1, 9), 2 * parts - 1)]
+    rows = np.array(every, dtype=np.int64)
+    steps = step_seconds(program, tables.costs(rows))
+    fitting = 0
+    for cuts, step in zip(every, steps.tolist(), strict=True):
+        plan = fastest(problem.space, [shape.proposal(range(10), cuts)])
+        if plan is not None:
+            assert all(tables.usable[part, cuts[part], cuts[part + 1]] for part in range(2 * parts))
+            assert step <= plan.step_seconds * (1 + TOLERANCE)
+            fitting += 1
+    assert fitting > 0
+    usable = np.array(
+        [all(tables.usable[part, c[part], c[part + 1]] for part in range(2 * parts)) for c in every]
+    )
+    game, bounds = CutBound(tables), []
+    for _ in range(30):
+        game.improve()
+        bounds.append(game.bound)
+    assert bounds == sorted(bounds)
+    assert 0.7 * steps[usable].min() < game.bound <= steps[usable].min() * (1 + TOLERANCE)
