@@ -201,8 +201,8 @@ def browse(tmp_path: Path) -> Callable[[str, str], Any]:
         page.write_text(
             html.replace('http-equiv="Content-Security-Policy"', 'name="policy"').replace(
                 "</body>",
-                f"<script>const result = (() => {{{script}}})();"
-                "document.body.replaceChildren(JSON.stringify(result));</script></body>",
+                f"<script>setTimeout(() => {{ const result = (() => {{{script}}})();"
+                "document.body.replaceChildren(JSON.stringify(result)); }, 500);</script></body>",
             )
         )
         command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000"]
