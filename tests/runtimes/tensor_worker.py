@@ -98,7 +98,7 @@ def main(folder: Path, rank: int, world: int, kind: str) -> None:
         for mine, theirs in ((own.grad, expected[name].grad), (own, expected[name])):
             assert mine is not None
             assert theirs is not None
-            whole = mine.full_tensor() if isinstance(mine, DTensor) else mine  # type: ignore[no-untyped-call]
+            whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
             off = max(off, (whole - theirs).abs().max().item())
         split += isinstance(own, DTensor) and own.to_local().numel() * 2 == own.numel()
     result = {"losses": losses, "plain_losses": plain_losses, "off": off, "split": split}
