@@ -35,15 +35,15 @@ def degree_baselines(
 ) -> tuple[DegreeBaseline, ...]:
     """All of them, of the same training; of the options' degrees they know nothing."""
     every = list(_list_even(shape, devices, options, gpus_per_node))
-    chosen = {
+    plans = {
         "megatron": _first_that_fits(sorted(_megatron(every), key=_by_rule), shape, costs, memory_bytes),
         "grid": _fastest((one for one in every if one.degrees.zero == 1), shape, costs, memory_bytes),
     }
     for name, zero in (("data-parallel", 1), ("fsdp", 3)):
         replicas = (one for one in every if one.degrees.data == devices and one.degrees.zero == zero)
-        chosen[name] = _fastest(replicas, shape, costs, memory_bytes)
+        plans[name] = _fastest(replicas, shape, costs, memory_bytes)
     none = "does not fit, or does not divide the devices, the batch and the model"
-    return tuple(DegreeBaseline(name, plan, "" if plan else none) for name, plan in chosen.items())
+    return tuple(DegreeBaseline(name, plan, "" if plan else none) for name, plan in plans.items())
 
 
 def _list_even(
