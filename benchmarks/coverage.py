@@ -39,6 +39,7 @@ from pplan.profiler.comparison import model_check
 from pplan.profiler.comparison.model_check import Comparison
 from pplan.profiler.sequential import as_sequential
 from pplan.profiler.user_model.flat_output import flat
+from pplan.profiler.user_model.seeding import repeatable_seeds
 
 MARKS = "<!-- made by benchmarks/coverage.py -->", "<!-- end -->"
 VALUE_MARKS = "<!-- made by benchmarks/coverage.py --values -->", "<!-- end of values -->"
@@ -214,10 +215,12 @@ def compared(name: str) -> Row:
 def trained(model: nn.Module, run: Callable[[], Any]) -> list[Tensor | None]:
     """Outputs, gradients and buffers after a step, from the same random numbers each time."""
     torch.manual_seed(1)
-    outputs = [leaf for leaf in flat(run())[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    losses = [((leaf.double() - 0.3) ** 2).mean() for leaf in outputs if leaf.requires_grad]
-    if losses:
-        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+    # Reformer asks the system for seeds.
+    with repeatable_seeds():
+        outputs = [leaf for leaf in flat(run())[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        losses = [((leaf.double() - 0.3) ** 2).mean() for leaf in outputs if leaf.requires_grad]
+        if losses:
+            torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
     return [*outputs, *(parameter.grad for parameter in model.parameters()), *model.buffers()]
 
 

@@ -54,6 +54,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "perceiver": {"hidden": 64, "num_latents": 16, "d_latents": 64, "max_position_embeddings": 64},
     "qwen2_vl": {"hidden": 512},
     "qwen2_5_vl": {"hidden": 512},
+    "depth_anything": {"layers": 4},
     "reformer": {"hidden": 64, "axial_pos_shape": [8, 8], "sequence": 64},
 }
 """Where the family's own rules ask for others."""

@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     session = None
     try:
+        from .config_command import default_map
         from .field_names import ARGUMENTS, TYPED
         from .streams import begin
         from .verbs import Session, root
@@ -33,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ARGUMENTS.set(tuple(words))
         TYPED.set({})
         session = Session()
-        status = root(args=words, prog_name="pplan", standalone_mode=False, obj=session)
+        options = {"standalone_mode": False, "obj": session, "default_map": default_map(root)}
+        status = root(args=words, prog_name="pplan", **options)
         sys.stdout.flush()
     except SystemExit as end:
         # typer leaves so where the reader of the pipe has gone

@@ -27,15 +27,13 @@ _HIDDEN_FIELDS = {
 _NAMING_DEVICES = ("torchgpipe", "fairscale", "huggingface")
 """Runtimes of which the export names the devices; those of the others are given by their launchers."""
 _BUILD = {
-    "torchgpipe": ("torchgpipe", "model = build({file}, model, example_input)"),
-    "fairscale": ("fairscale", "model = build({file}, model, example_input)"),
     "deepspeed": ("deepspeed", "stage = build({file}, model, loss_fn, example_input)"),
     "torch": (
         "torch_pipelining",
         "process = build({file}, model, example_input=example_input, loss_fn=loss_fn)",
     ),
 }
-"""By runtime: the module with its `build`, and the line that calls it."""
+"""By runtime the module with its `build` and the line that calls it, where they are not as torchgpipe's."""
 
 RuntimeName = Annotated[
     str, typer.Argument(metavar="RUNTIME", help=f"One of {', '.join(RUNTIMES)}.", show_default=False)
@@ -194,7 +192,7 @@ def _show(document: ExportDocument, path: Path, script: Script | None) -> None:
         )
         return
     if script is None:
-        module, call = _BUILD[name]
+        module, call = _BUILD.get(name, (name, "model = build({file}, model, example_input)"))
         result(
             "\nIn the training script:\n"
             f"    from pplan.runtimes.{module} import build\n"

@@ -10,8 +10,11 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import platform
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -19,6 +22,7 @@ import typer
 from ..cost_models.errors import UsageError
 from ..cost_models.option_fields import Option, Options, list_declarations
 from .field_names import TYPED, as_options, name_field
+from .streams import be_quiet, remark
 
 Command = Callable[..., None]
 _CONTEXT = "typer_context"
@@ -81,6 +85,7 @@ def with_options(command: Command) -> Command:
     def run(**typed: Any) -> None:
         context: typer.Context = typed.pop(_CONTEXT)
         stated = {name for name in typed if _is_typed(context, name)}
+        _take_aliases(typed, stated)
         TYPED.set({})
         models = {name: model.build(typed, stated) for name, model in models_by_name.items()}
         fields = {name for model in models_by_name.values() for name in model.fields}
@@ -92,8 +97,9 @@ def with_options(command: Command) -> Command:
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:
+    """On the command line, or in the user's file of defaults."""
     source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
+    return source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
 
 
 def _find_model(hint: Any) -> _ModelParameters | None:
@@ -116,14 +122,34 @@ def _parameters(model: _ModelParameters) -> Iterator[inspect.Parameter]:
     for name, option in model.fields.items():
         kind, default = _kind_and_default(option, model.model.__dataclass_fields__[name].default)
         parameter = typer.Option(
-            *filter(None, (option_flag(name, option), option.old_flag)),
+            option_flag(name, option),
             metavar=option.form,
             help=as_options(option.help),
             rich_help_panel=option.panel,
         )
-        yield inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, parameter]
-        )
+        yield _parameter(name, default, Annotated[kind, parameter])
+        if option.aliases:
+            hidden = typer.Option(*option.aliases, hidden=True)
+            yield _parameter(_ALIAS + name, default, Annotated[kind, hidden])
+
+
+def _parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+_ALIAS = "alias_of_"
+
+
+def _take_aliases(typed: dict[str, Any], stated: set[str]) -> None:
+    """What is typed by another name of an option becomes the option's. Raises UsageError for both."""
+    for alias in [name for name in typed if name.startswith(_ALIAS)]:
+        value, name = typed.pop(alias), alias.removeprefix(_ALIAS)
+        if alias not in stated:
+            continue
+        if name in stated:
+            raise UsageError(f"{name}: is given by two of its names", "Omit one of them.")
+        typed[name] = value
+        stated.add(name)
 
 
 def _kind_and_default(option: Option, default: Any) -> tuple[Any, Any]:
@@ -146,6 +172,45 @@ def _name_options(name: str, hint: Any, model: _ModelParameters | None) -> None:
         if isinstance(annotation, typer.models.OptionInfo):
             flags = [str(flag) for flag in (annotation.default, *(annotation.param_decls or ()))]
             name_field(name, next(flag for flag in flags if flag.startswith("--")))
+
+
+_COMMON = {
+    "quiet": typer.Option(
+        "--quiet", "-q", help="No remarks and no progress; errors and results are printed."
+    ),
+    "verbose": typer.Option("--verbose", "-v", help="Tell versions, the folder, and how long it took."),
+}
+
+
+def with_common_options(command: Command) -> Command:
+    """The command with the options that every verb has."""
+    signature = inspect.signature(command)
+    common = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
+        )
+        for name, option in _COMMON.items()
+    ]
+    parameters = [*signature.parameters.values(), *common]
+
+    @functools.wraps(command)
+    def run(*, quiet: bool, verbose: bool, **typed: Any) -> None:
+        if quiet:
+            be_quiet()
+        start = time.monotonic()
+        if verbose:
+            from ..api.provenance import installed
+
+            remark(f"pplan {installed('pplan')}, Python {platform.python_version()}, in {Path.cwd()}")
+        try:
+            command(**typed)
+        finally:
+            if verbose:
+                remark(f"Took {time.monotonic() - start:.2f} s")
+
+    run.__dict__["__signature__"] = signature.replace(parameters=parameters)
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
 
 
 def action_parser(verb: str, actions: tuple[str, ...]) -> Callable[[str], str]:

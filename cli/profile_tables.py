@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from ..cost_models.number_format import percent, three_digits
+from ..cost_models.number_format import format_amount, percent, three_digits
+from ..cost_models.optimizers import dtype_precision
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..profiler.profile_file import Profile
 from ..profiler.profile_records import LayerMeasurement, MeasuredLoss, WholeMeasurement
@@ -17,15 +18,15 @@ from .table import Column, Value, line, number, print_table, text
 HEAVIEST = 10
 
 
-def print_profile(profile: Profile, console: Console) -> None:
-    """Prints everything about a profile."""
+def print_profile(profile: Profile, console: Console, *, all_layers: bool = False) -> None:
+    """Prints everything about a profile; of many layers the heaviest, or `all_layers`."""
     line(console, _headline(profile))
     for reason, count in Counter(_forbidden_cuts(profile)).items():
         line(console, f"Forbidden cuts: {count} of {len(profile.layers) - 1} ({reason}).")
     for tied in profile.tied:
         copies = "" if tied.bytes is None else f" ({format_bytes(tied.bytes)}): stages may have copies"
         line(console, f"Tied: {' and '.join(tied.layers)} share {tied.tensor}{copies}.")
-    _print_layers(profile, console)
+    _print_layers(profile, console, len(profile.layers) if all_layers else HEAVIEST)
     if not profile.structure_only:
         _print_totals(profile, console)
     if profile.loss is not None and not profile.structure_only:
@@ -63,11 +64,13 @@ def _headline(profile: Profile) -> str:
     shape = f", input {'x'.join(map(str, profile.input_shape))}" if profile.input_shape else ""
     on = f"{profile.device} ({profile.device_name})" if profile.device_name else profile.device
     parameters = sum(layer.parameter_bytes for layer in profile.layers)
+    count = parameters / dtype_precision(profile.dtype).weight
     estimated = ", estimated and not measured" if profile.estimated else ""
     return (
         f"{profile.model} on {on}, {', '.join([profile.dtype, *_modes(profile)])}{shape}: "
         f"{format_count(len(profile.layers), 'layer')}{_granularity(profile)}, "
-        f"{format_bytes(parameters)} of parameters{estimated}"
+        f"{format_amount(count)} parameters ({format_bytes(parameters)})"
+        f"{estimated}"
     )
 
 
@@ -110,17 +113,17 @@ def _name_together(names: Sequence[str]) -> str:
     return f"{names[0]} and {len(names) - 1} equal"
 
 
-def _layers_title(profile: Profile, groups: int) -> str:
-    rows, count = min(HEAVIEST, groups), len(profile.layers)
+def _layers_title(profile: Profile, groups: int, most: int) -> str:
+    rows, count = min(most, groups), len(profile.layers)
     if groups < count:
         title = "All layers" if rows == groups else f"The {rows} heaviest layers"
         return f"{title}, equal ones together, at micro-batch size {profile.micro_batch_sizes[-1]}"
-    all_layers = "All layers, heaviest first" if count > 1 else "The layer"
-    title = f"The {rows} heaviest of {count} layers" if rows < count else all_layers
+    every = "All layers, heaviest first" if count > 1 else "The layer"
+    title = f"The {rows} heaviest of {count} layers" if rows < count else every
     return f"{title}, at micro-batch size {profile.micro_batch_sizes[-1]}"
 
 
-def _print_layers(profile: Profile, console: Console) -> None:
+def _print_layers(profile: Profile, console: Console, most: int) -> None:
     """The heaviest layers at the largest size: by seconds, or where there are none by what they keep."""
     has_times = not profile.structure_only
     layers = profile.layers
@@ -153,8 +156,8 @@ def _print_layers(profile: Profile, console: Console) -> None:
         number("params", lambda row: layers[row].parameter_bytes, format_bytes, drop=4),
         number("spread", lambda row: costs[row].spread, percent, drop=1, visible=has_times),
     ]
-    heaviest = sorted(equal_layers, key=lambda row: (-weights[row] * len(equal_layers[row]), row))[:HEAVIEST]
-    print_table(console, columns, heaviest, title=_layers_title(profile, len(equal_layers)))
+    heaviest = sorted(equal_layers, key=lambda row: (-weights[row] * len(equal_layers[row]), row))[:most]
+    print_table(console, columns, heaviest, title=_layers_title(profile, len(equal_layers), most))
 
 
 class _Total(NamedTuple):

@@ -22,6 +22,9 @@ def show_command(
             show_default=False,
         ),
     ] = None,
+    all_layers: Annotated[
+        bool, typer.Option("--all", help="Of a profile: every layer, not only the heaviest.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the file's JSON.")] = False,
 ) -> None:
     """Show a profile, a plan or an answer of degrees in tables."""
@@ -39,7 +42,7 @@ def show_command(
     elif isinstance(document, Profile):
         from .profile_tables import print_profile
 
-        print_profile(document, console())
+        print_profile(document, console(), all_layers=all_layers)
     elif isinstance(document, DegreesFile):
         from .degrees_tables import print_degrees
 

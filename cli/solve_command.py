@@ -186,7 +186,8 @@ def _next_steps(plan: Plan, path: Path) -> str:
     # Without a name the verbs take the newest plan of the working directory: this one.
     newest = path == Path(path.name) and path.name.endswith(".plan.json")
     commands = [
-        f"pplan {verb}{'' if newest else f' {path}'}" for verb in ("check", "explain", *export, "show")
+        f"pplan {verb}{'' if newest else f' {path}'}"
+        for verb in ("check", "explain", *export, "report", "show")
     ]
     return f"Next: {', '.join(commands)} (all details)."
 

@@ -36,19 +36,27 @@ _STEERS = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Control, format (also the reversing of text), halves of characters, ends of lines and paragraphs."""
 
 
-def remark(text: str) -> None:
-    """One line on standard error, with fields in the words of the command line."""
-    from .field_names import as_options
-
-    print(printable(as_options(text)), file=sys.stderr, flush=True)
-
-
 _PRINTED = [False]
+_QUIET = [False]
 
 
 def begin() -> None:
     """Nothing was printed yet by the command that begins."""
-    _PRINTED[0] = False
+    _PRINTED[0] = _QUIET[0] = False
+
+
+def be_quiet() -> None:
+    """No remarks and no progress from now on; errors stay."""
+    _QUIET[0] = True
+
+
+def remark(text: str) -> None:
+    """One line on standard error, with fields in the words of the command line."""
+    from .field_names import as_options
+
+    if _QUIET[0]:
+        return
+    print(printable(as_options(text)), file=sys.stderr, flush=True)
 
 
 def printed_result() -> bool:
@@ -64,4 +72,4 @@ def result(text: str) -> None:
 
 def is_interactive() -> bool:
     """Whether somebody watches standard error: a bar makes sense."""
-    return sys.stderr.isatty()
+    return sys.stderr.isatty() and not _QUIET[0]

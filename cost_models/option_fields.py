@@ -32,7 +32,7 @@ class Option:
     field's; one that begins with "no-" makes the field False. `words`: all that may be typed; `least`: the
     smallest whole number that may be; `read`: how texts are read that are not just words or numbers.
     `repeats`: it may be given several times. `default_text`: the default as it is typed, where that is not
-    the value itself. `old_flag`: another name of the option, of earlier versions.
+    the value itself. `aliases`: other names of the option, which people type.
     """
 
     check: Check
@@ -45,7 +45,7 @@ class Option:
     read: Read | None = None
     repeats: bool = False
     default_text: str | None = None
-    old_flag: str = ""
+    aliases: tuple[str, ...] = ()
 
     @property
     def is_count(self) -> bool:

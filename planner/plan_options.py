@@ -108,6 +108,7 @@ class PlanOptions(Options):
         "B",
         "Global batch: samples of one optimizer step; default: about 32 for each GPU.",
         least=1,
+        aliases=("--batch-size", "--global-batch-size"),
     )
     micro_batches: int | None = _training(
         None,
@@ -117,6 +118,7 @@ class PlanOptions(Options):
         least=1,
         read=read_number_or_auto,
         default_text="auto",
+        aliases=("--chunks",),
     )
     schedule: str = _training(
         "auto",

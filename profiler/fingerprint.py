@@ -25,10 +25,10 @@ from torch import Tensor, fx, nn
 
 from ..cost_models.text_files import sha256
 from .chain.layers import Layer, LayerChain
-from .chain.shared_parameters import modules_used, tensors_used
 from .local_machine import device_memory_bytes, device_name, versions
 from .measurement_target import MeasurementTarget
 from .torch_internals import tree_flatten
+from .user_model.shared_parameters import modules_used, tensors_used
 
 _SIMPLE = (bool, int, float, str, type(None), torch.dtype)
 

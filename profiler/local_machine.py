@@ -108,3 +108,33 @@ def _text(path: str) -> str:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def list_devices() -> list[tuple[str, str, int | None]]:
+    """The devices that can be measured: torch's word, the manufacturer's name, bytes of memory (of a CPU,
+    what is free)."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(count))]
+    return [
+        (str(device), device_name(device), device_memory_bytes(device) or free_bytes(device))
+        for device in devices
+    ]
+
+
+def list_backends() -> list[str]:
+    """What processes may send tensors by, as torch was built."""
+    if not torch.distributed.is_available():
+        return []
+    usable = {
+        "gloo": torch.distributed.is_gloo_available(),
+        "nccl": torch.distributed.is_nccl_available() and torch.cuda.is_available(),
+        "mpi": torch.distributed.is_mpi_available(),
+    }
+    return [name for name, is_usable in usable.items() if is_usable]
+
+
+def have_direct_access() -> bool | None:
+    """Whether the first two GPUs read each other's memory directly; None where there are not two."""
+    if not torch.cuda.is_available() or torch.cuda.device_count() < 2:
+        return None
+    return bool(torch.cuda.can_device_access_peer(0, 1))

@@ -12,7 +12,6 @@ from torch import nn
 
 from ..cost_models.errors import ModelError
 from .chain.layers import LayerChain, build_chain
-from .chain.shared_parameters import storage_aliases
 from .comparison.model_check import gradients_left_alone
 from .local_machine import DTYPES, parse_dtype
 from .passes.clocks import Clock
@@ -27,6 +26,7 @@ from .user_model.loaded_model import (
     refuse_lazy_or_sparse,
 )
 from .user_model.losses import Loss, load_loss
+from .user_model.shared_parameters import storage_aliases
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,7 @@ class ProfileOptions(Options):
         "3x224x224",
         flag="input",
         read=read_shape,
+        aliases=("--input-shape", "--input-size"),
     )
     input_like: str | None = _text(
         "MODULE:FUNCTION",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .chain.layer_sequential import LayerSequential, is_mode_bound, register_once
 from .chain.layers import LayerChain, build_chain
-from .chain.shared_parameters import CloneInput
+from .user_model.shared_parameters import CloneInput
 
 
 def sequential(

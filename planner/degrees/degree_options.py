@@ -82,7 +82,7 @@ class DegreeOptions(Options):
         "B",
         panel="The training",
         least=1,
-        old_flag="--batch-size",
+        aliases=("--batch-size", "--global-batch-size"),
     )
     sequence: int = option(4096, arguments.whole, "Tokens of a sequence.", "T", panel="The training", least=1)
     layers: int | None = option(

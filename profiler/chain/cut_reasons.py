@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from ..graphs.cutting import refuse_unmatched
 from ..graphs.flow import Flow
 from ..graphs.segments import GraphSegment
-from .shared_parameters import tensors_used
+from ..user_model.shared_parameters import tensors_used
 
 Reasons = list[str | None]
 """Of each layer, why no stage may end with it."""

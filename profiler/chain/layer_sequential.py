@@ -11,7 +11,13 @@ from torch import fx, nn
 
 from ..graphs.graph import graph_module
 from ..torch_internals import child_modules, copy_registries
-from .shared_parameters import BorrowedFields, BorrowedTensor, CloneInput, ReusedModule, registered
+from ..user_model.shared_parameters import (
+    BorrowedFields,
+    BorrowedTensor,
+    CloneInput,
+    ReusedModule,
+    registered,
+)
 
 _RANDOM = "dropout"
 _NORMS = ("batch_norm", "instance_norm")

@@ -19,6 +19,7 @@ from ..graphs.segments import GraphSegment
 from ..graphs.trial import Trial, suggest_larger_pictures
 from ..user_model.loaded_model import ModelInput, refuse_lazy_or_sparse
 from ..user_model.seeding import fixed_seed
+from ..user_model.shared_parameters import storage_aliases, tensors_used
 from .cut_reasons import (
     TensorUsers,
     find_tensor_users,
@@ -29,7 +30,6 @@ from .cut_reasons import (
     sharing_reasons,
 )
 from .layer_sequential import LayerSequential, model_name, register_once
-from .shared_parameters import storage_aliases, tensors_used
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,15 +220,16 @@ def _segments(
         segments, flow = _cut(traced, trial, name, granularity)
         if check is None:
             return segments, flow, None
-        if traced.tool == ELEMENTS and not _any_shared([segment.bind(model) for segment in segments]):
-            # The model does nothing else than to call these modules.
-            return segments, flow, check.check_output()
 
         def bound_to(copy: nn.Module) -> nn.Sequential:
             modules = [segment.bind(copy) for segment in segments]
             return nn.Sequential(*register_once(modules, on_clone=flow.overwrites_input))
 
-        return segments, flow, check.compare(bound_to, _names(model, segments), traced.tool)
+        names = _names(model, segments)
+        if traced.tool == ELEMENTS and not _any_shared([segment.bind(model) for segment in segments]):
+            # The model does nothing else than to call these modules.
+            return segments, flow, check.check_output(bound_to, names, traced.tool)
+        return segments, flow, check.compare(bound_to, names, traced.tool)
 
     if check is not None and not (is_plain_sequential(model) and granularity.kind == "block"):
         check.run_once()

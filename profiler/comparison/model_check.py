@@ -19,6 +19,7 @@ from ..user_model.loaded_model import ModelInput
 from ..user_model.seeding import fixed_seed
 from .descriptions import describe, suspects
 from .differences import not_finite
+from .hidden_state import find_reader
 from .side_by_side import Bind, LayersDiffer, ModelFails, RoundingHides, SideBySide
 
 SECONDS = 10.0
@@ -104,7 +105,9 @@ class ModelCheck:
             side = SideBySide(self._model, self._example, self._name, bind)
             try:
                 with fixed_seed(side.seed), gradients_left_alone(self._model, self._name):
-                    return _compared(side, smallest, self._seconds)
+                    comparison = _compared(side, smallest, self._seconds)
+                self._refuse_hidden_state(bind, layer_names, how)
+                return comparison
             except ModelFails as error:
                 failures.append(error)
             except RoundingHides as error:
@@ -130,10 +133,26 @@ class ModelCheck:
             with suppress(Exception), fixed_seed(side.seed):
                 side.plain().forward_once(self._example.clone(), side.seed)
 
-    def check_output(self) -> Comparison:
-        """For layers that equal the model by construction: only looks for NaN and infinity in its output."""
+    def _refuse_hidden_state(self, bind: Bind, layer_names: Sequence[str], how: str) -> None:
+        side = SideBySide(self._model, self._example, self._name, bind)
+        reader = ""
+        with fixed_seed(side.seed), suppress(Exception):
+            # What fails on a single sample is left at that.
+            reader = find_reader(side, layer_names)
+        if reader:
+            raise NotTheModel(
+                f"{self._name} cannot be traced by {how}: layer {reader} reads what another layer keeps in "
+                "Python, which would not reach it on another stage",
+                "Return it from the one module and hand it to the other as a tensor, or name a module "
+                "around both a layer: granularity='module:PATTERN'.",
+            )
+
+    def check_output(self, bind: Bind, layer_names: Sequence[str], how: str) -> Comparison:
+        """For layers that equal the model by construction: whether each does without what others keep in
+        Python, and NaN and infinity in the output. Raises NotTheModel."""
         if self._why_not:
             return Comparison()
+        self._refuse_hidden_state(bind, layer_names, how)
         side = SideBySide(self._model, self._example, self._name, lambda _: nn.Sequential())
         try:
             with fixed_seed(side.seed):

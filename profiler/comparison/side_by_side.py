@@ -22,10 +22,13 @@ from .differences import (
     relative_size,
     split_by_cause,
 )
-from .training_pass import PassResult, Trainee, plain_attributes
+from .training_pass import PassResult, Trainee, class_attributes, plain_attributes
 
 Bind = Callable[[nn.Module], nn.Sequential]
 """Makes the layers anew of a copy of the model, one element a layer."""
+
+_REPETITIONS = 4
+"""Of a model that may decide by a number that nobody can set: it could decide so again by chance."""
 
 
 class ModelFails(ModelError):
@@ -34,6 +37,10 @@ class ModelFails(ModelError):
 
 class RoundingHides(Exception):
     """Layers and model differ by as much as rounding makes of the model: nothing can be told."""
+
+
+class NotRepeatable(ModelError):
+    """Copies of the model differ from each other."""
 
 
 class LayersDiffer(Exception):
@@ -65,6 +72,8 @@ class SideBySide:
     not_finite: str = field(default="", init=False)
     _states: list[dict[str, Any]] = field(default_factory=list, init=False)
     """Attributes of the model's modules after each pass."""
+    _class_changes: list[set[str]] = field(default_factory=list, init=False)
+    """Attributes of their classes that each pass of the model changed, and that of the layers did not."""
 
     def begin(self, batch: int, limit_seconds: float) -> bool:
         """The first pass, of `batch` samples. Raises ModelFails, LayersDiffer.
@@ -97,6 +106,8 @@ class SideBySide:
             changes = earlier and all(name in state for state in earlier) and earlier[-1][name] != value
             if changes and own.get(name) != value:
                 yield name
+        if len(self._class_changes) > 1:
+            yield from sorted(set.intersection(*self._class_changes))
 
     def written_buffers(self) -> Iterator[str]:
         """Those that the passes so far changed in the model's copy, by each of their names."""
@@ -138,6 +149,7 @@ class SideBySide:
         return plain.mapped(lambda tensor: rotated(tensor, next(sources)))
 
     def _model_pass(self, batch: int) -> PassResult:
+        before = class_attributes(self._own.model)
         try:
             result = self._own.train_once(self.example(batch), self.seed)
         except Exception as error:
@@ -149,16 +161,21 @@ class SideBySide:
             ) from error
         self.batches.append(batch)
         self._states.append(plain_attributes(self._own.model))
+        after = class_attributes(self._own.model)
+        self._class_changes.append({name for name in after if before.get(name) != after[name]})
         self.not_finite = self.not_finite or ", ".join(not_finite(result))
         return result
 
     def _compare(self, expected: PassResult) -> None:
+        before = class_attributes(self._own.model)
         try:
             actual = self._layers.train_once(self.example(self.batches[-1]), self.seed)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             raise LayersDiffer([], self.batches, error) from error
+        after = class_attributes(self._own.model)
+        self._class_changes[-1] -= {name for name in after if before.get(name) != after[name]}
         several = differences(expected, actual)
         if not several:
             return
@@ -166,24 +183,44 @@ class SideBySide:
         if real:
             raise LayersDiffer(real, self.batches)
         if unsure:
+            self._refuse_unrepeatable(expected)
             raise RoundingHides(
                 f"on a batch of {self.batches[-1]} rounding alone changes "
                 f"{describe_difference(unsure[0])} as much"
             )
         self.rounding = max(self.rounding, relative_size(several, expected))
 
+    def _refuse_unrepeatable(self, expected: PassResult) -> None:
+        """Raises NotRepeatable where a copy of the model, from the same state, does not come to the same on a
+        CPU: there nothing else than what the copies share can be why."""
+        if self.model_input.tensors[0].device.type != "cpu":
+            return
+        repeated = (differences(expected, self._repeated(lambda _: None)) for _ in range(_REPETITIONS))
+        several = next(filter(None, repeated), None)
+        if several:
+            raise NotRepeatable(
+                f"{self.name}: {describe_difference(several[0])} is another each time, from the same "
+                "weights, input and random state",
+                "Does forward count its calls in a global, or draw from a clock, os.urandom or a generator "
+                "outside of the model? Keep counters and generators as attributes of its modules.",
+            )
+
     def _varied(self) -> PassResult:
         """What the model leaves by now with the last bit of parameters and inputs changed."""
-        varied = self.plain()
+        return self._repeated(_change_last_bits)
+
+    def _repeated(self, change: Callable[[Tensor], None]) -> PassResult:
+        """What another copy of the model leaves by now, with `change` made to parameters and inputs."""
+        copy = self.plain()
         with torch.no_grad():
-            for parameter in varied.model.parameters():
-                _change_last_bits(parameter)
+            for parameter in copy.model.parameters():
+                change(parameter)
         for batch in self.batches:
             inputs = self.example(batch)
             with torch.no_grad():
                 for tensor in inputs.tensors:
-                    _change_last_bits(tensor)
-            result = varied.train_once(inputs, self.seed)
+                    change(tensor)
+            result = copy.train_once(inputs, self.seed)
         return result
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import io
+import itertools
 import random
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from ..graphs.tracing_patches import leave_vmap
 from ..user_model.flat_output import flat
 from ..user_model.loaded_model import ModelInput
-from ..user_model.seeding import normal_like, random_states, reseed
+from ..user_model.seeding import normal_like, random_states, repeatable_seeds, reseed
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -38,7 +40,13 @@ class Trainee:
         """
         result = PassResult(self.model)
         # torch.fx prints where in the code of a graph an operation failed.
-        with torch.enable_grad(), leave_vmap(), warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+        with (
+            torch.enable_grad(),
+            leave_vmap(),
+            repeatable_seeds(),
+            warnings.catch_warnings(),
+            redirect_stderr(io.StringIO()),
+        ):
             warnings.simplefilter("ignore")
             reseed(seed)
             result.output, result.structure = flat(self.run(inputs))
@@ -108,21 +116,52 @@ def own_generators(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def plain_attributes(model: nn.Module) -> dict[str, Any]:
-    """What modules keep in Python, by dotted name: numbers, words, and lists and dicts of them."""
+    """What modules keep in Python, by dotted name: numbers, words, counters, and lists, dicts and objects of
+    them."""
     return {
-        _dotted(path, name): copy.deepcopy(value)
+        _dotted(path, name): plain
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if name not in _OF_EVERY_MODULE and _is_plain(value)
+        if name not in _OF_EVERY_MODULE and (plain := _plain(value)) is not _OTHER
     }
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    return isinstance(value, _PLAIN)
+def class_attributes(model: nn.Module) -> dict[str, Any]:
+    """What the classes of its modules keep, by the class and the name: all copies of the model share it."""
+    classes = {kind for module in model.modules() for kind in type(module).__mro__}
+    return {
+        f"{kind.__qualname__}.{name}": plain
+        for kind in classes
+        if kind.__module__.partition(".")[0] not in ("torch", "builtins", "pplan")
+        for name, value in vars(kind).items()
+        if not name.startswith("__") and (plain := _plain(value)) is not _OTHER
+    }
+
+
+_OTHER = object()
+"""What is neither plain nor made of plain values."""
+_DEEPEST = 3
+"""Objects in objects that are looked into."""
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """A copy to compare with later ones; of what is not plain in it, nothing."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, itertools.count):
+        return repr(value)
+    if isinstance(value, list | tuple | set | deque):
+        values = list(value)
+    elif isinstance(value, dict):
+        values = [part for pair in value.items() for part in pair]
+    elif isinstance(value, (Tensor, nn.Module, type, FunctionType, ModuleType)) or not hasattr(
+        value, "__dict__"
+    ):
+        return _OTHER
+    else:
+        values = list(vars(value).values())
+    plain = [_plain(part, depth + 1) for part in values] if depth < _DEEPEST else []
+    return _OTHER if values and all(part is _OTHER for part in plain) else plain
 
 
 def _dotted(path: str, name: str) -> str:

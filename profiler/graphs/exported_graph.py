@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,7 @@ def rebuild_graph(model: nn.Module, export: ExportedModule, opaque: Collection[s
     replace_regions(module)
     for body in (module, *bodies(module)):
         _drop_checks(body.graph)
+        _join_samples(body.graph)
         _write_early(body.graph)
         _ask_devices(body.graph, export.device)
     for node in module.graph.nodes:
@@ -129,6 +131,25 @@ def _drop_unused_sizes(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and _value_kind(node) in ("size", "device"):
             graph.erase_node(node)
+
+
+def _join_samples(graph: fx.Graph) -> None:
+    """Where a tensor is taken apart along dimension 0 and all parts are joined again, of which torch.export
+    knows as many as the example has, that is one operation for any number."""
+    for node in list(graph.nodes):
+        parts: Any = node.args[0] if _packet(node) == "cat" and len(node.args) == 1 else ()
+        apart: Any = parts[0].args[0] if parts and parts[0].target is operator.getitem else node
+        in_order = [(part.target, part.args) for part in parts] == [
+            (operator.getitem, (apart, index)) for index in range(len(apart.users))
+        ]
+        alone = all(len(part.users) == 1 for part in parts)
+        if _packet(apart) == "unbind" and len(apart.args) == 1 and in_order and alone:
+            with graph.inserting_before(node):
+                joined = graph.call_function(torch.ops.aten.flatten.using_ints, (apart.args[0], 0, 1))
+            joined.meta = dict(node.meta)
+            node.replace_all_uses_with(joined)
+            for unused in (node, *parts, apart):
+                graph.erase_node(unused)
 
 
 def _write_early(graph: fx.Graph) -> None:

@@ -19,14 +19,12 @@ import inspect
 import io
 import itertools
 import logging
-import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from ...cost_models.errors import ModelError
 from ..torch_internals import tree_flatten, tree_leaves
@@ -40,13 +38,14 @@ from .remodule import (
     alias_leaf_inputs,
     attribute,
 )
-from .tracing_patches import masks_as_in_training, notice_checkpoints, refuse_custom_functions
-from .trial import trial_run
-
-_INSTEAD = (
-    "Give granularity='module:PATTERN' with modules around what cannot be traced, "
-    "or make the model an nn.Sequential of its layers."
+from .tracing_patches import (
+    lengths_that_vary,
+    masks_as_in_training,
+    notice_checkpoints,
+    refuse_custom_functions,
 )
+from .trial import trial_run
+from .varying_batch import CUT_AROUND, SomeBatchSizes, module_at, refuse_some_batch_sizes
 
 
 def export_around(model: nn.Module, example: ModelInput, name: str, whole: Sequence[str] = ()) -> TracedGraph:
@@ -66,7 +65,8 @@ def export_around(model: nn.Module, example: ModelInput, name: str, whole: Seque
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            failed = next((path for path in reversed(inside) if not is_inside(path, paths)), "")
+            modules = [module_at(model, error.place)] if isinstance(error, SomeBatchSizes) else inside
+            failed = next((path for path in reversed(modules) if path and not is_inside(path, paths)), "")
             if not failed:
                 raise _as_model_error(error, name) from error
             paths = _with_its_class(model, failed, paths)
@@ -159,7 +159,7 @@ def _as_model_error(failure: Exception, name: str) -> ModelError:
         return failure
     return ModelError(
         f"{name} cannot be traced by torch.export: {first_line(failure)}{_at(_stopping_line(failure))}",
-        _INSTEAD,
+        CUT_AROUND,
     )
 
 
@@ -194,14 +194,21 @@ def _exported(
     for tensor in example.tensors:
         if tensor.dim() and len(tensor) == example.batch:
             shapes[tensor] = {0: torch.export.Dim.AUTO}
-    with _silence(), _masks(example), output.flattened(), refuse_custom_functions(), calls.inside(model):
+    with (
+        _silence(),
+        _masks(example),
+        lengths_that_vary(model),
+        output.flattened(),
+        refuse_custom_functions(),
+        calls.inside(model),
+    ):
         _spell_keywords_out(model, example)
         program = torch.export.export(
             model, example.args, example.kwargs, dynamic_shapes=shapes, strict=False
         )
         module = program.module()
     inputs = _placeholders(module, program, example)
-    _refuse_some_batch_sizes(inputs, program, example, name)
+    refuse_some_batch_sizes(inputs, program, example, name)
     if inside is not None:
         inside.clear()
     return ExportedModule(module, model, example.tensors[0].device, inputs, output.finish, no_tensors, calls)
@@ -261,28 +268,6 @@ def _placeholders(
     return tuple(places[id(tensor)] for tensor in example.tensors)
 
 
-def _refuse_some_batch_sizes(
-    inputs: tuple[fx.Node, ...], program: torch.export.ExportedProgram, example: ModelInput, name: str
-) -> None:
-    first = inputs[0].meta["val"]
-    size = first.shape[0]
-    if is_concrete_int(size):
-        sizes, line = f"{example.batch} samples only", _at(_specializing_line(first))
-    else:
-        span = program.range_constraints.get(size.node.expr)
-        endless = span is not None and bool(span.upper > 2**62)
-        if span is None or (endless and span.lower <= 2):
-            # 2: torch.export takes no size of 0 or 1 for a number that varies.
-            return
-        most = "more" if endless else span.upper
-        sizes, line = f"{span.lower} to {most} samples only", ""
-    raise ModelError(
-        f"{name}: what its forward does holds for {sizes}{line}",
-        "Micro-batches have other sizes than the example: compute with x.shape[0], not len(x) or int(...), "
-        "and let no loop run over the samples. " + _INSTEAD,
-    )
-
-
 def _refuse_no_values(export: ExportedModule, example: ModelInput) -> None:
     """A tensor that forward makes of numbers on its input's device has none left when that is meta."""
     if example.tensors[0].is_meta:
@@ -307,20 +292,3 @@ def _stopping_line(error: BaseException) -> str:
         line = line or user_line(current)
         current = current.__cause__ or current.__context__  # type: ignore[assignment]
     return line
-
-
-def _specializing_line(value: Tensor) -> str:
-    """Where the batch size became a plain number, as far as torch tells."""
-    shapes = getattr(getattr(value, "fake_mode", None), "shape_env", None)
-    places = getattr(shapes, "replacements_slocs", {})
-    for symbol, size in getattr(shapes, "replacements", {}).items():
-        if symbol in places and size == value.shape[0]:
-            place = places[symbol].maybe_user_loc or places[symbol].framework_loc
-            return _frame_line(place)
-    return ""
-
-
-def _frame_line(place: Any) -> str:
-    if not isinstance(place, traceback.FrameSummary):
-        return str(place or "")
-    return f"{place.filename}:{place.lineno}, in {place.name}: {(place.line or '').strip()}"

@@ -25,6 +25,8 @@ _Frontend = Callable[[nn.Module, ModelInput, str], TracedGraph]
 _Result = TypeVar("_Result")
 
 
+_HIGHER = 2
+"""Modules around those that cannot be traced that are tried, where what these keep is changed from there."""
 _MANY = 16
 """From so many blocks on, to look into each takes too long."""
 ELEMENTS = "its elements"
@@ -55,19 +57,24 @@ def trace_model(
         )
     modules = [path for path, _ in model.named_modules() if path]
     refuse_unmatched(granularity.patterns, modules, "module", name)
+    failures: list[ModelError] = []
     if is_plain_sequential(model) and granularity.kind == "block":
         elements = sequential_graph(model, example, name)
-        return make(elements, Trial(elements, model, example, name))
+        try:
+            return make(elements, Trial(elements, model, example, name))
+        except NotTheModel as error:
+            failures.append(error)
     bind_example(model, example, name)
-    failures: list[ModelError] = []
     suspects: list[str] = []
-    for words, frontend in _frontends(model, granularity, tool, suspects):
+    around: list[str] = []
+    for words, frontend in _frontends(model, granularity, tool, suspects, around):
         try:
             with notice_checkpoints() as noticed:
                 traced = frontend(model, example, name)
             if traced.tool == AROUND:
                 # With nothing taken whole it is the graph that failed before.
                 continue
+            around[:] = _whole_modules(traced.tool) or around
             tool_used = traced.tool if traced.tool.startswith(AROUND) else words
             traced = dataclasses.replace(traced, recomputes=bool(noticed), tool=tool_used)
         except ModelError as error:
@@ -100,32 +107,36 @@ def _as_model_error(error: Exception, words: str, name: str) -> ModelError:
 
 
 def _frontends(
-    model: nn.Module, granularity: Granularity, only: str | None, suspects: Sequence[str]
+    model: nn.Module,
+    granularity: Granularity,
+    only: str | None,
+    suspects: Sequence[str],
+    around: Sequence[str],
 ) -> Iterator[tuple[str, _Frontend]]:
     """Each with its name. Where there is none of the name `only`, as on the meta device, it is all.
 
-    `suspects` grows meanwhile: modules for the later ones to take whole.
+    `suspects` grows meanwhile: modules for the later ones to take whole. `around`: those that were.
     """
     if only is None:
-        yield from _all_frontends(model, granularity, suspects)
+        yield from _all_frontends(model, granularity, suspects, around)
         return
     if only.startswith(AROUND):
         from .exporting import export_around
 
-        yield AROUND, partial(export_around, whole=only.removeprefix(AROUND).split(", "))
+        yield AROUND, partial(export_around, whole=_whole_modules(only))
         return
-    every = list(_all_frontends(model, granularity, suspects))
+    every = list(_all_frontends(model, granularity, suspects, around))
     yield from [pair for pair in every if pair[0] == only] or every
 
 
 def _all_frontends(
-    model: nn.Module, granularity: Granularity, suspects: Sequence[str]
+    model: nn.Module, granularity: Granularity, suspects: Sequence[str], around: Sequence[str]
 ) -> Iterator[tuple[str, _Frontend]]:
     yield "torch.fx", trace_symbolically
     matched = [path for path, _ in model.named_modules() if path and granularity.outermost(path) == path]
     if matched:
         yield "torch.fx around these modules", _with_leaves(matched)
-    if is_plain_sequential(model):
+    if is_plain_sequential(model) and granularity.kind != "block":
         yield ELEMENTS, sequential_graph
         return
 
@@ -138,11 +149,29 @@ def _all_frontends(
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         yield "torch.export on its device", partial(export_graph, for_real=True)
         yield AROUND, partial(export_around, whole=suspects)
+        for _ in range(_HIGHER):
+            wider = [_caller(model, path) or path for path in around]
+            if set(wider) <= set(around):
+                break
+            yield AROUND, partial(export_around, whole=wider)
     if matched:
         yield IN_A_ROW, lambda model, example, name: call_in_a_row(model, example, name, matched)
     containers = container_paths(model)
     if containers:
         yield "torch.fx around modules of torch.nn", _with_leaves([*matched, *containers])
+
+
+def _whole_modules(tool: str) -> list[str]:
+    """The modules that a graph's tool names, which were taken whole."""
+    return [path for path in tool.removeprefix(AROUND).split(", ") if path] if tool.startswith(AROUND) else []
+
+
+def _caller(model: nn.Module, path: str) -> str:
+    """The module around it that calls it: no list; "" where that is the model."""
+    parent = path.rpartition(".")[0]
+    while parent and isinstance(model.get_submodule(parent), nn.ModuleList | nn.ModuleDict):
+        parent = parent.rpartition(".")[0]
+    return parent
 
 
 def _repeated(model: nn.Module, paths: Sequence[str]) -> list[str]:
@@ -174,6 +203,8 @@ def is_plain_sequential(module: nn.Module) -> bool:
     return (
         isinstance(module, nn.Sequential)
         and type(module).forward is nn.Sequential.forward
+        and "forward" not in vars(module)
+        and type(module).__iter__ is nn.Sequential.__iter__
         and type(module).__call__ is nn.Module.__call__
         and not has_hooks(module)
     )

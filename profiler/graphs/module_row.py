@@ -26,6 +26,8 @@ from .graph import TracedGraph, is_inside
 
 IN_A_ROW = "calling these modules in a row"
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_SHORTEST = 2
+"""Modules of a row that ends before the last of those named."""
 _HINT = "Name modules that are called one after another, each with what the one before returned."
 
 
@@ -171,8 +173,15 @@ def call_in_a_row(model: nn.Module, example: ModelInput, name: str, row: Sequenc
     nodes = {id(own): graph.call_function(operator.getitem, (first, i)) for i, own in enumerate(row_inputs)}
     placed = {first: ""}
     results: list[fx.Node] = []
-    for path, arguments, returned in calls:
-        args, kwargs = _as_nodes(arguments, nodes, f"{name} cannot be cut by {IN_A_ROW}: {path}")
+    for index, (path, arguments, returned) in enumerate(calls):
+        try:
+            args, kwargs = _as_nodes(arguments, nodes, f"{name} cannot be cut by {IN_A_ROW}: {path}")
+        except ModelError:
+            if index < _SHORTEST:
+                raise
+            # The row ends here: the rest belongs to what comes behind it.
+            del calls[index:], order[index:]
+            break
         node = graph.call_module(path, args, kwargs)
         placed[node] = path
         results = _results(graph, node, returned, nodes, f"{name} cannot be cut by {IN_A_ROW}: {path}")

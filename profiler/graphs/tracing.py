@@ -16,7 +16,7 @@ from ..torch_internals import tree_leaves
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput, copy_model, copy_to_meta
 from .graph import TracedGraph, find_attribute
-from .tracing_patches import keep_custom_functions
+from .tracing_patches import keep_custom_functions, lengths_that_vary
 
 INSTEAD = (
     "Name modules of yours to be layers, as in granularity='module:PATTERN' (what is inside them is then "
@@ -37,6 +37,11 @@ def trace_symbolically(
     Raises ModelError with the line of the model's code that cannot be traced, or where `example` does not fit
     what forward takes; where memory runs out, what the allocator raises.
     """
+    if "forward" in vars(model):
+        raise ModelError(
+            f"{name} cannot be traced by torch.fx: its forward is an attribute, and not its class's",
+            INSTEAD,
+        )
     arguments = _arguments(model, example, name)
     graph, copy = _traced(model, _constants_of(arguments, name), leaves, name)
     placeholders = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
@@ -72,7 +77,7 @@ def _traced(
     for place in (copy_to_meta, copy_model):
         copy = place(model, name)
         try:
-            with warnings.catch_warnings(), keep_custom_functions():
+            with warnings.catch_warnings(), keep_custom_functions(), lengths_that_vary(copy):
                 warnings.simplefilter("ignore")
                 graph = _Tracer(leaves).trace(copy, concrete_args=constants)
         except Exception as error:

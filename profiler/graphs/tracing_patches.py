@@ -2,19 +2,22 @@
 
 Calls of torch.autograd.Function: a tracer that looked through them would lose their backward.
 torch.utils.checkpoint: whether a model recomputes parts of itself, which tracing looks through. The masks of
-transformers, which under torch.export are other ones than in training. And torch.vmap, which a graph that
-fails inside does not leave.
+transformers, which under torch.export are other ones than in training. `len` of a tensor. And torch.vmap,
+which a graph that fails inside does not leave.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.autograd import Function
 from torch.utils import checkpoint
 
@@ -116,6 +119,26 @@ def masks_as_in_training(*, one_text_a_row: bool = True) -> Iterator[None]:
         for name, replacement in replaced.items():
             if hasattr(module, name):
                 stack.enter_context(mock.patch.object(module, name, replacement))
+        yield
+
+
+@contextlib.contextmanager
+def lengths_that_vary(model: nn.Module) -> Iterator[None]:
+    """While it lasts, `len(tensor)` in the code of `model` is `tensor.shape[0]`, which a trace can follow:
+    Python makes a plain number of what `__len__` returns."""
+
+    def length(value: Any) -> Any:
+        is_tensor = isinstance(value, Tensor | fx.Proxy)
+        return operator.getitem(value.shape, 0) if is_tensor else len(value)
+
+    classes = {kind for module in model.modules() for kind in type(module).__mro__}
+    own = (vars(kind).get("forward") for kind in classes if not kind.__module__.startswith("torch."))
+    forwards = (inspect.unwrap(forward) for forward in own if isinstance(forward, FunctionType))
+    namespaces = {id(forward.__globals__): forward.__globals__ for forward in forwards}
+    with contextlib.ExitStack() as stack:
+        for namespace in namespaces.values():
+            if "len" not in namespace:
+                stack.enter_context(mock.patch.dict(namespace, {"len": length}))
         yield
 
 

@@ -5,6 +5,7 @@
 
 `activation_bytes` is the layer's output. Optional: `saved_bytes`, `micro_batch_size`,
 `backward_input_seconds`. Times may be in milliseconds: `forward_ms`, `backward_ms`, `backward_input_ms`.
+Columns may have other usual names, as `fwd_ms`, `layer` or `output_bytes`.
 Rows of one name with different `micro_batch_size` are one layer at several sizes. JSON: a list of objects
 with these keys, or {"layers": [...]}.
 """
@@ -15,7 +16,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...cost_models.errors import FileError, short_repr
@@ -27,6 +28,17 @@ _COLUMNS = (
     *("saved_bytes", "micro_batch_size", "backward_input_seconds"),
     *(f"{time}_ms" for time in _TIMES),
 )
+_ALIASES = {
+    "name": ("layer", "layer_name", "module"),
+    "forward_seconds": ("fwd_seconds", "forward_s", "fwd_s", "fwd_sec", "forward_sec"),
+    "backward_seconds": ("bwd_seconds", "backward_s", "bwd_s", "bwd_sec", "backward_sec"),
+    "forward_ms": ("fwd_ms", "forward_time_ms", "fwd_time_ms"),
+    "backward_ms": ("bwd_ms", "backward_time_ms", "bwd_time_ms"),
+    "activation_bytes": ("output_bytes", "act_bytes", "activations_bytes", "out_bytes"),
+    "parameter_bytes": ("param_bytes", "params_bytes", "parameters_bytes", "weight_bytes"),
+    "micro_batch_size": ("batch_size", "mbs", "microbatch_size", "micro_batch"),
+}
+_OTHER_NAMES = {alias: column for column, aliases in _ALIASES.items() for alias in aliases}
 _REQUIRED = ("name", "forward_seconds", "backward_seconds", "activation_bytes", "parameter_bytes")
 _DELIMITERS = (",", ";", "\t")
 _EXAMPLE = f"The columns are {', '.join(_REQUIRED)}; forward_ms and backward_ms are allowed, too."
@@ -45,11 +57,13 @@ class Row:
     activation_bytes: int
     saved_bytes: int | None
     parameter_bytes: int
+    read_as: tuple[str, ...] = ()
+    """Of columns with other names than ours: `fwd_ms as forward_ms`."""
 
 
 def looks_like_csv(text: str) -> bool:
     """Whether the first line of `text` names a column of such a table."""
-    return not {part.strip().strip('"') for part in _first_line(text)}.isdisjoint(_COLUMNS)
+    return not {_column(part.strip().strip('"')) for part in _first_line(text)}.isdisjoint(_COLUMNS)
 
 
 def read_csv(text: str, file: str) -> list[Row]:
@@ -61,9 +75,11 @@ def read_csv(text: str, file: str) -> list[Row]:
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text), strict=True)
     records = _records(reader, file)
     place, header = next(records, (Place(file, "line 1"), []))
-    columns = [column.strip() for column in header]
+    written = [column.strip() for column in header]
+    columns = [_column(name) for name in written]
     _check_columns(place, columns)
-    return [_of_csv(place, columns, values) for place, values in records]
+    read_as = _renamed(written)
+    return [replace(_of_csv(place, columns, values), read_as=read_as) for place, values in records]
 
 
 def read_json(text: str, file: str) -> list[Row]:
@@ -129,8 +145,21 @@ def _of_csv(place: Place, columns: Sequence[str], values: Sequence[str]) -> Row:
 def _of_json(place: Place, row: object) -> Row:
     if not isinstance(row, _Pairs):
         raise place.refusal(f"is {short_repr(row)}, not an object", _EXAMPLE)
-    _check_columns(place, [key for key, _ in row.pairs])
-    return _row(place, {key: value for key, value in row.pairs if value is not None})
+    written = [key for key, _ in row.pairs]
+    _check_columns(place, [_column(name) for name in written])
+    values = {_column(key): value for key, value in row.pairs if value is not None}
+    return replace(_row(place, values), read_as=_renamed(written))
+
+
+def _column(written: str) -> str:
+    """Our name of a column, however it is written; as it is where it is none of ours."""
+    name = written.lower().replace(" ", "_").replace("-", "_")
+    column = _OTHER_NAMES.get(name, name)
+    return column if column in _COLUMNS else written
+
+
+def _renamed(written: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{name} as {_column(name)}" for name in written if _column(name) != name)
 
 
 def _check_columns(place: Place, columns: Sequence[str]) -> None:

@@ -112,6 +112,8 @@ def _twice(row: Row, other: Row, size: int, *, has_sizes: bool) -> FileError:
 
 
 def _notes(rows: Sequence[Row]) -> Iterator[str]:
+    if rows[0].read_as:
+        yield f"columns read by their usual names: {', '.join(rows[0].read_as)}"
     without = sum(row.saved_bytes is None for row in rows)
     if without:
         yield (

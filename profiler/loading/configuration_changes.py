@@ -32,6 +32,8 @@ _INNER_WIDTHS = (
 )  # fmt: skip
 _SAME_WIDTHS = ("word_embed_proj_dim", "pooler_output_size", "lru_width")
 """Widths that follow the hidden size where they equal it."""
+_WIDTHS_OF_BACKBONE = ("reassemble_hidden_size",)
+"""Widths that are the hidden size of the configuration inside it of what makes the features."""
 _NO_CHANCE = {
     "apply_spec_augment": False, "layerdrop": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
     "mask_time_prob": 0.0, "mask_feature_prob": 0.0,
@@ -81,9 +83,12 @@ class ConfigurationChanges:
             self._let_follow(followed, " and ".join(causes))
         if "layers" in self._words:
             self._let_follow(lists_of_layers(self._sizes({}), self._words["layers"]), "`layers`")
-        for part in self._parts.values():
+        for key, part in self._parts.items():
             part.follow()
             self.notes += part.notes
+            if key == "backbone_config" and "hidden" in part._words:
+                same = [own for own in _WIDTHS_OF_BACKBONE if own in key_names(self._config)]
+                self._let_follow(dict.fromkeys(same, part._words["hidden"]), "`hidden`")
         vocabularies = [each.values.get("vocab_size") for each in (self, *self._all_parts())]
         if any(vocabularies):
             self._special_tokens(min(filter(None, vocabularies)))
@@ -136,7 +141,9 @@ class ConfigurationChanges:
 
     def _sizes(self, followed: Mapping[str, Any]) -> dict[str, Any]:
         """All keys of the configuration, with the values that they will have."""
-        before = {key: key_value(self._config, key) for key in key_names(self._config)}
+        # What a backbone hands on is no key of its class, and yet one of its file.
+        handed_on = ("out_features",) if self._path else ()
+        before = {key: key_value(self._config, key) for key in (*key_names(self._config), *handed_on)}
         return before | dict(followed) | self.values
 
     def _take_key(self, key: str, value: object) -> None:

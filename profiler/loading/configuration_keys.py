@@ -158,6 +158,11 @@ def lists_of_layers(sizes: Mapping[str, Any], layers: int) -> dict[str, Any]:
             # As many of each kind as there are beside the others, and at least one.
             rare = [kind for kind in dict.fromkeys(kinds) if kind not in kinds[:layers]][: layers - 1]
             lists[key] = [*(kinds[index % len(kinds)] for index in range(layers - len(rare))), *rare]
+    stages = sizes.get("out_features") or ()
+    if stages and "num_hidden_layers" in sizes and "depths" not in sizes:
+        # A stage is a layer, and what is handed on comes from the last ones.
+        lists["out_indices"] = list(range(max(1, layers - len(stages) + 1), layers + 1))
+        lists["out_features"] = [f"stage{index}" for index in lists["out_indices"]]
     if sizes.get("backbone_out_indices"):
         count, last = len(sizes["backbone_out_indices"]), max(sizes["backbone_out_indices"])
         lists["backbone_out_indices"] = [

@@ -53,6 +53,11 @@ class InputMaker:
         must = dict.fromkeys([self._main, *self._needed, *(name for name in more if name in self._names)])
         if "spatial_shapes" in self._names and self._main == "pixel_values":
             must |= dict.fromkeys(("pixel_attention_mask", "spatial_shapes"))
+        if "image_embeds_position_mask" in self._names:
+            must["image_embeds_position_mask"] = None
+        if self._config.model_type == "fsmt":
+            # Else forward decides by values whether there is padding.
+            must["decoder_attention_mask"] = None
         every = must | dict.fromkeys(name for name in _OF_OTHER_KINDS if name in self._names)
         if "past_time_features" in must:
             every |= dict.fromkeys(name for name in self._names if name.startswith("future_"))
@@ -90,6 +95,8 @@ class InputMaker:
             "timesteps": lambda: torch.arange(_STEPS, device="cpu").repeat(SAMPLES, 1),
             "flattened_patches": self._placed_patches,
             "pixel_attention_mask": lambda: torch.ones(SAMPLES, self._patches_a_side**2, device="cpu"),
+            "image_embeds_position_mask": self._picture_places,
+            "decoder_attention_mask": lambda: torch.ones(SAMPLES, self._sequence, device="cpu"),
             "spatial_shapes": lambda: torch.full((SAMPLES, 2), self._patches_a_side, device="cpu"),
             "freq": lambda: torch.zeros(SAMPLES, 1, dtype=torch.long, device="cpu"),
         }
@@ -143,6 +150,13 @@ class InputMaker:
         """Of a picture that comes as patches."""
         return math.isqrt(self._size("num_patches") or 64)
 
+    def _picture_places(self) -> Tensor | None:
+        """Kosmos-2 puts so many vectors of a picture in the place of the first words."""
+        count = self._size("latent_query_num")
+        if count is None:
+            return None
+        return (torch.arange(count + self._sequence, device="cpu") < count).long().repeat(SAMPLES, 1)
+
     def _placed_patches(self) -> Tensor | None:
         """Behind the row and the column of each, from 1 on, as Pix2Struct takes them."""
         patches = self._noise(self._patches_a_side**2, self._size("patch_embed_hidden_size"))
@@ -180,6 +194,10 @@ class InputMaker:
 
     def _with_places_for_pictures(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """The text begins with as many tokens for pictures as the model makes of one."""
+        if "image_embeds_position_mask" in inputs:
+            count = int(inputs["image_embeds_position_mask"][0].sum())
+            places = torch.full((SAMPLES, count), int(inputs["input_ids"][0, 0]), device="cpu")
+            return inputs | {"input_ids": torch.cat([places, inputs["input_ids"]], 1)}
         names = ("image_token_id", "image_token_index")
         token = next(
             (getattr(self._config, n) for n in names if getattr(self._config, n, None) is not None), None

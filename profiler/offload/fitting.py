@@ -14,7 +14,6 @@ from ...cost_models.errors import MachineError, ModelError
 from ...cost_models.memory import FRAGMENTATION_RESERVE, workspace_before_loss
 from ...cost_models.quantities import format_bytes
 from ..chain.layers import Layer
-from ..chain.shared_parameters import tensors_used
 from ..memory.live_bytes import LiveBytes, Meter, lasting, storages
 from ..memory.meta_kernels import attention_as_on_the_cpu
 from ..memory.workspace import LossWorkspace, Workspace
@@ -23,6 +22,7 @@ from ..passes.watchers import CompositeWatcher, SavedBytes
 from ..torch_internals import storage_key
 from ..user_model.flat_output import tensors_in
 from ..user_model.losses import Loss
+from ..user_model.shared_parameters import tensors_used
 
 
 @dataclass(frozen=True)

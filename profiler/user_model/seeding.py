@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from numbers import Integral
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -66,6 +67,19 @@ def reseed(seed: int) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+@contextlib.contextmanager
+def repeatable_seeds() -> Iterator[None]:
+    """Inside, torch.seed(), which takes its seed from the system, takes it from torch's random state."""
+
+    def seed() -> int:
+        number = int(torch.randint(2**62, (), device="cpu"))
+        torch.manual_seed(number)
+        return number
+
+    with mock.patch.object(torch, "seed", seed):
+        yield
 
 
 def random_states() -> dict[str, Any]:

@@ -12,9 +12,9 @@ from torch import nn
 
 from ...cost_models.errors import ExportError, MachineError, UsageError
 from ...profiler.chain.layer_sequential import LayerSequential
-from ...profiler.chain.shared_parameters import tensors_used
 from ...profiler.sequential import sequential
 from ...profiler.user_model.loaded_model import ModelInput
+from ...profiler.user_model.shared_parameters import tensors_used
 from ..formats.export_document import ExportDocument, check_layers, stage_bounds
 from ..formats.pipe_export import PipeExport
 from .cut_hooks import guard_cuts

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ...cost_models.errors import ExportError
 from ...profiler.chain.layer_sequential import LayerSequential
-from ...profiler.chain.shared_parameters import register_references, tensors_used
+from ...profiler.user_model.shared_parameters import register_references, tensors_used
 from .rank_coordinates import RankCoordinates
 
 

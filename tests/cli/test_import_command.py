@@ -33,7 +33,7 @@ def graph(here: Path) -> Path:
 def test_what_is_written_and_printed(run: Run, here: Path, graph: Path) -> None:
     ran = run("import", graph.name, "--micro-batch-size", "32")
     assert (ran.status, ran.lines) == (0, ["Wrote toy.profile.json"])
-    assert ran.out.startswith("toy on unknown, float32: 6 layers, 22.89 MiB of parameters")
+    assert ran.out.startswith("toy on unknown, float32: 6 layers, 6.00 million parameters (22.89 MiB)")
     assert SCALED in ran.out
     profile = Profile.load(here / "toy.profile.json")
     assert profile.made_by.command == "pplan import toy.graph.txt --micro-batch-size 32"

@@ -53,7 +53,7 @@ def test_plan(plan: Plan, golden: Golden, width: int, file: str, terminal: Termi
     golden(file, console.text)
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_short_answer(plan: Plan, golden: Golden, width: int, terminal: Terminal) -> None:
     console = terminal(width)
     print_answer(plan, console, "Next: pplan check.")
@@ -61,7 +61,7 @@ def test_short_answer(plan: Plan, golden: Golden, width: int, terminal: Terminal
     assert len(console.text.splitlines()) <= 20
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_short_answer_of_many_stages(plan: Plan, width: int, terminal: Terminal) -> None:
     """Eight rows at most; what answers is there at every width."""
     stages = [plan.stages[0].model_copy(update={"devices": [number]}) for number in range(40)]
@@ -267,7 +267,7 @@ def test_the_first_backward_of_a_step_has_a_column_where_it_was_measured(
 def test_one_is_not_many(profile: Profile, terminal: Terminal) -> None:
     console = terminal(110)
     print_profile(profile.model_copy(update={"layers": profile.layers[:1]}), console)
-    assert "input 3x32x32: 1 layer, 12.00 MiB" in console.text
+    assert "input 3x32x32: 1 layer, 3.15 million parameters (12.00 MiB)" in console.text
     assert "layers," not in console.text
     assert [format_count(n, thing) for n in (1, 2) for thing in ("GPU", "micro-batch")] == [
         "1 GPU",

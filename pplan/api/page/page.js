@@ -177,8 +177,8 @@
     });
   }
 
-  /** The step, memory and timeline of the cuts as they are. */
-  function update() {
+  /** The step and memory of the cuts as they are; and their timeline, once they were moved. */
+  function update(moved = true) {
     paintChain();
     byId("editor-balance").value = balance.join(",");
     if (!data.cuts) return;
@@ -198,11 +198,12 @@
       return row;
     });
     byId("editor-stages").replaceChildren(...rows);
+    const under = schedule === data.schedule ? "" : `Under ${schedule}: `;
     const versus = isPlan ? "the plan" : Math.abs(change) < 5e-4 ? "nearly as the plan" : `${formatPercent(Math.abs(change))} ${change > 0 ? "slower" : "faster"} than the plan`;
     const memory = over.length ? ` Stage${over.length > 1 ? "s" : ""} ${over.join(", ")} ${over.length > 1 ? "do" : "does"} not fit.` : "";
-    byId("editor-answer").textContent = `Step ${formatSeconds(result.step)} (${versus}), `
+    byId("editor-answer").textContent = `${under}Step ${formatSeconds(result.step)} (${versus}), `
       + `${(data.cuts.mini_batch / result.step).toPrecision(3)} samples/s, bubble ${formatPercent(result.bubble)}.${memory}`;
-    showTimeline(isPlan ? planned : simulatedTimeline(result, `${schedule} with the cuts as moved`));
+    if (moved) showTimeline(isPlan ? planned : simulatedTimeline(result, `${schedule} with the cuts as moved`));
   }
 
   function startEditor() {
@@ -232,7 +233,8 @@
       }
       byId("editor-answer").textContent = `Copied: ${text}`;
     });
-    update();
+    // After the page is painted: the first simulation of a large plan takes some tenths of a second.
+    requestAnimationFrame(() => setTimeout(() => update(false)));
   }
 
   /** Tables that a click on a heading sorts. */

@@ -62,6 +62,17 @@
     }));
   }
 
+  /** The lists and the clock's order of a schedule: the same for all cuts, so kept. */
+  const known = new Map();
+  function program(schedule, stages, microBatches) {
+    const key = `${schedule} ${stages} ${microBatches}`;
+    if (!known.has(key)) {
+      const lists = actionLists(schedule, stages, microBatches);
+      known.set(key, { lists, order: clockOrder(lists) });
+    }
+    return known.get(key);
+  }
+
   const sum = (values, first, last) => {
     let total = 0;
     for (let i = first; i <= last; i++) total += values[i];
@@ -327,8 +338,8 @@
 
   /** A step: its seconds, bubble, actions, transfers, and the bytes of every stage. */
   function simulate(problem, balance, schedule) {
-    const stages = balance.length, lists = actionLists(schedule, stages, problem.micro_batches);
-    const order = clockOrder(lists), costs = stageCosts(problem, balance, schedule);
+    const stages = balance.length, { lists, order } = program(schedule, stages, problem.micro_batches);
+    const costs = stageCosts(problem, balance, schedule);
     const { start, end, begin, arrival } = run(problem, order, costs, problem.schedules[schedule].launches);
     const last = new Array(stages).fill(0), busy = new Array(stages).fill(0);
     order.forEach((action, i) => {

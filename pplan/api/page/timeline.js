@@ -27,17 +27,17 @@
   /** What `simulator.js` returns, in the same form. */
   function simulatedTimeline(result, title) {
     const devices = result.ends.map(() => ({ kinds: [], m: [], c: [], to: [], start: [], end: [], begin: [], arrival: [] }));
-    result.order.map((action, i) => [action, i]).sort((a, b) => result.start[a[1]] - result.start[b[1]] || a[1] - b[1])
-      .forEach(([action, i]) => {
-        const own = devices[action.stage];
-        own.kinds.push("FB"[action.kind]);
-        own.m.push(action.microBatch);
-        own.to.push(action.target < 0 ? -1 : result.order[action.target].stage);
-        own.start.push(result.start[i]);
-        own.end.push(result.end[i]);
-        own.begin.push(result.begin[i]);
-        own.arrival.push(result.arrival[i]);
-      });
+    // In the order of the clock each stage's actions stand in the order of its list.
+    result.order.forEach((action, i) => {
+      const own = devices[action.stage];
+      own.kinds.push("FB"[action.kind]);
+      own.m.push(action.microBatch);
+      own.to.push(action.target < 0 ? -1 : result.order[action.target].stage);
+      own.start.push(result.start[i]);
+      own.end.push(result.end[i]);
+      own.begin.push(result.begin[i]);
+      own.arrival.push(result.arrival[i]);
+    });
     const sums = [];
     result.ends.forEach((end, stage) => {
       const last = devices[stage].end[devices[stage].end.length - 1];

@@ -176,14 +176,14 @@ def test_what_is_not_there_is_said(toy: tuple[pplan.Profile, pplan.Plan]) -> Non
         assert words in page
 
 
+@pytest.mark.slow
 def test_a_large_plan_is_a_small_page() -> None:
-    """64 stages x 256 micro-batches; a zero-bubble schedule has half as many actions again."""
+    """64 stages x 256 micro-batches; a zero-bubble schedule has half as many actions again as 1F1B."""
     profile = profile_of([f"layers.{number}" for number in range(256)])
-    for schedule in ("1f1b", "zb-h1"):
-        html = report(planned(profile, [4] * 64, 256, schedule), profile).html
-        assert len(html.encode()) < 3_000_000
-        data = json.loads(parse(html).find(".//script").text)
-        assert data["timeline"]["shown"] == 256
+    html = report(planned(profile, [4] * 64, 256, "zb-h1"), profile).html
+    assert len(html.encode()) < 3_000_000
+    data = json.loads(parse(html).find(".//script").text)
+    assert data["timeline"]["shown"] == 256
 
 
 @pytest.fixture
@@ -201,8 +201,8 @@ def browse(tmp_path: Path) -> Callable[[str, str], Any]:
         page.write_text(
             html.replace('http-equiv="Content-Security-Policy"', 'name="policy"').replace(
                 "</body>",
-                f"<script>const result = (() => {{{script}}})();"
-                "document.body.replaceChildren(JSON.stringify(result));</script></body>",
+                f"<script>setTimeout(() => {{ const result = (() => {{{script}}})();"
+                "document.body.replaceChildren(JSON.stringify(result)); }, 500);</script></body>",
             )
         )
         command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000"]

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from pplan.profiler.chain.cut_reasons import find_tensor_users
 from pplan.profiler.chain.layers import build_chain
-from pplan.profiler.chain.shared_parameters import BorrowedTensor, ReusedModule
 from pplan.profiler.measure import profile_model
 from pplan.profiler.profile_options import ProfileOptions
 from pplan.profiler.sequential import sequential, state_dict_names
+from pplan.profiler.user_model.shared_parameters import BorrowedTensor, ReusedModule
 
 
 class Drops(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import re
 from collections.abc import Callable
@@ -1248,7 +1249,116 @@ class CompiledMethod(Base):
         return self.c(self.f(self.a(x)))
 
 
+class Backwards(nn.Sequential):
+    def __iter__(self) -> Any:
+        return reversed(list(super().__iter__()))
+
+
+def backwards() -> nn.Module:
+    return Backwards(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU())
+
+
+def other_forward() -> nn.Module:
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    vars(layers)["forward"] = lambda x: layers[1](layers[0](x)) * 2
+    return layers
+
+
+MODULES["backwards"], MODULES["other_forward"] = (backwards, X), (other_forward, X)
+
+
+@module(X)
+class LengthOfBatch(Base):
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.b(self.a(x) / len(x))))
+
+
+class EachSample(nn.Module):
+    def forward(self, h: Tensor) -> Any:
+        return torch.stack([h[i] * (i + 1) for i in range(h.shape[0])])
+
+
+@module(X)
+class EachSampleInBlock(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = EachSample()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.b(self.each(self.a(x)))))
+
+
+@module((X, TEXT))
+class JoinsSamples(Base):
+    def forward(self, x: Tensor, texts: Tensor) -> Any:
+        joined = torch.cat(list(self.a(texts)))
+        return self.c(torch.relu(self.b(joined).unflatten(0, (x.shape[0], -1)) + x.unsqueeze(1)))
+
+
+class KeepsState(nn.Module):
+    """Decides by values, so it is taken whole; who calls it forgets its state."""
+
+    state: Any = None
+
+    def forward(self, h: Tensor) -> Any:
+        self.state = h if self.state is None or float(h.sum()) > 1e9 else self.state + h
+        return self.state * 2
+
+
+class Forgets(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = KeepsState()
+
+    def forward(self, h: Tensor) -> Any:
+        self.inner.state = None
+        return self.inner(h)
+
+
+@module(X)
+class StateOfAnother(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Forgets()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.b(self.part(self.a(x)))))
+
+
+@module(X)
+class CountsByIterator(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = itertools.count()
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        return self.c(torch.relu(self.b(h * 2 if next(self.n) > 1000 else h)))
+
+
+@module(X)
+class CountsInClass(Base):
+    n = 0
+
+    def forward(self, x: Tensor) -> Any:
+        type(self).n += 1
+        h = self.a(x)
+        return self.c(torch.relu(self.b(h * 2 if self.n > 1000 else h)))
+
+
+CALLS = [0]
+
+
+@module(X)
+class CountsInGlobal(Base):
+    def forward(self, x: Tensor) -> Any:
+        CALLS[0] += 1
+        return self.c(torch.relu(self.b(self.a(x) * CALLS[0])))
+
+
 REFUSED = {
+    "other_forward": "its forward is an attribute, and not its class's",
+    "CountsInGlobal": "is another each time, from the same weights, input and random state",
     "LstmKeepsState": "in pass 2, on a batch of 1 again",
     "ModuleDictChoice": "in pass 2, on a batch of 1 again",
     "RoundRobinBlocks": "in pass 2, on a batch of 1 again",
@@ -1266,6 +1376,8 @@ REFUSED = {
     "FailsInBackward": "does not train on a batch of 1: RuntimeError: .* modified by an inplace operation",
 }
 SAID = {
+    "CountsByIterator": "forward changes n at each call, in Python",
+    "CountsInClass": r"forward changes CountsInClass\.n at each call, in Python",
     "NanOutput": "the model's own output holds NaN in the output",
     "LstmTimeFirst": r"dimension 0 of the input does not look like the batch: l \(LSTM\)",
     "LstmLast": r"dimension 0 of the input does not look like the batch: l \(LSTM\)",

@@ -349,7 +349,7 @@ class Decides(nn.Module):
 
 class Counts(nn.Module):
     def forward(self, given: Tensor) -> Tensor:
-        return given.view(len(given), 2, 2)  # one batch size
+        return given.view(int(given.shape[0]), 2, 2)  # one batch size
 
 
 class Mistaken(nn.Module):
@@ -361,7 +361,7 @@ class Mistaken(nn.Module):
     ("model", "words", "line"),
     [
         (Decides(), "cannot be traced by torch.export", "if given.sum() > 0:"),
-        (Counts(), "holds for 3 samples only", "given.view(len(given), 2, 2)"),
+        (Counts(), "holds for 3 samples only", "given.view(int(given.shape[0]), 2, 2)"),
         (Mistaken(), "cannot be traced by torch.export", "given @ torch.ones(7, 7)"),
     ],
 )

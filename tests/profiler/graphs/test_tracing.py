@@ -123,7 +123,7 @@ def test_the_device_of_the_traced_copy_is_not_in_the_graph() -> None:
 
 class Decides(nn.Module):
     def forward(self, given: Tensor) -> Tensor:
-        count = len(given)
+        count = int(given.shape[0])
         if given.sum() > 0:
             return given * count
         return -given
@@ -133,8 +133,8 @@ def test_all_lines_that_stopped_the_tools_are_named() -> None:
     with pytest.raises(ModelError) as caught:
         build_chain(Decides(), torch.ones(2, 2))
     fx, _, export = caught.value.what.partition("; nor by ")
-    assert "torch.fx: RuntimeError" in fx
-    assert "count = len(given)" in fx
+    assert "torch.fx: TypeError" in fx
+    assert "count = int(given.shape[0])" in fx
     assert export.startswith("torch.export: ")
     assert "if given.sum() > 0:" in export
     assert "module:PATTERN" in caught.value.hint

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from pplan.cost_models.errors import ModelError
 from pplan.profiler.chain.layers import Layer, build_chain
-from pplan.profiler.chain.shared_parameters import ReusedModule
 from pplan.profiler.memory.live_bytes import LiveBytes, Meter, build_meter, lasting
 from pplan.profiler.memory.workspace import StepMemory
 from pplan.profiler.offload import segmented as segmented_module
@@ -26,6 +25,7 @@ from pplan.profiler.passes.timing import OutputGradients, run_layers
 from pplan.profiler.passes.watchers import SavedBytes
 from pplan.profiler.sequential import as_sequential
 from pplan.profiler.user_model.losses import load_loss
+from pplan.profiler.user_model.shared_parameters import ReusedModule
 
 MakeModel = Callable[[], nn.Sequential]
 

@@ -1,0 +1,149 @@
+"""Defaults of options from a user's file, and `pplan config`, which shows them.
+
+    [tool.pplan.solve]          # in pyproject.toml; in pplan.toml [solve]
+    gpus = 8
+    memory = "16GiB"
+
+The nearest of the working directory and those above it counts, pplan.toml before pyproject.toml. What is
+typed on the command line comes first. An option that names code to run, or a file to write, is of the command
+line alone: a folder that was downloaded runs and overwrites nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..cost_models.errors import FileError
+
+NOT_FROM_A_FILE = {"input_like", "loss", "model", "output", "force", "script", "csv", "trace", "svg", "json"}
+"""Names of options and, of --json, what no file may ask for."""
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """By verb and option, the values of a file; `path` None: there is no such file."""
+
+    path: Path | None
+    values: dict[str, dict[str, Any]]
+
+
+def read_defaults() -> Defaults:
+    """Those of the nearest file. Raises FileError where it cannot be read."""
+    for folder in (Path.cwd(), *Path.cwd().parents):
+        for name in ("pplan.toml", "pyproject.toml"):
+            path = folder / name
+            if path.is_file():
+                content = _parse(path)
+                table = content if name == "pplan.toml" else content.get("tool", {}).get("pplan")
+                if table is not None:
+                    return Defaults(path, dict(_verbs(table, path)))
+    return Defaults(None, {})
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        if path.name != "pplan.toml":
+            return {}  # another tool's matter
+        raise FileError(f"{path}: cannot be read: {error}", "Mend it, or delete it.") from error
+
+
+def _verbs(table: Any, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    if not isinstance(table, dict):
+        raise FileError(
+            f"{path}: pplan's defaults are no table", "Write [tool.pplan.solve], and below it gpus = 8."
+        )
+    for verb, values in table.items():
+        if not isinstance(values, dict):
+            raise FileError(
+                f"{path}: {verb} stands outside of a verb's table",
+                f"Put it below [{_heading(path)}solve], say.",
+            )
+        yield verb, values
+
+
+def _heading(path: Path) -> str:
+    return "" if path.name == "pplan.toml" else "tool.pplan."
+
+
+def default_map(root: Any) -> dict[str, dict[str, Any]]:
+    """The defaults by verb and parameter, as the parser takes them. Raises FileError for what no verb has."""
+    defaults = read_defaults()
+    commands = dict(root.commands)
+    result: dict[str, dict[str, Any]] = {}
+    for verb, values in defaults.values.items():
+        if verb not in commands:
+            raise FileError(
+                f"{defaults.path}: [{_heading(defaults.path or Path())}{verb}]: there is no such verb",
+                _nearest(verb, list(commands)),
+            )
+        result[verb] = dict(_parameters(commands[verb], verb, values, defaults.path))
+    return result
+
+
+def _parameters(
+    command: Any, verb: str, values: dict[str, Any], path: Path | None
+) -> Iterator[tuple[str, Any]]:
+    parameters = {
+        flag.lstrip("-").replace("-", "_"): parameter
+        for parameter in command.params
+        for flag in parameter.opts
+        if flag.startswith("--")
+    }
+    for key, value in values.items():
+        parameter = parameters.get(key.replace("-", "_"))
+        if parameter is None:
+            names = sorted(name.replace("_", "-") for name in parameters)
+            raise FileError(f"{path}: {verb}: there is no option {key}", _nearest(key, names))
+        if NOT_FROM_A_FILE & {parameter.name, key.replace("-", "_")}:
+            raise FileError(
+                f"{path}: {verb}: {key} is not taken from a file",
+                f"It may run code or write files: give it on the command line, as {parameter.opts[0]} ...",
+            )
+        yield parameter.name, _typed(value, parameter)
+
+
+def _typed(value: Any, parameter: Any) -> Any:
+    """A value as it would be typed."""
+    if parameter.multiple:
+        return [str(each) for each in value] if isinstance(value, list) else [str(value)]
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return value if isinstance(value, bool) else str(value)
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    matches = difflib.get_close_matches(name, names, n=1)
+    return f"Did you mean {matches[0]}?" if matches else f"There are: {', '.join(names)}."
+
+
+def config_command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show the defaults of options that pplan.toml, or [tool.pplan] of pyproject.toml, sets here."""
+    from .streams import result
+
+    defaults = read_defaults()
+    if as_json:
+        import json
+
+        file = None if defaults.path is None else str(defaults.path)
+        result(
+            json.dumps({"schema": 1, "file": file, "defaults": defaults.values}, indent=1, default=str) + "\n"
+        )
+        return
+    if defaults.path is None:
+        result(
+            "No defaults: there is no pplan.toml, and no [tool.pplan] in a pyproject.toml, here or above.\n"
+        )
+        return
+    lines = [f"Defaults of {defaults.path}:"]
+    for verb, values in defaults.values.items():
+        lines += [f"  pplan {verb} --{name.replace('_', '-')} {value}" for name, value in values.items()]
+    result("\n".join(lines) + "\n")

@@ -1,0 +1,84 @@
+"""Batch sizes that a graph of torch.export holds for: all, else the line of the model that asks for some.
+
+Micro-batches have other sizes than the example, so a forward that makes a plain number of its batch is
+refused, or the module that does so is left whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
+
+from ...cost_models.errors import ModelError
+from ..user_model.loaded_model import ModelInput
+
+CUT_AROUND = (
+    "Give granularity='module:PATTERN' with modules around what cannot be traced, "
+    "or make the model an nn.Sequential of its layers."
+)
+
+
+class SomeBatchSizes(ModelError):
+    """What the forward does holds for some batch sizes only."""
+
+    place: traceback.FrameSummary | None = None
+    """Of the code that makes it so."""
+
+
+def refuse_some_batch_sizes(
+    inputs: tuple[fx.Node, ...], program: torch.export.ExportedProgram, example: ModelInput, name: str
+) -> None:
+    """Raises SomeBatchSizes unless the batch of `inputs` may have any size."""
+    first, place = inputs[0].meta["val"], None
+    size = first.shape[0]
+    if is_concrete_int(size):
+        place = _specializing_place(first)
+        sizes, line = f"{example.batch} samples only", f" ({_frame_line(place)})" if place else ""
+    else:
+        span = program.range_constraints.get(size.node.expr)
+        endless = span is not None and bool(span.upper > 2**62)
+        if span is None or (endless and span.lower <= 2):
+            # 2: torch.export takes no size of 0 or 1 for a number that varies.
+            return
+        most = "more" if endless else span.upper
+        sizes, line = f"{span.lower} to {most} samples only", ""
+    refusal = SomeBatchSizes(
+        f"{name}: what its forward does holds for {sizes}{line}",
+        "Micro-batches have other sizes than the example: compute with x.shape[0], not int(...), "
+        "and let no loop run over the samples. " + CUT_AROUND,
+    )
+    refusal.place = place if isinstance(place, traceback.FrameSummary) else None
+    raise refusal
+
+
+def module_at(model: nn.Module, place: traceback.FrameSummary | None) -> str:
+    """A module inside `model` of whose class that line is; "" where there is none."""
+    path: str
+    for path, module in model.named_modules() if place else ():
+        for function in (own for kind in type(module).__mro__ for own in vars(kind).values()):
+            code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+            is_there = place and code and (code.co_filename, code.co_name) == (place.filename, place.name)
+            if path and is_there:
+                return path
+    return ""
+
+
+def _specializing_place(value: Tensor) -> Any:
+    """Where the batch size became a plain number, as far as torch tells."""
+    shapes = getattr(getattr(value, "fake_mode", None), "shape_env", None)
+    places = getattr(shapes, "replacements_slocs", {})
+    for symbol, size in getattr(shapes, "replacements", {}).items():
+        if symbol in places and size == value.shape[0]:
+            return places[symbol].maybe_user_loc or places[symbol].framework_loc
+    return None
+
+
+def _frame_line(place: Any) -> str:
+    if not isinstance(place, traceback.FrameSummary):
+        return str(place or "")
+    return f"{place.filename}:{place.lineno}, in {place.name}: {(place.line or '').strip()}"
