@@ -117,11 +117,11 @@ def optional_word(name: str, value: Any) -> str | None:
     return None if value is None else word(name, value)
 
 
-def unknown_word(name: str, value: str, known: Sequence[str], more: str = "") -> UsageError:
-    """The error for a word that is none of the `known` ones, with the nearest; `more` ends their list."""
-    near = difflib.get_close_matches(value, known, n=1)
+def unknown_word(name: str, value: str, choices: Sequence[str], more: str = "") -> UsageError:
+    """The error for a word that is none of the `choices`, with the nearest; `more` ends their list."""
+    near = difflib.get_close_matches(value, choices, n=1)
     guess = f"Did you mean {near[0]}? " if near else ""
-    return UsageError(f"{name}={value!r}: not known", f"{guess}Use one of: {', '.join(known)}{more}.")
+    return UsageError(f"{name}={value!r}: not known", f"{guess}Use one of: {', '.join(choices)}{more}.")
 
 
 def words(name: str, values: Any) -> tuple[str, ...]:
