@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from pplan.profiler import gpu_state, size_sweep
+from pplan.profiler.build_profile import build_profile
 from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.gpu_state import GpuRecord, GpuState, read_gpu_state
 from pplan.profiler.measurement_target import MeasurementTarget
@@ -146,3 +148,24 @@ def test_a_warm_up_ends_when_passes_take_as_long_as_before(clock: Any) -> None:
     passes.clear()
     warm_until_stable(one_pass, clock, 3.0)
     assert sum(passes) == pytest.approx(1.0 + 1.1 + 1.2)
+
+
+@pytest.mark.parametrize(("share", "words"), [(1.04, ""), (1.3, "took 30% more of the device")])
+def test_what_the_allocator_reserves_is_held_against_the_ledger(
+    share: float, words: str, clock: Any, takes: Any
+) -> None:
+    model = nn.Sequential(takes(clock, 1, 2))
+    example = ModelInput.of(torch.ones(1, 4))
+    loaded, chain = LoadedModel(model, "model", example), build_chain(model, example)
+    subject = MeasurementTarget(loaded, chain, torch.device("cpu"), torch.float32, clock, 0)
+    sweep = WholeSweep(subject, [1], 1e6, 1)
+    sweep.measure()
+    (result,) = sweep.results
+    assert result.peak_bytes
+    reserved = round(1000 * share)
+    results = [dataclasses.replace(result, peak_bytes=1000, reserved_bytes=reserved)]
+    profile = build_profile(subject, results, (), ())
+    assert profile.whole[0].reserved_bytes == reserved
+    notes = [note for note in profile.notes if "caching allocator" in note]
+    assert len(notes) == bool(words)
+    assert all(words in note for note in notes)
