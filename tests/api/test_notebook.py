@@ -24,8 +24,9 @@ def rows(html: str) -> list[list[str]]:
 
 def test_a_value_is_a_line(profile: Profile, plan: Plan) -> None:
     made = pplan.import_plan("6,6", profile, mini_batch=16, memory_bytes=2**34)
-    values = [profile, plan, pplan.simulate(made, profile), pplan.compare(plan)]
-    for value, name in zip(values, ("Profile", "Plan", "SimulatedStep", "PlanComparison"), strict=True):
+    values = [profile, plan, pplan.simulate(made, profile), pplan.compare(plan), pplan.report(plan)]
+    names = ("Profile", "Plan", "SimulatedStep", "PlanComparison", "HtmlReport")
+    for value, name in zip(values, names, strict=True):
         text = repr(value)
         assert text.startswith(f"<{name}")
         assert len(text) < 160
