@@ -71,6 +71,9 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
     console.print()
     line(console, "Megatron-LM: " + shlex.join(best.megatron))
     console.print()
+    if best.megatron_bridge:
+        line(console, "Megatron-Bridge: " + shlex.join(best.megatron_bridge))
+        console.print()
     line(console, "torchtitan: " + shlex.join(best.torchtitan))
     print_notes(console, [*best.remarks, *document.notes])
 

@@ -67,6 +67,7 @@ class PlanEntry(Record):
     blocks: list[int]
     stages: Annotated[list[StageEntry], Field(min_length=1)]
     megatron: list[str]
+    megatron_bridge: list[str] = []
     torchtitan: list[str]
     remarks: list[str] = []
 

@@ -6,7 +6,12 @@ from ..cost_models.document import MadeBy
 from ..cost_models.quantities import format_seconds
 from ..planner.degrees.degree_file import BaselineEntry, DegreesFile, LedgerEntry, PlanEntry, StageEntry
 from ..planner.degrees.degree_search import DegreeAnswer, DegreeBaseline, DegreePlan
-from .degree_arguments import megatron_arguments, torchtitan_arguments, torchtitan_remarks
+from .degree_arguments import (
+    megatron_arguments,
+    megatron_bridge_overrides,
+    torchtitan_arguments,
+    torchtitan_remarks,
+)
 
 
 def build_degrees_file(answer: DegreeAnswer, made_by: MadeBy) -> DegreesFile:
@@ -73,6 +78,7 @@ def _plan_entry(answer: DegreeAnswer, plan: DegreePlan) -> PlanEntry:
             for stage in estimate.stages
         ],
         megatron=megatron_arguments(answer, plan),
+        megatron_bridge=megatron_bridge_overrides(answer, plan),
         torchtitan=torchtitan_arguments(answer, plan),
         remarks=torchtitan_remarks(plan),
     )
