@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -74,21 +75,31 @@ def errors(profile: Profile, name: str) -> dict[int, dict[str, float]]:
     return found
 
 
+def measured(model: str, sizes: Sequence[int], rounds: int, folder: Path | None) -> Profile:
+    """A profile of the model; of a folder, so that several curves are held against the same measurements."""
+    file = folder / f"{model}.profile.json" if folder else None
+    if file is not None and file.exists():
+        return Profile.load(file)
+    settings = ProfileOptions(device="cpu", micro_batch_sizes=sizes, cache=False)
+    profile = profile_model(built(model), settings, rounds=rounds, parts=False, clock=ProcessorClock())
+    if file is not None:
+        file.write_text(profile.to_json())
+    return profile
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=MODELS)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="of profiles: taken from there, else put there")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{'model':<14}{'pass':>10}{'size':>6}" + "".join(f"{name:>9}" for name in CURVES))
     rows = []
     for model in options.models:
-        settings = ProfileOptions(device="cpu", micro_batch_sizes=options.sizes, cache=False)
-        profile = profile_model(
-            built(model), settings, rounds=options.rounds, parts=False, clock=ProcessorClock()
-        )
+        profile = measured(model, options.sizes, options.rounds, options.folder)
         for way in ("forward", "backward"):
             for size, own in errors(profile, f"{way}_seconds").items():
                 rows.append(list(own.values()))

@@ -5,18 +5,23 @@ micro-batches with one of torch.optim's optimizers, by their defaults. Its peak 
 /proc/self/status, above what it had before, without what files mapped into memory (code of the libraries)
 grew by. glibc keeps blocks below a threshold of up to 32 MiB, which it moves while it runs, when they are
 freed; so the process runs twice: with that threshold held at 64 KiB (MALLOC_MMAP_THRESHOLD_), which gives
-blocks back at once, and as it is by default. Nothing of pplan counts there.
+blocks back at once, and as it is by default. There a thread asks glibc (mallinfo2) every few milliseconds
+how many bytes it has given out: what the peak is above the most of these is the allocator's and not the
+program's. Nothing of pplan counts there.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 import torchvision  # noqa: F401  before the memory is read
@@ -40,13 +45,14 @@ OPTIMIZERS = {
     "adamw": torch.optim.AdamW,
 }
 STEPS, MICRO_BATCHES = 3, 2
+EVERY_SECONDS = 0.005
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 @dataclass(frozen=True)
 class Row:
     """Bytes of a model in training: of the ledger without its reserve, of the process that gives back what it
-    frees, and of the process by default."""
+    frees, and of the process by default; `in_use`: the most that glibc had given out then."""
 
     name: str
     size: int
@@ -54,12 +60,20 @@ class Row:
     predicted: float
     measured: int
     by_default: int
+    in_use: int
 
 
 def row_of(name: str, size: int, optimizer: str) -> Row:
     """One line of the table."""
-    measured, by_default = (_in_a_process(name, size, optimizer, more) for more in (GIVES_BACK, {}))
-    return Row(name, size, optimizer, predicted(name, size, optimizer), measured, by_default)
+    measured, _ = _in_a_process(name, size, optimizer, GIVES_BACK)
+    return Row(
+        name,
+        size,
+        optimizer,
+        predicted(name, size, optimizer),
+        measured,
+        *_in_a_process(name, size, optimizer, {}),
+    )
 
 
 def predicted(name: str, size: int, optimizer: str) -> float:
@@ -77,25 +91,64 @@ def predicted(name: str, size: int, optimizer: str) -> float:
     return float(total(terms) - terms["reserve"])
 
 
-def _in_a_process(name: str, size: int, optimizer: str, more: dict[str, str]) -> int:
+def _in_a_process(name: str, size: int, optimizer: str, more: dict[str, str]) -> tuple[int, int]:
     command = [sys.executable, str(Path(__file__)), name, str(size), optimizer]
     environment = {**os.environ, **more}
     made = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    peak: int = json.loads(made.stdout.splitlines()[-1])
-    return peak
+    peak, in_use = json.loads(made.stdout.splitlines()[-1])
+    return peak, in_use
 
 
-def train(name: str, size: int, optimizer: str) -> int:
-    """In this process; its peak above what it had before, in bytes."""
+def train(name: str, size: int, optimizer: str) -> tuple[int, int]:
+    """In this process; its peak above what it had before, in bytes, and the most that glibc gave out."""
     # What the libraries load and allocate at their first use: torch.optim imports torch._dynamo.
     tiny = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 4))
     _train(tiny, torch.ones(1, 3, 8, 8), optimizer)
     before = _status()
-    loaded = built(name)
-    _train(loaded.module.train(), loaded.example_input_for(size).tensors[0], optimizer)
+    with HeapWatch() as watch:
+        loaded = built(name)
+        _train(loaded.module.train(), loaded.example_input_for(size).tensors[0], optimizer)
     after = _status()
     code = after["RssFile"] - before["RssFile"]
-    return after["VmHWM"] - before["VmRSS"] - code
+    return after["VmHWM"] - before["VmRSS"] - code, watch.most
+
+
+class HeapWatch(threading.Thread):
+    """Asks glibc, until it is left, how many bytes are given out; `most`: above those at the beginning."""
+
+    class _Info(ctypes.Structure):
+        _fields_ = tuple(
+            (name, ctypes.c_size_t)
+            for name in (
+                *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+                *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+            )
+        )
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most = 0
+        self._done = threading.Event()
+        self._ask = ctypes.CDLL(None).mallinfo2
+        self._ask.restype = self._Info
+        self._before = self._in_use()
+
+    def run(self) -> None:
+        while not self._done.wait(EVERY_SECONDS):
+            self.most = max(self.most, self._in_use() - self._before)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self.join()
+
+    def _in_use(self) -> int:
+        """Of the heap, and in blocks of their own."""
+        info = self._ask()
+        return int(info.uordblks) + int(info.hblkhd)
 
 
 def _train(model: nn.Module, given: torch.Tensor, optimizer: str) -> None:
@@ -124,7 +177,7 @@ def print_processes(names: Sequence[str], size: int, optimizers: Sequence[str]) 
     print(
         f"torch {torch.__version__}, {threads} threads, float32, micro-batch of {size}; MiB of 2^20 bytes\n"
     )
-    titles = f"{'ledger':>8} {'process':>8} {'ratio':>6} {'default':>8} {'ratio':>6}"
+    titles = f"{'ledger':>8} {'process':>8} {'ratio':>6} {'default':>8} {'in use':>8} {'ratio':>6}"
     print(f"{'model':<19} {'optimizer':<9} {titles}")
     for name in names:
         for optimizer in optimizers:
@@ -132,7 +185,7 @@ def print_processes(names: Sequence[str], size: int, optimizers: Sequence[str]) 
             print(
                 f"{name:<19} {optimizer:<9} {row.predicted / 2**20:>8.1f} {row.measured / 2**20:>8.1f} "
                 f"{row.predicted / row.measured:>6.3f} {row.by_default / 2**20:>8.1f} "
-                f"{row.predicted / row.by_default:>6.3f}",
+                f"{row.in_use / 2**20:>8.1f} {row.predicted / row.in_use:>6.3f}",
                 flush=True,
             )
 

@@ -1,11 +1,12 @@
-"""What an order of its own gains: python benchmarks/schedules.py [--profiles FOLDER] [--devices N ...] [MODEL
-...]
+"""What cuts and orders of their own gain: python benchmarks/schedules.py [--profiles FOLDER] [--devices N]
+[MODEL ...]
 
 Twelve models (estimates for an A100, see gap_models.py) as pipelines of 4, 8 and 16 devices over NVLink, with
 twice as many micro-batches of one sample as devices, so that no stage has replicas; in as much memory as the
-best known plan takes where there is enough, and in 0.8 and 0.6 of it. `known`: the fastest of 1F1B, GPipe,
-interleaved, ZB-H1, ZB-H2, ZB-V and DualPipeV; `own`: with `schedule="synthesized"`. The gap is to the bound
-on all orders, which knows no memory.
+fastest plan takes where there is enough, and in 0.8 and 0.6 of it. `known`: the fastest of 1F1B, GPipe,
+interleaved, ZB-H1, ZB-H2, ZB-V and DualPipeV where all but the first two have the cuts of the best plan of
+these, or balanced ones; `cuts`: with cuts searched for each; `own`: with `schedule="synthesized"`. Gains are
+those over `known`, the gap of `own` is to the bound on all orders, which knows no memory.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import exp, log
+from math import exp, inf, log
 from pathlib import Path
 from statistics import mean
 from unittest import mock
@@ -27,6 +28,7 @@ import pplan
 from pplan import InfeasibleError, Plan, Profile
 from pplan.planner import joint_search
 from pplan.planner.candidate import ScoredPlan
+from pplan.planner.cut_search.schedule_search import ScheduleResult, search_schedules
 from pplan.planner.problem import Problem
 from pplan.planner.synthesis.synthesize import synthesize
 
@@ -34,35 +36,47 @@ DEVICES = (4, 8, 16)
 SHARES = (1.0, 0.8, 0.6)
 """Of the memory of the fastest known plan where there is enough."""
 HEAD = (
-    f"{'model':<14}{'devices':>8}{'memory':>8}{'known':>13}{'own':>13}{'gain':>8}{'gap':>8}{'s':>7}  schedule"
+    f"{'model':<14}{'devices':>8}{'memory':>8}{'known':>11}{'cuts':>11}{'gain':>8}{'own':>11}{'gain':>8}"
+    f"{'gap':>8}{'s':>7}  schedule"
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds of a step of the fastest known plan, None where none fits, and with an order of its own."""
+    """Seconds of a step of the fastest known plan, and of that with cuts of its own, inf where none fits; the
+    plan with an order of its own."""
 
-    known: float | None
+    known: float
+    cuts: float
     plan: Plan
     seconds: float
 
     @property
-    def gain(self) -> float | None:
-        """By how much the known plan's step is longer."""
-        return None if self.known is None else self.known / self.plan.prediction.step_seconds - 1
+    def gains(self) -> tuple[float, float]:
+        """By how much the known plan's step is longer than with cuts, and with an order, of its own."""
+        return self.known / self.cuts - 1, self.known / self.plan.prediction.step_seconds - 1
 
 
 def solve(profile: Profile, devices: int, memory: float | None) -> Row | None:
     """None where no plan fits."""
-    known: list[float] = []
+    known, cuts = [inf], [inf]
 
-    def note_known(problem: Problem, best: ScoredPlan | None) -> list[ScoredPlan]:
-        known[:] = [] if best is None else [best.step_seconds]
-        return synthesize(problem, best)
+    def note_known(
+        problem: Problem, schedules: Iterable[str], limit: float = inf, work: float | None = None
+    ) -> ScheduleResult:
+        known[:] = [min(*known, limit)]
+        return search_schedules(problem, schedules, limit, work)
+
+    def note_cuts(problem: Problem, best: ScoredPlan | None, plans: Sequence[ScoredPlan]) -> list[ScoredPlan]:
+        cuts[:] = [inf if best is None else best.step_seconds]
+        return synthesize(problem, best, plans)
 
     start = time.perf_counter()
     try:
-        with mock.patch.object(joint_search, "synthesize", note_known):
+        with (
+            mock.patch.object(joint_search, "search_schedules", note_known),
+            mock.patch.object(joint_search, "synthesize", note_cuts),
+        ):
             plan = pplan.solve(
                 profile,
                 gpus=devices,
@@ -80,7 +94,7 @@ def solve(profile: Profile, devices: int, memory: float | None) -> Row | None:
     except InfeasibleError:
         return None
     verified(plan, profile)
-    return Row(known[0] if known else None, plan, time.perf_counter() - start)
+    return Row(known[0], cuts[0], plan, time.perf_counter() - start)
 
 
 def rows_of(profile: Profile, devices: int) -> Iterator[tuple[float, Row | None]]:
@@ -111,24 +125,34 @@ def main() -> None:
                 for share, row in rows_of(profile, devices):
                     print(f"{name:<14}{devices:>8}{share:>8.1f}{_cells(row)}", flush=True)
                     rows += [] if row is None else [row]
-    gains = [row.gain for row in rows if row.gain is not None]
+    print()
+    for index, name in enumerate(("cuts", "own order")):
+        gains = [row.gains[index] for row in rows if row.known < inf]
+        print(
+            f"{name}: gain: geometric mean {exp(mean(log(1 + gain) for gain in gains)) - 1:.2%}, most "
+            f"{max(gains):.2%}, none in {sum(gain < 1e-9 for gain in gains)} of {len(gains)}"
+        )
     print(
-        f"\n{len(rows)} plans; gain: geometric mean "
-        f"{exp(mean(log(1 + gain) for gain in gains)) - 1:.2%}, most {max(gains):.2%}, none in "
-        f"{sum(gain <= 0 for gain in gains)}; "
-        f"no known plan fits in {sum(row.known is None for row in rows)}; "
-        f"gap: most {max(row.plan.prediction.gap for row in rows):.2%}"
+        f"{len(rows)} plans; no known plan fits in {sum(row.known == inf for row in rows)}, none with cuts "
+        f"of its own in {sum(row.cuts == inf for row in rows)}; gap: most "
+        f"{max(row.plan.prediction.gap for row in rows):.2%}"
     )
 
 
 def _cells(row: Row | None) -> str:
     if row is None:
-        return f"{'no plan':>13}"
+        return f"{'no plan':>11}"
     own = row.plan.prediction
-    known = "none fits" if row.known is None else f"{1e3 * row.known:.1f} ms"
-    gain = "" if row.gain is None else f"{row.gain:.2%}"
-    step = f"{1e3 * own.step_seconds:.1f} ms"
-    return f"{known:>13}{step:>13}{gain:>8}{own.gap:>8.2%}{row.seconds:>7.1f}  {row.plan.schedule}"
+    known, cuts, step = (_milliseconds(own) for own in (row.known, row.cuts, own.step_seconds))
+    first, second = ("" if row.known == inf else f"{gain:.2%}" for gain in row.gains)
+    return (
+        f"{known:>11}{cuts:>11}{first:>8}{step:>11}{second:>8}{own.gap:>8.2%}{row.seconds:>7.1f}  "
+        f"{row.plan.schedule}"
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    return "none fits" if seconds == inf else f"{1e3 * seconds:.1f} ms"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from .table import Column, line, number, print_head, print_notes, print_table, t
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..planner.degrees.degree_file import DegreesFile, PlanEntry, StageEntry
+    from ..planner.degrees.degree_file import BaselineEntry, DegreesFile, PlanEntry, StageEntry
 
 
 def print_degrees(document: DegreesFile, console: Console) -> None:
@@ -46,6 +46,16 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
         number("memory", lambda plan: plan.peak_bytes, format_bytes),
     ]
     print_table(console, plans, document.plans, title="The fastest combinations")
+    if document.baselines:
+        baselines: list[Column[BaselineEntry]] = [
+            word("baseline", lambda own: own.name),
+            text("degrees or reason", lambda own: own.degrees or own.reason, min_width=20),
+            number("micro-batches of", lambda own: own.micro_batch_size, drop=2),
+            word("recompute", lambda own: own.recompute, drop=1),
+            number("step", lambda own: own.step_seconds, format_seconds),
+            number("vs. the fastest", lambda own: own.step_seconds and percent(own.step_seconds / step - 1)),
+        ]
+        print_table(console, baselines, document.baselines, title="Baselines")
     stages: list[Column[StageEntry]] = [
         text("layers", _layers, min_width=7),
         number("forward", lambda stage: stage.forward_seconds, format_seconds),
@@ -61,6 +71,9 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
     console.print()
     line(console, "Megatron-LM: " + shlex.join(best.megatron))
     console.print()
+    if best.megatron_bridge:
+        line(console, "Megatron-Bridge: " + shlex.join(best.megatron_bridge))
+        console.print()
     line(console, "torchtitan: " + shlex.join(best.torchtitan))
     print_notes(console, [*best.remarks, *document.notes])
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from ..api.simulation import Simulation
-from ..cost_models.number_format import compare_steps, percent, ranges, three_digits
+from ..api.simulation import Simulation, describe_simulation
+from ..cost_models.number_format import ranges
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..cost_models.simulator.result import StageTime
 from ..planner.plan_records import TIE
@@ -18,7 +18,7 @@ from .timeline_drawing import print_drawing
 
 def print_simulation(simulation: Simulation, console: Console) -> None:
     """Prints everything about a simulated step."""
-    print_head(console, answer_lines(simulation))
+    print_head(console, describe_simulation(simulation))
     console.print()
     print_drawing(simulation.timeline, console)
     _print_stages(simulation, console)
@@ -26,34 +26,6 @@ def print_simulation(simulation: Simulation, console: Console) -> None:
         memory = [StageMemory(stage.terms, stage.bytes, stage.limit_bytes) for stage in simulation.memory]
         print_ledger(memory, console)
     print_notes(console, simulation.notes)
-
-
-def answer_lines(simulation: Simulation) -> list[str]:
-    """The step in a line, and what else there is to know of it."""
-    timeline = simulation.timeline
-    step = timeline.step_seconds
-    samples = simulation.samples_per_second
-    rate = "" if samples is None else f", {three_digits(samples)} samples/s"
-    lines = [
-        f"{simulation.title}: {format_seconds(step)} for all of them."
-        if simulation.steady
-        else f"{simulation.title}: {format_seconds(step)} a step{rate}.",
-        f"Bubble {percent(timeline.bubble)} of all stages' time; {percent(timeline.bubble_rate_span)} of the "
-        "longest span of a stage, from its first to its last action.",
-    ]
-    if simulation.steady is not None:
-        pace = format_seconds(simulation.steady.seconds_per_micro_batch)
-        nearly = "" if simulation.steady.exact else " (a mean: it does not repeat exactly)"
-        lines.append(f"Steady: {pace} a micro-batch{nearly}{rate}.")
-    if simulation.plan_seconds is not None:
-        lines.append(_against_the_plan(simulation.plan, step, simulation.plan_seconds))
-    return lines
-
-
-def _against_the_plan(plan: str, step: float, plan_step: float) -> str:
-    difference = compare_steps(step, plan_step)
-    verb = "" if difference.endswith("the same") else "this is "
-    return f"{plan} as it is takes {format_seconds(plan_step)}: {verb}{difference}."
 
 
 def _print_stages(simulation: Simulation, console: Console) -> None:

@@ -57,10 +57,10 @@ def _advising(option: str) -> Iterator[None]:
 
 def _draw(option: str, simulation: Simulation) -> str:
     if option == "--trace":
-        from .trace import trace_json
+        from ..api.trace import trace_json
 
         return trace_json(simulation)
-    from .timeline_svg import timeline_svg
+    from ..api.timeline_svg import timeline_svg
 
     return timeline_svg(simulation)
 

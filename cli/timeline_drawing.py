@@ -49,21 +49,13 @@ def print_drawing(timeline: Timeline, console: Console) -> None:
     margin = max(map(len, labels)) + 2
     columns = column_count(timeline, max(console.width - margin, LEAST_COLUMNS))
     colour = console.is_terminal and not console.no_color and console.color_system is not None
-    for label, spans in zip(labels, spans_by_stage(timeline), strict=True):
+    for label, spans in zip(labels, timeline.spans_by_stage, strict=True):
         row = Text(label.ljust(margin))
         row.append_text(draw_row(spans, cells(spans, timeline.step_seconds, columns), colour=colour))
         console.print(row, no_wrap=True, crop=False, overflow="ignore", soft_wrap=True)
     end = format_seconds(timeline.step_seconds)
     line(console, " " * margin + "0" + end.rjust(columns - 1))
     line(console, legend(timeline, columns))
-
-
-def spans_by_stage(timeline: Timeline) -> list[list[Span]]:
-    """The actions of every stage in order of start."""
-    rows: list[list[Span]] = [[] for _ in range(timeline.stages)]
-    for span in timeline.spans:
-        rows[span.stage].append(span)
-    return rows
 
 
 def column_count(timeline: Timeline, most: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import operator
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -114,6 +115,13 @@ def word(name: str, value: Any) -> str:
 def optional_word(name: str, value: Any) -> str | None:
     """A text or None. Raises UsageError."""
     return None if value is None else word(name, value)
+
+
+def unknown_word(name: str, value: str, choices: Sequence[str], more: str = "") -> UsageError:
+    """The error for a word that is none of the `choices`, with the nearest; `more` ends their list."""
+    near = difflib.get_close_matches(value, choices, n=1)
+    guess = f"Did you mean {near[0]}? " if near else ""
+    return UsageError(f"{name}={value!r}: not known", f"{guess}Use one of: {', '.join(choices)}{more}.")
 
 
 def words(name: str, values: Any) -> tuple[str, ...]:

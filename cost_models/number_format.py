@@ -1,8 +1,9 @@
-"""Numbers without a unit as the tables print them."""
+"""Numbers without a unit as the tables print them, and tables of a notebook."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from html import escape
 
 SAME = 1e-9
 """Share of a step by which another may differ and still take as long."""
@@ -65,3 +66,11 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def html_table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table as a notebook shows it."""
+    head = "".join(f"<th>{escape(text)}</th>" for text in headings)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in rows)
+    table = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return f"<table><caption>{escape(caption)}</caption>{table}</table>"

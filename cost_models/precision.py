@@ -10,9 +10,9 @@ too, without master weights.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal, cast
 
+from . import arguments
 from .errors import UsageError
 from .optimizers import Optimizer, Precision, StepKernels
 
@@ -108,9 +108,7 @@ def step_kernels(device: str, runtime: str | None = None) -> StepKernels:
 def check_word(field: str, word: str, words: tuple[str, ...], also: str = "") -> None:
     """Raises UsageError, with the nearest of the known words, unless the word is one of them, or `also`."""
     if word not in (*words, also):
-        near = get_close_matches(word, words, n=1)
-        start = f"Did you mean {near[0]}? " if near else ""
-        raise UsageError(f"{field}={word!r}: not known", f"{start}Use one of: {', '.join(words)}.")
+        raise arguments.unknown_word(field, word, words)
 
 
 def _check_passes(name: str, own: str, autocast: bool, amp: str | None) -> None:

@@ -89,7 +89,7 @@ def find_best_plan(
         moved = _on_other_devices(problem, [other])
         result = _faster_of(problem, result, [other] if moved is None else [other, moved])
     if problem.options.schedule == SYNTHESIZED:
-        result = _faster_of(problem, result, synthesize(problem, result.best))
+        result = _faster_of(problem, result, synthesize(problem, result.best, result.other_plans))
     return JointSearchResult(result, by_planner)
 
 
@@ -185,7 +185,7 @@ def joint_search(
     limit = min((plan.step_seconds for plan in earlier), default=inf)
     cut = search_schedules(problem, problem.heuristic_schedules if cuts_others else (), limit)
     if cuts_others:
-        result = replace(result, other_bound=cut.bound_seconds)
+        result = replace(result, other_bound=cut.bound_seconds, other_plans=cut.plans)
     more = [plan for plan in (others, transplanted, cut.best) if plan is not None]
     # Among equals the one of the searched space.
     best = result.best
@@ -231,7 +231,10 @@ def with_bound(problem: Problem, best: ScoredPlan | None, result: SearchResult) 
         )
     exact = bound >= step * (1 - TIE)
     root = min(bound, result.root_bound_seconds)
-    return SearchResult(best, step if exact else bound, root, exact, universal, result.other_bound)
+    bound = step if exact else bound
+    return replace(
+        result, best=best, bound_seconds=bound, root_bound_seconds=root, exact=exact, universal=universal
+    )
 
 
 def _bound_others(problem: Problem, result: SearchResult, step: float) -> float:

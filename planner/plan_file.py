@@ -19,9 +19,10 @@ from ..cost_models.document import (
     ZeroStage,
 )
 from ..cost_models.errors import UsageError
+from ..cost_models.number_format import html_table, ranges
 from ..cost_models.option_fields import list_declarations
 from ..cost_models.precision import DtypeName, PrecisionName, TrainingPrecision, training_precision
-from ..cost_models.quantities import MOST_DEVICES
+from ..cost_models.quantities import MOST_DEVICES, format_bytes, format_seconds
 from ..cost_models.schedules import PUBLISHED
 from ..cost_models.schedules.registration import SUFFIX, register_order
 from ..cost_models.schedules.schedule_text import read_schedule
@@ -53,6 +54,7 @@ def _read_options(value: Any) -> Any:
         raise ValueError(error.what) from error
 
 
+_HEADINGS = ("stage", "devices", "layers", "forward", "backward", "memory")
 FIXED_PARTITION = "this partition alone"
 """What was searched of a plan whose partition was given."""
 
@@ -154,6 +156,29 @@ class Plan(Document):
         for number, other in enumerate(self.alternatives):
             _check_alternative(other, self, f"alternatives.{number}: ")
         return self
+
+    def __repr__(self) -> str:
+        stages = "-".join(map(str, self.balance[:16])) + ("-…" if len(self.balance) > 16 else "")
+        step = format_seconds(self.prediction.step_seconds)
+        return (
+            f"<Plan of {self.model}: stages of {stages} layers, {self.schedule}, "
+            f"{self.micro_batches} x {self.micro_batch_size}, {step} a step>"
+        )
+
+    def _repr_html_(self) -> str:
+        """Of a notebook: the stages."""
+        rows = [
+            [
+                str(number),
+                ranges(stage.devices),
+                str(stage.layers),
+                format_seconds(stage.forward_seconds),
+                format_seconds(stage.backward_seconds),
+                format_bytes(stage.memory_bytes),
+            ]
+            for number, stage in enumerate(self.stages)
+        ]
+        return html_table(repr(self)[1:-1], _HEADINGS, rows)
 
     @property
     def wishes(self) -> PlanOptions:

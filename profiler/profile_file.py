@@ -11,7 +11,8 @@ from ..cost_models.document import Bytes, Document, MadeBy
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.memory import workspace_before_loss
-from ..cost_models.quantities import MOST_LAYERS
+from ..cost_models.number_format import html_table
+from ..cost_models.quantities import MOST_LAYERS, format_bytes, format_count, format_seconds
 from ..cost_models.text_files import sha256
 from ..cost_models.tied_weights import SharedBuffer, TiedWeight
 from .gpu_state import GpuRecord
@@ -36,6 +37,10 @@ _OF_THE_LOSS = (
     "saved_bytes",
 )
 """What the loss adds to the last layer."""
+
+
+MOST_SHOWN = 200
+"""Layers in a notebook."""
 
 
 class Profile(Document):
@@ -84,6 +89,19 @@ class Profile(Document):
     notes: list[str] = []
     """What a reader should know: a closing ratio past 5 %, a size that did not fit, a busy machine."""
     made_by: MadeBy = MadeBy()
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(map(str, self.micro_batch_sizes))
+        on = self.device_name or self.device
+        return f"<Profile of {self.model} on {on}: {format_count(len(self.layers), 'layer')}, sizes {sizes}>"
+
+    def _repr_html_(self) -> str:
+        """Of a notebook: the layers at the largest size."""
+        rows = []
+        for layer in self.layers[:MOST_SHOWN]:
+            seconds = layer.costs[-1].forward_seconds, layer.costs[-1].backward_seconds
+            rows.append([layer.name, *map(format_seconds, seconds), format_bytes(layer.parameter_bytes)])
+        return html_table(repr(self)[1:-1], ("layer", "forward", "backward", "parameters"), rows)
 
     @model_validator(mode="after")
     def _check_layers(self) -> Self:

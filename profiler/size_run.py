@@ -14,6 +14,7 @@ from .measurement_target import MeasurementTarget
 from .memory.live_bytes import sees_kernels
 from .memory.workspace import LossWorkspace, StepMemory
 from .passes.timed_passes import TimedPasses
+from .passes.timing import warm_until_stable
 from .passes.watchers import SavedBytes
 from .size_passes import SizePasses, VisitingWatcher, no_collection, release
 from .user_model.failures import first_line, is_out_of_memory, refusal
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 PARTS_ROUNDS = 3
 FIRST_PASSES = 3
-_STABLE, _UNCHANGED = 10, 0.01
-"""So many passes, and their median, by which share it may change, tell that a device has its steady clock."""
 HasTime = Callable[[float], bool]
 """Whether so many seconds are left."""
 LATER_PASSES = 4
@@ -116,15 +115,13 @@ class SizeRun:
             self._journal.write_counts(self.size, self._counted())
 
     def warm_until_stable(self, seconds: float) -> None:
-        """Passes of the whole until the last few take as long as those before them; so long at the most."""
-        clock, passes = self._subject.clock, list[float]()
-        begun = clock.now()
-        while clock.now() - begun < seconds:
+        """Passes of the whole; see `warm_until_stable` of passes/timing.py."""
+
+        def one_pass() -> float:
             times = self._passes.time_whole()
-            passes.append(times.forward + times.backward)
-            before, after = passes[-2 * _STABLE : -_STABLE], passes[-_STABLE:]
-            if len(before) == _STABLE and abs(median(after) / median(before) - 1) < _UNCHANGED:
-                return
+            return times.forward + times.backward
+
+        warm_until_stable(one_pass, self._subject.clock, seconds)
 
     def resume(self, earlier: JournalSize) -> None:
         """Takes over what a journal holds of this size; it is warmed up when its next round comes."""

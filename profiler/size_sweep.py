@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 Run = TypeVar("Run", SizeRun, SizeResult)
 _LARGEST = {"cpu": 64, "cuda": 1024}
+_WARM_SECONDS, _WARM_SHARE = 3.0, 0.1
+"""A GPU is warmed up for so long at the most; and so much of the budget."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,21 @@ class SizeSweep(ABC, Generic[Run]):
         if end is None or self.gpu_begin is None:
             return None
         return GpuRecord(begin=self.gpu_begin, end=end)
+
+    @property
+    def warm_up_seconds(self) -> float:
+        """How long the device is warmed up at the most, before the first size is timed.
+
+        A GPU at rest runs at low clocks, then in a burst at the highest, then where power and heat let it: so
+        it computes until its passes take as long as before.
+        """
+        if self.subject.device.type != "cuda":
+            return 0.0
+        return min(_WARM_SECONDS, _WARM_SHARE * self.budget_seconds)
+
+    def note_warm_device(self) -> None:
+        """After the warm-up: what the GPU says of itself."""
+        self.gpu_begin = read_gpu_state(self.subject.device)
 
     @property
     def interruption_note(self) -> str:

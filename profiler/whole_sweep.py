@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, field
 
 from ..cost_models.quantities import format_bytes
-from .gpu_state import read_gpu_state
 from .local_machine import free_host_bytes
 from .passes.timing import time_gradient_adding
 from .size_passes import release
@@ -24,8 +23,6 @@ _MARGIN = 1.2
 """Memory of a pass above what is saved for backward: gradients and temporaries."""
 _PARTS_MARGIN = 2.4
 """The same for a pass in two parts, which holds the gradients of all layers' outputs at once."""
-_WARM_SECONDS, _WARM_SHARE = 3.0, 0.1
-"""A GPU is warmed up for so long at the most; and so much of the budget."""
 _NO_PEAK = (
     "compiled for the CPU: this PyTorch does not tell what its kernels allocate while they run, so workspace "
     "is 0 and there is no peak"
@@ -195,12 +192,9 @@ class WholeSweep(SizeSweep[SizeRun]):
         return run
 
     def _warm_device(self, run: SizeRun) -> None:
-        """A GPU at rest runs at low clocks, then in a burst at the highest, then where power and heat let it:
-        so it computes until its passes take as long as before, for some seconds at the most."""
-        if self.subject.device.type != "cuda":
-            return
-        run.warm_until_stable(min(_WARM_SECONDS, _WARM_SHARE * self.budget_seconds))
-        self.gpu_begin = read_gpu_state(self.subject.device)
+        if self.warm_up_seconds:
+            run.warm_until_stable(self.warm_up_seconds)
+            self.note_warm_device()
 
     def _ends_budget(self, seconds: float) -> bool:
         """Whether so many more would be past it; not of what is compiled, which cannot be run again later."""

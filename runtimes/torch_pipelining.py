@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from .pipelining.process import PipelineProcess
+    from .pipelining.tensor_parallel import TensorPlan
 
 __all__ = ["TorchExport", "build"]
 
@@ -33,6 +34,7 @@ def build(
     replicate: Literal["ddp", "fsdp"] | None = None,
     sum_losses: bool = False,
     layer_names: Sequence[str] | None = None,
+    tensor_parallel: TensorPlan | None = None,
 ) -> PipelineProcess:
     """This process's stages of `model`, ready to train; call it in every process after
     `torch.distributed.init_process_group()`.
@@ -47,6 +49,10 @@ def build(
     `replicate`: how replicas share gradients, by DistributedDataParallel or FSDP2's fully_shard; None: by the
     latter where the plan spreads states over them (zero 1).
     `layer_names`: those of the model's profile, where the model does not know them.
+    `tensor_parallel`: modules whose matrices several processes share, with "colwise", "rowwise" or another
+    style of torch.distributed.tensor.parallel, by their names with wildcards: for a model of transformers
+    `model.config.base_model_tp_plan`. The processes of `mesh`'s dimension "tp" share them; by default as many
+    as there are for each device of the plan. All of them are to be given the same samples.
 
     Raises UsageError, FileError; ExportError where the model is not the one of the plan or stages share
     parameters; ModelError as `pplan.sequential` does; MachineError before `init_process_group()` or with
@@ -63,5 +69,10 @@ def build(
             f"replicate {replicate!r} with a plan of zero {document.zero}: it spreads nothing over replicas",
             "Omit replicate, or make a plan with zero=0.",
         )
-    options: dict[str, Any] = {"replicate": replication, "sum_losses": sum_losses, "layer_names": layer_names}
+    options: dict[str, Any] = {
+        "replicate": replication,
+        "sum_losses": sum_losses,
+        "layer_names": layer_names,
+        "tensor_parallel": tensor_parallel,
+    }
     return build_process(document, model, example_input, loss_fn, device=device, mesh=mesh, **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 
 from .. import arguments
 from ..errors import FileError, UsageError, short_repr
+from ..text_files import read_text
 from . import PROGRAMS, PUBLISHED, SCHEDULES, Program, Schedule
 from .schedule_text import ScheduleText, read_schedule
 from .text_reader import HELP, ScheduleTextError
@@ -84,14 +84,10 @@ def read_schedule_file(path: Path) -> str:
 
     Raises FileError for a file that cannot be read, UsageError, with the line, for what is no schedule.
     """
+    if path.is_file() and path.stat().st_size > LARGEST:
+        raise FileError(f"{path}: has more than {LARGEST} bytes", HELP)
     try:
-        if path.stat().st_size > LARGEST:
-            raise FileError(f"{path}: has more than {LARGEST} bytes", HELP)
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise FileError(f"{path}: cannot be read: {error}", "Give a text file of a schedule.") from error
-    try:
-        return register_schedule(text).name
+        return register_schedule(read_text(path, "schedule")).name
     except ScheduleTextError as error:
         raise UsageError(f"{path}: {error.what}", error.hint) from error
 
@@ -106,13 +102,7 @@ def schedule_word(field: str, value: Any, besides: Sequence[str] = ("auto", "syn
         return read_schedule_file(Path(text))
     if text in besides or text in SCHEDULES:
         return text
-    near = difflib.get_close_matches(text, SCHEDULES, n=1, cutoff=0.5)
-    raise UsageError(
-        f"{field}={text!r}: not known",
-        f"Did you mean {near[0]}?"
-        if near
-        else f"Use one of: {', '.join(SCHEDULES)}; or a file of your own, my{SUFFIX}.",
-    )
+    raise arguments.unknown_word(field, text, (*besides, *SCHEDULES), f"; or a file of your own, my{SUFFIX}")
 
 
 def optional_schedule(field: str, value: Any) -> str | None:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import UsageError
+from ..number_format import percent
+from ..quantities import format_count, format_seconds
 from ..schedules.action import Action, Program
 from .costs import Array, Costs
 from .dependencies import NONE, Indices, Order
@@ -62,7 +64,7 @@ class PeakMemory(NamedTuple):
     alive: tuple[Action, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
     """A simulated step. `stage_end` includes all-reduce and optimizer."""
 
@@ -71,6 +73,12 @@ class Timeline:
     run: Run
     reductions: tuple[Reduction, ...]
     stage_end: tuple[float, ...]
+
+    def __repr__(self) -> str:
+        stages = format_count(self.stages, "stage")
+        micro_batches = format_count(self.program.micro_batches, "micro-batch")
+        step, bubble = format_seconds(self.step_seconds), percent(self.bubble)
+        return f"<{type(self).__name__}: {stages}, {micro_batches}, {step} a step, bubble {bubble}>"
 
     @property
     def program(self) -> Program:
@@ -93,6 +101,14 @@ class Timeline:
         )
         spans = (Span(*values) for values in zip(*columns, strict=True))
         return tuple(sorted(spans, key=lambda span: (span.start, span.stage)))
+
+    @cached_property
+    def spans_by_stage(self) -> list[list[Span]]:
+        """The actions of every stage in order of start."""
+        rows: list[list[Span]] = [[] for _ in range(self.stages)]
+        for span in self.spans:
+            rows[span.stage].append(span)
+        return rows
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:

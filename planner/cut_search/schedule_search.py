@@ -43,10 +43,12 @@ SHARE = 0.15
 
 @dataclass(frozen=True)
 class ScheduleResult:
-    """The best plan, None where none fits, and a bound on all plans of the schedules."""
+    """The best plan, None where none fits, and a bound on all plans of the schedules; the best plans of
+    different shapes, the fastest first."""
 
     best: ScoredPlan | None
     bound_seconds: float
+    plans: tuple[ScoredPlan, ...] = ()
 
 
 def search_schedules(
@@ -101,7 +103,8 @@ class _ScheduleSearch:
             best = _faster(best, own.best)
             heappush(heap, (own.bound, index, own))
         step = self.limit if best is None else min(self.limit, best.step_seconds)
-        return ScheduleResult(best, max(self.low, min(proven, step)))
+        plans = sorted((own.best for own in shapes if own.best is not None), key=lambda own: own.step_seconds)
+        return ScheduleResult(best, max(self.low, min(proven, step)), tuple(plans))
 
     def _shapes(self) -> Iterator[ShapeSearch]:
         count = 0

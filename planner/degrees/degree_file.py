@@ -67,8 +67,20 @@ class PlanEntry(Record):
     blocks: list[int]
     stages: Annotated[list[StageEntry], Field(min_length=1)]
     megatron: list[str]
+    megatron_bridge: list[str] = []
     torchtitan: list[str]
     remarks: list[str] = []
+
+
+class BaselineEntry(Record):
+    """What a rule of this name plans: degrees as a user reads them; without a plan the reason."""
+
+    name: str
+    degrees: str = ""
+    recompute: str = ""
+    micro_batch_size: Count | None = None
+    step_seconds: Amount | None = None
+    reason: str = ""
 
 
 class DegreesFile(Document):
@@ -96,6 +108,7 @@ class DegreesFile(Document):
     kernels: Annotated[int, Field(ge=0)]
     assumed_kernels: Annotated[int, Field(ge=0)]
     plans: Annotated[list[PlanEntry], Field(min_length=1)]
+    baselines: list[BaselineEntry] = []
     notes: list[str] = []
     """What the figures rest on."""
     made_by: MadeBy = MadeBy()

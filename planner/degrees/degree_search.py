@@ -54,6 +54,15 @@ class DegreePlan(Combination):
 
 
 @dataclass(frozen=True)
+class DegreeBaseline:
+    """What a rule of this name plans; without a plan the `reason`."""
+
+    name: str
+    plan: DegreePlan | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class DegreeAnswer:
     """The fastest plans, the best first; `bound_seconds`: no division of the layers that fits takes less
     under any of the `combinations`. `limit_bytes`: what a device's ledger may add up to."""
@@ -66,6 +75,11 @@ class DegreeAnswer:
     bound_seconds: float
     combinations: int
     limit_bytes: float
+    baselines: tuple[DegreeBaseline, ...] = ()
+
+    def with_baselines(self, baselines: tuple[DegreeBaseline, ...]) -> DegreeAnswer:
+        """The same, compared with these."""
+        return replace(self, baselines=baselines)
 
     @property
     def gap(self) -> float:

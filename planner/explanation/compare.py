@@ -8,6 +8,8 @@ from math import inf
 from typing import Any, ClassVar
 
 from ...cost_models.document import Document, Record
+from ...cost_models.number_format import compare_steps, html_table
+from ...cost_models.quantities import format_bytes, format_seconds
 from ..candidate import ScoredPlan
 from ..joint_search import BEST, JointSearchResult, find_best_plan
 from ..pipeline_config import SEARCHED
@@ -50,6 +52,23 @@ class PlanComparison(Document):
     rows: list[ComparisonRow]
     first_slower: float | None
     notes: list[str] = []
+
+    def __repr__(self) -> str:
+        return f"<PlanComparison of {', '.join(row.name for row in self.rows[:8])}>"
+
+    def _repr_html_(self) -> str:
+        """Of a notebook."""
+        rows = [
+            [
+                row.name,
+                "-" if row.step_seconds is None else format_seconds(row.step_seconds),
+                "-" if row.slower is None else compare_steps(1 + row.slower, 1),
+                "-" if row.memory_bytes is None else format_bytes(row.memory_bytes),
+                row.reason or row.schedule,
+            ]
+            for row in self.rows
+        ]
+        return html_table("Plans", ("plan", "step", "vs. the first", "most memory", "configuration"), rows)
 
 
 def compare_plans(

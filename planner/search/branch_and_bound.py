@@ -43,7 +43,7 @@ class SearchResult:
     `bound_seconds` holds for every plan of the space; `root_bound_seconds` is the bound before searching.
     Both are inf where the space holds no plan that fits. `universal`: it holds for plans outside of the
     space, too (see `planner.universal_bound`), of which `best` is one. `other_bound`: that on the plans of
-    the schedules that only `cut_search` searches, None where it did not.
+    the schedules that only `cut_search` searches, None where it did not, and `other_plans` good ones.
     """
 
     best: ScoredPlan | None
@@ -52,6 +52,7 @@ class SearchResult:
     exact: bool
     universal: bool = False
     other_bound: float | None = None
+    other_plans: tuple[ScoredPlan, ...] = ()
 
 
 def search(

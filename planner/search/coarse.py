@@ -65,6 +65,7 @@ def search_large(
     own = budget.part(FOR_BOUND * budget.remaining, share=FOR_BOUND)
     relaxed = RelaxedBound(space, families, counts, deeper, own, scored)
     bound = relaxed.least(scored.step)
+    relaxed.propose_rest(budget.part(FOR_BOUND * budget.remaining, share=FOR_BOUND))
     _search_coarsely(scored, families, [count for count in counts if count <= MOST_STAGES], budget)
     bound = min(bound, scored.step)
     root = min([scored.step, *(quick_bound(space, family) for family in families)])
@@ -99,7 +100,11 @@ class _Scored:
         if modes is None:
             return
         self.budget.check()
-        step = float(build_pipelines(narrow, [proposal], [modes]).step_seconds()[0])
+        pipelines = build_pipelines(narrow, [proposal], [modes])
+        # Ports that stages share only make steps longer, and take long to look at where devices are many.
+        step = float(pipelines.without_sharing().step_seconds()[0])
+        if step < self.step:
+            step = float(pipelines.step_seconds()[0])
         self.budget.simulate(1, 2 * len(proposal.ends) * config.micro_batches)
         if step < self.step:
             self.best = ScoredPlan(proposal, modes, step)

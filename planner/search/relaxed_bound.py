@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf, sqrt
+from typing import TypeAlias
 
 import numpy as np
 
@@ -26,6 +27,10 @@ from .subproblem import Family, quick_bound
 
 LOOKS = 4
 """Prices that are tried for a range, for each of the sums."""
+PROPOSING = 0.4
+"""Of the work, the part that scoring plans near the relaxed ones may be."""
+SCORING = 1e4
+"""Work for each device of a plan, of finding its ports above all."""
 NARROW = 1.01
 """Ranges that end so near their beginning are not halved."""
 QUESTIONS = 8
@@ -33,6 +38,7 @@ QUESTIONS = 8
 MOST_MOVE = 2.0
 """The most by which one step changes a price."""
 
+_Pipeline: TypeAlias = tuple[Family, tuple[CheapestStage, ...]]
 Score = Callable[[Sequence[Proposal]], float]
 """Seconds of the best plan known, once these proposals were scored."""
 
@@ -69,8 +75,14 @@ class RelaxedBound:
     step: float = inf
     _pushed: int = 0
     _heap: list[tuple[float, int, _StageRange | Family]] = field(default_factory=list)
+    _tables: dict[Family, RelaxedStages | None] = field(default_factory=dict)
+    _later: dict[_Pipeline, _StageRange] = field(default_factory=dict)
+    _proposing: float = 0.0
     _closed: float = inf
     """The least bound of ranges that are not refined any more."""
+
+    def __post_init__(self) -> None:
+        self._at_first = self.budget.remaining
 
     def least(self, step: float) -> float:
         """A bound on all pipelines that take less than `step` seconds; else `step`."""
@@ -124,8 +136,7 @@ class RelaxedBound:
 
     def _whole_range(self, family: Family, bound: float) -> Iterator[_StageRange]:
         """The whole range of a family; what has one stage is known at once."""
-        stages = make_relaxed_stages(self.space, family)
-        self.budget.spend(1e7)
+        stages = self._stages(family)
         if stages is None:
             return
         blocks, devices = len(stages.cut_points) - 1, int(stages.devices.sum())
@@ -149,6 +160,13 @@ class RelaxedBound:
             allowed[-1] = allowed[-1] or most > problem.depth
             bounds[~np.array(allowed)] = inf
             yield _StageRange(problem, family, low, high, bounds, _first_prices(problem, bound))
+
+    def _stages(self, family: Family) -> RelaxedStages | None:
+        """The tables of a family, made once."""
+        if family not in self._tables:
+            self.budget.spend(1e7)
+            self._tables[family] = make_relaxed_stages(self.space, family)
+        return self._tables[family]
 
     def _longest(self, problem: RelaxedProblem) -> float:
         """Seconds of a micro-batch on the longest stage of a plan that is faster than the best one known."""
@@ -191,8 +209,30 @@ class RelaxedBound:
         return sums
 
     def _propose(self, range_: _StageRange, pipeline: Sequence[CheapestStage]) -> None:
+        """Has the plans near a pipeline scored: now, or where that takes more than its share, later."""
+        if self.score is None:
+            return
+        self._later.setdefault((range_.family, tuple(pipeline)), range_)
+        if self._proposing <= PROPOSING * (self._at_first - self.budget.remaining):
+            self._score_next(next(reversed(self._later)), self.budget)
+
+    def propose_rest(self, budget: SearchBudget) -> None:
+        """Has those scored that were left, the ones of the lowest bounds first."""
+        try:
+            for key in sorted(self._later, key=lambda own: self._later[own].bound):
+                if budget.spent:
+                    return
+                self._score_next(key, budget)
+        except OutOfTime:
+            return
+
+    def _score_next(self, key: _Pipeline, budget: SearchBudget) -> None:
+        (family, pipeline), problem = key, self._later.pop(key).problem
+        proposals = round_stages(self.space, family, problem, pipeline, self.families)
+        work = SCORING * int(problem.stages.devices.sum()) * (1 + len(proposals))
+        self._proposing += work
+        budget.spend(work)
         if self.score is not None:
-            proposals = round_stages(self.space, range_.family, range_.problem, pipeline, self.families)
             self.step = min(self.step, self.score(proposals))
 
 

@@ -1,9 +1,11 @@
-"""Plans with an order of actions of their own, on the cuts and devices of good plans.
+"""Plans with an order of actions of their own, on the cuts and devices of good plans, and cuts near them.
 
-The orders start from the best known ones and from those that a rule makes (`fill_orders`); they are improved
-(`local_search`) and, where OR-tools is installed, handed to its solver (`solve_order`). None is slower than
-the best plan of the known schedules that was found before. Each is a schedule like any other, named by the
-hash of its actions, and scored by the simulator and the ledger.
+The orders start from the best known ones, each with the cuts that were searched for it, and from those that
+a rule makes (`fill_orders`). With the best of them in hand cuts are moved as long as the order runs faster;
+then the order is improved (`local_search`) and, where OR-tools is installed, handed to its solver
+(`solve_order`), and cuts are moved again. None is slower than the best plan of the known schedules that was
+found before. Each is a schedule like any other, named by the hash of its actions, and scored by the simulator
+and the ledger.
 """
 
 from __future__ import annotations
@@ -42,6 +44,16 @@ if TYPE_CHECKING:
 
 BASES = ("zb-h1", "1f1b", "zb-v", "interleaved")
 """Whose places the parts of the layers have: a line with the backward in two parts or whole, a V, a loop."""
+SAME_PLACES = {
+    "zb-h1": ("zb-h1", "1f1b"),
+    "zb-h2": ("zb-h1", "1f1b"),
+    "zb-v": ("zb-v",),
+    "dualpipe-v": ("zb-v",),
+    "interleaved": ("interleaved",),
+}
+"""By schedule, the bases whose parts lie on the same places."""
+MOST_OF_BASE = 6
+"""Plans with searched cuts, by base."""
 STARTS = {
     "zb-h1": ("zb-h1", "zb-h2"),
     "1f1b": ("1f1b",),
@@ -66,16 +78,22 @@ class OrderCandidate:
 
     proposal: Proposal
     program: Program
+    recompute: tuple[Recompute, ...]
     problem: OrderProblem
     bound: float
     lists: Lists | None = None
     step: float = inf
 
 
-def synthesize(problem: Problem, best: ScoredPlan | None) -> list[ScoredPlan]:
-    """The fastest plans found with orders of their own, that fit and are faster than the `best` plan."""
+def synthesize(
+    problem: Problem, best: ScoredPlan | None, plans: Sequence[ScoredPlan] = ()
+) -> list[ScoredPlan]:
+    """The fastest plans found with orders of their own, that fit and are faster than the `best` plan; `plans`
+    of known schedules with searched cuts, the fastest first, to start from."""
     limit = inf if best is None else best.step_seconds
-    candidates = sorted(_candidates(problem, best, limit), key=lambda own: own.bound)[:MOST_SHAPES]
+    own_cuts = list(_candidates(problem, _with_base(problem, plans), limit))
+    others = _candidates(problem, _shapes(problem, best), limit)
+    candidates = [*own_cuts, *sorted(others, key=lambda own: own.bound)[:MOST_SHAPES]]
     seconds = SHARE * problem.options.time_limit
     filled = []
     for own in candidates:
@@ -87,18 +105,33 @@ def synthesize(problem: Problem, best: ScoredPlan | None) -> list[ScoredPlan]:
     for own in filled[:MOST_IMPROVED]:
         if own.lists is None or own.bound >= limit or problem.budget.over:
             continue
-        improved = _improve(own, seconds / MOST_IMPROVED, problem.budget)
+        improved = _improve(_move_cuts(problem, own), seconds / MOST_IMPROVED, problem.budget)
+        improved = _move_cuts(problem, improved)
         if improved.step < limit and (plan := _score(problem, improved)) is not None:
             plans.append(plan)
             limit = min(limit, plan.step_seconds)
     return plans
 
 
-def _candidates(problem: Problem, best: ScoredPlan | None, limit: float) -> Iterator[OrderCandidate]:
-    """Shapes of good plans, by base, whose bound on all orders is below the limit."""
+def _with_base(problem: Problem, plans: Sequence[ScoredPlan]) -> Iterator[Proposal]:
+    """The plans as those of a base with the same places, by base the fastest few."""
+    counts = dict.fromkeys(BASES, 0)
+    for plan in plans:
+        for base in SAME_PLACES.get(plan.config.schedule, ()):
+            if base in problem.schedules and counts[base] < MOST_OF_BASE:
+                counts[base] += 1
+                yield replace(plan.proposal, config=replace(plan.config, schedule=base))
+
+
+def _shapes(problem: Problem, best: ScoredPlan | None) -> Iterator[Proposal]:
+    """Shapes of good plans, by base."""
     names = [name for name in BASES if name in problem.schedules]
     straight = None if best is None or best.config.virtual_stages > 1 else best
-    proposals: Iterable[Proposal] = propose_other_schedules(problem, names, straight)
+    return propose_other_schedules(problem, names, straight)
+
+
+def _candidates(problem: Problem, proposals: Iterable[Proposal], limit: float) -> Iterator[OrderCandidate]:
+    """Of these, those whose bound on all orders is below the limit."""
     for proposal in dict.fromkeys(proposals):
         if problem.budget.over:
             return
@@ -110,6 +143,36 @@ def _candidates(problem: Problem, best: ScoredPlan | None, limit: float) -> Iter
             continue
         with suppress(UsageError):  # the schedule does not run with these numbers
             yield from (own for own in _recomputing(problem, proposal) if own.bound < limit)
+
+
+def _move_cuts(problem: Problem, own: OrderCandidate) -> OrderCandidate:
+    """With the cuts moved, one place at a time, as long as its order runs faster and fits."""
+    if own.lists is None:
+        return own
+    goes_on = True
+    while goes_on and not problem.budget.over:
+        goes_on = False
+        for proposal in _near(problem, own.proposal):
+            changed = make_candidate(problem, proposal, own.recompute)
+            if not changed.problem.fits(own.lists) or problem.budget.over:
+                continue
+            run = run_order(changed.problem, own.lists, own.step)
+            if run is not None and run.step < own.step * (1 - 1e-9):
+                own, goes_on = replace(changed, lists=own.lists, step=run.step), True
+    return own
+
+
+def _near(problem: Problem, proposal: Proposal) -> Iterator[Proposal]:
+    """With one cut at the next place."""
+    cut_points = problem.space.table(problem.space.chain.sizes[0]).cut_points
+    for part, end in enumerate(proposal.ends[:-1]):
+        for move in (-1, 1):
+            place = cut_points.index(end) + move
+            ends = (*proposal.ends[:part], cut_points[place], *proposal.ends[part + 1 :])
+            changed = replace(proposal, ends=ends)
+            rising = all(first < last for first, last in changed.bounds)
+            if rising and possible(problem.space, changed) and problem.allows(changed):
+                yield changed
 
 
 def _recomputing(problem: Problem, proposal: Proposal) -> Iterator[OrderCandidate]:
@@ -140,7 +203,7 @@ def make_candidate(problem: Problem, proposal: Proposal, modes: Sequence[Recompu
     assembly = assemble(problem.space, proposal, modes)
     costs = assembly.costs()
     numbers = order_problem(assembly, costs, *_memory(problem, assembly, costs))
-    return OrderCandidate(proposal, assembly.program, numbers, numbers.bound())
+    return OrderCandidate(proposal, assembly.program, tuple(modes), numbers, numbers.bound())
 
 
 def _memory(problem: Problem, assembly: Assembly, costs: Costs) -> tuple[list[float], list[float]]:

@@ -55,6 +55,46 @@ def megatron_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
     return [str(part) for flag in flags.items() for part in flag] + words
 
 
+def megatron_bridge_overrides(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
+    """Overrides of a recipe of Megatron-Bridge (NeMo), by its names of Megatron-LM's arguments."""
+    degrees = plan.degrees
+    values: dict[str, object] = {
+        "model.num_layers": sum(plan.blocks),
+        "model.seq_length": answer.options.sequence,
+        "train.micro_batch_size": plan.micro_batch_size,
+        "train.global_batch_size": answer.options.mini_batch,
+        "model.tensor_model_parallel_size": degrees.tensor,
+        "model.sequence_parallel": str(degrees.tensor > 1).lower(),
+        "model.pipeline_model_parallel_size": degrees.pipeline,
+        "model.context_parallel_size": degrees.context,
+    }
+    if plan.virtual_stages > 1:
+        values["model.virtual_pipeline_model_parallel_size"] = plan.virtual_stages
+    if len(set(plan.blocks)) > 1:
+        values["model.pipeline_model_parallel_layout"] = write_layout(plan.blocks)
+    if degrees.context > 1:
+        values["model.cp_comm_type"] = "a2a"
+    if degrees.expert > 1:
+        values["model.expert_model_parallel_size"] = degrees.expert
+        values["model.expert_tensor_parallel_size"] = 1
+    if plan.recompute != "none":
+        values["model.recompute_granularity"] = plan.recompute
+    if plan.recompute == "full":
+        some = plan.recompute_blocks
+        values["model.recompute_method"] = "uniform" if some is None else "block"
+        values["model.recompute_num_layers"] = some or gcd(*plan.blocks)
+    if degrees.zero:
+        values["ddp.use_distributed_optimizer"] = "true"
+        values["optimizer.use_distributed_optimizer"] = "true"
+    if degrees.zero > 1:
+        values["ddp.use_megatron_fsdp"] = "true"
+        values["ddp.data_parallel_sharding_strategy"] = (
+            "optim_grads" if degrees.zero == 2 else "optim_grads_params"
+        )
+    values["ddp.grad_reduce_in_fp32"] = "true"
+    return [f"{name}={value}" for name, value in values.items()]
+
+
 def torchtitan_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
     """What `torchtitan.train` (0.3.0) takes after --module and --config.
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from ..cost_models.document import MadeBy
 from ..cost_models.quantities import format_seconds
-from ..planner.degrees.degree_file import DegreesFile, LedgerEntry, PlanEntry, StageEntry
-from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan
-from .degree_arguments import megatron_arguments, torchtitan_arguments, torchtitan_remarks
+from ..planner.degrees.degree_file import BaselineEntry, DegreesFile, LedgerEntry, PlanEntry, StageEntry
+from ..planner.degrees.degree_search import DegreeAnswer, DegreeBaseline, DegreePlan
+from .degree_arguments import (
+    megatron_arguments,
+    megatron_bridge_overrides,
+    torchtitan_arguments,
+    torchtitan_remarks,
+)
 
 
 def build_degrees_file(answer: DegreeAnswer, made_by: MadeBy) -> DegreesFile:
@@ -27,8 +32,22 @@ def build_degrees_file(answer: DegreeAnswer, made_by: MadeBy) -> DegreesFile:
         kernels=len(answer.kernels),
         assumed_kernels=len(answer.assumed_kernels),
         plans=[_plan_entry(answer, plan) for plan in answer.plans],
+        baselines=[_baseline_entry(own) for own in answer.baselines],
         notes=_notes(answer),
         made_by=made_by,
+    )
+
+
+def _baseline_entry(baseline: DegreeBaseline) -> BaselineEntry:
+    plan = baseline.plan
+    if plan is None:
+        return BaselineEntry(name=baseline.name, reason=baseline.reason)
+    return BaselineEntry(
+        name=baseline.name,
+        degrees=plan.degrees.describe(),
+        recompute=plan.recompute,
+        micro_batch_size=plan.micro_batch_size,
+        step_seconds=plan.estimate.step_seconds,
     )
 
 
@@ -59,6 +78,7 @@ def _plan_entry(answer: DegreeAnswer, plan: DegreePlan) -> PlanEntry:
             for stage in estimate.stages
         ],
         megatron=megatron_arguments(answer, plan),
+        megatron_bridge=megatron_bridge_overrides(answer, plan),
         torchtitan=torchtitan_arguments(answer, plan),
         remarks=torchtitan_remarks(plan),
     )
@@ -71,6 +91,14 @@ def _notes(answer: DegreeAnswer) -> list[str]:
         f"passes over memory {limits.memory_share:.0%} of its bandwidth"
     )
     notes = [answer.shape.note] if answer.shape.note else []
+    best = answer.plans[0].estimate.step_seconds
+    for own in answer.baselines:
+        if own.plan is not None and own.plan.estimate.step_seconds < best:
+            degrees = own.plan.degrees
+            notes.append(
+                f"the baseline {own.name} is faster, but not among what is allowed: {degrees.describe()}; "
+                f"allow it with `zero`, `tp`, `pp`, `ep` and `recompute`"
+            )
     if answer.costs.table is None:
         notes.append(
             f"no kernels are measured: by assumption they reach {shares}; give a table with `kernels`"

@@ -18,6 +18,7 @@ from ..cost_models.transformer.configuration import load_transformer_shape, tran
 from ..cost_models.transformer.kernel_table import KernelTable, load_kernel_table
 from ..cost_models.transformer.rank_costs import DeviceLimits, RankCosts, TopologyLinks
 from ..cost_models.transformer.transformer_shape import TransformerShape
+from ..planner.degrees.degree_baselines import degree_baselines
 from ..planner.degrees.degree_options import DegreeOptions
 from ..planner.degrees.degree_search import DegreeAnswer, search_degrees
 from .options import DegreesKeywords, options_from
@@ -61,7 +62,11 @@ def find_degrees(
         shape = shape.with_blocks(options.layers)
     topology = build_machine(machine)
     costs = rank_costs(topology, None if kernels is None else load_kernel_table(kernels))
-    return search_degrees(shape, topology.gpus, costs, options, usable_bytes(topology))
+    limit = usable_bytes(topology)
+    answer = search_degrees(shape, topology.gpus, costs, options, limit)
+    return answer.with_baselines(
+        degree_baselines(shape, topology.gpus, costs, options, limit, topology.gpus_per_node)
+    )
 
 
 def usable_bytes(topology: Topology) -> float:

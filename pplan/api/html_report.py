@@ -10,6 +10,7 @@ from typing import TypeVar
 from ..cost_models import arguments
 from ..cost_models.document import Document
 from ..cost_models.errors import FileError
+from ..cost_models.quantities import format_bytes
 from ..cost_models.text_files import read_text, sha256, write_whole
 from ..planner.explanation.explanation import Explanation
 from ..planner.objectives.frontier import Frontier
@@ -22,11 +23,14 @@ from .page.page_content import PageSources, page_content
 from .page.render import render_page
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HtmlReport:
     """The text of the page."""
 
     html: str
+
+    def __repr__(self) -> str:
+        return f"<HtmlReport: {format_bytes(len(self.html.encode()))}>"
 
     def save(self, path: str | Path, *, force: bool) -> None:
         """Writes it; an existing file is replaced only with `force`. Raises FileError."""

@@ -12,7 +12,6 @@ from ..cost_models.errors import UsageError
 from ..cost_models.machines.topology_options import check_processor_seconds, make_topology
 from ..cost_models.quantities import format_seconds
 from ..cost_models.schedules import SCHEDULES, Program
-from ..cost_models.timeline import Timeline
 from ..cost_models.timeline import simulate as simulate_program
 from ..cost_models.topology import Topology
 from ..planner.layout import count_devices, read_machine
@@ -24,6 +23,7 @@ from ..profiler.profile_warnings import profiled_device
 from .load import PlanAndProfile, as_plan, check_layers, profile_and_reference
 from .machine import own_profiles
 from .options import MachineOptions, Overrides, SimulateKeywords, options_from
+from .simulated_step import SimulatedStep, as_step
 from .simulation import LONG_ENOUGH, Simulation
 from .stage_costs import StageCosts, check_size, check_steady_size
 
@@ -34,7 +34,7 @@ def simulate(
     plan: Plan | str | Path,
     profile: Profile | str | Path,
     **options: Unpack[SimulateKeywords],
-) -> Timeline:
+) -> SimulatedStep:
     """A step of `plan`, simulated with the costs of `profile`: start and end of every action.
 
     `plan` and `profile` may be the paths of their files. The `options` are the fields of `Overrides`, what is
@@ -42,7 +42,8 @@ def simulate(
     plan's, or what is changed of it; those of `pplan simulate --help`. The plan's replicas stay, or have to
     be named where they cannot; other `stages` than the plan's are on one device each.
 
-    Of the result: `step_seconds`, `bubble`, `stage_times`, `peak_in_flight`, `spans`, `transfers`.
+    Of the result: `step_seconds`, `bubble`, `stage_times`, `peak_in_flight`, `spans`, `transfers`, and
+    `to_svg()`, `to_trace()`, `to_records()`, `to_dataframe()`.
 
     Raises UsageError (numbers that the schedule, the global batch or the cuts do not allow, a profile of
     other layers), FileError.
@@ -58,7 +59,19 @@ def simulate(
     )
     profiles = own_profiles(machine, other.folder)
     chain = measured_profile.chain()
-    return _name_fields(lambda: simulate_plan(plan_document, chain, machine, overrides, profiles)).timeline
+    simulated = _name_fields(lambda: simulate_plan(plan_document, chain, machine, overrides, profiles))
+    return as_step(
+        Simulation(
+            schedule=simulated.schedule,
+            micro_batches=overrides.micro_batches or plan_document.micro_batches,
+            virtual_stages=simulated.virtual_stages,
+            timeline=simulated.timeline,
+            mini_batch=plan_document.mini_batch,
+            layers=simulated.layers,
+            memory=simulated.memory,
+            notes=simulated.notes,
+        )
+    )
 
 
 def simulate_files(files: PlanAndProfile, overrides: Overrides, machine: MachineOptions) -> Simulation:

@@ -7,7 +7,8 @@ from functools import cached_property
 from typing import ClassVar
 
 from ..cost_models.document import Document, MadeBy, Record
-from ..cost_models.quantities import format_count
+from ..cost_models.number_format import compare_steps, percent, three_digits
+from ..cost_models.quantities import format_count, format_seconds
 from ..cost_models.schedules import Schedule
 from ..cost_models.simulator.steady import SteadyState, steady_state
 from ..cost_models.timeline import Timeline
@@ -91,6 +92,34 @@ class Simulation:
             # A plan's global batch is what an update is made from.
             program = replace(program, update_every=max(self.micro_batches, self.stages))
         return steady_state(program, self.timeline.costs)
+
+
+def describe_simulation(simulation: Simulation) -> list[str]:
+    """The step in a line, and what else there is to know of it."""
+    timeline = simulation.timeline
+    step = timeline.step_seconds
+    samples = simulation.samples_per_second
+    rate = "" if samples is None else f", {three_digits(samples)} samples/s"
+    lines = [
+        f"{simulation.title}: {format_seconds(step)} for all of them."
+        if simulation.steady
+        else f"{simulation.title}: {format_seconds(step)} a step{rate}.",
+        f"Bubble {percent(timeline.bubble)} of all stages' time; {percent(timeline.bubble_rate_span)} of the "
+        "longest span of a stage, from its first to its last action.",
+    ]
+    if simulation.steady is not None:
+        pace = format_seconds(simulation.steady.seconds_per_micro_batch)
+        nearly = "" if simulation.steady.exact else " (a mean: it does not repeat exactly)"
+        lines.append(f"Steady: {pace} a micro-batch{nearly}{rate}.")
+    if simulation.plan_seconds is not None:
+        lines.append(_against_the_plan(simulation.plan, step, simulation.plan_seconds))
+    return lines
+
+
+def _against_the_plan(plan: str, step: float, plan_step: float) -> str:
+    difference = compare_steps(step, plan_step)
+    verb = "" if difference.endswith("the same") else "this is "
+    return f"{plan} as it is takes {format_seconds(plan_step)}: {verb}{difference}."
 
 
 class SimulatedStage(Record):

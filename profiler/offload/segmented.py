@@ -19,7 +19,7 @@ from ..memory.workspace import LossWorkspace, Workspace
 from ..passes.clocks import Clock
 from ..passes.launch_lead import LeadTuner
 from ..passes.layer_stamps import LayerStamps, LayerTimes, update_leads
-from ..passes.timing import Context, OutputGradients, run_layers
+from ..passes.timing import Context, OutputGradients, run_layers, warm_until_stable
 from ..passes.watchers import CompositeWatcher, SavedBytes, Watcher
 from ..torch_internals import storage_key, tree_leaves, tree_map_only
 from ..user_model.failures import is_out_of_memory, layer_failure
@@ -88,7 +88,8 @@ class SegmentedMeasurement:
     between), and, backwards, unit normal gradients; the last may end with a `loss` instead. There is no whole
     pass to hold the layers against. `context`: what every forward runs in. `running`: the layers as they run,
     compiled for instance; `layers` are asked for their tensors. `visit` is told each layer of the first
-    passes. As with all timed passes, the caller switches the garbage collector off.
+    passes. With `warm_up_seconds` the first segment computes for so long at the most before it is timed, and
+    `on_warm` is called then. As with all timed passes, the caller switches the garbage collector off.
     """
 
     layers: Sequence[Layer]
@@ -101,6 +102,8 @@ class SegmentedMeasurement:
     mover: Mover | None = None
     visit: Callable[[Layer], None] | None = None
     running: Sequence[Layer] | None = None
+    warm_up_seconds: float = 0.0
+    on_warm: Callable[[], None] = lambda: None
 
     def measure(self, inputs: Any, rounds: int) -> SegmentedRun:
         """`rounds` timed passes of every segment. `inputs`: the first layer's input, a tensor or several.
@@ -114,13 +117,16 @@ class SegmentedMeasurement:
         )
         mover = self.mover or DeviceMover(self.device)
         boundary = Boundary.of_input(inputs)
-        times = []
+        times: list[list[LayerTimes]] = []
         for segment in self.segments:
             modules = [self.layers[index].module for index in segment]
             with mover.holding(_tensors(modules)):
                 _flatten(modules)
                 part = _Segment(self, segment, boundary)
                 boundary = part.count_bytes(run)
+                if self.warm_up_seconds and not times:
+                    part.warm_up(self.warm_up_seconds)
+                    self.on_warm()
                 times.append(part.timed(rounds))
                 # What it holds on the device goes before the weights do.
                 del part
@@ -210,6 +216,15 @@ class _Segment:
     def _loss_to_count(self) -> Loss | None:
         """Its targets are of the pass."""
         return None if self._loss is None else self._loss.without_targets()
+
+    def warm_up(self, seconds: float) -> None:
+        """Until its passes take as long as before; so long at the most."""
+
+        def one_pass() -> float:
+            times = self._stamped()
+            return float(times.forward.sum() + times.backward.sum())
+
+        warm_until_stable(one_pass, self._whole.clock, seconds)
 
     def timed(self, rounds: int) -> list[LayerTimes]:
         """So many timed passes; before them those that show how far the device must be held back."""

@@ -28,6 +28,8 @@ Context = Callable[[], AbstractContextManager[Any]]
 """What every forward runs in: autocast, or nothing."""
 _LAUNCH_SECONDS = 30e-6
 """Of a host for one addition, at the most."""
+_STABLE, _UNCHANGED = 10, 0.01
+"""So many passes, and their median, by which share it may change, tell that a device has its steady clock."""
 
 
 class OutputGradients:
@@ -184,6 +186,18 @@ def backward_failures() -> Iterator[None]:
             f"the model's backward failed: {first_line(error)}{at_user_line(error)}",
             "Check that output.backward() runs on the model itself.",
         ) from error
+
+
+def warm_until_stable(one_pass: Callable[[], float], clock: Clock, seconds: float) -> None:
+    """Passes, each of which returns its seconds, until the last few take as long as those before them; for
+    so many `seconds` at the most."""
+    passes = list[float]()
+    begun = clock.now()
+    while clock.now() - begun < seconds:
+        passes.append(one_pass())
+        before, after = passes[-2 * _STABLE : -_STABLE], passes[-_STABLE:]
+        if len(before) == _STABLE and abs(np.median(after) / np.median(before) - 1) < _UNCHANGED:
+            return
 
 
 @dataclass(frozen=True)

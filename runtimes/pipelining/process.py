@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from ...cost_models.errors import ExportError
+from ...cost_models.errors import ExportError, UsageError
 from ...profiler.user_model.loaded_model import ModelInput
 from ..formats.torch_actions import OWN_ORDER, splits_backward
 from ..formats.torch_export import TorchExport
@@ -25,6 +25,13 @@ from .rank_coordinates import RankCoordinates, Replicate, average_gradients, fin
 from .runtime_internals import Stage, load_order
 from .stage_module import StageModule, stage_loss
 from .stage_shapes import StageShapes, trace_shapes
+from .tensor_parallel import (
+    TensorPlan,
+    mesh_with_tensor_dimension,
+    share_matrices,
+    styles_by_module,
+    tensor_dimension,
+)
 from .weight_copies import (
     TiedGradients,
     check_equal_buffers,
@@ -129,6 +136,7 @@ def build_process(
     replicate: Replicate,
     sum_losses: bool,
     layer_names: Sequence[str] | None,
+    tensor_parallel: TensorPlan | None,
 ) -> PipelineProcess:
     """See `pplan.runtimes.torch_pipelining.build`."""
     example = ModelInput.of(example_input)
@@ -137,7 +145,10 @@ def build_process(
     tied = find_tied_weights(layers, document.parts)
     check_equal_buffers(layers)
     place = _device(document) if device is None else torch.device(device)
+    if tensor_parallel is not None and mesh is None:
+        mesh = mesh_with_tensor_dimension(document, place.type)
     coordinates = find_coordinates(document, place, mesh)
+    styles = {} if tensor_parallel is None else styles_by_module(layers, tensor_parallel)
     form = InputForm.of(example)
     samples = document.micro_batch_size // document.replicas
     first_inputs = form.micro_batch(example, samples)
@@ -152,6 +163,10 @@ def build_process(
         for stage in stage_layers
     }
     wrapped: dict[int, nn.Module] = {stage: module.to(place) for stage, module in stages.items()}
+    if mesh is not None and tensor_parallel is not None:
+        _check_tensor_parallel(tied, coordinates, replicate)
+        for own in stages.values():
+            share_matrices(own.layers, styles, tensor_dimension(mesh))
     averages = replicate == "ddp" and splits
     device_of = {
         stage: device for device, device_stages in enumerate(document.stages) for stage in device_stages
@@ -188,6 +203,22 @@ def build_process(
         pipeline_stages,
         gradients,
     )
+
+
+def _check_tensor_parallel(
+    tied: Sequence[object], coordinates: RankCoordinates, replicate: Replicate
+) -> None:
+    """Raises UsageError for what is not done with shared matrices."""
+    if tied:
+        raise UsageError(
+            "tensor_parallel: the stages share weights, whose copies are added up whole",
+            "Omit tensor_parallel, or keep the layers that share weights on one stage.",
+        )
+    if coordinates.replicas is not None and replicate != "fsdp":
+        raise UsageError(
+            f"tensor_parallel with replicas and replicate={replicate!r}",
+            "Give replicate='fsdp', which shards what tensor parallelism leaves of a matrix.",
+        )
 
 
 def _device(document: TorchExport) -> torch.device:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from ...cost_models.errors import MachineError, UsageError
 from ..formats.torch_export import TorchExport
@@ -103,7 +104,8 @@ def replicate_stage(
     if how == "ddp" and not splits_backward and trainable:
         return replicate(module, mesh.get_group(), apart)
     for tensor in (*module.parameters(), *module.buffers()):
-        dist.broadcast(tensor.detach(), group=mesh.get_group(), group_src=0)
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        dist.broadcast(own.detach(), group=mesh.get_group(), group_src=0)
     if how == "fsdp":
         fully_shard(module, mesh=mesh)
     return module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from typing import Any
 
@@ -12,6 +13,7 @@ import pplan
 from pplan.api.degree_arguments import (
     deepspeed_config,
     megatron_arguments,
+    megatron_bridge_overrides,
     torchtitan_arguments,
     torchtitan_remarks,
 )
@@ -104,6 +106,31 @@ def test_where_torchtitan_differs() -> None:
     plan = answer(tp=(2,), pp=(1,), recompute="selective").plans[0]
     assert [text.split(" ")[0] for text in torchtitan_remarks(plan)] == ["torchtitan", "torchtitan's"]
     assert not torchtitan_remarks(answer(tp=(2,), pp=(2,), recompute="none").plans[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tp": (2,), "pp": (4,), "virtual_stages": (2,), "recompute": "partial"},
+        {"tp": (1,), "pp": (2,), "cp": (2,), "virtual_stages": (1,), "recompute": "full"},
+    ],
+)
+def test_megatron_bridge_says_what_megatron_does(options: dict[str, Any]) -> None:
+    """Each flag with a value is the override of its name; the last word of a configuration's key."""
+    found = answer(**options)
+    plan = found.plans[0]
+    flags = megatron_arguments(found, plan)
+    words = [each.partition("=") for each in megatron_bridge_overrides(found, plan)]
+    overrides = {name.rpartition(".")[2]: value for name, _, value in words}
+    for flag, value in itertools.pairwise(flags):
+        name = flag.removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and not value.startswith("--") and "per_virtual" not in name:
+            assert overrides[name] == value
+    assert overrides["sequence_parallel"] == str("--sequence-parallel" in flags).lower()
+    assert overrides.get("virtual_pipeline_model_parallel_size", "1") == str(plan.virtual_stages)
+    if options["recompute"] == "partial":
+        assert overrides["recompute_method"] == "block"
+        assert 0 < int(overrides["recompute_num_layers"]) < 16
 
 
 def test_megatrons_fsdp() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import pplan
-from pplan.cli.timeline_svg import tick_seconds
+from pplan.api.timeline_svg import tick_seconds
 from pplan.cost_models.schedules import SCHEDULES, Action
 from pplan.profiler.profile_file import Profile
 

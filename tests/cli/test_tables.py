@@ -53,7 +53,7 @@ def test_plan(plan: Plan, golden: Golden, width: int, file: str, terminal: Termi
     golden(file, console.text)
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_short_answer(plan: Plan, golden: Golden, width: int, terminal: Terminal) -> None:
     console = terminal(width)
     print_answer(plan, console, "Next: pplan check.")
@@ -61,7 +61,7 @@ def test_short_answer(plan: Plan, golden: Golden, width: int, terminal: Terminal
     assert len(console.text.splitlines()) <= 20
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_short_answer_of_many_stages(plan: Plan, width: int, terminal: Terminal) -> None:
     """Eight rows at most; what answers is there at every width."""
     stages = [plan.stages[0].model_copy(update={"devices": [number]}) for number in range(40)]

@@ -40,9 +40,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspace]:
     os.chdir(before)
 
 
-@pytest.mark.parametrize("corpus", sorted(CORPUS.glob("*.jsonl")), ids=lambda path: path.stem)
-def test_what_was_found_once(corpus: Path, workspace: Workspace) -> None:
-    for line in corpus.read_text(encoding="utf-8").splitlines():
+@pytest.mark.parametrize("name", [pytest.param("first", marks=pytest.mark.slow), "reported"])
+def test_what_was_found_once(name: str, workspace: Workspace) -> None:
+    for line in (CORPUS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
         case = case_of(line)
         found = workspace.run(case)[2]
         assert found is None, f"{found.kind}\n{line[:600]}\n{found.text}"
@@ -59,6 +59,10 @@ def test_random_mutations(kind: str, workspace: Workspace) -> None:
         assert found is None, f"{found.kind}\n{case.as_json()[:600]}\n{found.text}"
 
     end_as_documented()
+
+
+def test_the_whole_corpus_is_run() -> None:
+    assert {path.stem for path in CORPUS.glob("*.jsonl")} == {"first", "reported"}
 
 
 def test_without_debug_there_is_no_traceback(workspace: Workspace) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import pplan
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.tied_weights import TiedWeight
 from pplan.profiler.measure import profile_model
@@ -131,6 +132,23 @@ def test_backward_in_two_parts_is_there_unless_it_is_not_wanted() -> None:
     plain = skips(parts=False)
     assert plain.layers[0].costs[0].backward_input_seconds is None
     assert plain.whole[0].backward_parts_ratio is None
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_the_first_micro_batch_of_a_step_adds_to_no_gradients(micro_batches: int) -> None:
+    """From the measurement to the plan and its simulation."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4))
+    options = ProfileOptions(micro_batch_sizes=[2], device="cpu", loss="mse")
+    profile = profile_model((model, torch.randn(2, 256)), options, rounds=1)
+    costs = [layer.costs[0] for layer in profile.layers]
+    assert profile.loss is not None
+    costs += profile.loss.costs
+    one = sum(cost.forward_seconds + cost.backward_seconds for cost in costs)
+    adding = sum(layer.accumulation_seconds or 0.0 for layer in profile.layers)
+    assert adding > 0
+    plan = pplan.solve(profile, gpus=1, mini_batch=2 * micro_batches, micro_batches=micro_batches)
+    assert plan.prediction.step_seconds == pytest.approx(micro_batches * one - adding)
+    assert pplan.simulate(plan, profile).step_seconds == pytest.approx(micro_batches * one - adding)
 
 
 def test_the_peak_of_a_step_is_the_one_of_the_parts() -> None:

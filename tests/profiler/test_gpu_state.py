@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -9,9 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from pplan.profiler import gpu_state
+from pplan.profiler import gpu_state, size_sweep
+from pplan.profiler.build_profile import build_profile
+from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.gpu_state import GpuRecord, GpuState, read_gpu_state
+from pplan.profiler.measurement_target import MeasurementTarget
+from pplan.profiler.passes.timing import warm_until_stable
+from pplan.profiler.segmented_sweep import SegmentedSweep
+from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
+from pplan.profiler.whole_sweep import WholeSweep
 
 CUDA = torch.device("cuda", 0)
 LINES = "GPU:0\nprocess  4711 uses  1000.000 MB GPU memory\nprocess  4712 uses  20.000 MB GPU memory"
@@ -87,3 +96,76 @@ def test_a_clock_that_changes_and_other_processes_are_said() -> None:
     (others,) = GpuRecord(begin=quiet, end=shared).notes()
     assert others.startswith("2 other processes compute on the GPU")
     assert 0 < gpu_state.CLOCK_CHANGES < 0.1
+
+
+@pytest.mark.parametrize("segmented", [False, True])
+def test_a_gpu_is_asked_after_a_warm_up_and_at_the_end(
+    segmented: bool, clock: Any, takes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments: list[float] = []
+
+    def read(_device: torch.device) -> GpuState:
+        moments.append(clock.now())
+        return GpuState(clock_mhz=1980 - len(moments))
+
+    def swept(sizes: list[int], warm_up_seconds: float) -> Any:
+        monkeypatch.setattr(size_sweep.SizeSweep, "warm_up_seconds", warm_up_seconds)
+        limits = (subject, sizes, 1e6, 1)
+        sweep: Any = SegmentedSweep(*limits, free_bytes=lambda: 10**9) if segmented else WholeSweep(*limits)
+        begun = clock.now()
+        sweep.measure()
+        return clock.now() - begun, sweep
+
+    monkeypatch.setattr(size_sweep, "read_gpu_state", read)
+    model = nn.Sequential(takes(clock, 1, 2))
+    example = ModelInput.of(torch.ones(1, 4))
+    loaded, chain = LoadedModel(model, "model", example), build_chain(model, example)
+    subject = MeasurementTarget(loaded, chain, torch.device("cpu"), torch.float32, clock, 0)
+    cold, _ = swept([1], 0.0)
+    assert not moments
+    warm, sweep = swept([1], 10.0)
+    # A pass takes 3 s: four of them. After it the passes of one round: of the layers, and of the whole.
+    assert warm - cold == 12
+    assert clock.now() - moments[0] == (3 if segmented else 6)
+    assert sweep.gpu_record() == GpuRecord(begin=GpuState(clock_mhz=1979), end=GpuState(clock_mhz=1978))
+    del moments[:]
+    swept([1, 2], 10.0)
+    assert len(moments) == 1
+
+
+def test_a_warm_up_ends_when_passes_take_as_long_as_before(clock: Any) -> None:
+    """A clock that falls for 5 passes: ten that differ by under a hundredth, and ten before them."""
+    seconds = [*(1.0, 1.1, 1.2, 1.3, 1.4), *(1.5 + 0.001 * number for number in range(100))]
+    passes: list[float] = []
+
+    def one_pass() -> float:
+        passes.append(seconds[len(passes)])
+        clock.advance(passes[-1], 0.0)
+        return passes[-1]
+
+    warm_until_stable(one_pass, clock, 1e6)
+    assert len(passes) == 20 + 1
+    passes.clear()
+    warm_until_stable(one_pass, clock, 3.0)
+    assert sum(passes) == pytest.approx(1.0 + 1.1 + 1.2)
+
+
+@pytest.mark.parametrize(("share", "words"), [(1.04, ""), (1.3, "took 30% more of the device")])
+def test_what_the_allocator_reserves_is_held_against_the_ledger(
+    share: float, words: str, clock: Any, takes: Any
+) -> None:
+    model = nn.Sequential(takes(clock, 1, 2))
+    example = ModelInput.of(torch.ones(1, 4))
+    loaded, chain = LoadedModel(model, "model", example), build_chain(model, example)
+    subject = MeasurementTarget(loaded, chain, torch.device("cpu"), torch.float32, clock, 0)
+    sweep = WholeSweep(subject, [1], 1e6, 1)
+    sweep.measure()
+    (result,) = sweep.results
+    assert result.peak_bytes
+    reserved = round(1000 * share)
+    results = [dataclasses.replace(result, peak_bytes=1000, reserved_bytes=reserved)]
+    profile = build_profile(subject, results, (), ())
+    assert profile.whole[0].reserved_bytes == reserved
+    notes = [note for note in profile.notes if "caching allocator" in note]
+    assert len(notes) == bool(words)
+    assert all(words in note for note in notes)

@@ -186,6 +186,8 @@ def _data(sources: PageSources, simulation: Simulation | None) -> dict[str, Any]
 
 def _cuts(sources: PageSources) -> tuple[dict[str, Any] | None, str]:
     """The problem of the cut editor; None, and why, where the page cannot move the cuts."""
+    if sources.plan.virtual_stages > 1:
+        return None, "each device has several parts of the layers"
     try:
         assemblies = {}
         for name in EDITED:

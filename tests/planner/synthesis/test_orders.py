@@ -237,9 +237,8 @@ def test_micro_batches_in_another_order_are_no_faster() -> None:
     assert best_of_all(problem) == pytest.approx(freely, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
 def test_the_bound_of_an_answer_holds_for_every_order_of_every_cut(
     make_chain: Callable[..., Chain], make_topology: Callable[..., Topology], seed: int
 ) -> None:

@@ -32,6 +32,18 @@ def test_tf32_is_cudas() -> None:
         Modes(amp="fp8").check(CPU)  # type: ignore[arg-type]
 
 
+def test_cudnn_looks_for_kernels_while_it_is_measured() -> None:
+    Modes(cudnn_benchmark=True).check(CUDA)
+    with pytest.raises(UsageError, match="`cudnn_benchmark` on cpu"):
+        Modes(cudnn_benchmark=True).check(CPU)
+    before = torch.backends.cudnn.benchmark
+    with Modes(cudnn_benchmark=True).process():
+        assert torch.backends.cudnn.benchmark
+    with Modes().process():
+        assert torch.backends.cudnn.benchmark == before
+    assert torch.backends.cudnn.benchmark == before
+
+
 _FLAGS = """
 import os, sys, torch
 from pplan.profiler.passes.modes import Modes

@@ -11,10 +11,10 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ..api.simulation import Simulation
 from ..cost_models.schedules import Action
 from ..cost_models.simulator.dependencies import NONE
 from ..cost_models.simulator.result import Timeline
+from .simulation import Simulation
 
 PIPELINE, LINKS = 1, 2
 CATEGORIES = {"F": "forward", "B": "backward", "W": "weight gradient"}

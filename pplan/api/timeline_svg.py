@@ -6,11 +6,9 @@ import math
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from ..api.simulation import Simulation
 from ..cost_models.quantities import format_seconds
 from ..cost_models.simulator.result import Span, Timeline, Transfer
-from .simulate_tables import answer_lines
-from .timeline_drawing import spans_by_stage
+from .simulation import Simulation, describe_simulation
 
 WIDTH, MARGIN, LEFT, ROW, GAP = 1400.0, 16.0, 84.0, 26.0, 14.0
 TOP = 92.0
@@ -37,11 +35,11 @@ def _lines(simulation: Simulation) -> Iterator[str]:
     )
     yield f"<title>{escape(simulation.title)}</title>"
     yield f'<rect width="{WIDTH:g}" height="{height:g}" fill="white"/>'
-    first, *more = answer_lines(simulation)
+    first, *more = describe_simulation(simulation)
     yield _text(MARGIN, 26, first, "font-size='16' font-weight='bold'")
     yield _text(MARGIN, 46, " ".join(more), "font-size='12'")
     yield from _legend(timeline)
-    for stage, spans in enumerate(spans_by_stage(timeline)):
+    for stage, spans in enumerate(timeline.spans_by_stage):
         y = _row(stage)
         yield _text(MARGIN, y + ROW / 2 + 4, f"stage {stage}", "font-size='12'")
         yield f'<rect x="{LEFT:g}" y="{y:g}" width="{_scale():g}" height="{ROW:g}" fill="#eeeeee"/>'

@@ -1,0 +1,63 @@
+"""The degrees of rules of thumb, against all that they choose from."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+import pplan
+from pplan.cost_models.transformer.block_kernels import Tokens
+from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
+from pplan.cost_models.transformer.training_setting import TrainingSetting
+from pplan.cost_models.transformer.training_step import estimate_step
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 24,
+    "vocab_size": 128256,
+}
+
+
+def test_the_grid_is_the_fastest_of_its_trials() -> None:
+    """Of every tensor degree, number of stages, size of micro-batches and recomputation."""
+    answer = pplan.degrees(MODEL, gpus=8, gpu="a100-40gb", mini_batch=32, zero=(1, 3))
+    grid = next(own.plan for own in answer.baselines if own.name == "grid")
+    assert grid is not None
+    steps = []
+    for tensor, stages, size, recompute in product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), ("none", "full")):
+        data = 8 // (tensor * stages)
+        if not data or 32 % (data * size):
+            continue
+        setting = TrainingSetting(32 // data // size, Tokens(4096, size), recompute)  # type: ignore[arg-type]
+        own = estimate_step(answer.shape, ParallelDegrees(tensor, 1, 1, stages, data), setting, answer.costs)
+        if own.peak_bytes <= answer.limit_bytes:
+            steps.append(own.step_seconds)
+    assert grid.estimate.step_seconds == pytest.approx(min(steps), rel=1e-12)
+    for baseline in answer.baselines:
+        if baseline.plan is not None:
+            assert answer.plans[0].estimate.step_seconds <= baseline.plan.estimate.step_seconds * (1 + 1e-12)
+            assert baseline.plan.estimate.peak_bytes <= answer.limit_bytes
+
+
+def test_megatrons_rule_adds_stages_where_a_node_is_too_small() -> None:
+    """70 billion parameters need more than eight devices of 40 GiB; 6 billion do not."""
+    large = {**MODEL, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
+    large["num_hidden_layers"] = 80
+    answer = pplan.degrees(large, gpus=64, gpu="a100-40gb", mini_batch=64, tp=(8,), virtual_stages=(1,))
+    rule = next(own.plan for own in answer.baselines if own.name == "megatron")
+    assert rule is not None
+    assert rule.degrees.tensor == 8
+    assert rule.degrees.pipeline > 1
+    assert (rule.micro_batch_size, rule.recompute) == (1, "none")
+    by_name = {own.name: own for own in answer.baselines}
+    assert by_name["data-parallel"].plan is None
+    assert "fit" in by_name["data-parallel"].reason
+    small = pplan.degrees(MODEL, gpus=64, gpu="h100", mini_batch=64, tp=(8,), virtual_stages=(1,))
+    rule = next(own.plan for own in small.baselines if own.name == "megatron")
+    assert rule is not None
+    assert rule.degrees.pipeline == 1

@@ -1,0 +1,110 @@
+"""A process of test_tensor_parallel.py: trains a small Llama, or plain blocks, in a pipeline whose stages
+share matrices, and plainly."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+
+from pplan.profiler.models import load_model
+from pplan.profiler.sequential import sequential
+from pplan.runtimes.formats.torch_export import TorchExport
+from pplan.runtimes.torch_pipelining import build
+
+LLAMA = {
+    "num_hidden_layers": 3, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 32, "vocab_size": 40, "head_dim": 4, "max_position_embeddings": 16,
+}  # fmt: skip
+STEPS, TOKENS = 3, 12
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return mixed
+
+
+def make(kind: str, seed: int = 3) -> tuple[nn.Module, Any, Any]:
+    """Model, an example of its input, and its tensor-parallel plan."""
+    torch.manual_seed(seed)
+    if kind == "blocks":
+        layers = nn.Sequential(nn.Embedding(40, 16), *(Block() for _ in range(3)), nn.Linear(16, 40))
+        return layers.double(), torch.zeros(2, TOKENS, dtype=torch.long), {"up": "colwise", "down": "rowwise"}
+    loaded = load_model("hf:llama", settings=LLAMA, seed=seed)
+    module: Any = loaded.module
+    example = loaded.example.layer_input
+    plan = module.config.base_model_tp_plan
+    return sequential(module.double(), example), example, plan
+
+
+def loss_of(output: Any, labels: Tensor) -> Tensor:
+    logits = output if isinstance(output, Tensor) else output["logits"]
+    return cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def train(model: nn.Module, ids: Tensor, labels: Tensor, micro_batches: int) -> list[list[float]]:
+    """The plain layers, one after another; the gradients of the last step stay."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses: list[list[float]] = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses.append([])
+        for own, target in zip(ids.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
+            loss = loss_of(model(own), target)
+            (loss / micro_batches).backward()  # type: ignore[no-untyped-call]
+            losses[-1].append(loss.item())
+        optimizer.step()
+    return losses
+
+
+def main(folder: Path, rank: int, world: int, kind: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", f"file://{folder}/meeting", timedelta(seconds=60), rank=rank, world_size=world
+    )
+    document = TorchExport.load(folder / "small.torch.json")
+    layers, example, plan = make(kind, 3 if rank % 2 == 0 else 4)  # those of the first that share count
+    torch.manual_seed(5)
+    tokens = TOKENS if kind == "blocks" else example.shape[1]
+    ids, labels = torch.randint(40, (2, document.mini_batch, tokens))
+    process = build(
+        document, layers, example_input=example, loss_fn=loss_of, device="cpu", tensor_parallel=plan
+    )
+    optimizer = torch.optim.Adam(process.parameters(), lr=0.01)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        found = process.step(ids if process.is_first else None, labels if process.is_last else None)
+        losses.append([loss.item() for loss in found])
+        optimizer.step()
+
+    plain, _, _ = make(kind)
+    plain_losses = train(plain, ids, labels, document.micro_batches)
+    expected, off, split = dict(plain.named_parameters()), 0.0, 0
+    for name, own in [each for module in process.modules.values() for each in module.named_parameters()]:
+        for mine, theirs in ((own.grad, expected[name].grad), (own, expected[name])):
+            assert mine is not None
+            assert theirs is not None
+            whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
+            off = max(off, (whole - theirs).abs().max().item())
+        split += isinstance(own, DTensor) and own.to_local().numel() * 2 == own.numel()
+    result = {"losses": losses, "plain_losses": plain_losses, "off": off, "split": split}
+    (folder / f"{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[1])
