@@ -188,9 +188,14 @@ COMMANDS: dict[str, list[list[str]]] = {
         ["solve", PROFILE, "--gpus", "2", "--schedule", "hostile.schedule", "--json"],
     ],
     "topology": [["topology", "hostile.toml"], ["topology", "hostile.toml", "--toml"]],
+    "report": [["report", PLAN, "-o", "made.html", "--force"]],
+    "config": [],
+    "doctor": [],
+    "schema": [],
 }
 """By verb, all that reads a file; none where it takes none."""
-READS_NOTHING = {"profile-links"}
+READS_NOTHING = {"profile-links", "config", "doctor", "schema"}
+"""None that is named; all verbs read the defaults of pplan.toml: tests/cli/test_config_command.py."""
 
 
 @dataclass(frozen=True)

@@ -94,9 +94,9 @@ def test_csv_that_is_refused(text: str, what: str) -> None:
 
 def test_near_columns_are_offered() -> None:
     with pytest.raises(FileError, match=r"Did you mean activation_bytes\?"):
-        csv(header=HEADER.replace("activation", "activations"))
+        csv(header=HEADER.replace("activation", "activtion"))
     with pytest.raises(FileError, match=r"Did you mean forward_ms\?"):
-        rows_of(PLAIN | {"Forward_MS": 1})
+        rows_of(PLAIN | {"forwrd_ms": 1})
 
 
 @pytest.mark.parametrize(
