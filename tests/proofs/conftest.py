@@ -21,7 +21,7 @@ OTHERWISE = {"many": 2, "throughput": 8}
 """Of some kinds: those of many devices take longest; few of the highest throughput name a planner."""
 TRACED = 1
 """Of which it is noted what runs, which takes longer; of some kinds of all."""
-ALL_TRACED = ("throughput", "explain")
+ALL_TRACED = ("throughput", "explain", "schedules", "kinds", "runtimes", "levels")
 
 
 @dataclass(frozen=True)
