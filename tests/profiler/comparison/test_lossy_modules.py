@@ -292,7 +292,7 @@ REFUSED = {
     OutputHook: r"the gradient of first\.0\.\w+ is not the model's",
     OutputHookIfTraining: r"the gradient of first\.0\.\w+ is not the model's",
     DecidesByValue: r"forward: scale = 2\.0 if bool",
-    DecidesByBatch: r"holds for 3 samples only",
+    DecidesByBatch: "the output is not the model's on a batch of 1",
 }
 """With the reason, which names the tensor and the layer, or the line."""
 
