@@ -138,6 +138,12 @@ def list_prediction_limits(assembly: Assembly) -> Iterator[str]:
             f"the profile holds whole backwards: {100 * WEIGHT_SHARE:.0f} % of a layer with weights is "
             "taken as the weight gradient"
         )
+    if assembly.program.splits_backward and set(assembly.recompute) != {"never"}:
+        yield (
+            "stages that recompute are charged one more forward a micro-batch: with a backward in two parts "
+            "torch.utils.checkpoint runs it for the weight gradients, too, which is not in the prediction; "
+            "recompute='never' avoids it"
+        )
     tables = {assembly.per_replica_batch(device): assembly.table(device) for device in devices}
     for _, table in sorted(tables.items(), key=lambda item: item[0]):
         if outside := table.costs.outside:

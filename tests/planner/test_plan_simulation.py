@@ -144,6 +144,19 @@ def test_a_split_backward_is_the_whole_one(chain: Chain, plan: Plan, make_topolo
     assert any("50 %" in note for note in found.notes)
 
 
+def test_what_torch_runs_again_for_weight_gradients_is_said(
+    chain: Chain, plan: Plan, make_topology: MakeTopology
+) -> None:
+    for schedule, recompute, said in (
+        ("zb-h1", "always", True),
+        ("zb-h1", "never", False),
+        ("1f1b", "always", False),
+    ):
+        recomputing = plan.model_copy(update={"recompute": recompute})
+        own = simulate_plan(recomputing, chain, make_topology(4), Overrides(schedule=schedule))
+        assert any("for the weight gradients, too" in note for note in own.notes) == said
+
+
 def test_parts_of_the_backward_that_were_measured(
     chain: Chain, plan: Plan, make_topology: MakeTopology
 ) -> None:
