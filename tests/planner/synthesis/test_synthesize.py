@@ -14,6 +14,7 @@ from pplan.cost_models.errors import FileError, UsageError
 from pplan.cost_models.runtime import RUNTIMES
 from pplan.cost_models.schedules import SCHEDULES
 from pplan.planner.plan_file import Plan
+from pplan.planner.search.budget import WORK_A_SECOND, SearchBudget
 from pplan.profiler.profile_file import Profile
 from pplan.runtimes.formats.torch_actions import action_rows
 from pplan.verification.verify_files import Sources, verify_sources
@@ -28,6 +29,12 @@ OPTIONS: dict[str, Any] = {
     "time_limit": 2.0,
 }
 Solve = Callable[..., Plan]
+
+
+@pytest.fixture(autouse=True)
+def counted_work_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a time limit allows is counted work: on a busy machine its seconds would end it first."""
+    monkeypatch.setattr(SearchBudget, "of_seconds", lambda seconds: SearchBudget(seconds * WORK_A_SECOND))
 
 
 @pytest.fixture(scope="module")

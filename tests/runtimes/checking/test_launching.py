@@ -23,6 +23,7 @@ from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processe
 MakeCase = Callable[..., Case]
 MODEL = """
     import os
+    import traceback
 
     import torch
     from torch import nn
@@ -33,8 +34,9 @@ MODEL = """
 
     class Dies(nn.Module):
         def forward(self, given):
-            # Where it is a stage of its own: before, the first process runs it to make an example.
-            if os.environ["RANK"] == "1" and given.requires_grad and given.device.type == "cpu":
+            # Where it is a stage of its own: before, it is traced and compared in every process.
+            in_stage = any(frame.name == "_predict" for frame in traceback.extract_stack())
+            if os.environ["RANK"] == "1" and given.requires_grad and in_stage:
                 print("last words", flush=True, file=__import__("sys").stderr)
                 os._exit(7)
             return given
