@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +10,7 @@ import typer
 
 from ..api.options import CheckOptions
 from .compare_command import DIFFERENCE, share
+from .output import PlanFile, ProfileFile
 from .streams import console, is_interactive, remark, result
 
 if TYPE_CHECKING:
@@ -19,14 +19,6 @@ if TYPE_CHECKING:
     from ..runtimes.checking.job import CasePrediction
     from .output import Target
 
-PlanFile = Annotated[
-    Path | None,
-    typer.Argument(metavar="PLAN", help="A plan; default: newest in this directory.", show_default=False),
-]
-ProfileFile = Annotated[
-    Path | None,
-    typer.Option("--profile", metavar="FILE", help="The plan's profile, where it is not beside it."),
-]
 FailAbove = Annotated[
     float | None,
     typer.Option(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,15 +9,8 @@ import typer
 from ..api.options import ExplainOptions
 from ..cost_models.errors import UsageError
 from .field_names import FIELDS, typed_text
+from .output import PlanFile, ProfileFile
 
-PlanFile = Annotated[
-    Path | None,
-    typer.Argument(metavar="PLAN", help="A plan; default: newest in this directory.", show_default=False),
-]
-ProfileFile = Annotated[
-    Path | None,
-    typer.Option("--profile", metavar="FILE", help="The plan's profile, where it is not beside it."),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 

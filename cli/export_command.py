@@ -12,7 +12,7 @@ import typer
 from ..cost_models import arguments
 from ..cost_models.option_fields import Options, option, settings_option
 from ..cost_models.runtime import RUNTIMES
-from .output import AsJson, Force, Output
+from .output import AsJson, Force, Output, PlanFile
 from .streams import printable, remark, result
 
 if TYPE_CHECKING:
@@ -37,10 +37,6 @@ _BUILD = {
 
 RuntimeName = Annotated[
     str, typer.Argument(metavar="RUNTIME", help=f"One of {', '.join(RUNTIMES)}.", show_default=False)
-]
-PlanFile = Annotated[
-    Path | None,
-    typer.Argument(metavar="PLAN", help="A plan; default: newest in this directory.", show_default=False),
 ]
 
 

@@ -129,6 +129,14 @@ def file_stem(model: str) -> str:
     return re.sub(r"[^\w.+-]+", "_", model).strip("._").lstrip("-") or "model"
 
 
+PlanFile = Annotated[
+    Path | None,
+    typer.Argument(metavar="PLAN", help="A plan; default: newest in this directory.", show_default=False),
+]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="FILE", help="The plan's profile, where it is not beside it."),
+]
 Output = Annotated[
     Path | None,
     typer.Option(

@@ -8,16 +8,8 @@ from typing import Annotated
 import typer
 
 from ..cost_models.errors import UsageError
-from .output import Force, choose_input, choose_target
+from .output import Force, PlanFile, ProfileFile, choose_input, choose_target
 
-PlanFile = Annotated[
-    Path | None,
-    typer.Argument(metavar="PLAN", help="A plan; default: newest in this directory.", show_default=False),
-]
-ProfileFile = Annotated[
-    Path | None,
-    typer.Option("--profile", metavar="FILE", help="The plan's profile, where it is not beside it."),
-]
 FrontierFile = Annotated[
     Path | None,
     typer.Option(

@@ -12,6 +12,7 @@ from ..api.options import CostOptions, MachineOptions, Overrides
 from ..cost_models.errors import FileError, UsageError
 from .field_names import FIELDS, typed_text
 from .option_parameters import Without
+from .output import ProfileFile
 
 if TYPE_CHECKING:
     from ..api.simulation import Simulation
@@ -25,10 +26,6 @@ PlanFile = Annotated[
         help="A plan; default: newest in this directory, unless costs are given.",
         show_default=False,
     ),
-]
-ProfileFile = Annotated[
-    Path | None,
-    typer.Option("--profile", metavar="FILE", help="The plan's profile, where it is not beside it."),
 ]
 TraceFile = Annotated[
     Path | None,

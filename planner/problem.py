@@ -200,7 +200,7 @@ class Problem:
 
     @property
     def heuristic_schedules(self) -> tuple[str, ...]:
-        """The allowed schedules that are not searched, but only proposed."""
+        """The allowed schedules besides 1F1B and GPipe: `cut_search` looks for plans of theirs."""
         return tuple(name for name in self.allowed_schedules if name not in SEARCHED)
 
     @cached_property

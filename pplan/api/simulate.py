@@ -60,18 +60,7 @@ def simulate(
     profiles = own_profiles(machine, other.folder)
     chain = measured_profile.chain()
     simulated = _name_fields(lambda: simulate_plan(plan_document, chain, machine, overrides, profiles))
-    return as_step(
-        Simulation(
-            schedule=simulated.schedule,
-            micro_batches=overrides.micro_batches or plan_document.micro_batches,
-            virtual_stages=simulated.virtual_stages,
-            timeline=simulated.timeline,
-            mini_batch=plan_document.mini_batch,
-            layers=simulated.layers,
-            memory=simulated.memory,
-            notes=simulated.notes,
-        )
-    )
+    return as_step(Simulation.from_plan(plan_document, simulated, micro_batches=overrides.micro_batches))
 
 
 def simulate_files(files: PlanAndProfile, overrides: Overrides, machine: MachineOptions) -> Simulation:
@@ -82,26 +71,16 @@ def simulate_files(files: PlanAndProfile, overrides: Overrides, machine: Machine
     simulation = _name_fields(lambda: simulate_plan(plan, chain, topology, overrides, profiles))
     as_it_is = overrides == Overrides()
     plan_simulation = simulation if as_it_is else simulate_plan(plan, chain, topology, profiles=profiles)
-    simulated = Simulation(
-        schedule=simulation.schedule,
-        micro_batches=overrides.micro_batches or plan.micro_batches,
-        virtual_stages=simulation.virtual_stages,
-        timeline=simulation.timeline,
-        plan=files.plan_file.name,
-        mini_batch=plan.mini_batch,
-        plan_seconds=None if plan_simulation is simulation else plan_simulation.timeline.step_seconds,
-        layers=simulation.layers,
-        memory=simulation.memory,
+    simulated = Simulation.from_plan(
+        plan, simulation, micro_batches=overrides.micro_batches, file=files.plan_file.name
     )
-    unchanged = Simulation(
-        plan_simulation.schedule,
-        plan.micro_batches,
-        plan_simulation.virtual_stages,
-        plan_simulation.timeline,
-        mini_batch=plan.mini_batch,
-    )
+    unchanged = Simulation.from_plan(plan, plan_simulation)
     differences = _differences(plan, unchanged.mini_batch_seconds, are_overridden=machine != MachineOptions())
-    return replace(simulated, notes=(*simulation.notes, *transfer_note(overrides.transfers), *differences))
+    return replace(
+        simulated,
+        plan_seconds=None if as_it_is else plan_simulation.timeline.step_seconds,
+        notes=(*simulation.notes, *transfer_note(overrides.transfers), *differences),
+    )
 
 
 def simulate_costs(costs: StageCosts, overrides: Overrides) -> Simulation:

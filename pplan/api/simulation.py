@@ -12,7 +12,8 @@ from ..cost_models.quantities import format_count, format_seconds
 from ..cost_models.schedules import Schedule
 from ..cost_models.simulator.steady import SteadyState, steady_state
 from ..cost_models.timeline import Timeline
-from ..planner.plan_simulation import DeviceMemory
+from ..planner.plan_file import Plan
+from ..planner.plan_simulation import DeviceMemory, SimulatedPlan
 
 LONG_ENOUGH = 8
 """Micro-batches a stage in a row from which an asynchronous schedule is taken to be steady."""
@@ -36,6 +37,23 @@ class Simulation:
     layers: tuple[tuple[tuple[int, int], ...], ...] | None = None
     memory: tuple[DeviceMemory, ...] | None = None
     notes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_plan(
+        cls, plan: Plan, simulated: SimulatedPlan, *, micro_batches: int | None = None, file: str = ""
+    ) -> Simulation:
+        """That of a plan; `micro_batches`: where others than the plan's were simulated; `file`: its name."""
+        return cls(
+            schedule=simulated.schedule,
+            micro_batches=micro_batches or plan.micro_batches,
+            virtual_stages=simulated.virtual_stages,
+            timeline=simulated.timeline,
+            plan=file,
+            mini_batch=plan.mini_batch,
+            layers=simulated.layers,
+            memory=simulated.memory,
+            notes=simulated.notes,
+        )
 
     @property
     def stages(self) -> int:

@@ -107,17 +107,7 @@ def page_content(sources: PageSources) -> PageContent:
 def _simulation(sources: PageSources, profile: Profile, machine: Topology) -> Simulation:
     plan = sources.plan
     own = simulate_plan(plan, profile.chain(), machine, profiles=sources.profiles)
-    return Simulation(
-        schedule=own.schedule,
-        micro_batches=plan.micro_batches,
-        virtual_stages=own.virtual_stages,
-        timeline=own.timeline,
-        plan=sources.plan_file,
-        mini_batch=plan.mini_batch,
-        layers=own.layers,
-        memory=own.memory,
-        notes=own.notes,
-    )
+    return Simulation.from_plan(plan, own, file=sources.plan_file)
 
 
 def _schedules(sources: PageSources, simulation: Simulation) -> tables.PageTable:
