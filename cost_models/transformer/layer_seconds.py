@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
 
-from .block_kernels import NUMBER, LayerWork, block_work, embedding_work, head_work
+from .block_kernels import block_work, embedding_work, head_work
+from .layer_work import NUMBER, LayerWork
 from .parallel_degrees import ParallelDegrees, padded_vocabulary
 from .rank_costs import PassSeconds, RankCosts
 from .training_setting import TrainingSetting, fewest_blocks

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .block_kernels import NUMBER
 from .layer_seconds import LayerSeconds
+from .layer_work import NUMBER
 from .parallel_degrees import ParallelDegrees
 from .rank_costs import RankCosts
 from .training_setting import TrainingSetting, block_ranges, chunks_in_flight

@@ -10,7 +10,7 @@ from typing import Literal
 
 from ..schedules import interleaved
 from ..schedules.one_f_one_b import in_flight
-from .block_kernels import Tokens
+from .layer_work import Tokens
 from .parallel_degrees import ParallelDegrees
 from .transformer_shape import TransformerShape
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...cost_models.errors import InfeasibleError
-from ...cost_models.transformer.block_kernels import Tokens
 from ...cost_models.transformer.kernel_table import Product
 from ...cost_models.transformer.layer_table import LayerTable
+from ...cost_models.transformer.layer_work import Tokens
 from ...cost_models.transformer.parallel_degrees import ParallelDegrees
 from ...cost_models.transformer.rank_costs import RankCosts, products
 from ...cost_models.transformer.training_setting import TrainingSetting, even_blocks
