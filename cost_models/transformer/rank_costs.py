@@ -5,7 +5,7 @@ of them. A pass over memory takes its bytes at a share of the bandwidth."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -130,6 +130,8 @@ class RankCosts:
     links: GroupLinks
     table: KernelTable | None = None
     overheads: Overheads = Overheads()
+    updates: dict[Hashable, float] = field(default_factory=dict, compare=False, repr=False)
+    """Seconds of updates that were asked for."""
 
     def seconds(self, work: LayerWork, degrees: ParallelDegrees) -> PassSeconds:
         """Of the forward and the backward of a layer, one kernel after another."""

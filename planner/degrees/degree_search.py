@@ -183,6 +183,10 @@ class _BestPlans:
             self._try_interleaved(layers, one)
 
     def _try_divisions(self, layers: LayerTable, one: Combination) -> None:
+        quick = _quick_bound(layers)
+        if quick >= self._useful(one):
+            self.bound = min(self.bound, quick)
+            return
         slowest, divided = slowest_stage(layers, self.memory_bytes)
         if divided is None:
             self.least = min(self.least, layers.peak_bytes(even_blocks(layers.shape.blocks, layers.slots)))
