@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.planner.planners.pipedream_instance import (
+from pplan.planner.planners.pipedream_planner import shortest_bottleneck
+from pplan.planner.planners.pipedream_programme import (
     PAPER,
     PUBLISHED,
     Bools,
@@ -17,9 +18,9 @@ from pplan.planner.planners.pipedream_instance import (
     Instance,
     NestedStage,
     Recurrence,
-    Tier,
+    Solution,
 )
-from pplan.planner.planners.pipedream_planner import Solution, shortest_bottleneck
+from pplan.planner.planners.replica_groups import Tier
 
 Parts = tuple[NestedStage, ...]
 
