@@ -14,13 +14,13 @@ from pplan.planner.planners.pipedream_programme import (
     PAPER,
     PUBLISHED,
     Bools,
-    Floats,
     Instance,
     NestedStage,
     Recurrence,
     Solution,
 )
 from pplan.planner.planners.replica_groups import Tier
+from pplan.planner.stage_table import Floats
 
 Parts = tuple[NestedStage, ...]
 
