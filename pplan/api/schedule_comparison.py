@@ -15,9 +15,10 @@ from ..cost_models.schedules import SCHEDULES, Schedule
 from ..cost_models.schedules.registration import schedule_word
 from ..planner.plan_file import Plan
 from ..profiler.profile_file import Profile
-from .options import CompareSchedulesKeywords, CostKeywords, SimulateKeywords
+from .options import CompareSchedulesKeywords, SimulateKeywords
 from .simulate import simulate, simulate_costs
 from .simulated_step import SimulatedStep
+from .stage_costs import CostKeywords
 
 
 class ScheduleList(dict[str, Schedule]):
@@ -110,12 +111,12 @@ def _memory_words(row: ScheduleRow) -> str:
 
 
 def compare_schedules(
-    schedules: Sequence[str] | None = None,
+    schedules: Sequence[str] = (),
     plan: Plan | str | Path | None = None,
     profile: Profile | str | Path | None = None,
     **options: Unpack[CompareSchedulesKeywords],
 ) -> ScheduleComparison:
-    """The `schedules` (None: all), simulated with the same costs, the fastest first.
+    """The `schedules` (none named: all), simulated with the same costs, the fastest first.
 
     Of a `plan` with the `profile` that it was made from, on its cuts: the `options` are those of `simulate`.
     Without a plan, of costs: the `options` are those of `simulate_costs`.
@@ -130,20 +131,16 @@ def compare_schedules(
     Of the result: `rows`, `steps`, `plot()`, `to_records()`. Raises UsageError (also where no schedule can
     run), FileError.
     """
-    if isinstance(schedules, str) or not (schedules is None or hasattr(schedules, "__iter__")):
+    if isinstance(schedules, str) or not hasattr(schedules, "__iter__"):
         raise UsageError(
-            f"schedules={short_repr(schedules)}: is not a list of names", 'For example: ["1f1b", "zb-h1"].'
+            f"schedules={short_repr(schedules)}: is no list of names but of type {type(schedules).__name__}",
+            'For example: ["1f1b", "zb-h1"].',
         )
-    names = [
-        schedule_word(f"schedules[{index}]", name, ())
-        for index, name in enumerate(SCHEDULES if schedules is None else schedules)
-    ]
-    if not names:
-        raise UsageError("schedules=[]: there is none to compare", 'For example: ["1f1b", "zb-h1"].')
+    names = [schedule_word(f"schedules[{index}]", name, ()) for index, name in enumerate(schedules)]
     step = _simulator(plan, profile, dict(options))
     steps: dict[str, SimulatedStep] = {}
     rows, errors = [], []
-    for name in dict.fromkeys(names):
+    for name in dict.fromkeys(names or SCHEDULES):
         try:
             steps[name] = step(name)
             rows.append(_row(name, steps[name]))

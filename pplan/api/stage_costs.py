@@ -50,10 +50,10 @@ def _checked_milliseconds(name: str, value: Any) -> tuple[float, ...] | None:
 
 def _duration(name: str, value: Any) -> float:
     """Milliseconds. Raises UsageError."""
-    value = arguments.number(name, value)
-    if not 0 <= value <= MOST_MILLISECONDS:
+    duration = arguments.number(name, value)
+    if not 0 <= duration <= MOST_MILLISECONDS:
         raise UsageError(f"{name}={value!r}: must be 0 to {MOST_MILLISECONDS:.0f}", "Give milliseconds.")
-    return value
+    return duration
 
 
 class CostKeywords(TypedDict, total=False):

@@ -42,8 +42,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "gpt.csv").write_text(re.findall(r"```csv\n(.*?)```", page, flags=re.DOTALL)[0])
     profile = pplan.import_profile(folder / "gpt.csv", micro_batch_size=4)
     (folder / "gpt.profile.json").write_text(profile.to_json())
-    options = {"mini_batch": 64, "micro_batches": 16, "optimizer": "adam"}
-    plan = pplan.solve(folder / "gpt.profile.json", gpus=4, memory_bytes=6 * 2**30, **options)
+    plan = pplan.solve(
+        folder / "gpt.profile.json",
+        gpus=4,
+        memory_bytes=6 * 2**30,
+        mini_batch=64,
+        micro_batches=16,
+        optimizer="adam",
+    )
     (folder / "gpt.plan.json").write_text(plan.to_json())
     return folder
 

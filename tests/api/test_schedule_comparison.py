@@ -71,8 +71,8 @@ def test_of_a_plan_memory_that_does_not_fit_is_said(profile: Profile) -> None:
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"schedules": "1f1b"}, "schedules='1f1b': is not a list"),
-        ({"schedules": []}, "schedules=[]"),
+        ({"schedules": "1f1b"}, "schedules='1f1b': is no list"),
+        ({"schedules": None}, "schedules=None"),
         ({"schedules": ["1f2b"]}, "schedules[0]"),
         ({"schedules": ["1f1b"], "schedule": "gpipe"}, "schedule='gpipe': one"),
         ({"schedules": ["1f1b"], "gpu": "h100", **COSTS}, "gpu='h100': is of a plan"),
