@@ -57,9 +57,9 @@ class StageEntry(Record):
 class PlanEntry(Record):
     """A plan: its degrees, what a step takes, and the arguments of training programs.
 
-    `degrees`: as a user reads them. `blocks`: of each (virtual) stage, in the order of the model;
-    `recompute_blocks`: how many of them run again where `recompute` is full; None: all. `remarks`: where
-    torchtitan does not train as the plan says.
+    `degrees`: as a user reads them; `ring`: whether context devices pass keys and values round. `blocks`: of
+    each (virtual) stage, in the order of the model; `recompute_blocks`: how many of them run again where
+    `recompute` is full; None: all. `remarks`: where torchtitan does not train as the plan says.
     """
 
     degrees: str
@@ -69,6 +69,7 @@ class PlanEntry(Record):
     pipeline: DeviceCount
     data: DeviceCount
     zero: Annotated[int, Field(ge=0, le=3)]
+    ring: bool = False
     micro_batch_size: MiniBatch
     micro_batches: MicroBatches
     recompute: Literal["none", "selective", "full"]

@@ -30,7 +30,7 @@ def megatron_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
         flags["--pipeline-model-parallel-layout"] = write_layout(plan.blocks)
     if degrees.context > 1:
         flags["--context-parallel-size"] = degrees.context
-        flags["--cp-comm-type"] = "a2a"
+        flags["--cp-comm-type"] = "p2p" if degrees.ring else "a2a"
     if degrees.expert > 1:
         flags["--expert-model-parallel-size"] = degrees.expert
         flags["--expert-tensor-parallel-size"] = 1
@@ -73,7 +73,7 @@ def megatron_bridge_overrides(answer: DegreeAnswer, plan: DegreePlan) -> list[st
     if len(set(plan.blocks)) > 1:
         values["model.pipeline_model_parallel_layout"] = write_layout(plan.blocks)
     if degrees.context > 1:
-        values["model.cp_comm_type"] = "a2a"
+        values["model.cp_comm_type"] = "p2p" if degrees.ring else "a2a"
     if degrees.expert > 1:
         values["model.expert_model_parallel_size"] = degrees.expert
         values["model.expert_tensor_parallel_size"] = 1
@@ -135,7 +135,7 @@ def torchtitan_remarks(plan: DegreePlan) -> list[str]:
     degrees, remarks = plan.degrees, []
     if degrees.zero == 1 and degrees.pipeline == 1 and degrees.data > 1:
         remarks.append("torchtitan has FSDP in place of ZeRO 1: its gradients are spread, too")
-    if degrees.context > 1:
+    if degrees.context > 1 and not degrees.ring:
         remarks.append("torchtitan's context parallelism passes keys and values round, not heads for tokens")
     if plan.recompute == "selective":
         remarks.append("torchtitan's selective checkpointing chooses operations, not the attention")

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 import pplan
-from pplan.cost_models.transformer.block_kernels import Tokens
+from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.training_setting import TrainingSetting
 from pplan.cost_models.transformer.training_step import estimate_step
