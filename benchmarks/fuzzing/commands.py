@@ -121,7 +121,7 @@ def readers(file: str) -> list[Command]:
     if file in (CHECK, FRONTIER):
         option = "--check" if file == CHECK else "--frontier"
         own = ["report", "plain.plan.json", option, file, "-o", "made.html"]
-        return [own, ["show", file], ["check", OTHER, "--calibration", file], ["report", file]]
+        return [own, ["show", file], ["report", file]]
     if file == "degrees.json":
         return [["show", file], ["show", file, "--json"], ["export", "torch", file], ["solve", file]]
     return [
