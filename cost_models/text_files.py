@@ -16,16 +16,24 @@ import tempfile
 import tomllib
 import unicodedata
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from .errors import FileError
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 KEY = "content_sha256"
 _MADE_BY = '\n "made_by": {\n'
 """As a document's text begins that object: no text in JSON holds the end of a line."""
 MOST_FILE_BYTES = 2**28
 """Of a file that is read: a profile of a hundred thousand layers has fewer."""
+_NEW = ".pplan-new"
+"""How the name of a file ends that is being written."""
 _LAST = "# As pplan wrote it, by the SHA-256 of the lines above: "
 _STEERS = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
@@ -255,15 +263,16 @@ def write_whole(path: Path, text: str, *, force: bool) -> None:
     temporary = None
     try:
         target = path.resolve(strict=False) if path.is_symlink() else path
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
-        ) as file:
+        remove_leftovers(target)
+        with _open_temporary(target) as file:
             temporary = Path(file.name)
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~_umask())
-        temporary.replace(target)
+            if fcntl is None:
+                file.close()
+            temporary.chmod(0o666 & ~_umask())
+            temporary.replace(target)
     except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to themselves, before 3.13
         raise FileError(
             f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}",
@@ -272,6 +281,40 @@ def write_whole(path: Path, text: str, *, force: bool) -> None:
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+
+
+def _open_temporary(target: Path) -> IO[str]:
+    """A new file beside the target, locked while it is open, so that nobody takes it for a leftover."""
+    while True:
+        file = tempfile.NamedTemporaryFile(  # noqa: SIM115 - the caller closes it
+            "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", suffix=_NEW, delete=False
+        )
+        with suppress(OSError):  # a file system without locks
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()  # another process took it before it was locked
+
+
+def remove_leftovers(target: Path) -> None:
+    """Removes what processes that were killed while they wrote the file left beside it."""
+    with suppress(OSError):
+        for path in target.parent.iterdir():
+            if path.name.startswith(f".{target.name}.") and path.name.endswith(_NEW):
+                _remove_unlocked(path)
+
+
+def _remove_unlocked(path: Path) -> None:
+    if fcntl is None:
+        return
+    with suppress(OSError):
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+        finally:
+            os.close(file)
 
 
 def sha256(content: str | bytes) -> str:

@@ -21,6 +21,8 @@ from .measurement_target import MeasurementTarget
 from .profile_file import Profile
 from .profile_warnings import misses_whole
 
+SUPERUSER = 0
+
 
 def cache_folder() -> Path:
     """$PPLAN_CACHE, else pplan in $XDG_CACHE_HOME or ~/.cache. Raises RuntimeError without a home."""
@@ -172,4 +174,4 @@ class ProfileCache:
 
 def _is_own(path: Path) -> bool:
     """Whether the file is this user's. Raises OSError."""
-    return not hasattr(os, "geteuid") or path.stat().st_uid in (os.geteuid(), 0)
+    return not hasattr(os, "geteuid") or path.stat().st_uid in (os.geteuid(), SUPERUSER)
