@@ -1387,6 +1387,8 @@ class TeacherOfStudent(Base):
 class TeacherInList(Base):
     """No submodule, so that nothing trains it."""
 
+    teachers: Any
+
     def __init__(self) -> None:
         super().__init__()
         vars(self)["teachers"] = [copy.deepcopy(self.a)]
