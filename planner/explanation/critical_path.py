@@ -19,7 +19,7 @@ from ...cost_models.simulator.dependencies import NONE, Indices
 from ...cost_models.simulator.result import Timeline
 
 Kind = Literal["compute", "recompute", "transfer", "host", "all_reduce", "optimizer"]
-KINDS: dict[Kind, str] = {
+KINDS: dict[str, str] = {
     "compute": "computing",
     "recompute": "running forward again",
     "transfer": "transfers",
