@@ -12,6 +12,7 @@ import runpy
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -162,7 +163,17 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers take files in the order of `pytest_collection_modifyitems`: xdist's own ends with the files of the
+    fewest tests, some of which take a minute."""
+    config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of slow tests come first: two workers then end with short ones, at about the same time."""
+    tests = Counter(item.path for item in items)
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path] / tests[item.path])
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_cuda():
         for item in marked:
