@@ -136,7 +136,7 @@ def test_help_loads_nothing_heavy(here: Path) -> None:
         (
             ["show", "--gpus", "2"],
             "show: no such option: --gpus",
-            "It is an option of: pplan solve, pplan import-plan, pplan topology, pplan degrees.",
+            "It is an option of: pplan solve, pplan import-plan, pplan topology, pplan degrees, pplan lint.",
         ),
         (["solve"], "solve: missing option '--gpus'", "Give it: pplan solve --gpus N."),
         (["profile"], "profile: missing argument 'MODEL'", "Give it: pplan profile MODEL."),
