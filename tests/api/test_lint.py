@@ -166,9 +166,9 @@ def test_distance_from_the_best_of_every_layout(memory_bytes: int) -> None:
     assert fastest[1] == pytest.approx(0, abs=1e-9)
     slowest = max(fitting, key=lambda each: each[0])
     assert slowest[1] == pytest.approx(slowest[0] / fastest[0] - 1)
-    layout = fastest[2].best_layout
-    assert layout is not None
-    assert pplan.lint(layout, MODEL, pp=(3,)).agrees
+    best_layout = fastest[2].best_layout
+    assert best_layout is not None
+    assert pplan.lint(best_layout, MODEL, pp=(3,)).agrees
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
