@@ -164,16 +164,16 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Workers take files in the order of `pytest_collection_modifyitems`: xdist's own ends with the files of the
+    """xdist hands out files in the order of `pytest_collection_modifyitems`: its own ends with those of the
     fewest tests, some of which take a minute."""
     config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of slow tests come first: two workers then end with short ones, at about the same time."""
+    """The longest files come first, a slow test taken for a hundred others: workers then end together."""
     tests = Counter(item.path for item in items)
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -slow[item.path] / tests[item.path])
+    tests.update(item.path for item in items for _ in range(99) if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -tests[item.path])
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_cuda():
         for item in marked:
