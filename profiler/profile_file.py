@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from ..cost_models.document import Bytes, Document, MadeBy
+from ..cost_models.document import Bytes, Dimension, Document, MadeBy, Samples, Seed
 from ..cost_models.drawing import CostRow, Drawing, draw_costs
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
@@ -53,18 +53,18 @@ class Profile(Document):
     """Memory of the device; None for a CPU."""
     dtype: str = "float32"
     estimated: bool = False
-    input_shape: list[int] | None = None
+    input_shape: list[Dimension] | None = None
     """Shape of one sample of the first input, without the batch."""
     inputs: list[InputTensor] = []
     """All tensors that the model takes."""
     input_bytes_per_sample: Bytes = 0
-    classes: int | None = None
+    classes: Dimension | None = None
     settings: dict[str, Any] = {}
     """What its factory or configuration was given, as far as JSON can say it."""
     input_like: str | None = None
     """The user's function that made the example input."""
-    seed: int | None = None
-    threads: int | None = None
+    seed: Seed | None = None
+    threads: Samples | None = None
     scales_with_samples: bool = False
     """Imported, with one micro-batch size: the costs at any other are taken in proportion to the samples."""
     granularity: str = "block"
