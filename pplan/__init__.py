@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .api.export import export
     from .api.html_report import report
     from .api.import_plan import import_plan
+    from .api.lint import lint
     from .api.load import load_plan, load_profile
     from .api.machine import topology
     from .api.profiles import import_profile, load_model, profile, sequential
@@ -62,6 +63,7 @@ __all__ = [
     "frontier",
     "import_plan",
     "import_profile",
+    "lint",
     "load_model",
     "load_plan",
     "load_profile",
@@ -84,6 +86,7 @@ _ROOMS = {
     "api.explain": "compare explain",
     "api.export": "export",
     "api.import_plan": "import_plan",
+    "api.lint": "lint",
     "api.load": "load_plan load_profile",
     "api.machine": "topology",
     "api.profiles": "import_profile load_model profile sequential",

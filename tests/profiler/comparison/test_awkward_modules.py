@@ -1475,6 +1475,7 @@ def test_vmap_is_left_where_a_graph_fails_inside() -> None:
     assert torch.randn(2).shape == (2,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["CompiledMethod", "LambdaKeptParameter"])
 def test_a_profile_does_not_train_the_model_it_was_given(name: str) -> None:
     """Copies of these compute with the parameters of the original."""
