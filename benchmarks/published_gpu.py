@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pplan.cost_models.transformer.block_kernels import Tokens
 from pplan.cost_models.transformer.kernel_table import CollectiveName, KernelTable, load_kernel_table
+from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.rank_costs import DeviceLimits, GroupLinks, Overheads, RankCosts
 from pplan.cost_models.transformer.training_setting import TrainingSetting
@@ -38,9 +38,11 @@ class MeasuredLinks:
     bandwidth: float
     operations: Mapping[str, Mapping[str, Any]]
 
-    def collective(self, name: CollectiveName, bytes: float, size: int, stride: int) -> float:  # noqa: ARG002
+    def collective(self, name: CollectiveName, bytes: float, size: int, stride: int) -> float:
         if size == 1:
             return 0.0
+        if name == "ring":
+            return self.transfer(bytes, stride)
         own = self.operations["all2all" if name == "all_to_all" else name]
         steps = size + own["offset"]
         by_size = own.get("fixed_latency_us_by_comm_num", {})

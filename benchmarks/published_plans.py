@@ -13,9 +13,9 @@ from pathlib import Path
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
+from pplan.planner.objectives.throughput import plan_asynchronous
 from pplan.planner.planners.dapple_planner import UNLIMITED, DapplePlan, StageLimits, find_dapple_plan
-from pplan.planner.planners.pipedream_instance import PAPER, PUBLISHED
-from pplan.planner.planners.pipedream_planner import plan_asynchronous
+from pplan.planner.planners.pipedream_programme import PAPER, PUBLISHED
 from pplan.planner.planners.replica_groups import MicroBatchChoice
 from pplan.planner.search.space import Space
 from pplan.profiler.importing.importer import import_profile

@@ -11,6 +11,7 @@ What takes time to import is imported in `main`, so that an interruption finds i
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import TYPE_CHECKING
 
@@ -73,7 +74,7 @@ def _report(error: Exception, words: Sequence[str], *, debug: bool) -> int:
 
         traceback.print_exception(error)
     if own_error is None:
-        first = printable((str(error).splitlines() or [""])[0])
+        first = printable((str(error).splitlines() or [""])[0][:300])
         message = f"internal error: {type(error).__name__}{': ' if first else ''}{first}"
         print(f"pplan: {message}\n  {_REPORT}", file=sys.stderr)
         _print_json_error(words, {"status": 1, "kind": "defect", "message": message, "advice": _REPORT})
@@ -87,6 +88,11 @@ def _report(error: Exception, words: Sequence[str], *, debug: bool) -> int:
     return own_error.exit_status
 
 
+_OF_THE_MACHINE = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ESTALE),
+}
+"""Of the operating system: what no program can help."""
 _REPORT = "Please report it, with what the same command prints as pplan --debug ..."
 
 
@@ -106,9 +112,7 @@ def _print_json_error(words: Sequence[str], error: Mapping[str, object]) -> None
 
 def _as_own_error(error: Exception, words: Sequence[str]) -> PplanError | None:
     """The error in our own words; None where it is a defect of pplan."""
-    import errno
-
-    from ..cost_models.errors import MachineError, PplanError
+    from ..cost_models.errors import MachineError, PplanError, short_repr
 
     if isinstance(error, PplanError):
         return error
@@ -121,8 +125,13 @@ def _as_own_error(error: Exception, words: Sequence[str]) -> PplanError | None:
         )
     if isinstance(error, MemoryError):
         return MachineError("this machine's memory is full", "Close other programs, or use a smaller size.")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
         return MachineError(f"cannot write: {error.strerror}", "Free some space, or write to another place.")
+    if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
+        what = "a file" if error.filename is None else short_repr(str(error.filename))
+        return MachineError(
+            f"cannot use {what}: {error.strerror}", "Check the path, its rights, and what else runs."
+        )
     return None
 
 

@@ -12,7 +12,6 @@ line alone: a folder that was downloaded runs and overwrites nothing.
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from ..cost_models.errors import FileError
+from ..cost_models.text_files import parse_toml, read_text
 
 NOT_FROM_A_FILE = {"input_like", "loss", "model", "output", "force", "script", "csv", "trace", "svg", "json"}
 """Names of options and, of --json, what no file may ask for."""
@@ -40,20 +40,25 @@ def read_defaults() -> Defaults:
         for name in ("pplan.toml", "pyproject.toml"):
             path = folder / name
             if path.is_file():
-                content = _parse(path)
-                table = content if name == "pplan.toml" else content.get("tool", {}).get("pplan")
+                table = _table(path)
                 if table is not None:
                     return Defaults(path, dict(_verbs(table, path)))
     return Defaults(None, {})
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def _table(path: Path) -> Any:
+    """What the file says of pplan; None where it says nothing. Raises FileError."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        content = parse_toml(read_text(path, "defaults"))
+    except (FileError, ValueError) as error:
         if path.name != "pplan.toml":
-            return {}  # another tool's matter
-        raise FileError(f"{path}: cannot be read: {error}", "Mend it, or delete it.") from error
+            return None  # another tool's matter
+        what = error.what if isinstance(error, FileError) else error
+        raise FileError(f"{path}: cannot be read: {what}", "Mend it, or delete it.") from error
+    if path.name == "pplan.toml":
+        return content
+    tool = content.get("tool")
+    return tool.get("pplan") if isinstance(tool, dict) else None
 
 
 def _verbs(table: Any, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -31,9 +31,9 @@ def profile_kernels_command(
     from .streams import console, remark
     from .table import line
 
+    shape = load_transformer_shape(config)
     target = choose_target(output, "kernels.csv", force=force)
     target.check(config)
-    shape = load_transformer_shape(config)
     from ..profiler.kernels import measure_kernels
 
     table = measure_kernels(shape, options)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
@@ -14,11 +13,6 @@ from .field_names import FIELDS, typed_text
 from .option_parameters import Without
 from .output import ProfileFile
 
-if TYPE_CHECKING:
-    from ..api.simulation import Simulation
-    from ..api.stage_costs import StageCosts
-
-T = TypeVar("T")
 PlanFile = Annotated[
     Path | None,
     typer.Argument(
@@ -65,7 +59,9 @@ def simulate_command(
         _refuse_with_costs({"PLAN": plan_file, "--profile": profile_file})
         _refuse_with_costs({FIELDS[name]: typed_text(name) for name in ("replicas", *vars(machine))})
         pictures.check()
-        simulation = _simulate_costs(costs, overrides)
+        from ..api.simulate import read_stage_costs, simulate_stages
+
+        simulation = simulate_stages(read_stage_costs(costs), overrides)
     else:
         from ..api.load import read_plan
         from ..api.simulate import simulate_files
@@ -94,44 +90,3 @@ def _refuse_with_costs(others: dict[str, Any]) -> None:
                 f"simulate: both {name} {value} and costs",
                 "Costs such as --forward-ms stand for themselves: omit one of the two.",
             )
-
-
-def _simulate_costs(costs: CostOptions, overrides: Overrides) -> Simulation:
-    """A step of the costs given. Raises UsageError."""
-    from ..api.simulate import simulate_costs
-
-    seconds = _stage_costs(costs)
-    return simulate_costs(
-        seconds,
-        replace(
-            overrides,
-            schedule=_require("--schedule", "1f1b", overrides.schedule),
-            stages=_require("--stages", "8", overrides.stages or _count_stages(seconds)),
-            micro_batches=_require("--micro-batches", "32", overrides.micro_batches),
-        ),
-    )
-
-
-def _stage_costs(costs: CostOptions) -> StageCosts:
-    from ..api.stage_costs import StageCosts
-
-    return StageCosts(
-        forward=_require("--forward-ms", "18.5", costs.seconds("forward_ms")),
-        backward=_require("--backward-ms", "37", costs.seconds("backward_ms")),
-        weight=costs.seconds("weight_ms"),
-        transfer=costs.seconds("transfer_ms") or (0.0,),
-    )
-
-
-def _require(name: str, example: str, value: T | None) -> T:
-    if value is None:
-        raise UsageError(
-            f"simulate: missing option '{name}'", f"Costs without a plan need it, as in {name} {example}."
-        )
-    return value
-
-
-def _count_stages(costs: StageCosts) -> int | None:
-    """The stages, where values are given for each."""
-    most = max(len(costs.forward), len(costs.backward), len(costs.weight or ()))
-    return most if most > 1 else None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UsageError
+from .quantities import MOST_DEVICES
 
 
 def whole(name: str, value: Any, *, at_least: int = 1, at_most: int | None = None, example: str = "") -> int:
@@ -76,7 +77,7 @@ def pins(name: str, values: Any) -> tuple[tuple[str, int], ...]:
         at = f"{name}[{index}]"
         if not isinstance(pin, tuple | list) or len(pin) != 2 or not isinstance(pin[0], str):
             raise _wrong(at, pin, "a layer and the number of its stage", example)
-        pairs.append((pin[0], whole(f"{at}[1]", pin[1], at_least=0)))
+        pairs.append((pin[0], whole(f"{at}[1]", pin[1], at_least=0, at_most=MOST_DEVICES)))
     return tuple(pairs)
 
 

@@ -48,6 +48,9 @@ Rate = Annotated[float, Field(ge=0, le=MOST_RATIO)]
 Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
 MiniBatch = Annotated[int, Field(ge=1, le=MOST_MINI_BATCH)]
 """Also of a micro-batch."""
+Dimension = Annotated[int, Field(ge=1, le=MOST_MINI_BATCH)]
+"""Of a tensor."""
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 MicroBatches = Annotated[int, Field(ge=1, le=MOST_MICRO_BATCHES)]
 LayerCount = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
 LayerIndex = Annotated[int, Field(ge=0, lt=MOST_LAYERS)]
@@ -87,7 +90,7 @@ class Document(Record):
     kind: ClassVar[str] = "document"
     newest_schema: ClassVar[int] = 1
 
-    schema_version: int = Field(default=1, alias="schema", ge=1)
+    schema_version: int = Field(default=1, alias="schema", ge=1, le=MOST_BYTES)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -11,17 +11,29 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import tempfile
+import tomllib
 import unicodedata
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from .errors import FileError
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 KEY = "content_sha256"
 _MADE_BY = '\n "made_by": {\n'
 """As a document's text begins that object: no text in JSON holds the end of a line."""
+MOST_FILE_BYTES = 2**28
+"""Of a file that is read: a profile of a hundred thousand layers has fewer."""
+_NEW = ".pplan-new"
+"""How the name of a file ends that is being written."""
 _LAST = "# As pplan wrote it, by the SHA-256 of the lines above: "
 _STEERS = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
@@ -147,7 +159,10 @@ def check_same_kind(path: Path, kind: str) -> None:
     """Raises FileError where a file of another kind is at the path; an empty one is of any."""
     if not path.is_file():
         return
-    content = path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror}", "Name another file.") from error
     try:
         old_kind = file_kind(content.decode("utf-8-sig"))
     except UnicodeDecodeError:
@@ -169,14 +184,39 @@ def _other_json(text: str) -> str:
 
 
 def read_bytes(path: Path, kind: str) -> bytes:
-    """The content of a file. Raises FileError, with `kind` in the message."""
+    """The content of a file. Raises FileError, with `kind` in the message.
+
+    A device or a named pipe, which may never end, is refused; a pipe of the shell (/dev/stdin) is read.
+    """
     try:
-        return path.read_bytes()
+        mode = path.stat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or _is_shell_pipe(path, mode)):
+            raise FileError(f"{path}: is no regular file, so not a {kind} file", f"Name a {kind} file.")
+        with path.open("rb") as file:
+            content = file.read(MOST_FILE_BYTES + 1)
     except FileNotFoundError:
         raise FileError(f"{path}: no such {kind} file", f"Name an existing {kind} file.") from None
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise FileError(f"{path}: cannot be read: {why}", "Check the path and its rights.") from error
+    if len(content) > MOST_FILE_BYTES:
+        raise FileError(
+            f"{path}: has more than {MOST_FILE_BYTES // 2**20} MiB, which no {kind} file needs",
+            f"Name a {kind} file.",
+        )
+    return content
+
+
+def _is_shell_pipe(path: Path, mode: int) -> bool:
+    return stat.S_ISFIFO(mode) and path.parts[:2] in (("/", "dev"), ("/", "proc"))
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The keys of a TOML text. Raises ValueError: no TOML, nested too deep, a number that is too long."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 def decode_text(content: bytes, path: Path, kind: str) -> str:
@@ -223,15 +263,16 @@ def write_whole(path: Path, text: str, *, force: bool) -> None:
     temporary = None
     try:
         target = path.resolve(strict=False) if path.is_symlink() else path
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
-        ) as file:
+        remove_leftovers(target)
+        with _open_temporary(target) as file:
             temporary = Path(file.name)
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~_umask())
-        temporary.replace(target)
+            if fcntl is None:
+                file.close()
+            temporary.chmod(0o666 & ~_umask())
+            temporary.replace(target)
     except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to themselves, before 3.13
         raise FileError(
             f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}",
@@ -240,6 +281,40 @@ def write_whole(path: Path, text: str, *, force: bool) -> None:
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+
+
+def _open_temporary(target: Path) -> IO[str]:
+    """A new file beside the target, locked while it is open, so that nobody takes it for a leftover."""
+    while True:
+        file = tempfile.NamedTemporaryFile(  # noqa: SIM115 - the caller closes it
+            "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", suffix=_NEW, delete=False
+        )
+        with suppress(OSError):  # a file system without locks
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()  # another process took it before it was locked
+
+
+def remove_leftovers(target: Path) -> None:
+    """Removes what processes that were killed while they wrote the file left beside it."""
+    with suppress(OSError):
+        for path in target.parent.iterdir():
+            if path.name.startswith(f".{target.name}.") and path.name.endswith(_NEW):
+                _remove_unlocked(path)
+
+
+def _remove_unlocked(path: Path) -> None:
+    if fcntl is None:
+        return
+    with suppress(OSError):
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+        finally:
+            os.close(file)
 
 
 def sha256(content: str | bytes) -> str:

@@ -18,11 +18,12 @@ from ..cost_models.document import (
     MiniBatch,
     ZeroStage,
 )
+from ..cost_models.drawing import CostRow, Drawing, draw_costs
 from ..cost_models.errors import UsageError
 from ..cost_models.number_format import html_table, ranges
 from ..cost_models.option_fields import list_declarations
 from ..cost_models.precision import DtypeName, PrecisionName, TrainingPrecision, training_precision
-from ..cost_models.quantities import MOST_DEVICES, format_bytes, format_seconds
+from ..cost_models.quantities import MOST_DEVICES, format_bytes, format_count, format_seconds
 from ..cost_models.schedules import PUBLISHED
 from ..cost_models.schedules.registration import SUFFIX, register_order
 from ..cost_models.schedules.schedule_text import read_schedule
@@ -180,6 +181,20 @@ class Plan(Document):
         ]
         return html_table(repr(self)[1:-1], _HEADINGS, rows)
 
+    def plot(self) -> Drawing:
+        """The seconds of every stage, and the memory of one device of it against its limit, as a drawing."""
+        rows = [
+            CostRow(
+                f"stage {number}: {format_count(stage.layers, 'layer')}, {_devices(stage)}",
+                stage.forward_seconds,
+                stage.backward_seconds,
+                stage.memory_bytes,
+                stage.memory_limit_bytes,
+            )
+            for number, stage in enumerate(self.stages)
+        ]
+        return draw_costs(repr(self)[1:-1], "Seconds of a micro-batch", "Memory of one device", rows)
+
     @property
     def wishes(self) -> PlanOptions:
         """The old name of `options`, for one release."""
@@ -207,6 +222,10 @@ class Plan(Document):
     def replicas(self) -> list[int]:
         """Replicas of each stage."""
         return [stage.replicas for stage in self.stages]
+
+
+def _devices(stage: PlannedStage) -> str:
+    return f"device{'s' if stage.replicas > 1 else ''} {ranges(stage.devices)}"
 
 
 _SHARED = ("micro_batches", "micro_batch_size", "recompute")

@@ -13,7 +13,13 @@ from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.option_fields import Options, option
 from ..cost_models.option_readers import read_choice, read_number_or_auto
 from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS, ZERO_STAGES, check_word
-from ..cost_models.quantities import MOST_MINI_BATCH, parse_seconds
+from ..cost_models.quantities import (
+    MOST_DEVICES,
+    MOST_MINI_BATCH,
+    MOST_SECONDS,
+    MOST_TOTAL_BYTES,
+    parse_seconds,
+)
 from ..cost_models.runtime import RUNTIMES, find_runtime
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.schedules.registration import schedule_word
@@ -221,8 +227,15 @@ class PlanOptions(Options):
                 f"mini_batch={self.mini_batch}: must be at most {MOST_MINI_BATCH}",
                 "Give the samples of one optimizer step.",
             )
-        if not self.time_limit > 0:
-            raise UsageError(f"time_limit={self.time_limit:g}: must be above 0", "Give 30s, say.")
+        if not 0 < self.time_limit <= MOST_SECONDS:
+            raise UsageError(
+                f"time_limit={self.time_limit:g}: must be above 0, and at most {MOST_SECONDS:g} seconds",
+                "Give 30s, say.",
+            )
+        if self.max_stages is not None:
+            arguments.whole("max_stages", self.max_stages, at_most=MOST_DEVICES)
+        if self.memory_limit is not None and not 0 <= self.memory_limit <= MOST_TOTAL_BYTES:
+            raise UsageError(f"memory_limit={self.memory_limit:g}: is no number of bytes", "Omit it.")
         if self.robust and self.planner != "best":
             raise UsageError(
                 f"`robust` with planner={self.planner!r}: a tool's own plan leaves nothing to choose",

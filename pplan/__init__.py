@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from .api.load import load_plan, load_profile
     from .api.machine import topology
     from .api.profiles import import_profile, load_model, profile, sequential
-    from .api.simulate import simulate
+    from .api.schedule_comparison import compare_schedules, schedules
+    from .api.simulate import simulate, simulate_costs
     from .api.solve import frontier, solve, sweep
     from .api.verify import verify
     from .cost_models.schedules.registration import register_schedule
@@ -54,6 +55,7 @@ __all__ = [
     "__version__",
     "check",
     "compare",
+    "compare_schedules",
     "degrees",
     "explain",
     "export",
@@ -66,8 +68,10 @@ __all__ = [
     "profile",
     "register_schedule",
     "report",
+    "schedules",
     "sequential",
     "simulate",
+    "simulate_costs",
     "solve",
     "sweep",
     "topology",
@@ -84,7 +88,8 @@ _ROOMS = {
     "api.machine": "topology",
     "api.profiles": "import_profile load_model profile sequential",
     "api.html_report": "report",
-    "api.simulate": "simulate",
+    "api.schedule_comparison": "compare_schedules schedules",
+    "api.simulate": "simulate simulate_costs",
     "api.solve": "frontier solve sweep",
     "api.verify": "verify",
     "cost_models.schedules.registration": "register_schedule",

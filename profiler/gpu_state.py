@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ..cost_models.document import Record
+from pydantic import Field
+
+from ..cost_models.document import Rate, Record
 
 if TYPE_CHECKING:
     import torch
@@ -18,14 +20,18 @@ _SECONDS = 10.0
 _QUERY = ("clocks.sm", "power.draw", "temperature.gpu")
 
 
+Count = Annotated[int, Field(ge=0, le=10**9)]
+Degrees = Annotated[int, Field(ge=-1000, le=10**6)]
+
+
 class GpuState(Record):
     """At one moment; None: the driver does not tell."""
 
-    clock_mhz: int | None = None
+    clock_mhz: Count | None = None
     """The clock of the multiprocessors."""
-    power_watts: float | None = None
-    temperature_celsius: int | None = None
-    other_processes: int | None = None
+    power_watts: Rate | None = None
+    temperature_celsius: Degrees | None = None
+    other_processes: Count | None = None
     """Other processes that compute on it."""
 
 

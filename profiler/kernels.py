@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..cost_models.errors import MachineError, UsageError
 from ..cost_models.machines.catalogue import device_preset
 from ..cost_models.machines.rooflines import ROOFLINES
-from ..cost_models.transformer.block_kernels import Tokens, block_work, embedding_work, head_work
+from ..cost_models.transformer.block_kernels import block_work, embedding_work, head_work
 from ..cost_models.transformer.kernel_table import (
     AttentionKernel,
     GroupedMatmul,
@@ -25,6 +25,7 @@ from ..cost_models.transformer.kernel_table import (
     Product,
     write_kernel_table,
 )
+from ..cost_models.transformer.layer_work import Tokens
 from ..cost_models.transformer.parallel_degrees import ParallelDegrees
 from ..cost_models.transformer.rank_costs import products
 from ..cost_models.transformer.transformer_shape import TransformerShape

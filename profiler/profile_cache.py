@@ -14,12 +14,14 @@ from typing import ClassVar
 
 from ..cost_models.document import Record
 from ..cost_models.errors import FileError
-from ..cost_models.text_files import read_text, write_whole
+from ..cost_models.text_files import is_unchanged, read_text, write_whole
 from .fingerprint import fingerprint
 from .journal import Journal
 from .measurement_target import MeasurementTarget
 from .profile_file import Profile
 from .profile_warnings import misses_whole
+
+SUPERUSER = 0
 
 
 def cache_folder() -> Path:
@@ -73,7 +75,7 @@ class ProfileCache:
             return cls(None)
         try:
             folder = cache_folder()
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except (OSError, RuntimeError) as error:
             tell(f"Nothing is kept for a later run: {error}")
             return cls(None)
@@ -122,12 +124,14 @@ class ProfileCache:
         return profile
 
     def _stored(self, path: Path, request: Request) -> Profile | None:
-        """What cannot be read counts as not there."""
+        """What cannot be read, was edited, or is of another user, counts as not there."""
         try:
             text = read_text(path, "profile")
+            if not is_unchanged(text) or not _is_own(path):
+                return None
             stored = StoredProfile.parse(text, str(path))
             profile = Profile.parse(text, str(path))
-        except FileError:
+        except (FileError, OSError):
             return None
         if not stored.request.answers(request) or misses_whole(profile):
             return None
@@ -166,3 +170,8 @@ class ProfileCache:
             write_whole(path, stored.to_json(), force=True)
         except FileError as error:
             self.remark(f"The profile is not kept for a later run: {error.what}")
+
+
+def _is_own(path: Path) -> bool:
+    """Whether the file is this user's. Raises OSError."""
+    return not hasattr(os, "geteuid") or path.stat().st_uid in (os.geteuid(), SUPERUSER)

@@ -7,12 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from ..cost_models.document import Bytes, Document, MadeBy
+from ..cost_models.document import Bytes, Dimension, Document, MadeBy, Samples, Seed
+from ..cost_models.drawing import CostRow, Drawing, draw_costs
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.memory import workspace_before_loss
 from ..cost_models.number_format import html_table
-from ..cost_models.quantities import MOST_LAYERS, format_bytes, format_count, format_seconds
+from ..cost_models.quantities import MOST_LAYERS, format_count
 from ..cost_models.text_files import sha256
 from ..cost_models.tied_weights import SharedBuffer, TiedWeight
 from .gpu_state import GpuRecord
@@ -29,16 +30,12 @@ from .profile_records import (
 
 SHORTEST_PASS = 1e-12
 """Seconds. No machine runs a model faster: such a profile was not measured, and gives no rates."""
-
-
 _OF_THE_LOSS = (
     *("forward_seconds", "backward_seconds", "forward_host_seconds", "backward_host_seconds"),
     "backward_input_seconds",
     "saved_bytes",
 )
 """What the loss adds to the last layer."""
-
-
 MOST_SHOWN = 200
 """Layers in a notebook."""
 
@@ -56,18 +53,18 @@ class Profile(Document):
     """Memory of the device; None for a CPU."""
     dtype: str = "float32"
     estimated: bool = False
-    input_shape: list[int] | None = None
+    input_shape: list[Dimension] | None = None
     """Shape of one sample of the first input, without the batch."""
     inputs: list[InputTensor] = []
     """All tensors that the model takes."""
     input_bytes_per_sample: Bytes = 0
-    classes: int | None = None
+    classes: Dimension | None = None
     settings: dict[str, Any] = {}
     """What its factory or configuration was given, as far as JSON can say it."""
     input_like: str | None = None
     """The user's function that made the example input."""
-    seed: int | None = None
-    threads: int | None = None
+    seed: Seed | None = None
+    threads: Samples | None = None
     scales_with_samples: bool = False
     """Imported, with one micro-batch size: the costs at any other are taken in proportion to the samples."""
     granularity: str = "block"
@@ -97,11 +94,19 @@ class Profile(Document):
 
     def _repr_html_(self) -> str:
         """Of a notebook: the layers at the largest size."""
-        rows = []
-        for layer in self.layers[:MOST_SHOWN]:
-            seconds = layer.costs[-1].forward_seconds, layer.costs[-1].backward_seconds
-            rows.append([layer.name, *map(format_seconds, seconds), format_bytes(layer.parameter_bytes)])
+        rows = [row.cells for row in self._cost_rows()[:MOST_SHOWN]]
         return html_table(repr(self)[1:-1], ("layer", "forward", "backward", "parameters"), rows)
+
+    def plot(self) -> Drawing:
+        """The seconds of every layer at the largest micro-batch size, and its parameters, as a drawing."""
+        times = f"Seconds at micro-batch size {self.micro_batch_sizes[-1]}"
+        return draw_costs(repr(self)[1:-1], times, "Parameters", self._cost_rows())
+
+    def _cost_rows(self) -> list[CostRow]:
+        return [
+            CostRow(layer.name, cost.forward_seconds, cost.backward_seconds, layer.parameter_bytes)
+            for layer, cost in ((layer, layer.costs[-1]) for layer in self.layers)
+        ]
 
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
@@ -158,15 +163,11 @@ class Profile(Document):
         return self
 
     @model_validator(mode="after")
-    def _check_scaling(self) -> Self:
+    def _check_sizes(self) -> Self:
         if self.scales_with_samples and len(self.micro_batch_sizes) > 1:
             raise ValueError(
                 f"scales_with_samples is for one micro-batch size, the layers have {self.micro_batch_sizes}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_loss(self) -> Self:
         own = [] if self.loss is None else [cost.micro_batch_size for cost in self.loss.costs]
         if own and own != self.micro_batch_sizes:
             raise ValueError(

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..cost_models.document import Bytes, Record, Samples, Seconds
+from ..cost_models.document import Bytes, Dimension, LayerBound, Record, Samples, Seconds
 
 Spread = Annotated[float, Field(ge=0, le=1e9)]
 ClosingRatio = Annotated[float, Field(gt=0, le=1e9)]
@@ -61,7 +61,7 @@ class ProfiledLayer(Record):
     cut_after: bool = True
     cut_reason: str | None = None
     accumulation_seconds: Seconds | None = None
-    crossing: Annotated[int, Field(ge=0)] | None = None
+    crossing: LayerBound | None = None
     """How many tensors cross the cut after it."""
     costs: Annotated[list[LayerMeasurement], Field(min_length=1)]
 
@@ -83,7 +83,7 @@ class WholeMeasurement(Record):
     first_backward_seconds: Seconds | None = None
     """Where there are no gradients to add to, as for the first micro-batch of a step after `zero_grad()`."""
     spread: Spread = 0.0
-    rounds: int | None = None
+    rounds: Samples | None = None
     peak_bytes: Bytes | None = None
     """Most bytes allocated in a step of the untouched model, gradients existing, without an optimizer."""
     reserved_bytes: Bytes | None = None
@@ -129,7 +129,7 @@ class ReadOnlyBuffer(Record):
 class InputTensor(Record):
     """A tensor that the model takes: shape of one sample, without the batch, and dtype."""
 
-    shape: list[int]
+    shape: list[Dimension]
     dtype: str
 
 

@@ -13,7 +13,19 @@ from pplan.cost_models.text_files import sha256
 from .commands import Command, after, random_command, readers
 from .mutation import Edit, edited, random_edits
 from .running import Finding, judge
-from .seeds import CONFIGS, EXPORTS, PARTITIONS, PLAIN, PLANS, PROFILES, TIED
+from .seeds import (
+    CHECK,
+    CONFIGS,
+    DEFAULTS_FILE,
+    EXPORTS,
+    FRONTIER,
+    PARTITIONS,
+    PLAIN,
+    PLANS,
+    PROFILES,
+    SCHEDULE,
+    TIED,
+)
 
 TABLES = ("table.csv", "table.json", "graph.txt")
 
@@ -62,6 +74,8 @@ class Workspace:
                 path.unlink()
         for name, content in self.seeds.items():
             path = self.folder / name
+            if name == DEFAULTS_FILE and case.file != name:
+                content = b""
             if not path.is_file() or path.read_bytes() != content:
                 path.unlink(missing_ok=True)
                 path.write_bytes(content)
@@ -132,5 +146,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "degrees": ("degrees.json",),
     "export": EXPORTS,
     "partition": tuple(PARTITIONS),
+    "schedule": (SCHEDULE,),
+    "defaults": (DEFAULTS_FILE,),
+    "report": (CHECK, FRONTIER),
 }
 """Files that are mutated, by kind."""

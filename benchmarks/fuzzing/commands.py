@@ -12,7 +12,19 @@ from pplan.cost_models.runtime import RUNTIMES
 from pplan.cost_models.schedules import SCHEDULES
 
 from .mutation import WORDS
-from .seeds import CONFIGS, EXPORTS, MACHINE, PARTITIONS, PLAIN, PLANS, PROFILES
+from .seeds import (
+    CHECK,
+    CONFIGS,
+    DEFAULTS_FILE,
+    EXPORTS,
+    FRONTIER,
+    MACHINE,
+    PARTITIONS,
+    PLAIN,
+    PLANS,
+    PROFILES,
+    SCHEDULE,
+)
 
 Command = list[str]
 QUICK = ["--time-limit", "1s"]
@@ -29,6 +41,10 @@ FILES = (
     "table.csv",
     "table.json",
     "graph.txt",
+    SCHEDULE,
+    CHECK,
+    FRONTIER,
+    "/dev/zero",
 )
 
 
@@ -85,6 +101,27 @@ def readers(file: str) -> list[Command]:
             ["degrees", file, "--gpus", "2"],
             ["show", file],
         ]
+    if file == SCHEDULE:
+        return [
+            ["schedules", "show", file],
+            ["schedules", "show", file, "--text", "--stages", "3", "--micro-batches", "5"],
+            ["schedules", "show", file, "--virtual-stages", "2"],
+            ["simulate", OTHER, "--schedule", file, "--json", "--actions"],
+            ["simulate", "--schedule", file, "--stages", "2", "--micro-batches", "6"],
+            ["solve", PLAIN, *MACHINE, *QUICK, "--schedule", file, "-o", "made.plan.json"],
+        ]
+    if file == DEFAULTS_FILE:
+        return [
+            ["config"],
+            ["config", "--json"],
+            ["solve", PLAIN, "--gpus", "2", *QUICK, "-o", "made.plan.json"],
+            ["degrees", "config.json", "--pp", "1"],
+            ["schedules", "show", "gpipe"],
+        ]
+    if file in (CHECK, FRONTIER):
+        option = "--check" if file == CHECK else "--frontier"
+        own = ["report", "plain.plan.json", option, file, "-o", "made.html"]
+        return [own, ["show", file], ["report", file]]
     if file == "degrees.json":
         return [["show", file], ["show", file, "--json"], ["export", "torch", file], ["solve", file]]
     return [
@@ -107,7 +144,7 @@ def after(file: str) -> list[Command]:
     """What reads the file that its reader made."""
     if file in (*EXPORTS, *PARTITIONS):
         return _of_plan("made.plan.json")
-    others = (*CONFIGS, "kernels.csv", "degrees.json")
+    others = (*CONFIGS, "kernels.csv", "degrees.json", SCHEDULE, CHECK, FRONTIER, DEFAULTS_FILE)
     return [] if file.endswith(".toml") or file in others else _of_profile("made.profile.json")
 
 
@@ -153,6 +190,8 @@ def _of_plan(file: str) -> list[Command]:
         ["explain", file],
         ["explain", file, "--json"],
         ["explain", file, "--current", "4,3"],
+        ["report", file, "-o", "made.html"],
+        ["report", file, "--profile", PLAIN, "--explain", "-o", "made.html"],
         ["compare", file],
         ["compare", file, OTHER, "--json"],
         ["compare", OTHER, file, "--fail-above", "10%"],
@@ -172,6 +211,8 @@ def _of_plan(file: str) -> list[Command]:
 
 GOOD: dict[str, tuple[str, ...]] = {
     "FILE": (*FILES, "missing.json", ".", "made.json"),
+    "NAME|FILE": (*SCHEDULES, SCHEDULE),
+    "1f1b|gpipe|...|FILE|auto": (*SCHEDULES, SCHEDULE, "auto", "synthesized"),
     "CONFIG": (*CONFIGS, "missing.json"),
     "PLAN": (*PLANS, "missing.json"),
     "PROFILE": (*PROFILES, "missing.json"),
@@ -233,6 +274,12 @@ VERBS = (
     "simulate",
     "verify",
     "topology",
+    "report",
+    "degrees",
+    "schedules",
+    "config",
+    "schema",
+    "doctor",
 )
 """Those that measure nothing."""
 
@@ -265,7 +312,7 @@ def _is_option(own: Any) -> bool:
 
 
 def _value_of(own: Any, rng: random.Random) -> str:
-    form = own.metavar or own.make_metavar(typer.Context(root))
+    form = own.metavar or own.name.upper()
     if rng.random() < 0.12:
         return rng.choice([word for word in WORDS if "\x00" not in word])
     known = GOOD.get(form) or GOOD.get(form.strip("[]."))

@@ -26,6 +26,19 @@ IMPORTED: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }
 PLANS = {**SOLVED, **{name: given[0] for name, given in IMPORTED.items()}}
 """With the profile that each was made of."""
+SCHEDULE, CHECK, FRONTIER = "mine.schedule", "plain.check.json", "plain.frontier.json"
+DEFAULTS_FILE = "pplan.toml"
+"""Of the case alone that mutates it: empty beside others."""
+DEFAULTS = """[solve]
+mini-batch = 16
+memory = "16GiB"
+schedule = "1f1b"
+keep-together = ["transformer.h.*"]
+details = true
+[degrees]
+gpus = 4
+gpu = "h100"
+"""
 _RUN_BY = {"torchgpipe": "gpipe", "fairscale": "gpipe", "huggingface": "naive"}
 EXPORTS = tuple(f"plain.{name}.json" for name in RUNTIMES)
 TABLE = "name,forward_seconds,backward_seconds,activation_bytes,parameter_bytes,saved_bytes\n" + "".join(
@@ -119,6 +132,7 @@ def _write(folder: Path) -> None:
     numbers = [{key: _number(value) for key, value in row.items()} for row in rows]
     (folder / "table.json").write_text(json.dumps({"layers": numbers}, indent=1))
     (folder / "kernels.csv").write_text(KERNELS)
+    (folder / CHECK).write_text(json.dumps(check()))
     (folder / "machine.toml").write_text(TOPOLOGY)
     (folder / "short.toml").write_text(SHORT_TOPOLOGY)
     for name, config in CONFIGS.items():
@@ -130,6 +144,13 @@ def _write(folder: Path) -> None:
         _run("solve", of, *MACHINE, "--time-limit", "2s", "-o", name)
     for name, (of, partition, more) in IMPORTED.items():
         _run("import-plan", partition, "--profile", of, *MACHINE, *more, "-o", name)
+    _run(
+        "solve", PLAIN, *MACHINE, "--frontier", "--points", "3", "--time-limit", "2s", "-o", "front.plan.json"
+    )
+    Path("front.frontier.json").rename(FRONTIER)
+    Path("front.plan.json").unlink(missing_ok=True)
+    (folder / DEFAULTS_FILE).write_text(DEFAULTS)
+    (folder / SCHEDULE).write_text(_run("schedules", "show", "1f1b", "--text"))
     for name, file in zip(RUNTIMES, EXPORTS, strict=True):
         _run("export", name, f"{_RUN_BY.get(name, '1f1b')}.plan.json", "-o", file)
 
@@ -144,12 +165,48 @@ def _number(text: str) -> Any:
     return text
 
 
-def _run(*arguments: str) -> None:
+def _run(*arguments: str) -> str:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main(list(arguments))
     if status:
         raise AssertionError(f"{' '.join(arguments)}: {status}: {err.getvalue()}")
+    return out.getvalue()
+
+
+def check() -> dict[str, Any]:
+    """Of two stages, as `pplan check` writes it."""
+    seconds = {"forward": 3e-3, "backward": 6e-3, "input": 3e-3, "weight": 3e-3}
+    stages = [
+        {"first_layer": first, "last_layer": last, "devices": [device]}
+        | {"planned": seconds, "alone": seconds, "measured": seconds}
+        for device, (first, last) in enumerate(((0, 2), (3, 6)))
+    ]
+    case = {
+        "name": "plan",
+        "balance": [3, 4],
+        "schedule": "1f1b",
+        "micro_batches": 4,
+        "micro_batch_size": 4,
+        "planned_step_seconds": 0.05,
+        "predicted_step_seconds": 0.051,
+        "step_seconds": [0.05, 0.052, 0.049],
+        "stages": stages,
+        "devices": [{"device": 0, "planned_bytes": 2**30, "measured_bytes": 2**29}],
+        "losses": {"pipeline": [2.5, 2.25], "plain": [2.5, 2.25]},
+    }
+    return {
+        "schema": 1,
+        "plan": "plain.plan.json",
+        "model": "hf:gpt2",
+        "backend": "gloo",
+        "device_name": "a processor",
+        "processes": 2,
+        "cases": [case, case | {"name": "even"}],
+        "links": {"sizes": [1024, 2**20], "seconds": [1e-5, 1e-4]},
+        "corrections": {"overhead": 1e-5, "slowdown": 1.1},
+        "notes": ["a note"],
+    }
 
 
 def profile() -> dict[str, Any]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import FileError, UsageError
 from ..quantities import parse_bytes, parse_rate, parse_seconds
-from ..text_files import read_text
+from ..text_files import parse_toml, read_text
 from .catalogue import find_preset, name_key
 from .presets import Figure
 
@@ -249,8 +248,8 @@ def _finite(rate: float, text: str, source: str) -> Figure:
 
 def _read_keys(path: Path) -> _RooflineKeys:
     try:
-        content = tomllib.loads(read_text(path, "roofline"))
-    except (ValueError, RecursionError) as error:  # ValueError: not TOML, or a number that is too long
+        content = parse_toml(read_text(path, "roofline"))
+    except ValueError as error:
         raise FileError(f"{path}: not a TOML file: {error}", _EXAMPLE) from error
     try:
         return _RooflineKeys.model_validate(content)

@@ -34,7 +34,6 @@ innermost to the outermost:
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +44,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..errors import FileError, UsageError
 from ..hardware import Device, Group, Level, Link
 from ..quantities import parse_bytes, parse_rate, parse_seconds
-from ..text_files import read_text
+from ..text_files import parse_toml, read_text
 from ..topology import Topology, check_devices
 from .catalogue import find_preset
 
@@ -250,8 +249,8 @@ def _devices_per_port(keys: _LevelKeys, inner: int | None, where: str) -> int:
 
 def _read_keys(text: str, path: Path) -> _FileKeys:
     try:
-        content = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: not TOML, or a number that is too long
+        content = parse_toml(text)
+    except ValueError as error:
         raise FileError(f"{path}: not a TOML file: {error}", _EXAMPLE) from error
     # One level may be given without the brackets.
     levels = {key: [content[key]] for key in ("bandwidth", "latency") if isinstance(content.get(key), str)}

@@ -23,6 +23,13 @@ LARGEST = 20_000_000
 def register_schedule(schedule: Schedule | ScheduleText | str) -> Schedule:
     """Makes a schedule known by its name, to whatever takes one; a text is that of `schedule_text`.
 
+    >>> import pplan
+    >>> schedule = pplan.register_schedule("name: fill-drain\\ndevice i: F*m B*m")
+    >>> pplan.simulate_costs(
+    ...     schedule="fill-drain", stages=4, micro_batches=8, forward_ms=10, backward_ms=20
+    ... )
+    <SimulatedStep: 4 stages, 8 micro-batches, 330 ms a step, bubble 27.3 %>
+
     Another of the same name is replaced. Raises UsageError for the name of a published schedule, and for a
     text that is none.
     """

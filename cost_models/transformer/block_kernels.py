@@ -8,55 +8,12 @@ experts. All bytes are of 2-byte numbers unless said.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-from .kernel_table import AttentionKernel, Collective, GroupedMatmul, Kernel, Matmul, MemoryPass, Pass
+from .attention_kernels import attention_work
+from .kernel_table import Collective, GroupedMatmul, Kernel, MemoryPass, Pass
+from .layer_work import NUMBER, LayerWork, Tokens, gather_and_scatter, linear
 from .parallel_degrees import ParallelDegrees, padded_vocabulary
 from .transformer_shape import ExpertShape, TransformerShape
-
-NUMBER = 2
-"""Bytes of a bfloat16."""
-
-
-@dataclass(frozen=True)
-class LayerWork:
-    """Of one layer on one device, for one micro-batch: kernels of forward and backward, bytes that it saves
-    for backward, and bytes besides at its peak, while backward runs.
-
-    `attention`: of the forward those kernels that selective recomputation runs again, from queries, keys and
-    values to the result; `attention_saved`: what need not be kept then."""
-
-    forward: tuple[Kernel, ...]
-    backward: tuple[Kernel, ...]
-    saved: float
-    workspace: float
-    exchanges_tokens: bool = False
-    """Whether the host waits for how many tokens each expert takes."""
-    attention: tuple[Kernel, ...] = ()
-    attention_saved: float = 0.0
-
-    def __add__(self, other: LayerWork) -> LayerWork:
-        return LayerWork(
-            self.forward + other.forward,
-            other.backward + self.backward,
-            self.saved + other.saved,
-            max(self.workspace, other.workspace),
-            self.exchanges_tokens or other.exchanges_tokens,
-            self.attention + other.attention,
-            self.attention_saved + other.attention_saved,
-        )
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Of one micro-batch: `sequence` tokens of each of `samples`."""
-
-    sequence: int
-    samples: int = 1
-
-    def on(self, degrees: ParallelDegrees) -> int:
-        """Those for which a device computes products: its share of the context."""
-        return self.sequence * self.samples // degrees.context
 
 
 def block_work(shape: TransformerShape, routed: bool, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
@@ -66,14 +23,14 @@ def block_work(shape: TransformerShape, routed: bool, degrees: ParallelDegrees, 
         if routed and shape.experts is not None
         else _feed_forward(shape, degrees, tokens)
     )
-    return _attention(shape, degrees, tokens) + feed_forward
+    return attention_work(shape, degrees, tokens) + feed_forward
 
 
 def embedding_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
     """The lookup; with tensor parallelism each device looks up its rows and the sum is scattered."""
     whole = NUMBER * tokens.on(degrees) * shape.hidden
     own = whole / degrees.tensor
-    gather, scatter = _gather_and_scatter(whole, degrees)
+    gather, scatter = gather_and_scatter(whole, degrees)
     return LayerWork(
         (MemoryPass(2 * own), *scatter), (*gather, MemoryPass(2 * whole), MemoryPass(2 * whole)), 0.0, 0.0
     )
@@ -85,8 +42,8 @@ def head_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens)
     count, rows = tokens.on(degrees), padded_vocabulary(shape, degrees.tensor) // degrees.tensor
     whole, logits = NUMBER * count * shape.hidden, NUMBER * count * rows
     own = whole / degrees.tensor
-    product = _linear(count, shape.hidden, rows)
-    gather, scatter = _gather_and_scatter(whole, degrees)
+    product = linear(count, shape.hidden, rows)
+    gather, scatter = gather_and_scatter(whole, degrees)
     sums = [Collective("all_reduce", 4.0 * count, "tensor")] * 3 if degrees.tensor > 1 else []
     return LayerWork(
         (
@@ -107,142 +64,11 @@ def head_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens)
     )
 
 
-def _linear(tokens: int, inputs: int, outputs: int) -> tuple[Matmul, Matmul, Matmul]:
-    """The product of forward, and those of the gradients of its input and of its weight."""
-    return (
-        Matmul(tokens, inputs, outputs, "TN"),
-        Matmul(tokens, outputs, inputs, "NN"),
-        Matmul(outputs, tokens, inputs, "NT"),
-    )
-
-
-def _gather_and_scatter(bytes: float, degrees: ParallelDegrees) -> tuple[list[Kernel], list[Kernel]]:
-    """Of a whole tensor: the all-gather before a column-parallel product, and the reduce-scatter behind a
-    row-parallel one."""
-    if degrees.tensor == 1:
-        return [], []
-    return [Collective("all_gather", bytes, "tensor")], [Collective("reduce_scatter", bytes, "tensor")]
-
-
-def _attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
-    inner = (
-        _latent_attention(shape, degrees, tokens)
-        if shape.attention.is_latent
-        else _grouped_attention(shape, degrees, tokens)
-    )
-    residual = NUMBER * tokens.on(degrees) * shape.hidden / degrees.tensor
-    # Norm and residual sum. Saved: the input and the norm's output.
-    return LayerWork(
-        (MemoryPass(2 * residual), *inner.forward, MemoryPass(3 * residual)),
-        (*inner.backward, MemoryPass(3 * residual), MemoryPass(3 * residual)),
-        2 * residual + inner.saved,
-        inner.workspace + 2 * residual,
-        attention=inner.attention,
-        attention_saved=inner.attention_saved,
-    )
-
-
-def _kernel_of_attention(
-    shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens
-) -> tuple[list[Kernel], list[Kernel]]:
-    """Attention over whole sequences with a share of the heads, and the exchange that makes it so."""
-    attention = shape.attention
-    heads, shared = attention.heads // degrees.tensor, attention.key_value_heads // degrees.tensor
-    count = tokens.on(degrees)
-    exchange: list[Kernel] = []
-    if degrees.context > 1:
-        queries, values = heads * attention.head_width, heads * attention.value_width
-        keys = shared * (attention.head_width + attention.value_width)
-        exchange = [
-            Collective("all_to_all", NUMBER * count * size, "context") for size in (queries, keys, values)
-        ]
-    kernels = [
-        AttentionKernel(
-            tokens.sequence,
-            heads // degrees.context,
-            shared // degrees.context,
-            attention.head_width,
-            attention.value_width,
-            backward,
-            tokens.samples,
-            attention.causal,
-        )
-        for backward in (False, True)
-    ]
-    forward, backward = ([*exchange, kernel] for kernel in kernels)
-    return forward, backward
-
-
-def _grouped_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
-    """One projection to queries, keys and values; saved: these after the rotary positions, and the result."""
-    attention, count, tensor = shape.attention, tokens.on(degrees), degrees.tensor
-    whole = NUMBER * count * shape.hidden
-    project = _linear(count, shape.hidden, attention.fused_size // tensor)
-    output = _linear(count, attention.heads * attention.value_width // tensor, shape.hidden)
-    forward, backward = _kernel_of_attention(shape, degrees, tokens)
-    turned = NUMBER * count * (attention.heads + attention.key_value_heads) * attention.head_width / tensor
-    rotary = MemoryPass(2 * turned)
-    fused = NUMBER * count * attention.fused_size / tensor
-    result = NUMBER * count * attention.heads * attention.value_width / tensor
-    statistics = 4.0 * count * attention.heads / tensor
-    gather, scatter = _gather_and_scatter(whole, degrees)
-    return LayerWork(
-        (*gather, project[0], rotary, *forward, output[0], *scatter),
-        (*gather, *output[1:], *backward, rotary, *gather, *project[1:], *scatter),
-        fused + result + statistics,
-        2 * fused,
-        attention=tuple(forward),
-        attention_saved=statistics,
-    )
-
-
-def _latent_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
-    """Two projections down, which each device computes for its own tokens, a norm of each, two up."""
-    attention, count, tensor = shape.attention, tokens.on(degrees), degrees.tensor
-    own, hidden = count // tensor, shape.hidden
-    down_sizes = [attention.latent_queries, attention.latent_keys + attention.rotary_width]
-    query_size = attention.query_size // tensor
-    products = [_linear(own, hidden, size) for size in down_sizes if size]
-    gathered = [NUMBER * count * size for size in down_sizes if size]
-    products.append(_linear(count, attention.latent_queries or hidden, query_size))
-    products.append(_linear(count, attention.latent_keys, attention.key_value_up_size // tensor))
-    output = _linear(count, attention.heads * attention.value_width // tensor, hidden)
-    forward, backward = _kernel_of_attention(shape, degrees, tokens)
-
-    queries = NUMBER * count * query_size
-    up = NUMBER * count * attention.key_value_up_size / tensor
-    values = NUMBER * count * attention.heads * attention.value_width / tensor
-    latent = sum(gathered) / tensor
-    statistics = 4.0 * count * attention.heads / tensor
-    # Queries are turned, keys put together of both parts, values copied.
-    shuffle = (MemoryPass(2 * latent), MemoryPass(2 * queries), MemoryPass(up + queries + 2 * values))
-    latents = [_gather_and_scatter(bytes, degrees) for bytes in gathered]
-    spread = [kernel for gather, _ in latents for kernel in gather]
-    gather = [kernel for _, scatter in latents for kernel in scatter]
-    whole = NUMBER * count * hidden
-    back, scatter = _gather_and_scatter(whole, degrees)
-    return LayerWork(
-        (*(product[0] for product in products), *spread, *shuffle, *forward, output[0], *scatter),
-        (
-            *back,
-            *output[1:],
-            *backward,
-            *shuffle,
-            *gather,
-            *(part for product in products for part in product[1:]),
-        ),
-        2 * latent + 2 * queries + 2 * values + statistics,
-        2 * queries + values,
-        attention=tuple(forward),
-        attention_saved=statistics,
-    )
-
-
 def _feed_forward(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
     count, tensor = tokens.on(degrees), degrees.tensor
     inner = _matrices(shape, shape.feed_forward // tensor, count)
     whole = NUMBER * count * shape.hidden
-    gather, scatter = _gather_and_scatter(whole, degrees)
+    gather, scatter = gather_and_scatter(whole, degrees)
     residual = whole / tensor
     return LayerWork(
         (MemoryPass(2 * residual), *gather, *inner.forward, *scatter, MemoryPass(3 * residual)),
@@ -255,7 +81,7 @@ def _feed_forward(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tok
 def _matrices(shape: TransformerShape, width: int, tokens: int) -> LayerWork:
     """The products up and down and the activation between them. Saved: what goes in and out of this one."""
     ups = 2 if shape.gated else 1
-    up, down = _linear(tokens, shape.hidden, ups * width), _linear(tokens, width, shape.hidden)
+    up, down = linear(tokens, shape.hidden, ups * width), linear(tokens, width, shape.hidden)
     small = NUMBER * tokens * width
     return LayerWork(
         (up[0], MemoryPass((ups + 1) * small), down[0]),
@@ -274,7 +100,7 @@ def _experts(
     """
     count, tensor, hidden = tokens.on(degrees), degrees.tensor, shape.hidden
     own = count // tensor
-    router = _linear(own, hidden, experts.number)
+    router = linear(own, hidden, experts.number)
     shared = (
         _matrices(shape, experts.shared_width // tensor, count)
         if experts.shared_width
@@ -294,7 +120,7 @@ def _experts(
     sort = [MemoryPass(2 * sent, "permute_fwd")] if degrees.expert > 1 else []
     sort_back = [MemoryPass(2 * sent, "permute_bwd")] if degrees.expert > 1 else []
     whole = NUMBER * count * hidden
-    gather, scatter = _gather_and_scatter(whole, degrees) if experts.shared_width else ([], [])
+    gather, scatter = gather_and_scatter(whole, degrees) if experts.shared_width else ([], [])
     forward: tuple[Kernel, ...] = (
         MemoryPass(2 * residual),
         router[0],

@@ -34,7 +34,7 @@ MatmulLayout = Literal["TN", "NN", "NT"]
 float32)."""
 Pass = Literal["forward", "input_gradient", "weight_gradient"]
 Group = Literal["tensor", "context", "expert"]
-CollectiveName = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+CollectiveName = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring"]
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,23 @@ class MemoryPass:
 @dataclass(frozen=True)
 class Collective:
     """`bytes`: of the whole tensor for all-gather, reduce-scatter and all-reduce, of what one device sends
-    (to itself included) for all-to-all."""
+    for all-to-all (to itself included) and for ring (to the next device, as the one before sends to it)."""
 
     name: CollectiveName
     bytes: float
     group: Group
 
 
-Kernel: TypeAlias = Matmul | GroupedMatmul | AttentionKernel | MemoryPass | Collective
+@dataclass(frozen=True)
+class RingAttention:
+    """`steps` of attention, during each of which a device of the context sends `bytes` to the next one."""
+
+    step: AttentionKernel
+    steps: int
+    bytes: float
+
+
+Kernel: TypeAlias = Matmul | GroupedMatmul | AttentionKernel | RingAttention | MemoryPass | Collective
 Product: TypeAlias = Matmul | GroupedMatmul | AttentionKernel
 
 

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
 
-from .block_kernels import NUMBER, LayerWork, block_work, embedding_work, head_work
+import numpy as np
+
+from .block_kernels import block_work, embedding_work, head_work
+from .layer_work import NUMBER, LayerWork
 from .parallel_degrees import ParallelDegrees, padded_vocabulary
 from .rank_costs import PassSeconds, RankCosts
 from .training_setting import TrainingSetting, fewest_blocks
@@ -40,6 +43,8 @@ class LayerSeconds:
             for work in (self.embedding, self.head)
         ]
         self._routed_before = [0, *accumulate(shape.routed)]
+        self.least_update_seconds = self._least_update_seconds()
+        """That the slowest stage takes at least, however the blocks are divided."""
         self._boundary = NUMBER * tokens.on(degrees) * shape.hidden / degrees.tensor
 
     @property
@@ -80,6 +85,13 @@ class LayerSeconds:
             seconds += self.setting.recomputed(len(blocks)) * again
         return seconds + self.ends[0].both * (slot == 0) + self.ends[1].both * (slot == self.slots - 1)
 
+    def least_equal_seconds(self, numbers: np.ndarray) -> np.ndarray:
+        """Of so many blocks of the only kind on a stage without embedding and head."""
+        (kind,) = self.blocks
+        once, again = self._least_block_seconds
+        more = np.minimum(numbers, self.setting.recomputed(self.shape.blocks)) * again
+        return np.asarray(numbers * once[kind] + more)
+
     @cached_property
     def _least_block_seconds(self) -> tuple[dict[bool, float], float]:
         """Of a block by kind, with none or all running again, and, where the first do, the least of that."""
@@ -100,6 +112,7 @@ class LayerSeconds:
             (count, self._seconds[kind, again]) for own, again in parts for kind, count in self._kinds(own)
         ]
 
+    @cached_property
     def whole_seconds(self) -> float:
         """Of a micro-batch, forward and backward, on all stages, with as few blocks run again as can be: as
         many as can on one stage that runs only its first ones again."""
@@ -124,16 +137,16 @@ class LayerSeconds:
         """That the slowest stage takes at least: the mean, or the longest layer."""
         blocks = [self._seconds[kind, self._all_again].both for kind in self.blocks]
         longest = max(*blocks, *(end.both for end in self.ends))
-        return max(self.whole_seconds() / self.degrees.pipeline, longest)
+        return max(self.whole_seconds / self.degrees.pipeline, longest)
 
     def least_backward_share(self) -> float:
         """Of a layer's seconds those of its backward, where that is smallest."""
         blocks = (self._seconds[kind, self._all_again] for kind in self.blocks)
         return min(own.backward / own.both for own in (*blocks, *self.ends))
 
-    def least_update_seconds(self) -> float:
-        """That the slowest stage takes at least, however the blocks are divided: no less than their mean, and
-        an update's seconds grow with the parameters on a straight line."""
+    def _least_update_seconds(self) -> float:
+        """No less than the mean of the stages: an update's seconds grow with the parameters on a straight
+        line."""
         stages = self.degrees.pipeline
         parts = [self.parameters(range(0), slot) for slot in {0, self.slots - 1}]
         for routed, count in self._kinds(range(self.shape.blocks)):

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .block_kernels import NUMBER
 from .layer_seconds import LayerSeconds
+from .layer_work import NUMBER
 from .parallel_degrees import ParallelDegrees
 from .rank_costs import RankCosts
-from .training_setting import TrainingSetting, block_ranges, chunks_in_flight
+from .training_setting import TrainingSetting, block_ranges, chunks_in_flight, least_in_flight
 from .transformer_shape import TransformerShape
 from .weight_update import GRADIENT, STATE, WEIGHT
 
@@ -53,7 +53,8 @@ class LayerTable(LayerSeconds):
         """The same layers, of other virtual stages on a device, or with other blocks that run again."""
         other = copy(self)
         other.setting, other._bytes = setting, {}
-        other.__dict__.pop("_least_block_seconds", None)
+        for name in ("_least_block_seconds", "whole_seconds"):
+            other.__dict__.pop(name, None)
         return other
 
     def stage(self, blocks: Sequence[range], device: int) -> StageEstimate:
@@ -125,8 +126,7 @@ class LayerTable(LayerSeconds):
         none, one = self._states(device, 0), self._states(device, 1)
         again = np.minimum(numbers, self.setting.virtual_stages * self.setting.recomputed(self.shape.blocks))
         saved = (numbers - again) * min(map(self._saved_by, self.blocks)) + again * self._boundary
-        alive = np.array(self._chunks_in_flight(device))
-        copies = max(alive.min(axis=1).max(), alive.mean(axis=0).min())
+        copies = least_in_flight(self._chunks_in_flight(device))
         return np.asarray(LIBRARIES + none + numbers * (one - none) + copies * saved)
 
     def _chunks_in_flight(self, device: int) -> tuple[tuple[int, ...], ...]:

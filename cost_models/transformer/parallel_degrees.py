@@ -15,9 +15,10 @@ class ParallelDegrees:
 
     `tensor` devices share every matrix (Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3); above 1
     with sequence parallelism (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-    Models", MLSys 2023, section 4.2.2). `context` devices share the sequence: attention exchanges heads for
-    tokens by all-to-all (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509). `expert` devices, of those
-    that would hold the same layers, share the routed experts; an expert is whole on its device. `pipeline`
+    Models", MLSys 2023, section 4.2.2). `context` devices share the sequence: for attention they exchange
+    heads for tokens by all-to-all (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509), or with `ring` keys
+    and values go round among them (Liu et al., "Ring Attention", ICLR 2024). `expert` devices, of those that
+    would hold the same layers, share the routed experts; an expert is whole on its device. `pipeline`
     stages follow one another, of `data` replicas each.
 
     `zero`: what is spread over the devices that add up the same gradients (Rajbhandari et al., "ZeRO", SC
@@ -33,6 +34,7 @@ class ParallelDegrees:
     pipeline: int = 1
     data: int = 1
     zero: int = 1
+    ring: bool = False
 
     def __post_init__(self) -> None:
         for field in ("tensor", "context", "expert", "pipeline", "data"):
@@ -61,7 +63,8 @@ class ParallelDegrees:
 
     def describe(self) -> str:
         """As `TP 4 x PP 2 x DP 4, EP 8`."""
-        degrees = (("TP", self.tensor), ("CP", self.context), ("PP", self.pipeline), ("DP", self.data))
+        context = "CP by ring" if self.ring else "CP"
+        degrees = (("TP", self.tensor), (context, self.context), ("PP", self.pipeline), ("DP", self.data))
         text = " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "one device"
         text += f", EP {self.expert}" if self.expert > 1 else ""
         return f"{text}, ZeRO {self.zero}" if self.zero > 1 else text
@@ -69,14 +72,17 @@ class ParallelDegrees:
     def problem_with(self, shape: TransformerShape, sequence: int) -> str:
         """Why the model cannot be shared so, in words; empty where it can."""
         attention, tensor = shape.attention, self.tensor
-        heads = tensor * self.context
+        heads = tensor if self.ring else tensor * self.context
         if attention.heads % heads or attention.key_value_heads % heads:
             return (
                 f"{attention.heads} heads with {attention.key_value_heads} of keys and values cannot be "
                 f"shared by {heads} devices (tensor={tensor}, context={self.context})"
             )
         if sequence % (tensor * self.context):
-            return f"a sequence of {sequence} tokens is no multiple of tensor x context = {heads}"
+            pieces = tensor * self.context
+            return f"a sequence of {sequence} tokens is no multiple of tensor x context = {pieces}"
+        if self.context > 1 and sequence % (2 * self.context):
+            return f"a sequence of {sequence} tokens is no multiple of 2 x context = {2 * self.context}"
         widths = [shape.feed_forward, *([shape.experts.shared_width] if shape.experts else [])]
         if any(width % tensor for width in widths):
             return f"a feed-forward layer of {max(widths)} cannot be shared by {tensor} devices"

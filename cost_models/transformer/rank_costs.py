@@ -5,14 +5,13 @@ of them. A pass over memory takes its bytes at a share of the bandwidth."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from ..collectives import all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
 from ..machines.rooflines import ATTENTION_SHARE, MEMORY_SHARE, PRODUCT_SHARE
 from ..topology import Topology
-from .block_kernels import LayerWork
 from .kernel_table import (
     AttentionKernel,
     Collective,
@@ -23,7 +22,9 @@ from .kernel_table import (
     Matmul,
     MemoryPass,
     Product,
+    RingAttention,
 )
+from .layer_work import LayerWork
 from .parallel_degrees import ParallelDegrees
 
 
@@ -51,6 +52,9 @@ class TopologyLinks:
             return float(all_reduce_seconds(self.topology, ranks, bytes))
         if name == "reduce_scatter":
             return float(reduce_scatter_seconds(self.topology, ranks, bytes))
+        if name == "ring":
+            # A step of an all-gather, in which every device sends what it has to the next.
+            return float(all_gather_seconds(self.topology, ranks, size * bytes)) / (size - 1)
         # In an all-to-all a device sends as much as in an all-gather of as many bytes: (n - 1) / n of them.
         return float(all_gather_seconds(self.topology, ranks, bytes))
 
@@ -126,6 +130,8 @@ class RankCosts:
     links: GroupLinks
     table: KernelTable | None = None
     overheads: Overheads = Overheads()
+    updates: dict[Hashable, float] = field(default_factory=dict, compare=False, repr=False)
+    """Seconds of updates that were asked for."""
 
     def seconds(self, work: LayerWork, degrees: ParallelDegrees) -> PassSeconds:
         """Of the forward and the backward of a layer, one kernel after another."""
@@ -148,6 +154,13 @@ class RankCosts:
             case Collective(name, bytes, group):
                 size, stride = rank_group(group, degrees)
                 return self.links.collective(name, bytes, size, stride)
+            case RingAttention(step, steps, bytes):
+                size, stride = rank_group("context", degrees)
+                own, sent = (
+                    self.kernel_seconds(step, degrees),
+                    self.links.collective("ring", bytes, size, stride),
+                )
+                return own + (steps - 1) * max(own, sent)
             case _:
                 if self.table is not None and self.table.knows(kernel):
                     return self.table.seconds(kernel) * self.overheads.slowdown
@@ -156,7 +169,11 @@ class RankCosts:
 
 def products(works: Iterable[LayerWork]) -> list[Product]:
     """The different products of some layers."""
-    kernels = (kernel for work in works for kernel in (*work.forward, *work.backward))
+    kernels = (
+        kernel.step if isinstance(kernel, RingAttention) else kernel
+        for work in works
+        for kernel in (*work.forward, *work.backward)
+    )
     return list(dict.fromkeys(kernel for kernel in kernels if isinstance(kernel, Product)))
 
 

@@ -42,6 +42,13 @@ def gradient_collective(
 
 def update_seconds(own: ParameterCounts, degrees: ParallelDegrees, costs: RankCosts) -> float:
     """Reduction, update and gathering of the weights; with ZeRO each device updates its share."""
+    key = own, degrees
+    if key not in costs.updates:
+        costs.updates[key] = _update_seconds(own, degrees, costs)
+    return costs.updates[key]
+
+
+def _update_seconds(own: ParameterCounts, degrees: ParallelDegrees, costs: RankCosts) -> float:
     total = 0.0
     for count, group in ((own.dense, "gradients"), (own.routed, "expert_gradients")):
         if not count:

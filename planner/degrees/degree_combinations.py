@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from ...cost_models.errors import UsageError
-from ...cost_models.transformer.block_kernels import Tokens
+from ...cost_models.transformer.layer_work import Tokens
 from ...cost_models.transformer.parallel_degrees import ParallelDegrees
 from ...cost_models.transformer.training_setting import (
     Recomputation,
@@ -64,7 +64,8 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
     One that runs the first blocks of its stages again has `recompute_blocks` 1: it stands for all numbers up
     to `most_recompute_blocks`."""
     divisors = [number for number in range(1, devices + 1) if devices % number == 0]
-    tensors, contexts = options.tp or divisors, options.cp or (1,)
+    tensors = options.tp or divisors
+    contexts = options.cp or [one for one in divisors if one == 1 or options.sequence >= one * LEAST_TOKENS]
     modes = [(again, number) for word, again, number in _MODES if options.recompute in ("auto", word)]
     for tensor, context, stages in product(tensors, contexts, options.pp or divisors):
         if devices % (tensor * context * stages):
@@ -73,8 +74,8 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
         if options.mini_batch % data:
             continue
         experts = _expert_degrees(shape, tensor * context * data, options)
-        for expert, zero in product(experts, options.zero):
-            degrees = ParallelDegrees(tensor, context, expert, stages, data, zero)
+        for expert, zero, ring in product(experts, options.zero, _exchanges(context, options)):
+            degrees = ParallelDegrees(tensor, context, expert, stages, data, zero, ring)
             if degrees.problem_with(shape, options.sequence):
                 continue
             for size in _micro_batch_sizes(options, options.mini_batch // data):
@@ -89,6 +90,9 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
                         yield one
 
 
+LEAST_TOKENS = 4096
+"""Of a device that shares a sequence, where the options do not say how many share it."""
+
 _MODES: tuple[tuple[str, Recomputation, int | None], ...] = (
     ("none", "none", None),
     ("selective", "selective", None),
@@ -96,6 +100,13 @@ _MODES: tuple[tuple[str, Recomputation, int | None], ...] = (
     ("full", "full", None),
 )
 """By the option's word: what runs again, and of how many blocks of a stage."""
+
+
+def _exchanges(context: int, options: DegreeOptions) -> tuple[bool, ...]:
+    """Whether the devices that share the sequence form a ring, as far as they may."""
+    if context == 1:
+        return (False,)
+    return {"auto": (False, True), "all-to-all": (False,), "ring": (True,)}[options.context_exchange]
 
 
 def _expert_degrees(shape: TransformerShape, group: int, options: DegreeOptions) -> list[int]:
@@ -113,7 +124,16 @@ def _micro_batch_sizes(options: DegreeOptions, per_replica: int) -> list[int]:
 
 
 def nothing_possible(shape: TransformerShape, devices: int, options: DegreeOptions) -> UsageError:
-    free = replace(options, tp=None, pp=None, cp=None, ep=None, micro_batch_size=None, virtual_stages=None)
+    free = replace(
+        options,
+        tp=None,
+        pp=None,
+        cp=None,
+        ep=None,
+        micro_batch_size=None,
+        virtual_stages=None,
+        context_exchange="auto",
+    )
     if next(list_combinations(shape, devices, free), None) is not None:
         allowed = ", ".join(
             f"{name}={','.join(map(str, value))}"

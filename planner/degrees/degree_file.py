@@ -6,10 +6,25 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ...cost_models.document import Document, MadeBy, Record
+from ...cost_models.document import (
+    DeviceCount,
+    Document,
+    LayerBound,
+    MadeBy,
+    MicroBatches,
+    MiniBatch,
+    PredictedSeconds,
+    Ratio,
+    Record,
+)
+from ...cost_models.quantities import MOST_BYTES, MOST_LAYERS, MOST_TOTAL_BYTES
 
-Count = Annotated[int, Field(ge=1)]
-Amount = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, le=MOST_BYTES)]
+"""Of parameters, say."""
+LastBlock = Annotated[int, Field(ge=-1, lt=MOST_LAYERS)]
+"""One before the first where a stage has none."""
+Amount = Annotated[float, Field(ge=0, le=MOST_TOTAL_BYTES)]
+"""Of bytes."""
 
 
 class LedgerEntry(Record):
@@ -27,10 +42,10 @@ class LedgerEntry(Record):
 class StageEntry(Record):
     """One device of a stage. `blocks`: first and last of each virtual stage."""
 
-    blocks: list[tuple[int, int]]
-    forward_seconds: Amount
-    backward_seconds: Amount
-    update_seconds: Amount
+    blocks: list[tuple[LayerBound, LastBlock]]
+    forward_seconds: PredictedSeconds
+    backward_seconds: PredictedSeconds
+    update_seconds: PredictedSeconds
     ledger: LedgerEntry
 
     @property
@@ -42,29 +57,30 @@ class StageEntry(Record):
 class PlanEntry(Record):
     """A plan: its degrees, what a step takes, and the arguments of training programs.
 
-    `degrees`: as a user reads them. `blocks`: of each (virtual) stage, in the order of the model;
-    `recompute_blocks`: how many of them run again where `recompute` is full; None: all. `remarks`: where
-    torchtitan does not train as the plan says.
+    `degrees`: as a user reads them; `ring`: whether context devices pass keys and values round. `blocks`: of
+    each (virtual) stage, in the order of the model; `recompute_blocks`: how many of them run again where
+    `recompute` is full; None: all. `remarks`: where torchtitan does not train as the plan says.
     """
 
     degrees: str
-    tensor: Count
-    context: Count
-    expert: Count
-    pipeline: Count
-    data: Count
+    tensor: DeviceCount
+    context: DeviceCount
+    expert: DeviceCount
+    pipeline: DeviceCount
+    data: DeviceCount
     zero: Annotated[int, Field(ge=0, le=3)]
-    micro_batch_size: Count
-    micro_batches: Count
+    ring: bool = False
+    micro_batch_size: MiniBatch
+    micro_batches: MicroBatches
     recompute: Literal["none", "selective", "full"]
     recompute_blocks: Count | None = None
     schedule: Literal["1f1b", "interleaved"]
     virtual_stages: Count
-    step_seconds: Amount
-    pipeline_seconds: Amount
-    update_seconds: Amount
+    step_seconds: PredictedSeconds
+    pipeline_seconds: PredictedSeconds
+    update_seconds: PredictedSeconds
     peak_bytes: Amount
-    blocks: list[int]
+    blocks: list[LayerBound]
     stages: Annotated[list[StageEntry], Field(min_length=1)]
     megatron: list[str]
     megatron_bridge: list[str] = []
@@ -78,8 +94,8 @@ class BaselineEntry(Record):
     name: str
     degrees: str = ""
     recompute: str = ""
-    micro_batch_size: Count | None = None
-    step_seconds: Amount | None = None
+    micro_batch_size: MiniBatch | None = None
+    step_seconds: PredictedSeconds | None = None
     reason: str = ""
 
 
@@ -98,15 +114,15 @@ class DegreesFile(Document):
     layer_count: Count
     parameters: Count
     active_parameters: Count
-    devices: Count
-    mini_batch: Count
+    devices: DeviceCount
+    mini_batch: MiniBatch
     sequence: Count
     combinations: Count
-    bound_seconds: Amount
-    gap: float
+    bound_seconds: PredictedSeconds
+    gap: Ratio
     limit_bytes: Amount | None
-    kernels: Annotated[int, Field(ge=0)]
-    assumed_kernels: Annotated[int, Field(ge=0)]
+    kernels: LayerBound
+    assumed_kernels: LayerBound
     plans: Annotated[list[PlanEntry], Field(min_length=1)]
     baselines: list[BaselineEntry] = []
     notes: list[str] = []

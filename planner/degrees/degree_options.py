@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -12,6 +12,7 @@ from ...cost_models.option_fields import Options, option
 from ...cost_models.option_readers import read_whole_number
 
 RECOMPUTES = ("auto", "none", "selective", "partial", "full")
+CONTEXT_EXCHANGES = ("auto", "all-to-all", "ring")
 
 
 class DegreeKeywords(TypedDict, total=False):
@@ -28,6 +29,7 @@ class DegreeKeywords(TypedDict, total=False):
     micro_batch_size: Sequence[int] | None
     virtual_stages: Sequence[int] | None
     recompute: str
+    context_exchange: str
 
 
 def _counts(name: str, value: Any) -> tuple[int, ...] | None:
@@ -61,10 +63,13 @@ def _read_zero(text: str, name: str) -> tuple[int, ...]:
     return tuple(read_whole_number(0)(part.strip(), name) for part in text.split(","))
 
 
-def _recompute(name: str, value: Any) -> str:
-    if value not in RECOMPUTES:
-        raise UsageError(f"{name}={value!r}: not known", f"Use one of: {', '.join(RECOMPUTES)}.")
-    return str(value)
+def _one_word(words: Sequence[str]) -> Callable[[str, Any], str]:
+    def check(name: str, value: Any) -> str:
+        if value not in words:
+            raise UsageError(f"{name}={value!r}: not known", f"Use one of: {', '.join(words)}.")
+        return str(value)
+
+    return check
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,9 @@ class DegreeOptions(Options):
     )
     tp: Sequence[int] | None = _degree_option("Allowed tensor-parallel degrees.")
     pp: Sequence[int] | None = _degree_option("Allowed numbers of pipeline stages.")
-    cp: Sequence[int] | None = _degree_option("Allowed context-parallel degrees; default: 1.")
+    cp: Sequence[int] | None = _degree_option(
+        "Allowed context-parallel degrees; default: those that leave a device 4096 tokens."
+    )
     ep: Sequence[int] | None = _degree_option("Allowed expert-parallel degrees.")
     micro_batch_size: Sequence[int] | None = _degree_option("Allowed sequences of a micro-batch.")
     virtual_stages: Sequence[int] | None = _degree_option(
@@ -112,10 +119,19 @@ class DegreeOptions(Options):
     )
     recompute: str = option(
         "auto",
-        _recompute,
+        _one_word(RECOMPUTES),
         "What runs forward again before its backward: none, selective (attention), partial (the first blocks "
         "of each stage), full (every block), or auto (any of these).",
         "auto|none|selective|partial|full",
         panel="The search",
         words=RECOMPUTES,
+    )
+    context_exchange: str = option(
+        "auto",
+        _one_word(CONTEXT_EXCHANGES),
+        "How devices that share a sequence attend to all of it: all-to-all (each has some heads), ring (keys "
+        "and values go round), or auto (either).",
+        "auto|all-to-all|ring",
+        panel="The search",
+        words=CONTEXT_EXCHANGES,
     )

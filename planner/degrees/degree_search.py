@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...cost_models.errors import InfeasibleError
-from ...cost_models.transformer.block_kernels import Tokens
 from ...cost_models.transformer.kernel_table import Product
 from ...cost_models.transformer.layer_table import LayerTable
+from ...cost_models.transformer.layer_work import Tokens
 from ...cost_models.transformer.parallel_degrees import ParallelDegrees
 from ...cost_models.transformer.rank_costs import RankCosts, products
 from ...cost_models.transformer.training_setting import TrainingSetting, even_blocks
@@ -183,6 +183,10 @@ class _BestPlans:
             self._try_interleaved(layers, one)
 
     def _try_divisions(self, layers: LayerTable, one: Combination) -> None:
+        quick = _quick_bound(layers)
+        if quick >= self._useful(one):
+            self.bound = min(self.bound, quick)
+            return
         slowest, divided = slowest_stage(layers, self.memory_bytes)
         if divided is None:
             self.least = min(self.least, layers.peak_bytes(even_blocks(layers.shape.blocks, layers.slots)))

@@ -30,6 +30,7 @@ virtual stage between, and there must be room for all blocks (`least_interleaved
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -126,11 +127,11 @@ def lower_bound(layers: LayerTable, slowest: float) -> float:
     """Seconds that no step takes less than, whatever the division; see the top of this file."""
     stages, count = layers.degrees.pipeline, layers.setting.micro_batches
     if layers.setting.virtual_stages > 1:
-        return max(count * slowest, _weighted_mean(layers)) + layers.least_update_seconds()
-    whole = layers.whole_seconds()
+        return max(count * slowest, _weighted_mean(layers)) + layers.least_update_seconds
+    whole = layers.whole_seconds
     share = layers.least_backward_share()
     ordered = whole + (count - 1) * share * slowest + max(count - stages, 0) * (1 - share) * slowest
-    return max(count * slowest, ordered) + layers.least_update_seconds()
+    return max(count * slowest, ordered) + layers.least_update_seconds
 
 
 def interleaved_divisions(layers: LayerTable) -> list[tuple[int, ...]]:
@@ -158,22 +159,28 @@ def least_interleaved(layers: LayerTable, memory_bytes: float) -> float:
     """Seconds that no division of virtual stages that fits takes less than; inf where none fits."""
     return max(
         lower_bound(layers, layers.least_slowest_seconds()),
-        _whole_blocks(layers, memory_bytes) + layers.least_update_seconds(),
+        _whole_blocks(layers, memory_bytes) + layers.least_update_seconds,
     )
 
 
 def _weighted_mean(layers: LayerTable) -> float:
     """Of the bounds by device and chunk, as the top of this file says."""
-    stages, virtual = layers.degrees.pipeline, layers.setting.virtual_stages
-    count = layers.setting.micro_batches
+    setting = layers.setting
+    first, last, least = _mean_times(layers.degrees.pipeline, setting.virtual_stages, setting.micro_batches)
+    blocks = layers.whole_seconds - sum(end.both for end in layers.ends)
+    return first * layers.ends[0].both + last * layers.ends[1].both + least * blocks
+
+
+@lru_cache(maxsize=4096)
+def _mean_times(stages: int, virtual: int, count: int) -> tuple[float, float, float]:
+    """How often the mean counts a second of the first virtual stage, of the last, and of one where it counts
+    least."""
     weights = (1 - 1 / (virtual * count)) ** -np.arange(stages)
     weights /= weights.sum()
     behind = weights.sum() - np.cumsum(weights)
     later = (virtual - 1 - np.arange(virtual))[:, None] / virtual
     times = count * weights + behind / virtual + later * (1 - stages * weights)
-    ends = times[0, 0] * layers.ends[0].both + times[-1, -1] * layers.ends[1].both
-    blocks = layers.whole_seconds() - sum(end.both for end in layers.ends)
-    return float(ends + times.min() * blocks)
+    return float(times[0, 0]), float(times[-1, -1]), float(times.min())
 
 
 def _whole_blocks(layers: LayerTable, memory_bytes: float) -> float:
@@ -186,8 +193,8 @@ def _whole_blocks(layers: LayerTable, memory_bytes: float) -> float:
         layers.shape.blocks,
         np.arange(1, layers.shape.blocks + 1),
     )
-    block = layers.least_seconds(range(1), 1)
-    middle = np.array([layers.least_seconds(range(number), 1) for number in numbers])
+    middle = layers.least_equal_seconds(numbers)
+    block = float(middle[0])
     rooms: list[np.ndarray] = []
     for device in range(stages):
         wait = layers.ends[0].both + (device - 1) * block if device else 0.0
@@ -203,7 +210,7 @@ def divide_by_seconds(layers: LayerTable) -> list[int]:
     each."""
     stages, blocks = layers.slots, layers.shape.blocks
     before = [layers.seconds(range(end), 0).both for end in range(blocks + 1)]
-    share = layers.whole_seconds() / stages
+    share = layers.whole_seconds / stages
     ends = [0]
     for stage in range(1, stages):
         allowed = range(ends[-1] + 1, blocks - (stages - stage) + 1)

@@ -19,7 +19,8 @@ from ..candidate import Proposal, ScoredPlan
 from ..joint_search import BEST, find_best_plan
 from ..pipeline_config import Mode, PipelineConfig
 from ..plan_records import TIE
-from ..planners.pipedream_planner import plan_asynchronous
+from ..planners.pipedream_planner import WORK, PipeDreamStages, shortest_bottleneck
+from ..planners.pipedream_programme import PAPER, Recurrence
 from ..planners.replica_groups import thin_cuts
 from ..problem import Problem
 from ..search.branch_and_bound import SearchResult
@@ -33,6 +34,8 @@ TRIED_PACES = 15
 """About so many paces are tried by a search."""
 ENTRIES_A_SECOND = 1e8
 """Of tables: about what one core goes through."""
+ENDLESS = 2**62
+"""Micro-batches of a run that does not end."""
 COARSE = (48, 24)
 """Blocks of layers, where a search of all cuts would take too long."""
 
@@ -186,6 +189,48 @@ def _by_planner(problem: Problem) -> Iterator[ScoredPlan]:
                 proposal = Proposal(config, plan.ends, plan.devices)
                 modes = (recompute,) * len(plan.ends)
                 yield ScoredPlan(proposal, modes, steady_seconds(problem.space, proposal, modes))
+
+
+@dataclass(frozen=True)
+class AsynchronousPlan:
+    """A pipeline that is never flushed. By stage `ends`, the number of layers before its end, and `devices`,
+    the ranks of its replicas; `seconds_per_mini_batch`: of the slowest stage or cut, by the recurrence."""
+
+    ends: tuple[int, ...]
+    devices: tuple[tuple[int, ...], ...]
+    seconds_per_mini_batch: float
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """By stage, how many devices share it."""
+        return tuple(len(own) for own in self.devices)
+
+
+def plan_asynchronous(
+    space: Space,
+    mini_batch: int,
+    *,
+    recurrence: Recurrence = PAPER,
+    schedule: str = "pipedream",
+    recompute: Literal["never", "always"] = "never",
+    use_all: bool = False,
+) -> AsynchronousPlan | None:
+    """The plan with the highest throughput of global batches of that size, each of which updates the weights;
+    None where none fits.
+
+    Stage i of p keeps the weight versions and holds the activations that the asynchronous schedule says
+    (PipeDream: p - i of both). Exact for the recurrence and the memory limits, up to `WORK`; fewer devices
+    are used where more are not faster, unless `use_all`.
+    """
+    gpus = space.topology.gpus
+    if not any(space.fits_someone(mini_batch, replicas) for replicas in range(1, gpus + 1)):
+        return None
+    config = PipelineConfig(schedule, recompute, ENDLESS, mini_batch)
+    stages = PipeDreamStages(space, config, recurrence, use_all)
+    solution = shortest_bottleneck(stages.instance, WORK)
+    if solution is None:
+        return None
+    return AsynchronousPlan(*stages.place(solution.parts), solution.seconds)
 
 
 def _allows(problem: Problem, config: PipelineConfig, ends: tuple[int, ...]) -> bool:

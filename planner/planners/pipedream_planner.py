@@ -18,93 +18,197 @@ that code does on request; memory and unused machines are as in `pipedream`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from math import inf, isqrt, prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from ...cost_models.memory import LedgerOptions, Moment, Recompute
+from ...cost_models.schedules import find_schedule
 from ..candidate import Proposal
 from ..pipeline_config import PipelineConfig
-from ..search.space import Space
-from .pipedream_instance import (
+from ..search.replica_group import most_within
+from ..search.space import Space, divide_batch
+from ..stage_table import Floats, StageTable, ledger_options
+from .pipedream_programme import (
     PAPER,
     PUBLISHED,
-    Bottleneck,
+    Bools,
     Instance,
     NestedStage,
-    PipeDreamStages,
+    Programme,
     Recurrence,
+    Solution,
 )
-from .pipedream_programme import Programme
-from .replica_groups import thin_cuts
+from .replica_groups import Tier, list_tiers, thin_cuts
 
 if TYPE_CHECKING:
     from ..problem import Problem
 
 
-ASYNCHRONOUS = ("pipedream", "pipedream-2bw")
-SCHEDULES = (*ASYNCHRONOUS, "1f1b", "dapple", "gpipe")
+SCHEDULES = ("pipedream", "pipedream-2bw", "1f1b", "dapple", "gpipe")
 """Those whose stages hold what the number of stages behind them says; of several the first is taken."""
-ENDLESS = 2**62
-"""Micro-batches of a run that does not end."""
 WORK = 4e9
 """What the programmes of one plan may compare, a nanosecond or two each."""
+LONG = 200
+"""Blocks between the cuts that are left of a long chain."""
+ENTRIES = 30_000_000
+"""Stages times numbers of replicas in the tables of memory: 240 MB."""
 COARSE = 24
 """Places, or up to twice as many, that a long chain is planned over first."""
 QUICK = 1e9
 """Comparisons up to which a chain is planned over all cut points at once, where memory is no matter."""
 
-GUESSES = (1.2, 2.0, 4.0, np.inf)
+GUESSES = (1.2, 2.0, 4.0, inf)
 """Limits of the bottleneck under which a plan that fits is looked for, in what it were without memory."""
 
 
-@dataclass(frozen=True)
-class AsynchronousPlan:
-    """A pipeline that is never flushed. By stage `ends`, the number of layers before its end, and `devices`,
-    the ranks of its replicas; `seconds_per_mini_batch`: of the slowest stage or cut, by the recurrence."""
+def place_parts(parts: Sequence[NestedStage], tiers: Sequence[Tier]) -> list[tuple[int, ...]]:
+    """The ranks of every stage of devices, in order: components are taken in turn.
 
-    ends: tuple[int, ...]
-    devices: tuple[tuple[int, ...], ...]
-    seconds_per_mini_batch: float
+    A stage of an outer level on several components has its inner stages on each of them: their replicas are
+    those of all copies.
+    """
+    return list(_devices(parts, [tier.machines for tier in tiers], [0]))
+
+
+def _devices(
+    parts: Sequence[NestedStage], machines: Sequence[int], bases: Sequence[int]
+) -> Iterator[tuple[int, ...]]:
+    size, first = prod(machines[:-1]), 0
+    for part in parts:
+        copies = [base + size * (first + own) for base in bases for own in range(part.replicas)]
+        first += part.replicas
+        if part.inner:
+            yield from _devices(part.inner, machines[:-1], copies)
+        else:
+            yield tuple(copies)
+
+
+@dataclass(frozen=True, eq=False)
+class PipeDreamStages:
+    """What stages cost and how much memory they need under a configuration."""
+
+    full_space: Space
+    config: PipelineConfig
+    recurrence: Recurrence
+    use_all: bool = False
+    most_replicas: int | None = None
+    _rooms: dict[int, Floats] = field(default_factory=dict)
+
+    @cached_property
+    def space(self) -> Space:
+        """With costs past the largest measured size: a replica's share may lie within. Where memory is
+        limited, with no more cuts than there is room for tables, one for each number of replicas."""
+        space = replace(self.full_space, past_largest=True)
+        if space.limit(range(space.topology.gpus)) == inf:
+            return space
+        counts = {1}
+        for tier in list_tiers(space.topology):
+            counts = {count * machines for count in counts for machines in range(1, tier.machines + 1)}
+        most = self.most_replicas or inf
+        return thin_cuts(space, isqrt(ENTRIES // sum(count <= most for count in counts)))
 
     @property
-    def replicas(self) -> tuple[int, ...]:
-        """By stage, how many devices share it."""
-        return tuple(len(own) for own in self.devices)
+    def size(self) -> int:
+        return self.config.micro_batch_size
 
+    @cached_property
+    def table(self) -> StageTable:
+        return self.space.table(self.size)
 
-def plan_asynchronous(
-    space: Space,
-    mini_batch: int,
-    *,
-    recurrence: Recurrence = PAPER,
-    schedule: str = "pipedream",
-    recompute: Literal["never", "always"] = "never",
-    use_all: bool = False,
-) -> AsynchronousPlan | None:
-    """The plan with the highest throughput of global batches of that size, each of which updates the weights;
-    None where none fits.
+    @cached_property
+    def tiers(self) -> tuple[Tier, ...]:
+        return list_tiers(self.space.topology)
 
-    Stage i of p keeps the weight versions and holds the activations that the asynchronous schedule says
-    (PipeDream: p - i of both). Exact for the recurrence and the memory limits, up to `WORK`; fewer devices
-    are used where more are not faster, unless `use_all`.
-    """
-    gpus = space.topology.gpus
-    if not any(space.fits_someone(mini_batch, replicas) for replicas in range(1, gpus + 1)):
-        return None
-    config = PipelineConfig(schedule, recompute, ENDLESS, mini_batch)
-    stages = PipeDreamStages(space, config, recurrence, use_all)
-    solution = shortest_bottleneck(stages.instance, WORK)
-    if solution is None:
-        return None
-    return AsynchronousPlan(*stages.place(solution.parts), solution.seconds)
+    @cached_property
+    def ledger(self) -> LedgerOptions:
+        """Of the kind of device with the least memory."""
+        least = min(self.space.topology.kinds, key=lambda kind: kind.memory_bytes or inf)
+        return ledger_options(least, self.space.dtype, self.space.number_bytes, self.space.zero)
 
+    @cached_property
+    def limit(self) -> float:
+        return self.space.limit(range(self.space.topology.gpus))
 
-LONG = 200
-"""Blocks between the cuts that are left of a long chain."""
+    @cached_property
+    def modes(self) -> tuple[Recompute, ...]:
+        """How a stage may recompute, the cheapest first."""
+        return ("never", "always") if self.config.recompute == "by_stage" else (self.config.recompute,)
+
+    def place(self, parts: Sequence[NestedStage]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        """By stage, the number of layers before its end, and the ranks of its replicas."""
+        ends = tuple(self.table.cut_points[end] for part in parts for _, end, _ in part.flat())
+        return ends, tuple(place_parts(parts, self.tiers))
+
+    @cached_property
+    def instance(self) -> Instance:
+        """What the dynamic programme plans with."""
+        unlimited = self.limit == inf and self.full_space.fits_someone(self.size, 1)
+        return Instance(
+            seconds=np.where(self.space.usable, self._seconds, np.inf),
+            weights=np.asarray(self.table.stage_bytes.trainable),
+            crossing=self.table.crossing,
+            tiers=self.tiers,
+            recurrence=self.recurrence,
+            fits=None if unlimited else self._fits,
+            most_replicas=self.most_replicas,
+            use_all=self.use_all,
+            check=self.full_space.budget.check,
+        )
+
+    @cached_property
+    def _seconds(self) -> Floats:
+        """Of a global batch on the slowest kind of device; what recomputes, computes twice."""
+        topology = self.space.topology
+        firsts = {topology.device(rank): rank for rank in range(topology.gpus - 1, -1, -1)}
+        groups = [self.space.replica_group(self.size, [rank]) for rank in firsts.values()]
+        recompute = 0 if self.config.recompute in ("never", "by_stage") else 1
+        slowest: Floats = np.maximum.reduce(
+            [(1 + recompute) * group.forward + group.backward for group in groups]
+        )
+        return slowest
+
+    def in_flight(self, behind: int) -> int:
+        """Micro-batches in flight on a stage with so many behind it."""
+        own = find_schedule(self.config.schedule)
+        return int(own.in_flight(0, behind + 1, self.config.micro_batches))
+
+    def versions(self, behind: int) -> int:
+        """Weight versions of a stage with so many behind it."""
+        own = find_schedule(self.config.schedule)
+        return int(own.weight_versions(0, behind + 1, self.config.micro_batches))
+
+    def _fits(self, replicas: int, behind: int) -> Bools:
+        fitting: Bools = self.in_flight(behind) <= self._room(replicas)
+        return fitting
+
+    def _room(self, replicas: int) -> Floats:
+        """How many micro-batches each stage may hold on so many devices; negative: none. Where each has a
+        version of the weights, it counts as what the micro-batch holds."""
+        if replicas not in self._rooms:
+            room = np.full(self.table.valid.shape, -1.0)
+            if self.full_space.fits_someone(self.size, replicas):
+                for mode in self.modes:
+                    room = np.maximum(room, most_within(self.limit, self._need(replicas, mode)))
+            self._rooms[replicas] = room
+        return self._rooms[replicas]
+
+    def _need(self, replicas: int, recompute: Recompute) -> Callable[[float, Moment], Floats]:
+        """Bytes of every stage on one of its replicas, with so many micro-batches in flight."""
+        table, optimizer = self.space.table(divide_batch(self.size, replicas)), self.space.optimizer
+
+        def need(in_flight: float, moment: Moment) -> Floats:
+            versions = self.versions(int(in_flight) - 1)
+            options: LedgerOptions = {**self.ledger, "weight_versions": versions, "moment": moment}
+            return table.memory(in_flight, recompute, optimizer, replicas, **options)
+
+        return need
 
 
 @dataclass(frozen=True)
@@ -152,22 +256,7 @@ def _one_schedule(configs: Sequence[PipelineConfig]) -> list[PipelineConfig]:
 
 
 PIPEDREAM = PipeDream("pipedream", PAPER)
-
-
 PIPEDREAM_PUBLISHED = PipeDream("pipedream-published", PUBLISHED)
-
-
-class Solution(NamedTuple):
-    """The shortest bottleneck, the stages of the outermost level, and the number of cut points of the
-    tables."""
-
-    seconds: float
-    parts: tuple[NestedStage, ...]
-    places: int
-
-    def flat(self) -> list[tuple[int, int, int]]:
-        """(start, end, devices) of the stages of devices, in order."""
-        return [stage for part in self.parts for stage in part.flat()]
 
 
 def shortest_bottleneck(instance: Instance, work: float = WORK) -> Solution | None:
@@ -183,13 +272,10 @@ def shortest_bottleneck(instance: Instance, work: float = WORK) -> Solution | No
     depth, before, total = -1, 0.0, 0.0
     for count in _counts(instance):
         points = _select_points(instance, count)
-        bottleneck, depth, spent = _deep_enough(
-            instance.select_points(points), depth, best.seconds if best else np.inf
-        )
-        if bottleneck is not None:
-            best = Solution(
-                bottleneck.seconds, tuple(_renumber(part, points) for part in bottleneck.parts), len(points)
-            )
+        limit = best.seconds if best else inf
+        solution, depth, spent = _deep_enough(instance.select_points(points), depth, limit)
+        if solution is not None:
+            best = solution._replace(parts=tuple(_renumber(part, points) for part in solution.parts))
         total += spent
         if total + spent * max(spent / before if before else 1.0, 1.0) > work:
             break
@@ -197,7 +283,7 @@ def shortest_bottleneck(instance: Instance, work: float = WORK) -> Solution | No
     return best
 
 
-def _deep_enough(instance: Instance, depth: int, limit: float) -> tuple[Bottleneck | None, int, float]:
+def _deep_enough(instance: Instance, depth: int, limit: float) -> tuple[Solution | None, int, float]:
     """The plan, with the depth that it took and what was compared.
 
     Memory depends on the number of stages behind. These are counted only up to a depth (-1: memory is not
@@ -207,29 +293,28 @@ def _deep_enough(instance: Instance, depth: int, limit: float) -> tuple[Bottlene
     """
     spent, limits = 0.0, [limit]
     while True:
-        programme = Programme(
-            instance if depth >= 0 else replace(instance, fits=None), max(depth, 0), limits[0]
-        )
-        bottleneck = programme.solution()
+        relaxed = instance if depth >= 0 else replace(instance, fits=None)
+        programme = Programme(relaxed, max(depth, 0), limits[0])
+        solution = programme.solution()
         spent += programme.work
-        large = [] if bottleneck is None else _too_large(bottleneck.parts, instance)
-        if bottleneck is not None and depth < 0 and large and np.isinf(limit):
-            limits = [bottleneck.seconds * share for share in GUESSES]
-        if bottleneck is None and len(limits) > 1:
+        large = [] if solution is None else _too_large(solution, instance)
+        if solution is not None and depth < 0 and large and limit == inf:
+            limits = [solution.seconds * share for share in GUESSES]
+        if solution is None and len(limits) > 1:
             limits.pop(0)
         elif large:
             depth = 0 if depth < 0 else min(large)
         else:
-            return bottleneck, depth, spent
+            return solution, depth, spent
 
 
-def _too_large(parts: tuple[NestedStage, ...], instance: Instance) -> list[int]:
+def _too_large(solution: Solution, instance: Instance) -> list[int]:
     """The numbers of stages behind those that do not fit."""
-    fits, flat = instance.fits, [stage for part in parts for stage in part.flat()]
+    fits, stages = instance.fits, solution.flat()
     if fits is None:
         return []
-    behind = range(len(flat) - 1, -1, -1)
-    return [b for b, (i, j, devices) in zip(behind, flat, strict=True) if not fits(devices, b)[i, j]]
+    behind = range(len(stages) - 1, -1, -1)
+    return [b for b, (i, j, devices) in zip(behind, stages, strict=True) if not fits(devices, b)[i, j]]
 
 
 def _counts(instance: Instance) -> list[int]:
@@ -252,7 +337,9 @@ def _select_points(instance: Instance, count: int) -> npt.NDArray[np.int64]:
     """About so many cut points, or all: of equal shares of the seconds the cut of each that least crosses."""
     if count >= instance.last:
         return np.arange(instance.last + 1)
-    done = instance.running[1:]
+    layers = np.arange(instance.last)
+    seconds = instance.seconds[layers, layers + 1]
+    done = np.cumsum(np.where(np.isfinite(seconds), seconds, 0.0))
     share = np.floor(done[:-1] / max(float(done[-1]), 1e-300) * (count - 1))
     starts = np.flatnonzero(np.diff(share, prepend=-1.0)) + 1
     inner = [a + int(instance.crossing[a:b].argmin()) for a, b in pairwise([*starts, instance.last])]

@@ -17,72 +17,142 @@ known, which its memory depends on: tables are kept apart by that number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from .pipedream_instance import Bottleneck, Floats, Instance, NestedStage
+from ..stage_table import Floats
+from .replica_groups import Tier
 
+Bools = npt.NDArray[np.bool_]
 CALL = 5_000
 """What a call of numpy counts for in `work`, a comparison for one: a nanosecond or two."""
-BLOCK = 128
-"""Entries of rows that are compared in one call, where they are short."""
+ROWS = 16
+"""Of a table that are compared in one call."""
+
+
+class Recurrence:
+    """What a stage on so many components costs, by the seconds of one of them: at least their part of these.
+    And what crosses the cut before it. As the paper has them."""
+
+    def stage(self, seconds: Floats, weight_bytes: Floats, machines: int, bandwidth: float) -> Floats:
+        shared: Floats = np.maximum(seconds, 2 * (machines - 1) * weight_bytes / bandwidth) / machines
+        return shared
+
+    def cut(self, crossing: Floats, machines: int, bandwidth: float) -> Floats:  # noqa: ARG002 - of others
+        return 2 * crossing / bandwidth
+
+
+class _Published(Recurrence):
+    """As the authors' code has them."""
+
+    def stage(self, seconds: Floats, weight_bytes: Floats, machines: int, bandwidth: float) -> Floats:
+        return (seconds + 4 * (machines - 1) * weight_bytes / (bandwidth * machines)) / machines
+
+    def cut(self, crossing: Floats, machines: int, bandwidth: float) -> Floats:
+        return 2 * crossing / (bandwidth * machines)
+
+
+PAPER, PUBLISHED = Recurrence(), _Published()
+
+
+@dataclass(frozen=True)
+class NestedStage:
+    """A stage of one level: cut points `start` to `end` on `replicas` components, in each of them the stages
+    `inner` of the level inside (none on the innermost)."""
+
+    start: int
+    end: int
+    replicas: int
+    inner: tuple[NestedStage, ...] = ()
+
+    def flat(self, copies: int = 1) -> Iterator[tuple[int, int, int]]:
+        """(start, end, devices) of the stages of devices in it, where there are so many copies of it."""
+        if not self.inner:
+            yield self.start, self.end, copies * self.replicas
+        for part in self.inner:
+            yield from part.flat(copies * self.replicas)
 
 
 @dataclass(frozen=True, eq=False)
-class SecondsTable:
-    """(n + 1, n + 1), or (n + 1,) where all end at one place; inf where there is no plan."""
+class Instance:
+    """The problem of the dynamic programme, over n + 1 cut points; see `StageTable` for cut points and
+    matrices.
 
-    table: Floats
+    seconds, weights: (n + 1, n + 1), of one global batch on one device (inf where no stage may be), and bytes
+    whose gradients replicas exchange. crossing: (n + 1,) bytes of a global batch. tiers: from the innermost
+    level. `fits(replicas, behind)`: the stages, (n + 1, n + 1), that so many devices can hold with so many
+    stages behind; more behind never makes a stage fit. None: all. `most_replicas` of a stage of devices;
+    None: any number.
+    """
 
-    @cached_property
-    def _extent(self) -> tuple[list[int], list[int]]:
-        """By row, the first finite column and the one after the last; 0 where there is none."""
-        finite = np.isfinite(self.table)
-        lows = finite.argmax(axis=1)
-        highs = np.where(finite.any(axis=1), finite.shape[1] - finite[:, ::-1].argmax(axis=1), 0)
-        return lows.tolist(), highs.tolist()
+    seconds: Floats
+    weights: Floats
+    crossing: Floats
+    tiers: tuple[Tier, ...]
+    recurrence: Recurrence = PAPER
+    fits: Callable[[int, int], Bools] | None = None
+    most_replicas: int | None = None
+    use_all: bool = False
+    check: Callable[[], None] = lambda: None
+    """Called now and then; what it raises ends the planning."""
 
-    @cached_property
-    def reach(self) -> list[int]:
-        """By place, the column after the last that a row before it has."""
-        return [0, *accumulate(self._extent[1], max)]
+    @property
+    def last(self) -> int:
+        """The place after the last layer."""
+        return len(self.crossing) - 1
 
-    @cached_property
-    def bands(self) -> list[tuple[int, int, int, int]]:
-        """Blocks of rows (start, stop) with the columns (low, high) that hold all they have: few rows where
-        they are long."""
-        return list(_bands(*self._extent))
-
-
-def _bands(lows: list[int], highs: list[int]) -> Iterator[tuple[int, int, int, int]]:
-    start = 0
-    while start < len(lows):
-        stop, low, high = start, len(lows), 0
-        while stop < len(lows) and (stop == start or (stop - start + 1) * (highs[stop] - low) <= BLOCK):
-            if highs[stop]:
-                low, high = min(low, lows[stop]), max(high, highs[stop])
-            stop += 1
-        if high:
-            yield start, stop, low, high
-        start = stop
+    def select_points(self, points: npt.NDArray[np.int64]) -> Instance:
+        """The same with these cut points alone."""
+        own, among = self.fits, np.ix_(points, points)
+        return replace(
+            self,
+            seconds=self.seconds[among],
+            weights=self.weights[among],
+            crossing=self.crossing[points],
+            fits=None if own is None else lambda replicas, behind: own(replicas, behind)[among],
+        )
 
 
-States = dict[int, SecondsTable]
-"""Seconds by the number of stages behind the one that comes next, counted up to the depth."""
+States = dict[int, Floats]
+"""Seconds by the number of stages behind the one that comes next, counted up to the depth: (n + 1, n + 1), or
+(n + 1,) where all end at one place; inf where there is no plan."""
+
+
+class Solution(NamedTuple):
+    """The shortest bottleneck, the stages of the outermost level, and the number of cut points of the
+    tables."""
+
+    seconds: float
+    parts: tuple[NestedStage, ...]
+    places: int
+
+    def flat(self) -> list[tuple[int, int, int]]:
+        """(start, end, devices) of the stages of devices, in order."""
+        return [stage for part in self.parts for stage in part.flat()]
+
+
+class _Stand(NamedTuple):
+    """Stages of the cut points `start` to `end` on so many components, at most; `after` the last of them so
+    many stages, and counted behind the next before them, `then`."""
+
+    after: int
+    then: int
+    machines: int
+    start: int
+    end: int
 
 
 class Programme:
     """The programme that counts the stages behind up to `depth`: that many stands for more, too.
 
     Stages slower than `limit` are dropped; of those that stand side by side in so many copies, stages that
-    many times as slow, as a stage on m components takes at least the m-th part of each. Tables of long
-    chains become bands beside the diagonals. `work`: how much was compared.
+    many times as slow, as a stage on m components takes at least the m-th part of each. `work`: how much was
+    compared.
     """
 
     def __init__(self, instance: Instance, depth: int, limit: float) -> None:
@@ -91,25 +161,18 @@ class Programme:
         self._states: dict[tuple[int, int, int, tuple[int, ...]], States] = {}
         self._masks: dict[tuple[int, int], int] = {}
         self._kinds: dict[bytes, int] = {}
-        self._seconds: dict[int, SecondsTable] = {}
+        self._seconds: dict[int, Floats] = {}
 
-    def solution(self) -> Bottleneck | None:
+    def solution(self) -> Solution | None:
         """The shortest bottleneck of the whole chain and its stages; None where no plan fits the limits."""
-        top, last = len(self.at.tiers) - 1, self.at.last
-        machines = self.at.tiers[top].machines
-        tables = self.tables(top, 1, 0, last)
-        ends = {then: float(seconds.table[0]) for then, seconds in tables.led(machines).items()}
-        if not ends:
+        machines, last = self.at.tiers[-1].machines, self.at.last
+        tables = Tables(self, len(self.at.tiers) - 1, 1, 0, last)
+        ends = {then: float(seconds[0]) for then, seconds in tables.led(machines).items()}
+        then = min(ends, key=lambda b: (ends[b], b), default=None)
+        if then is None or not np.isfinite(ends[then]):
             return None
-        then = min(ends, key=lambda b: (ends[b], b))
-        if not np.isfinite(ends[then]):
-            return None
-        stand = _Stand(0, then, machines, 0, last)
-        return Bottleneck(ends[then], tuple(self._behind_a_cut(tables, stand)))
-
-    def tables(self, level: int, copies: int, behind: int, column: int | None, scale: int = 0) -> Tables:
-        """Of a level, of which `copies` stand side by side with so many stages behind; `scale`: of more."""
-        return Tables(self, level, copies, behind, column, scale or copies)
+        parts = self._behind_a_cut(tables, _Stand(0, then, machines, 0, last))
+        return Solution(ends[then], tuple(parts), last + 1)
 
     def whole(self, level: int, copies: int, behind: int) -> States:
         """A of a whole component of the level, for all stages; of level -1, a device, its seconds."""
@@ -121,76 +184,68 @@ class Programme:
         scale = copies if any(signature) else prod(tier.machines for tier in self.at.tiers[level + 1 :])
         key = (level, behind, scale, signature)
         if key not in self._states:
-            self._states[key] = self.tables(level, copies, behind, None, scale).whole()
+            tables = Tables(self, level, copies, behind, None, scale)
+            self._states[key] = self.of_use(tables.best(tables.stages, tables.tier.machines), scale)
         return self._states[key]
 
     def _device(self, replicas: int, behind: int) -> States:
-        kind = self._mask(replicas, behind)
+        kind, fits = self._mask(replicas, behind), self.at.fits
         if kind < 0:
             return {}
         if kind not in self._seconds:
-            fits = self.at.fits
             fitting = True if kind == 0 or fits is None else fits(replicas, behind)
-            self._seconds[kind] = SecondsTable(np.where(fitting, self.at.seconds, np.inf))
+            self._seconds[kind] = np.where(fitting, self.at.seconds, np.inf)
         return {min(behind + 1, self.depth): self._seconds[kind]}
 
-    def of_use(self, states: dict[int, Floats], scale: int) -> States:
+    def of_use(self, states: States, scale: int) -> States:
         """Without what is slower than the limit, or no faster than with fewer stages behind."""
         if np.isinf(self.limit) and len(states) < 2:
-            return {then: SecondsTable(own) for then, own in states.items()}
+            return states
         best: float | Floats = self.limit * scale
         useful: States = {}
         for then in sorted(states):
             self.work += 4 * states[then].size
-            own = np.where(states[then] <= best, states[then], np.inf)
-            if np.isfinite(own).any():
-                useful[then] = SecondsTable(own)
-                best = np.minimum(best, np.nextafter(own, -np.inf))
-        return useful
+            useful[then] = np.where(states[then] <= best, states[then], np.inf)
+            best = np.minimum(best, np.nextafter(useful[then], -np.inf))
+        return {then: seconds for then, seconds in useful.items() if np.isfinite(seconds).any()}
 
     # The plan that has the values
 
     def _behind_a_cut(self, tables: Tables, at: _Stand) -> list[NestedStage]:
-        """The stages of the value of `tables.led` there."""
-        value = tables.led(at.machines)[at.then].table[at.start]
-        machines = at.machines
-        while machines > 1 and not self.at.use_all and _has(tables.led(machines - 1), at, value):
+        """The stages of the value of `tables.led` there, on as few components as have it."""
+        value, machines = tables.led(at.machines)[at.then][at.start], at.machines
+        while machines > 1 and not self.at.use_all:
+            fewer = tables.led(machines - 1).get(at.then)
+            if fewer is None or fewer[at.start] != value:
+                break
             machines -= 1
-        at = at._replace(machines=machines)
-        whole = tables.leads(machines, at.after).get(at.then)
-        if whole is not None and whole.table[at.start, at.end] == value:
-            return [self._part(tables, at)]
-        return self._divide_stages(tables, at, value, charged=True)
+        return self._stages(tables, tables.leads, at._replace(machines=machines), value)
 
-    def _inside(self, level: int, copies: int, at: _Stand) -> list[NestedStage]:
-        """The stages of the value of `whole` there."""
-        tables, most = self.tables(level, copies, at.after, at.end), self.at.tiers[level].machines
-        value = self.whole(level, copies, at.after)[at.then].table[at.start, at.end]
-        for machines in range(most if self.at.use_all else 1, most + 1):
-            whole = tables.stages(machines, at.after).get(at.then)
-            if whole is not None and whole.table[at.start, at.end] == value:
+    def _stages(self, tables: Tables, firsts: FirstStages, at: _Stand, value: float) -> list[NestedStage]:
+        """The stages of the value: one, else with the most components on the first, and its earliest end."""
+        for machines in range(at.machines if self.at.use_all else 1, at.machines + 1):
+            alone = firsts(machines, at.after).get(at.then)
+            if alone is not None and alone[at.start, at.end] == value:
                 return [self._part(tables, at._replace(machines=machines))]
-        return self._divide_stages(tables, at._replace(machines=most), value, charged=False)
-
-    def _divide_stages(self, tables: Tables, at: _Stand, value: float, *, charged: bool) -> list[NestedStage]:
-        """The first stage, the cut before it `charged` or not, and the stages behind it."""
         for first in range(at.machines - 1, 0, -1):
-            rest_machines = at.machines - first
-            for between, rest in tables.led(rest_machines).items():
-                own = (tables.leads if charged else tables.stages)(first, between).get(at.then)
-                if own is None:
-                    continue
-                cuts = np.flatnonzero(np.maximum(own.table[at.start], rest.table) == value)
-                if len(cuts):
-                    cut = int(cuts[0])
+            others = at.machines - first
+            for between, rest in tables.led(others).items():
+                own = firsts(first, between).get(at.then)
+                fits = own is not None and np.maximum(own[at.start], rest) == value
+                for cut in np.flatnonzero(fits).tolist():
                     part = self._part(tables, _Stand(between, at.then, first, at.start, cut))
-                    behind = _Stand(at.after, between, rest_machines, cut, at.end)
-                    return [part, *self._behind_a_cut(tables, behind)]
+                    return [part, *self._behind_a_cut(tables, _Stand(at.after, between, others, cut, at.end))]
         raise AssertionError("a value that no plan has")
 
     def _part(self, tables: Tables, at: _Stand) -> NestedStage:
+        """A stage, with the stages inside it."""
+        if not tables.level:
+            return NestedStage(at.start, at.end, at.machines)
         level, copies = tables.level - 1, tables.copies * at.machines
-        inner = self._inside(level, copies, at) if tables.level else []
+        value = self.whole(level, copies, at.after)[at.then][at.start, at.end]
+        inside = Tables(self, level, copies, at.after, at.end, copies)
+        whole = at._replace(machines=inside.tier.machines)
+        inner = self._stages(inside, inside.stages, whole, value)
         return NestedStage(at.start, at.end, at.machines, tuple(inner))
 
     # Which memory limits are the same
@@ -217,26 +272,12 @@ class Programme:
         return tuple(self._mask(own, b) for own in sorted(replicas) for b in range(behind, self.depth + 1))
 
 
-class _Stand(NamedTuple):
-    """Stages of the cut points `start` to `end` on so many components, at most; `after` the last of them so
-    many stages, and counted behind the next before them, `then`."""
-
-    after: int
-    then: int
-    machines: int
-    start: int
-    end: int
-
-
-def _has(states: States, at: _Stand, value: float) -> bool:
-    return at.then in states and bool(states[at.then].table[at.start] == value)
-
-
 class Tables:
-    """The tables of a level with so many stages behind, filled as they are needed."""
+    """The tables of a level, of which `copies` stand side by side with so many stages behind, filled as they
+    are needed; `column`: for stages up to that place alone; `scale`: as if of so many copies."""
 
     def __init__(
-        self, programme: Programme, level: int, copies: int, behind: int, column: int | None, scale: int
+        self, programme: Programme, level: int, copies: int, behind: int, column: int | None, scale: int = 1
     ) -> None:
         self.programme, self.at, self.tier = programme, programme.at, programme.at.tiers[level]
         self.level, self.copies, self.behind, self.column, self.scale = level, copies, behind, column, scale
@@ -249,10 +290,8 @@ class Tables:
         key = (machines, behind)
         if key not in self._stages:
             inside = self.programme.whole(self.level - 1, self.copies * machines, behind)
-            tables = {
-                then: self.at.recurrence.stage(own.table, self.at.weights, machines, self.tier.bandwidth)
-                for then, own in inside.items()
-            }
+            stage, bandwidth = self.at.recurrence.stage, self.tier.bandwidth
+            tables = {then: stage(own, self.at.weights, machines, bandwidth) for then, own in inside.items()}
             self._stages[key] = self.programme.of_use(tables, self.scale)
         return self._stages[key]
 
@@ -261,69 +300,50 @@ class Tables:
         key = (machines, behind)
         if key not in self._leads:
             cut = self.at.recurrence.cut(self.at.crossing, machines, self.tier.bandwidth)[:, None]
-            own = self.stages(machines, behind)
-            tables = {then: np.maximum(stage.table, cut) for then, stage in own.items()}
+            tables = {then: np.maximum(stage, cut) for then, stage in self.stages(machines, behind).items()}
             self._leads[key] = self.programme.of_use(tables, self.scale)
         return self._leads[key]
 
     def led(self, machines: int) -> States:
         """Stages on so many components, or at most so many, with the cut before the first of them."""
         while len(self._led) <= machines:
-            self._led.append(self._next())
+            best = self.best(self.leads, len(self._led))
+            self._led.append(self.programme.of_use(best, self.scale))
         return self._led[machines]
 
-    def _next(self) -> States:
-        machines, best = len(self._led), dict[int, Floats]()
-        if not self.at.use_all:
-            best = {then: own.table for then, own in self._led[-1].items()}
-        for then, lead in self.leads(machines, self.behind).items():
-            _lower(best, then, lead.table if self.column is None else lead.table[:, self.column])
-        for first in range(1, machines):
-            for between, rest in self._led[machines - first].items():
-                for then, lead in self.leads(first, between).items():
-                    _lower(best, then, self._join_tables(lead, rest))
-        return self.programme.of_use(self._in_room(best, machines), self.scale)
+    def best(self, first_stages: FirstStages, machines: int) -> States:
+        """Of stages on so many components, or at most so many, the first of them one of these."""
+        best: States = {}
+        for first in range(1, machines + 1):
+            if first == machines or not self.at.use_all:
+                for then, stage in first_stages(first, self.behind).items():
+                    own = stage if self.column is None else stage[:, self.column]
+                    best[then] = np.minimum(own, best.get(then, np.inf))
+            for between, rest in self.led(machines - first).items():
+                for then, stage in first_stages(first, between).items():
+                    best[then] = np.minimum(self._join(stage, rest), best.get(then, np.inf))
+        return best
 
-    def _in_room(self, best: dict[int, Floats], machines: int) -> dict[int, Floats]:
-        """Of the whole chain, without what leaves too few machines for the layers before it."""
-        if self.column != self.at.last or self.level < len(self.at.tiers) - 1:
-            return best
-        devices = (self.tier.machines - machines) * prod(tier.machines for tier in self.at.tiers[:-1])
-        enough = self.at.running <= self.programme.limit * devices if devices else self.at.running <= 0
-        return {then: np.where(enough, own, np.inf) for then, own in best.items()}
-
-    def whole(self) -> States:
-        """A of all components, without the cut before them."""
-        best: dict[int, Floats] = {}
-        most = self.tier.machines
-        for first in range(1, most + 1):
-            if first == most or not self.at.use_all:
-                for then, stage in self.stages(first, self.behind).items():
-                    _lower(best, then, stage.table)
-            for between, rest in self.led(most - first).items():
-                for then, stage in self.stages(first, between).items():
-                    _lower(best, then, self._join_tables(stage, rest))
-        return self.programme.of_use(best, self.scale)
-
-    def _join_tables(self, first: SecondsTable, rest: SecondsTable) -> Floats:
+    def _join(self, first: Floats, rest: Floats) -> Floats:
         """Of a stage and what stands behind it, the slower; by the best place between."""
-        programme, behind = self.programme, rest.table
         self.at.check()
-        programme.work += CALL + 6 * first.table.size
-        if behind.ndim == 1:
-            row: Floats = np.maximum(first.table, behind).min(axis=1)
+        self.programme.work += CALL + 6 * first.size
+        if rest.ndim == 1:
+            row: Floats = np.maximum(first, rest).min(axis=1)
             return row
-        joined: Floats = np.full(behind.shape, np.inf)
-        for start, stop, low, high in first.bands:
-            end = rest.reach[high]
-            if end > low + 1:
-                programme.work += CALL + (stop - start) * (high - low) * (end - low)
-                both = np.maximum(
-                    first.table[start:stop, low:high, None], behind[None, low:high, low + 1 : end]
-                )
-                both.min(axis=1, out=joined[start:stop, low + 1 : end])
+        joined = np.full_like(rest, np.inf)
+        for start in range(0, len(first), ROWS):
+            stages = first[start : start + ROWS]
+            cuts = np.flatnonzero(stages.min(axis=0) < np.inf)
+            if len(cuts):
+                low, high = cuts[0], cuts[-1] + 1
+                behind = rest[low:high, low + 1 :]
+                end = np.flatnonzero(behind.min(axis=0) < np.inf)[-1:].sum() + 1
+                both = np.maximum(stages[:, low:high, None], behind[:, :end])
+                both.min(axis=1, out=joined[start : start + ROWS, low + 1 : low + 1 + end])
+                self.programme.work += CALL + both.size
         return joined
 
 
-def _lower(best: dict[int, Floats], then: int, values: Floats) -> None:
-    best[then] = np.minimum(best[then], values) if then in best else values
+FirstStages = Callable[[int, int], States]
+"""`Tables.stages` or `Tables.leads`."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
+from typing import NamedTuple
 
 import numpy as np
 
+from ...cost_models.topology import Topology
 from ..pipeline_config import Mode, PipelineConfig
 from ..search.replica_group import ReplicaGroupCosts
 from ..search.space import Space, with_cuts
@@ -100,6 +103,34 @@ def group_devices(gpus: int, gpus_per_node: int, most: int = MOST_GROUPS) -> int
     while gpus // each > most or (gpus_per_node % each and each % gpus_per_node):
         each += 1
     return each
+
+
+class Tier(NamedTuple):
+    """A level of bandwidth: so many components, joined by links of so many bytes per second."""
+
+    machines: int
+    bandwidth: float
+
+
+def list_tiers(topology: Topology) -> tuple[Tier, ...]:
+    """The levels from the innermost.
+
+    A level whose last group has fewer members is planned in the largest groups that all are made of: 12
+    devices in nodes of 8 as three groups of 4, joined as nodes are; 9 as single devices. The links are then
+    as slow as between nodes, or slower than they are.
+    """
+    tiers, inner, whole = list[Tier](), 1, 1
+    for level in topology.levels:
+        whole = topology.gpus if level.size is None else min(whole * level.size, topology.gpus)
+        group = gcd(whole, topology.gpus)
+        if group > inner:
+            tiers.append(Tier(group // inner, level.link.bandwidth_bytes_per_second))
+            inner = group
+        if whole == topology.gpus:
+            break
+    if not tiers:
+        tiers = [Tier(1, topology.levels[0].link.bandwidth_bytes_per_second)]
+    return tuple(tiers)
 
 
 def thin_cuts(space: Space, blocks: int) -> Space:

@@ -141,22 +141,31 @@ class ReplicaGroupCosts:
         return self._room[recompute]
 
     def _most(self, need: Callable[[float, Moment], Floats]) -> Floats:
-        """`need`: bytes with so many micro-batches held. At each moment the ledger is a line of them."""
-        most = self._most_at(need(1, "passes"), need(2, "passes"))
-        if not find_optimizer(self.optimizer).has_temporaries(self.ledger.get("precision", FLOAT32)):
-            return most
-        return np.minimum(most, self._most_at(need(1, "step"), need(2, "step")))
-
-    def _most_at(self, one: Floats, two: Floats) -> Floats:
-        """From the bytes with one micro-batch held, and with two."""
-        base, each = 2 * one - two, two - one
-        with np.errstate(divide="ignore", invalid="ignore"):
-            most = np.where(each > 0, (self.limit - base) / each, np.where(one <= self.limit, inf, -inf))
-        # A stage that fits to the byte may not be lost to rounding.
-        room: Floats = most * (1 + 1e-12)
-        return room
+        precision = self.ledger.get("precision", FLOAT32)
+        return most_within(
+            self.limit, need, temporaries=find_optimizer(self.optimizer).has_temporaries(precision)
+        )
 
     def bytes(self, in_flight: float, recompute: Recompute, moment: Moment = "any") -> Floats:
         """What each stage needs on one replica."""
         options: LedgerOptions = {**self.ledger, "moment": moment}
         return self.table.memory(in_flight, recompute, self.optimizer, self.replicas, **options)
+
+
+def most_within(limit: float, need: Callable[[float, Moment], Floats], *, temporaries: bool = True) -> Floats:
+    """How many micro-batches fit into `limit` bytes, as a fraction; negative where none does.
+
+    `need`: the bytes with so many in flight, at each moment a line; `temporaries`: of the optimizer's step.
+    """
+    most = _most_at(limit, need(1, "passes"), need(2, "passes"))
+    return np.minimum(most, _most_at(limit, need(1, "step"), need(2, "step"))) if temporaries else most
+
+
+def _most_at(limit: float, one: Floats, two: Floats) -> Floats:
+    """From the bytes with one micro-batch held, and with two."""
+    base, each = 2 * one - two, two - one
+    with np.errstate(divide="ignore", invalid="ignore"):
+        most = np.where(each > 0, (limit - base) / each, np.where(one <= limit, inf, -inf))
+    # A stage that fits to the byte may not be lost to rounding.
+    room: Floats = most * (1 + 1e-12)
+    return room

@@ -31,6 +31,11 @@ def explain(
     many `micro_batches` and that `schedule` (else the best for it): `current` of the result says why it is
     slower.
 
+    >>> import pplan
+    >>> why = pplan.explain("gpt.plan.json", "gpt.profile.json", current=[3, 3, 3])
+    >>> f"{why.current.slower:.0%} slower"
+    '45% slower'
+
     Raises UsageError (a profile of other layers, a split that cannot be), FileError.
     """
     (split,) = options_from(options, ExplainOptions, of="explain")
@@ -50,6 +55,11 @@ def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = No
     With the `profile` that the first was made from, what every named planner makes of its problem, too. Of
     the result: `rows`, and `first_slower`, the first plan's seconds a sample over those of the best of the
     others, less 1.
+
+    >>> import pplan
+    >>> table = pplan.compare("gpt.plan.json", profile="gpt.profile.json")
+    >>> [row.name for row in table.rows[:2]]
+    ['gpt.plan.json', 'best']
 
     Raises UsageError (no plan, a profile of other layers), FileError.
     """

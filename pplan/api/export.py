@@ -22,6 +22,11 @@ def export(runtime: str, plan: Plan, *, device: Literal["cuda", "cpu"] | str | N
     processors where one was profiled and no GPU was named.
     `.save(path, force=False)` writes the file.
 
+    >>> import pplan
+    >>> plan = pplan.solve("gpt.profile.json", gpus=4, mini_batch=64, runtime="torchgpipe")
+    >>> pplan.export("torchgpipe", plan).balance
+    [3, 2, 2, 2]
+
     Raises UsageError, ExportError (nothing in the plan is for this runtime).
     """
     check_is_plan(plan)

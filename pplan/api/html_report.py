@@ -58,6 +58,11 @@ def report(
     plan was made from the page has no timeline and no layers, and says so. `explanation`: what
     `pplan.explain` returns.
 
+    >>> import pplan
+    >>> page = pplan.report("gpt.plan.json", "gpt.profile.json")
+    >>> "<h1>" in page.html
+    True
+
     Raises UsageError (a profile of other layers), FileError.
     """
     document = as_plan(plan)

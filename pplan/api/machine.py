@@ -27,6 +27,11 @@ def topology(name: str | Path, *, gpus: int | None = None) -> Topology:
     `gpus` defaults to those of one machine, or of the file; more are several machines. `.device(rank)` and
     `.link(a, b)` are what costs are made of.
 
+    >>> import pplan
+    >>> machine = pplan.topology("dgx-h100", gpus=16)
+    >>> machine.device(0).name, machine.link(0, 8).bandwidth_bytes_per_second / 1e9
+    ('H100', 50.0)
+
     Raises UsageError, FileError.
     """
     return described_topology(arguments.path("name", name), arguments.optional_whole("gpus", gpus))

@@ -31,7 +31,7 @@ from ..profiler.profile_options import (
     TransformerSizes,
 )
 from .check_options import CheckKeywords, CheckOptions
-from .stage_costs import CostOptions
+from .stage_costs import CostKeywords, CostOptions
 
 
 class ProblemKeywords(MachineKeywords, PlanKeywords, total=False):
@@ -65,6 +65,26 @@ class DegreesKeywords(MachineKeywords, DegreeKeywords, total=False):
 
 class SimulateKeywords(MachineKeywords, OverrideKeywords, total=False):
     """The options of `simulate`: overrides of the plan, and of its machine."""
+
+
+class SimulateCostsKeywords(CostKeywords, total=False):
+    """The options of `simulate_costs`."""
+
+    schedule: Required[str]
+
+
+class CompareSchedulesKeywords(MachineKeywords, total=False):
+    """The options of `simulate`, where a plan is given, else those of `simulate_costs`; no schedule."""
+
+    forward_ms: float | Sequence[float] | None
+    backward_ms: float | Sequence[float] | None
+    weight_ms: float | Sequence[float] | None
+    transfer_ms: float | Sequence[float] | None
+    stages: int | None
+    micro_batches: int | None
+    virtual_stages: int | None
+    replicas: int | None
+    transfers: Literal["overlapped", "blocking", "blocking-receive", "rendezvous"] | str
 
 
 class PartitionKeywords(TypedDict, total=False):
@@ -184,6 +204,7 @@ class SweepOptions(Options):
 __all__ = [
     "CheckKeywords",
     "CheckOptions",
+    "CompareSchedulesKeywords",
     "CostOptions",
     "ExplainKeywords",
     "ExplainOptions",
@@ -208,6 +229,7 @@ __all__ = [
     "ProfileImportOptions",
     "ProfileKeywords",
     "ProfileOptions",
+    "SimulateCostsKeywords",
     "SimulateKeywords",
     "SolveKeywords",
     "SweepKeywords",

@@ -43,6 +43,12 @@ def profile(
 
     `progress` is told what is in hand; `remark` of profiles and passes that are taken, a line each.
 
+    >>> import pplan, torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+    >>> profile = pplan.profile(model, torch.zeros(4, 64), device="analytic:h100")
+    >>> [(layer.name, layer.parameter_bytes) for layer in profile.layers]
+    [('0', 16640), ('1', 0), ('2', 2080)]
+
     Raises UsageError, FileError (`calibrate`, the TOML file), ModelError, MachineError. At Ctrl-C, after a
     micro-batch size was measured, the KeyboardInterrupt holds what there is as its `profile`.
     """
@@ -87,6 +93,10 @@ def import_profile(
     also as forward_ms and so on. With one micro-batch size, costs at any other scale with the samples, and
     plans say so.
 
+    >>> import pplan
+    >>> pplan.import_profile("gpt.csv", micro_batch_size=4)
+    <Profile of gpt on unknown: 9 layers, sizes 4>
+
     Raises UsageError, FileError (the file, with the line or index).
     """
     (import_options,) = options_from(options, ProfileImportOptions, of="import_profile")
@@ -110,6 +120,12 @@ def sequential(
 
     `verify`: both are run on copies, forward and backward, and must leave the same outputs, gradients,
     buffers and random state.
+
+    >>> import pplan, torch
+    >>> model = torch.nn.TransformerEncoderLayer(d_model=16, nhead=2, batch_first=True)
+    >>> layers = pplan.sequential(model, torch.zeros(2, 5, 16))
+    >>> len(layers) > 1
+    True
 
     Raises ModelError where the model cannot be taken apart, or its layers compute something else;
     MachineError without torch.

@@ -11,7 +11,7 @@ from typing import TypeVar, Unpack
 from ..cost_models.errors import UsageError
 from ..cost_models.machines.topology_options import check_processor_seconds, make_topology
 from ..cost_models.quantities import format_seconds
-from ..cost_models.schedules import SCHEDULES, Program
+from ..cost_models.schedules import Program, find_schedule
 from ..cost_models.timeline import simulate as simulate_program
 from ..cost_models.topology import Topology
 from ..planner.layout import count_devices, read_machine
@@ -22,7 +22,14 @@ from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import profiled_device
 from .load import PlanAndProfile, as_plan, check_layers, profile_and_reference
 from .machine import own_profiles
-from .options import MachineOptions, Overrides, SimulateKeywords, options_from
+from .options import (
+    CostOptions,
+    MachineOptions,
+    Overrides,
+    SimulateCostsKeywords,
+    SimulateKeywords,
+    options_from,
+)
 from .simulated_step import SimulatedStep, as_step
 from .simulation import LONG_ENOUGH, Simulation
 from .stage_costs import StageCosts, check_size, check_steady_size
@@ -44,6 +51,10 @@ def simulate(
 
     Of the result: `step_seconds`, `bubble`, `stage_times`, `peak_in_flight`, `spans`, `transfers`, and
     `to_svg()`, `to_trace()`, `to_records()`, `to_dataframe()`.
+
+    >>> import pplan
+    >>> pplan.simulate("gpt.plan.json", "gpt.profile.json", schedule="gpipe")
+    <SimulatedStep: 3 stages, 16 micro-batches, 439 ms a step, bubble 18.4 %>
 
     Raises UsageError (numbers that the schedule, the global batch or the cuts do not allow, a profile of
     other layers), FileError.
@@ -83,16 +94,50 @@ def simulate_files(files: PlanAndProfile, overrides: Overrides, machine: Machine
     )
 
 
-def simulate_costs(costs: StageCosts, overrides: Overrides) -> Simulation:
+def simulate_costs(**options: Unpack[SimulateCostsKeywords]) -> SimulatedStep:
+    """A step of a pipeline of which only costs are known, without a model, a profile or a plan.
+
+    `forward_ms`, `backward_ms`, `weight_ms` (the gradient of the weights, for schedules that run it apart;
+    `backward_ms` is then the gradient of the input alone) and `transfer_ms`: milliseconds of a micro-batch,
+    one value or one a stage. `stages` may be left out where values are given for each.
+
+    >>> import pplan
+    >>> step = pplan.simulate_costs(
+    ...     schedule="1f1b", stages=4, micro_batches=8, forward_ms=10, backward_ms=20
+    ... )
+    >>> step
+    <SimulatedStep: 4 stages, 8 micro-batches, 330 ms a step, bubble 27.3 %>
+    >>> round(step.bubble, 4) == round((4 - 1) / (8 + 4 - 1), 4)
+    True
+
+    Of the result: as of `simulate`. Raises UsageError.
+    """
+    takes = SimulateCostsKeywords.__annotations__
+    overrides, costs = options_from(options, Overrides, CostOptions, of="simulate_costs", takes=takes)
+    return as_step(simulate_stages(read_stage_costs(costs), overrides))
+
+
+def read_stage_costs(costs: CostOptions) -> StageCosts:
+    """The costs in seconds. Raises UsageError."""
+    for name in ("forward_ms", "backward_ms"):
+        if costs.seconds(name) is None:
+            raise UsageError(f"`{name}` is missing", f"Give milliseconds, as in {name}=18.5.")
+    return StageCosts(
+        costs.seconds("forward_ms") or (),
+        costs.seconds("backward_ms") or (),
+        costs.seconds("weight_ms"),
+        costs.seconds("transfer_ms") or (0.0,),
+    )
+
+
+def simulate_stages(costs: StageCosts, overrides: Overrides) -> Simulation:
     """A step of the costs given, of which `overrides` says the schedule, the stages and the micro-batches.
 
     Raises UsageError.
     """
-    schedule, stages, micro_batches = (
-        SCHEDULES[overrides.schedule or ""],
-        overrides.stages or 1,
-        overrides.micro_batches or 1,
-    )
+    schedule = find_schedule(_required("schedule", overrides.schedule, '"1f1b"'))
+    stages = _required("stages", overrides.stages or costs.stages, "8")
+    micro_batches = _required("micro_batches", overrides.micro_batches, "32")
     chunks = overrides.virtual_stages or schedule.default_virtual_stages
     check_size(stages, micro_batches, chunks)
     if not schedule.synchronous:
@@ -105,6 +150,12 @@ def simulate_costs(costs: StageCosts, overrides: Overrides) -> Simulation:
         timeline=simulate_program(program, costs.costs(program, overrides.transfers)),
         notes=(*_notes(program, costs), *transfer_note(overrides.transfers)),
     )
+
+
+def _required(name: str, value: T | None, example: str) -> T:
+    if value is None:
+        raise UsageError(f"`{name}` is missing", f"Costs without a plan need it, as in {name}={example}.")
+    return value
 
 
 def transfer_note(transfers: str) -> list[str]:

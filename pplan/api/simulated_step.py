@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..cost_models.drawing import Drawing
 from ..cost_models.errors import MachineError
 from ..cost_models.timeline import Timeline
 from .simulation import Simulation
@@ -21,6 +22,10 @@ class SimulatedStep(Timeline):
     def to_svg(self) -> str:
         """The timeline as an SVG drawing."""
         return timeline_svg(self.simulation)
+
+    def plot(self) -> Drawing:
+        """The timeline as a drawing, which a notebook shows."""
+        return Drawing(self.simulation.title, self.to_svg())
 
     def to_trace(self) -> str:
         """The step as a Chrome trace (JSON), which https://ui.perfetto.dev opens."""

@@ -60,6 +60,12 @@ def solve(
     `profile_file` and `profile_sha256` are what the plan says of its profile (default: the name and the hash
     of the file, or the hash of the profile's JSON).
 
+    >>> import pplan
+    >>> profile = pplan.import_profile("gpt.csv", micro_batch_size=4)
+    >>> plan = pplan.solve(profile, gpus=4, memory_bytes=6 * 2**30, mini_batch=64, optimizer="adam")
+    >>> plan.balance, plan.replicas, f"{plan.prediction.gap:.0%}"
+    ([3, 2, 2, 2], [1, 1, 1, 1], '0%')
+
     Raises UsageError, FileError (the profile, the topology), InfeasibleError (no plan fits).
     """
     return _solve(profile, options, profile_file, profile_sha256)
@@ -114,6 +120,12 @@ def frontier(
     `objective` and `price`. Of the result: `points`, each with `step_seconds`, `memory_bytes`, `exact` and
     its `plan`.
 
+    >>> import pplan
+    >>> curve = pplan.frontier("gpt.profile.json", gpus=4, mini_batch=64)
+    >>> steps = [point.step_seconds for point in curve.points]
+    >>> steps == sorted(steps)
+    True
+
     Raises UsageError, FileError (the profile, the topology), InfeasibleError (no plan fits).
     """
     for name in ("objective", "price"):
@@ -155,6 +167,11 @@ def sweep(
 
     Of the result: `rows`, each with its `point`, the figures of the plan (step_seconds, memory_bytes, balance
     and so on), or the `reason` why there is none.
+
+    >>> import pplan
+    >>> table = pplan.sweep("gpt.profile.json", {"gpus": [1, 2]}, mini_batch=64, jobs=1)
+    >>> [(row.point["gpus"], f"{row.step_seconds:.2f} s") for row in table.rows]
+    [(1, '1.46 s'), (2, '0.75 s')]
 
     Raises UsageError (also the points', where none is usable), FileError, MachineError (the backend is not
     installed).

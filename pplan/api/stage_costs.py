@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict
 
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
@@ -41,9 +43,30 @@ def _milliseconds(part: str, text: str, name: str) -> float:
 def _checked_milliseconds(name: str, value: Any) -> tuple[float, ...] | None:
     if value is None:
         return None
-    return tuple(
-        arguments.number(f"{name}[{index}]", milliseconds) for index, milliseconds in enumerate(value)
-    )
+    if isinstance(value, Real | str) or not hasattr(value, "__iter__"):
+        return (_duration(name, value),)
+    return tuple(_duration(f"{name}[{index}]", milliseconds) for index, milliseconds in enumerate(value))
+
+
+def _duration(name: str, value: Any) -> float:
+    """Milliseconds. Raises UsageError."""
+    duration = arguments.number(name, value)
+    if not 0 <= duration <= MOST_MILLISECONDS:
+        raise UsageError(f"{name}={value!r}: must be 0 to {MOST_MILLISECONDS:.0f}", "Give milliseconds.")
+    return duration
+
+
+class CostKeywords(TypedDict, total=False):
+    """The fields of `CostOptions`, and the numbers of the step that they are of."""
+
+    forward_ms: Required[float | Sequence[float]]
+    backward_ms: Required[float | Sequence[float]]
+    weight_ms: float | Sequence[float] | None
+    transfer_ms: float | Sequence[float] | None
+    stages: int | None
+    micro_batches: Required[int]
+    virtual_stages: int | None
+    transfers: Literal["overlapped", "blocking", "blocking-receive", "rendezvous"] | str
 
 
 def _cost(help: str) -> Any:
@@ -84,6 +107,12 @@ class StageCosts:
     backward: tuple[float, ...]
     weight: tuple[float, ...] | None
     transfer: tuple[float, ...]
+
+    @property
+    def stages(self) -> int | None:
+        """The number of stages, where values are given for each."""
+        most = max(len(self.forward), len(self.backward), len(self.weight or ()))
+        return most if most > 1 else None
 
     def costs(self, program: Program, transfers: str = "overlapped") -> Costs:
         """The costs of a program, `transfers` as of `Costs`.

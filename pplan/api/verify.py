@@ -20,6 +20,11 @@ def verify(plan: Plan | str | Path, profile: Profile | str | Path | None = None)
     taken, beside the plan's. Of the result: `agrees`; `lines`, each with its `name`, its `state` ("ok",
     "differs" or "not checked"), what the plan `said` and what was `found`; `differing`; `to_json()`.
 
+    >>> import pplan
+    >>> report = pplan.verify("gpt.plan.json")
+    >>> report.agrees, report.differing
+    (True, [])
+
     Raises UsageError, FileError (a file that cannot be read, or is broken).
     """
     if isinstance(plan, str | Path):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ...cost_models.errors import FileError, MachineError, ModelError
+from ...cost_models.text_files import read_text
 from ..user_model.failures import first_line
 from .configuration_changes import ConfigurationChanges
 from .configuration_keys import key_names, key_value, open_keys
@@ -124,14 +125,14 @@ def _file_values(name: str) -> dict[str, Any] | None:
         path = _downloaded_before(name) or path
     file = path / "config.json" if path.is_dir() else path
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
+        values = json.loads(read_text(file, "configuration"))
+    except FileError as error:
         raise FileError(
-            f"{file}: cannot be read: {error.strerror}",
+            error.what,
             "Name a config.json or the folder that holds one, as hf:./config.json. Nothing is downloaded "
             "from a hub: take the model's config.json from there yourself.",
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FileError(
             f"{file}: is no JSON: {first_line(error)}", "Name the config.json of a model."
         ) from error

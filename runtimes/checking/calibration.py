@@ -9,7 +9,7 @@ from itertools import islice
 from statistics import median
 from typing import ClassVar
 
-from ...cost_models.document import Document, MadeBy
+from ...cost_models.document import DeviceCount, Document, MadeBy
 from ...cost_models.errors import PplanError
 from ...cost_models.schedules import PUBLISHED
 from ...profiler.link_fit import fit_link
@@ -33,7 +33,7 @@ class Calibration(Document):
 
     backend: str
     device_name: str
-    processes: int
+    processes: DeviceCount
     corrections: Corrections
     made_by: MadeBy = MadeBy()
 

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from statistics import median
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from ...cost_models.document import Document, MadeBy, Record
+from pydantic import AfterValidator, Field
+
+from ...cost_models.document import (
+    DeviceCount,
+    DeviceIndex,
+    Document,
+    LayerBound,
+    LayerIndex,
+    MadeBy,
+    MicroBatches,
+    MiniBatch,
+    Record,
+    StepSeconds,
+    TotalBytes,
+)
 from .job import CaseResult, Corrections, LinkSeconds, Losses, StageSeconds
 
 PLAN = "plan"
@@ -18,9 +32,9 @@ class CheckedStage(Record):
     """Seconds of a micro-batch: as the plan says, as measured alone before the steps (from which the step is
     predicted), and in the steps."""
 
-    first_layer: int
-    last_layer: int
-    devices: list[int]
+    first_layer: LayerIndex
+    last_layer: LayerIndex
+    devices: list[DeviceIndex]
     planned: StageSeconds
     alone: StageSeconds
     measured: StageSeconds
@@ -29,9 +43,9 @@ class CheckedStage(Record):
 class CheckedDevice(Record):
     """Bytes of a device of the pipeline; measured only on a GPU."""
 
-    device: int
-    planned_bytes: int
-    measured_bytes: int | None = None
+    device: DeviceIndex
+    planned_bytes: TotalBytes
+    measured_bytes: TotalBytes | None = None
 
 
 class CheckedCase(Record):
@@ -43,14 +57,14 @@ class CheckedCase(Record):
     """
 
     name: str
-    balance: list[int]
+    balance: list[LayerBound]
     schedule: str
-    micro_batches: int
-    micro_batch_size: int
-    planned_step_seconds: float
-    predicted_step_seconds: float
-    calibrated_step_seconds: float | None = None
-    step_seconds: list[float]
+    micro_batches: MicroBatches
+    micro_batch_size: MiniBatch
+    planned_step_seconds: StepSeconds
+    predicted_step_seconds: StepSeconds
+    calibrated_step_seconds: StepSeconds | None = None
+    step_seconds: Annotated[list[StepSeconds], Field(min_length=1)]
     stages: list[CheckedStage]
     devices: list[CheckedDevice] = []
     losses: Losses | None = None
@@ -78,6 +92,12 @@ class CheckedCase(Record):
         return None if difference is None else difference <= SAME_LOSS
 
 
+def _with_plan(cases: list[CheckedCase]) -> list[CheckedCase]:
+    if all(case.name != PLAN for case in cases):
+        raise ValueError(f"no case is named {PLAN!r}")
+    return cases
+
+
 class Check(Document):
     """A plan that was run, and the even split of as many stages beside it."""
 
@@ -90,10 +110,10 @@ class Check(Document):
     runtime: str = "torch"
     backend: str
     device_name: str
-    processes: int
+    processes: DeviceCount
     emulated: bool = False
     """Whether its stages waited instead of computing."""
-    cases: list[CheckedCase]
+    cases: Annotated[list[CheckedCase], AfterValidator(_with_plan)]
     links: LinkSeconds | None = None
     corrections: Corrections | None = None
     calibration: list[CaseResult] = []

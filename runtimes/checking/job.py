@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ...cost_models.document import Record, Seconds
-from ...cost_models.quantities import LEAST_RATE, MOST_RATE, MOST_SPEED
+from ...cost_models.document import Ratio, Record, Seconds, StepSeconds, TotalBytes
+from ...cost_models.quantities import LEAST_RATE, MOST_RATE, MOST_SECONDS, MOST_SPEED
 from ...cost_models.simulator.costs import Costs
 from ...cost_models.tied_weights import TiedSum
 from ..formats.deepspeed_export import DeepspeedExport
@@ -42,6 +42,10 @@ class ModelSpec(Record):
     code. No file holds them."""
 
 
+SignedSeconds = Annotated[float, Field(ge=-MOST_SECONDS, le=MOST_SECONDS)]
+"""Of differences of measurements, say."""
+
+
 class StageSeconds(Record):
     """Seconds of one micro-batch on one replica of a stage.
 
@@ -50,13 +54,13 @@ class StageSeconds(Record):
     `forward_launch` and `backward_launch`: the host's, where that is not the device itself.
     """
 
-    forward: float
-    backward: float
-    input: float = 0.0
-    weight: float = 0.0
-    accumulation: float = 0.0
-    forward_launch: float = 0.0
-    backward_launch: float = 0.0
+    forward: SignedSeconds
+    backward: SignedSeconds
+    input: SignedSeconds = 0.0
+    weight: SignedSeconds = 0.0
+    accumulation: SignedSeconds = 0.0
+    forward_launch: SignedSeconds = 0.0
+    backward_launch: SignedSeconds = 0.0
 
 
 class StageWaits(Record):
@@ -234,16 +238,16 @@ class CasePrediction(Record):
     """
 
     stages: list[StageSeconds]
-    step_seconds: float
-    calibrated_step_seconds: float | None = None
+    step_seconds: StepSeconds
+    calibrated_step_seconds: StepSeconds | None = None
 
 
 class RunSeconds(Record):
     """The measured times of a case: medians over the steps by stage, and `step_seconds` of every step."""
 
     stages: list[StageSeconds]
-    step_seconds: list[float]
-    peak_bytes: list[int | None] = []
+    step_seconds: list[StepSeconds]
+    peak_bytes: list[TotalBytes | None] = []
     """By device of the pipeline: the most allocated on a replica's GPU; None on the CPU."""
 
 
@@ -251,9 +255,17 @@ class Losses(Record):
     """The losses of the first steps; the plain model's are None where they cannot be compared, with the
     reason."""
 
-    pipeline: list[float]
-    plain: list[float] | None = None
+    pipeline: list[Ratio]
+    plain: list[Ratio] | None = None
     reason: str = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.plain is not None and len(self.plain) != len(self.pipeline):
+            raise ValueError(
+                f"losses of {len(self.pipeline)} steps, and of {len(self.plain)} of the plain model"
+            )
+        return self
 
     @property
     def difference(self) -> float | None:
@@ -276,8 +288,8 @@ class CaseResult(Record):
 class LinkSeconds(Record):
     """Transfers between neighbouring processes: median seconds over all pairs, by size."""
 
-    sizes: list[int]
-    seconds: list[float]
+    sizes: list[TotalBytes]
+    seconds: list[Seconds]
 
 
 class CheckMeasurements(Record):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ...cost_models.document import DeviceCount, LayerBound, LayerCount, MadeBy
+from ...cost_models.document import DeviceCount, DeviceIndex, LayerBound, LayerCount, MadeBy
 from ...cost_models.errors import ExportError
 from ...cost_models.runtime import find_runtime
 from ...planner.plan_file import Plan
@@ -42,7 +42,7 @@ class DeepspeedExport(ExportDocument):
     replicas: DeviceCount
     """Of every stage."""
     parts: Annotated[list[LayerBound], Field(min_length=2)]
-    devices: list[int]
+    devices: list[DeviceIndex]
     """By rank, as the plan numbers them."""
     config: dict[str, Any]
     granularity: str = "block"

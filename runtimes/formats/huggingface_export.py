@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from ...cost_models.document import MadeBy, MicroBatches
+from ...cost_models.document import DeviceIndex, MadeBy, MicroBatches
 from ...cost_models.errors import ExportError
 from ...cost_models.runtime import find_runtime
 from ...planner.plan_file import Plan
@@ -24,7 +24,7 @@ class HuggingfaceExport(ExportDocument):
     runtime: Literal["huggingface"]
     micro_batches: MicroBatches
     """To be run one after another, their gradients added up."""
-    device_map: dict[str, int | Literal["cpu"]]
+    device_map: dict[str, DeviceIndex | Literal["cpu"]]
 
 
 def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[HuggingfaceExport, str | None]:

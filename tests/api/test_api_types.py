@@ -44,6 +44,7 @@ from pplan.api.options import (
     list_declarations,
 )
 from pplan.api.solve import MODELS
+from pplan.api.stage_costs import CostKeywords
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 
@@ -153,11 +154,18 @@ def wrong(annotation: str) -> Iterator[Any]:
 
 
 def call(name: str, argument: str, value: Any, profile: Profile, plan: Plan) -> None:
+    costs: dict[str, Any] = {"stages": 2, "micro_batches": 4, "forward_ms": 1, "backward_ms": 1}
+    of_plan = {"plan": plan, "profile": profile}
     given: dict[str, dict[str, Any]] = {
         "solve": {"profile": profile, "gpus": 2, "mini_batch": 16},
         "frontier": {"profile": profile, "gpus": 2, "mini_batch": 16, "points": 1},
         "sweep": {"profile": profile, "grid": {"use_all": [True, False]}, "mini_batch": 16, "gpus": 2},
         "simulate": {"plan": plan, "profile": profile},
+        "simulate_costs": {"schedule": "1f1b", **costs},
+        "compare_schedules": {
+            "schedules": ["1f1b"],
+            **(costs if argument in CostKeywords.__annotations__ else of_plan),
+        },
         "explain": {"plan": plan, "profile": profile},
         "check": {"plan": plan, "profile": profile},
         "verify": {"plan": plan, "profile": profile},

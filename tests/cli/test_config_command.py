@@ -20,6 +20,7 @@ def saved(here: Path, profile: Profile) -> Path:
     return here
 
 
+@pytest.mark.slow
 def test_a_files_defaults_count_where_nothing_is_typed(run: Run, saved: Path) -> None:
     (saved / "pyproject.toml").write_text(
         '[tool.pplan.solve]\ngpus = 2\nmini-batch = 16\nschedule = "gpipe"\n'
@@ -49,6 +50,8 @@ def test_without_a_file_there_are_none(run: Run) -> None:
         ("[solv]\ngpus = 2\n", "[solv]: there is no such verb", "Did you mean solve?"),
         ("gpus = 2\n", "gpus stands outside of a verb's table", "Put it below [solve]"),
         ("[solve\n", "cannot be read", "Mend it"),
+        ("a = " + "[" * 10**5, "cannot be read: nested too deep", "Mend it"),
+        ("a = " + "9" * 5000, "cannot be read: Exceeds the limit", "Mend it"),
         ('[profile]\ninput-like = "evil:run"\n', "input-like is not taken from a file", "command line"),
         ('[check]\nmodel = "evil:run"\n', "model is not taken from a file", "command line"),
         ('[solve]\noutput = "x"\n', "output is not taken from a file", "command line"),
@@ -61,6 +64,12 @@ def test_what_a_file_may_not_say(run: Run, saved: Path, text: str, what: str, hi
     assert "pplan.toml" in ran.lines[0]
     assert what in ran.lines[0]
     assert hint in ran.lines[1]
+
+
+@pytest.mark.parametrize("text", ['tool = "x"', "tool = [1]", "a = " + "[" * 10**5, "a = " + "9" * 5000])
+def test_another_tools_file_is_left_to_it(run: Run, here: Path, text: str) -> None:
+    (here / "pyproject.toml").write_text(text)
+    assert run("config").out.startswith("No defaults")
 
 
 def test_a_wrong_value_is_refused_by_its_option(run: Run, saved: Path) -> None:

@@ -234,7 +234,7 @@ def test_costs_need_these(run: Run, missing: str) -> None:
     at = words.index(f"--{missing}")
     ran = run("simulate", *words[:at], *words[at + 2 :])
     assert ran.status == 2
-    assert ran.lines[0] == f"pplan: simulate: missing option '--{missing}'"
+    assert ran.lines[0] == f"pplan: --{missing} is missing"
     assert f"--{missing} " in ran.lines[1]
 
 

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
+from pplan.cost_models import text_files
 from pplan.cost_models.document import Document, MadeBy
-from pplan.cost_models.text_files import add_hash, add_line_hash, escape_text, is_unchanged, matches_fields
+from pplan.cost_models.errors import FileError
+from pplan.cost_models.text_files import (
+    add_hash,
+    add_line_hash,
+    escape_text,
+    is_unchanged,
+    matches_fields,
+    parse_toml,
+    read_bytes,
+    read_text,
+)
 
 
 class Note(Document):
@@ -70,3 +82,33 @@ def test_no_character_that_a_terminal_obeys_is_left() -> None:
     assert text.endswith('\u00e9\U0001f600"}\n\t')
     assert not any(character in text for character in steering)
     assert json.loads(text)["a"].startswith(steering)
+
+
+def test_what_never_ends_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A named pipe without a writer would block, a device would fill the memory."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(FileError, match="is no regular file, so not a profile file"):
+            read_bytes(path, "profile")
+    monkeypatch.setattr(text_files, "MOST_FILE_BYTES", 2**20)
+    (tmp_path / "large").write_bytes(b"a" * 2**20)
+    assert len(read_bytes(tmp_path / "large", "profile")) == 2**20
+    (tmp_path / "large").write_bytes(b"a" * (2**20 + 1))
+    with pytest.raises(FileError, match="more than 1 MiB"):
+        read_bytes(tmp_path / "large", "profile")
+
+
+def test_a_pipe_of_the_shell_is_read() -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"a text")
+    os.close(writing)
+    try:
+        assert read_text(Path(f"/dev/fd/{reading}"), "profile") == "a text"
+    finally:
+        os.close(reading)
+
+
+@pytest.mark.parametrize("text", ["a = " + "[" * 10**5, "a = " + "9" * 5000, "a", "a = 1\na = 2"])
+def test_toml_that_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match=r"too deep|Exceeds|Expected|Cannot overwrite"):
+        parse_toml(text)

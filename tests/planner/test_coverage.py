@@ -99,6 +99,7 @@ class TestTheReadmesExample:
         assert "consecutive devices in rank order" in plan.prediction.bound_covers
         assert "interleaved" not in plan.prediction.bound_covers
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("options", "schedule", "seconds"),
         [({"schedule": "zb-h1"}, "zb-h1", 0.4073), ({"runtime": "torch"}, "dualpipe-v", 0.3992)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pplan.cost_models.option_fields import list_declarations
+from pplan.cost_models.text_files import add_hash
 from pplan.profiler import profile_cache
 from pplan.profiler.measure import profile_model
 from pplan.profiler.models import from_module
@@ -173,6 +175,27 @@ def test_a_damaged_entry_is_replaced(own_cache: Path, content: bytes) -> None:
     profile, said = kept()
     assert not said
     assert Profile.load(file) == profile
+
+
+def test_a_poisoned_entry_is_not_taken(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that was edited since it was written, nor one that another user wrote."""
+    kept()
+    (file,) = own_cache.iterdir()
+    edited = file.read_text().replace('"forward_seconds": ', '"forward_seconds": 9')
+    file.write_text(edited)
+    assert not is_hit(kept()[1])
+    write_with_hash(file, edited)
+    assert is_hit(kept()[1])
+    monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
+    monkeypatch.setattr(profile_cache, "SUPERUSER", -1)
+    assert not is_hit(kept()[1])
+
+
+def write_with_hash(file: Path, text: str) -> None:
+    """As one that pplan wrote."""
+    content = json.loads(text)
+    del content["made_by"]["content_sha256"]
+    file.write_text(add_hash(json.dumps(content, indent=1)))
 
 
 def test_nothing_is_kept_unless_asked_for_nor_on_meta(own_cache: Path) -> None:
@@ -408,6 +431,6 @@ def test_a_profile_whose_layers_miss_the_model_is_measured_again(
     assert (said, whole.whole[0].closing_ratio) == ([], 1.0)
     # One that an earlier version kept is not taken either.
     (file,) = own_cache.glob("*.profile.json")
-    file.write_text(file.read_text().replace('"closing_ratio": 1.0', '"closing_ratio": 0.67'))
+    write_with_hash(file, file.read_text().replace('"closing_ratio": 1.0', '"closing_ratio": 0.67'))
     assert not is_hit(kept(layers, clock=clock)[1])
     assert is_hit(kept(layers, clock=clock)[1])

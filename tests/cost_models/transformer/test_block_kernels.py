@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from pplan.cost_models.transformer.block_kernels import Tokens, block_work, embedding_work, head_work
+from pplan.cost_models.transformer.block_kernels import block_work, embedding_work, head_work
 from pplan.cost_models.transformer.configuration import transformer_shape
 from pplan.cost_models.transformer.kernel_table import AttentionKernel, Collective, GroupedMatmul, Matmul
+from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees, padded_vocabulary
 from pplan.cost_models.transformer.transformer_shape import TransformerShape
 

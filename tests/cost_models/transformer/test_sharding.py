@@ -9,9 +9,9 @@ import pytest
 
 from pplan.cost_models.hardware import Device, Link
 from pplan.cost_models.topology import two_level_topology
-from pplan.cost_models.transformer.block_kernels import Tokens
 from pplan.cost_models.transformer.configuration import transformer_shape
 from pplan.cost_models.transformer.layer_table import LayerTable
+from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.rank_costs import DeviceLimits, RankCosts, TopologyLinks
 from pplan.cost_models.transformer.training_setting import TrainingSetting

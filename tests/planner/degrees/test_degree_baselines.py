@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 import pplan
-from pplan.cost_models.transformer.block_kernels import Tokens
+from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.training_setting import TrainingSetting
 from pplan.cost_models.transformer.training_step import estimate_step
@@ -44,6 +44,7 @@ def test_the_grid_is_the_fastest_of_its_trials() -> None:
             assert baseline.plan.estimate.peak_bytes <= answer.limit_bytes
 
 
+@pytest.mark.slow
 def test_megatrons_rule_adds_stages_where_a_node_is_too_small() -> None:
     """70 billion parameters need more than eight devices of 40 GiB; 6 billion do not."""
     large = {**MODEL, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}

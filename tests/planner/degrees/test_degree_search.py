@@ -12,8 +12,8 @@ import pytest
 from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.hardware import Device, Link
 from pplan.cost_models.topology import two_level_topology
-from pplan.cost_models.transformer.block_kernels import Tokens
 from pplan.cost_models.transformer.layer_table import LayerTable
+from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.rank_costs import DeviceLimits, Overheads, RankCosts, TopologyLinks
 from pplan.cost_models.transformer.training_setting import TrainingSetting
@@ -75,7 +75,10 @@ def random_table(random: Random) -> LayerTable:
     data = random.choice((1, 2))
     expert = random.choice((1, data)) if any(shape.routed) else 1
     zero = random.choice((0, 1, 2, 3) if stages == 1 else (0, 1))
-    degrees = ParallelDegrees(random.choice((1, 2)), 1, expert, stages, data, zero)
+    context = 2 if expert == data and random.random() < 0.3 else 1
+    degrees = ParallelDegrees(
+        random.choice((1, 2)), context, expert, stages, data, zero, ring=context > 1 and random.random() < 0.5
+    )
     many = random.randint(1, 8)
     recompute, again = random.choice(MODES), None
     if recompute == "partial":

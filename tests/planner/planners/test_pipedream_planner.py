@@ -13,16 +13,12 @@ from pplan.cost_models.layer import Chain, list_cut_points
 from pplan.cost_models.memory import ledger, stage_bytes, total
 from pplan.cost_models.runtime import find_runtime
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
+from pplan.planner.objectives.throughput import plan_asynchronous
 from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
-from pplan.planner.planners import pipedream_instance, pipedream_planner
-from pplan.planner.planners.pipedream_instance import (
-    PAPER,
-    NestedStage,
-    PipeDreamStages,
-    list_tiers,
-    place_parts,
-)
-from pplan.planner.planners.pipedream_planner import plan_asynchronous
+from pplan.planner.planners import pipedream_planner
+from pplan.planner.planners.pipedream_planner import PipeDreamStages, place_parts
+from pplan.planner.planners.pipedream_programme import PAPER, NestedStage
+from pplan.planner.planners.replica_groups import list_tiers
 from pplan.planner.search.space import Space
 
 if TYPE_CHECKING:
@@ -142,7 +138,7 @@ def test_many_cuts_are_thinned(
     make_chain: MakeChain, make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To 10 blocks of the 40 layers: tables for 4 numbers of replicas of 10 x 10 entries."""
-    monkeypatch.setattr(pipedream_instance, "ENTRIES", 4 * 100)
+    monkeypatch.setattr(pipedream_planner, "ENTRIES", 4 * 100)
     chain, topology = make_chain(0, 40, cuts=1.0), make_topology(4, memory=10**6)
     stages = PipeDreamStages(Space(chain, topology, "sgd"), PipelineConfig("pipedream", "never", 8, 4), PAPER)
     assert stages.table.blocks == 10

@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.planner.planners.pipedream_instance import (
+from pplan.planner.planners.pipedream_planner import shortest_bottleneck
+from pplan.planner.planners.pipedream_programme import (
     PAPER,
     PUBLISHED,
     Bools,
-    Floats,
     Instance,
     NestedStage,
     Recurrence,
-    Tier,
+    Solution,
 )
-from pplan.planner.planners.pipedream_planner import Solution, shortest_bottleneck
+from pplan.planner.planners.replica_groups import Tier
+from pplan.planner.stage_table import Floats
 
 Parts = tuple[NestedStage, ...]
 

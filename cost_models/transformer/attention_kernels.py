@@ -1,0 +1,159 @@
+"""The kernels of attention on one device: of grouped queries or latent keys, heads and sequence shared."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .kernel_table import AttentionKernel, Collective, Kernel, MemoryPass, RingAttention
+from .layer_work import NUMBER, LayerWork, Tokens, gather_and_scatter, linear
+from .parallel_degrees import ParallelDegrees
+from .transformer_shape import TransformerShape
+
+
+def attention_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
+    inner = (
+        _latent_attention(shape, degrees, tokens)
+        if shape.attention.is_latent
+        else _grouped_attention(shape, degrees, tokens)
+    )
+    residual = NUMBER * tokens.on(degrees) * shape.hidden / degrees.tensor
+    # Norm and residual sum. Saved: the input and the norm's output.
+    return LayerWork(
+        (MemoryPass(2 * residual), *inner.forward, MemoryPass(3 * residual)),
+        (*inner.backward, MemoryPass(3 * residual), MemoryPass(3 * residual)),
+        2 * residual + inner.saved,
+        inner.workspace + 2 * residual,
+        attention=inner.attention,
+        attention_saved=inner.attention_saved,
+    )
+
+
+class _SharedAttention(NamedTuple):
+    """The kernels of attention itself on one device, and the bytes besides that it needs while it runs."""
+
+    forward: list[Kernel]
+    backward: list[Kernel]
+    workspace: float = 0.0
+
+
+def _share_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> _SharedAttention:
+    """Attention with a share of the heads, among the devices that share the sequence."""
+    if degrees.ring and degrees.context > 1:
+        return _ring_attention(shape, degrees, tokens)
+    attention = shape.attention
+    heads, shared = attention.heads // degrees.tensor, attention.key_value_heads // degrees.tensor
+    exchange: list[Kernel] = []
+    if degrees.context > 1:
+        queries, values = heads * attention.head_width, heads * attention.value_width
+        keys = shared * (attention.head_width + attention.value_width)
+        count = NUMBER * tokens.on(degrees)
+        exchange = [Collective("all_to_all", count * size, "context") for size in (queries, keys, values)]
+    forward, backward = (
+        _attention_kernel(shape, tokens.sequence, tokens, degrees.tensor * degrees.context, part)
+        for part in (False, True)
+    )
+    return _SharedAttention([*exchange, forward], [*exchange, backward])
+
+
+def _ring_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> _SharedAttention:
+    """Keys and values go round (Liu et al., "Ring Attention with Blockwise Transformers", ICLR 2024): each of
+    c devices keeps its queries, and attends in c steps to the keys of every device, while those of the next
+    step arrive.
+
+    Of causal attention a device has a piece of the sequence's first half and the mirrored piece of its last,
+    so that every step of every device is half of the square of its tokens (as Transformer Engine and torch
+    balance it). Backward sends the gradients of keys and values along, and one time more, to their owner.
+    As Transformer Engine keeps them, forward's workspace holds the keys, values and results of all steps.
+    """
+    attention, steps = shape.attention, degrees.context
+    count = NUMBER * tokens.on(degrees) / degrees.tensor
+    keys = count * attention.key_value_heads * (attention.head_width + attention.value_width)
+    result = count * attention.heads * attention.value_width
+    kernels = [
+        _attention_kernel(shape, tokens.sequence // steps, tokens, degrees.tensor, part)
+        for part in (False, True)
+    ]
+    # Each result is added to those of the steps before, each gradient to that which came round.
+    forward: list[Kernel] = [RingAttention(kernels[0], steps, keys), *[MemoryPass(3 * result)] * (steps - 1)]
+    backward: list[Kernel] = [
+        RingAttention(kernels[1], steps, 2 * keys),
+        *[MemoryPass(3 * (keys + result))] * (steps - 1),
+        Collective("ring", keys, "context"),
+    ]
+    return _SharedAttention(forward, backward, max(steps * (keys + result), 4 * keys))
+
+
+def _attention_kernel(
+    shape: TransformerShape, sequence: int, tokens: Tokens, sharers: int, backward: bool
+) -> AttentionKernel:
+    """Of so many tokens of each sample, with the share of the heads of one of `sharers` devices."""
+    own = shape.attention
+    heads, shared = own.heads // sharers, own.key_value_heads // sharers
+    return AttentionKernel(
+        sequence, heads, shared, own.head_width, own.value_width, backward, tokens.samples, own.causal
+    )
+
+
+def _grouped_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
+    """One projection to queries, keys and values; saved: these after the rotary positions, and the result."""
+    attention, count, tensor = shape.attention, tokens.on(degrees), degrees.tensor
+    whole = NUMBER * count * shape.hidden
+    project = linear(count, shape.hidden, attention.fused_size // tensor)
+    output = linear(count, attention.heads * attention.value_width // tensor, shape.hidden)
+    forward, backward, workspace = _share_attention(shape, degrees, tokens)
+    turned = NUMBER * count * (attention.heads + attention.key_value_heads) * attention.head_width / tensor
+    rotary = MemoryPass(2 * turned)
+    fused = NUMBER * count * attention.fused_size / tensor
+    result = NUMBER * count * attention.heads * attention.value_width / tensor
+    statistics = 4.0 * count * attention.heads / tensor
+    gather, scatter = gather_and_scatter(whole, degrees)
+    return LayerWork(
+        (*gather, project[0], rotary, *forward, output[0], *scatter),
+        (*gather, *output[1:], *backward, rotary, *gather, *project[1:], *scatter),
+        fused + result + statistics,
+        2 * fused + workspace,
+        attention=tuple(forward),
+        attention_saved=statistics,
+    )
+
+
+def _latent_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
+    """Two projections down, which each device computes for its own tokens, a norm of each, two up."""
+    attention, count, tensor = shape.attention, tokens.on(degrees), degrees.tensor
+    own, hidden = count // tensor, shape.hidden
+    down_sizes = [attention.latent_queries, attention.latent_keys + attention.rotary_width]
+    query_size = attention.query_size // tensor
+    products = [linear(own, hidden, size) for size in down_sizes if size]
+    gathered = [NUMBER * count * size for size in down_sizes if size]
+    products.append(linear(count, attention.latent_queries or hidden, query_size))
+    products.append(linear(count, attention.latent_keys, attention.key_value_up_size // tensor))
+    output = linear(count, attention.heads * attention.value_width // tensor, hidden)
+    forward, backward, workspace = _share_attention(shape, degrees, tokens)
+
+    queries = NUMBER * count * query_size
+    up = NUMBER * count * attention.key_value_up_size / tensor
+    values = NUMBER * count * attention.heads * attention.value_width / tensor
+    latent = sum(gathered) / tensor
+    statistics = 4.0 * count * attention.heads / tensor
+    # Queries are turned, keys put together of both parts, values copied.
+    shuffle = (MemoryPass(2 * latent), MemoryPass(2 * queries), MemoryPass(up + queries + 2 * values))
+    latents = [gather_and_scatter(bytes, degrees) for bytes in gathered]
+    spread = [kernel for gather, _ in latents for kernel in gather]
+    gather = [kernel for _, scatter in latents for kernel in scatter]
+    whole = NUMBER * count * hidden
+    back, scatter = gather_and_scatter(whole, degrees)
+    return LayerWork(
+        (*(product[0] for product in products), *spread, *shuffle, *forward, output[0], *scatter),
+        (
+            *back,
+            *output[1:],
+            *backward,
+            *shuffle,
+            *gather,
+            *(part for product in products for part in product[1:]),
+        ),
+        2 * latent + 2 * queries + 2 * values + statistics,
+        2 * queries + values + workspace,
+        attention=tuple(forward),
+        attention_saved=statistics,
+    )

@@ -1,0 +1,70 @@
+"""The kernels of a layer on one device; those that every layer has: linear products, and the collectives of
+tensor parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .kernel_table import Collective, Kernel, Matmul
+from .parallel_degrees import ParallelDegrees
+
+NUMBER = 2
+"""Bytes of a bfloat16."""
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """Of one layer on one device, for one micro-batch: kernels of forward and backward, bytes that it saves
+    for backward, and bytes besides at its peak, while backward runs.
+
+    `attention`: of the forward those kernels that selective recomputation runs again, from queries, keys and
+    values to the result; `attention_saved`: what need not be kept then."""
+
+    forward: tuple[Kernel, ...]
+    backward: tuple[Kernel, ...]
+    saved: float
+    workspace: float
+    exchanges_tokens: bool = False
+    """Whether the host waits for how many tokens each expert takes."""
+    attention: tuple[Kernel, ...] = ()
+    attention_saved: float = 0.0
+
+    def __add__(self, other: LayerWork) -> LayerWork:
+        return LayerWork(
+            self.forward + other.forward,
+            other.backward + self.backward,
+            self.saved + other.saved,
+            max(self.workspace, other.workspace),
+            self.exchanges_tokens or other.exchanges_tokens,
+            self.attention + other.attention,
+            self.attention_saved + other.attention_saved,
+        )
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of one micro-batch: `sequence` tokens of each of `samples`."""
+
+    sequence: int
+    samples: int = 1
+
+    def on(self, degrees: ParallelDegrees) -> int:
+        """Those for which a device computes products: its share of the context."""
+        return self.sequence * self.samples // degrees.context
+
+
+def linear(tokens: int, inputs: int, outputs: int) -> tuple[Matmul, Matmul, Matmul]:
+    """The product of forward, and those of the gradients of its input and of its weight."""
+    return (
+        Matmul(tokens, inputs, outputs, "TN"),
+        Matmul(tokens, outputs, inputs, "NN"),
+        Matmul(outputs, tokens, inputs, "NT"),
+    )
+
+
+def gather_and_scatter(bytes: float, degrees: ParallelDegrees) -> tuple[list[Kernel], list[Kernel]]:
+    """Of a whole tensor: the all-gather before a column-parallel product, and the reduce-scatter behind a
+    row-parallel one."""
+    if degrees.tensor == 1:
+        return [], []
+    return [Collective("all_gather", bytes, "tensor")], [Collective("reduce_scatter", bytes, "tensor")]

@@ -1,0 +1,190 @@
+"""Schedules side by side, on a plan's layers or on costs alone, and the list of those that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Unpack
+
+from ..cost_models.drawing import Bar, Drawing, Panel, draw_bars
+from ..cost_models.errors import UsageError, short_repr
+from ..cost_models.number_format import compare_steps, html_table, percent
+from ..cost_models.quantities import format_bytes, format_seconds
+from ..cost_models.schedules import SCHEDULES, Schedule
+from ..cost_models.schedules.registration import schedule_word
+from ..planner.plan_file import Plan
+from ..profiler.profile_file import Profile
+from .options import CompareSchedulesKeywords, SimulateKeywords
+from .simulate import simulate, simulate_costs
+from .simulated_step import SimulatedStep
+from .stage_costs import CostKeywords
+
+
+class ScheduleList(dict[str, Schedule]):
+    """Schedules by their names; a notebook shows them as a table."""
+
+    def _repr_html_(self) -> str:
+        rows = [(own.name, own.bubble, own.in_flight_formula, own.source) for own in self.values()]
+        return html_table("Schedules", ("name", "bubble", "micro-batches in flight", "source"), rows)
+
+
+def schedules() -> ScheduleList:
+    """The schedules that pplan simulates, by name, those of papers first and then those that you registered.
+
+    >>> import pplan
+    >>> schedule = pplan.schedules()["zb-h1"]
+    >>> schedule.needs
+    'input and weight gradients computed apart'
+    >>> len(schedule.program(stages=4, micro_batches=8).actions)
+    4
+    """
+    return ScheduleList(SCHEDULES)
+
+
+@dataclass(frozen=True)
+class ScheduleRow:
+    """A schedule in a comparison; where it cannot run these numbers, `reason` says why.
+
+    `seconds`: of all micro-batches; of an asynchronous schedule, in the steady state. `bubble`: the share of
+    these in which the devices are idle, in the mean. `in_flight`: micro-batches on the device that holds
+    most. Of a plan, `memory_bytes`: of the device that needs most; `fits`: whether all devices hold theirs.
+    """
+
+    schedule: str
+    seconds: float | None = None
+    bubble: float | None = None
+    in_flight: float | None = None
+    memory_bytes: int | None = None
+    fits: bool | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class ScheduleComparison:
+    """`rows`, the fastest first and those that cannot run last, and the `steps` by the schedules' names."""
+
+    rows: tuple[ScheduleRow, ...]
+    steps: dict[str, SimulatedStep]
+
+    def __repr__(self) -> str:
+        first = self.rows[0]
+        seconds = format_seconds(first.seconds or 0.0)
+        return f"<ScheduleComparison of {len(self.rows)}: {first.schedule} is the fastest, {seconds}>"
+
+    def _repr_html_(self) -> str:
+        """Of a notebook."""
+        headings = ("schedule", "step", "vs. the first", "bubble", "in flight", "most memory")
+        return html_table("Schedules", headings, map(self._cells, self.rows))
+
+    def _cells(self, row: ScheduleRow) -> list[str]:
+        if row.seconds is None:
+            return [row.schedule, "-", row.reason, "-", "-", "-"]
+        return [
+            row.schedule,
+            format_seconds(row.seconds),
+            compare_steps(row.seconds, self.rows[0].seconds or 0.0),
+            percent(row.bubble or 0.0),
+            f"{row.in_flight:g}",
+            _memory_words(row),
+        ]
+
+    def plot(self) -> Drawing:
+        """The steps as bars: computing, in the mean of the devices, and idle."""
+        bars = []
+        for row in self.rows:
+            if row.seconds is not None and row.bubble is not None:
+                idle = row.bubble * row.seconds
+                words = f"{format_seconds(row.seconds)}, bubble {percent(row.bubble)}"
+                bars.append(Bar(row.schedule, (("computing", row.seconds - idle), ("idle", idle)), words))
+        return draw_bars("Schedules side by side", [Panel("Seconds of all micro-batches", bars)])
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """The rows, for a table of another library: `pandas.DataFrame(comparison.to_records())`."""
+        return [vars(row) for row in self.rows]
+
+
+def _memory_words(row: ScheduleRow) -> str:
+    if row.memory_bytes is None:
+        return "-"
+    return format_bytes(row.memory_bytes) + ("" if row.fits else ", does not fit")
+
+
+def compare_schedules(
+    schedules: Sequence[str] = (),
+    plan: Plan | str | Path | None = None,
+    profile: Profile | str | Path | None = None,
+    **options: Unpack[CompareSchedulesKeywords],
+) -> ScheduleComparison:
+    """The `schedules` (none named: all), simulated with the same costs, the fastest first.
+
+    Of a `plan` with the `profile` that it was made from, on its cuts: the `options` are those of `simulate`.
+    Without a plan, of costs: the `options` are those of `simulate_costs`.
+
+    >>> import pplan
+    >>> comparison = pplan.compare_schedules(
+    ...     ["gpipe", "1f1b", "zb-h1"], stages=4, micro_batches=8, forward_ms=10, backward_ms=10, weight_ms=10
+    ... )
+    >>> [(row.schedule, round(row.seconds, 3), row.in_flight) for row in comparison.rows]
+    [('zb-h1', 0.27, 4), ('gpipe', 0.33, 8), ('1f1b', 0.33, 4)]
+
+    Of the result: `rows`, `steps`, `plot()`, `to_records()`. Raises UsageError (also where no schedule can
+    run), FileError.
+    """
+    if isinstance(schedules, str) or not hasattr(schedules, "__iter__"):
+        raise UsageError(
+            f"schedules={short_repr(schedules)}: is no list of names but of type {type(schedules).__name__}",
+            'For example: ["1f1b", "zb-h1"].',
+        )
+    names = [schedule_word(f"schedules[{index}]", name, ()) for index, name in enumerate(schedules)]
+    step = _simulator(plan, profile, dict(options))
+    steps: dict[str, SimulatedStep] = {}
+    rows, errors = [], []
+    for name in dict.fromkeys(names or SCHEDULES):
+        try:
+            steps[name] = step(name)
+            rows.append(_row(name, steps[name]))
+        except UsageError as error:
+            errors.append(error)
+            rows.append(ScheduleRow(name, reason=error.what))
+    if not steps:
+        raise errors[0]
+    rows.sort(key=lambda row: (row.seconds is None, row.seconds))
+    return ScheduleComparison(tuple(rows), steps)
+
+
+def _simulator(
+    plan: Plan | str | Path | None, profile: Profile | str | Path | None, options: dict[str, Any]
+) -> Callable[[str], SimulatedStep]:
+    """What simulates a schedule. Raises UsageError for options that the other way has."""
+    of_plan = plan is not None or profile is not None
+    takes = set((SimulateKeywords if of_plan else CostKeywords).__annotations__) - {"schedule"}
+    for name in options:
+        if name == "schedule":
+            raise UsageError(f"schedule={short_repr(options[name])}: one", "Give all of them in `schedules`.")
+        if name not in takes:
+            hint = "Omit it, or the plan." if of_plan else "Give a plan and its profile, or omit it."
+            raise UsageError(f"{name}={short_repr(options[name])}: {_OTHER[of_plan]}", hint)
+    if plan is None and of_plan:
+        raise UsageError("plan=None: a profile without the plan", "Give the plan, too.")
+    if plan is None:
+        return lambda name: simulate_costs(schedule=name, **options)
+    if profile is None:
+        raise UsageError("profile=None: the plan without its profile", "Give the profile of the plan, too.")
+    return lambda name: simulate(plan, profile, schedule=name, **options)
+
+
+_OTHER = {True: "is of costs without a plan", False: "is of a plan"}
+
+
+def _row(name: str, step: SimulatedStep) -> ScheduleRow:
+    simulation = step.simulation
+    seconds, bubble = simulation.mini_batch_seconds, step.bubble
+    if simulation.steady is not None:
+        seconds = simulation.steady.seconds_per_micro_batch * simulation.micro_batches
+        bubble = max(0.0, 1 - sum(step.busy_seconds) / (step.stages * seconds))
+    row = ScheduleRow(name, seconds, bubble, max(step.peak_in_flight))
+    if simulation.memory is None:
+        return row
+    fits = all(own.limit_bytes is None or own.bytes <= own.limit_bytes for own in simulation.memory)
+    return replace(row, memory_bytes=max(int(own.bytes) for own in simulation.memory), fits=fits)

@@ -1,0 +1,150 @@
+"""Schedules side by side, costs without a plan, and the drawings of plans and profiles."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from typing import Any
+
+import pytest
+
+import pplan
+from pplan.cost_models.schedules import PUBLISHED
+from pplan.planner.plan_file import Plan
+from pplan.profiler.profile_file import Profile
+
+P, M = 4, 8
+COSTS: dict[str, Any] = {
+    "stages": P,
+    "micro_batches": M,
+    "forward_ms": 10,
+    "backward_ms": 10,
+    "weight_ms": 10,
+}
+
+
+def test_steps_are_those_of_the_closed_forms() -> None:
+    """Of equal stages without transfers: 1F1B and GPipe (p-1)/(m+p-1); ZB-H1 with W = F = B a third."""
+    work = M * 0.03
+    expected = {
+        "naive": P * work,
+        "gpipe": (M + P - 1) * 0.03,
+        "1f1b": (M + P - 1) * 0.03,
+        "zb-h1": work + (P - 1) * 0.01,
+        "pipedream-2bw": work,
+    }
+    compared = pplan.compare_schedules(list(expected), **COSTS)
+    assert {row.schedule: row.seconds for row in compared.rows} == pytest.approx(expected)
+    assert {row.schedule: row.bubble for row in compared.rows} == pytest.approx(
+        {name: 1 - work / seconds for name, seconds in expected.items()}, abs=1e-9
+    )
+    assert {row.schedule: row.in_flight for row in compared.rows}["gpipe"] == M
+    seconds = [row.seconds or 0.0 for row in compared.rows]
+    assert seconds == sorted(seconds)
+    single = pplan.simulate_costs(schedule="zb-h1", **COSTS)
+    assert single.step_seconds == pytest.approx(expected["zb-h1"])
+
+
+def test_all_are_compared_and_say_why_they_cannot_run() -> None:
+    odd = pplan.compare_schedules(**{**COSTS, "stages": 3, "micro_batches": 7})
+    assert {row.schedule for row in odd.rows} == PUBLISHED == set(pplan.schedules()) & PUBLISHED
+    reasons = {row.schedule: row.reason for row in odd.rows if row.seconds is None}
+    assert "chimera" in reasons
+    assert all(reasons.values())
+    assert set(odd.steps) == PUBLISHED - set(reasons)
+
+
+def test_of_a_plan_memory_that_does_not_fit_is_said(profile: Profile) -> None:
+    made = pplan.import_plan("6,6", profile, mini_batch=16, micro_batches=16, memory_bytes=2**34)
+    compared = pplan.compare_schedules(["1f1b", "gpipe"], made, profile)
+    rows = {row.schedule: row for row in compared.rows}
+    assert rows["1f1b"].seconds == pytest.approx(pplan.simulate(made, profile, schedule="1f1b").step_seconds)
+    one, other = rows["1f1b"].memory_bytes, rows["gpipe"].memory_bytes
+    assert one is not None
+    assert other is not None
+    assert one < other
+    assert rows["gpipe"].fits
+    small = pplan.compare_schedules(["1f1b", "gpipe"], made, profile, memory_bytes=(one + other) // 2)
+    assert {row.schedule: row.fits for row in small.rows} == {"1f1b": True, "gpipe": False}
+    assert "does not fit" in small._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"schedules": "1f1b"}, "schedules='1f1b': is no list"),
+        ({"schedules": None}, "schedules=None"),
+        ({"schedules": ["1f2b"]}, "schedules[0]"),
+        ({"schedules": ["1f1b"], "schedule": "gpipe"}, "schedule='gpipe': one"),
+        ({"schedules": ["1f1b"], "gpu": "h100", **COSTS}, "gpu='h100': is of a plan"),
+        ({"schedules": ["1f1b"], **COSTS, "forward_ms": -1}, "forward_ms=-1"),
+        (
+            {"schedules": ["1f1b"], **COSTS, "forward_ms": [1, 2, 3]},
+            "forward_ms=1,2,3: 3 values for 4 stages",
+        ),
+        (
+            {"schedules": ["zb-h1"], "stages": 2, "forward_ms": 1, "backward_ms": 1},
+            "`micro_batches` is missing",
+        ),
+    ],
+)
+def test_what_cannot_be(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(pplan.UsageError) as refused:
+        pplan.compare_schedules(**options)
+    assert refused.value.what.startswith(what)
+
+
+def test_a_plan_without_its_profile_is_refused(plan: Plan, profile: Profile) -> None:
+    with pytest.raises(pplan.UsageError, match="profile=None"):
+        pplan.compare_schedules(["1f1b"], plan)
+    with pytest.raises(pplan.UsageError, match="plan=None"):
+        pplan.compare_schedules(["1f1b"], profile=profile)
+    with pytest.raises(pplan.UsageError, match="forward_ms=1: is of costs"):
+        pplan.compare_schedules(["1f1b"], plan, profile, forward_ms=1)
+
+
+def bars(svg: str, colour: str) -> list[float]:
+    """The widths of all bars of a colour, without the legend's."""
+    root = ET.fromstring(svg)
+    boxes = root.iter("{http://www.w3.org/2000/svg}rect")
+    return [float(box.get("width", "")) for box in boxes if box.get("fill") == colour][1:]
+
+
+def test_bars_are_as_long_as_what_they_stand_for(profile: Profile, plan: Plan) -> None:
+    blue, gold = "#4c8fd6", "#c49a3a"
+    for widths, values in (
+        (bars(plan.plot().svg, blue), [stage.forward_seconds for stage in plan.stages]),
+        (bars(plan.plot().svg, gold), [float(stage.memory_bytes) for stage in plan.stages]),
+        (bars(profile.plot().svg, blue), [layer.costs[-1].forward_seconds for layer in profile.layers]),
+        (bars(profile.plot().svg, gold), [float(layer.parameter_bytes) for layer in profile.layers]),
+    ):
+        assert len(widths) == len(values)
+        scale = max(widths) / max(values)
+        assert widths == pytest.approx([scale * value for value in values], abs=0.01)
+
+
+def test_hostile_names_and_many_layers_stay_a_drawing(profile: Profile) -> None:
+    layers = [
+        profile.layers[0].model_copy(update={"name": f"<script>alert({n})</script>\x00\x1b&\"'{'ü' * 90}"})
+        for n in range(300)
+    ]
+    drawing = profile.model_copy(update={"layers": layers, "edges": [], "tied": []}).plot()
+    root = ET.fromstring(drawing.svg)
+    assert not list(root.iter("{http://www.w3.org/2000/svg}script"))
+    assert "the first 200 of 300" in drawing.svg
+
+
+def test_a_drawing_shows_itself_and_is_written(profile: Profile, plan: Plan, here: Any) -> None:
+    step = pplan.simulate_costs(schedule="1f1b", **COSTS).plot()
+    compared = pplan.compare_schedules(["gpipe", "1f1b"], **COSTS)
+    for drawing in (profile.plot(), plan.plot(), step, compared.plot()):
+        assert drawing._repr_svg_() == str(drawing) == drawing.svg
+        assert repr(drawing).startswith("<Drawing: ")
+        ET.fromstring(drawing.svg)
+    step.save("step.svg")
+    with pytest.raises(pplan.FileError):
+        step.save("step.svg")
+    step.save("step.svg", force=True)
+    assert (here / "step.svg").read_text() == step.svg
+    assert "ScheduleComparison of 2" in repr(compared)
+    assert [record["schedule"] for record in compared.to_records()] == ["gpipe", "1f1b"]
+    assert "zb-h1" in pplan.schedules()._repr_html_()

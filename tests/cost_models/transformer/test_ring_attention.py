@@ -1,0 +1,109 @@
+"""Ring attention against the mask of attention, cut into pieces, and a clock that runs every device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pplan.cost_models.hardware import Device, Link
+from pplan.cost_models.topology import Topology, two_level_topology
+from pplan.cost_models.transformer.block_kernels import block_work
+from pplan.cost_models.transformer.kernel_table import AttentionKernel, Kernel, RingAttention
+from pplan.cost_models.transformer.layer_work import LayerWork, Tokens
+from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
+from pplan.cost_models.transformer.rank_costs import DeviceLimits, Overheads, RankCosts, TopologyLinks
+from pplan.cost_models.transformer.transformer_shape import AttentionShape, TransformerShape
+
+SHAPE = TransformerShape("model", 256, 1024, 512, AttentionShape(8, 2, 32, 32), (False, False))
+TOKENS = Tokens(64)
+
+
+def ring_of(kernels: tuple[Kernel, ...]) -> RingAttention:
+    return next(kernel for kernel in kernels if isinstance(kernel, RingAttention))
+
+
+def work(context: int, causal: bool = True, ring: bool = True) -> LayerWork:
+    shape = replace(SHAPE, attention=replace(SHAPE.attention, causal=causal))
+    return block_work(shape, False, ParallelDegrees(context=context, ring=ring), TOKENS)
+
+
+@pytest.mark.parametrize("context", [2, 4, 8])
+@pytest.mark.parametrize("causal", [True, False])
+def test_each_step_of_each_device_is_its_part_of_the_mask(context: int, causal: bool) -> None:
+    """Counted one by one; of the diagonal pplan counts one half, as FLOPs of causal attention are counted."""
+    tokens = np.arange(TOKENS.sequence)
+    pieces = tokens.reshape(2 * context, -1)
+    owned = [np.concatenate((pieces[rank], pieces[-1 - rank])) for rank in range(context)]
+    # Twice the number of pairs, that of a token with itself once where the mask ends there.
+    mask = 2 * (tokens[None, :] < tokens[:, None]) + np.eye(len(tokens)) if causal else np.full((64, 64), 2)
+    kernel = ring_of(work(context, causal).forward)
+    for rank in range(context):
+        for step in range(context):
+            area = mask[np.ix_(owned[rank], owned[(rank - step) % context])].sum() / 2
+            # Two products of a multiplication and an addition for each pair, head and number.
+            assert kernel.step.flops == area * 2 * 2 * 8 * 32
+    assert kernel.steps == context
+
+
+@pytest.mark.parametrize("context", [2, 4])
+def test_as_much_attention_as_with_heads_for_tokens(context: int) -> None:
+    for ring, swap in (
+        (work(context).forward, work(context, ring=False).forward),
+        (work(context).backward, work(context, ring=False).backward),
+    ):
+        other = next(kernel for kernel in swap if isinstance(kernel, AttentionKernel))
+        assert ring_of(ring).steps * ring_of(ring).step.flops == other.flops
+
+
+def clocked(topology: Topology, kernel: RingAttention, ranks: range, attention: float) -> float:
+    """When the last device has attended to all: each starts a step when it has the keys, and its neighbour
+    sends them on when it has them and the link is free."""
+    arrived, links = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0.0)
+    computed = dict.fromkeys(ranks, 0.0)
+    slowest = max(
+        topology.link(rank, after).seconds(kernel.bytes)
+        for rank, after in zip(ranks, [*ranks[1:], ranks[0]], strict=True)
+    )
+    for step in range(kernel.steps):
+        start = {rank: max(computed[rank], arrived[rank]) for rank in ranks}
+        computed = {rank: start[rank] + attention for rank in ranks}
+        if step + 1 == kernel.steps:
+            break
+        # Transfers of a step begin when the step before is done everywhere, as the kernels are launched.
+        links = {rank: max(links[rank], start[rank]) + slowest for rank in ranks}
+        arrived = {after: links[rank] for rank, after in zip(ranks, [*ranks[1:], ranks[0]], strict=True)}
+    return max(computed.values())
+
+
+@pytest.mark.parametrize(("tensor", "context"), [(1, 2), (1, 4), (2, 4), (1, 8), (4, 2)])
+@pytest.mark.parametrize("bandwidth", [1e7, 1e9, 1e11])
+def test_seconds_are_those_of_a_clock(tensor: int, context: int, bandwidth: float) -> None:
+    topology = two_level_topology(Device("GPU", None), 8, 4, Link(bandwidth, 1e-6), Link(bandwidth / 4, 5e-6))
+    costs = RankCosts(DeviceLimits(1e12, 1e11), TopologyLinks(topology), overheads=Overheads(1.0, 0.0, 0.0))
+    degrees = ParallelDegrees(tensor, context, ring=True)
+    shape = replace(SHAPE, attention=AttentionShape(8, 4, 32, 32))
+    work = block_work(shape, False, degrees, TOKENS)
+    for kernels in (work.forward, work.backward):
+        kernel = ring_of(kernels)
+        own = costs.kernel_seconds(kernel.step, degrees)
+        ranks = range(0, tensor * context, tensor)
+        assert costs.kernel_seconds(kernel, degrees) == pytest.approx(clocked(topology, kernel, ranks, own))
+
+
+def test_what_goes_round() -> None:
+    """Keys and values of the device's tokens, and with their gradients on the way back."""
+    kernel = work(4)
+    keys = 2 * (64 // 4) * 2 * (32 + 32)
+    assert ring_of(kernel.forward).bytes == keys
+    assert ring_of(kernel.backward).bytes == 2 * keys
+    assert kernel.saved == work(4, ring=False).saved
+
+
+def test_more_devices_than_heads_of_keys() -> None:
+    """2 heads of keys and values cannot be exchanged among 4 devices; they can go round."""
+    assert "2 of keys" in ParallelDegrees(context=4).problem_with(SHAPE, 64)
+    assert ParallelDegrees(context=4, ring=True).problem_with(SHAPE, 64) == ""
+    assert "2 x context" in ParallelDegrees(context=4, ring=True).problem_with(SHAPE, 68)
+    assert ParallelDegrees(2, 4, ring=True).describe() == "TP 2 x CP by ring 4"
