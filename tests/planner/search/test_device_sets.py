@@ -26,7 +26,9 @@ def unlike(rng: np.random.Generator, gpus: int, *, per_node: int | None = None, 
     """Devices each of their own speed and memory; in nodes all of one kind."""
     alone = (Level("node", None, Link(float(rng.uniform(3, 40)), 0.05)),)
     if per_node is None:
-        kinds = [Device(f"kind{i}", rng.uniform(600, 2_500), rng.uniform(0.3, 2)) for i in range(gpus)]
+        kinds = [
+            Device(f"kind{i}", int(rng.integers(600, 2_500)), float(rng.uniform(0.3, 2))) for i in range(gpus)
+        ]
         return Topology(tuple(Group(kind, 1) for kind in kinds), alone)
     inner = Level("node", per_node, Link(40.0, 0.0))
     outer = Level("network", None, Link(float(rng.uniform(2, 10)), 0.2), port)
