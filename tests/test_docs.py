@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import shutil
 import sys
@@ -66,6 +67,13 @@ def test_it_starts_with_the_two_commands() -> None:
         "pip install -e . && pplan profile vgg19 && pplan solve --gpus 8 && pplan export torchgpipe\n",
         'pip install -e ".[test]" && pytest -n 2 --dist loadfile\n',
     ]
+
+
+def test_drawings_are_those_of_the_code() -> None:
+    made = runpy.run_path(str(ROOT / "docs/draw_images.py"))["drawings"]()
+    assert len(made) == 5
+    for name, svg in made.items():
+        assert (ROOT / "docs/images" / name).read_text() == svg, f"{name}: run python docs/draw_images.py"
 
 
 def test_the_readme_is_short() -> None:
