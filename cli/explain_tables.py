@@ -11,6 +11,7 @@ from rich.console import Console
 
 from ..cost_models.number_format import SAME, compare_percent, percent, ranges
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
+from ..planner.explanation.critical_path import KINDS
 from ..planner.explanation.current_split import Side, SplitComparison
 from ..planner.explanation.explanation import Explanation
 from ..planner.explanation.sensitivity import WORTH, Crossover, Sensitivity
@@ -22,14 +23,6 @@ MOST_PLACES = 10
 """Rows of the critical path, the largest first."""
 LEAST_SHARE = 1e-3
 """Share of the step from which on a place is a row of its own."""
-KINDS = {
-    "compute": "computing",
-    "recompute": "running forward again",
-    "transfer": "transfers",
-    "host": "launches by the host",
-    "all_reduce": "all-reduce",
-    "optimizer": "the optimizer",
-}
 
 
 def print_explanation(explanation: Explanation, console: Console) -> None:

@@ -19,7 +19,15 @@ from ...cost_models.simulator.dependencies import NONE, Indices
 from ...cost_models.simulator.result import Timeline
 
 Kind = Literal["compute", "recompute", "transfer", "host", "all_reduce", "optimizer"]
-KINDS: tuple[Kind, ...] = ("compute", "recompute", "transfer", "host", "all_reduce", "optimizer")
+KINDS: dict[str, str] = {
+    "compute": "computing",
+    "recompute": "running forward again",
+    "transfer": "transfers",
+    "host": "launches by the host",
+    "all_reduce": "all-reduce",
+    "optimizer": "the optimizer",
+}
+"""With what a user reads."""
 
 
 class Segment(NamedTuple):

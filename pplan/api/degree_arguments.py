@@ -9,90 +9,69 @@ from typing import Any
 from ..cost_models.errors import ExportError
 from ..cost_models.transformer.training_setting import block_ranges
 from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan
-from ..runtimes.formats.megatron_export import write_layout
+from ..runtimes.formats.megatron_export import (
+    DISTRIBUTED_OPTIMIZER,
+    write_flags,
+    write_layout,
+    write_overrides,
+)
 from ..runtimes.formats.torchtitan_export import WORDS
 
 
 def megatron_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
     """The arguments of `pretrain_gpt.py` besides the model and the data."""
-    degrees = plan.degrees
-    flags: dict[str, object] = {
-        "--num-layers": sum(plan.blocks),
-        "--seq-length": answer.options.sequence,
-        "--micro-batch-size": plan.micro_batch_size,
-        "--global-batch-size": answer.options.mini_batch,
-        "--tensor-model-parallel-size": degrees.tensor,
-        "--pipeline-model-parallel-size": degrees.pipeline,
-    }
+    degrees, settings, words = plan.degrees, _megatron_settings(answer, plan), ["--bf16"]
     if plan.virtual_stages > 1 and len(set(plan.blocks)) == 1:
-        flags["--num-layers-per-virtual-pipeline-stage"] = plan.blocks[0]
-    elif len(set(plan.blocks)) > 1:
-        flags["--pipeline-model-parallel-layout"] = write_layout(plan.blocks)
-    if degrees.context > 1:
-        flags["--context-parallel-size"] = degrees.context
-        flags["--cp-comm-type"] = "p2p" if degrees.ring else "a2a"
-    if degrees.expert > 1:
-        flags["--expert-model-parallel-size"] = degrees.expert
-        flags["--expert-tensor-parallel-size"] = 1
-    if plan.recompute == "selective":
-        flags["--recompute-granularity"] = "selective"
-    if plan.recompute == "full":
-        flags["--recompute-granularity"] = "full"
-        some = plan.recompute_blocks
-        flags["--recompute-method"] = "uniform" if some is None else "block"
-        flags["--recompute-num-layers"] = some or gcd(*plan.blocks)
-    words = ["--bf16"]
+        settings["num_layers_per_virtual_pipeline_stage"] = plan.blocks[0]
     if degrees.tensor > 1:
         words.append("--sequence-parallel")
     if degrees.zero:
         words.append("--use-distributed-optimizer")
     if degrees.zero > 1:
         words += ["--use-megatron-fsdp", "--no-gradient-accumulation-fusion"]
-        flags["--data-parallel-sharding-strategy"] = (
-            "optim_grads" if degrees.zero == 2 else "optim_grads_params"
-        )
-        flags["--ckpt-format"] = "fsdp_dtensor"
-    return [str(part) for flag in flags.items() for part in flag] + words
+        settings["ckpt_format"] = "fsdp_dtensor"
+    return write_flags(settings) + words
 
 
 def megatron_bridge_overrides(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
     """Overrides of a recipe of Megatron-Bridge (NeMo), by its names of Megatron-LM's arguments."""
-    degrees = plan.degrees
-    values: dict[str, object] = {
-        "model.num_layers": sum(plan.blocks),
-        "model.seq_length": answer.options.sequence,
-        "train.micro_batch_size": plan.micro_batch_size,
-        "train.global_batch_size": answer.options.mini_batch,
-        "model.tensor_model_parallel_size": degrees.tensor,
-        "model.sequence_parallel": str(degrees.tensor > 1).lower(),
-        "model.pipeline_model_parallel_size": degrees.pipeline,
-        "model.context_parallel_size": degrees.context,
-    }
+    degrees, settings = plan.degrees, _megatron_settings(answer, plan)
+    settings["sequence_parallel"] = str(degrees.tensor > 1).lower()
     if plan.virtual_stages > 1:
-        values["model.virtual_pipeline_model_parallel_size"] = plan.virtual_stages
+        settings["virtual_pipeline_model_parallel_size"] = plan.virtual_stages
+    settings["grad_reduce_in_fp32"] = "true"
+    overrides = write_overrides(settings) + (DISTRIBUTED_OPTIMIZER if degrees.zero else [])
+    return [*overrides, "ddp.use_megatron_fsdp=true"] if degrees.zero > 1 else overrides
+
+
+def _megatron_settings(answer: DegreeAnswer, plan: DegreePlan) -> dict[str, object]:
+    """What both take, by Megatron-LM's names."""
+    degrees = plan.degrees
+    settings: dict[str, object] = {
+        "num_layers": sum(plan.blocks),
+        "seq_length": answer.options.sequence,
+        "micro_batch_size": plan.micro_batch_size,
+        "global_batch_size": answer.options.mini_batch,
+        "tensor_model_parallel_size": degrees.tensor,
+        "pipeline_model_parallel_size": degrees.pipeline,
+        "context_parallel_size": degrees.context,
+    }
     if len(set(plan.blocks)) > 1:
-        values["model.pipeline_model_parallel_layout"] = write_layout(plan.blocks)
+        settings["pipeline_model_parallel_layout"] = write_layout(plan.blocks)
     if degrees.context > 1:
-        values["model.cp_comm_type"] = "p2p" if degrees.ring else "a2a"
+        settings["cp_comm_type"] = "p2p" if degrees.ring else "a2a"
     if degrees.expert > 1:
-        values["model.expert_model_parallel_size"] = degrees.expert
-        values["model.expert_tensor_parallel_size"] = 1
+        settings |= {"expert_model_parallel_size": degrees.expert, "expert_tensor_parallel_size": 1}
     if plan.recompute != "none":
-        values["model.recompute_granularity"] = plan.recompute
+        settings["recompute_granularity"] = plan.recompute
     if plan.recompute == "full":
         some = plan.recompute_blocks
-        values["model.recompute_method"] = "uniform" if some is None else "block"
-        values["model.recompute_num_layers"] = some or gcd(*plan.blocks)
-    if degrees.zero:
-        values["ddp.use_distributed_optimizer"] = "true"
-        values["optimizer.use_distributed_optimizer"] = "true"
+        settings["recompute_method"] = "uniform" if some is None else "block"
+        settings["recompute_num_layers"] = some or gcd(*plan.blocks)
     if degrees.zero > 1:
-        values["ddp.use_megatron_fsdp"] = "true"
-        values["ddp.data_parallel_sharding_strategy"] = (
-            "optim_grads" if degrees.zero == 2 else "optim_grads_params"
-        )
-    values["ddp.grad_reduce_in_fp32"] = "true"
-    return [f"{name}={value}" for name, value in values.items()]
+        strategy = "optim_grads" if degrees.zero == 2 else "optim_grads_params"
+        settings["data_parallel_sharding_strategy"] = strategy
+    return settings
 
 
 def torchtitan_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:

@@ -106,6 +106,7 @@ class ModelCheck:
             try:
                 with fixed_seed(side.seed), gradients_left_alone(self._model, self._name):
                     comparison = _compared(side, smallest, self._seconds)
+                self._refuse_written_constant(side, how)
                 self._refuse_hidden_state(bind, layer_names, how)
                 return comparison
             except ModelFails as error:
@@ -145,6 +146,17 @@ class ModelCheck:
                 "Python, which would not reach it on another stage",
                 "Return it from the one module and hand it to the other as a tensor, or name a module "
                 "around both a layer: granularity='module:PATTERN'.",
+            )
+
+    def _refuse_written_constant(self, side: SideBySide, how: str) -> None:
+        """Copies of the model and the layers would each go on with another tensor."""
+        constant = side.written_constant()
+        if constant:
+            raise NotTheModel(
+                f"{self._name} cannot be traced by {how}: forward writes to a tensor that no module has "
+                f"({constant}), of a network that is kept in a list, say",
+                "Register it as a buffer, or the network as a submodule; requires_grad_(False) keeps its "
+                "parameters from being trained.",
             )
 
     def check_output(self, bind: Bind, layer_names: Sequence[str], how: str) -> Comparison:

@@ -83,6 +83,7 @@ class SideBySide:
         self._own, self._layers = self.plain(), self.layered()
         buffers = self._own.model.named_buffers(remove_duplicate=False)
         self._versions = {name: tensor_version(buffer) for name, buffer in buffers}
+        self._constants = [(tensor, tensor_version(tensor)) for tensor in _constants(self._layers)]
         begun = time.perf_counter()
         expected = self._model_pass(batch)
         self.seconds = time.perf_counter() - begun
@@ -116,20 +117,29 @@ class SideBySide:
             if tensor_version(now) != self._versions.get(name) or not _is_equal(now, before.get(name)):
                 yield name
 
+    def written_constant(self) -> str:
+        """The shape and dtype of a tensor of no module that the layers changed; empty: none."""
+        for tensor, version in self._constants:
+            if tensor_version(tensor) != version:
+                return f"{'x'.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
+        return ""
+
     @property
     def attributes(self) -> dict[str, Any]:
         """What modules keep in Python after the model's first pass, by dotted name."""
         return self._states[0] if self._states else {}
 
     def plain(self) -> Trainee:
-        """A copy of the model."""
+        """A copy of the model, with other weights."""
         copy = copy_model(self.model, self.name)
+        _perturb_parameters(copy)
         return Trainee(copy, lambda inputs: inputs.call(copy))
 
     def layered(self) -> Trainee:
-        """The layers of a copy."""
+        """The layers of a copy, whose weights are changed as those of `plain`, as training would."""
         copy = copy_model(self.model, self.name)
         layers = self.bind(copy)
+        _perturb_parameters(copy)
         return Trainee(copy, lambda inputs: layers(inputs.layer_input), tuple(layers))
 
     def example(self, batch: int) -> ModelInput:
@@ -229,6 +239,31 @@ def _is_equal(one: Tensor, other: Tensor | None) -> bool:
         return False
     is_same = one == other
     return bool((is_same | ((one != one) & (other != other))).all())
+
+
+def _constants(layers: Trainee) -> Iterator[Tensor]:
+    """Tensors that the trace keeps and no module of the model has: those of a network in a list, say."""
+    modules = list(layers.model.modules())
+    own = {id(value) for module in modules for value in (*module.buffers(False), *vars(module).values())}
+    for layer in layers.layers:
+        yield from (tensor for tensor in layer.buffers() if id(tensor) not in own)
+
+
+def _perturb_parameters(model: nn.Module) -> None:
+    """By a few per cent, each tensor by another part, in place; of zeros alone to small values.
+
+    What the trace computed of the weights that the model has now, and what is the same only while two weights
+    are equal (a teacher that starts as the student) or zero (a residual branch at the start), then differs.
+    """
+    with torch.no_grad():
+        for index, parameter in enumerate(model.parameters()):
+            if parameter.is_floating_point() and parameter.layout is torch.strided and parameter.numel():
+                part = 0.02 + 0.01 * (index % 7) / 7
+                flat = parameter.detach().flatten()
+                steps = torch.full_like(flat, part)
+                steps[::2] = -part
+                changed = flat * (1 + steps) if flat.any() else steps
+                parameter.copy_(changed.reshape(parameter.shape))
 
 
 def _change_last_bits(tensor: Tensor) -> None:

@@ -109,7 +109,9 @@ def own_generators(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The states of random number generators that modules hold, by dotted name."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if isinstance(value, random.Random):
+            if isinstance(value, torch.Generator):
+                yield _dotted(path, name), value.get_state()
+            elif isinstance(value, random.Random):
                 yield _dotted(path, name), value.getstate()
             elif type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
                 yield _dotted(path, name), repr(value.bit_generator.state)

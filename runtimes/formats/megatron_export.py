@@ -9,7 +9,7 @@ processes count the replicas of a stage before the next stage. Sources: megatron
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import gcd
 from typing import Any, ClassVar, Literal, TypeVar
@@ -128,26 +128,50 @@ def _recompute(choice: Choice, stages: Sequence[int]) -> int | None:
     return gcd(*stages) if choice.recompute == "always" else None
 
 
-def _flags(fields: dict[str, Any], plan: Plan, recompute: int | None) -> list[str]:
+def write_flags(settings: Mapping[str, object]) -> list[str]:
+    """Megatron-LM's arguments, of settings by its names for them."""
+    return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def write_overrides(settings: Mapping[str, object]) -> list[str]:
+    """The same as overrides of a recipe of Megatron-Bridge (NeMo), whose sections have those names."""
+    sections = {
+        **dict.fromkeys(("micro_batch_size", "global_batch_size"), "train"),
+        **dict.fromkeys(("data_parallel_sharding_strategy", "grad_reduce_in_fp32"), "ddp"),
+    }
+    return [f"{sections.get(name, 'model')}.{name}={value}" for name, value in settings.items()]
+
+
+DISTRIBUTED_OPTIMIZER = [f"{section}.use_distributed_optimizer=true" for section in ("ddp", "optimizer")]
+"""Overrides of Megatron-Bridge."""
+
+
+def _settings(fields: dict[str, Any], recompute: int | None) -> dict[str, object]:
     """Megatron-LM counts a micro-batch by what one replica computes of it."""
-    flags = {
-        "--num-layers": fields["num_layers"],
-        "--pipeline-model-parallel-size": fields["pipeline_size"],
-        "--pipeline-model-parallel-layout": fields["layout"],
-        "--micro-batch-size": fields["micro_batch_size"] // fields["replicas"],
-        "--global-batch-size": fields["mini_batch"],
+    settings: dict[str, object] = {
+        "num_layers": fields["num_layers"],
+        "pipeline_model_parallel_size": fields["pipeline_size"],
+        "pipeline_model_parallel_layout": fields["layout"],
+        "micro_batch_size": fields["micro_batch_size"] // fields["replicas"],
+        "global_batch_size": fields["mini_batch"],
     }
     if recompute is not None:
-        flags["--recompute-granularity"] = "full"
-        flags["--recompute-method"] = "uniform"
-        flags["--recompute-num-layers"] = recompute
-    precision = {"bfloat16": ["--bf16"], "float16": ["--fp16"]}.get(plan.profile.dtype, [])
+        settings |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": recompute,
+        }
+    return settings
+
+
+def _flags(fields: dict[str, Any], plan: Plan, recompute: int | None) -> list[str]:
+    words = {"bfloat16": ["--bf16"], "float16": ["--fp16"]}.get(plan.profile.dtype, [])
     if plan.profile.dtype == "bfloat16" and plan.gradient_dtype == "bf16":
-        precision.append("--grad-reduce-in-bf16")
+        words.append("--grad-reduce-in-bf16")
     if plan.profile.dtype == "float16" and plan.gradient_dtype == "fp32":
-        precision.append("--accumulate-allreduce-grads-in-fp32")
+        words.append("--accumulate-allreduce-grads-in-fp32")
     spread = ["--use-distributed-optimizer"] if _spreads(plan, fields) else []
-    return [str(part) for flag in flags.items() for part in flag] + precision + spread
+    return write_flags(_settings(fields, recompute)) + words + spread
 
 
 def _spreads(plan: Plan, fields: dict[str, Any]) -> bool:
@@ -156,27 +180,14 @@ def _spreads(plan: Plan, fields: dict[str, Any]) -> bool:
 
 
 def _overrides(fields: dict[str, Any], plan: Plan, recompute: int | None) -> list[str]:
-    values = {
-        "model.num_layers": fields["num_layers"],
-        "model.pipeline_model_parallel_size": fields["pipeline_size"],
-        "model.pipeline_model_parallel_layout": fields["layout"],
-        "train.micro_batch_size": fields["micro_batch_size"] // fields["replicas"],
-        "train.global_batch_size": fields["mini_batch"],
-    }
+    settings = _settings(fields, recompute)
     if plan.tied:
-        values["model.share_embeddings_and_output_weights"] = "true"
+        settings["share_embeddings_and_output_weights"] = "true"
     if fields["virtual_stages"] > 1:
-        values["model.virtual_pipeline_model_parallel_size"] = fields["virtual_stages"]
-    if recompute is not None:
-        values["model.recompute_granularity"] = "full"
-        values["model.recompute_method"] = "uniform"
-        values["model.recompute_num_layers"] = recompute
-    if _spreads(plan, fields):
-        values["ddp.use_distributed_optimizer"] = "true"
-        values["optimizer.use_distributed_optimizer"] = "true"
+        settings["virtual_pipeline_model_parallel_size"] = fields["virtual_stages"]
     if plan.profile.dtype == "bfloat16" and plan.gradient_dtype is not None:
-        values["ddp.grad_reduce_in_fp32"] = str(plan.gradient_dtype == "fp32").lower()
-    return [f"{name}={value}" for name, value in values.items()]
+        settings["grad_reduce_in_fp32"] = str(plan.gradient_dtype == "fp32").lower()
+    return write_overrides(settings) + (DISTRIBUTED_OPTIMIZER if _spreads(plan, fields) else [])
 
 
 def _tied_remark(plan: Plan, runtime: str) -> str | None:

@@ -127,7 +127,7 @@ def test_help_loads_nothing_heavy(here: Path) -> None:
             ["xyz"],
             "no such verb: xyz",
             "The verbs are: profile, profile-links, import, solve, export, import-plan, show, explain, "
-            "check, compare, simulate, report, verify, schedules, topology, degrees, profile-kernels, "
+            "check, compare, simulate, report, verify, schedules, topology, degrees, lint, profile-kernels, "
             "doctor, schema, config.",
         ),
         (["--verson"], "no such option: --verson", "Did you mean --version? See pplan --help"),
@@ -136,7 +136,7 @@ def test_help_loads_nothing_heavy(here: Path) -> None:
         (
             ["show", "--gpus", "2"],
             "show: no such option: --gpus",
-            "It is an option of: pplan solve, pplan import-plan, pplan topology, pplan degrees.",
+            "It is an option of: pplan solve, pplan import-plan, pplan topology, pplan degrees, pplan lint.",
         ),
         (["solve"], "solve: missing option '--gpus'", "Give it: pplan solve --gpus N."),
         (["profile"], "profile: missing argument 'MODEL'", "Give it: pplan profile MODEL."),
@@ -222,6 +222,7 @@ def test_a_missing_module_of_ours_is_a_defect(run: Run, solve_raises: Callable[.
     assert run("solve", "--gpus", "2").status == 1
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_gone_is_no_error(here: Path, plan: Plan) -> None:
     layers = [f"layer{index:05}" for index in range(30_000)]
     stage = plan.stages[0].model_copy(update={"first_layer": 0, "last_layer": 29_999})
@@ -249,6 +250,7 @@ def test_a_reader_that_has_gone_is_no_error(here: Path, plan: Plan) -> None:
     assert err == "Using toy.plan.json (newest profile or plan in this directory)\n"
 
 
+@pytest.mark.slow
 def test_a_full_standard_output(here: Path, plan: Plan) -> None:
     full = Path("/dev/full")
     if not full.exists():
@@ -299,6 +301,7 @@ def test_works_without_torch(
     assert ran.stdout != ""
 
 
+@pytest.mark.slow
 def test_profile_without_torch_says_so(here: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     blocked = tmp_path_factory.mktemp("blocked")
     (blocked / "torch.py").write_text(WITHOUT_TORCH)

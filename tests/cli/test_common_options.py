@@ -43,6 +43,7 @@ def test_verbose_tells_versions_and_time(run: Run) -> None:
     assert last.startswith("Took ")
 
 
+@pytest.mark.slow
 def test_every_verb_has_examples_that_parse_and_its_statuses(run: Run) -> None:
     assert set(EXAMPLES) == set(VERBS)
     for verb, examples in EXAMPLES.items():
@@ -82,11 +83,13 @@ def completed(here: Path, words: str, position: int) -> list[str]:
     return ran.stdout.split()
 
 
+@pytest.mark.slow
 def test_the_shell_completes_verbs_and_options(here: Path) -> None:
     assert completed(here, "pplan so", 1) == ["solve"]
     assert completed(here, "pplan solve --gpus", 2) == ["--gpus", "--gpus-per-node"]
 
 
+@pytest.mark.slow
 def test_python_runs_it_as_a_module(here: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "pplan", "schema"], cwd=here, capture_output=True, text=True, check=True

@@ -20,6 +20,7 @@ def saved(here: Path, profile: Profile) -> Path:
     return here
 
 
+@pytest.mark.slow
 def test_a_files_defaults_count_where_nothing_is_typed(run: Run, saved: Path) -> None:
     (saved / "pyproject.toml").write_text(
         '[tool.pplan.solve]\ngpus = 2\nmini-batch = 16\nschedule = "gpipe"\n'

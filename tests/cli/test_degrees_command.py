@@ -30,6 +30,7 @@ def config(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_json_is_what_the_python_api_finds(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "--gpus",
@@ -61,6 +62,7 @@ def test_json_is_what_the_python_api_finds(config: Path, capsys: pytest.CaptureF
     assert printed["bound_seconds"] <= best["step_seconds"]
 
 
+@pytest.mark.slow
 def test_the_answer_and_its_arguments(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--gpus", "64", "--gpu", "h100", "--mini-batch", "64", "--pp", "3,4", "--tp", "2"]
     assert main(["degrees", str(config), *options]) == 0
@@ -72,6 +74,7 @@ def test_the_answer_and_its_arguments(config: Path, capsys: pytest.CaptureFixtur
     assert "--kernels" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -110,6 +113,7 @@ def test_megatron_takes_the_virtual_stages(virtual: int, vocabulary: int) -> Non
     assert parse_layout(text, "") == list(best.blocks)
 
 
+@pytest.mark.slow
 def test_an_answer_is_a_file_that_show_prints(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,6 +132,7 @@ def test_an_answer_is_a_file_that_show_prints(
     assert json.loads(config.read_text()) == MODEL
 
 
+@pytest.mark.slow
 def test_a_hostile_answer_is_refused(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,6 +154,7 @@ def test_a_hostile_answer_is_refused(
         assert str(file) in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_batch_by_its_old_name(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["degrees", str(config), "--gpus", "16", "--gpu", "h100", "--pp", "2", "--tp", "2", "--json"]
     assert main([*arguments, "--batch-size", "32"]) == 0

@@ -211,6 +211,7 @@ def solved(run: Run, *arguments: str) -> Any:
     return run("solve", "--gpus", "2", "--memory", "40GiB", "--mini-batch", "16", *arguments)
 
 
+@pytest.mark.slow
 def test_an_own_plan_is_replaced_where_nobody_changed_it(run: Run, here: Path, profile: Profile) -> None:
     """Also for the same layers, measured again; with other spaces it is still the same."""
     profile.save(here / "toy.profile.json", force=False)
@@ -222,6 +223,7 @@ def test_an_own_plan_is_replaced_where_nobody_changed_it(run: Run, here: Path, p
     assert solved(run).status == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "edit",
     [

@@ -63,6 +63,7 @@ def test_the_same_file_gives_the_same_profile(graph: Path) -> None:
     assert one["made_by"]["pplan"] == pplan.__version__
 
 
+@pytest.mark.slow
 def test_plans_say_that_costs_were_scaled(run: Run, here: Path, graph: Path) -> None:
     assert run("import", graph.name, "--micro-batch-size", "32").status == 0
     ran = run(

@@ -69,6 +69,7 @@ def test_sweeps_that_cannot_be(texts: list[str], word: str) -> None:
     assert word in str(caught.value)
 
 
+@pytest.mark.slow
 def test_sweep_prints_and_writes_each_point_solved_alone(run: Run, toy: Path) -> None:
     ran = run(
         *("solve", "--sweep", "gpus=1,2", "--sweep", "mini-batch=8..16", "--csv", "x.csv", "--jobs", "1"),
@@ -128,6 +129,7 @@ def test_grids_of_python_that_cannot_be(grid: Any, options: dict[str, Any], word
     assert word in str(caught.value)
 
 
+@pytest.mark.slow
 def test_frontier_is_printed_and_stored_beside_the_plan(run: Run, toy: Path) -> None:
     del toy
     ran = run("solve", "--gpus", "3", "--mini-batch", "16", *MACHINE, "--frontier")
@@ -143,6 +145,7 @@ def test_frontier_is_printed_and_stored_beside_the_plan(run: Run, toy: Path) -> 
         assert before.memory_bytes > after.memory_bytes
 
 
+@pytest.mark.slow
 def test_frontier_as_json_beside_a_named_plan(run: Run, toy: Path) -> None:
     del toy
     given = ("solve", "--gpus", "2", "--mini-batch", "16", *MACHINE, "--frontier", "-o", "mine.plan.json")
@@ -184,6 +187,7 @@ def test_memory_is_the_least_within_the_share(run: Run, toy: Path) -> None:
     assert max(own.memory_bytes for own in plan.stages) < max(own.memory_bytes for own in fastest.stages)
 
 
+@pytest.mark.slow
 def test_throughput_says_how_late_gradients_are(run: Run, toy: Path) -> None:
     del toy
     ran = run("solve", "--gpus", "3", "--mini-batch", "16", "--objective", "throughput", *MACHINE)

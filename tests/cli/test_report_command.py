@@ -23,6 +23,7 @@ def planned(run: Run, here: Path, profile: Profile) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("planned")
 def test_the_page_takes_what_lies_beside_the_plan(run: Run) -> None:
     ran = run("report")

@@ -88,6 +88,7 @@ def test_ones_text_starts_an_own_one(run: Run, here: Path) -> None:
         assert own[key] == published[key]
 
 
+@pytest.mark.slow
 def test_an_own_one_is_planned_with(run: Run, here: Path, profile: Profile) -> None:
     profile.save(here / "toy.profile.json", force=False)
     (here / "own.schedule").write_text(

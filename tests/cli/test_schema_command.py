@@ -25,6 +25,7 @@ def validator(run: Run, kind: str) -> Any:
     return jsonschema.Draft202012Validator(schema)
 
 
+@pytest.mark.slow
 def test_files_are_of_their_schema_and_broken_ones_are_not(
     run: Run, here: Path, profile: Profile, plan: Plan
 ) -> None:

@@ -41,6 +41,7 @@ def test_they_stand_under_the_answer_and_before_the_tables(doubtful: Profile, ru
     assert doubtful.notes[0] in plan.notes
 
 
+@pytest.mark.slow
 def test_they_are_in_the_json(doubtful: Profile, run: Run) -> None:
     asked = ("--gpus", "2", "--mini-batch", "16", "--json")
     warnings = json.loads(run("solve", *asked).out)["warnings"]
@@ -73,6 +74,7 @@ def test_an_imported_plan_that_does_not_fit_says_so_first(profile: Profile) -> N
     assert plan.warnings[0].startswith("it does not fit")
 
 
+@pytest.mark.slow
 def test_the_default_mini_batch_is_the_second_line(profile: Profile, here: Path, run: Run) -> None:
     profile.save(here / "toy.profile.json", force=True)
     lines = run("solve", "--gpus", "2").out.splitlines()

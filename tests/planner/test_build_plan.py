@@ -126,6 +126,7 @@ def test_alternatives_where_an_interleaved_plan_is_the_best(
     assert (proposed.schedule, proposed.exact) == ("interleaved", False)
 
 
+@pytest.mark.slow
 def test_one_process_pays_for_all_launches(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     """Launches of 1 s a layer and direction, whatever the size: few micro-batches are then the answer."""
     chain = with_parameters(make_chain(4, 4, traffic=0.01, cuts=1.0), 1e6)
@@ -140,6 +141,7 @@ def test_one_process_pays_for_all_launches(make_chain: MakeChain, make_topology:
     assert plan.micro_batches < free.micro_batches
 
 
+@pytest.mark.slow
 def test_a_plan_says_where_several_processes_launch_for_longer_than_their_devices_compute(
     make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
@@ -161,6 +163,7 @@ def test_a_plan_says_where_several_processes_launch_for_longer_than_their_device
     assert not launch_warnings(100.0, runtime="torchgpipe")[1]
 
 
+@pytest.mark.slow
 def test_fewer_gpus_when_links_are_slow(make_chain: MakeChain) -> None:
     topology = two_level_topology(Device("toy", None), 3, 8, Link(1.0, 10.0), Link(1.0, 10.0))
     plan = solved(with_parameters(make_chain(1, 6, cuts=1.0), 1e6), topology)
@@ -187,6 +190,7 @@ def test_ledger_and_stages_add_up(make_chain: MakeChain, make_topology: MakeTopo
         assert stage.memory["optimizer"] == round(2 * weights)
 
 
+@pytest.mark.slow
 def test_notes_say_what_was_assumed(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     chain = make_chain(1, 4, sizes=(2, 4))
     free = solved(chain, make_topology(3))

@@ -44,6 +44,7 @@ def _solved(chain: Chain, topology: Topology, dtype: str = "float32", **options:
 PIPELINE: dict[str, Any] = {"schedule": "1f1b", "mini_batch": 16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [PIPELINE, {"mini_batch": 16}], ids=["pipeline", "replicas"])
 @pytest.mark.parametrize("name", ["RTX 4090", "NVIDIA GeForce RTX 4090"])
 def test_every_stage_has_the_context_of_its_gpu(chain: Chain, name: str, options: dict[str, Any]) -> None:
@@ -99,6 +100,7 @@ def test_the_context_is_that_of_the_preset() -> None:
     assert figure.value == CONTEXT
 
 
+@pytest.mark.slow
 def test_adamw_in_mixed_precision_takes_16_bytes_a_parameter(chain: Chain) -> None:
     """Seven thousand million parameters in bfloat16: 8 bytes each are 55 GiB and would fit into 79, the 16
     that they take are 110 and do not; with float32 gradients they are 18."""

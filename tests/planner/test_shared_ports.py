@@ -124,6 +124,7 @@ def test_shared_ports_only_make_a_step_longer(make_chain: MakeChain) -> None:
     assert longer > 10
 
 
+@pytest.mark.slow
 def test_the_step_holds_what_a_nodes_port_must_carry(make_chain: MakeChain) -> None:
     """All gradient sums of a plan whose stages have a replica on each of two nodes go through one card.
 

@@ -155,6 +155,7 @@ def test_a_measured_profile_gives_its_curves(measured: Profile) -> None:
     assert sum(seconds(other)) < sum(seconds(again))
 
 
+@pytest.mark.slow
 def test_what_cannot_calibrate(measured: Profile) -> None:
     with pytest.raises(UsageError, match="other layers"):
         estimate(calibrate=measured)

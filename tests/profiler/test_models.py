@@ -269,6 +269,7 @@ def test_the_input_of_a_function_of_the_users(factory: Callable[[str], str]) -> 
     assert torch.equal(same[0].tensors[0], same[1].tensors[0])
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_takes_it_too(factory: Callable[[str], str]) -> None:
     sizes = {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 64}
     loaded = load_model("hf:gpt2", settings=sizes, input_like=f"{factory(BATCHES)}:patches")

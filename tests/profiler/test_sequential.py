@@ -126,6 +126,7 @@ def test_a_first_layer_that_works_in_place_gets_a_clone() -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_model_keeps_its_children_and_attributes(model: nn.Module) -> None:
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
     training = {name: module.training for name, module in model.named_modules()}

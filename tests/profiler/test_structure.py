@@ -124,6 +124,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_vgg(dtype: torch.dtype, small_vgg: Callable[[], nn.Module]) -> None:
     on_meta, on_cpu = both(small_vgg(), images(), dtype=dtype)

@@ -350,6 +350,7 @@ def test_a_size_that_the_host_limits_is_told(clock: Any, takes: Any) -> None:
     assert host_note(run) is None
 
 
+@pytest.mark.slow
 def test_what_is_compiled_gets_all_its_rounds_before_the_next_size(
     clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

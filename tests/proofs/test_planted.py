@@ -60,6 +60,7 @@ def aiming(factor: float) -> Callable[[Plan], Plan]:
 PLAIN = [case_of(seed, "plain") for seed in (0, 1, 3, 5)]
 
 
+@pytest.mark.slow
 def test_bounds_a_hundredth_too_high() -> None:
     too_high = predicting(lower_bound_seconds=lambda own: 1.01 * own.step_seconds)
     assert found(PLAIN) == {}
@@ -90,6 +91,7 @@ def test_objectives(kind: str) -> None:
     assert found(cases, changed(aiming(1.01)))["objective's bound"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stage_term", "whole_bound_1f1b"])
 def test_terms_of_the_search(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = getattr(bounds_1f1b, name)

@@ -127,6 +127,7 @@ def test_stages_with_copies_of_buffers_train_as_the_model(
     assert max(rank["off"] for rank in ranks) < 1e-9
 
 
+@pytest.mark.slow
 def test_a_stage_registers_the_buffers_that_it_reads() -> None:
     layers = sequential(model_of(), batch(2)[0])
     parts = (0, 3, 6)

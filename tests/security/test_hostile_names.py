@@ -234,7 +234,9 @@ def test_names_of_layers(here: Path) -> None:
     assert list(exported["device_map"]) == list(layers)
 
 
-@pytest.mark.parametrize("name", EVERYWHERE)
+@pytest.mark.parametrize(
+    "name", [*EVERYWHERE[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in EVERYWHERE[3:])]
+)
 def test_every_other_name(name: str, here: Path) -> None:
     """Of the model, its devices, notes and what made it; and of the blocks of a transformer."""
     layers = tuple(f"{name}.{own}" for own in TRANSFORMER)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...cost_models.number_format import compare_percent, percent
 from ...cost_models.quantities import format_bytes, format_seconds
+from ...planner.explanation.critical_path import KINDS
 from ...planner.explanation.explanation import Explanation
 from ...planner.explanation.sensitivity import Crossover, Sensitivity
 from ...planner.objectives.frontier import Frontier, Point
@@ -26,15 +27,6 @@ from .page_tables import (
     share_cell,
 )
 
-PATH_KINDS = {
-    "compute": "computing",
-    "recompute": "running forward again",
-    "transfer": "transfers",
-    "host": "launches by the host",
-    "all_reduce": "all-reduce",
-    "optimizer": "the optimizer",
-}
-
 
 def summary_text(plan: PlanSummary | None, reason: str = "none fits") -> str:
     """A plan in words, or why there is none."""
@@ -49,7 +41,7 @@ def explanation_tables(explanation: Explanation) -> Iterator[PageTable]:
     """What limits the step, the runner-up plans, the sensitivity and the what-ifs."""
     step = explanation.plan.step_seconds
     kinds: list[Column] = [
-        ("the step waits for", lambda row: TableCell(PATH_KINDS[row.kind])),
+        ("the step waits for", lambda row: TableCell(KINDS[row.kind])),
         ("time", lambda row: seconds_cell(row.seconds, row.share)),
         ("of the step", lambda row: share_cell(row.share)),
     ]

@@ -139,6 +139,7 @@ def compared() -> list[tuple[Assembly, dict[str, Any]]]:
     return list(zip(assemblies, run_in_node(program, inputs), strict=True))
 
 
+@pytest.mark.slow
 def test_steps_and_bubbles_are_those_of_the_simulator(compared: Sequence[tuple[Assembly, Any]]) -> None:
     shared, late = 0, 0
     for assembly, own in compared:

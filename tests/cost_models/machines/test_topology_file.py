@@ -169,6 +169,7 @@ def topologies(draw: st.DrawFn) -> Topology:
     return Topology(tuple(groups), tuple(levels))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(topologies(), TEXTS)
 def test_any_topology_reads_back_from_its_text(

@@ -294,6 +294,7 @@ def equal_ends(timeline: Timeline, other: dict[Node, float]) -> None:
         assert end == pytest.approx(other[node], rel=1e-9, abs=1e-12), node
 
 
+@pytest.mark.slow
 @given(seeds, st.sampled_from(["overlapped", "blocking"]), st.booleans())
 @settings(max_examples=200, deadline=None)
 def test_agrees_with_the_longest_path(seed: int, transfers: Transfers, launches: bool) -> None:

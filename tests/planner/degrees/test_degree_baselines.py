@@ -44,6 +44,7 @@ def test_the_grid_is_the_fastest_of_its_trials() -> None:
             assert baseline.plan.estimate.peak_bytes <= answer.limit_bytes
 
 
+@pytest.mark.slow
 def test_megatrons_rule_adds_stages_where_a_node_is_too_small() -> None:
     """70 billion parameters need more than eight devices of 40 GiB; 6 billion do not."""
     large = {**MODEL, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}

@@ -62,6 +62,7 @@ def test_best_of_all_asynchronous_plans(seed: int, make_problem: MakeProblem, ev
         assert best.step_seconds == pytest.approx(least, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_most_of_these_plans_wait_for_no_port(make_problem: MakeProblem) -> None:
     """So that the test above compares steps, and not bounds alone."""
     reached = 0

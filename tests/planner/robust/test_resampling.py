@@ -190,6 +190,7 @@ def test_the_closing_error_is_common_to_all_layers(make_chain: Callable[..., Cha
     assert make_draws(5).factors(replace(costs, uncertainty=None)) == pytest.approx(np.ones((SAMPLES, 5)))
 
 
+@pytest.mark.slow
 def test_every_process_draws_the_same() -> None:
     code = (
         "from pplan.planner.robust.resampling import make_draws; d = make_draws(7, 3);"

@@ -138,6 +138,7 @@ def test_best_of_all_plans(
     assert min(seen.infeasible, seen.biting, seen.replicated_pipeline, seen.pipelines, seen.partly) > 0, seen
 
 
+@pytest.mark.slow
 def test_best_where_some_stages_recompute(
     make_chain: MakeChain, make_topology: MakeTopology, families_of: FamiliesOf, checked: Callable[..., Any]
 ) -> None:

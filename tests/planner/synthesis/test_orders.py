@@ -130,6 +130,7 @@ def test_the_numbers_are_those_of_a_plan(
         assert step_of(numbers, lists) == pytest.approx(simulated, rel=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["1f1b", "zb-h1", "zb-v", "interleaved"])
 def test_orders_by_rule_fit_and_run_and_are_above_the_bound(base: str) -> None:
     for seed, room in product(range(2), (1.0, 1.5, 3.0, inf)):

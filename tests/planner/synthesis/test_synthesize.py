@@ -73,6 +73,7 @@ def step(solve: Solve, profile: Profile, schedule: str) -> float:
         return float("inf")
 
 
+@pytest.mark.slow
 def test_it_is_faster_than_every_known_order_here(solve: Solve, measured: Profile) -> None:
     known = {name: step(solve, measured, name) for name in KNOWN}
     plan = solve(measured, "synthesized")

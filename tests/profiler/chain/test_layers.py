@@ -53,6 +53,7 @@ def test_vgg19_is_not_cut_before_in_place_relus(vgg19: LayerChain) -> None:
     assert set(refused.values()) == {"in-place ReLU follows"}
 
 
+@pytest.mark.slow
 def test_resnet50_is_cut_where_one_tensor_passes() -> None:
     with torch.device("meta"):
         model = torchvision.models.resnet50()
@@ -268,6 +269,7 @@ def test_the_last_layer_may_return_several_tensors() -> None:
     assert torch.equal(result["two"], model(given)["two"])
 
 
+@pytest.mark.slow
 def test_the_model_is_untouched() -> None:
     model = torchvision.models.resnet18(num_classes=2)
     before = copy.deepcopy(model.state_dict())
@@ -297,6 +299,7 @@ class Decides(nn.Module):
         return -given
 
 
+@pytest.mark.slow
 def test_an_untraceable_model_is_told_its_line() -> None:
     with pytest.raises(ModelError) as caught:
         build_chain(Decides(), torch.ones(1, 2))

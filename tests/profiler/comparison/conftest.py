@@ -28,7 +28,10 @@ def leaves(output: Any) -> list[Any]:
 
 
 def trained(model: nn.Module, run: Run, example: ModelInput) -> Iterator[list[Any]]:
-    """Outputs, gradients, buffers and the next random numbers of passes of several sizes, some twice."""
+    """Outputs, gradients, buffers and the next random numbers of passes of several sizes, some twice.
+
+    After each the weights change by their gradients, as in training.
+    """
     for seed, batch in enumerate((3, 3, 4, 5, 3)):
         torch.manual_seed(seed)
         random.seed(seed)
@@ -40,6 +43,10 @@ def trained(model: nn.Module, run: Run, example: ModelInput) -> Iterator[list[An
             torch.autograd.backward([torch.stack(losses).sum()])
         output = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in output]
         gradients = [None if p.grad is None else p.grad.to_dense().clone() for p in model.parameters()]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad.to_dense(), alpha=0.01)
         parameters = [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
         yield [*output, *gradients, *parameters, torch.rand(1), random.random(), np.random.rand()]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import random
@@ -1356,7 +1357,53 @@ class CountsInGlobal(Base):
         return self.c(torch.relu(self.b(self.a(x) * CALLS[0])))
 
 
+@module(X)
+class OwnGenerator(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.g = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(self.b(self.a(x) + torch.randn(x.shape, generator=self.g)))
+
+
+@module(X)
+class TeacherOfStudent(Base):
+    """Equal at the start: what the trace makes of the teacher is right until the student learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.a).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            for own, other in zip(self.teacher.parameters(), self.a.parameters(), strict=True):
+                own.mul_(0.9).add_(other, alpha=0.1)
+            features = self.teacher(x)
+        return self.c(torch.relu(self.b(self.a(x)))), features
+
+
+@module(X)
+class TeacherInList(Base):
+    """No submodule, so that nothing trains it."""
+
+    teachers: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self)["teachers"] = [copy.deepcopy(self.a)]
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            for own, other in zip(self.teachers[0].parameters(), self.a.parameters(), strict=True):
+                own.lerp_(other, 0.1)
+            features = self.teachers[0](x)
+        return self.c(torch.relu(self.b(self.a(x) + features)))
+
+
 REFUSED = {
+    "OwnGenerator": "draw other random numbers than the model, of g, on a batch of 1",
+    "TeacherInList": r"writes to a tensor that no module has \(8x8 float32\), of a network that is kept in a",
     "other_forward": "its forward is an attribute, and not its class's",
     "CountsInGlobal": "is another each time, from the same weights, input and random state",
     "LstmKeepsState": "in pass 2, on a batch of 1 again",
@@ -1428,6 +1475,7 @@ def test_vmap_is_left_where_a_graph_fails_inside() -> None:
     assert torch.randn(2).shape == (2,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["CompiledMethod", "LambdaKeptParameter"])
 def test_a_profile_does_not_train_the_model_it_was_given(name: str) -> None:
     """Copies of these compute with the parameters of the original."""

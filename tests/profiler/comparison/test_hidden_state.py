@@ -104,6 +104,7 @@ class DecidesAndAdds(Adds):
         return super().forward(x) if float(x.sum()) < 1e9 else x
 
 
+@pytest.mark.slow
 def test_what_cannot_be_handed_on_is_refused() -> None:
     with pytest.raises(ModelError, match="layer 3 reads what another layer keeps in Python"):
         build_chain(through_a_dict(DecidesAndAdds), X, verify=True)

@@ -147,12 +147,14 @@ def on_meta(name: str, side: int, **options: Any) -> LayerChain:
     return build_chain(model, torch.empty(2, 3, side, side, device="meta"))
 
 
+@pytest.mark.slow
 def test_a_vision_transformer_is_its_blocks() -> None:
     names = [layer.name for layer in on_meta("vit_b_16", 224).layers]
     blocks = [f"encoder.layers.encoder_layer_{i}" for i in range(12)]
     assert names == ["conv_proj", *blocks, "encoder.ln", "heads.head"]
 
 
+@pytest.mark.slow
 def test_stages_of_blocks_are_these() -> None:
     names = [layer.name for layer in on_meta("swin_t", 64).layers]
     depths = {1: 2, 3: 2, 5: 6, 7: 2}

@@ -145,6 +145,7 @@ def test_layers_of_random_programs_compute_the_same(granularity: str) -> None:
     assert layers > 100
 
 
+@pytest.mark.slow
 def test_fine_cuts_are_block_cuts_and_more() -> None:
     fewer = 0
     for seed in range(60):
@@ -233,6 +234,7 @@ class Around(nn.Module):
         return self.last(self.undecided(torch.tanh(self.first(given))))  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_modules_of_the_users_choice_need_not_be_traceable() -> None:
     model, given = Around(), torch.ones(2, 4)
     with pytest.raises(ModelError, match=r"given if given\.sum") as caught:

@@ -107,6 +107,7 @@ class Branching(nn.Module):
         return output
 
 
+@pytest.mark.slow
 def test_leaf_modules_are_calls_of_the_models_own() -> None:
     traced = traced_well(Branching(), torch.randn(3, 4))
     assert modules_called(traced) == ["wide", "shared", "shared", "norm", "drop", "act"]
@@ -163,6 +164,7 @@ def test_only_what_a_leaf_is_handed_counts_as_its_input() -> None:
     assert "two" in traced.paths.values()
 
 
+@pytest.mark.slow
 def test_inputs_are_in_the_order_of_the_callers_tensors() -> None:
     class Keywords(nn.Module):
         def __init__(self) -> None:
@@ -267,6 +269,7 @@ class Constants(nn.Module):
         return output
 
 
+@pytest.mark.slow
 def test_constants_keep_their_values_and_devices_follow_the_tensors() -> None:
     traced = traced_well(Constants(), torch.randn(3, 4))
     named = [str(node.target) for node in traced.graph.nodes if node.op == "get_attr"]

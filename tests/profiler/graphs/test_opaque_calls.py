@@ -90,6 +90,7 @@ def trained(model: nn.Module, run: nn.Module, x: Tensor) -> list[Tensor | None]:
     return [output.detach(), *(parameter.grad for parameter in model.parameters()), *model.buffers()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "blocks", [[Decides(), Decides()], [Several(), Several()], [Squares(), Squares()], [Normed(), Normed()]]
 )
@@ -110,6 +111,7 @@ def test_the_rest_is_cut_and_trains_as_the_model_does(blocks: list[nn.Module]) -
             assert ours is None or torch.equal(ours, own if own is not None else ours)
 
 
+@pytest.mark.slow
 def test_the_same_module_may_come_twice() -> None:
     block = Decides()
     chain = build_chain(Blocks(block, block), X, granularity="module:blocks.*", verify=True)
@@ -157,6 +159,7 @@ class Hooked(nn.Module):
         return self.inner(x) * scale  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Counts, Lazy, Hooked])
 def test_what_a_graph_loses_stays_in_a_module_taken_whole(kind: type[nn.Module]) -> None:
     chain = build_chain(Blocks(kind(), kind()), X, verify=True)
@@ -166,6 +169,7 @@ def test_what_a_graph_loses_stays_in_a_module_taken_whole(kind: type[nn.Module])
     assert not chain.comparison.rounding
 
 
+@pytest.mark.slow
 def test_another_copy_is_traced_around_the_same_modules() -> None:
     model = Blocks(Counts(), Counts())
     tool = build_chain(model, X, verify=True).tool

@@ -70,6 +70,7 @@ def chain_of(model: nn.Module) -> LayerChain:
 NAMES = ["embed", *(f"blocks.{i}" for i in range(BLOCKS)), "norm", "head"]
 
 
+@pytest.mark.slow
 def test_tables_of_buffers_are_made_again_by_every_block() -> None:
     chain = chain_of(Transformer())
     assert [layer.name for layer in chain.layers] == NAMES
@@ -117,6 +118,7 @@ class Steep(Transformer):
         return torch.softmax(wide @ wide.T, -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [OfInputs, Learned, Dropped, Steep])
 def test_other_tables_cross_the_cuts(kind: type[Transformer]) -> None:
     chain = chain_of(kind())
@@ -139,6 +141,7 @@ class Counting(Transformer):
         return super().forward(ids)
 
 
+@pytest.mark.slow
 def test_a_table_of_a_buffer_that_forward_writes_is_made_once() -> None:
     between = chain_of(Counting(1)).layers[1 : BLOCKS - 1]
     assert [(layer.crossing, layer.cut_reason) for layer in between] == [(2, None)] * len(between)
@@ -169,6 +172,7 @@ def test_a_write_at_every_second_call_is_noticed(hidden: bool) -> None:
     assert [layer.cut_reason for layer in chain.layers] == ["0 and 2 share 0.shared"] * 2 + [None]
 
 
+@pytest.mark.slow
 def test_what_is_counted_in_python_is_no_table() -> None:
     """A trace has the first call's side of it."""
     model = Counting(2)
@@ -215,6 +219,7 @@ class Lazy(Transformer):
         return self.kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("called", [False, True])
 def test_a_table_that_is_kept_from_the_first_call_on(called: bool) -> None:
     model = Lazy()
@@ -232,11 +237,13 @@ class Drawn(Transformer):
         return super().cos(ids) + torch.empty(WIDTH).uniform_()
 
 
+@pytest.mark.slow
 def test_a_table_that_is_drawn_is_drawn_once() -> None:
     chain = chain_of(Drawn())
     assert [layer.crossing for layer in chain.layers[1 : BLOCKS - 1]] == [2] * (BLOCKS - 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Transformer, OfInputs, Learned, Dropped, Steep, Lazy])
 def test_layers_train_as_the_model(kind: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
@@ -254,6 +261,7 @@ def test_layers_train_as_the_model(kind: Callable[[], nn.Module]) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_the_ledger_counts_a_buffer_once_a_stage() -> None:
     profile = profile_model((Transformer(), ids()), ProfileOptions(device="meta", micro_batch_sizes=[2]))
     bytes = 4 * (WIDTH + LENGTH * LENGTH)

@@ -110,6 +110,7 @@ def graphs(draw: st.DrawFn) -> Graph:
     return Graph(nodes, tuple(draw(st.lists(st.sampled_from(pairs), min_size=1, unique=True))))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(graphs())
 def test_any_graph_against_the_definition(graph: Graph) -> None:

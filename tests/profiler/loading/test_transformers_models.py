@@ -287,6 +287,7 @@ def test_sizes_change_what_a_file_says(config_file: Path) -> None:
     assert (config.num_key_value_heads, config.head_dim, config.intermediate_size) == (1, 16, 64)
 
 
+@pytest.mark.slow
 def test_a_file_names_the_class(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     small = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 50}
