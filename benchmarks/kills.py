@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from fuzzing.seeds import MACHINE, PLAIN, make_seeds
@@ -50,7 +51,7 @@ def run_verb(command: list[str]) -> None:
         os._exit(status)
 
 
-def start(command: list[str]) -> multiprocessing.Process:
+def start(command: list[str]) -> BaseProcess:
     """The verb, forked from this process, which has imported everything."""
     process = multiprocessing.get_context("fork").Process(target=run_verb, args=(command,))
     process.start()
