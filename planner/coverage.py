@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from .batch_sizes import divisors
 from .candidate import Proposal
-from .other_placements import Shape, Symmetry
 from .pipeline_config import (
     MODES,
     SEARCHED,
@@ -23,6 +22,8 @@ from .pipeline_config import (
 from .problem import Problem
 from .search.branch_and_bound import SearchResult
 from .search.coarse import is_large
+from .search.device_classes import Shape, Symmetry
+from .search.placements import ANY
 from .search.subproblem import Family
 
 if TYPE_CHECKING:
@@ -35,8 +36,11 @@ MOST_SHAPES = 64
 
 def is_searched(problem: Problem, proposal: Proposal) -> bool:
     """Whether a plan is one of those that the search looks at: its schedule, micro-batches, number of stages
-    and of replicas, and its stages on consecutive devices of one of the orders."""
-    return any(proposal.devices in shapes for shapes in _shapes(problem, proposal))
+    and of replicas, and its stages on consecutive devices of one of the orders, or on any."""
+    return any(
+        family.placement.name == ANY or proposal.devices in _list_runs(family, proposal.replicas)
+        for family in _families(problem, proposal)
+    )
 
 
 def to_searched_devices(problem: Problem, proposal: Proposal) -> Proposal:
@@ -45,21 +49,24 @@ def to_searched_devices(problem: Problem, proposal: Proposal) -> Proposal:
         return proposal
     symmetry = Symmetry(problem.topology)
     own = symmetry.key(proposal.devices)
-    for shapes in _shapes(problem, proposal):
-        for shape in shapes:
+    for family in _families(problem, proposal):
+        for shape in _list_runs(family, proposal.replicas):
             if symmetry.key(shape) == own:
                 return replace(proposal, devices=shape)
     return proposal
 
 
-def _shapes(problem: Problem, proposal: Proposal) -> Iterator[list[Shape]]:
-    """By order of the devices, those that are searched for stages of as many replicas."""
-    config, counts = proposal.config, proposal.replicas
+def _families(problem: Problem, proposal: Proposal) -> list[Family]:
+    """Those that have plans of its configuration, numbers of stages and of replicas."""
+    config, counts = proposal.config, set(proposal.replicas)
     if config.schedule not in SEARCHED or len(proposal.ends) not in problem.stage_counts:
-        return
-    for family in problem.families:
-        if family.config == config and set(counts) <= set(family.replicas):
-            yield list(islice(_runs(family, counts), MOST_SHAPES))
+        return []
+    return [own for own in problem.families if own.config == config and counts <= set(own.replicas)]
+
+
+def _list_runs(family: Family, counts: Sequence[int]) -> list[Shape]:
+    """The devices that are searched for stages of as many replicas, in one order."""
+    return list(islice(_runs(family, counts), MOST_SHAPES))
 
 
 def _runs(family: Family, counts: Sequence[int], position: int = 0) -> Iterator[Shape]:
@@ -122,7 +129,7 @@ def describe_exact_search(problem: Problem, *, relaxed: bool = False) -> str:
         " or ".join(exactly),
         f"recompute {' or '.join(_describe_mode(mode) for mode in MODES if mode in modes)}",
         describe_micro_batches(problem),
-        describe_order(problem, any_order=relaxed) if exactly else "",
+        _describe_devices(problem, any_order=relaxed) if exactly else "",
     ]
     if problem.options.use_all:
         parts.append("on all devices")
@@ -144,12 +151,17 @@ def describe_micro_batches(problem: Problem) -> str:
     return "1 micro-batch" if counts == [1] else f"{abbreviate(counts)} micro-batches"
 
 
-def describe_order(problem: Problem, *, any_order: bool = False) -> str:
+def _describe_devices(problem: Problem, *, any_order: bool) -> str:
     """Which devices the stages take; nothing where there is no choice."""
+    if any_order and problem.gpus > 1:
+        return "any order of the devices"
+    return "any devices for each stage" if problem.any_devices else describe_order(problem)
+
+
+def describe_order(problem: Problem) -> str:
+    """The orders of the devices that are searched; nothing where there is no choice."""
     if problem.gpus == 1:
         return ""
-    if any_order:
-        return "any order of the devices"
     orders = " or ".join(dict.fromkeys(placement.in_words for placement in problem.placements))
     return f"consecutive devices {orders}"
 

@@ -8,7 +8,7 @@ the runs of equal neighbours are taken in other orders.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import combinations, groupby, islice, permutations
 from math import inf
 
@@ -18,66 +18,10 @@ from .candidate import Proposal, ScoredPlan
 from .pipeline_config import SEARCHED
 from .problem import Problem
 from .search.branch_and_bound import search
+from .search.device_classes import Shape, Symmetry, group_path, is_uniform
 from .search.pipelines import cheapest_mode
 from .search.placements import REORDERED, make_placement
 from .search.space import Space, narrow_space
-
-Shape = tuple[tuple[int, ...], ...]
-"""By stage, the ranks of its replicas."""
-
-
-def group_path(topology: Topology, rank: int) -> tuple[object, ...]:
-    """The groups that hold a device, the outermost first, and its kind."""
-    return (*(rank // size for size in _sizes(topology)), topology.device(rank))
-
-
-def _sizes(topology: Topology) -> list[int]:
-    """Devices of the groups, and of those that share a port, the largest first."""
-    own, inner = set[int](), 1
-    for level in topology.levels:
-        own.add(level.devices_per_port)
-        inner = topology.gpus if level.size is None else inner * level.size
-        own.add(inner)
-    return sorted((size for size in own if 1 < size < topology.gpus), reverse=True)
-
-
-@dataclass(frozen=True, eq=False)
-class Symmetry:
-    """Which assignments of devices are the same but for the names of devices and groups that are alike."""
-
-    topology: Topology
-    _holds: dict[tuple[object, ...], object] = field(default_factory=dict)
-
-    def key(self, shape: Shape) -> tuple[object, ...]:
-        """The same for assignments that are."""
-        numbers, counts, stages = dict[tuple[object, ...], int](), dict[tuple[object, ...], int](), []
-        for own in shape:
-            stage = []
-            for rank in own:
-                *groups, kind = group_path(self.topology, rank)
-                label: tuple[object, ...] = ()
-                for depth in range(len(groups)):
-                    group = tuple(groups[: depth + 1])
-                    alike = (label, self.contents(group))
-                    if group not in numbers:
-                        numbers[group] = counts[alike] = counts.get(alike, 0) + 1
-                    label = (*label, self.contents(group), numbers[group])
-                stage.append((label, kind))
-            stages.append(tuple(stage))
-        return tuple(stages)
-
-    def contents(self, group: tuple[object, ...]) -> object:
-        """What a group holds, its parts in the order of the ranks."""
-        if group not in self._holds:
-            depth, first, parts = len(group), dict[object, int](), list[object]()
-            for rank in range(self.topology.gpus):
-                path = group_path(self.topology, rank)
-                if path[:depth] == group:
-                    inner = tuple(first.setdefault(path[: depth + 1 + i], len(first)) for i in range(3))
-                    parts.append((inner, path[-1]))
-            self._holds[group] = tuple(parts)
-        return self._holds[group]
-
 
 FEW = 8
 """Up to so many devices all assignments are tried."""
@@ -96,7 +40,7 @@ WORK = 5e8
 def reassign(problem: Problem, plans: Iterable[ScoredPlan], limit: float = inf) -> Iterator[Proposal]:
     """The fastest of these plans on other devices; none where a runtime numbers the devices. Of few devices
     all that fit and whose busiest stage alone leaves a step below `limit` seconds possible."""
-    if problem.runtime is not None or is_uniform(problem.topology):
+    if problem.runtime is not None or is_uniform(problem.topology) or problem.any_devices:
         return
     linear = [plan for plan in plans if plan.config.virtual_stages == 1]
     shapes = dict[tuple[object, ...], Proposal]()
@@ -114,7 +58,7 @@ def search_other_orders(problem: Problem, best: ScoredPlan) -> ScoredPlan | None
     """A faster plan of the best one's schedule, where a short search along other orders of few devices finds
     one."""
     topology = problem.topology
-    if problem.runtime is not None or problem.gpus > FEW or is_uniform(topology):
+    if problem.runtime is not None or problem.gpus > FEW or is_uniform(topology) or problem.any_devices:
         return None
     orders = {placement.ranks for placement in problem.placements}
     most = min(MOST_ORDERS, MOST_ENTRIES // (problem.gpus * problem.space.chain.max_stages))
@@ -133,11 +77,6 @@ def search_other_orders(problem: Problem, best: ScoredPlan) -> ScoredPlan | None
         return None
     work = min(WORK, problem.options.time_limit * WORK)
     return search(problem.space, families, problem.stage_counts, work=work, limit=best.step_seconds).best
-
-
-def is_uniform(topology: Topology) -> bool:
-    """Whether it makes no difference which devices the stages take."""
-    return len({group_path(topology, rank) for rank in range(topology.gpus)}) == len(topology.kinds) == 1
 
 
 def _assignments(space: Space, proposal: Proposal, limit: float) -> Iterator[Shape]:

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ..cost_models.errors import UsageError
+from ..cost_models.runtime import Runtime
+
 MOST_MICRO_BATCHES = 2**14
 """Of a step. Every one of them is simulated on every stage."""
 SEARCHED = ("1f1b", "gpipe")
@@ -69,3 +72,18 @@ def abbreviate(values: Sequence[int]) -> str:
     """The values in words, the first twelve and the last of many."""
     text = ", ".join(str(value) for value in values[:12])
     return text if len(values) <= 12 else f"{text}, … {values[-1]}"
+
+
+def make_config_error(schedule: str, recompute: str, runtime: Runtime | None) -> UsageError:
+    """Where a request leaves no configuration."""
+    request = f"schedule={schedule!r}, recompute={recompute!r}"
+    if runtime is None:
+        return UsageError(
+            f"{request} with 1 micro-batch: there is no such plan",
+            "except_last needs two micro-batches or more: leave one of the fields at auto.",
+        )
+    modes = ", ".join(sorted(mode.replace("_", "-") for mode in runtime.recompute))
+    return UsageError(
+        f"runtime={runtime.name!r} does not run {request}",
+        f"{runtime.name} runs {', '.join(sorted(runtime.schedules))} with recompute {modes}.",
+    )

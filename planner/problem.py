@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.precision import TrainingPrecision, training_precision
 from ..cost_models.runtime import Runtime, find_runtime
@@ -22,16 +21,24 @@ from .pipeline_config import (
     SYNTHESIZED,
     Mode,
     PipelineConfig,
+    make_config_error,
     pipeline_configs,
 )
 from .plan_options import PlanOptions
 from .search.budget import SearchBudget
-from .search.placements import MOST_DEVICES, Placement, list_placements
+from .search.device_sets import may_search_any
+from .search.placements import (
+    ANY,
+    EVERY_COUNT,
+    MOST_DEVICES,
+    Placement,
+    list_placements,
+    list_replica_counts,
+    place_anywhere,
+)
 from .search.space import Space
 from .search.subproblem import Family
 
-EVERY_COUNT = 16
-"""Up to so many devices every number of replicas is tried; beyond, 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
 MOST_STAGES = 32
 """That are searched where stages may have replicas."""
 INTERLEAVED = "interleaved"
@@ -64,7 +71,7 @@ class Problem:
         self.precision  # noqa: B018  raises
         check_layer_count(self.chain, self.topology.gpus, self.options)
         if not self.configs:
-            raise self._no_config()
+            raise make_config_error(self.options.schedule, self.options.recompute, self.runtime)
 
     @property
     def gpus(self) -> int:
@@ -235,10 +242,15 @@ class Problem:
             Family(config, placement, counts, self.options.use_all, any_count=self.any_count)
             for config in self.configs
             if config.schedule in SEARCHED
-            for placement in self.placements
             for counts in self.replica_sets
+            for placement in (*self.placements, *self._anywhere(counts))
             if self.may_share(config.micro_batch_size, counts)
         ]
+
+    def _anywhere(self, counts: tuple[int, ...]) -> list[Placement]:
+        """Any devices for each stage, where there are few enough; a runtime numbers them."""
+        few = may_search_any(self.topology, counts, self.space.chain.max_stages)
+        return [place_anywhere(self.topology)] if few and self.runtime is None else []
 
     @cached_property
     def placements(self) -> list[Placement]:
@@ -250,17 +262,18 @@ class Problem:
         )
         return list_placements(topology)[:1]
 
+    @property
+    def any_devices(self) -> bool:
+        """Whether any devices are searched for each stage, not only orders of them."""
+        return any(family.placement.name == ANY for family in self.families)
+
     @cached_property
     def replica_sets(self) -> list[tuple[int, ...]]:
         """The numbers of replicas that stages may have together."""
         if not self._replicated:
             return [(1,)]
         usable = self.usable_gpus
-        counts = tuple(
-            count
-            for count in range(1, usable + 1)
-            if count <= EVERY_COUNT or count & (count - 1) == 0 or _is_three_halves(count) or count == usable
-        )
+        counts = list_replica_counts(usable)
         if self.runtime is not None and self.runtime.replicas == "equal":
             return [(count,) for count in counts]
         return [counts]
@@ -328,23 +341,3 @@ class Problem:
             self.options, mini_batch=self.mini_batch, micro_batches=None, schedule="auto", recompute="auto"
         )
         return replace(self, options=free)
-
-    def _no_config(self) -> UsageError:
-        options, runtime = self.options, self.runtime
-        request = f"schedule={options.schedule!r}, recompute={options.recompute!r}"
-        if runtime is None:
-            return UsageError(
-                f"{request} with 1 micro-batch: there is no such plan",
-                "except_last needs two micro-batches or more: leave one of the fields at auto.",
-            )
-        modes = ", ".join(sorted(mode.replace("_", "-") for mode in runtime.recompute))
-        return UsageError(
-            f"runtime={runtime.name!r} does not run {request}",
-            f"{runtime.name} runs {', '.join(sorted(runtime.schedules))} with recompute {modes}.",
-        )
-
-
-def _is_three_halves(count: int) -> bool:
-    """Whether it is 3 times a power of two."""
-    third, rest = divmod(count, 3)
-    return rest == 0 and third & (third - 1) == 0

@@ -43,42 +43,15 @@ if TYPE_CHECKING:
 
     __version__: str
 
+# fmt: off
 __all__ = [
-    "ExportError",
-    "FileError",
-    "InfeasibleError",
-    "MachineError",
-    "ModelError",
-    "Plan",
-    "PplanError",
-    "Profile",
-    "UsageError",
-    "__version__",
-    "check",
-    "compare",
-    "compare_schedules",
-    "degrees",
-    "explain",
-    "export",
-    "frontier",
-    "import_plan",
-    "import_profile",
-    "lint",
-    "load_model",
-    "load_plan",
-    "load_profile",
-    "profile",
-    "register_schedule",
-    "report",
-    "schedules",
-    "sequential",
-    "simulate",
-    "simulate_costs",
-    "solve",
-    "sweep",
-    "topology",
-    "verify",
+    "ExportError", "FileError", "InfeasibleError", "MachineError", "ModelError", "Plan",
+    "PplanError", "Profile", "UsageError", "__version__", "check", "compare", "compare_schedules",
+    "degrees", "explain", "export", "frontier", "import_plan", "import_profile", "lint",
+    "load_model", "load_plan", "load_profile", "profile", "register_schedule", "report",
+    "schedules", "sequential", "simulate", "simulate_costs", "solve", "sweep", "topology", "verify",
 ]
+# fmt: on
 
 _ROOMS = {
     "api.check": "check",

@@ -23,7 +23,7 @@ def least_memory(problem: Problem, plan: Plan, slack: float, fastest: float, res
     if aim is None:
         return
     every = Enumeration(problem, Enumeration(problem, ()).rules.schedules)
-    target = aim.value if aim.exact else aim.lower_bound
+    target = max(aim.lower_bound, aim.value if aim.exact else 0.0)
     below, least = fastest * (1 + slack) * (1 - TOLERANCE), inf
     text = ""
     for found in every.below(below, target * (1 - TOLERANCE)):
@@ -47,7 +47,8 @@ def least_cost(problem: Problem, plan: Plan, prices: Mapping[str, float], result
         return
     own = price_by_kind(prices, problem.topology)
     hourly = [own[problem.topology.device(rank).name] for rank in range(problem.gpus)]
-    target, least, text = (aim.value if aim.exact else aim.lower_bound) * (1 - TOLERANCE), inf, ""
+    target = max(aim.lower_bound, aim.value if aim.exact else 0.0) * (1 - TOLERANCE)
+    least, text = inf, ""
     for count in range(1, problem.gpus + 1):
         if problem.options.use_all and count < problem.gpus:
             continue

@@ -104,7 +104,7 @@ def _nothing_fits(problem: Problem, error: InfeasibleError, result: Result) -> N
     names = problem_schedules(problem)
     if error.what.startswith("no plan of "):
         names = [name for name in names if name in SEARCHED]
-    every = Enumeration(problem, names, scope="orders")
+    every = Enumeration(problem, names)
     known = next(every.below(), None)
     result.plans += every.plans
     result.simulated += every.simulated
@@ -117,14 +117,14 @@ def problem_schedules(problem: Problem) -> Sequence[str]:
 
 
 def scopes_of(plan: Plan, schedules: Sequence[str]) -> dict[Scope, list[str]]:
-    """By the devices that the bound is about, the schedules: those that are searched on the orders of the
-    devices that were searched, unless the plan's file says otherwise, which it never does of asynchronous
-    ones; the others on any."""
+    """By the devices that the bound is about, the schedules: those that are searched on the devices that were
+    searched, unless the plan's file says otherwise; asynchronous ones on orders of them; the others on
+    any."""
     universal = plan.prediction.bound_covers.startswith("all plans of")
     named = [] if universal else [name for name in schedules if name in SEARCHED]
-    ordered = [*named, *(name for name in schedules if name in LATE)]
-    others = [name for name in schedules if name not in ordered]
-    return {"orders": ordered, "any": others}
+    late = [name for name in schedules if name in LATE]
+    others = [name for name in schedules if name not in (*named, *late)]
+    return {"orders": late, "searched": named, "any": others}
 
 
 @dataclass

@@ -24,8 +24,8 @@ from .least_seconds import STRAIGHT, LeastSeconds
 from .orders import Ranks, Shape, in_any, in_orders
 from .rules import Rules
 
-Scope = Literal["orders", "any"]
-"""Stages on runs of the searched orders of the devices, or on any devices."""
+Scope = Literal["orders", "any", "searched"]
+"""Stages on runs of the searched orders of the devices, on any devices, or on what of the two is searched."""
 NEAR = 1e-9
 """Share of a limit of memory within which it is not decided whether a plan fits."""
 WIDE = 16
@@ -65,7 +65,7 @@ class Enumeration:
 
     problem: Problem
     schedules: Sequence[str]
-    scope: Scope = "orders"
+    scope: Scope = "searched"
     stages: Sequence[int] | None = None
     sizes: Sequence[int] | None = None
     mode: Mode | None = None
@@ -168,7 +168,7 @@ class Enumeration:
         counts = range(1, topology.gpus + 1)
         if rules.runtime is not None and rules.runtime.replicas == "none":
             counts = range(1, 2)
-        if self.scope == "any":
+        if self.scope == "any" or (self.scope == "searched" and self.problem.any_devices):
             return in_any(topology, stages, counts)
         return in_orders(topology, stages, counts, numbered=rules.runtime is not None)
 

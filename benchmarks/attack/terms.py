@@ -1,7 +1,8 @@
 """The bounds that the search works with, each held against the plans that it is about.
 
 What an answer says hides most of them: a bound that is too high leaves out plans, and a planner may know one
-as fast. Of machines with one order of the devices, where the plans of a family are those of its settings.
+as fast. Of machines where any devices, or one order of them, are searched, so that the plans of a family are
+those of its settings.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import numpy as np
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import WHOLE_BOUNDS, busiest_seconds
 from pplan.planner.search import subproblem
+from pplan.planner.search.device_sets import make_ranges
 from pplan.planner.search.pipelines import build_pipelines
-from pplan.planner.search.placements import DeviceRanges
+from pplan.planner.search.placements import ANY
 from pplan.planner.search.relaxed_bound import RelaxedBound
 from pplan.planner.search.stage_choices import list_stage_choices
 from pplan.planner.search.subproblem import BOUNDS, Family
@@ -53,10 +55,12 @@ def relaxed(problem: Problem, result: Result) -> None:
 def check(problem: Problem, result: Result) -> None:
     """Of every family, before anything is searched: the quick bound, and that of each number of stages; and
     of the fastest plan below a little more than that, the bounds of whole plans."""
-    if len(problem.placements) > 1:
+    if len(problem.placements) > 1 and not problem.any_devices:
         return
     for family in problem.families:
-        ranges = DeviceRanges(problem.space, family.placement, family.replicas, family.on_all)
+        if problem.any_devices and family.placement.name != ANY:
+            continue
+        ranges = make_ranges(problem.space, family.placement, family.replicas, family.on_all)
         options = list_stage_choices(problem.space, family.config, ranges, inf)
         quick = subproblem.quick_bound(problem.space, family)
         bound = BOUNDS[family.config.schedule](options, inf)

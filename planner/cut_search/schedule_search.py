@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 from ...cost_models.errors import UsageError
 from ...cost_models.schedules import Program, find_schedule
 from ..candidate import ScoredPlan
-from ..other_placements import is_uniform
 from ..pipeline_config import SEVERAL_PARTS, VIRTUAL_STAGES, PipelineConfig
 from ..plan_records import TIE
 from ..search.budget import WORK_A_SECOND
+from ..search.device_classes import is_uniform
 from ..universal_bound import universal_bound, work_and_path_bound
 from .part_tables import PipelineShape
 from .shape_search import SearchStage, ShapeSearch

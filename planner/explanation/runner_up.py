@@ -22,8 +22,10 @@ from ..plan_records import TIE
 from ..plan_stages import PlanSummary, summarize
 from ..problem import Problem
 from ..scoring import fastest
-from ..search.placements import Placement
+from ..search.device_sets import list_shapes
+from ..search.placements import ANY, Placement
 from ..search.space import with_cuts
+from ..search.subproblem import Family
 from .explain_context import ExplainContext
 from .resolve import SECONDS, search_near
 
@@ -232,7 +234,7 @@ def _shapes(problem: Problem, proposal: Proposal) -> tuple[list[Shape], bool]:
     shapes, every = dict.fromkeys(_neighbours(problem, proposal)), True
     for family in families.values():
         allowed = [count for count in family.replicas if count <= size]
-        runs = list(islice(_runs(family.placement, len(proposal.ends), allowed, 0), MOST_LISTED + 1))
+        runs = list(islice(_list_shapes(problem, family, len(proposal.ends), allowed), MOST_LISTED + 1))
         every = every and len(runs) <= MOST_LISTED
         shapes |= dict.fromkeys(runs)
     own = proposal.replicas
@@ -248,6 +250,13 @@ def _neighbours(problem: Problem, proposal: Proposal) -> Iterator[Shape]:
             counts = [r + (stage == taker) - (stage == giver) for stage, r in enumerate(own)]
             if giver != taker and min(counts) > 0 and sum(counts) <= problem.usable_gpus:
                 yield replicated_pipeline(proposal.config, proposal.ends, counts).devices
+
+
+def _list_shapes(problem: Problem, family: Family, stages: int, allowed: Sequence[int]) -> Iterator[Shape]:
+    """The devices for so many stages that a family has."""
+    if family.placement.name == ANY:
+        return list_shapes(problem.topology, stages, allowed)
+    return _runs(family.placement, stages, allowed, 0)
 
 
 def _runs(placement: Placement, stages: int, allowed: Sequence[int], position: int) -> Iterator[Shape]:

@@ -16,8 +16,9 @@ from ..candidate import Proposal, ScoredPlan
 from ..coverage import describe_coverage
 from ..joint_search import JointSearchResult, find_best_plan, with_bound
 from ..plan_records import TIE, Aim
-from ..problem import EVERY_COUNT, Problem
+from ..problem import Problem
 from ..scoring import fastest, least_in_parts
+from ..search.placements import EVERY_COUNT
 from ..search.space import Space
 from ..universal_bound import universal_bound
 from .objective import price_by_kind

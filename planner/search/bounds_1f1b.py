@@ -101,8 +101,7 @@ class RoundTripBound:
         return nothing, nothing, nothing, nothing
 
     def _before(self, remaining: int) -> tuple[Floats, Floats, Floats, Floats]:
-        shape = (self.choices.devices + 1, self.choices.last_place + 1)
-        rows = tuple(np.full(shape, np.inf) for _ in range(4))
+        rows = tuple(np.full(self.choices.shape, np.inf) for _ in range(4))
         reachable = np.isfinite(self._rows[-1][0])
         if reachable.any():
             for group in self.choices.groups:
@@ -125,9 +124,7 @@ class RoundTripBound:
             values[stages.after, stages.end] for values in self.rows(remaining - 1)
         )
         f, b = group.forward[stages.pair], self._least_backward(group, remaining)[stages.pair]
-        latency, slowness = (
-            values[stages.after] for values in self.choices.ranges.best_route(group.replicas)
-        )
+        latency, slowness = self.choices.ranges.least_pace(group.replicas, stages.key, stages.after)
         occupancy = slowness * group.sent[stages.pair]
         cut = occupancy + latency * group.inner[stages.pair]
         saved = group.accumulation[stages.pair]

@@ -135,8 +135,7 @@ class GPipeBound:
         return _Sums(*(nothing for _ in NAMES))
 
     def _before(self, remaining: int) -> _Sums:
-        shape = (self.choices.devices + 1, self.choices.last_place + 1)
-        rows = {name: np.full(shape, np.inf) for name in NAMES}
+        rows = {name: np.full(self.choices.shape, np.inf) for name in NAMES}
         # Where round trips leave no plan below the limit there is none.
         reachable = np.isfinite(self._round_trips.rows(remaining - 1)[0])
         for group in self.choices.groups:
@@ -154,9 +153,7 @@ class GPipeBound:
         f, b = group.forward[pairs], group.backward(self.choices.in_flight(remaining))[0][pairs]
         first = self._first(group.plain[pairs], b) - group.accumulation[pairs]
         plain = np.where(np.isinf(b), np.inf, first)
-        latency, slowness = (
-            values[stages.after] for values in self.choices.ranges.best_route(group.replicas)
-        )
+        latency, slowness = self.choices.ranges.least_pace(group.replicas, stages.key, stages.after)
         o = slowness * group.sent[pairs]
         c = o + latency * group.inner[pairs]
         ahead = _Sums(*(getattr(follows, name)[stages.after, stages.end] for name in NAMES))

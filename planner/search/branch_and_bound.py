@@ -24,7 +24,8 @@ import numpy as np
 from ..candidate import ScoredPlan
 from ..plan_records import TIE
 from .budget import OutOfTime, SearchBudget
-from .placements import DeviceRanges, Placement
+from .device_sets import make_ranges
+from .placements import ANY, Placement
 from .space import Space
 from .subproblem import Chunk, Family, Subproblem
 
@@ -85,10 +86,17 @@ class _BranchAndBound:
     ) -> None:
         self.work, self.limit, self.counts = work, limit, counts
         self.best: ScoredPlan | None = None
-        ranges = {key: DeviceRanges(space, *key) for key in dict.fromkeys(map(_ranges_key, families))}
+        ranges = {key: make_ranges(space, *key) for key in dict.fromkeys(map(_ranges_key, families))}
         self.problems = [
             Subproblem(space, family, counts, ranges[_ranges_key(family)], work) for family in families
         ]
+        anywhere = {_config_key(family) for family in families if family.placement.name == ANY}
+        self.whole = [
+            problem
+            for problem in self.problems
+            if problem.family.placement.name == ANY or _config_key(problem.family) not in anywhere
+        ]
+        """Without those whose plans are among another's, which only start the search."""
 
     @property
     def step(self) -> float:
@@ -106,9 +114,9 @@ class _BranchAndBound:
             proven = self._explore()
             self._prefer_simple()
         except OutOfTime:
-            proven = min((problem.root for problem in self.problems), default=np.inf)
+            proven = min((problem.root for problem in self.whole), default=np.inf)
         step = np.inf if self.best is None else self.best.step_seconds
-        root = min((problem.root for problem in self.problems), default=np.inf)
+        root = min((problem.root for problem in self.whole), default=np.inf)
         exact = proven >= step * (1 - TIE)
         return SearchResult(self.best, step if exact else proven, min(root, step), exact)
 
@@ -128,7 +136,7 @@ class _BranchAndBound:
                 open_plans, pushed = open_plans + len(chunk), pushed + 1
 
         left_out = np.inf
-        for problem in self.problems:
+        for problem in self.whole:
             if self.work.remaining <= -FOR_ROOTS and not problem.roots:
                 left_out = min(left_out, problem.quick_bound)
             elif problem.may_improve(self.step):
@@ -173,6 +181,14 @@ class _BranchAndBound:
                         return
 
 
-def _ranges_key(family: Family) -> tuple[Placement, tuple[int, ...], bool, int]:
+_RangesKey = tuple[Placement, tuple[int, ...], bool, int]
+
+
+def _ranges_key(family: Family) -> _RangesKey:
     """Families of the same runs share them."""
     return family.placement, family.replicas, family.on_all, family.unit
+
+
+def _config_key(family: Family) -> tuple[object, ...]:
+    """The same for families that differ by the order of the devices alone."""
+    return family.config, family.replicas, family.on_all

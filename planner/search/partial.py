@@ -17,16 +17,18 @@ BoundState = dict[str, Floats]
 
 @dataclass(frozen=True, eq=False)
 class Expansion:
-    """One further stage of unfinished plans: by entry, of plan `parent`, pair `pair` of a group, beginning at
-    `position`. It is the `remaining`-th stage from the end. Seconds as of `Pipelines`; `cut`: of the transfer
-    from the stage before; `least_cut`, `least_occupancy`: the least that the one to the next can take."""
+    """One further stage of unfinished plans: by entry, of plan `parent`, pair `pair` of a group, on the
+    devices `key`, up to `end_position`. It is the `remaining`-th stage from the end. Seconds as of
+    `Pipelines`; `cut`: of the transfer from the stage before; `least_cut`, `least_occupancy`: the least that
+    the one to the next can take."""
 
     choices: StageChoices
     group: GroupChoices
     group_index: int
     remaining: int
     parent: Indices
-    position: Indices
+    key: Indices
+    end_position: Indices
     pair: Indices
     occupancy: Floats
     latency: Floats
@@ -35,11 +37,6 @@ class Expansion:
     def end(self) -> Indices:
         """Place that the stage ends at."""
         return self.group.end[self.pair]
-
-    @cached_property
-    def end_position(self) -> Indices:
-        """Position after its last device."""
-        return self.position + self.group.replicas
 
     @cached_property
     def forward(self) -> Floats:
@@ -75,15 +72,16 @@ class Expansion:
         return self.occupancy + self.latency
 
     @cached_property
+    def _least_pace(self) -> tuple[Floats, Floats]:
+        return self.choices.ranges.least_pace(self.group.replicas, self.key, self.end_position)
+
+    @cached_property
     def least_occupancy(self) -> Floats:
-        _, slowness = self.choices.ranges.best_route(self.group.replicas)
-        seconds: Floats = slowness[self.end_position] * self.group.sent[self.pair]
-        return seconds
+        return self._least_pace[1] * self.group.sent[self.pair]
 
     @cached_property
     def least_cut(self) -> Floats:
-        latency, _ = self.choices.ranges.best_route(self.group.replicas)
-        seconds: Floats = self.least_occupancy + latency[self.end_position] * self.group.inner[self.pair]
+        seconds: Floats = self.least_occupancy + self._least_pace[0] * self.group.inner[self.pair]
         return seconds
 
 
@@ -101,7 +99,7 @@ class PartialPlans:
     position: Indices
     state: BoundState
     ends: Indices
-    begins: Indices
+    keys: Indices
     groups: Indices
     recompute: npt.NDArray[np.bool_]
     columns: dict[str, Floats] = field(default_factory=dict)
@@ -118,7 +116,7 @@ def empty_plans(state: BoundState) -> PartialPlans:
         position=np.zeros(1, dtype=np.int64),
         state=state,
         ends=none,
-        begins=none,
+        keys=none,
         groups=none,
         recompute=none.astype(np.bool_),
         columns={name: np.zeros((1, 0)) for name in COLUMNS},
@@ -138,7 +136,7 @@ def extend_plans(plans: PartialPlans, stage: Expansion, state: BoundState, rows:
         position=stage.end_position[rows],
         state={name: values[rows] for name, values in state.items()},
         ends=more(plans.ends, stage.end),
-        begins=more(plans.begins, stage.position),
+        keys=more(plans.keys, stage.key),
         groups=more(plans.groups, np.full(len(stage.parent), stage.group_index)),
         recompute=np.concatenate([plans.recompute[parent], stage.recompute[rows][:, None]], axis=1),
         columns={
@@ -164,7 +162,7 @@ def join_plans(parts: list[PartialPlans], rows: Indices | None = None) -> Partia
             for name in first.state
         },
         ends=concatenate([part.ends for part in parts]),  # type: ignore[arg-type]
-        begins=concatenate([part.begins for part in parts]),  # type: ignore[arg-type]
+        keys=concatenate([part.keys for part in parts]),  # type: ignore[arg-type]
         groups=concatenate([part.groups for part in parts]),  # type: ignore[arg-type]
         recompute=concatenate([part.recompute for part in parts]),  # type: ignore[arg-type]
         columns={

@@ -8,10 +8,11 @@ node, so that transfers between stages stay inside the nodes and gradients are a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby, permutations
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,16 +24,19 @@ from .space import Space
 FEW = 16
 """Up to so many devices they are taken across the first two nodes, the first three and so on, too, so that
 the plans of a smaller machine are among those of a larger one."""
+EVERY_COUNT = 16
+"""Up to so many devices every number of replicas is tried; beyond, 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
 MOST_DEVICES = 64
 """Of so many, stages may begin at any."""
 MOST_RUNS = 4
 """Runs of equal devices of which every order is tried: 24."""
 
-IN_ORDER, ACROSS, REORDERED = "in order", "across nodes", "kinds reordered"
+IN_ORDER, ACROSS, REORDERED, ANY = "in order", "across nodes", "kinds reordered", "any"
 WORDS = {
     IN_ORDER: "in rank order",
     ACROSS: "in turn from each node",
     REORDERED: "with the kinds in another order",
+    ANY: "in any order",
 }
 """What the orders are called in a plan file."""
 
@@ -113,7 +117,40 @@ def make_placement(name: str, topology: Topology, ranks: tuple[int, ...]) -> Pla
     return Placement(name, ranks, tuple(next_group), skips_whole=len(topology.kinds) > 1)
 
 
+def list_replica_counts(devices: int) -> tuple[int, ...]:
+    """The numbers of replicas that are tried on so many devices."""
+    return tuple(
+        count
+        for count in range(1, devices + 1)
+        if count <= EVERY_COUNT or count == devices or any(count in (2**k, 3 * 2**k) for k in range(17))
+    )
+
+
+def place_anywhere(topology: Topology) -> Placement:
+    """Any devices for each stage: no order of them; see `device_sets`."""
+    gpus = topology.gpus
+    return Placement(ANY, tuple(range(gpus)), (gpus,) * gpus)
+
+
 Indices = npt.NDArray[np.int64]
+
+
+class DeviceRun(NamedTuple):
+    """Devices that a stage may have: where it begins, and is after them, in as many ways as there are; `key`
+    names them there."""
+
+    ranks: tuple[int, ...]
+    begins: Indices
+    afters: Indices
+    keys: Indices
+
+
+class StagesBefore(NamedTuple):
+    """By plan, the last stage so far: how many replicas it has, where it ends, and the key of its devices."""
+
+    replicas: Indices
+    ends: Indices
+    keys: Indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +177,53 @@ class DeviceRanges:
     def devices(self) -> int:
         """In the order."""
         return len(self.placement.ranks)
+
+    @property
+    def any_order(self) -> bool:
+        """Whether the replicas of a stage may stand in orders that differ."""
+        return False
+
+    @cached_property
+    def devices_before(self) -> Indices:
+        """By position, how many there are."""
+        return np.arange(self.devices + 1)
+
+    def starts_from(self, positions: Indices) -> tuple[Indices, Indices]:
+        """Of plans that end at these positions, the number of a plan and where a further stage may begin."""
+        pairs = [(row, begin) for row, end in enumerate(positions.tolist()) for begin in self.starts[end]]
+        rows, begins = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        return rows, begins
+
+    def runs(self, count: int) -> Iterator[DeviceRun]:
+        """Of so many devices."""
+        ranks = self.placement.ranks
+        for begin in range(0, len(ranks) - count + 1, self.unit):
+            at = np.array([begin])
+            yield DeviceRun(ranks[begin : begin + count], at, at + count, at)
+
+    def devices_at(self, keys: Sequence[int], replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Of the stages of a pipeline."""
+        ranks = self.placement.ranks
+        pairs = zip(keys, replicas, strict=True)
+        return tuple(ranks[begin : begin + count] for begin, count in pairs)
+
+    def pace(self, before: StagesBefore, replicas: int, keys: Indices) -> tuple[Floats, Floats]:
+        """Latency, and seconds of each byte that a replica of the smaller stage sends, to stages of so many
+        replicas from those `before` them."""
+        latency, slowness = self.routes(replicas)
+        counts = np.searchsorted(self.counts, before.replicas)
+        at = counts, before.ends // self.unit, keys // self.unit
+        return latency[at], slowness[at]
+
+    def least_pace(self, replicas: int, keys: Indices, ends: Indices) -> tuple[Floats, Floats]:  # noqa: ARG002
+        """The least of stages of so many replicas on these devices, which end there, to whatever follows; 0
+        at the end."""
+        latency, slowness = self.best_route(replicas)
+        return latency[ends], slowness[ends]
+
+    def orders(self, shape: tuple[tuple[int, ...], ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
+        """The replicas stand as in the order of the devices."""
+        yield shape
 
     def routes(self, replicas: int) -> tuple[Floats, Floats]:
         """To a stage of so many replicas, (counts, ends, begins) each, positions in units: latency, and

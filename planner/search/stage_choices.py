@@ -1,5 +1,5 @@
 """The stages that a pipeline of a configuration may have: pairs of cut points, on runs of the devices in an
-order.
+order, or on any sets of them.
 
 Runs that cost the same are a group; its pairs stand in lists sorted by the place they start at, without those
 that would alone be too slow or fit nowhere.
@@ -20,8 +20,9 @@ from ...cost_models.memory import Recompute
 from ...cost_models.schedules import find_schedule
 from ..pipeline_config import PipelineConfig
 from ..stage_table import Floats
+from .device_sets import DeviceSets
 from .pipelines import stage_modes
-from .placements import DeviceRanges
+from .placements import DeviceRanges, DeviceRun
 from .replica_group import ReplicaGroupCosts
 from .space import Space, divide_batch
 
@@ -29,11 +30,12 @@ Indices = npt.NDArray[np.int64]
 
 
 class Entries(NamedTuple):
-    """Stages of a group that begin at `position` and end before `after`, by entry: pair `pair`, cut points
-    `start` and `end`; sorted by position and start, of which `first` are the first entries."""
+    """Stages of a group that begin at `position` and end before `after`, by entry: devices `key`, pair
+    `pair`, cut points `start` and `end`; sorted by run and start, of which `first` are the first entries."""
 
     position: Indices
     after: Indices
+    key: Indices
     pair: Indices
     start: Indices
     end: Indices
@@ -41,17 +43,20 @@ class Entries(NamedTuple):
 
     def least_into(self, table: Floats, values: Floats) -> None:
         """Lowers the table at each position and start to the least value of its entries."""
-        at = self.position[self.first], self.start[self.first]
-        table[at] = np.minimum(table[at], np.minimum.reduceat(values, self.first))
+        at = self.position[self.first] * table.shape[1] + self.start[self.first]
+        np.minimum.at(table.reshape(-1), at, np.minimum.reduceat(values, self.first))
 
 
 @dataclass(frozen=True, eq=False)
 class GroupChoices:
-    """The stages of one replica group: `start`, `end` (pairs,) are cut points; `at` (positions + 1,) says
-    where in the order of devices its runs may begin. Seconds (pairs,) are those of that group."""
+    """The stages of one replica group: `start`, `end` (pairs,) are cut points. Its runs (runs,) begin at
+    `positions`, ascending, and end before `afters`, on the devices `keys`. Seconds (pairs,) are those of that
+    group."""
 
     costs: ReplicaGroupCosts
-    at: npt.NDArray[np.bool_]
+    positions: Indices
+    afters: Indices
+    keys: Indices
     start: Indices
     end: Indices
     config: PipelineConfig
@@ -63,10 +68,12 @@ class GroupChoices:
         """Devices of a run."""
         return self.costs.replicas
 
-    @cached_property
-    def positions(self) -> Indices:
-        """Where runs may begin."""
-        return np.flatnonzero(self.at)
+    def runs_from(self, positions: Indices) -> tuple[Indices, Indices]:
+        """Its runs that begin at these positions: the number of a position, and of a run."""
+        low, high = (np.searchsorted(self.positions, positions, side) for side in ("left", "right"))
+        counts = high - low
+        which = np.repeat(np.arange(len(positions)), counts)
+        return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts) + low[which]
 
     @cached_property
     def forward(self) -> Floats:
@@ -111,13 +118,13 @@ class GroupChoices:
 
     def before(self, reachable: npt.NDArray[np.bool_]) -> Entries | None:
         """Its stages that end where others may follow: `reachable` (positions + 1, cut points)."""
-        after = self.positions + self.replicas
-        which, pair = np.nonzero(reachable[after].take(self.end, axis=1))
+        which, pair = np.nonzero(reachable[self.afters].take(self.end, axis=1))
         if not len(pair):
             return None
         start = self.start[pair]
         first = np.flatnonzero(np.append(True, (which[1:] != which[:-1]) | (start[1:] != start[:-1])))
-        return Entries(self.positions[which], after[which], pair, start, self.end[pair], first)
+        runs = self.positions[which], self.afters[which], self.keys[which]
+        return Entries(*runs, pair, start, self.end[pair], first)
 
     def _room(self, mode: Recompute) -> Floats:
         if mode not in self._most:
@@ -144,19 +151,22 @@ class StageChoices:
 
     space: Space
     config: PipelineConfig
-    ranges: DeviceRanges
+    ranges: DeviceRanges | DeviceSets
     groups: tuple[GroupChoices, ...]
 
-    @property
-    def least_used(self) -> int:
-        """The position that the last stage must end at, at least."""
-        return self.devices if self.ranges.on_all else 0
+    @cached_property
+    def may_be_done(self) -> npt.NDArray[np.bool_]:
+        """(positions,): whether the last stage may end there."""
+        may_be: npt.NDArray[np.bool_] = self.ranges.devices_before >= (
+            self.devices if self.ranges.on_all else 0
+        )
+        return may_be
 
     @cached_property
     def after_last(self) -> Floats:
         """(positions + 1, cut points): 0 where a plan may be done, else inf."""
-        values = np.full((self.devices + 1, self.last_place + 1), np.inf)
-        values[self.least_used :, -1] = 0.0
+        values = np.full(self.shape, np.inf)
+        values[self.may_be_done, -1] = 0.0
         return values
 
     @property
@@ -170,9 +180,14 @@ class StageChoices:
         return len(self.ranges.placement.ranks)
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Positions, and cut points."""
+        return len(self.ranges.devices_before), self.last_place + 1
+
+    @property
     def entries(self) -> int:
         """Stages on runs of devices."""
-        return sum(len(group.start) * int(group.at.sum()) for group in self.groups)
+        return sum(len(group.start) * len(group.positions) for group in self.groups)
 
     @cached_property
     def most_stages(self) -> int:
@@ -214,7 +229,8 @@ class StageChoices:
                 work = self.config.micro_batches * np.cumsum(shared.min(axis=0)) / position
                 for values, row in zip(tables, (forward, both, work), strict=True):
                     values[position] = row
-        return tables[0], tables[1], tables[2]
+        forward, both, work = (values[self.ranges.devices_before] for values in tables)
+        return forward, both, work
 
     def _of_blocks(self, replicas: int) -> Floats:
         """(3, cut points): seconds of each block on so many replicas: forward; forward and backward; and
@@ -233,30 +249,30 @@ class StageChoices:
 
 
 def list_stage_choices(
-    space: Space, config: PipelineConfig, ranges: DeviceRanges, limit: float
+    space: Space, config: PipelineConfig, ranges: DeviceRanges | DeviceSets, limit: float
 ) -> StageChoices:
     """The options whose stage alone takes no longer than `limit` over all micro-batches."""
     return StageChoices(space, config, ranges, tuple(_groups(space, config, ranges, limit)))
 
 
 def _groups(
-    space: Space, config: PipelineConfig, ranges: DeviceRanges, limit: float
+    space: Space, config: PipelineConfig, ranges: DeviceRanges | DeviceSets, limit: float
 ) -> Iterator[GroupChoices]:
-    ranks = ranges.placement.ranks
     for count in ranges.counts:
-        if count > min(len(ranks), config.micro_batch_size):
+        if count > min(len(ranges.placement.ranks), config.micro_batch_size):
             continue
         if not space.fits_someone(config.micro_batch_size, count):
             continue
-        at: dict[int, tuple[ReplicaGroupCosts, npt.NDArray[np.bool_]]] = {}
-        for position in range(0, len(ranks) - count + 1, ranges.unit):
+        alike: dict[int, tuple[ReplicaGroupCosts, list[DeviceRun]]] = {}
+        for run in ranges.runs(count):
             space.budget.check()
-            costs = space.replica_group(config.micro_batch_size, ranks[position : position + count])
-            own = at.setdefault(id(costs), (costs, np.zeros(len(ranks) + 1, dtype=np.bool_)))
-            own[1][position] = True
-        for costs, where in at.values():
+            costs = space.replica_group(config.micro_batch_size, run.ranks)
+            alike.setdefault(id(costs), (costs, []))[1].append(run)
+        for costs, runs in alike.values():
             after = costs.exposed_allreduce + costs.least_tied
             work = config.micro_batches * (costs.forward + costs.backward) - costs.accumulation + after
             start, end = np.nonzero(space.usable & (work <= limit))
             if len(start):
-                yield GroupChoices(costs, where, start, end, config)
+                begins, afters, keys = (np.concatenate([own[i] for own in runs]) for i in (1, 2, 3))
+                order = np.argsort(begins, kind="stable")
+                yield GroupChoices(costs, begins[order], afters[order], keys[order], start, end, config)

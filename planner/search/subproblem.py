@@ -4,7 +4,8 @@ stage."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -16,9 +17,10 @@ from ..stage_table import Floats
 from .bounds_1f1b import RoundTripBound
 from .bounds_gpipe import GPipeBound
 from .budget import SearchBudget
+from .device_sets import DeviceSets
 from .partial import BoundState, Expansion, PartialPlans, empty_plans, extend_plans, join_plans
-from .pipelines import Pipelines, find_routes
-from .placements import DeviceRanges, Placement
+from .pipelines import Pipelines, build_pipelines, find_routes
+from .placements import DeviceRanges, Placement, StagesBefore
 from .space import Space, divide_batch
 from .stage_choices import GroupChoices, Indices, StageChoices, list_stage_choices
 
@@ -68,7 +70,12 @@ class Subproblem:
     """The plans of one family, by number of stages."""
 
     def __init__(
-        self, space: Space, family: Family, counts: Sequence[int], ranges: DeviceRanges, work: SearchBudget
+        self,
+        space: Space,
+        family: Family,
+        counts: Sequence[int],
+        ranges: DeviceRanges | DeviceSets,
+        work: SearchBudget,
     ) -> None:
         self.space, self.family, self.counts, self.ranges, self.work = space, family, counts, ranges, work
         self.quick_bound = quick_bound(space, family)
@@ -142,7 +149,7 @@ class Subproblem:
             own, now = bound.extend(state, stage)
             self.work.extend(len(own))
             if remaining == 1:
-                done = (stage.end == choices.last_place) & (stage.end_position >= choices.least_used)
+                done = (stage.end == choices.last_place) & choices.may_be_done[stage.end_position]
                 own = np.where(done, own, np.inf)
             rows = np.flatnonzero(own < limit)
             if len(rows):
@@ -160,17 +167,46 @@ class Subproblem:
         choices, _ = self._bound(limit)
         order = np.arange(len(chunk))
         now, later = order[: chunk.batch], order[chunk.batch :]
-        pipelines = self._pipelines(choices, join_plans([chunk.plans], now))
         self.work.check()
-        steps = pipelines.step_seconds(limit)
-        self.work.simulate(len(steps), 2 * pipelines.stages * self.family.config.micro_batches)
-        first = int(steps.argmin())
-        best = self._candidate(choices, chunk.plans, first, steps[first]) if steps[first] < limit else None
+        best = self._fastest(choices, join_plans([chunk.plans], now), limit)
         if not len(later):
             return best, None
         batch = min(8 * chunk.batch, BATCH)
         plans = join_plans([chunk.plans], later)
         return best, Chunk(plans, chunk.bounds[later], chunk.stages, 0, batch)
+
+    def _fastest(self, choices: StageChoices, plans: PartialPlans, limit: float) -> ScoredPlan | None:
+        """Of whole plans, where it is faster than `limit`."""
+        pipelines = self._pipelines(choices, plans)
+        if self.ranges.any_order:
+            return self._fastest_order(choices, plans, pipelines, limit)
+        steps = pipelines.step_seconds(limit)
+        self.work.simulate(len(steps), 2 * pipelines.stages * self.family.config.micro_batches)
+        first = int(steps.argmin())
+        return self._candidate(choices, plans, first, steps[first]) if steps[first] < limit else None
+
+    def _fastest_order(
+        self, choices: StageChoices, plans: PartialPlans, pipelines: Pipelines, limit: float
+    ) -> ScoredPlan | None:
+        """The same with the replicas of the stages in any order: `pipelines` have the fastest transfers of
+        all, which ports only make slower."""
+        least, best = pipelines.without_sharing().step_seconds(), None
+        for row in np.argsort(least, kind="stable").tolist():
+            if least[row] >= limit:
+                break
+            plan = self._candidate(choices, plans, row, limit)
+            orders = self.ranges.orders(plan.proposal.devices)
+            while some := tuple(islice(orders, BATCH)):
+                proposals = [replace(plan.proposal, devices=devices) for devices in some]
+                own = build_pipelines(self.space, proposals, [plan.recompute] * len(proposals))
+                steps = own.step_seconds(limit)
+                self.work.simulate(len(steps), 2 * own.stages * self.family.config.micro_batches)
+                self.work.check()
+                first = int(steps.argmin())
+                if steps[first] < limit:
+                    limit = float(steps[first])
+                    best = ScoredPlan(proposals[first], plan.recompute, limit)
+        return best
 
     def _pipelines(self, choices: StageChoices, plans: PartialPlans) -> Pipelines:
         runtime, columns = self.space.runtime, dict(plans.columns)
@@ -188,9 +224,8 @@ class Subproblem:
 
     def _devices(self, choices: StageChoices, plans: PartialPlans, row: int) -> tuple[tuple[int, ...], ...]:
         """Of the stages of a whole plan."""
-        ranks, groups = self.family.placement.ranks, choices.groups
-        ranges = zip(plans.begins[row].tolist(), plans.groups[row].tolist(), strict=True)
-        return tuple(ranks[begin : begin + groups[group].replicas] for begin, group in ranges)
+        replicas = [choices.groups[group].replicas for group in plans.groups[row].tolist()]
+        return self.ranges.devices_at(plans.keys[row].tolist(), replicas)
 
     def _candidate(self, choices: StageChoices, plans: PartialPlans, row: int, step: float) -> ScoredPlan:
         cut_points, mode = choices.groups[0].costs.table.cut_points, self.family.config.recompute
@@ -221,13 +256,12 @@ def _within(limit: float) -> float:
 
 def expansions(choices: StageChoices, plans: PartialPlans, remaining: int) -> Iterator[Expansion]:
     """Every further stage of the plans, which leaves a device and a block for each that is to follow."""
-    starts = choices.ranges.starts
-    pairs = [(row, begin) for row, end in enumerate(plans.position.tolist()) for begin in starts[end]]
-    rows, begins = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    rows, begins = choices.ranges.starts_from(plans.position)
     first = plans.ends.shape[1] == 0
     for index, group in enumerate(choices.groups):
-        use = group.at[begins] & (begins + group.replicas + remaining - 1 <= choices.devices)
-        parent, position = rows[use], begins[use]
+        which, run = group.runs_from(begins)
+        use = choices.ranges.devices_before[group.afters[run]] + remaining - 1 <= choices.devices
+        parent, run = rows[which[use]], run[use]
         low, high = group.segments[plans.place[parent]], group.segments[plans.place[parent] + 1]
         counts = high - low
         if not counts.sum():
@@ -237,25 +271,23 @@ def expansions(choices: StageChoices, plans: PartialPlans, remaining: int) -> It
         inner = group.end[pair] + remaining - 1 <= choices.last_place
         inner &= choices.space.may_be(plans.ends.shape[1], group.start[pair], group.end[pair])
         which, pair = which[inner], pair[inner]
-        parent, position = parent[which], position[which]
-        latency, occupancy = (
-            (np.zeros(len(pair)),) * 2 if first else _cut(choices, plans, group, parent, position)
-        )
-        yield Expansion(choices, group, index, remaining, parent, position, pair, occupancy, latency)
+        parent, key, after = parent[which], group.keys[run[which]], group.afters[run[which]]
+        latency, occupancy = (np.zeros(len(pair)),) * 2 if first else _cut(choices, plans, group, parent, key)
+        yield Expansion(choices, group, index, remaining, parent, key, after, pair, occupancy, latency)
 
 
 def _cut(
-    choices: StageChoices, plans: PartialPlans, group: GroupChoices, parent: Indices, position: Indices
+    choices: StageChoices, plans: PartialPlans, group: GroupChoices, parent: Indices, key: Indices
 ) -> tuple[Floats, Floats]:
     """Latency of the transfer from the stage before, and the seconds for which it takes its links: the larger
     part of both sides."""
-    latency, slowness = choices.ranges.routes(group.replicas)
-    counts = np.array([choices.ranges.counts.index(own.replicas) for own in choices.groups])
+    replicas = np.array([own.replicas for own in choices.groups])
     tables = np.array([own.costs.table.crossing for own in choices.groups])
     before, place = plans.groups[parent, -1], plans.place[parent]
     sent = np.maximum(tables[before, place], group.costs.table.crossing[place])
-    at = counts[before], plans.position[parent] // choices.ranges.unit, position // choices.ranges.unit
-    return latency[at], sent * slowness[at]
+    earlier = StagesBefore(replicas[before], plans.position[parent], plans.keys[parent, -1])
+    latency, slowness = choices.ranges.pace(earlier, group.replicas, key)
+    return latency, sent * slowness
 
 
 def quick_bound(space: Space, family: Family) -> float:

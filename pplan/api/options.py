@@ -16,9 +16,9 @@ from ..cost_models.option_fields import (
     options_from,
     unknown_option,
 )
-from ..cost_models.option_readers import read_counts
 from ..cost_models.schedules.registration import optional_schedule
 from ..planner.degrees.degree_options import DegreeKeywords
+from ..planner.explanation.current_split import ExplainKeywords, ExplainOptions
 from ..planner.objectives.objective import ObjectiveKeywords, ObjectiveOptions
 from ..planner.overrides import OverrideKeywords, Overrides
 from ..planner.plan_options import PlanKeywords, PlanOptions, TrainingKeywords
@@ -102,15 +102,6 @@ class ImportPlanKeywords(MachineKeywords, TrainingKeywords, PartitionKeywords, t
     gpus: int | None
 
 
-class ExplainKeywords(TypedDict, total=False):
-    """The fields of `ExplainOptions`, as a caller may give them."""
-
-    current: Sequence[int] | None
-    replicas: int
-    micro_batches: int | None
-    schedule: str | None
-
-
 def _number(form: str, help: str, panel: str | None = None) -> Any:
     return option(None, arguments.optional_whole, help, form, least=1, panel=panel)
 
@@ -136,36 +127,6 @@ class PartitionOptions(Options):
         "never|always|except-last|auto",
         words=("never", "always", "except-last", "auto"),
     )
-
-
-_IN_USE = "The split in use"
-
-
-@dataclass(frozen=True)
-class ExplainOptions(Options):
-    """The split in use: `current`, the layers of each of its stages, each on `replicas` devices, with so many
-    `micro_batches` and that `schedule`; None: the best for it."""
-
-    current: tuple[int, ...] | None = option(
-        None,
-        arguments.wholes,
-        "Layers of each stage as you split them now: why it is slower than the plan.",
-        "N,N,...",
-        read=read_counts,
-        panel=_IN_USE,
-    )
-    replicas: int = option(
-        1,
-        arguments.whole,
-        "Devices that share each of its stages.",
-        "R",
-        least=1,
-        panel=_IN_USE,
-    )
-    micro_batches: int | None = _number(
-        "M", "Into which it cuts the global batch; default: the best number.", _IN_USE
-    )
-    schedule: str | None = _schedule("Its schedule; default: the best that the plan might have.", _IN_USE)
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,11 @@ class TestAPlannersOtherPlacement:
 
     WISHES: dict[str, Any] = {"mini_batch": 16, "micro_batches": 4, "recompute": "never", "schedule": "1f1b"}
 
+    @pytest.fixture(autouse=True)
+    def orders_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As of more devices, of which not any are searched for each stage."""
+        monkeypatch.setattr("pplan.planner.problem.may_search_any", lambda *_: False)
+
     def made(self, seed: int, make_chain: MakeChain, **more: Any) -> Problem:
         chain = make_chain(seed, 7, traffic=0.3, cuts=1.1)
         return Problem(chain, uneven_nodes(), PlanOptions(**self.WISHES, **more))
@@ -236,7 +241,8 @@ def test_objectives_say_which_plans_they_speak_of(name: str, make_chain: MakeCha
         assert "devices" in plan.objective.covers
 
 
-def test_devices_that_are_alike_are_searched(make_chain: MakeChain) -> None:
+def test_devices_that_are_alike_are_searched(make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pplan.planner.problem.may_search_any", lambda *_: False)
     problem = Problem(make_chain(1, 6, cuts=1.1), one_fast(), PlanOptions(mini_batch=4))
     config = problem.configs[0]
     shuffled = Proposal(config, (2, 4, 6), ((2,), (1, 3), (0,)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from itertools import combinations, pairwise, product
+from itertools import combinations, islice, pairwise, permutations, product
 from math import inf
 from typing import Any
 
@@ -21,7 +21,7 @@ from pplan.cost_models.timeline import PipelineCosts, step_seconds
 from pplan.cost_models.topology import Device, Group, Link, Topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.pipeline_config import PipelineConfig
-from pplan.planner.search.placements import Placement, list_placements
+from pplan.planner.search.placements import ANY, Placement, list_placements
 from pplan.planner.search.space import Space
 from pplan.planner.search.subproblem import Family
 
@@ -268,8 +268,10 @@ def _pace(topology: Topology, here: tuple[int, ...], there: tuple[int, ...]) -> 
 def ranges(
     placement: Placement, stages: int, allowed: Sequence[int], *, on_all: bool = False
 ) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Every choice of devices for so many stages, in the placement's order."""
+    """Every choice of devices for so many stages, in the placement's order, or in any."""
     ranks = placement.ranks
+    if placement.name == ANY:
+        return permuted(ranks, stages, allowed, on_all=on_all)
 
     def further(position: int, left: int) -> Iterator[tuple[tuple[int, ...], ...]]:
         if left == 0:
@@ -284,6 +286,17 @@ def ranges(
                         yield (own, *others)
 
     return further(0, stages)
+
+
+def permuted(
+    ranks: tuple[int, ...], stages: int, allowed: Sequence[int], *, on_all: bool
+) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Any devices for so many stages."""
+    for counts in product(allowed, repeat=stages):
+        if sum(counts) == len(ranks) or (sum(counts) < len(ranks) and not on_all):
+            for chosen in permutations(ranks, sum(counts)):
+                left = iter(chosen)
+                yield tuple(tuple(islice(left, count)) for count in counts)
 
 
 def _proposal(config: PipelineConfig, plan: tuple[Stage, ...]) -> Proposal:

@@ -42,7 +42,7 @@ def bounds_of(options: StageChoices, proposal: Proposal) -> list[float]:
         for more in expansions(options, plans, len(proposal.ends) - stage):
             known = {name: values[more.parent] for name, values in plans.state.items()}
             own, now = bound.extend(known, more)
-            same = (more.end == cut_points.index(end)) & (more.position == position)
+            same = (more.end == cut_points.index(end)) & (more.key == position)
             (rows,) = np.nonzero(same & (more.group.replicas == len(devices)))
             if len(rows):
                 (row,) = rows
