@@ -3,9 +3,10 @@
 Measures every size, leaves each inner one out in turn, and prints by how much curves through its two
 neighbours miss the sum of the layers there:
 
-    line    the straight line, which `Chain.at` takes: a fixed part and one for each sample
+    line    the straight line: a fixed part and one for each sample
     power   seconds in proportion to a power of the size: the line of the logarithms
-    lower   the lower of both: of seconds that grow faster than the samples, the power
+    lower   the lower of both: of seconds that grow faster than the samples, the power. `Chain.at` takes it,
+            up to the square of the size
     rate    seconds a sample, on a line over the logarithm of the size
 
 It counts the processor time of one thread, of which other work on the machine takes less than of the clock.

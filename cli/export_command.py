@@ -163,13 +163,16 @@ def _script(
 
 def _show(document: ExportDocument, path: Path, script: Script | None) -> None:
     """Prints what the runtime is given, and the lines that a training script needs where none is written."""
+    from ..api.plan_summary import describe_batch
     from ..cost_models.quantities import format_seconds
     from ..runtimes.formats.trainer_text import TrainerText
 
     if isinstance(document, TrainerText):
         result("".join(f"{printable(line)}\n" for line in document.text(path).splitlines()))
         return
-    content = document.model_dump(exclude=_HIDDEN_FIELDS)
+    content = document.model_dump(exclude=_HIDDEN_FIELDS | {"mini_batch", "micro_batch_size"})
+    batch = describe_batch(document.mini_batch, document.micro_batch_size, content.get("replicas", 1))
+    result(f"model: {printable(content.pop('model'))}\nglobal batch: {batch}\n")
     for key, value in content.items():
         text = ", ".join(map(str, value)) if isinstance(value, list) else value
         if key == "step_seconds":

@@ -50,7 +50,7 @@ def simulate_command(
     actions: Actions = False,
 ) -> None:
     """Simulate a step of a plan, or of given costs, under any schedule: its timeline, and where time goes."""
-    from .simulation_output import Pictures, show
+    from .simulate_tables import Pictures, show
 
     if actions and not as_json:
         raise UsageError("simulate --actions: without --json", "Give both: pplan simulate --json --actions")

@@ -182,7 +182,9 @@ def _next_steps(plan: Plan, path: Path) -> str:
     runtimes = [
         name for name, runtime in RUNTIMES.items() if name == plan.runtime or not refusals(plan, runtime)
     ]
-    export = [f"export {plan.runtime or runtimes[0]}"] if runtimes else []
+    # PyTorch's own comes first: it is installed, and a script of it trains as it is.
+    runtime = plan.runtime or ("torch" if "torch" in runtimes else runtimes[0] if runtimes else None)
+    export = [f"export {runtime}"] if runtime is not None else []
     # Without a name the verbs take the newest plan of the working directory: this one.
     newest = path == Path(path.name) and path.name.endswith(".plan.json")
     commands = [

@@ -16,6 +16,7 @@ from .explain_command import explain_command
 from .export_command import export_command
 from .import_command import import_command
 from .import_plan_command import import_plan_command
+from .lint_command import lint_command
 from .option_parameters import Command, with_common_options, with_options
 from .profile_command import profile_command
 from .profile_kernels_command import profile_kernels_command
@@ -55,6 +56,7 @@ VERBS: dict[str, Command] = {
     "schedules": schedules_command,
     "topology": topology_command,
     "degrees": degrees_command,
+    "lint": lint_command,
     "profile-kernels": profile_kernels_command,
     "doctor": doctor_command,
     "schema": schema_command,
@@ -90,6 +92,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "schedules": ("pplan schedules", "pplan schedules show zb-h1"),
     "topology": ("pplan topology", "pplan topology show dgx-a100"),
     "degrees": ("pplan degrees config.json --gpus 64 --gpu h100",),
+    "lint": (
+        "pplan lint 'Et*3|(tt|)*29m|L' --model config.json --pp 16",
+        "pplan lint 'Et*15|t*16|t*16|t*17|t*16L' --model config.json --gpus 40 --gpu h100 --tp 8",
+    ),
     "profile-kernels": ("pplan profile-kernels config.json --device cuda:0",),
     "doctor": ("pplan doctor",),
     "schema": ("pplan schema", "pplan schema plan"),
@@ -106,6 +112,7 @@ _MORE = {
     "check": "; 4 beyond --fail-above",
     "compare": "; 4 beyond --fail-above",
     "verify": "; 4 something differs",
+    "lint": "; 4 the layout is not the model's, or does not fit",
 }
 
 

@@ -67,7 +67,7 @@ def option(default: Any, check: Check, help: str = "", form: str | None = None, 
 
 
 def settings_option(help: str, check: Check = arguments.settings) -> Any:
-    """A field of keywords: of a factory, or keys of a configuration, typed one by one as --set NAME=VALUE."""
+    """A field of keywords: of a factory, or keys of a configuration, typed one by one as NAME=VALUE."""
     return option(None, check, help, "NAME=VALUE", flag="set", read=read_settings, repeats=True)
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .api.export import export
     from .api.html_report import report
     from .api.import_plan import import_plan
+    from .api.lint import lint
     from .api.load import load_plan, load_profile
     from .api.machine import topology
     from .api.profiles import import_profile, load_model, profile, sequential
@@ -43,42 +44,15 @@ if TYPE_CHECKING:
 
     __version__: str
 
+# fmt: off
 __all__ = [
-    "ExportError",
-    "FileError",
-    "InfeasibleError",
-    "MachineError",
-    "ModelError",
-    "Plan",
-    "PplanError",
-    "Profile",
-    "UsageError",
-    "__version__",
-    "check",
-    "compare",
-    "compare_schedules",
-    "degrees",
-    "explain",
-    "export",
-    "frontier",
-    "import_plan",
-    "import_profile",
-    "load_model",
-    "load_plan",
-    "load_profile",
-    "profile",
-    "register_schedule",
-    "replan",
-    "report",
-    "schedules",
-    "sequential",
-    "simulate",
-    "simulate_costs",
-    "solve",
-    "sweep",
-    "topology",
-    "verify",
+    "ExportError", "FileError", "InfeasibleError", "MachineError", "ModelError", "Plan",
+    "PplanError", "Profile", "UsageError", "__version__", "check", "compare", "compare_schedules",
+    "degrees", "explain", "export", "frontier", "import_plan", "import_profile", "lint",
+    "load_model", "load_plan", "load_profile", "profile", "register_schedule", "replan", "report",
+    "schedules", "sequential", "simulate", "simulate_costs", "solve", "sweep", "topology", "verify",
 ]
+# fmt: on
 
 _ROOMS = {
     "api.check": "check",
@@ -86,6 +60,7 @@ _ROOMS = {
     "api.explain": "compare explain",
     "api.export": "export",
     "api.import_plan": "import_plan",
+    "api.lint": "lint",
     "api.load": "load_plan load_profile",
     "api.machine": "topology",
     "api.profiles": "import_profile load_model profile sequential",

@@ -161,7 +161,9 @@ class ProfileCache:
     def _store(self, path: Path, profile: Profile, request: Request) -> None:
         """Not where the layers do not add up to the model: measuring again may do better."""
         if misses_whole(profile):
-            self.remark("The profile is not kept for a later run: its layers do not add up to the model")
+            self.remark(
+                "Not put into the cache, a later run measures anew: the layers do not add up to the model"
+            )
             return
         stored = StoredProfile.model_validate({**profile.model_dump(by_alias=True), "request": request})
         with suppress(OSError):
@@ -169,7 +171,7 @@ class ProfileCache:
         try:
             write_whole(path, stored.to_json(), force=True)
         except FileError as error:
-            self.remark(f"The profile is not kept for a later run: {error.what}")
+            self.remark(f"Not put into the cache: {error.what}")
 
 
 def _is_own(path: Path) -> bool:

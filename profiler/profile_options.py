@@ -204,6 +204,7 @@ class TransformerSizes(Options):
     layers: int | None = _number("Blocks (of encoder and decoder each).", "Transformers models")
     hidden: int | None = _number("Width of the blocks.", "Transformers models")
     heads: int | None = _number("Attention heads.", "Transformers models")
+    intermediate: int | None = _number("Width of the feed-forward layers.", "Transformers models")
     sequence: int | None = _number("Tokens of a sample.", "Transformers models")
     vocabulary: int | None = _number("Size of the vocabulary.", "Transformers models")
 

@@ -12,6 +12,7 @@ import runpy
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -162,7 +163,17 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """xdist hands out files in the order of `pytest_collection_modifyitems`: its own ends with those of the
+    fewest tests, some of which take a minute."""
+    config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first, a slow test taken for a hundred others: workers then end together."""
+    tests = Counter(item.path for item in items)
+    tests.update(item.path for item in items for _ in range(99) if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -tests[item.path])
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_cuda():
         for item in marked:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import shutil
 import sys
+import tomllib
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -68,6 +70,13 @@ def test_it_starts_with_the_two_commands() -> None:
     ]
 
 
+def test_drawings_are_those_of_the_code() -> None:
+    made = runpy.run_path(str(ROOT / "docs/draw_images.py"))["drawings"]()
+    assert len(made) == 5
+    for name, svg in made.items():
+        assert (ROOT / "docs/images" / name).read_text() == svg, f"{name}: run python docs/draw_images.py"
+
+
 def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= 160
 
@@ -102,6 +111,14 @@ def test_every_page_is_listed() -> None:
     listed = set(re.findall(r"\((?:docs/)?([\w-]+\.md)\)", PAGES["index.md"]))
     assert listed == set(PAGES) - {"README.md", "index.md"}
     assert set(re.findall(r"\(docs/([\w-]+\.md)\)", README)) == listed
+    of_the_site = (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1]
+    assert listed < set(re.findall(r"([\w-]+\.md)", of_the_site)), "mkdocs.yml: nav"
+
+
+def test_all_say_the_same_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## [{version}] - 20" in (ROOT / "CHANGELOG.md").read_text()
 
 
 @pytest.mark.parametrize("runtime", ["torchgpipe", "fairscale", "deepspeed"])

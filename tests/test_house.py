@@ -105,6 +105,33 @@ def test_the_public_api_is_above_all_but_the_command_line() -> None:
     names = [module for module, _ in imported(ROOT / "pplan/__init__.py")]
     assert {"api", "cost_models", "planner", "profiler"} <= {top_folder(name) for name in names}
     assert "cli" not in {top_folder(name) for name in names}
+    assert len((ROOT / "pplan/__init__.py").read_text().splitlines()) < 100
+
+
+OPTIONS_OF_OTHER_TOOLS = {
+    "profiler/gpu_state.py": "nvidia-smi's",
+    "runtimes/formats/torchtitan_export.py": "torchtitan's",
+    "runtimes/scripts/script.py": "torchtitan's",
+}
+"""Files that may name an option which pplan has, too."""
+
+
+@pytest.mark.parametrize("room", ["cost_models", "profiler", "planner", "runtimes"])
+def test_no_text_below_the_command_line_names_its_options(room: str) -> None:
+    """Errors, notes and docstrings name fields; `cli/field_names.py` makes options of them."""
+    import pplan.cli.verbs  # noqa: F401 - which enters all options
+    from pplan.cli.field_names import FIELDS
+
+    options, texts = set(FIELDS.values()), 0
+    for path in sources(room):
+        if path.relative_to(ROOT).as_posix() in OPTIONS_OF_OTHER_TOOLS:
+            continue
+        for node in nodes(path):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts += 1
+                option = options & set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", node.value))
+                assert not option, f"{path}:{node.lineno} names {option}"
+    assert texts > 100
 
 
 def drawn(folder: str) -> dict[str, set[str]]:

@@ -44,6 +44,9 @@ def load_transformer_shape(path: Path) -> TransformerShape:
         raise FileError(f"{path}: {error.what}", error.hint) from error
 
 
+PREDICTOR_KEYS = ("num_nextn_predict_layers", "mtp_num_layers")
+
+
 def transformer_shape(keys: Mapping[str, Any], name: str = "") -> TransformerShape:
     """Of the keys of a configuration, in any of the families' spellings. Raises UsageError."""
     if isinstance(keys.get("text_config"), Mapping):
@@ -69,6 +72,7 @@ def transformer_shape(keys: Mapping[str, Any], name: str = "") -> TransformerSha
         gated=family.gated,
         tied=sizes.flag(("tie_word_embeddings", family.tied)),
         note=_note(name),
+        predictors=sizes.optional(*PREDICTOR_KEYS),
     )
     return replace(shape, vectors=_vectors(shape, family, sizes)).with_blocks(blocks)
 

@@ -88,7 +88,8 @@ class TransformerShape:
 
     `gated` feed-forward layers have two matrices up and one down (SwiGLU and the like), others one up.
     `vectors`: the parameters beside the matrices; None: a scale for each norm of a block and behind the last.
-    `note`: what is not known of the model, as a sentence.
+    `note`: what is not known of the model, as a sentence. `predictors`: blocks that predict further tokens
+    (DeepSeek-AI, "DeepSeek-V3", arXiv:2412.19437, section 2.2); they are counted nowhere else.
     """
 
     name: str
@@ -102,6 +103,7 @@ class TransformerShape:
     tied: bool = False
     vectors: VectorParameters | None = None
     note: str = ""
+    predictors: int = 0
 
     @property
     def blocks(self) -> int:

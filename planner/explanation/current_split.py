@@ -3,12 +3,18 @@ what the busiest stage of each does with the step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TypedDict
 
+from ...cost_models import arguments
 from ...cost_models.document import Record
 from ...cost_models.errors import UsageError
+from ...cost_models.option_fields import Options, option
+from ...cost_models.option_readers import read_counts
 from ...cost_models.quantities import format_count
+from ...cost_models.schedules.registration import optional_schedule
 from ...cost_models.simulator.costs import Array
 from ...cost_models.simulator.result import Timeline
 from ..build_plan import list_problem_warnings
@@ -24,15 +30,59 @@ from .explain_context import ExplainContext, score_plan, simulate_candidate
 from .resolve import SECONDS, search_near
 from .step_limits import BusiestStage, find_busiest
 
+_IN_USE = "The split in use"
+
 
 @dataclass(frozen=True)
-class CurrentSplit:
-    """The split in use: layers of each stage; None: the best for it, as far as the plan's options allow."""
+class ExplainOptions(Options):
+    """The split in use: `current`, the layers of each of its stages, each on `replicas` devices, with so many
+    `micro_batches` and that `schedule`; None: the best for it, as far as the plan's options allow."""
 
-    balance: tuple[int, ...]
-    replicas: int = 1
-    micro_batches: int | None = None
-    schedule: str | None = None
+    current: tuple[int, ...] | None = option(
+        None,
+        arguments.wholes,
+        "Layers of each stage as you split them now: why it is slower than the plan.",
+        "N,N,...",
+        read=read_counts,
+        panel=_IN_USE,
+    )
+    replicas: int = option(
+        1,
+        arguments.whole,
+        "Devices that share each of its stages.",
+        "R",
+        least=1,
+        panel=_IN_USE,
+    )
+    micro_batches: int | None = option(
+        None,
+        arguments.optional_whole,
+        "Into which it cuts the global batch; default: the best number.",
+        "M",
+        least=1,
+        panel=_IN_USE,
+    )
+    schedule: str | None = option(
+        None,
+        optional_schedule,
+        "Its schedule; default: the best that the plan might have.",
+        "NAME|FILE",
+        panel=_IN_USE,
+    )
+
+    @property
+    def balance(self) -> tuple[int, ...]:
+        """`current`, where there is one."""
+        return self.current or ()
+
+
+class ExplainKeywords(TypedDict, total=False):
+    """The fields of `ExplainOptions`, as a caller may give them."""
+
+    current: Sequence[int] | None
+    replicas: int
+    micro_batches: int | None
+    schedule: str | None
 
 
 class Side(Record):
@@ -69,7 +119,7 @@ class SplitComparison(Record):
     notes: list[str]
 
 
-def compare_split(context: ExplainContext, current: CurrentSplit) -> SplitComparison:
+def compare_split(context: ExplainContext, current: ExplainOptions) -> SplitComparison:
     """What the split takes, and why it is slower than the plan.
 
     Raises UsageError for a balance of another number of layers, cuts that are not allowed, too few devices,
@@ -99,7 +149,7 @@ def compare_split(context: ExplainContext, current: CurrentSplit) -> SplitCompar
     )
 
 
-def _free_problem(problem: Problem, current: CurrentSplit, *, as_split: bool) -> Problem:
+def _free_problem(problem: Problem, current: ExplainOptions, *, as_split: bool) -> Problem:
     """The problem without the options that are about the plan's own shape; with `as_split`, the schedule and
     micro-batches are those of the split."""
     options = replace(
@@ -117,14 +167,12 @@ def _free_problem(problem: Problem, current: CurrentSplit, *, as_split: bool) ->
     return replace(problem, options=options)
 
 
-def _as_partition(problem: Problem, current: CurrentSplit) -> FixedPartition:
+def _as_partition(problem: Problem, current: ExplainOptions) -> FixedPartition:
     layers, counted_layers = len(problem.chain), sum(current.balance)
-    if counted_layers != layers or min(current.balance, default=0) < 1:
+    if counted_layers != layers:
         text = ",".join(map(str, current.balance))
         raise UsageError(
-            f"current='{text}': holds {format_count(counted_layers, 'layer')}, the model has {layers}"
-            if counted_layers != layers
-            else f"current='{text}': a stage has no layer",
+            f"current='{text}': holds {format_count(counted_layers, 'layer')}, the model has {layers}",
             "Give the number of layers of every stage, as in current='12,34'.",
         )
     return FixedPartition(tuple(accumulate(current.balance)), 1, current.replicas)

@@ -20,7 +20,7 @@ from ..plan_file import Plan
 from ..plan_records import TIE
 from ..plan_stages import PlanSummary, summarize
 from ..problem import Problem
-from .current_split import CurrentSplit, SplitComparison, compare_split
+from .current_split import ExplainOptions, SplitComparison, compare_split
 from .explain_context import ExplainContext, make_context
 from .resolve import SECONDS, resolve, with_bandwidth, with_memory, with_topology
 from .runner_up import RunnerUp, runners_up
@@ -106,16 +106,17 @@ def explain_plan(
     chain: Chain,
     topology: Topology,
     profiles: Mapping[str, Chain] | None = None,
-    current: CurrentSplit | None = None,
+    options: ExplainOptions | None = None,
 ) -> Explanation:
-    """Why `plan`, of this chain on this topology, is as it is; and why `current`, a split in use, is slower.
+    """Why `plan`, of this chain on this topology, is as it is; and why the split in use of the
+    `options` is slower.
 
     `profiles`: the same layers as measured on the kinds of devices that have a profile of their own, by its
     name in the topology. Raises UsageError for a plan, or a split, whose cuts the chain does not allow.
     """
     context = make_context(plan, chain, topology, profiles)
     # A split that cannot be is refused before the long work.
-    split = None if current is None else compare_split(context, current)
+    split = compare_split(context, options) if options and options.current is not None else None
     present = context.present
     resolved = resolve(context.problem, [present]).best
     better = _faster(resolved, present)

@@ -7,7 +7,6 @@ from typing import Unpack
 
 from ..cost_models.errors import UsageError
 from ..planner.explanation.compare import PlanComparison, compare_plans
-from ..planner.explanation.current_split import CurrentSplit
 from ..planner.explanation.explain_context import make_context
 from ..planner.explanation.explanation import Explanation, explain_plan
 from ..planner.plan_file import Plan
@@ -39,14 +38,12 @@ def explain(
     Raises UsageError (a profile of other layers, a split that cannot be), FileError.
     """
     (split,) = options_from(options, ExplainOptions, of="explain")
-    configuration = (split.replicas, split.micro_batches, split.schedule)
-    current = None if split.current is None else CurrentSplit(split.current, *configuration)
     folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
     plan = as_plan(plan)
     measured_profile, reference = profile_and_reference(profile, "", "")
     check_layers(plan, reference)
     machine, profiles = planned_machine(plan, measured_profile, folder)
-    return explain_plan(plan, measured_profile.chain(), machine, profiles, current)
+    return explain_plan(plan, measured_profile.chain(), machine, profiles, split)
 
 
 def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = None) -> PlanComparison:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, Required, TypedDict
 
 from ..cost_models import arguments
-from ..cost_models.errors import UsageError
 from ..cost_models.machines.machine_options import MachineKeywords, MachineOptions
 from ..cost_models.option_fields import (
     Option,
@@ -17,9 +16,10 @@ from ..cost_models.option_fields import (
     options_from,
     unknown_option,
 )
-from ..cost_models.option_readers import read_counts, read_whole_number
 from ..cost_models.schedules.registration import optional_schedule
 from ..planner.degrees.degree_options import DegreeKeywords
+from ..planner.device_loss import ReplanKeywords, ReplanOptions
+from ..planner.explanation.current_split import ExplainKeywords, ExplainOptions
 from ..planner.objectives.objective import ObjectiveKeywords, ObjectiveOptions
 from ..planner.overrides import OverrideKeywords, Overrides
 from ..planner.plan_options import PlanKeywords, PlanOptions, TrainingKeywords
@@ -103,15 +103,6 @@ class ImportPlanKeywords(MachineKeywords, TrainingKeywords, PartitionKeywords, t
     gpus: int | None
 
 
-class ExplainKeywords(TypedDict, total=False):
-    """The fields of `ExplainOptions`, as a caller may give them."""
-
-    current: Sequence[int] | None
-    replicas: int
-    micro_batches: int | None
-    schedule: str | None
-
-
 def _number(form: str, help: str, panel: str | None = None) -> Any:
     return option(None, arguments.optional_whole, help, form, least=1, panel=panel)
 
@@ -137,84 +128,6 @@ class PartitionOptions(Options):
         "never|always|except-last|auto",
         words=("never", "always", "except-last", "auto"),
     )
-
-
-_IN_USE = "The split in use"
-
-
-@dataclass(frozen=True)
-class ExplainOptions(Options):
-    """The split in use: `current`, the layers of each of its stages, each on `replicas` devices, with so many
-    `micro_batches` and that `schedule`; None: the best for it."""
-
-    current: tuple[int, ...] | None = option(
-        None,
-        arguments.wholes,
-        "Layers of each stage as you split them now: why it is slower than the plan.",
-        "N,N,...",
-        read=read_counts,
-        panel=_IN_USE,
-    )
-    replicas: int = option(
-        1,
-        arguments.whole,
-        "Devices that share each of its stages.",
-        "R",
-        least=1,
-        panel=_IN_USE,
-    )
-    micro_batches: int | None = _number(
-        "M", "Into which it cuts the global batch; default: the best number.", _IN_USE
-    )
-    schedule: str | None = _schedule("Its schedule; default: the best that the plan might have.", _IN_USE)
-
-
-class ReplanKeywords(TypedDict, total=False):
-    """The fields of `ReplanOptions`, as a caller may give them."""
-
-    lost: Required[Sequence[int]]
-    within: float
-
-
-def _ranks(name: str, values: Any) -> tuple[int, ...]:
-    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
-        raise UsageError(f"{name}={values!r}: must be a list of ranks", f"Give {name}=[3, 7], say.")
-    return tuple(arguments.whole(name, value, at_least=0) for value in values)
-
-
-def _read_ranks(text: str, name: str) -> tuple[int, ...]:
-    return tuple(read_whole_number(0)(part, name) for part in text.split(","))
-
-
-def _read_share(text: str, name: str) -> float:
-    number = text.strip().removesuffix("%").strip()
-    try:
-        return float(number) / (100 if text.strip().endswith("%") else 1)
-    except ValueError:
-        raise UsageError(f"{name} {text}: is not a share of the step", f"Write {name} 5%, say.") from None
-
-
-@dataclass(frozen=True)
-class ReplanOptions(Options):
-    """`lost`: ranks of the devices that are gone. `within`: of plans whose step is longer than the fastest
-    one's by at most this share, the one that moves the fewest bytes."""
-
-    lost: tuple[int, ...] = option(
-        (), _ranks, "Ranks of the devices that are gone.", "N,N,...", read=_read_ranks
-    )
-    within: float = option(
-        0.05,
-        arguments.number,
-        "Of plans at most so much slower than the fastest, the one that moves the fewest bytes of weights.",
-        "5%",
-        read=_read_share,
-        default_text="5%",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.within <= 10:
-            raise UsageError(f"within={self.within:g}: must be from 0 to 10", "Give within=0.05, say.")
 
 
 @dataclass(frozen=True)

@@ -29,19 +29,24 @@ def _figures(plan: Plan) -> list[str]:
     return [
         f"Step {format_seconds(prediction.step_seconds)}{_interval(prediction)}, "
         f"{three_digits(prediction.samples_per_second)} samples/s, bubble {percent(prediction.bubble)}.",
-        f"{_batch(plan)}; schedule {plan.schedule}; recompute {plan.recompute.replace('_', '-')}; "
+        f"{batch_equation(plan)}; schedule {plan.schedule}; recompute {plan.recompute.replace('_', '-')}; "
         f"optimizer {plan.optimizer}{_states(plan)}.",
     ]
 
 
-def _batch(plan: Plan) -> str:
+def batch_equation(plan: Plan) -> str:
     """`Global batch 256 = 32 micro-batches x 8 replicas x 1`."""
-    samples, replicas = plan.micro_batch_size, set(plan.replicas)
-    batch = f"Global batch {plan.mini_batch} = {format_count(plan.micro_batches, 'micro-batch')}"
-    most_replicas = max(replicas)
-    if len(replicas) == 1 and most_replicas > 1 and samples % most_replicas == 0:
-        return f"{batch} x {most_replicas} replicas x {samples // most_replicas}"
-    return f"{batch} x {samples}"
+    replicas = max(plan.replicas) if len(set(plan.replicas)) == 1 else 1
+    return f"Global batch {describe_batch(plan.mini_batch, plan.micro_batch_size, replicas)}"
+
+
+def describe_batch(mini_batch: int, micro_batch_size: int, replicas: int) -> str:
+    """`256 = 32 micro-batches x 8 replicas x 1`; of replicas that do not share evenly `256 = 32
+    micro-batches x 8`."""
+    batch = f"{mini_batch} = {format_count(mini_batch // micro_batch_size, 'micro-batch')}"
+    if replicas > 1 and micro_batch_size % replicas == 0:
+        return f"{batch} x {replicas} replicas x {micro_batch_size // replicas}"
+    return f"{batch} x {micro_batch_size}"
 
 
 def _states(plan: Plan) -> str:

@@ -1,13 +1,15 @@
 """The layers of a profile file, and what they take at any micro-batch size.
 
-Between two measured sizes the straight line between them holds. Below the smallest: the line through the two
-smallest, but at least the smallest's share by samples; past the largest: the line through the two largest,
-but at least the largest's figure. A profile of one size holds for that size alone, or, where it says
-`scales_with_samples`, for any in proportion (seconds of the host stay as they are).
+Between two measured sizes the straight line between them holds; for a layer's seconds that grow by more than
+the samples, and by no more than their square, the power of the size through both. Below the smallest: the
+line through the two smallest, but at least the smallest's share by samples; past the largest: the line
+through the two largest, but at least the largest's figure. A profile of one size holds for that size alone,
+or, where it says `scales_with_samples`, for any in proportion (seconds of the host stay as they are).
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
@@ -121,7 +123,13 @@ class Layers:
         line = left_values + (right_values - left_values) * ((size - low) / (high - low))
         if size < self.sizes[0]:
             return np.maximum(line, left_values * (size / low))
-        return np.maximum(line, right_values) if size > self.sizes[-1] else line
+        if size > self.sizes[-1]:
+            return np.maximum(line, right_values)
+        if name in (*SECONDS, *PARTS):
+            for layer, (one, other) in enumerate(zip(left_values, right_values, strict=True)):
+                if 0 < one * (high / low) < other <= one * (high / low) ** 2:
+                    line[layer] = one * (other / one) ** math.log(size / low, high / low)
+        return line
 
 
 def read_layers(table: Table) -> Layers:

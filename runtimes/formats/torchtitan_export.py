@@ -70,7 +70,7 @@ def _check_top(model: Transformer) -> None:
         raise ExportError(
             f"{deep[0]} is inside another module, and the model is no decoder whose names could be "
             "translated: torchtitan takes modules at the top of the model, and elements of lists there",
-            "Export for another runtime: pplan solve --runtime torch",
+            "Export for another runtime: pplan.solve(runtime='torch')",
         )
 
 

@@ -1,4 +1,4 @@
-"""Megatron's pipeline layout: `Et*3|(t*2|)*2t*3L`."""
+"""Megatron's pipeline layout: `Et*3|(t*2|)*2t*3L`; where it breaks the rules, or is not the model's."""
 
 from __future__ import annotations
 
@@ -13,6 +13,57 @@ _GROUP = re.compile(r"\(([^()]+)\)\*(\d{1,18})(?!\d)")
 _REPEATED = re.compile(r"(.)\*(\d{1,18})(?!\d)")
 MOST = 100_000
 """Characters of a layout without its repetitions."""
+
+
+def split_layout(layout: str, where: str) -> list[str]:
+    """The letters of each (virtual) stage, whatever they are. Raises FileError where they are too many."""
+    return _unroll(layout, where).split("|")
+
+
+def layout_problems(stages: Sequence[str], pipeline: int, blocks: int, predictors: int) -> list[str]:
+    """Why Megatron-LM does not train a model of so many blocks and multi-token predictors with this layout;
+    empty where it does.
+
+    The rules of megatron-core 0.16's `PipelineParallelLayerLayout`. A layout without m trains without
+    predictors, whatever the model has.
+    """
+    letters = "".join(stages)
+    problems = []
+    if unknown := sorted(set(letters) - set("EtmL")):
+        problems.append(f"{unknown[0]!r} is none of E, t, m, L and |")
+    if len(stages) % pipeline:
+        problems.append(f"{len(stages)} stages are no multiple of the pipeline's size {pipeline}")
+    if not letters.startswith("E"):
+        problems.append("the first layer is not E, the embedding")
+    if not letters.endswith("L"):
+        problems.append("the last layer is not L, the loss")
+    problems += [
+        f"{letter} stands {letters.count(letter)} times, not once"
+        for letter in "EL"
+        if letters.count(letter) > 1
+    ]
+    if (count := letters.count("t")) != blocks:
+        problems.append(f"it places {count} transformer blocks (t), the model has {blocks}")
+    return problems + _predictor_problems(stages, pipeline, predictors)
+
+
+def _predictor_problems(stages: Sequence[str], pipeline: int, predictors: int) -> list[str]:
+    letters = "".join(stages)
+    if not (count := letters.count("m")):
+        return []
+    problems = []
+    if count != predictors:
+        problems.append(f"it places {count} multi-token predictors (m), the model has {predictors}")
+    if "t" in letters[letters.index("m") :]:
+        problems.append("a transformer block (t) stands behind a multi-token predictor (m)")
+    own = [stage for stage, text in enumerate(stages) if "m" in text]
+    if len(own) > 1:
+        problems.append(f"the multi-token predictors (m) are on the stages {own[0]} to {own[-1]}, not on one")
+    if len(stages) % pipeline == 0 and own[0] < len(stages) - pipeline:
+        problems.append(
+            f"the multi-token predictors (m) are on stage {own[0]}, not on the last virtual stage of a rank"
+        )
+    return problems
 
 
 def parse_layout(layout: str, where: str) -> list[int]:

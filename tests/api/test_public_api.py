@@ -40,6 +40,7 @@ def test_all() -> None:
         "frontier",
         "import_plan",
         "import_profile",
+        "lint",
         "load_model",
         "load_plan",
         "load_profile",

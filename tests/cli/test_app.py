@@ -127,7 +127,7 @@ def test_help_loads_nothing_heavy(here: Path) -> None:
             ["xyz"],
             "no such verb: xyz",
             "The verbs are: profile, profile-links, import, solve, export, import-plan, replan, show, "
-            "explain, check, compare, simulate, report, verify, schedules, topology, degrees, "
+            "explain, check, compare, simulate, report, verify, schedules, topology, degrees, lint, "
             "profile-kernels, doctor, schema, config.",
         ),
         (["--verson"], "no such option: --verson", "Did you mean --version? See pplan --help"),
@@ -136,7 +136,7 @@ def test_help_loads_nothing_heavy(here: Path) -> None:
         (
             ["show", "--gpus", "2"],
             "show: no such option: --gpus",
-            "It is an option of: pplan solve, pplan import-plan, pplan topology, pplan degrees.",
+            "It is an option of: pplan solve, pplan import-plan, pplan topology, pplan degrees, pplan lint.",
         ),
         (["solve"], "solve: missing option '--gpus'", "Give it: pplan solve --gpus N."),
         (["profile"], "profile: missing argument 'MODEL'", "Give it: pplan profile MODEL."),

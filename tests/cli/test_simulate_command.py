@@ -446,7 +446,7 @@ def test_what_was_found_is_printed_where_a_file_cannot_be_written(
             raise FileError(f"{path}: cannot be written: full", "Name another place with -o.")
         path.write_text(text)
 
-    monkeypatch.setattr("pplan.cli.simulation_output.write_whole", full)
+    monkeypatch.setattr("pplan.cli.simulate_tables.write_whole", full)
     ran = run("simulate", *SMALL.split(), "--svg", "t.svg", "--trace", "t.json")
     assert ran.status == 2
     assert ran.out.startswith("1f1b, 4 stages, 6 micro-batches: ")

@@ -55,6 +55,25 @@ def test_straight_lines(size: float, expected: list[float]) -> None:
     assert bool(costs.outside) == (size < 2)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ((1.0, 8.0), 8**0.5),  # twice the samples of the smaller size: the power 1.5 of it
+        ((1.0, 4.0), 2.0),  # in proportion: both curves
+        ((1.0, 3.0), 5 / 3),  # a fixed part: the line
+        ((1.0, 16.0), 4.0),  # the square
+        ((1.0, 17.0), 19 / 3),  # more than that is noise: the line
+        ((0.0, 3.0), 1.0),
+    ],
+)
+def test_seconds_that_grow_faster_than_the_samples_follow_a_power(
+    seconds: tuple[float, float], expected: float
+) -> None:
+    measured = chain((2, 8), [list(seconds)])
+    assert measured.at(4).forward_seconds.tolist() == pytest.approx([expected])
+    assert measured.at(4).output_bytes.tolist() == pytest.approx([measured.output_bytes[0].mean()])
+
+
 def test_past_the_largest_only_when_asked() -> None:
     with pytest.raises(UsageError, match=r"size 32 lies outside the measured sizes \(2, 4, 16\)") as caught:
         MEASURED.at(32)

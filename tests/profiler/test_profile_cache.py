@@ -221,7 +221,7 @@ def test_a_journal_or_profile_that_cannot_be_written_is_a_remark(own_cache: Path
     _, said = kept()
     assert [text.split(":")[0] for text in said] == [
         "No journal is kept for `resume`",
-        "The profile is not kept for a later run",
+        "Not put into the cache",
     ]
 
 
@@ -425,7 +425,9 @@ def test_a_profile_whose_layers_miss_the_model_is_measured_again(
         patched.setattr(LayerStamps, "times", missing_half)
         profile, said = kept(layers, clock=clock)
     assert profile.whole[0].closing_ratio == pytest.approx(0.5)
-    assert said == ["The profile is not kept for a later run: its layers do not add up to the model"]
+    assert said == [
+        "Not put into the cache, a later run measures anew: the layers do not add up to the model"
+    ]
     assert not list(own_cache.glob("*.profile.json"))
     whole, said = kept(layers, clock=clock)
     assert (said, whole.whole[0].closing_ratio) == ([], 1.0)

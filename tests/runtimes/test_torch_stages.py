@@ -24,8 +24,7 @@ from pplan.runtimes.pipelining.input_form import InputForm
 from pplan.runtimes.pipelining.process import PipelineProcess
 from pplan.runtimes.pipelining.stage_module import StageModule, stage_loss
 from pplan.runtimes.pipelining.stage_shapes import trace_shapes
-from pplan.runtimes.split_spec import split_spec
-from pplan.runtimes.torch_pipelining import build
+from pplan.runtimes.torch_pipelining import build, split_spec
 
 MakePlan = Callable[..., Plan]
 

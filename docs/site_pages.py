@@ -1,0 +1,151 @@
+"""What the site has beside docs/: the reference that is made of the code, and the pages of the root."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import pplan
+from pplan.cli.schema_command import DOCUMENTS, document_schema
+from pplan.cli.verbs import EXAMPLES, app
+
+ROOT = Path(__file__).resolve().parent.parent
+OF_THE_ROOT = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds them, when mkdocs has listed those that there are."""
+    from mkdocs.structure.files import File
+
+    pages = {
+        "commands.md": "\n".join(_commands()),
+        "functions.md": "\n".join(_functions()),
+        "fields.md": "\n".join(_fields()),
+        "contributing.md": (ROOT / "CONTRIBUTING.md").read_text(),
+        "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
+        **{f"schemas/{kind}.json": json.dumps(document_schema(kind), indent=1) for kind in DOCUMENTS},
+    }
+    for name, content in pages.items():
+        files.append(File.generated(config, name, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links to files of the root lead to their pages, or stay words where the site has none."""
+    at_root = page.file.src_uri in ("contributing.md", "changelog.md")
+    return re.sub(r"\[([^\]]*)\]\(([^)\s#]*)(#[^)\s]*)?\)", lambda match: _link(match, at_root), markdown)
+
+
+def _link(match: re.Match[str], at_root: bool) -> str:
+    words, target, heading = match[1], match[2], match[3] or ""
+    if target.startswith("https://") or not target:
+        return match[0]
+    if at_root or target.startswith("../"):
+        target = target.removeprefix("../")
+        if target.startswith("docs/"):
+            return f"[{words}]({target.removeprefix('docs/')}{heading})"
+        return f"[{words}]({OF_THE_ROOT[target]}{heading})" if target in OF_THE_ROOT else words
+    return match[0]
+
+
+def _commands() -> Iterator[str]:
+    """Every verb with its options, examples and exit statuses, as its help says them."""
+    yield "# Commands\n\nMade from the code; `pplan VERB --help` prints the same.\n"
+    root: Any = typer.main.get_command(app)
+    for verb, command in root.commands.items():
+        yield f"## pplan {verb}\n\n{_sentence(command.help or '')}\n"
+        yield "```sh\n" + "\n".join(EXAMPLES[verb]) + "\n```\n"
+        yield "| option | value | |\n| --- | --- | --- |"
+        for parameter in command.params:
+            names = ", ".join(f"`{name}`" for name in parameter.opts)
+            if parameter.param_type_name == "argument":
+                names = f"`{parameter.metavar or parameter.name.upper()}`"
+            form = parameter.metavar or ""
+            yield f"| {names} | {_cell(form)} | {_cell(getattr(parameter, 'help', '') or '')} |"
+        yield ""
+
+
+def _functions() -> Iterator[str]:
+    """The public functions with their arguments and docstrings."""
+    yield "# Functions\n\nMade from the code; the tests run the examples.\n"
+    for name in pplan.__all__:
+        value = getattr(pplan, name)
+        if inspect.isfunction(value):
+            yield f"## {name}\n\n```python\npplan.{name}{_signature(value)}\n```\n"
+            yield _docstring(inspect.getdoc(value) or "") + "\n"
+    yield "## Classes and errors\n"
+    for name in pplan.__all__:
+        value = getattr(pplan, name)
+        if inspect.isclass(value):
+            yield f"- `{name}`: {_sentence(inspect.getdoc(value) or '')}"
+    yield ""
+
+
+def _signature(function: Any) -> str:
+    """With `**options` for the keywords that the text names."""
+    signature = inspect.signature(function)
+    parameters = [
+        own.replace(annotation=own.empty) if own.kind is own.VAR_KEYWORD else own
+        for own in signature.parameters.values()
+    ]
+    return str(signature.replace(parameters=parameters)).replace("'", "")
+
+
+def _docstring(text: str) -> str:
+    """With its examples as a block."""
+    return re.sub(
+        r"((?:^(?:>>>|\.\.\.).*\n?)(?:^.+\n?)*)",
+        lambda match: f"```pycon\n{match[1].rstrip()}\n```\n",
+        text,
+        flags=re.MULTILINE,
+    )
+
+
+def _fields() -> Iterator[str]:
+    """The keys of every file, of its JSON Schema."""
+    yield "# Keys of the files\n\nMade from the JSON Schemas, which `pplan schema KIND` prints.\n"
+    for kind in DOCUMENTS:
+        schema = document_schema(kind)
+        words = _sentence(schema.get("description", ""))
+        yield f"## {kind}\n\n[Its JSON Schema](schemas/{kind}.json). {words}\n"
+        yield from _table(schema)
+        for name, record in schema.get("$defs", {}).items():
+            if "properties" in record:
+                yield f"### {name} of {kind}\n\n{_sentence(record.get('description', ''))}\n"
+                yield from _table(record)
+
+
+def _table(schema: dict[str, Any]) -> Iterator[str]:
+    yield "| key | type | |\n| --- | --- | --- |"
+    required = schema.get("required", [])
+    for name, own in schema["properties"].items():
+        need = "required" if name in required else f"default `{json.dumps(own.get('default'))}`"
+        yield f"| `{name}` | {_cell(_type(own))} | {_cell(need)} |"
+    yield ""
+
+
+def _type(own: dict[str, Any]) -> str:
+    """`integer`, `list of PlannedStage`, `number or null`."""
+    if "$ref" in own:
+        return own["$ref"].rpartition("/")[2]
+    if "anyOf" in own:
+        return " or ".join(map(_type, own["anyOf"]))
+    if "enum" in own:
+        return " or ".join(map(str, own["enum"]))
+    if own.get("type") == "array":
+        return f"list of {_type(own.get('items', {}))}"
+    return str(own.get("const", own.get("type", "any")))
+
+
+def _sentence(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _cell(text: str) -> str:
+    return _sentence(text).replace("|", "\\|").replace("<", "&lt;")

@@ -1,0 +1,219 @@
+"""Whether a pipeline layout that somebody wrote is the model's, fits, and how far it is from the best."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Unpack
+
+from ..cost_models import arguments
+from ..cost_models.errors import InfeasibleError, UsageError
+from ..cost_models.machines.machine_options import MachineOptions
+from ..cost_models.transformer.configuration import load_transformer_shape, transformer_shape
+from ..cost_models.transformer.kernel_table import load_kernel_table
+from ..cost_models.transformer.transformer_shape import TransformerShape
+from ..planner.degrees.degree_options import DegreeOptions
+from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan, search_degrees
+from ..planner.degrees.layout_estimate import estimate_layout
+from ..runtimes.reading.megatron_layout import layout_problems, split_layout
+from .degrees import build_machine, rank_costs, usable_bytes
+from .options import DegreesKeywords, options_from
+
+_REPEATED = re.compile(r"(.)\1+")
+
+
+@dataclass(frozen=True)
+class LayoutReport:
+    """What was found of a layout.
+
+    `stages`: the letters of each (virtual) stage. `problems`: why Megatron-LM does not train the model so;
+    `remarks`: what is odd. With a machine, and where there are no problems, `plan` is the layout at the
+    degrees that suit it best, `limit_bytes` what a device has for it, and `best` the search of all layouts at
+    the same degrees; None where none fits.
+    """
+
+    layout: str
+    model: str
+    stages: tuple[str, ...]
+    pipeline: int
+    problems: tuple[str, ...]
+    remarks: tuple[str, ...]
+    plan: DegreePlan | None = None
+    limit_bytes: float = float("inf")
+    best: DegreeAnswer | None = None
+
+    @property
+    def virtual_stages(self) -> int:
+        """Of a device."""
+        return len(self.stages) // self.pipeline
+
+    @property
+    def fits(self) -> bool:
+        """Whether the plan's memory is within the device's."""
+        return self.plan is None or self.plan.estimate.peak_bytes <= self.limit_bytes
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the layout is the model's, and fits."""
+        return not self.problems and self.fits
+
+    @property
+    def slower(self) -> float | None:
+        """Its step over that of the best plan found, less 1."""
+        if self.plan is None or self.best is None or not self.fits:
+            return None
+        return self.plan.estimate.step_seconds / self.best.plans[0].estimate.step_seconds - 1
+
+    @property
+    def best_layout(self) -> str | None:
+        """The layout of the best plan found, where Megatron-LM takes it."""
+        if self.best is None:
+            return None
+        predictors = sum(letters.count("m") for letters in self.stages)
+        counts = self.best.plans[0].blocks
+        letters = "t" * (sum(counts) - predictors) + "m" * predictors
+        ends = [0, *accumulate(counts)]
+        stages = [letters[first:end] for first, end in pairwise(ends)]
+        stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
+        if layout_problems(stages, self.pipeline, sum(counts) - predictors, predictors):
+            return None
+        return "|".join(_REPEATED.sub(lambda match: f"{match[1]}*{len(match[0])}", own) for own in stages)
+
+    def to_json(self) -> str:
+        """As JSON."""
+        plan, best = self.plan, self.best
+        document = {
+            "layout": self.layout,
+            "model": self.model,
+            "stages": self.stages,
+            "pipeline": self.pipeline,
+            "virtual_stages": self.virtual_stages,
+            "agrees": self.agrees,
+            "problems": self.problems,
+            "remarks": self.remarks,
+            "degrees": None if plan is None else plan.degrees.describe(),
+            "step_seconds": None if plan is None else plan.estimate.step_seconds,
+            "stage_bytes": None if plan is None else [stage.bytes for stage in plan.estimate.stages],
+            "limit_bytes": None if plan is None or self.limit_bytes == float("inf") else self.limit_bytes,
+            "best_degrees": None if best is None else best.plans[0].degrees.describe(),
+            "best_layout": self.best_layout,
+            "best_step_seconds": None if best is None else best.plans[0].estimate.step_seconds,
+            "bound_seconds": None if best is None else best.bound_seconds,
+        }
+        return json.dumps(document, indent=1) + "\n"
+
+
+def lint(
+    layout: str,
+    config: str | Path | Mapping[str, Any],
+    *,
+    kernels: str | Path | None = None,
+    **options: Unpack[DegreesKeywords],
+) -> LayoutReport:
+    """What is wrong with a pipeline layout of Megatron-LM, such as `Et*3|(tt|)*29m|L`, for a model.
+
+    `config`: the model's config.json (its path, or what it says). `pp`: the pipeline's size; default: as many
+    as the layout has stages. With `gpus` and a machine, memory and step are estimated, at the degrees that
+    suit the layout best of those that the options allow (as of `degrees`), and compared with the best layout
+    at the same degrees.
+
+    Raises UsageError and FileError.
+    """
+    table = arguments.optional_path("kernels", kernels)
+    degree_options, machine = options_from(dict(options), DegreeOptions, MachineOptions, of="lint")
+    shape = (
+        transformer_shape(config)
+        if isinstance(config, Mapping)
+        else load_transformer_shape(arguments.path("config", config))
+    )
+    return lint_layout(layout, shape, machine, degree_options, table)
+
+
+def lint_layout(
+    layout: str,
+    shape: TransformerShape,
+    machine: MachineOptions,
+    options: DegreeOptions,
+    kernels: Path | None,
+) -> LayoutReport:
+    """The same, of what is read."""
+    if options.layers is not None:
+        shape = shape.with_blocks(options.layers)
+    stages = tuple(split_layout(layout, "layout"))
+    pipeline = _pipeline_size(options, len(stages))
+    report = LayoutReport(
+        layout,
+        shape.name,
+        stages,
+        pipeline,
+        tuple(layout_problems(stages, pipeline, shape.blocks, shape.predictors)),
+        tuple(_remarks(stages, shape)),
+    )
+    if machine.gpus is None or report.problems:
+        return report
+    return _with_estimate(report, shape, machine, options, kernels)
+
+
+def _pipeline_size(options: DegreeOptions, stages: int) -> int:
+    if options.pp is None:
+        return stages
+    if len(options.pp) > 1:
+        raise UsageError(f"pp={tuple(options.pp)}: a layout has one pipeline", "Give its size, as pp=(8,).")
+    return options.pp[0]
+
+
+def _remarks(stages: tuple[str, ...], shape: TransformerShape) -> list[str]:
+    empty = [str(stage) for stage, letters in enumerate(stages) if not letters]
+    remarks = []
+    if empty:
+        more = f" and {len(empty) - 10} more" if len(empty) > 10 else ""
+        remarks.append(f"empty stages: {', '.join(empty[:10])}{more}")
+    predictors = sum(letters.count("m") for letters in stages)
+    if shape.predictors and not predictors:
+        remarks.append(
+            f"the model has {shape.predictors} blocks that predict further tokens, the layout places none: "
+            "it is trained without"
+        )
+    return remarks
+
+
+def _with_estimate(
+    report: LayoutReport,
+    shape: TransformerShape,
+    machine: MachineOptions,
+    options: DegreeOptions,
+    kernels: Path | None,
+) -> LayoutReport:
+    topology = build_machine(machine)
+    costs = rank_costs(topology, None if kernels is None else load_kernel_table(kernels))
+    limit = usable_bytes(topology)
+    counts = [sum(map(letters.count, "tm")) for letters in report.stages]
+    whole = shape.with_blocks(sum(counts))
+    plan = estimate_layout(whole, counts, report.pipeline, topology.gpus, costs, options, limit)
+    own = plan.degrees
+    same = replace(
+        options,
+        tp=(own.tensor,),
+        cp=(own.context,),
+        ep=(own.expert,),
+        pp=(own.pipeline,),
+        zero=(own.zero,),
+        context_exchange="ring" if own.ring else "all-to-all",
+    )
+    try:
+        best = search_degrees(whole, topology.gpus, costs, same, limit)
+    except InfeasibleError:
+        best = None
+    remarks = report.remarks
+    if any("m" in letters for letters in report.stages):
+        remarks = (*remarks, _PREDICTOR_COSTS)
+    return replace(report, plan=plan, limit_bytes=limit, best=best, remarks=remarks)
+
+
+_PREDICTOR_COSTS = (
+    "m is costed as one more transformer block: its own head and the projection of its input are not"
+)

@@ -1,0 +1,190 @@
+"""Layouts against megatron-core's own rules, and their estimates against the search of every division."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import combinations_with_replacement, pairwise
+from pathlib import Path
+from random import Random
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import pplan
+from pplan.cli.app import main
+from pplan.runtimes.reading.megatron_layout import layout_problems, split_layout
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 6,
+    "vocab_size": 32000,
+}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 61,
+    "vocab_size": 1024,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 96,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "num_nextn_predict_layers": 1,
+}
+
+
+@pytest.fixture
+def layout_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """megatron-core's own, without the rest of megatron-core, which takes seconds to import."""
+    spec = find_spec("megatron")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("megatron-core is not installed")
+    root = Path(next(iter(spec.submodule_search_locations)))
+    for name in ("megatron.core", "megatron.core.transformer"):
+        package = ModuleType(name)
+        package.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
+        monkeypatch.setitem(sys.modules, name, package)
+    state = ModuleType("megatron.core.parallel_state")
+    monkeypatch.setitem(sys.modules, state.__name__, state)
+    monkeypatch.setattr(sys.modules["megatron.core"], "parallel_state", state, raising=False)
+    name = "megatron.core.transformer.pipeline_parallel_layer_layout"
+    yield import_module(name).PipelineParallelLayerLayout
+    for left in [name, "megatron.core.transformer.enums"]:
+        sys.modules.pop(left, None)
+
+
+def random_layout(random: Random) -> str:
+    """Mostly a good one, with a part that may be wrong."""
+    stages = ["t" * random.randint(0, 3) for _ in range(random.randint(1, 6))]
+    stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
+    if random.random() < 0.5:
+        where = random.randrange(len(stages))
+        many = "m" * random.randint(1, 2)
+        stages[where] = (
+            stages[where][:-1] + many + "L" if stages[where].endswith("L") else stages[where] + many
+        )
+    text = "|".join(stages)
+    for _ in range(random.choice((0, 0, 1, 2))):
+        where = random.randrange(len(text) + 1)
+        text = text[:where] + random.choice(["", "t", "m", "E", "L", "|", "x"]) + text[where + 1 :]
+    return text
+
+
+def test_what_megatron_refuses_is_a_problem(layout_class: Any) -> None:
+    """3,000 random layouts, most with a mistake, and both sides of the rules."""
+    random, seen = Random(0), {True: 0, False: 0}
+    for _ in range(3000):
+        text = random_layout(random)
+        pipeline = random.randint(1, 4)
+        letters = text.replace("|", "")
+        blocks = letters.count("t") + random.choice((0, 0, 0, 1))
+        predictors = letters.count("m") + random.choice((0, 0, 0, 1)) if "m" in text else 0
+        try:
+            own = layout_class(text, pipeline)
+            own.validate_layer_layout(num_layers=blocks, mtp_num_layers=predictors)
+            refused = ""
+        except (AssertionError, IndexError) as error:
+            refused = str(error) or "no layer"
+        problems = layout_problems(split_layout(text, "layout"), pipeline, blocks, predictors)
+        assert bool(problems) == bool(refused), (text, pipeline, blocks, predictors, problems, refused)
+        seen[bool(refused)] += 1
+    assert min(seen.values()) > 300
+
+
+def test_a_published_layout_and_one_that_no_longer_matches() -> None:
+    """DeepSeek-V3 on 16 ranks, from megatron-core's documentation; with the blocks of an earlier model."""
+    good = pplan.lint("Et*3|(tt|)*29,m|L", DEEPSEEK, pp=(16,))
+    assert good.agrees
+    assert good.virtual_stages == 2
+    assert good.stages[30:] == ("m", "L")
+    older = {**DEEPSEEK, "num_hidden_layers": 60}
+    assert pplan.lint("Et*3|(tt|)*29,m|L", older, pp=(16,)).problems == (
+        "it places 61 transformer blocks (t), the model has 60",
+    )
+    none = {**DEEPSEEK, "num_nextn_predict_layers": 0}
+    assert pplan.lint("Et*3|(tt|)*29,m|L", none, pp=(16,)).problems == (
+        "it places 1 multi-token predictors (m), the model has 0",
+    )
+    without = pplan.lint("Et*3|(tt|)*29||L", DEEPSEEK, pp=(1,))
+    assert without.agrees
+    assert without.remarks == (
+        "empty stages: 30, 31",
+        "the model has 1 blocks that predict further tokens, the layout places none: it is trained without",
+    )
+
+
+@pytest.mark.parametrize("memory_bytes", [80 * 10**9, 2100 * 10**6])
+def test_distance_from_the_best_of_every_layout(memory_bytes: int) -> None:
+    """Each layout of six blocks on three stages: none is faster than `best`, and those that do not fit are
+    said so."""
+    options: dict[str, Any] = {
+        "gpus": 3,
+        "gpu": "a100-80gb",
+        "memory_bytes": memory_bytes,
+        "tp": (1,),
+        "mini_batch": 6,
+        "sequence": 512,
+        "micro_batch_size": (1,),
+        "virtual_stages": (1,),
+        "recompute": "none",
+    }
+    fitting = []
+    for ends in combinations_with_replacement(range(7), 2):
+        counts = [end - first for first, end in pairwise((0, *ends, 6))]
+        if counts[1] == 0:
+            continue
+        layout = f"E{'t' * counts[0]}|{'t' * counts[1]}|{'t' * counts[2]}L"
+        report = pplan.lint(layout, MODEL, **options)
+        assert report.plan is not None
+        peaks = [stage.bytes for stage in report.plan.estimate.stages]
+        assert report.fits == (max(peaks) <= report.limit_bytes)
+        if report.fits:
+            assert report.best is not None
+            assert report.plan.estimate.step_seconds >= report.best.bound_seconds
+            fitting.append((report.plan.estimate.step_seconds, report.slower, report))
+    assert fitting
+    assert (len(fitting) < 21) == (memory_bytes < 80 * 10**9)
+    fastest = min(fitting, key=lambda each: each[0])
+    assert fastest[1] == pytest.approx(0, abs=1e-9)
+    slowest = max(fitting, key=lambda each: each[0])
+    assert slowest[1] == pytest.approx(slowest[0] / fastest[0] - 1)
+    best_layout = fastest[2].best_layout
+    assert best_layout is not None
+    assert pplan.lint(best_layout, MODEL, pp=(3,)).agrees
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(DEEPSEEK))
+    arguments = ["lint", "Et*3|(tt|)*29m|L", "--model", str(config), "--pp", "16"]
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["virtual_stages"] == 2
+    assert main(["lint", "Et*3|(tt|)*28m|L", "--model", str(config), "--pp", "16"]) == 4
+    printed = capsys.readouterr().out
+    assert "it places 59 transformer blocks (t), the model has 61" in printed
+    arguments = ["lint", "Et*3|t*3mL", "--model", str(config), "--layers", "6", "--tp", "1", "--ep", "1"]
+    assert main([*arguments, "--gpus", "2", "--gpu", "h100", "--mini-batch", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"The layout is .* % slower than that", " ".join(printed.split()))
+    assert "m is costed as one more" in " ".join(printed.split())
+    assert main(["lint", "Et" * 3, "--model", str(config), "--pp", "1,2"]) == 2
+    assert main(["lint", "(t" + "*9" * 3000, "--model", str(config)]) in (2, 4)
+    assert len(capsys.readouterr().out) < 4000
