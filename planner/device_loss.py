@@ -15,14 +15,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, pairwise, product
 from math import comb
-from typing import Any, Required, TypedDict
 
 import numpy as np
 
-from ..cost_models import arguments
 from ..cost_models.errors import InfeasibleError, UsageError
-from ..cost_models.option_fields import Options, option
-from ..cost_models.option_readers import read_whole_number
 from ..cost_models.quantities import format_count
 from .candidate import Proposal, ScoredPlan
 from .pipeline_config import SEARCHED, PipelineConfig
@@ -39,55 +35,6 @@ LEADING = 4
 """Plans that are varied at a time: the fastest so far."""
 MOST_NEAR = 200
 """Plans that are near the fastest whose devices are chosen by what they have."""
-
-
-class ReplanKeywords(TypedDict, total=False):
-    """The fields of `ReplanOptions`, as a caller may give them."""
-
-    lost: Required[Sequence[int]]
-    within: float
-
-
-def _ranks(name: str, values: Any) -> tuple[int, ...]:
-    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
-        raise UsageError(f"{name}={values!r}: must be a list of ranks", f"Give {name}=[3, 7], say.")
-    return tuple(arguments.whole(name, value, at_least=0) for value in values)
-
-
-def _read_ranks(text: str, name: str) -> tuple[int, ...]:
-    return tuple(read_whole_number(0)(part, name) for part in text.split(","))
-
-
-def _read_share(text: str, name: str) -> float:
-    number = text.strip().removesuffix("%").strip()
-    try:
-        return float(number) / (100 if text.strip().endswith("%") else 1)
-    except ValueError:
-        raise UsageError(f"{name} {text}: is not a share of the step", f"Write {name} 5%, say.") from None
-
-
-@dataclass(frozen=True)
-class ReplanOptions(Options):
-    """`lost`: ranks of the devices that are gone. `within`: of plans whose step is longer than the fastest
-    one's by at most this share, the one that moves the fewest bytes."""
-
-    lost: tuple[int, ...] = option(
-        (), _ranks, "Ranks of the devices that are gone.", "N,N,...", read=_read_ranks
-    )
-    within: float = option(
-        0.05,
-        arguments.number,
-        "Of plans at most so much slower than the fastest, the one that moves the fewest bytes of weights.",
-        "5%",
-        read=_read_share,
-        default_text="5%",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.within <= 10:
-            raise UsageError(f"within={self.within:g}: must be from 0 to 10", "Give within=0.05, say.")
-
 
 Shape = tuple[tuple[int, ...], tuple[int, ...]]
 """Ends and replicas of the stages."""
@@ -149,12 +96,12 @@ def _ranks_left(problem: Problem, present: ScoredPlan, lost: Iterable[int]) -> t
     strange = [rank for rank in missing if not 0 <= rank < problem.gpus]
     if strange:
         raise UsageError(
-            f"lost={missing}: there is no device {strange[0]} among {problem.gpus}",
+            f"lost={strange[0]}: there are {problem.gpus} devices",
             f"Ranks are 0 to {problem.gpus - 1}.",
         )
     ranks = tuple(rank for rank in range(problem.gpus) if rank not in set(missing))
     if not ranks:
-        raise UsageError(f"lost={missing}: no device is left", "Name fewer.")
+        raise UsageError(f"`lost`: no device is left of {problem.gpus}", "Name fewer.")
     config = present.config
     if config.schedule not in SEARCHED or config.virtual_stages > 1:
         raise UsageError(

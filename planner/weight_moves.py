@@ -73,7 +73,7 @@ def assign_devices(
     for i in range(len(owners)):
         for j, stage in enumerate(slots):
             best[i + 1, j + 1] = max(best[i, j] + shared[i, stage], best[i, j + 1], best[i + 1, j])
-    chosen: list[list[int]] = [[] for _ in replicas]
+    devices: list[list[int]] = [[] for _ in replicas]
     i, j, free = len(owners), len(slots), set(ranks)
     while i and j:
         if best[i, j] == best[i - 1, j]:
@@ -82,12 +82,12 @@ def assign_devices(
             j -= 1
         else:
             i, j = i - 1, j - 1
-            chosen[slots[j]].append(owners[i])
+            devices[slots[j]].append(owners[i])
             free.discard(owners[i])
     rest = iter(sorted(free))
     for stage, count in enumerate(replicas):
-        chosen[stage] += [next(rest) for _ in range(count - len(chosen[stage]))]
-    return tuple(tuple(sorted(own)) for own in chosen)
+        devices[stage] += [next(rest) for _ in range(count - len(devices[stage]))]
+    return tuple(tuple(sorted(own)) for own in devices)
 
 
 def list_moves(

@@ -40,7 +40,7 @@ def test_the_plan_that_is_left(planned: Path, run: Run) -> None:
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (["--lost", "9"], "--lost [9]: there is no device 9 among 4"),
+        (["--lost", "9"], "--lost 9: there are 4 devices"),
         (["--lost", "0,1,2,3"], "no device is left"),
         (["--lost", "x"], "--lost x"),
         (["--lost", "1", "--within", "much"], "--within much: is not a share"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from itertools import combinations, permutations, product
 from typing import Any
@@ -137,7 +136,7 @@ def test_what_moves_and_how_long(make_chain: MakeChain) -> None:
 
 @pytest.mark.parametrize(
     ("lost", "message"),
-    [([4], "there is no device 4 among 4"), ([0, 1, 2, 3], "no device is left"), ([], "names no device")],
+    [([4], "lost=4: there are 4 devices"), ([0, 1, 2, 3], "no device is left"), ([], "names no device")],
 )
 def test_devices_that_cannot_be_lost(lost: list[int], message: str, make_chain: MakeChain) -> None:
     problem, best = solved(make_chain(1, 4, cuts=1.1), alike(4))
@@ -157,16 +156,13 @@ def test_nothing_fits_on_what_is_left(make_chain: MakeChain) -> None:
 
 @pytest.mark.slow
 def test_sixty_four_devices(make_chain: MakeChain) -> None:
-    """What is looked at is counted, so that it takes about as long whatever the machine."""
     chain = make_chain(2, 24, traffic=0.1, cuts=1.1, sizes=(1, 2, 4, 8))
     problem = Problem(chain, alike(64, per_node=8), PlanOptions(mini_batch=256, micro_batches=32))
     config = problem.configs[0]
     devices = tuple(tuple(range(first, first + 8)) for first in range(0, 64, 8))
     present = fastest(problem.space, [Proposal(config, tuple(range(3, 25, 3)), devices)])
     assert present is not None
-    start = time.process_time()
     answer = replan_problem(problem, present, [3, 7])
-    print(time.process_time() - start)
     assert not answer.complete
     assert answer.plan.step_seconds <= answer.fastest_seconds * 1.05
     assert {3, 7}.isdisjoint(layers_by_device(answer.plan.proposal))
