@@ -168,6 +168,7 @@ def call(name: str, argument: str, value: Any, profile: Profile, plan: Plan) -> 
         },
         "explain": {"plan": plan, "profile": profile},
         "check": {"plan": plan, "profile": profile},
+        "replan": {"plan": plan, "profile": profile, "lost": [1]},
         "verify": {"plan": plan, "profile": profile},
         "report": {"plan": plan},
         "compare": {},
