@@ -127,6 +127,8 @@ def _as_own_error(error: Exception, words: Sequence[str]) -> PplanError | None:
         return MachineError("this machine's memory is full", "Close other programs, or use a smaller size.")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
         return MachineError(f"cannot write: {error.strerror}", "Free some space, or write to another place.")
+    if isinstance(error, FileNotFoundError) and error.filename is None:
+        return MachineError("the working directory does not exist any more", "Go to another one, with cd.")
     if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
         what = "a file" if error.filename is None else short_repr(str(error.filename))
         return MachineError(

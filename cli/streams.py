@@ -45,7 +45,12 @@ _QUIET = [False]
 
 
 def begin() -> None:
-    """Nothing was printed yet by the command that begins."""
+    """Nothing was printed yet by the command that begins. A stream that the shell closed (`>&-`) is the null
+    device."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - until the process ends
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
     _PRINTED[0] = _QUIET[0] = False
 
 

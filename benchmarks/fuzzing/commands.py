@@ -62,7 +62,7 @@ def readers(file: str) -> list[Command]:
             [*own, "--virtual-stages", "2", "-o", "made.plan.json"],
             ["show", file],
         ]
-    if file.endswith(".toml"):
+    if file.endswith(".toml") and file != DEFAULTS_FILE:
         solve = ["solve", PLAIN, "--topology", file, *QUICK, "-o", "made.plan.json"]
         return [
             ["topology", "show", file],
