@@ -20,7 +20,7 @@ from ..cost_models.option_fields import (
 from ..cost_models.option_readers import read_whole_number
 from ..cost_models.schedules.registration import optional_schedule
 from ..planner.degrees.degree_options import DegreeKeywords
-from ..planner.explanation.current_split import ExplainKeywords, ExplainOptions
+from ..planner.explanation.explain_options import ExplainKeywords, ExplainOptions
 from ..planner.objectives.objective import ObjectiveKeywords, ObjectiveOptions
 from ..planner.overrides import OverrideKeywords, Overrides
 from ..planner.plan_options import PlanKeywords, PlanOptions, TrainingKeywords

@@ -173,6 +173,7 @@ def call(name: str, argument: str, value: Any, profile: Profile, plan: Plan) -> 
         "report": {"plan": plan},
         "compare": {},
         "degrees": {"config": {}, "gpus": 2},
+        "lint": {"layout": "EtL", "config": {}},
         "profile": {"model": "vgg11"},
         "import_profile": {"path": "a.csv"},
         "import_plan": {"source": "6,6", "profile": profile, "mini_batch": 16},
