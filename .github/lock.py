@@ -1,8 +1,8 @@
 """Writes requirements.lock from a report of pip, and the lower bounds of pyproject.toml as pins.
 
-    pip install --dry-run --ignore-installed --report report.json .
-    python .github/lock.py report.json > .github/requirements.lock
-    python .github/lock.py --lowest > lowest.txt
+pip install --dry-run --ignore-installed --report report.json .
+python .github/lock.py report.json > .github/requirements.lock
+python .github/lock.py --lowest > lowest.txt
 """
 
 from __future__ import annotations
