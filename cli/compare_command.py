@@ -72,7 +72,7 @@ def compare_command(
     """Compare plans side by side: step, samples/s, bubble, memory, devices and gap."""
     from ..api.explain import compare
     from .output import choose_input
-    from .streams import console, result
+    from .streams import console, result, waiting
 
     paths = plan_files or [choose_input(None, ("plan",))]
     if planners or len(paths) == 1:
@@ -84,7 +84,8 @@ def compare_command(
             f"compare --profile {profile_file}: without --planners",
             "The figures of several plans are those in their files: omit it, or give --planners.",
         )
-    comparison = compare(*paths, profile=profile_file)
+    with waiting("Asking the planners" if profile_file is not None else "Reading the plans"):
+        comparison = compare(*paths, profile=profile_file)
     if as_json:
         result(comparison.to_json())
     else:

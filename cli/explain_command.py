@@ -32,10 +32,11 @@ def explain_command(
     from ..api.explain import explain
     from ..api.load import read_plan
     from .output import choose_input
-    from .streams import console, result
+    from .streams import console, result, waiting
 
     files = read_plan(choose_input(plan_file, ("plan",)), profile_file)
-    explanation = explain(files.plan_file, files.profile_file, **vars(split))
+    with waiting("Solving the changed problems"):
+        explanation = explain(files.plan_file, files.profile_file, **vars(split))
     if as_json:
         result(explanation.to_json())
         return

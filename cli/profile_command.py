@@ -113,6 +113,8 @@ def _progress() -> Iterator[Callable[[Progress], None] | None]:
         rich_progress.BarColumn(),
         rich_progress.TaskProgressColumn(),
         rich_progress.TimeElapsedColumn(),
+        rich_progress.TextColumn("left"),
+        rich_progress.TimeRemainingColumn(),
         rich_progress.TextColumn("{task.description}", markup=False),
     )
     screen = Console(file=sys.stderr)

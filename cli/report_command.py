@@ -43,7 +43,7 @@ def report_command(
     from ..api.html_report import find_beside, report
     from ..api.load import read_plan
     from ..cost_models.text_files import REPORT
-    from .streams import remark
+    from .streams import remark, waiting
 
     path = choose_input(plan_file, ("plan",))
     beside = find_beside(path)
@@ -57,12 +57,13 @@ def report_command(
     stem = path.name.removesuffix(".json").removesuffix(".plan")
     target = choose_target(output, f"{stem}.html", force=force, kind=REPORT)
     target.check(path, profile, frontier_file, check_file)
-    page = report(
-        path,
-        profile,
-        frontier=frontier_file or beside.frontier,
-        check=check_file or beside.check,
-        explanation=explain(path, profile) if explain_too and profile else None,
-    )
+    with waiting("Making the page"):
+        page = report(
+            path,
+            profile,
+            frontier=frontier_file or beside.frontier,
+            check=check_file or beside.check,
+            explanation=explain(path, profile) if explain_too and profile else None,
+        )
     target.write_text(page.html)
     remark(f"Wrote {target.path}")

@@ -12,7 +12,7 @@ import typer
 from ..api.options import FrontierOptions, MachineOptions, ObjectiveOptions, PlanOptions, SweepOptions
 from .field_names import FIELDS, typed_text
 from .output import AsJson, Force, Output
-from .streams import console
+from .streams import console, waiting
 from .sweep_options import GridOptions
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ def solve_command(
     frontier_target = _frontier_target(target)
     if frontier:
         frontier_target.check(path, machine.topology)
-    plan = solve(profile, **keywords)
+    with waiting("Searching", plan_options.time_limit):
+        plan = solve(profile, **keywords)
     origin = made_by(plan.made_by, command=command_line(), measured=profile.made_by)
     plan = plan.model_copy(update={"made_by": origin})
     quiet = frontier and as_json
@@ -109,7 +110,8 @@ def solve_command(
         show=lambda: None if quiet else _show(plan, target.path, details=details),
     )
     if frontier:
-        curve = _frontier(profile, frontier_options, keywords).model_copy(update={"made_by": origin})
+        with waiting("Searching for every memory"):
+            curve = _frontier(profile, frontier_options, keywords).model_copy(update={"made_by": origin})
         frontier_target.write(curve, as_json=as_json, show=lambda: _show_frontier(curve))
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -78,3 +82,36 @@ def result(text: str) -> None:
 def is_interactive() -> bool:
     """Whether somebody watches standard error: a bar makes sense."""
     return sys.stderr.isatty() and not _QUIET[0]
+
+
+SILENCE, PACE = 1.0, 0.5
+"""Seconds before the first line of what is being done, and between two."""
+
+
+@contextmanager
+def waiting(doing: str, at_most: float | None = None) -> Iterator[None]:
+    """Says, where somebody watches, what is being done, for how long already, and how long it may take: one
+    line on standard error, from the second second on, which goes when the work is done."""
+    if not is_interactive():
+        yield
+        return
+    done = threading.Event()
+    thread = threading.Thread(target=_tell, args=(doing, at_most, done), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _tell(doing: str, at_most: float | None, done: threading.Event) -> None:
+    begin, pause, clear = time.monotonic(), SILENCE, ""
+    while not done.wait(pause):
+        seconds = time.monotonic() - begin
+        left = "" if at_most is None else f", at most about {max(at_most - seconds, 0.0):.0f} s more"
+        sys.stderr.write(f"\r\x1b[2K{doing}: {seconds:.0f} s{left}")
+        sys.stderr.flush()
+        pause, clear = PACE, "\r\x1b[2K"
+    sys.stderr.write(clear)
+    sys.stderr.flush()

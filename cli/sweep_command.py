@@ -5,19 +5,20 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ..api.options import SweepOptions
 from ..api.provenance import made_by
 from ..cost_models.errors import InfeasibleError
 from ..cost_models.number_format import percent, three_digits
-from ..cost_models.quantities import format_bytes, format_rate, format_seconds
+from ..cost_models.quantities import format_bytes, format_count, format_rate, format_seconds
 from ..cost_models.text_files import write_whole
 from ..planner.problem_grid import SweepResult, SweepRow
 from .field_names import command_line
 from .frontier_table import shape
 from .output import Target
-from .streams import console, remark, result
+from .streams import console, remark, result, waiting
 from .sweep_options import GridOptions
 from .table import Column, line, number, print_table, text, word
 
@@ -47,7 +48,9 @@ def run_sweep(
     if grid.csv is not None:
         Target(grid.csv, force).check()
     keywords_of_all = {name: value for name, value in keywords.items() if name not in grid.sweep}
-    outcome = sweep(profile, grid.sweep, **vars(options), **keywords_of_all)
+    points = prod(map(len, grid.sweep.values()))
+    with waiting(f"Solving {format_count(points, 'problem')}"):
+        outcome = sweep(profile, grid.sweep, **vars(options), **keywords_of_all)
     origin = made_by(outcome.made_by, command=command_line(), measured=profile.made_by)
     outcome = outcome.model_copy(update={"made_by": origin})
     if as_json:

@@ -21,6 +21,7 @@ from .option_parameters import Command, with_common_options, with_options
 from .profile_command import profile_command
 from .profile_kernels_command import profile_kernels_command
 from .profile_links_command import profile_links_command
+from .replan_command import replan_command
 from .report_command import report_command
 from .schedules_command import schedules_command
 from .schema_command import schema_command
@@ -44,6 +45,7 @@ VERBS: dict[str, Command] = {
     "solve": solve_command,
     "export": export_command,
     "import-plan": import_plan_command,
+    "replan": replan_command,
     "show": show_command,
     "explain": explain_command,
     "check": check_command,
@@ -75,6 +77,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "export": ("pplan export torchgpipe", "pplan export torch vgg19.plan.json --script train.py"),
     "import-plan": ("pplan import-plan 12,34 --profile vgg19.profile.json --mini-batch 256",),
+    "replan": ("pplan replan --lost 3", "pplan replan vgg19.plan.json --lost 3,7 --within 10%"),
     "show": ("pplan show", "pplan show vgg19.profile.json --all"),
     "explain": ("pplan explain", "pplan explain --current 12,34"),
     "check": ("pplan check", "pplan check vgg19.plan.json --emulate --fail-above 15%"),
@@ -105,6 +108,7 @@ _STATUSES = (
 _MORE = {
     "solve": "; 3 no feasible plan",
     "degrees": "; 3 no feasible plan",
+    "replan": "; 3 no feasible plan",
     "check": "; 4 beyond --fail-above",
     "compare": "; 4 beyond --fail-above",
     "verify": "; 4 something differs",

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .api.load import load_plan, load_profile
     from .api.machine import topology
     from .api.profiles import import_profile, load_model, profile, sequential
+    from .api.replan import replan
     from .api.schedule_comparison import compare_schedules, schedules
     from .api.simulate import simulate, simulate_costs
     from .api.solve import frontier, solve, sweep
@@ -48,7 +49,7 @@ __all__ = [
     "ExportError", "FileError", "InfeasibleError", "MachineError", "ModelError", "Plan",
     "PplanError", "Profile", "UsageError", "__version__", "check", "compare", "compare_schedules",
     "degrees", "explain", "export", "frontier", "import_plan", "import_profile", "lint",
-    "load_model", "load_plan", "load_profile", "profile", "register_schedule", "report",
+    "load_model", "load_plan", "load_profile", "profile", "register_schedule", "replan", "report",
     "schedules", "sequential", "simulate", "simulate_costs", "solve", "sweep", "topology", "verify",
 ]
 # fmt: on
@@ -64,6 +65,7 @@ _ROOMS = {
     "api.machine": "topology",
     "api.profiles": "import_profile load_model profile sequential",
     "api.html_report": "report",
+    "api.replan": "replan",
     "api.schedule_comparison": "compare_schedules schedules",
     "api.simulate": "simulate simulate_costs",
     "api.solve": "frontier solve sweep",

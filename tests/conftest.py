@@ -14,8 +14,10 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -225,6 +227,26 @@ def forked_python() -> type[ForkedPython]:
         multiprocessing.get_context("forkserver").set_forkserver_preload(list(IMPORTED_ONCE))
         forkserver.ensure_running()
     return ForkedPython
+
+
+@pytest.fixture
+def layout_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """megatron-core's own, without the rest of megatron-core, which takes seconds to import."""
+    spec = importlib.util.find_spec("megatron")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("megatron-core is not installed")
+    root = Path(next(iter(spec.submodule_search_locations)))
+    for name in ("megatron.core", "megatron.core.transformer"):
+        package = ModuleType(name)
+        package.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
+        monkeypatch.setitem(sys.modules, name, package)
+    state = ModuleType("megatron.core.parallel_state")
+    monkeypatch.setitem(sys.modules, state.__name__, state)
+    monkeypatch.setattr(sys.modules["megatron.core"], "parallel_state", state, raising=False)
+    name = "megatron.core.transformer.pipeline_parallel_layer_layout"
+    yield import_module(name).PipelineParallelLayerLayout
+    for left in [name, "megatron.core.transformer.enums"]:
+        sys.modules.pop(left, None)
 
 
 @pytest.fixture

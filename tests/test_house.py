@@ -489,6 +489,7 @@ MOST_LINES, FEWEST_LINES = 350, 60
 SMALL = {
     "cli/doctor_command.py": "a file a verb",
     "cli/explain_command.py": "a file a verb",
+    "cli/replan_command.py": "a file a verb",
     "cli/schema_command.py": "a file a verb",
     "cli/profile_kernels_command.py": "a file a verb",
     "cli/import_command.py": "a file a verb",

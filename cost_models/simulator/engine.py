@@ -21,36 +21,26 @@ SECONDS_A_CANDIDATE = 1e-8
 """About what plain Python takes for an action, and besides for each candidate side by side."""
 
 
+def _column(index: int) -> cached_property[Array]:
+    return cached_property(lambda run: np.asarray(run.columns[index]))
+
+
 @dataclass(frozen=True, eq=False)
 class Run:
     """Seconds of one candidate, as the loops left them: arrays, or lists that become arrays when read."""
 
     columns: tuple[Any, Any, Any, Any, Any]
 
-    @cached_property
-    def start(self) -> Array:
-        """Of each action, in the order of the clock."""
-        return np.asarray(self.columns[0])
-
-    @cached_property
-    def end(self) -> Array:
-        """Of each action."""
-        return np.asarray(self.columns[1])
-
-    @cached_property
-    def begin(self) -> Array:
-        """When the transfer of each action that sends goes on its link."""
-        return np.asarray(self.columns[2])
-
-    @cached_property
-    def arrival(self) -> Array:
-        """When that transfer is there."""
-        return np.asarray(self.columns[3])
-
-    @cached_property
-    def free(self) -> Array:
-        """When each device is done."""
-        return np.asarray(self.columns[4])
+    start = _column(0)
+    """Of each action, in the order of the clock."""
+    end = _column(1)
+    """Of each action."""
+    begin = _column(2)
+    """When the transfer of each action that sends goes on its link."""
+    arrival = _column(3)
+    """When that transfer is there."""
+    free = _column(4)
+    """When each device is done."""
 
 
 def choose_engine(engine: Engine, seconds: float) -> Literal["python", "numba"]:

@@ -85,12 +85,13 @@ class LayerSeconds:
             seconds += self.setting.recomputed(len(blocks)) * again
         return seconds + self.ends[0].both * (slot == 0) + self.ends[1].both * (slot == self.slots - 1)
 
-    def least_equal_seconds(self, numbers: np.ndarray) -> np.ndarray:
-        """Of so many blocks of the only kind on a stage without embedding and head."""
+    def least_equal_seconds(self, numbers: np.ndarray, again: np.ndarray) -> np.ndarray:
+        """Of so many blocks of the only kind on a device without embedding and head, of which, where its
+        first blocks run again, at least `again` do."""
         (kind,) = self.blocks
-        once, again = self._least_block_seconds
-        more = np.minimum(numbers, self.setting.recomputed(self.shape.blocks)) * again
-        return np.asarray(numbers * once[kind] + more)
+        once, more = self._least_block_seconds
+        fewest = np.minimum(numbers, self.setting.recomputed(self.shape.blocks))
+        return np.asarray(numbers * once[kind] + np.maximum(fewest, again) * more)
 
     @cached_property
     def _least_block_seconds(self) -> tuple[dict[bool, float], float]:
@@ -118,8 +119,9 @@ class LayerSeconds:
         many as can on one stage that runs only its first ones again."""
         blocks = self.shape.blocks
         elsewhere = sum(fewest_blocks(slot, self.slots) for slot in range(1, self.slots))
-        again = min(self.setting.recomputed(blocks), blocks - elsewhere)
-        again += elsewhere * self.setting.recomputed(1)
+        if elsewhere:
+            elsewhere -= 1
+        again = self.setting.recomputed(blocks - elsewhere) + elsewhere * self.setting.recomputed(1)
         kinds = self._kinds(range(blocks))
         own = sum(count * self._seconds[kind, self._all_again].both for kind, count in kinds)
         return own + self._ends_seconds + (0.0 if self._all_again else again * self._least_again)

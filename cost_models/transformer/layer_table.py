@@ -121,13 +121,20 @@ class LayerTable(LayerSeconds):
         again = [self.blocks[kind].saved + self.blocks[kind].workspace - free for kind, _ in first]
         return max([0.0, *again, *(self.blocks[kind].workspace for kind, _ in rest)])
 
-    def least_device_bytes(self, numbers: np.ndarray, device: int) -> np.ndarray:
-        """That a device needs at least with so many equal blocks, however they lie in its virtual stages."""
+    def least_blocks_again(self, numbers: np.ndarray, device: int, memory_bytes: float) -> np.ndarray:
+        """How many of so many equal blocks a device runs again at least so that it needs no more than this,
+        however they lie in its virtual stages; inf where it needs more."""
         none, one = self._states(device, 0), self._states(device, 1)
-        again = np.minimum(numbers, self.setting.virtual_stages * self.setting.recomputed(self.shape.blocks))
-        saved = (numbers - again) * min(map(self._saved_by, self.blocks)) + again * self._boundary
+        most = np.minimum(numbers, self.setting.virtual_stages * self.setting.recomputed(self.shape.blocks))
         copies = least_in_flight(self._chunks_in_flight(device))
-        return np.asarray(LIBRARIES + none + numbers * (one - none) + copies * saved)
+        room = memory_bytes - LIBRARIES - none - numbers * (one - none)
+        saved = min(map(self._saved_by, self.blocks))
+        too_much = copies * (numbers * saved) - room
+        with np.errstate(divide="ignore", invalid="ignore"):
+            again = np.where(
+                too_much > 0, np.ceil(too_much / (copies * (saved - self._boundary)) - 1e-9), 0.0
+            )
+        return np.where((again <= most) & (again >= 0), again, np.inf)
 
     def _chunks_in_flight(self, device: int) -> tuple[tuple[int, ...], ...]:
         setting = self.setting

@@ -184,8 +184,8 @@ def _mean_times(stages: int, virtual: int, count: int) -> tuple[float, float, fl
 
 
 def _whole_blocks(layers: LayerTable, memory_bytes: float) -> float:
-    """The least seconds in which all blocks find room, of those that a device can have; 0 where blocks
-    differ, inf where there is no room."""
+    """The least seconds in which all blocks find room, of those that a device can have, with as many of them
+    run again as its memory asks; 0 where blocks differ, inf where there is no room."""
     if len(layers.blocks) > 1:
         return 0.0
     stages, blocks, numbers = (
@@ -193,14 +193,15 @@ def _whole_blocks(layers: LayerTable, memory_bytes: float) -> float:
         layers.shape.blocks,
         np.arange(1, layers.shape.blocks + 1),
     )
-    middle = layers.least_equal_seconds(numbers)
-    block = float(middle[0])
+    block = float(layers.least_equal_seconds(numbers[:1], np.zeros(1))[0])
     rooms: list[np.ndarray] = []
     for device in range(stages):
         wait = layers.ends[0].both + (device - 1) * block if device else 0.0
         end = {0: layers.ends[0].both, stages - 1: layers.ends[1].both}.get(device, 0.0)
+        again = layers.least_blocks_again(numbers, device, memory_bytes)
+        middle = layers.least_equal_seconds(numbers, np.where(np.isinf(again), 0, again))
         own = wait + layers.setting.micro_batches * (middle + end)
-        rooms.append(own[layers.least_device_bytes(numbers, device) <= memory_bytes])
+        rooms.append(own[np.isfinite(again)])
     together = np.sort(np.concatenate(rooms))
     return float(together[blocks - 1]) if len(together) >= blocks else float("inf")
 

@@ -20,8 +20,9 @@ from ..plan_file import Plan
 from ..plan_records import TIE
 from ..plan_stages import PlanSummary, summarize
 from ..problem import Problem
-from .current_split import ExplainOptions, SplitComparison, compare_split
+from .current_split import SplitComparison, compare_split
 from .explain_context import ExplainContext, make_context
+from .explain_options import ExplainOptions
 from .resolve import SECONDS, resolve, with_bandwidth, with_memory, with_topology
 from .runner_up import RunnerUp, runners_up
 from .sensitivity import Sensitivity, sensitivities

@@ -121,9 +121,15 @@ def lint(
     suit the layout best of those that the options allow (as of `degrees`), and compared with the best layout
     at the same degrees.
 
+    >>> import pplan
+    >>> llama = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000}
+    >>> llama |= {"num_attention_heads": 8, "num_hidden_layers": 6}
+    >>> pplan.lint("Ett|tt|tL", llama).problems
+    ('it places 5 transformer blocks (t), the model has 6',)
+
     Raises UsageError and FileError.
     """
-    table = arguments.optional_path("kernels", kernels)
+    layout, table = arguments.word("layout", layout), arguments.optional_path("kernels", kernels)
     degree_options, machine = options_from(dict(options), DegreeOptions, MachineOptions, of="lint")
     shape = (
         transformer_shape(config)

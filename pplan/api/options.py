@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Required, TypedDict
 
 from ..cost_models import arguments
+from ..cost_models.errors import UsageError
 from ..cost_models.machines.machine_options import MachineKeywords, MachineOptions
 from ..cost_models.option_fields import (
     Option,
@@ -16,9 +17,10 @@ from ..cost_models.option_fields import (
     options_from,
     unknown_option,
 )
+from ..cost_models.option_readers import read_whole_number
 from ..cost_models.schedules.registration import optional_schedule
 from ..planner.degrees.degree_options import DegreeKeywords
-from ..planner.explanation.current_split import ExplainKeywords, ExplainOptions
+from ..planner.explanation.explain_options import ExplainKeywords, ExplainOptions
 from ..planner.objectives.objective import ObjectiveKeywords, ObjectiveOptions
 from ..planner.overrides import OverrideKeywords, Overrides
 from ..planner.plan_options import PlanKeywords, PlanOptions, TrainingKeywords
@@ -129,6 +131,54 @@ class PartitionOptions(Options):
     )
 
 
+class ReplanKeywords(TypedDict, total=False):
+    """The fields of `ReplanOptions`, as a caller may give them."""
+
+    lost: Required[Sequence[int]]
+    within: float
+
+
+def _ranks(name: str, values: Any) -> tuple[int, ...]:
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise UsageError(f"{name}={values!r}: must be a list of ranks", f"Give {name}=[3, 7], say.")
+    return tuple(arguments.whole(name, value, at_least=0) for value in values)
+
+
+def _read_ranks(text: str, name: str) -> tuple[int, ...]:
+    return tuple(read_whole_number(0)(part, name) for part in text.split(","))
+
+
+def _read_share(text: str, name: str) -> float:
+    number = text.strip().removesuffix("%").strip()
+    try:
+        return float(number) / (100 if text.strip().endswith("%") else 1)
+    except ValueError:
+        raise UsageError(f"{name} {text}: is not a share of the step", f"Write {name} 5%, say.") from None
+
+
+@dataclass(frozen=True)
+class ReplanOptions(Options):
+    """`lost`: ranks of the devices that are gone. `within`: of plans whose step is longer than the fastest
+    one's by at most this share, the one that moves the fewest bytes."""
+
+    lost: tuple[int, ...] = option(
+        (), _ranks, "Ranks of the devices that are gone.", "N,N,...", read=_read_ranks
+    )
+    within: float = option(
+        0.05,
+        arguments.number,
+        "Of plans at most so much slower than the fastest, the one that moves the fewest bytes of weights.",
+        "5%",
+        read=_read_share,
+        default_text="5%",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.within <= 10:
+            raise UsageError(f"within={self.within:g}: must be from 0 to 10", "Give within=0.05, say.")
+
+
 @dataclass(frozen=True)
 class FrontierOptions(Options):
     """`points`: at most so many plans, each with less memory than the one before by the share `memory_step`
@@ -190,6 +240,8 @@ __all__ = [
     "ProfileImportOptions",
     "ProfileKeywords",
     "ProfileOptions",
+    "ReplanKeywords",
+    "ReplanOptions",
     "SimulateCostsKeywords",
     "SimulateKeywords",
     "SolveKeywords",

@@ -14,7 +14,7 @@ from math import inf
 from .report import ImpossiblePlan, NotChecked
 
 Action = tuple[str, int, int]
-Place = tuple[int, int]
+Slot = tuple[int, int]
 """A device of the pipeline, and a chunk of it."""
 MOST_CELLS = 2**21
 """Micro-batches times parts of the layers; each some 2 KiB."""
@@ -28,7 +28,7 @@ class ScheduleOrder:
     """
 
     lists: list[list[Action]]
-    routes: list[list[Place]]
+    routes: list[list[Slot]]
     route_of: list[int]
     shares: list[float]
     most_in_flight: list[float]
@@ -76,7 +76,7 @@ def make_order(schedule: str, p: int, m: int, v: int) -> ScheduleOrder:
     return ScheduleOrder(*build(p, m, v), rule=rule)
 
 
-OrderParts = tuple[list[list[Action]], list[list[Place]], list[int], list[float], list[float]]
+OrderParts = tuple[list[list[Action]], list[list[Slot]], list[int], list[float], list[float]]
 
 
 def _linear(lists: list[list[Action]], m: int, most_in_flight: list[float]) -> OrderParts:
@@ -144,7 +144,7 @@ def _avgpipe(p: int, m: int, v: int) -> OrderParts:
     return both, routes, [batch % 2 for batch in range(m)], [1.0] * m, [2 * own for own in most_in_flight]
 
 
-def _looped_places(p: int, v: int) -> list[list[Place]]:
+def _looped_places(p: int, v: int) -> list[list[Slot]]:
     return [[(device, chunk) for chunk in range(v) for device in range(p)]]
 
 
@@ -206,7 +206,7 @@ def _number_actions(turns: list[str], m: int) -> list[Action]:
     return actions
 
 
-def _v_places(p: int) -> list[list[Place]]:
+def _v_places(p: int) -> list[list[Slot]]:
     return [[(device, 0) for device in range(p)] + [(device, 1) for device in range(p - 1, -1, -1)]]
 
 
@@ -308,7 +308,7 @@ def _action(word: str) -> Action:
     return match[1], int(match[2]), int(match[3] or 0)
 
 
-def _route(places: str, p: int, v: int) -> list[Place]:
+def _route(places: str, p: int, v: int) -> list[Slot]:
     if places == "v" and v == 2:
         return [(device, 0) for device in range(p)] + [(device, 1) for device in reversed(range(p))]
     if places == "loop" or (places == "line" and v == 1):

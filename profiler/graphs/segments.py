@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +68,9 @@ class GraphSegment:
         node, paths = self._telling, self.flow.traced.paths
         if node.op == "call_module":
             return str(node.target)
-        return f"{paths[node]}.{node.name}" if paths.get(node) else node.name
+        # A trace counts calls of a function over the whole model: the 69th `mul` may be the only one here.
+        function = re.sub(r"_\d+$", "", node.name)
+        return f"{paths[node]}.{function}" if paths.get(node) else function
 
     def kind(self, model: nn.Module) -> str:
         """Class of the module that the name stands for, or name of the function."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...cost_models.errors import FileError, short_repr
-from .figures import Place, near, samples, seconds, whole_bytes
+from .file_numbers import FilePosition, near, samples, seconds, whole_bytes
 
 _TIMES = ("forward", "backward", "backward_input")
 _COLUMNS = (
@@ -48,7 +48,7 @@ _EXAMPLE = f"The columns are {', '.join(_REQUIRED)}; forward_ms and backward_ms 
 class Row:
     """A layer at one micro-batch size; None for what the table leaves out."""
 
-    place: Place
+    place: FilePosition
     name: str
     micro_batch_size: int | None
     forward_seconds: float
@@ -74,7 +74,7 @@ def read_csv(text: str, file: str) -> list[Row]:
     """
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text), strict=True)
     records = _records(reader, file)
-    place, header = next(records, (Place(file, "line 1"), []))
+    place, header = next(records, (FilePosition(file, "line 1"), []))
     written = [column.strip() for column in header]
     columns = [_column(name) for name in written]
     _check_columns(place, columns)
@@ -92,14 +92,14 @@ def read_json(text: str, file: str) -> list[Row]:
         raise FileError(f"{file}: not a table of costs: {error}", "Mend the file.") from error
     rows, at = content, ""
     if isinstance(content, _Pairs):
-        _check_keys(Place(file, "the whole file"), content, ("layers",))
+        _check_keys(FilePosition(file, "the whole file"), content, ("layers",))
         rows, at = dict(content.pairs).get("layers"), "layers"
     if not isinstance(rows, list):
         raise FileError(
             f"{file}: {at or 'the whole file'} is {short_repr(rows)}, not a list of objects",
             'Write a list of objects, one a layer, or {"layers": [...]}.',
         )
-    return [_of_json(Place(file, f"{at}[{index}]"), row) for index, row in enumerate(rows)]
+    return [_of_json(FilePosition(file, f"{at}[{index}]"), row) for index, row in enumerate(rows)]
 
 
 @dataclass(frozen=True)
@@ -122,17 +122,19 @@ def _delimiter(text: str) -> str:
     return max(_DELIMITERS, key=line.count)
 
 
-def _records(reader: Any, file: str) -> Iterator[tuple[Place, list[str]]]:
+def _records(reader: Any, file: str) -> Iterator[tuple[FilePosition, list[str]]]:
     """Rows that are not blank, with the line that they end on."""
     try:
         for values in reader:
             if any(value.strip() for value in values):
-                yield Place(file, f"line {reader.line_num}"), values
+                yield FilePosition(file, f"line {reader.line_num}"), values
     except csv.Error as error:
-        raise Place(file, f"line {reader.line_num}").refusal(f"not CSV: {error}", "Mend the line.") from error
+        raise FilePosition(file, f"line {reader.line_num}").refusal(
+            f"not CSV: {error}", "Mend the line."
+        ) from error
 
 
-def _of_csv(place: Place, columns: Sequence[str], values: Sequence[str]) -> Row:
+def _of_csv(place: FilePosition, columns: Sequence[str], values: Sequence[str]) -> Row:
     if len(values) != len(columns):
         raise place.refusal(
             f"has {len(values)} values for the {len(columns)} columns of the header",
@@ -142,7 +144,7 @@ def _of_csv(place: Place, columns: Sequence[str], values: Sequence[str]) -> Row:
     return _row(place, {column: value for column, value in stripped.items() if value})
 
 
-def _of_json(place: Place, row: object) -> Row:
+def _of_json(place: FilePosition, row: object) -> Row:
     if not isinstance(row, _Pairs):
         raise place.refusal(f"is {short_repr(row)}, not an object", _EXAMPLE)
     written = [key for key, _ in row.pairs]
@@ -162,7 +164,7 @@ def _renamed(written: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{name} as {_column(name)}" for name in written if _column(name) != name)
 
 
-def _check_columns(place: Place, columns: Sequence[str]) -> None:
+def _check_columns(place: FilePosition, columns: Sequence[str]) -> None:
     """Raises FileError for columns that are unknown, missing, or say the same as another."""
     _check_keys(place, columns, _COLUMNS)
     for time in _TIMES:
@@ -173,7 +175,7 @@ def _check_columns(place: Place, columns: Sequence[str]) -> None:
             raise place.refusal(f"column {column} is missing", _EXAMPLE)
 
 
-def _check_keys(place: Place, keys: Sequence[str] | _Pairs, allowed: Sequence[str]) -> None:
+def _check_keys(place: FilePosition, keys: Sequence[str] | _Pairs, allowed: Sequence[str]) -> None:
     names = [key for key, _ in keys.pairs] if isinstance(keys, _Pairs) else list(keys)
     for position, name in enumerate(names):
         if name not in allowed:
@@ -182,7 +184,7 @@ def _check_keys(place: Place, keys: Sequence[str] | _Pairs, allowed: Sequence[st
             raise place.refusal(f"column {name} stands twice", "Omit one of them.")
 
 
-def _row(place: Place, values: Mapping[str, object]) -> Row:
+def _row(place: FilePosition, values: Mapping[str, object]) -> Row:
     """The row of these `values`, without those that are empty."""
     name = values.get("name", "")
     if not isinstance(name, str) or not name.strip():
@@ -202,7 +204,7 @@ def _row(place: Place, values: Mapping[str, object]) -> Row:
     )
 
 
-def _part(place: Place, values: Mapping[str, object], backward: float) -> float | None:
+def _part(place: FilePosition, values: Mapping[str, object], backward: float) -> float | None:
     part = _time(place, "backward_input", values)
     if part is not None and part > backward:
         raise place.refusal(
@@ -212,14 +214,14 @@ def _part(place: Place, values: Mapping[str, object], backward: float) -> float 
     return part
 
 
-def _needed_time(place: Place, time: str, values: Mapping[str, object]) -> float:
+def _needed_time(place: FilePosition, time: str, values: Mapping[str, object]) -> float:
     seconds = _time(place, time, values)
     if seconds is None:
         raise _empty(place, f"{time}_seconds")
     return seconds
 
 
-def _time(place: Place, time: str, values: Mapping[str, object]) -> float | None:
+def _time(place: FilePosition, time: str, values: Mapping[str, object]) -> float | None:
     """Seconds, from the column in seconds or in milliseconds; None where it is not there."""
     for column in (f"{time}_seconds", f"{time}_ms"):
         if column in values:
@@ -227,11 +229,11 @@ def _time(place: Place, time: str, values: Mapping[str, object]) -> float | None
     return None
 
 
-def _needed(place: Place, column: str, values: Mapping[str, object]) -> object:
+def _needed(place: FilePosition, column: str, values: Mapping[str, object]) -> object:
     if column not in values:
         raise _empty(place, column)
     return values[column]
 
 
-def _empty(place: Place, column: str) -> FileError:
+def _empty(place: FilePosition, column: str) -> FileError:
     return place.refusal(f"{column} is empty", "Give a number; 0 where it takes none.")

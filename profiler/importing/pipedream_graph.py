@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...cost_models.errors import short_repr
-from .figures import Place, near, seconds, whole_bytes
+from .file_numbers import FilePosition, near, seconds, whole_bytes
 
 _EXPECTED = (
     "Expected is a node, ID -- DESCRIPTION -- forward_compute_time=MS, backward_compute_time=MS, "
@@ -75,7 +75,7 @@ def parse_graph(text: str, file: str) -> Graph:
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
-        place = Place(file, f"line {number}")
+        place = FilePosition(file, f"line {number}")
         parts = _SEPARATOR.split(line.strip())
         if not all(parts):
             raise place.refusal(f"{short_repr(line)} is neither a node nor an edge", _EXPECTED)
@@ -93,7 +93,7 @@ def parse_graph(text: str, file: str) -> Graph:
     return Graph(nodes, tuple(edges))
 
 
-def _node(place: Place, parts: list[str], line: str, number: int) -> Node:
+def _node(place: FilePosition, parts: list[str], line: str, number: int) -> Node:
     *rest, stage = parts
     # Which stage an earlier plan put it on says nothing of its costs.
     head = rest if stage.startswith("stage_id=") else parts
@@ -115,7 +115,7 @@ def _node(place: Place, parts: list[str], line: str, number: int) -> Node:
     )
 
 
-def _figures(place: Place, text: str) -> dict[str, str]:
+def _figures(place: FilePosition, text: str) -> dict[str, str]:
     """`key=value, key=value` as a dict that has all keys of a node."""
     figures: dict[str, str] = {}
     for pair in re.split(r"\s*,\s*", text):
@@ -133,7 +133,7 @@ def _figures(place: Place, text: str) -> dict[str, str]:
     return figures
 
 
-def _sizes(place: Place, key: str, text: str) -> tuple[int, ...]:
+def _sizes(place: FilePosition, key: str, text: str) -> tuple[int, ...]:
     """`8.0`, or the sizes in `[8.0; 16.0]`."""
     is_list = text.startswith("[") and text.endswith("]")
     parts = text[1:-1].split(";") if is_list else [text]
@@ -142,15 +142,15 @@ def _sizes(place: Place, key: str, text: str) -> tuple[int, ...]:
 
 def _check(nodes: Mapping[str, Node], edges: Mapping[tuple[str, str], int], file: str) -> None:
     if not nodes:
-        raise Place(file, "the whole file").refusal("has no nodes", _EXPECTED)
+        raise FilePosition(file, "the whole file").refusal("has no nodes", _EXPECTED)
     for edge, line in edges.items():
         for end in edge:
             if end not in nodes:
-                raise Place(file, f"line {line}").refusal(
+                raise FilePosition(file, f"line {line}").refusal(
                     f"the edge {edge[0]} -- {edge[1]} is of {end!r}, and there is no such node",
                     near(end, nodes),
                 )
     if len(nodes) > 1 and not edges:
-        raise Place(file, "the whole file").refusal(
+        raise FilePosition(file, "the whole file").refusal(
             f"has {len(nodes)} nodes and no edge", "Is it whole? Edges stand behind the nodes: ID -- ID."
         )

@@ -130,7 +130,7 @@ class SegmentedMeasurement:
                 times.append(part.timed(rounds))
                 # What it holds on the device goes before the weights do.
                 del part
-        run.times = [_joined(of_round) for of_round in zip(*times, strict=True)]
+        run.times = [_join_segments(of_round) for of_round in zip(*times, strict=True)]
         return run
 
 
@@ -148,16 +148,16 @@ def _flatten(modules: Iterable[nn.Module]) -> None:
                 part.flatten_parameters()
 
 
-def _joined(parts: Sequence[LayerTimes]) -> LayerTimes:
+def _join_segments(parts: Sequence[LayerTimes]) -> LayerTimes:
     """One pass of all segments; the loss is the last one's."""
 
-    def joined(name: str) -> Any:
+    def join(name: str) -> Any:
         return np.concatenate([getattr(part, name) for part in parts])
 
-    whole = replace(parts[-1], forward=joined("forward"), backward=joined("backward"))
+    whole = replace(parts[-1], forward=join("forward"), backward=join("backward"))
     if whole.forward_host is None:
         return whole
-    return replace(whole, forward_host=joined("forward_host"), backward_host=joined("backward_host"))
+    return replace(whole, forward_host=join("forward_host"), backward_host=join("backward_host"))
 
 
 class _Segment:

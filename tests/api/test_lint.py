@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import combinations_with_replacement, pairwise
 from pathlib import Path
 from random import Random
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -49,26 +44,6 @@ DEEPSEEK = {
     "v_head_dim": 32,
     "num_nextn_predict_layers": 1,
 }
-
-
-@pytest.fixture
-def layout_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """megatron-core's own, without the rest of megatron-core, which takes seconds to import."""
-    spec = find_spec("megatron")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("megatron-core is not installed")
-    root = Path(next(iter(spec.submodule_search_locations)))
-    for name in ("megatron.core", "megatron.core.transformer"):
-        package = ModuleType(name)
-        package.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
-        monkeypatch.setitem(sys.modules, name, package)
-    state = ModuleType("megatron.core.parallel_state")
-    monkeypatch.setitem(sys.modules, state.__name__, state)
-    monkeypatch.setattr(sys.modules["megatron.core"], "parallel_state", state, raising=False)
-    name = "megatron.core.transformer.pipeline_parallel_layer_layout"
-    yield import_module(name).PipelineParallelLayerLayout
-    for left in [name, "megatron.core.transformer.enums"]:
-        sys.modules.pop(left, None)
 
 
 def random_layout(random: Random) -> str:

@@ -46,6 +46,7 @@ def test_all() -> None:
         "load_profile",
         "profile",
         "register_schedule",
+        "replan",
         "report",
         "schedules",
         "sequential",

@@ -126,9 +126,9 @@ def test_help_loads_nothing_heavy(here: Path) -> None:
         (
             ["xyz"],
             "no such verb: xyz",
-            "The verbs are: profile, profile-links, import, solve, export, import-plan, show, explain, "
-            "check, compare, simulate, report, verify, schedules, topology, degrees, lint, profile-kernels, "
-            "doctor, schema, config.",
+            "The verbs are: profile, profile-links, import, solve, export, import-plan, replan, show, "
+            "explain, check, compare, simulate, report, verify, schedules, topology, degrees, lint, "
+            "profile-kernels, doctor, schema, config.",
         ),
         (["--verson"], "no such option: --verson", "Did you mean --version? See pplan --help"),
         (["solve", "--gpu-s", "2"], "solve: no such option: --gpu-s", "Did you mean --gpus or --gpu?"),

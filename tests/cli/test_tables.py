@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from pplan.api.plan_answer import answer_lines
+from pplan.cli import streams
 from pplan.cli.plan_tables import planned_memory, print_answer, print_ledger, print_plan
 from pplan.cli.profile_tables import print_profile
 from pplan.cli.table import Column, number, print_table, table, text, word
@@ -58,7 +61,35 @@ def test_short_answer(plan: Plan, golden: Golden, width: int, terminal: Terminal
     console = terminal(width)
     print_answer(plan, console, "Next: pplan check.")
     golden(f"plan_short_{width}.txt", console.text)
-    assert len(console.text.splitlines()) <= 20
+    lines = console.text.splitlines()
+    assert len(lines) <= 20
+    head = next(line for line in lines if line.startswith("stage "))
+    rows = [line for line in lines if re.match(r" *\d+ ", line)]
+    assert max(map(len, [head, *rows])) <= width  # sentences are the terminal's to wrap
+    assert {"devices", "layers", "forward", "backward", "memory", "used"} <= set(head.split())
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_short_answer_in_a_pipe_and_on_a_terminal_is_the_same_text(
+    plan: Plan, no_color: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = []
+    for is_terminal in (True, False):
+        stream = io.StringIO()
+        monkeypatch.setattr(stream, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setenv("COLUMNS", "120")
+        monkeypatch.setenv("TERM", "xterm-256color")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        if no_color:
+            monkeypatch.setenv("NO_COLOR", "1")
+        print_answer(plan, streams.console(), "Next: pplan check.")
+        printed.append(stream.getvalue())
+    terminal_text, piped = printed
+    assert "\x1b" not in piped
+    assert re.sub(r"\x1b\[[\d;]*m", "", terminal_text) == piped
+    if no_color:
+        assert not re.search(r"\x1b\[(?:\d;)*(?:3|4|9)\d", terminal_text)
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])

@@ -175,6 +175,7 @@ COMMANDS: dict[str, list[list[str]]] = {
         ["import-plan", "2,2", "--profile", PROFILE, "--json"],
     ],
     "show": [["show", PROFILE], ["show", PLAN], ["show", PLAN, "--json"], ["show", "hostile.txt"]],
+    "replan": [["replan", PLAN, "--lost", "1", "--force"], ["replan", PLAN, "--lost", "0", "--json"]],
     "explain": [["explain", PLAN], ["explain", PLAN, "--json"]],
     "check": [*BUILDS[:2], ["check", PLAN, "--calibration", PROFILE]],
     "compare": [["compare", PLAN], ["compare", PLAN, PLAN, "--json"]],

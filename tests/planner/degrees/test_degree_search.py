@@ -16,7 +16,7 @@ from pplan.cost_models.transformer.layer_table import LayerTable
 from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.rank_costs import DeviceLimits, Overheads, RankCosts, TopologyLinks
-from pplan.cost_models.transformer.training_setting import TrainingSetting
+from pplan.cost_models.transformer.training_setting import TrainingSetting, block_ranges
 from pplan.cost_models.transformer.training_step import estimate_stages
 from pplan.cost_models.transformer.transformer_shape import AttentionShape, ExpertShape, TransformerShape
 from pplan.planner.degrees.degree_combinations import list_combinations
@@ -126,6 +126,40 @@ def test_no_interleaved_division_is_below_its_bound(seed: int) -> None:
         assert bound <= estimate.step_seconds * (1 + 1e-9)
         assert layers.least_bytes() <= estimate.peak_bytes * (1 + 1e-9)
         assert layers.peak_bytes(counts) == estimate.peak_bytes
+
+
+@pytest.mark.parametrize(("stages", "virtual"), [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize("again", [1, 2, 3, None])
+def test_least_seconds_of_all_stages(stages: int, virtual: int, again: int | None) -> None:
+    """Where the first blocks of each stage run again, how the blocks are divided decides how many do."""
+    table = random_table(Random(again))
+    shape = replace(table.shape, routed=(False,) * 7, experts=None)
+    setting = TrainingSetting(stages, Tokens(64), "full", virtual, again)
+    layers = LayerTable(shape, ParallelDegrees(pipeline=stages), setting, table.costs)
+    every = [
+        sum(layers.seconds(own, slot).both for slot, own in enumerate(block_ranges(counts)))
+        for counts in divisions(7, stages * virtual)
+    ]
+    assert layers.whole_seconds == pytest.approx(min(every))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_division_that_fits_is_below_the_bound_of_equal_blocks(seed: int) -> None:
+    """Interleaved, with partial recomputation, in the memory that some divisions need."""
+    random = Random(seed)
+    table = random_table(random)
+    shape = replace(table.shape, routed=(False,) * random.randint(6, 7), experts=None)
+    stages, virtual = random.choice(((2, 2), (2, 3), (3, 2)))
+    again = random.choice((1, 1, 2, 3, None))
+    setting = TrainingSetting(stages * random.randint(1, 4), Tokens(64), "full", virtual, again)
+    layers = LayerTable(shape, ParallelDegrees(pipeline=stages), setting, table.costs)
+    every = list(divisions(shape.blocks, stages * virtual))
+    peaks = sorted(layers.peak_bytes(counts) for counts in every)
+    limit = peaks[len(peaks) // random.choice((2, 4, 100))]
+    bound = least_interleaved(layers, limit)
+    for counts in every:
+        if layers.peak_bytes(counts) <= limit:
+            assert bound <= estimate_stages(layers, counts).step_seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(120))

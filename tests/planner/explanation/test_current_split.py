@@ -12,7 +12,8 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
-from pplan.planner.explanation.current_split import ExplainOptions, SplitComparison, compare_split
+from pplan.planner.explanation.current_split import SplitComparison, compare_split
+from pplan.planner.explanation.explain_options import ExplainOptions
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]

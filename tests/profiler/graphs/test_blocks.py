@@ -90,6 +90,13 @@ class Experts(nn.Module):
         return given + torch.stack(parts).sum(0)
 
 
+class Scaled(Wrapped):
+    """Multiplies around blocks that multiply, too."""
+
+    def run(self, value: Tensor) -> Tensor:
+        return super().run(value * 2) * 3
+
+
 ENDS = ["embed", "norm", "head"]
 
 
@@ -126,6 +133,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "experts": (
         lambda: Wrapped(nn.ModuleList(blocks(2, Experts))),
         ["embed", "add", "blocks.0", "blocks.1", "norm", "mean", "head"],
+    ),
+    # Functions are not numbered by those that lie inside blocks.
+    "functions": (
+        lambda: Scaled(nn.ModuleList(blocks(2, Experts))),
+        ["embed", "add", "mul", "blocks.0", "blocks.1", "mul_1", "norm", "mean", "head"],
     ),
 }
 

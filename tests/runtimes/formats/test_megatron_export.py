@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from importlib import import_module
-from importlib.util import find_spec
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -181,33 +177,13 @@ def test_devices_in_another_order_are_told(make_decoder_plan: MakePlan) -> None:
     assert remark == "Start ranks 0, 1, ... on devices 1, 0: there the plan has them."
 
 
-@pytest.fixture
-def parser(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """megatron-core's own parser, without the rest of megatron-core, which takes seconds to import."""
-    spec = find_spec("megatron")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("megatron-core is not installed")
-    root = Path(next(iter(spec.submodule_search_locations)))
-    for name in ("megatron.core", "megatron.core.transformer"):
-        package = ModuleType(name)
-        package.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
-        monkeypatch.setitem(sys.modules, name, package)
-    state = ModuleType("megatron.core.parallel_state")
-    monkeypatch.setitem(sys.modules, state.__name__, state)
-    monkeypatch.setattr(sys.modules["megatron.core"], "parallel_state", state, raising=False)
-    name = "megatron.core.transformer.pipeline_parallel_layer_layout"
-    yield import_module(name).PipelineParallelLayerLayout
-    for left in [name, "megatron.core.transformer.enums"]:
-        sys.modules.pop(left, None)
-
-
 LAYOUTS = ["EtL", "E|t|L", "Et*3|(tt|)*29,t|L", "Ettt|(tt|)*2tL", "E,t*5,L", "Et*2|(t|t*2|)*3tL", "E||t*3L"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_its_parser_reads_layouts_as_ours(parser: Any, layout: str) -> None:
+def test_its_parser_reads_layouts_as_ours(layout_class: Any, layout: str) -> None:
     """Our parser is what the round trips of other tests rely on."""
-    read = [[item.name for item in stage] for stage in parser.parse_str_to_list(layout)]
+    read = [[item.name for item in stage] for stage in layout_class.parse_str_to_list(layout)]
     assert [stage.count("decoder") for stage in read] == parse_layout(layout, "x")
 
 
@@ -215,11 +191,11 @@ def test_its_parser_reads_layouts_as_ours(parser: Any, layout: str) -> None:
     ("balance", "virtual"), [([12], 1), ([5, 7], 1), ([1, 4, 5, 2], 1), ([3, 3, 3, 3], 2), ([2] * 8, 4)]
 )
 def test_its_parser_takes_our_layouts(
-    parser: Any, make_decoder_plan: MakePlan, balance: list[int], virtual: int
+    layout_class: Any, make_decoder_plan: MakePlan, balance: list[int], virtual: int
 ) -> None:
     plan = make_decoder_plan(balance, virtual=virtual)
     document, _ = megatron(plan)
-    made = parser(document.layout, document.pipeline_size)
+    made = layout_class(document.layout, document.pipeline_size)
     made.validate_layer_layout(num_layers=document.num_layers, mtp_num_layers=None)
     assert made.virtual_pipeline_model_parallel_size == virtual
     for stage, planned in enumerate(plan.stages):

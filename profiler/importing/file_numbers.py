@@ -15,7 +15,7 @@ _MOST_NAMES = 12
 
 
 @dataclass(frozen=True)
-class Place:
+class FilePosition:
     """Where in a file something stands: `at` is its line or index."""
 
     file: str
@@ -26,7 +26,7 @@ class Place:
         return FileError(f"{self.file}: {self.at}: {what}", hint)
 
 
-def seconds(place: Place, key: str, value: object, *, milliseconds: bool = False) -> float:
+def seconds(place: FilePosition, key: str, value: object, *, milliseconds: bool = False) -> float:
     """The duration `value` under `key`. Raises FileError."""
     number = _number(place, key, value)
     # Divided, so that 5 ms is the same float as 5e-3.
@@ -36,7 +36,7 @@ def seconds(place: Place, key: str, value: object, *, milliseconds: bool = False
     return duration
 
 
-def whole_bytes(place: Place, key: str, value: object) -> int:
+def whole_bytes(place: FilePosition, key: str, value: object) -> int:
     """The size `value` under `key`, rounded: other tools write floats. Raises FileError."""
     size = (
         value if isinstance(value, int) and not isinstance(value, bool) else round(_number(place, key, value))
@@ -46,7 +46,7 @@ def whole_bytes(place: Place, key: str, value: object) -> int:
     return size
 
 
-def samples(place: Place, key: str, value: object) -> int:
+def samples(place: FilePosition, key: str, value: object) -> int:
     """The number of samples `value` under `key`. Raises FileError."""
     number = _number(place, key, value)
     if number != math.floor(number) or not 1 <= number <= MOST_SAMPLES:
@@ -62,7 +62,7 @@ def near(word: str, names: Collection[str]) -> str:
     return f"{guess}There are: {', '.join(list(names)[:_MOST_NAMES])}{more}."
 
 
-def _number(place: Place, key: str, value: object) -> float:
+def _number(place: FilePosition, key: str, value: object) -> float:
     """A finite number of at least 0, as a number or as its text."""
     try:
         is_number = (
@@ -80,5 +80,5 @@ def _number(place: Place, key: str, value: object) -> float:
     return number
 
 
-def _out_of_bounds(place: Place, key: str, value: object, expected: str) -> FileError:
+def _out_of_bounds(place: FilePosition, key: str, value: object, expected: str) -> FileError:
     return place.refusal(f"{key} is {short_repr(value)}, it must be {expected}", "Mend the file.")

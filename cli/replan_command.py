@@ -1,0 +1,54 @@
+"""`pplan replan`: the plan for the devices that are left of another plan's, which moves few weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..api.options import ReplanOptions
+from ..cost_models.errors import UsageError
+from .output import AsJson, Force, Output, PlanFile, ProfileFile
+
+if TYPE_CHECKING:
+    from ..planner.plan_file import Plan
+
+
+def replan_command(
+    plan_file: PlanFile = None,
+    profile_file: ProfileFile = None,
+    *,
+    loss: ReplanOptions,
+    output: Output = None,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Plan again without the devices that are gone: a fast plan that moves the fewest bytes of weights."""
+    if not loss.lost:
+        raise UsageError("replan: which devices are gone is not said", "Give --lost 3,7, say.")
+    from ..api.load import read_plan
+    from ..api.provenance import made_by
+    from ..api.replan import replan
+    from .field_names import command_line
+    from .output import choose_input, choose_target, file_stem
+
+    files = read_plan(choose_input(plan_file, ("plan",)), profile_file)
+    plan = files.plan
+    about = {
+        "model": plan.model,
+        "profile.file": files.profile_file.name,
+        "profile.layers_sha256": files.profile.layers_sha256,
+    }
+    target = choose_target(
+        output, f"{file_stem(plan.model)}.replan.plan.json", force=force, about=about, kind="plan"
+    )
+    target.check(files.plan_file, files.profile_file)
+    new = replan(files.plan_file, files.profile_file, **vars(loss)).plan
+    origin = made_by(new.made_by, command=command_line(), measured=files.profile.made_by)
+    new = new.model_copy(update={"made_by": origin})
+    target.write(new, as_json=as_json, show=lambda: _show(new))
+
+
+def _show(plan: Plan) -> None:
+    from .plan_tables import print_plan
+    from .streams import console
+
+    print_plan(plan, console())

@@ -1,0 +1,267 @@
+"""The plan for the devices that are left of another plan's, which moves few weights.
+
+Of the plans that are looked at, the fastest has a step of T seconds. Of those with steps of at most 1 +
+`within` times T, the answer is the one whose devices get the fewest bytes of weights that they do not have;
+of equal ones the fastest. Looked at are, with the plan's schedule, where there are few, all cuts, replicas
+and micro-batches; else what follows from the plan by moving a cut or a device, joining or parting stages,
+again and again, from the fastest so far. Stages take the devices that are left in rank order, or those that
+have most of their layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import combinations, pairwise, product
+from math import comb
+
+import numpy as np
+
+from ..cost_models.errors import InfeasibleError, UsageError
+from ..cost_models.quantities import format_count
+from .candidate import Proposal, ScoredPlan
+from .pipeline_config import SEARCHED, PipelineConfig
+from .problem import Problem
+from .scoring import fastest
+from .search.device_classes import is_uniform
+from .search.pipelines import build_pipelines, choose_modes
+from .stage_table import Floats
+from .weight_moves import Layers, WeightMove, assign_devices, count_moved_bytes, layers_by_device, list_moves
+
+MOST_SHAPES = 800
+"""All plans are looked at where there are so many, times configurations; else about so many."""
+LEADING = 4
+"""Plans that are varied at a time: the fastest so far."""
+MOST_NEAR = 200
+"""Plans that are near the fastest whose devices are chosen by what they have."""
+
+Shape = tuple[tuple[int, ...], tuple[int, ...]]
+"""Ends and replicas of the stages."""
+
+
+@dataclass(frozen=True)
+class ReplannedPlan:
+    """The plan, what it moves in how many seconds, and the step of the fastest that was looked at.
+    `complete`: whether all were."""
+
+    plan: ScoredPlan
+    moves: tuple[WeightMove, ...]
+    move_seconds: float
+    fastest_seconds: float
+    complete: bool
+
+    @property
+    def moved_bytes(self) -> int:
+        """That go from device to device, or come from a checkpoint."""
+        return sum(move.bytes for move in self.moves)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """That no device which is left has."""
+        return sum(move.bytes for move in self.moves if move.sender is None)
+
+
+def replan_problem(
+    problem: Problem, present: ScoredPlan, lost: Iterable[int], within: float = 0.05
+) -> ReplannedPlan:
+    """The plan for the devices that are left without the `lost` ones. Raises UsageError for devices that
+    there are not, or where none is left, and InfeasibleError where no plan that was looked at fits."""
+    ranks = _ranks_left(problem, present, lost)
+    shapes = _Shapes(problem, present, ranks)
+    shapes.look()
+    if not shapes.steps:
+        raise InfeasibleError(
+            f"no plan fits on the {format_count(len(ranks), 'device')} that are left",
+            "Solve for a machine of as many devices: it says what would fit.",
+        )
+    least = min(plan.step_seconds for plan in shapes.steps.values())
+    near = sorted(
+        (plan for plan in shapes.steps.values() if plan.step_seconds <= least * (1 + within)),
+        key=lambda plan: plan.step_seconds,
+    )
+    before = layers_by_device(present.proposal)
+    before = {rank: before[rank] for rank in ranks if rank in before}
+    weights = np.asarray(problem.chain.parameter_bytes + problem.chain.buffer_bytes, dtype=np.float64)
+    plans = [*near, *shapes.on_their_owners(near[:MOST_NEAR], before, weights, least * (1 + within))]
+    best = min(plans, key=lambda plan: (count_moved_bytes(before, plan.proposal, weights), plan.step_seconds))
+    moves, seconds = list_moves(problem.topology, before, ranks, best.proposal, weights)
+    return ReplannedPlan(best, moves, seconds, least, shapes.complete)
+
+
+def _ranks_left(problem: Problem, present: ScoredPlan, lost: Iterable[int]) -> tuple[int, ...]:
+    missing = sorted(set(lost))
+    if not missing:
+        raise UsageError("`lost`: names no device", "Give the ranks of those that are gone: lost=[3, 7].")
+    strange = [rank for rank in missing if not 0 <= rank < problem.gpus]
+    if strange:
+        raise UsageError(
+            f"lost={strange[0]}: there are {problem.gpus} devices",
+            f"Ranks are 0 to {problem.gpus - 1}.",
+        )
+    ranks = tuple(rank for rank in range(problem.gpus) if rank not in set(missing))
+    if not ranks:
+        raise UsageError(f"`lost`: no device is left of {problem.gpus}", "Name fewer.")
+    config = present.config
+    if config.schedule not in SEARCHED or config.virtual_stages > 1:
+        raise UsageError(
+            f"the plan's schedule, {config.schedule}: only plans of {' and '.join(SEARCHED)} are made anew",
+            "Solve again for the devices that are left.",
+        )
+    return ranks
+
+
+@dataclass
+class _Shapes:
+    """The plans that were looked at, the fastest of each shape."""
+
+    problem: Problem
+    present: ScoredPlan
+    ranks: tuple[int, ...]
+    steps: dict[Shape, ScoredPlan] = field(default_factory=dict)
+    complete: bool = False
+    _scored: set[tuple[Shape, PipelineConfig]] = field(default_factory=set)
+
+    def look(self) -> None:
+        """At all plans, where there are few; else at those near the present one."""
+        configs = [own for own in self.problem.configs if own.schedule == self.present.config.schedule]
+        if self._count() * len(configs) <= MOST_SHAPES:
+            self.complete = True
+            self._score((shape, config) for config in configs for shape in self._every())
+            return
+        left = [len(set(own) & set(self.ranks)) for own in self.present.proposal.devices]
+        own = self.present.config
+        self._score((shape, own) for shape in self._starts(self.present.proposal.ends, left))
+        varied = set[Shape]()
+        while len(self._scored) < MOST_SHAPES:
+            ranked = sorted(self.steps.values(), key=lambda plan: plan.step_seconds)
+            leading = [plan for plan in ranked if _shape(plan) not in varied][:LEADING]
+            if not leading or (varied and _shape(ranked[0]) in varied and len(varied) > 8 * LEADING):
+                break
+            varied |= set(map(_shape, leading))
+            self._score((shape, plan.config) for plan in leading for shape in self._near(*_shape(plan)))
+            first = min(self.steps.values(), key=lambda plan: plan.step_seconds)
+            self._score((_shape(first), config) for config in configs)
+
+    @property
+    def _cut_points(self) -> tuple[int, ...]:
+        return self.problem.space.table(self.problem.chain.sizes[0]).cut_points
+
+    def _count(self) -> int:
+        """Of all shapes."""
+        inner, devices = len(self._cut_points) - 2, len(self.ranks)
+        return sum(
+            comb(inner, stages - 1) * comb(devices, stages)
+            for stages in self.problem.stage_counts
+            if stages <= devices
+        )
+
+    def _every(self) -> Iterator[Shape]:
+        devices, last = len(self.ranks), self._cut_points[-1]
+        for stages in self.problem.stage_counts:
+            counts = [own for own in product(range(1, devices + 1), repeat=stages) if sum(own) <= devices]
+            for cuts in combinations(self._cut_points[1:-1], stages - 1):
+                yield from (((*cuts, last), own) for own in counts)
+
+    def _starts(self, ends: tuple[int, ...], left: list[int]) -> Iterator[Shape]:
+        """The plan's stages with the replicas that are left; a stage that lost all takes one of the stage
+        with most, or is joined to the one beside it. And as many on each, and one stage."""
+        joined_ends, joined = list(ends), list(left)
+        while 0 in joined and len(joined) > 1:
+            at = joined.index(0)
+            other = at - 1 if at else 1
+            joined_ends.pop(min(at, other))
+            joined[other] += joined[at]
+            joined.pop(at)
+        yield tuple(joined_ends), tuple(joined)
+        own = list(left)
+        while 0 in own and max(own) > 1:
+            own[own.index(max(own))] -= 1
+            own[own.index(0)] += 1
+        yield ends, tuple(own)
+        equal = len(self.ranks) // len(ends)
+        yield ends, (equal,) * len(ends)
+        yield (self._cut_points[-1],), (len(self.ranks),)
+
+    def _near(self, ends: tuple[int, ...], replicas: tuple[int, ...]) -> Iterator[Shape]:
+        """A cut or a device moved, a device more or less, two stages joined, one parted."""
+        points = list(self._cut_points)
+        at = [0, *(points.index(end) for end in ends)]
+        stages = range(len(ends))
+        for cut in stages[:-1]:
+            for moved in (at[cut + 1] - 1, at[cut + 1] + 1):
+                if at[cut] < moved < at[cut + 2]:
+                    yield (*ends[:cut], points[moved], *ends[cut + 1 :]), replicas
+            both = replicas[cut] + replicas[cut + 1]
+            yield (*ends[:cut], *ends[cut + 1 :]), (*replicas[:cut], both, *replicas[cut + 2 :])
+        for giver, taker in product((None, *stages), repeat=2):
+            counts = tuple(r + (stage == taker) - (stage == giver) for stage, r in enumerate(replicas))
+            yield ends, counts
+        for stage in stages:
+            middle = (at[stage] + at[stage + 1]) // 2
+            if replicas[stage] > 1 and at[stage] < middle < at[stage + 1]:
+                half = replicas[stage] // 2
+                parts = (half, replicas[stage] - half)
+                yield (
+                    (*ends[:stage], points[middle], *ends[stage:]),
+                    (*replicas[:stage], *parts, *replicas[stage + 1 :]),
+                )
+
+    def _score(self, rows: Iterable[tuple[Shape, PipelineConfig]]) -> None:
+        """The new ones, those of one configuration and number of stages side by side."""
+        alike: dict[tuple[PipelineConfig, int], list[Proposal]] = {}
+        for shape, config in rows:
+            ends, replicas = shape
+            if (shape, config) in self._scored or min(replicas) < 1 or sum(replicas) > len(self.ranks):
+                continue
+            self._scored.add((shape, config))
+            first = np.append(0, np.cumsum(replicas))
+            devices = tuple(self.ranks[a:b] for a, b in pairwise(first))
+            proposal = Proposal(config, ends, devices)
+            if self._allows(proposal):
+                alike.setdefault((config, len(ends)), []).append(proposal)
+        for proposals in alike.values():
+            for plan in _score_all(self.problem, proposals):
+                other = self.steps.get(_shape(plan))
+                if other is None or plan.step_seconds < other.step_seconds:
+                    self.steps[_shape(plan)] = plan
+
+    def _allows(self, proposal: Proposal) -> bool:
+        """As the options do, but for `use_all`, which is of the devices that are left."""
+        if self.problem.options.use_all and proposal.device_count < len(self.ranks):
+            return False
+        return len(proposal.ends) in self.problem.stage_counts and self._without_all.allows(proposal)
+
+    @cached_property
+    def _without_all(self) -> Problem:
+        return replace(self.problem, options=replace(self.problem.options, use_all=False))
+
+    def on_their_owners(
+        self, plans: Sequence[ScoredPlan], before: dict[int, Layers], weights: Floats, limit: float
+    ) -> Iterator[ScoredPlan]:
+        """The plans on the devices that have most of their layers, where they are no slower than `limit`. A
+        runtime numbers its devices."""
+        if self.problem.runtime is not None:
+            return
+        alike = is_uniform(self.problem.topology)
+        for plan in plans:
+            own = plan.proposal
+            devices = assign_devices(before, self.ranks, own.bounds, own.replicas, weights)
+            proposal = replace(own, devices=devices)
+            moved = replace(plan, proposal=proposal) if alike else fastest(self.problem.space, [proposal])
+            if moved is not None and moved.step_seconds <= limit:
+                yield moved
+
+
+def _shape(plan: ScoredPlan) -> Shape:
+    return plan.proposal.ends, plan.proposal.replicas
+
+
+def _score_all(problem: Problem, proposals: Sequence[Proposal]) -> Iterator[ScoredPlan]:
+    """Those of one configuration and number of stages that fit."""
+    pairs = [(proposal, modes) for proposal in proposals if (modes := choose_modes(problem.space, proposal))]
+    if pairs:
+        own = [proposal for proposal, _ in pairs]
+        steps = build_pipelines(problem.space, own, [modes for _, modes in pairs]).step_seconds()
+        for (proposal, modes), step in zip(pairs, steps.tolist(), strict=True):
+            yield ScoredPlan(proposal, modes, step)

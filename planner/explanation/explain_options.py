@@ -1,0 +1,66 @@
+"""What is asked of an explanation: the split in use that is held against the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from ...cost_models import arguments
+from ...cost_models.option_fields import Options, option
+from ...cost_models.option_readers import read_counts
+from ...cost_models.schedules.registration import optional_schedule
+
+_IN_USE = "The split in use"
+
+
+@dataclass(frozen=True)
+class ExplainOptions(Options):
+    """The split in use: `current`, the layers of each of its stages, each on `replicas` devices, with so many
+    `micro_batches` and that `schedule`; None: the best for it, as far as the plan's options allow."""
+
+    current: tuple[int, ...] | None = option(
+        None,
+        arguments.wholes,
+        "Layers of each stage as you split them now: why it is slower than the plan.",
+        "N,N,...",
+        read=read_counts,
+        panel=_IN_USE,
+    )
+    replicas: int = option(
+        1,
+        arguments.whole,
+        "Devices that share each of its stages.",
+        "R",
+        least=1,
+        panel=_IN_USE,
+    )
+    micro_batches: int | None = option(
+        None,
+        arguments.optional_whole,
+        "Into which it cuts the global batch; default: the best number.",
+        "M",
+        least=1,
+        panel=_IN_USE,
+    )
+    schedule: str | None = option(
+        None,
+        optional_schedule,
+        "Its schedule; default: the best that the plan might have.",
+        "NAME|FILE",
+        panel=_IN_USE,
+    )
+
+    @property
+    def balance(self) -> tuple[int, ...]:
+        """`current`, where there is one."""
+        return self.current or ()
+
+
+class ExplainKeywords(TypedDict, total=False):
+    """The fields of `ExplainOptions`, as a caller may give them."""
+
+    current: Sequence[int] | None
+    replicas: int
+    micro_batches: int | None
+    schedule: str | None

@@ -1,0 +1,131 @@
+"""Weights that go from device to device where a plan takes the place of another.
+
+A device keeps the weights of the layers that it has under both plans. Stages are runs of layers: two earlier
+stages and two later ones never share more with their order changed (the overlap of intervals has the Monge
+property), so that a matching in the order of devices and stages keeps the most; a dynamic programme makes it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from ..cost_models.topology import Topology
+from .candidate import Proposal
+from .stage_table import Floats
+
+Layers = tuple[int, int]
+"""First, and the one after the last."""
+
+
+@dataclass(frozen=True)
+class WeightMove:
+    """Weights of the layers `first_layer` to `last_layer` that device `receiver` gets from `sender`; None:
+    from a checkpoint, as no device that is left has them."""
+
+    sender: int | None
+    receiver: int
+    first_layer: int
+    last_layer: int
+    bytes: int
+
+
+def layers_by_device(proposal: Proposal) -> dict[int, Layers]:
+    """By rank, those that it has."""
+    stages = zip(proposal.bounds, proposal.devices, strict=True)
+    return {rank: bounds for bounds, devices in stages for rank in devices}
+
+
+def count_moved_bytes(before: Mapping[int, Layers], proposal: Proposal, weights: Floats) -> float:
+    """Bytes of the layers that devices get."""
+    sums = np.append(0.0, np.cumsum(weights))
+    return sum(
+        float(sums[end] - sums[first]) - _overlap(sums, before.get(rank), (first, end))
+        for rank, (first, end) in layers_by_device(proposal).items()
+    )
+
+
+def _overlap(sums: Floats, one: Layers | None, other: Layers) -> float:
+    """Bytes of the layers in both."""
+    if one is None:
+        return 0.0
+    first, end = max(one[0], other[0]), min(one[1], other[1])
+    return float(sums[end] - sums[first]) if first < end else 0.0
+
+
+def assign_devices(
+    before: Mapping[int, Layers],
+    ranks: Sequence[int],
+    bounds: Sequence[Layers],
+    replicas: Sequence[int],
+    weights: Floats,
+) -> tuple[tuple[int, ...], ...]:
+    """Devices for stages of so many replicas, of those left, that get the fewest bytes."""
+    sums = np.append(0.0, np.cumsum(weights))
+    owners = sorted((rank for rank in ranks if rank in before), key=lambda rank: (before[rank], rank))
+    slots = [stage for stage, count in enumerate(replicas) for _ in range(count)]
+    best = np.zeros((len(owners) + 1, len(slots) + 1))
+    shared = np.array([[_overlap(sums, before[rank], own) for own in bounds] for rank in owners])
+    for i in range(len(owners)):
+        for j, stage in enumerate(slots):
+            best[i + 1, j + 1] = max(best[i, j] + shared[i, stage], best[i, j + 1], best[i + 1, j])
+    devices: list[list[int]] = [[] for _ in replicas]
+    i, j, free = len(owners), len(slots), set(ranks)
+    while i and j:
+        if best[i, j] == best[i - 1, j]:
+            i -= 1
+        elif best[i, j] == best[i, j - 1]:
+            j -= 1
+        else:
+            i, j = i - 1, j - 1
+            devices[slots[j]].append(owners[i])
+            free.discard(owners[i])
+    rest = iter(sorted(free))
+    for stage, count in enumerate(replicas):
+        devices[stage] += [next(rest) for _ in range(count - len(devices[stage]))]
+    return tuple(tuple(sorted(own)) for own in devices)
+
+
+def list_moves(
+    topology: Topology,
+    before: Mapping[int, Layers],
+    ranks: Sequence[int],
+    proposal: Proposal,
+    weights: Floats,
+) -> tuple[tuple[WeightMove, ...], float]:
+    """What every device gets, and the seconds until the last has it: each run of layers from the device among
+    `ranks` whose port is free first; transfers through one port share it. Reading a checkpoint is not
+    counted."""
+    sums, loads, moves = np.append(0.0, np.cumsum(weights)), defaultdict[object, float](float), []
+    edges = sorted({0, len(weights), *(edge for own in before.values() for edge in own)})
+    latency = 0.0
+    for receiver, (first, end) in sorted(layers_by_device(proposal).items()):
+        cuts = sorted({first, end, *(edge for edge in edges if first < edge < end)})
+        for low, high in pairwise(cuts):
+            bytes = float(sums[high] - sums[low])
+            if _has(before.get(receiver), low, high) or not bytes:
+                continue
+            senders = [rank for rank in ranks if _has(before.get(rank), low, high)]
+            if not senders:
+                moves.append(WeightMove(None, receiver, low, high - 1, round(bytes)))
+                continue
+
+            def after(sender: int, receiver: int = receiver, bytes: float = bytes) -> float:
+                seconds = bytes / topology.link(sender, receiver).bandwidth_bytes_per_second
+                return max(loads[port] + seconds for port in topology.ports(sender, receiver))
+
+            sender = min(senders, key=after)
+            link = topology.link(sender, receiver)
+            latency = max(latency, link.latency_seconds)
+            for port in topology.ports(sender, receiver):
+                loads[port] += bytes / link.bandwidth_bytes_per_second
+            moves.append(WeightMove(sender, receiver, low, high - 1, round(bytes)))
+    return tuple(moves), max(loads.values(), default=0.0) + latency
+
+
+def _has(own: Layers | None, first: int, end: int) -> bool:
+    return own is not None and own[0] <= first and end <= own[1]

@@ -1,0 +1,168 @@
+"""Plans for the devices that are left, against every plan on them and every way to give them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import combinations, permutations, product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pplan.cost_models.errors import InfeasibleError, UsageError
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.topology import Device, Group, Level, Link, Topology
+from pplan.planner.candidate import Proposal, ScoredPlan
+from pplan.planner.device_loss import replan_problem
+from pplan.planner.joint_search import find_best_plan
+from pplan.planner.plan_options import PlanOptions
+from pplan.planner.problem import Problem
+from pplan.planner.scoring import fastest
+from pplan.planner.weight_moves import layers_by_device, list_moves
+
+MakeChain = Callable[..., Chain]
+
+
+def alike(gpus: int, memory: int | None = None, *, per_node: int | None = None) -> Topology:
+    levels = [Level("node", per_node, Link(20.0, 0.1))]
+    if per_node:
+        levels.append(Level("network", None, Link(5.0, 0.5)))
+    return Topology((Group(Device("toy", memory), gpus),), tuple(levels))
+
+
+def solved(chain: Chain, topology: Topology, **options: Any) -> tuple[Problem, ScoredPlan]:
+    problem = Problem(chain, topology, PlanOptions(mini_batch=8, **options))
+    best = find_best_plan(problem).best
+    assert best is not None
+    return problem, best
+
+
+def weight_bytes(chain: Chain) -> list[float]:
+    return [float(own) for own in chain.parameter_bytes + chain.buffer_bytes]
+
+
+def moved(chain: Chain, before: ScoredPlan, after: Proposal) -> float:
+    """Layer by layer and device by device."""
+    bytes, had = weight_bytes(chain), set()
+    for (first, end), ranks in zip(before.proposal.bounds, before.proposal.devices, strict=True):
+        had |= {(rank, layer) for rank in ranks for layer in range(first, end)}
+    return sum(
+        bytes[layer]
+        for (first, end), ranks in zip(after.bounds, after.devices, strict=True)
+        for rank in ranks
+        for layer in range(first, end)
+        if (rank, layer) not in had
+    )
+
+
+def every_plan(problem: Problem, schedule: str, ranks: list[int]) -> Iterator[ScoredPlan]:
+    """The fastest of each choice of cuts, micro-batches and devices, one by one; replicas in rank order."""
+    layers = len(problem.chain)
+    cuts = [int(layer) + 1 for layer in np.flatnonzero(problem.chain.cut_after)]
+    for stages in range(1, len(ranks) + 1):
+        for ends, counts in product(
+            combinations(cuts, stages - 1), product(range(1, len(ranks) + 1), repeat=stages)
+        ):
+            if sum(counts) > len(ranks):
+                continue
+            shapes = set()
+            for order in permutations(ranks, sum(counts)):
+                left = iter(order)
+                shapes.add(tuple(tuple(sorted(next(left) for _ in range(count))) for count in counts))
+            for config in problem.configs:
+                if config.schedule != schedule:
+                    continue
+                first = fastest(problem.space, [Proposal(config, (*ends, layers), min(shapes))])
+                if first is not None:  # devices are alike: the others are as fast
+                    for devices in shapes:
+                        proposal = Proposal(config, (*ends, layers), devices)
+                        yield ScoredPlan(proposal, first.recompute, first.step_seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_against_every_plan(seed: int, make_chain: MakeChain) -> None:
+    """The least bytes among those of at most so much more than the shortest step."""
+    chain = make_chain(seed, 4, traffic=[0.1, 1][seed % 2], cuts=1.1)
+    micro_batches = [None, 4][seed % 2]
+    problem, best = solved(chain, alike(4, [None, 1_500][seed // 4]), micro_batches=micro_batches)
+    lost = [[0], [3], [1], [0, 2]][seed % 4]
+    within = [0.0, 0.05, 0.5][seed % 3]
+    answer = replan_problem(problem, best, lost, within)
+    assert answer.complete
+    ranks = [rank for rank in range(4) if rank not in lost]
+    plans = list(every_plan(problem, best.config.schedule, ranks))
+    least = min(plan.step_seconds for plan in plans)
+    assert answer.fastest_seconds == pytest.approx(least, rel=1e-9)
+    near = [plan for plan in plans if plan.step_seconds <= least * (1 + within) * (1 + 1e-9)]
+    fewest = min(moved(chain, best, plan.proposal) for plan in near)
+    assert moved(chain, best, answer.plan.proposal) == pytest.approx(fewest, abs=1e-6)
+    assert answer.plan.step_seconds <= least * (1 + within) * (1 + 1e-9)
+    assert answer.moved_bytes == pytest.approx(fewest, abs=len(answer.moves))
+    assert set(layers_by_device(answer.plan.proposal)) <= set(ranks)
+
+
+def test_a_replica_that_is_gone_moves_nothing(make_chain: MakeChain) -> None:
+    """All layers on each of four devices, with a link so slow that nothing else is near: three go on."""
+    chain = make_chain(1, 3, cuts=0.0)
+    problem, _ = solved(chain, alike(4))
+    config = problem.configs[0]
+    present = fastest(problem.space, [Proposal(config, (3,), ((0, 1, 2, 3),))])
+    assert present is not None
+    answer = replan_problem(problem, present, [2])
+    assert answer.plan.proposal.devices == ((0, 1, 3),)
+    assert (answer.moved_bytes, answer.move_seconds) == (0, 0.0)
+
+
+def test_what_moves_and_how_long(make_chain: MakeChain) -> None:
+    """By hand: two stages of two devices on two nodes lose the whole second; one of three takes it over."""
+    chain = make_chain(1, 4, cuts=1.1)
+    bytes = np.array(weight_bytes(chain))
+    topology = alike(4, per_node=2)
+    problem, _ = solved(chain, topology)
+    config = problem.configs[0]
+    before = {0: (0, 2), 1: (0, 2), 2: (2, 4)}
+    after = Proposal(config, (2, 4), ((0,), (1, 2)))
+    moves, seconds = list_moves(topology, before, [0, 1, 2], after, bytes)
+    (move,) = moves
+    assert (move.sender, move.receiver, move.first_layer, move.last_layer) == (2, 1, 2, 3)
+    assert move.bytes == round(bytes[2] + bytes[3])
+    assert seconds == pytest.approx(float(bytes[2] + bytes[3]) / 5.0 + 0.5)
+    (gone,), nothing = list_moves(
+        topology, {0: (0, 2), 1: (0, 2)}, [0, 1], Proposal(config, (2, 4), ((0,), (1,))), bytes
+    )
+    assert (gone.sender, gone.receiver, nothing) == (None, 1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [([4], "lost=4: there are 4 devices"), ([0, 1, 2, 3], "no device is left"), ([], "names no device")],
+)
+def test_devices_that_cannot_be_lost(lost: list[int], message: str, make_chain: MakeChain) -> None:
+    problem, best = solved(make_chain(1, 4, cuts=1.1), alike(4))
+    with pytest.raises(UsageError, match=message):
+        replan_problem(problem, best, lost)
+
+
+def test_nothing_fits_on_what_is_left(make_chain: MakeChain) -> None:
+    chain = make_chain(1, 4, cuts=1.1)
+    one = solved(chain, alike(1))[0]
+    group = one.space.replica_group(1, (0,))
+    whole = float(min(group.bytes(1, "always")[0, -1], group.bytes(1, "never")[0, -1]))
+    problem, best = solved(chain, alike(4, int(0.9 * whole)))
+    with pytest.raises(InfeasibleError, match="1 device that"):
+        replan_problem(problem, best, [0, 1, 2])
+
+
+@pytest.mark.slow
+def test_sixty_four_devices(make_chain: MakeChain) -> None:
+    chain = make_chain(2, 24, traffic=0.1, cuts=1.1, sizes=(1, 2, 4, 8))
+    problem = Problem(chain, alike(64, per_node=8), PlanOptions(mini_batch=256, micro_batches=32))
+    config = problem.configs[0]
+    devices = tuple(tuple(range(first, first + 8)) for first in range(0, 64, 8))
+    present = fastest(problem.space, [Proposal(config, tuple(range(3, 25, 3)), devices)])
+    assert present is not None
+    answer = replan_problem(problem, present, [3, 7])
+    assert not answer.complete
+    assert answer.plan.step_seconds <= answer.fastest_seconds * 1.05
+    assert {3, 7}.isdisjoint(layers_by_device(answer.plan.proposal))
