@@ -1,5 +1,5 @@
 # What a contributor runs, in the environment that is active. .ci/run does all of it in a fresh one.
-.PHONY: setup test fast slow lint format golden
+.PHONY: setup test fast slow lint format golden docs
 
 PARALLEL ?= -n 2 --dist loadfile
 
@@ -26,3 +26,7 @@ format:
 
 golden:  ## rewrites the expected tables: read the diff
 	PPLAN_UPDATE_GOLDEN=1 pytest tests/cli
+
+docs:  ## the site, in site/; needs pip install -e ".[docs]"
+	python docs/draw_images.py
+	mkdocs build --strict

@@ -12,6 +12,7 @@ line alone: a folder that was downloaded runs and overwrites nothing.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,14 @@ def _verbs(table: Any, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 f"{path}: {verb} stands outside of a verb's table",
                 f"Put it below [{_heading(path)}solve], say.",
             )
+        for key, value in values.items():
+            if any(isinstance(own, float) and not math.isfinite(own) for own in _as_list(value)):
+                raise FileError(f"{path}: {verb}: {key} is {value}", "Write a number that is finite.")
         yield verb, values
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _heading(path: Path) -> str:

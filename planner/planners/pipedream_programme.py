@@ -201,12 +201,12 @@ class Programme:
         """Without what is slower than the limit, or no faster than with fewer stages behind."""
         if np.isinf(self.limit) and len(states) < 2:
             return states
-        best: float | Floats = self.limit * scale
+        best: float | Floats = np.inf
         useful: States = {}
-        for then in sorted(states):
-            self.work += 4 * states[then].size
-            useful[then] = np.where(states[then] <= best, states[then], np.inf)
-            best = np.minimum(best, np.nextafter(useful[then], -np.inf))
+        for then, seconds in sorted(states.items()):
+            self.work += 4 * seconds.size
+            useful[then] = np.where((seconds <= self.limit * scale) & (seconds < best), seconds, np.inf)
+            best = np.minimum(best, useful[then])
         return {then: seconds for then, seconds in useful.items() if np.isfinite(seconds).any()}
 
     # The plan that has the values

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from ..cost_models import arguments
 from ..cost_models.document import Document
-from ..cost_models.errors import FileError
+from ..cost_models.errors import FileError, UsageError
 from ..cost_models.quantities import format_bytes
 from ..cost_models.text_files import read_text, sha256, write_whole
 from ..planner.explanation.explanation import Explanation
@@ -43,6 +43,10 @@ class HtmlReport:
         return f'<iframe srcdoc="{escape(self.html)}" width="100%" height="800"></iframe>'
 
 
+MOST_DRAWN_LAYERS = 2_000
+"""Of a page: time and memory grow with their square."""
+
+
 def report(
     plan: Plan | str | Path,
     profile: Profile | str | Path | None = None,
@@ -66,6 +70,11 @@ def report(
     Raises UsageError (a profile of other layers), FileError.
     """
     document = as_plan(plan)
+    if profile is not None and len(document.layer_names) > MOST_DRAWN_LAYERS:
+        raise UsageError(
+            f"report: the plan has {len(document.layer_names)} layers, at most {MOST_DRAWN_LAYERS} are drawn",
+            "Use pplan explain and pplan show, or profile the model in blocks.",
+        )
     _check_instance("explanation", explanation, Explanation, "pplan.explain(plan, profile)")
     sources = PageSources(
         document,

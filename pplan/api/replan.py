@@ -64,6 +64,8 @@ def replan(
     best = answer.plan
     bound = min(universal_bound(problem, [best.config.schedule]), best.step_seconds)
     result = SearchResult(best, bound, bound, exact=False, universal=True)
+    if reference.sha256 == plan.profile.sha256:
+        reference = plan.profile
     new = plan_without_comparison(problem, best, result, model=plan.model, profile=reference)
     origin = made_by(new.made_by, measured=measured_profile.made_by)
     notes = _notes(plan, answer, own)

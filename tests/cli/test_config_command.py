@@ -50,6 +50,8 @@ def test_without_a_file_there_are_none(run: Run) -> None:
         ("[solv]\ngpus = 2\n", "[solv]: there is no such verb", "Did you mean solve?"),
         ("gpus = 2\n", "gpus stands outside of a verb's table", "Put it below [solve]"),
         ("[solve\n", "cannot be read", "Mend it"),
+        ("[solve]\ngpus = inf\n", "solve: gpus is inf", "finite"),
+        ("[solve]\nprice = [1.0, nan]\n", "solve: price is [1.0, nan]", "finite"),
         ("a = " + "[" * 10**5, "cannot be read: nested too deep", "Mend it"),
         ("a = " + "9" * 5000, "cannot be read: Exceeds the limit", "Mend it"),
         ('[profile]\ninput-like = "evil:run"\n', "input-like is not taken from a file", "command line"),
