@@ -41,7 +41,8 @@ def least_memory(problem: Problem, plan: Plan, slack: float, fastest: float, res
 
 
 def least_cost(problem: Problem, plan: Plan, prices: Mapping[str, float], result: Result) -> None:
-    """No plan on the first so many devices costs less than the bound, nor, where exact, than the answer."""
+    """No plan on the first so many devices costs less than the bound, nor, where exact, than the answer; with
+    several kinds of devices the bound is on plans on any of them."""
     aim = plan.objective
     if aim is None:
         return
@@ -62,6 +63,8 @@ def least_cost(problem: Problem, plan: Plan, prices: Mapping[str, float], result
         limit = target / (min(hourly[:count]) * per_second)
         for found in every.below(limit):
             used = {rank for ranks in found.proposal.devices for rank in ranks}
+            if len(problem.topology.kinds) == 1 and used != set(range(len(used))):
+                continue
             cost = sum(hourly[rank] for rank in used) * found.step_seconds * per_second
             if cost < min(least, target):
                 least, text = cost, f"{cost:.9g} $/sample: {found}"

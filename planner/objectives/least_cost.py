@@ -31,7 +31,9 @@ def least_cost(problem: Problem, prices: Mapping[str, float]) -> ObjectiveResult
     """The plan with the fewest dollars per sample.
 
     For every number of devices, from rank 0 on, the fastest plan on them is searched, unless a bound on its
-    step leaves nothing cheaper than what is known. Proven for plans that use the first n devices, for any n.
+    step leaves nothing cheaper than what is known. Proven for plans that use the first n devices and no
+    others, for any n: where links differ, devices that are not the first, as one of each node, may be
+    cheaper.
     Where there are several kinds of devices, plans on those of one kind, and the named planners', are looked
     at, too, and the bound is on plans on any devices. Raises UsageError for prices that do not go with the
     devices.
@@ -51,7 +53,7 @@ def least_cost(problem: Problem, prices: Mapping[str, float]) -> ObjectiveResult
         lower_bound=min(search.bound, search.cost),
         exact=search.bound >= search.cost * (1 - TIE),
         detail=f"{format_count(used, 'device')} at {search.dollars(search.best):g} dollars an hour together",
-        covers=f"{describe_coverage(problem, answer.result)}; each on the first so many devices",
+        covers=f"{describe_coverage(problem, answer.result)}; each on the first so many devices alone",
     )
     notes = [f"a million samples cost {1e6 * search.cost:.4g} dollars"]
     if used < problem.gpus:
