@@ -145,7 +145,7 @@ class RelaxedBound:
             most = min(most, max(self.counts))
         problem = RelaxedProblem(family.config, stages, most, self.step)
         if 1 in self.counts:
-            self._closed = min(self._closed, max(problem.alone, bound))
+            self._closed = min(self._closed, max(problem.single_stage_step, bound))
         if most == 1:
             return
         count = family.config.micro_batches

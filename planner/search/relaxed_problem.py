@@ -124,7 +124,7 @@ class RelaxedProblem:
         return seconds
 
     @property
-    def alone(self) -> float:
+    def single_stage_step(self) -> float:
         """The least step of one stage."""
         x = self.seconds(self.in_flight(1))[:, 0, -1]
         return float(self._own_seconds(x, np.s_[:, 0, -1]).min()) * SAFE
