@@ -20,7 +20,7 @@ import pplan
 from pplan.planner.planners import PLANNERS
 
 SHAPE = (3, 32, 32)
-SOLVED = ("--gpus", "8", "--mini-batch", "8", "--micro-batches", "2")
+SOLVED = ("--gpus", "6", "--mini-batch", "8", "--micro-batches", "2")
 FORBIDDEN = 16 + 2
 """Cuts of VGG-19 before an in-place ReLU: after every convolution and two of the three linear layers."""
 
@@ -33,7 +33,7 @@ def pplan_command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the main job ran: `profile`, `solve --gpus 8`, `export` for every runtime."""
+    """A folder in which the main job ran: `profile`, `solve --gpus 6`, `export` for every runtime."""
     folder = tmp_path_factory.mktemp("main_job")
     # The smallest size is measured however slow the machine is.
     measured = ("--input", "3x32x32", "--micro-batch-sizes", "4", "--budget", "4s")
