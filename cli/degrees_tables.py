@@ -12,6 +12,7 @@ from .table import Column, line, number, print_head, print_notes, print_table, t
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..planner.degrees.degree_combinations import Combination
     from ..planner.degrees.degree_file import BaselineEntry, DegreesFile, PlanEntry, StageEntry
 
 
@@ -31,7 +32,7 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
             f"{document.sequence} tokens, in bfloat16 with float32 gradients and Adam.",
             f"Pipeline {format_seconds(best.pipeline_seconds)}, gradients and update "
             f"{format_seconds(best.update_seconds)}; {_schedule(best)}, {best.micro_batches} "
-            f"micro-batches of {best.micro_batch_size}; recompute {_recompute(best)}.",
+            f"micro-batches of {best.micro_batch_size}; recompute {recompute_words(best)}.",
             f"Best found; at most {percent(document.gap)} from the proven bound of "
             f"{format_seconds(document.bound_seconds)} (any of {document.combinations} combinations, "
             "with every division of the layers that fits).",
@@ -41,7 +42,7 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
         text("degrees", lambda plan: plan.degrees, min_width=20),
         number("micro-batches", lambda plan: f"{plan.micro_batches} of {plan.micro_batch_size}", drop=2),
         number("virtual stages", lambda plan: plan.virtual_stages, drop=3),
-        word("recompute", _recompute, drop=1),
+        word("recompute", recompute_words, drop=1),
         number("step", lambda plan: plan.step_seconds, format_seconds),
         number("memory", lambda plan: plan.peak_bytes, format_bytes),
     ]
@@ -83,7 +84,7 @@ def _schedule(plan: PlanEntry) -> str:
     return "1F1B" if virtual_stages == 1 else f"interleaved 1F1B of {virtual_stages} virtual stages a device"
 
 
-def _recompute(plan: PlanEntry) -> str:
+def recompute_words(plan: PlanEntry | Combination) -> str:
     """Of a stage's blocks: none, selective, full, or how many of the first."""
     return plan.recompute if plan.recompute_blocks is None else f"first {plan.recompute_blocks}"
 

@@ -74,13 +74,14 @@ def _print(report: LayoutReport, screen: Console) -> None:
 def _estimate_lines(report: LayoutReport) -> list[str]:
     from ..cost_models.number_format import percent
     from ..cost_models.quantities import format_bytes, format_seconds
+    from .degrees_tables import recompute_words
 
     plan, best = report.plan, report.best
     assert plan is not None
     peak, limit = format_bytes(plan.estimate.peak_bytes), format_bytes(report.limit_bytes)
     setting = (
         f"{plan.degrees.describe()}, {plan.micro_batches} micro-batches of {plan.micro_batch_size}, "
-        f"recompute {plan.recompute}"
+        f"recompute {recompute_words(plan)}"
     )
     if not report.fits:
         lines = [f"It does not fit: {peak} of {limit} where it needs least, with {setting}."]
@@ -92,7 +93,7 @@ def _estimate_lines(report: LayoutReport) -> list[str]:
     fastest = best.plans[0]
     how = (
         f"{fastest.micro_batches} micro-batches of {fastest.micro_batch_size}, recompute "
-        f"{fastest.recompute if fastest.recompute_blocks is None else f'first {fastest.recompute_blocks}'}, "
+        f"{recompute_words(fastest)}, "
         f"{report.best_layout or fastest.blocks}"
     )
     seconds, gap = format_seconds(fastest.estimate.step_seconds), percent(best.gap)

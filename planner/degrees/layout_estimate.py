@@ -27,7 +27,8 @@ def estimate_layout(
 ) -> DegreePlan:
     """The plan with so many blocks on each (virtual) stage and the shortest step of all other degrees, micro-
     batch sizes and recomputation that the options allow and that fit; where nothing fits, that which needs
-    least memory. Of partial recomputation none is tried. Raises UsageError where nothing is possible."""
+    least memory. Of partial recomputation the first block alone is tried, and only where it is asked for.
+    Raises UsageError where nothing is possible."""
     best: DegreePlan | None = None
     for one in _combinations(shape, len(counts) // pipeline, pipeline, devices, options):
         layers = LayerTable(shape, one.degrees, one.setting, costs)
@@ -52,7 +53,8 @@ def _combinations(
 ) -> Iterator[Combination]:
     own = replace(options, pp=(pipeline,), virtual_stages=(1,))
     for one in list_combinations(shape, devices, own):
-        if one.recompute_blocks is None and (virtual == 1 or one.micro_batches % pipeline == 0):
+        mode_is_tried = one.recompute_blocks is None or options.recompute == "partial"
+        if mode_is_tried and (virtual == 1 or one.micro_batches % pipeline == 0):
             yield Combination(one.degrees, replace(one.setting, virtual_stages=virtual))
 
 

@@ -114,7 +114,7 @@ def _notes(answer: DegreeAnswer) -> list[str]:
         f"experts waits for {format_seconds(overheads.dispatch)}"
     )
     notes.append(
-        "not modelled: overlap of the communication inside a layer with computing, experts that get unequal "
-        "numbers of tokens, expert-tensor parallelism"
+        "not modelled: overlap of the communication inside a layer with computing (but a ring's with its "
+        "attention), experts that get unequal numbers of tokens, expert-tensor parallelism"
     )
     return notes

@@ -52,12 +52,14 @@ def degrees(
     if "batch_size" in values:  # the name of earlier versions
         values.setdefault("mini_batch", values.pop("batch_size"))
     degree_options, machine = options_from(values, DegreeOptions, MachineOptions, of="degrees")
-    shape = (
-        transformer_shape(config)
-        if isinstance(config, Mapping)
-        else load_transformer_shape(arguments.path("config", config))
-    )
-    return find_degrees(shape, machine, degree_options, table)
+    return find_degrees(read_shape(config), machine, degree_options, table)
+
+
+def read_shape(config: str | Path | Mapping[str, Any]) -> TransformerShape:
+    """Of a config.json (its path, or what it says). Raises UsageError and FileError."""
+    if isinstance(config, Mapping):
+        return transformer_shape(config)
+    return load_transformer_shape(arguments.path("config", config))
 
 
 def find_degrees(
@@ -66,13 +68,18 @@ def find_degrees(
     """The same, of what is read."""
     if options.layers is not None:
         shape = shape.with_blocks(options.layers)
-    topology = build_machine(machine)
-    costs = rank_costs(topology, None if kernels is None else load_kernel_table(kernels))
-    limit = usable_bytes(topology)
+    topology, costs, limit = machine_costs(machine, kernels)
     answer = search_degrees(shape, topology.gpus, costs, options, limit)
     return answer.with_baselines(
         degree_baselines(shape, topology.gpus, costs, options, limit, topology.gpus_per_node)
     )
+
+
+def machine_costs(machine: MachineOptions, kernels: Path | None) -> tuple[Topology, RankCosts, float]:
+    """The devices and links, what kernels take on them, and what the ledger of a device may add up to."""
+    topology = build_machine(machine)
+    costs = rank_costs(topology, None if kernels is None else load_kernel_table(kernels))
+    return topology, costs, usable_bytes(topology)
 
 
 def usable_bytes(topology: Topology) -> float:

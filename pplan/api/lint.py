@@ -13,14 +13,12 @@ from typing import Any, Unpack
 from ..cost_models import arguments
 from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.machines.machine_options import MachineOptions
-from ..cost_models.transformer.configuration import load_transformer_shape, transformer_shape
-from ..cost_models.transformer.kernel_table import load_kernel_table
 from ..cost_models.transformer.transformer_shape import TransformerShape
 from ..planner.degrees.degree_options import DegreeOptions
 from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan, search_degrees
 from ..planner.degrees.layout_estimate import estimate_layout
 from ..runtimes.reading.megatron_layout import layout_problems, split_layout
-from .degrees import build_machine, rank_costs, usable_bytes
+from .degrees import machine_costs, read_shape
 from .options import DegreesKeywords, options_from
 
 _REPEATED = re.compile(r"(.)\1+")
@@ -111,6 +109,7 @@ def lint(
     layout: str,
     config: str | Path | Mapping[str, Any],
     *,
+    gpus: int | None = None,
     kernels: str | Path | None = None,
     **options: Unpack[DegreesKeywords],
 ) -> LayoutReport:
@@ -130,13 +129,9 @@ def lint(
     Raises UsageError and FileError.
     """
     layout, table = arguments.word("layout", layout), arguments.optional_path("kernels", kernels)
-    degree_options, machine = options_from(dict(options), DegreeOptions, MachineOptions, of="lint")
-    shape = (
-        transformer_shape(config)
-        if isinstance(config, Mapping)
-        else load_transformer_shape(arguments.path("config", config))
-    )
-    return lint_layout(layout, shape, machine, degree_options, table)
+    values: dict[str, Any] = dict(options) if gpus is None else {**options, "gpus": gpus}
+    degree_options, machine = options_from(values, DegreeOptions, MachineOptions, of="lint")
+    return lint_layout(layout, read_shape(config), machine, degree_options, table)
 
 
 def lint_layout(
@@ -194,9 +189,7 @@ def _with_estimate(
     options: DegreeOptions,
     kernels: Path | None,
 ) -> LayoutReport:
-    topology = build_machine(machine)
-    costs = rank_costs(topology, None if kernels is None else load_kernel_table(kernels))
-    limit = usable_bytes(topology)
+    topology, costs, limit = machine_costs(machine, kernels)
     counts = [sum(map(letters.count, "tm")) for letters in report.stages]
     whole = shape.with_blocks(sum(counts))
     plan = estimate_layout(whole, counts, report.pipeline, topology.gpus, costs, options, limit)

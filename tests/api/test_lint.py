@@ -24,26 +24,7 @@ MODEL = {
     "num_hidden_layers": 6,
     "vocab_size": 32000,
 }
-DEEPSEEK = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 61,
-    "vocab_size": 1024,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 3,
-    "kv_lora_rank": 64,
-    "q_lora_rank": 96,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "num_nextn_predict_layers": 1,
-}
+DEEP = {**MODEL, "num_hidden_layers": 61, "num_nextn_predict_layers": 1}
 
 
 def random_layout(random: Random) -> str:
@@ -86,19 +67,19 @@ def test_what_megatron_refuses_is_a_problem(layout_class: Any) -> None:
 
 def test_a_published_layout_and_one_that_no_longer_matches() -> None:
     """DeepSeek-V3 on 16 ranks, from megatron-core's documentation; with the blocks of an earlier model."""
-    good = pplan.lint("Et*3|(tt|)*29,m|L", DEEPSEEK, pp=(16,))
+    good = pplan.lint("Et*3|(tt|)*29,m|L", DEEP, pp=(16,))
     assert good.agrees
     assert good.virtual_stages == 2
     assert good.stages[30:] == ("m", "L")
-    older = {**DEEPSEEK, "num_hidden_layers": 60}
+    older = {**DEEP, "num_hidden_layers": 60}
     assert pplan.lint("Et*3|(tt|)*29,m|L", older, pp=(16,)).problems == (
         "it places 61 transformer blocks (t), the model has 60",
     )
-    none = {**DEEPSEEK, "num_nextn_predict_layers": 0}
+    none = {**DEEP, "num_nextn_predict_layers": 0}
     assert pplan.lint("Et*3|(tt|)*29,m|L", none, pp=(16,)).problems == (
         "it places 1 multi-token predictors (m), the model has 0",
     )
-    without = pplan.lint("Et*3|(tt|)*29||L", DEEPSEEK, pp=(1,))
+    without = pplan.lint("Et*3|(tt|)*29||L", DEEP, pp=(1,))
     assert without.agrees
     assert without.remarks == (
         "empty stages: 30, 31",
@@ -146,9 +127,15 @@ def test_distance_from_the_best_of_every_layout(memory_bytes: int) -> None:
     assert pplan.lint(best_layout, MODEL, pp=(3,)).agrees
 
 
+def test_a_layout_with_partial_recomputation() -> None:
+    report = pplan.lint("Ett|tt|ttL", MODEL, gpus=3, gpu="h100", mini_batch=6, tp=(1,), recompute="partial")
+    assert report.plan is not None
+    assert report.plan.recompute_blocks == 1
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(DEEPSEEK))
+    config.write_text(json.dumps(DEEP))
     arguments = ["lint", "Et*3|(tt|)*29m|L", "--model", str(config), "--pp", "16"]
     assert main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["virtual_stages"] == 2
