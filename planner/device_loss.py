@@ -20,7 +20,7 @@ import numpy as np
 
 from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.quantities import format_count
-from .candidate import Proposal, ScoredPlan
+from .candidate import Proposal, ScoredPlan, Shape, near_shapes
 from .pipeline_config import SEARCHED, PipelineConfig
 from .problem import Problem
 from .scoring import fastest
@@ -35,9 +35,6 @@ LEADING = 4
 """Plans that are varied at a time: the fastest so far."""
 MOST_NEAR = 200
 """Plans that are near the fastest whose devices are chosen by what they have."""
-
-Shape = tuple[tuple[int, ...], tuple[int, ...]]
-"""Ends and replicas of the stages."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +136,12 @@ class _Shapes:
             if not leading or (varied and _shape(ranked[0]) in varied and len(varied) > 8 * LEADING):
                 break
             varied |= set(map(_shape, leading))
-            self._score((shape, plan.config) for plan in leading for shape in self._near(*_shape(plan)))
+            points, devices = self._cut_points, len(self.ranks)
+            self._score(
+                (shape, plan.config)
+                for plan in leading
+                for shape in near_shapes(points, *_shape(plan), devices)
+            )
             first = min(self.steps.values(), key=lambda plan: plan.step_seconds)
             self._score((_shape(first), config) for config in configs)
 
@@ -182,30 +184,6 @@ class _Shapes:
         equal = len(self.ranks) // len(ends)
         yield ends, (equal,) * len(ends)
         yield (self._cut_points[-1],), (len(self.ranks),)
-
-    def _near(self, ends: tuple[int, ...], replicas: tuple[int, ...]) -> Iterator[Shape]:
-        """A cut or a device moved, a device more or less, two stages joined, one parted."""
-        points = list(self._cut_points)
-        at = [0, *(points.index(end) for end in ends)]
-        stages = range(len(ends))
-        for cut in stages[:-1]:
-            for moved in (at[cut + 1] - 1, at[cut + 1] + 1):
-                if at[cut] < moved < at[cut + 2]:
-                    yield (*ends[:cut], points[moved], *ends[cut + 1 :]), replicas
-            both = replicas[cut] + replicas[cut + 1]
-            yield (*ends[:cut], *ends[cut + 1 :]), (*replicas[:cut], both, *replicas[cut + 2 :])
-        for giver, taker in product((None, *stages), repeat=2):
-            counts = tuple(r + (stage == taker) - (stage == giver) for stage, r in enumerate(replicas))
-            yield ends, counts
-        for stage in stages:
-            middle = (at[stage] + at[stage + 1]) // 2
-            if replicas[stage] > 1 and at[stage] < middle < at[stage + 1]:
-                half = replicas[stage] // 2
-                parts = (half, replicas[stage] - half)
-                yield (
-                    (*ends[:stage], points[middle], *ends[stage:]),
-                    (*replicas[:stage], *parts, *replicas[stage + 1 :]),
-                )
 
     def _score(self, rows: Iterable[tuple[Shape, PipelineConfig]]) -> None:
         """The new ones, those of one configuration and number of stages side by side."""
