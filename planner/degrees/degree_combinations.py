@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import get_args
 
 from ...cost_models.errors import UsageError
 from ...cost_models.transformer.layer_work import Tokens
-from ...cost_models.transformer.parallel_degrees import ParallelDegrees
+from ...cost_models.transformer.parallel_degrees import ContextExchange, ParallelDegrees
 from ...cost_models.transformer.training_setting import (
     Recomputation,
     TrainingSetting,
@@ -74,8 +75,8 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
         if options.mini_batch % data:
             continue
         experts = _expert_degrees(shape, tensor * context * data, options)
-        for expert, zero, ring in product(experts, options.zero, _exchanges(context, options)):
-            degrees = ParallelDegrees(tensor, context, expert, stages, data, zero, ring)
+        for expert, zero, exchange in product(experts, options.zero, _exchanges(context, options)):
+            degrees = ParallelDegrees(tensor, context, expert, stages, data, zero, exchange)
             if degrees.problem_with(shape, options.sequence):
                 continue
             for size in _micro_batch_sizes(options, options.mini_batch // data):
@@ -102,11 +103,12 @@ _MODES: tuple[tuple[str, Recomputation, int | None], ...] = (
 """By the option's word: what runs again, and of how many blocks of a stage."""
 
 
-def _exchanges(context: int, options: DegreeOptions) -> tuple[bool, ...]:
-    """Whether the devices that share the sequence form a ring, as far as they may."""
+def _exchanges(context: int, options: DegreeOptions) -> tuple[ContextExchange, ...]:
+    """What the devices that share the sequence may exchange for attention."""
+    every = get_args(ContextExchange)
     if context == 1:
-        return (False,)
-    return {"auto": (False, True), "all-to-all": (False,), "ring": (True,)}[options.context_exchange]
+        return every[:1]
+    return tuple(one for one in every if options.context_exchange in ("auto", one))
 
 
 def _expert_degrees(shape: TransformerShape, group: int, options: DegreeOptions) -> list[int]:

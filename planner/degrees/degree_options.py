@@ -12,7 +12,7 @@ from ...cost_models.option_fields import Options, option
 from ...cost_models.option_readers import read_whole_number
 
 RECOMPUTES = ("auto", "none", "selective", "partial", "full")
-CONTEXT_EXCHANGES = ("auto", "all-to-all", "ring")
+CONTEXT_EXCHANGES = ("auto", "all-to-all", "ring", "all-gather")
 
 
 class DegreeKeywords(TypedDict, total=False):
@@ -130,8 +130,8 @@ class DegreeOptions(Options):
         "auto",
         _one_word(CONTEXT_EXCHANGES),
         "How devices that share a sequence attend to all of it: all-to-all (each has some heads), ring (keys "
-        "and values go round), or auto (either).",
-        "auto|all-to-all|ring",
+        "and values go round), all-gather (each has all keys and values), or auto (any of these).",
+        "auto|all-to-all|ring|all-gather",
         panel="The search",
         words=CONTEXT_EXCHANGES,
     )

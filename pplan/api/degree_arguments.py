@@ -59,7 +59,7 @@ def _megatron_settings(answer: DegreeAnswer, plan: DegreePlan) -> dict[str, obje
     if len(set(plan.blocks)) > 1:
         settings["pipeline_model_parallel_layout"] = write_layout(plan.blocks)
     if degrees.context > 1:
-        settings["cp_comm_type"] = "p2p" if degrees.ring else "a2a"
+        settings["cp_comm_type"] = _CONTEXT_WORDS[degrees.exchange]
     if degrees.expert > 1:
         settings |= {"expert_model_parallel_size": degrees.expert, "expert_tensor_parallel_size": 1}
     if plan.recompute != "none":
@@ -72,6 +72,9 @@ def _megatron_settings(answer: DegreeAnswer, plan: DegreePlan) -> dict[str, obje
         strategy = "optim_grads" if degrees.zero == 2 else "optim_grads_params"
         settings["data_parallel_sharding_strategy"] = strategy
     return settings
+
+
+_CONTEXT_WORDS = {"all-to-all": "a2a", "ring": "p2p", "all-gather": "all_gather"}
 
 
 def torchtitan_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
@@ -114,8 +117,10 @@ def torchtitan_remarks(plan: DegreePlan) -> list[str]:
     degrees, remarks = plan.degrees, []
     if degrees.zero == 1 and degrees.pipeline == 1 and degrees.data > 1:
         remarks.append("torchtitan has FSDP in place of ZeRO 1: its gradients are spread, too")
-    if degrees.context > 1 and not degrees.ring:
-        remarks.append("torchtitan's context parallelism passes keys and values round, not heads for tokens")
+    if degrees.context > 1 and degrees.exchange != "all-gather":
+        remarks.append("torchtitan's context parallelism gathers keys and values on every device")
+    elif degrees.context > 1:
+        remarks.append("torchtitan keeps the gathered keys and values of a block for its backward")
     if plan.recompute == "selective":
         remarks.append("torchtitan's selective checkpointing chooses operations, not the attention")
     if plan.recompute_blocks is not None:

@@ -201,7 +201,7 @@ def _with_estimate(
         ep=(own.expert,),
         pp=(own.pipeline,),
         zero=(own.zero,),
-        context_exchange="ring" if own.ring else "all-to-all",
+        context_exchange=own.exchange,
     )
     try:
         best = search_degrees(whole, topology.gpus, costs, same, limit)

@@ -14,7 +14,7 @@ from pplan.cost_models.hardware import Device, Link
 from pplan.cost_models.topology import two_level_topology
 from pplan.cost_models.transformer.layer_table import LayerTable
 from pplan.cost_models.transformer.layer_work import Tokens
-from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
+from pplan.cost_models.transformer.parallel_degrees import ContextExchange, ParallelDegrees
 from pplan.cost_models.transformer.rank_costs import DeviceLimits, Overheads, RankCosts, TopologyLinks
 from pplan.cost_models.transformer.training_setting import TrainingSetting, block_ranges
 from pplan.cost_models.transformer.training_step import estimate_stages
@@ -30,6 +30,7 @@ from pplan.planner.degrees.stage_divisions import (
 )
 
 NO_LIMIT = float("inf")
+EXCHANGES: tuple[ContextExchange, ...] = ("all-to-all", "ring", "all-gather")
 MODES = ("none", "selective", "partial", "full")
 
 
@@ -77,7 +78,7 @@ def random_table(random: Random) -> LayerTable:
     zero = random.choice((0, 1, 2, 3) if stages == 1 else (0, 1))
     context = 2 if expert == data and random.random() < 0.3 else 1
     degrees = ParallelDegrees(
-        random.choice((1, 2)), context, expert, stages, data, zero, ring=context > 1 and random.random() < 0.5
+        random.choice((1, 2)), context, expert, stages, data, zero, exchange=random.choice(EXCHANGES)
     )
     many = random.randint(1, 8)
     recompute, again = random.choice(MODES), None
