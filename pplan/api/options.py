@@ -30,6 +30,7 @@ from ..profiler.profile_options import (
     ProfileImportOptions,
     ProfileKeywords,
     ProfileOptions,
+    TensorParallelOptions,
     TransformerSizes,
 )
 from .check_options import CheckKeywords, CheckOptions
@@ -247,6 +248,7 @@ __all__ = [
     "SolveKeywords",
     "SweepKeywords",
     "SweepOptions",
+    "TensorParallelOptions",
     "TrainingKeywords",
     "TransformerSizes",
     "list_declarations",
