@@ -33,7 +33,7 @@ def test_a_terminal_is_told_for_how_long_and_how_long_more(monkeypatch: pytest.M
 
 def test_what_is_left_follows_from_the_share_that_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(streams.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     wait = streams.Waiting("Solving 4 problems")
     now[0] += 30
     assert str(wait) == "Solving 4 problems: 30 s"
