@@ -101,7 +101,9 @@ def _problem_for_planner(planner: str, problem: Problem) -> Problem:
     where the options exclude them."""
     if planner != INTERLEAVED:
         return problem
-    return replace(problem, options=replace(problem.options, planner=planner, robust=False))
+    return replace(
+        problem, options=replace(problem.options, planner=planner, robust=False, slow_devices=None)
+    )
 
 
 def _allowed_plans(problem: Problem, by_planner: Mapping[str, ScoredPlan | str]) -> list[ScoredPlan]:

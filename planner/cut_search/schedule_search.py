@@ -148,7 +148,7 @@ class _ScheduleSearch:
     def _program(self, config: PipelineConfig, stages: int) -> Program | None:
         """None where the schedule does not run with these numbers, or is not searched with so many."""
         parts = config.virtual_stages
-        if stages * parts > self.problem.space.chain.max_stages:
+        if stages * parts > self.problem.space.chain.max_stages or stages == 1 < parts:
             return None
         if 3 * stages * parts * config.micro_batches > MOST_ACTIONS:
             self.is_complete = False

@@ -116,7 +116,16 @@ def _bound(plan: Plan) -> tuple[Key, float]:
     return _problem(plan), 0.0 if nothing else plan.prediction.lower_bound_seconds
 
 
-_NOT_NARROWING = ("mini_batch", "optimizer", "runtime", "time_limit", "planner", "robust", "seconds_of")
+_NOT_NARROWING = (
+    "mini_batch",
+    "optimizer",
+    "runtime",
+    "time_limit",
+    "planner",
+    "robust",
+    "slow_devices",
+    "seconds_of",
+)
 """Options that leave the search all plans of a problem, or are of the problem."""
 
 
