@@ -131,7 +131,7 @@ def _by_speed(seconds: Floats, room: Ints, parts: int) -> Ints:
     """(devices, ...): parts in proportion to the speed of the devices, as many as have room; what is left
     goes, part by part, to the device that ends first with it."""
     speed = 1 / np.maximum(seconds[:, -1], 1e-300)
-    shares = np.minimum((parts * speed / speed.sum(axis=0)).astype(np.int64), room)
+    shares: Ints = np.minimum((parts * speed / speed.sum(axis=0)).astype(np.int64), room)
     for _ in range(parts):
         receiver, longer = _next_receiver(seconds, room, shares)
         adds = (shares.sum(axis=0) < parts) & np.isfinite(longer)
@@ -145,9 +145,9 @@ def _offload(seconds: Floats, room: Ints, shares: Ints) -> Ints:
     """The shares, with parts moved from the slowest device as long as the one that takes a part is faster."""
     for _ in range(shares.shape[0] * seconds.shape[1]):
         own = np.take_along_axis(seconds, shares[:, None], axis=1)[:, 0]
-        slowest, receiver_seconds = own.argmax(axis=0), own.max(axis=0)
+        slowest, longest = own.argmax(axis=0), own.max(axis=0)
         receiver, longer = _next_receiver(seconds, room, shares)
-        moves = (longer < receiver_seconds) & (receiver != slowest)
+        moves = longer < longest
         if not moves.any():
             break
         _add(shares, slowest, -moves.astype(np.int64))

@@ -174,7 +174,7 @@ def autopipe_partition(
         earlier.add(ends)
         bounds = list(zip((0, *ends), ends, strict=False))
         own = [[float(part[a:b].sum()) for a, b in bounds] for part in (forward, backward)]
-        seconds, master = simulate_1f1b(*own, micro_batches)
+        seconds, master = simulate_1f1b(*own, micro_batches=micro_batches)
         best = min(best or (seconds, ends), (seconds, ends))
         start, end = bounds[master]
         if master > 0 and end - start > 1:
@@ -188,7 +188,7 @@ def _balanced(work: Floats, stages: int) -> Ends:
 
 
 def simulate_1f1b(
-    forward: Sequence[float], backward: Sequence[float], micro_batches: int
+    forward: Sequence[float], backward: Sequence[float], *, micro_batches: int
 ) -> tuple[float, int]:
     """Seconds of a step of 1F1B without transfers, and its master stage: the last one without idle time
     between its first and its last forward, else the slowest. Of more than 2 p micro-batches the others take

@@ -183,7 +183,7 @@ def test_bapipe_counts_the_transfers_of_1f1b() -> None:
     assert bapipe_seconds(10, 1, 4, 3, overlap=False) == (4 + 3 - 1) * 10 + (3 + 4 - 2 - 1) * 2
 
 
-def event_times(forward: Sequence[float], backward: Sequence[float], count: int) -> float:
+def event_times(forward: Sequence[float], backward: Sequence[float], *, count: int) -> float:
     """1F1B by its dependencies alone: each stage's list, in order, as early as its inputs are there."""
     p = len(forward)
     lists = []
@@ -214,7 +214,7 @@ def least_step(forward: Floats, backward: Floats, stages: int, count: int) -> fl
     for cuts in combinations(range(1, len(forward)), stages - 1):
         bounds = list(pairwise((0, *cuts, len(forward))))
         own = [[float(part[a:b].sum()) for a, b in bounds] for part in (forward, backward)]
-        steps.append(event_times(*own, count))
+        steps.append(event_times(*own, count=count))
     return min(steps)
 
 
@@ -229,9 +229,11 @@ def test_autopipe() -> None:
         count = 2 * stages
         ends, seconds = autopipe_partition(forward, backward, stages, count)
         own = [[float(part[a:b].sum()) for a, b in pairwise((0, *ends))] for part in (forward, backward)]
-        assert seconds == pytest.approx(event_times(*own, count))
+        assert seconds == pytest.approx(event_times(*own, count=count))
         for fewer in (1, 2, stages):
-            assert simulate_1f1b(*own, fewer)[0] == pytest.approx(event_times(*own, fewer))
+            assert simulate_1f1b(*own, micro_batches=fewer)[0] == pytest.approx(
+                event_times(*own, count=fewer)
+            )
         ratios.append(seconds / least_step(forward, backward, stages, count))
         improved += ends != tuple(np.cumsum(balance(forward + backward, stages)).tolist())
     assert min(ratios) > 1 - 1e-9
