@@ -65,8 +65,7 @@ class Profile(Document):
     """The user's function that made the example input."""
     seed: Seed | None = None
     threads: Samples | None = None
-    tensor_parallel: DeviceCount = 1
-    """Devices that share every layer; seconds and bytes are one's."""
+    tensor_parallel: DeviceCount = 1  # devices that share every layer; seconds and bytes are one's
     scales_with_samples: bool = False
     """Imported, with one micro-batch size: the costs at any other are taken in proportion to the samples."""
     granularity: str = "block"

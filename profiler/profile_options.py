@@ -47,8 +47,13 @@ class ProfileKeywords(TypedDict, total=False):
     seed: int
     resume: bool
     cache: bool
+
+
+class TensorParallelKeywords(TypedDict, total=False):
+    """The fields of `TensorParallelOptions`, as a caller may give them."""
+
     tensor_parallel: int | None
-    tensor_plan: Mapping[str, str] | None
+    tensor_plan: Mapping[str, object] | None
 
 
 class ImportKeywords(TypedDict, total=False):

@@ -30,11 +30,16 @@ from ..profiler.profile_options import (
     ProfileImportOptions,
     ProfileKeywords,
     ProfileOptions,
+    TensorParallelKeywords,
     TensorParallelOptions,
     TransformerSizes,
 )
 from .check_options import CheckKeywords, CheckOptions
 from .stage_costs import CostKeywords, CostOptions
+
+
+class MeasuringKeywords(ProfileKeywords, TensorParallelKeywords, total=False):
+    """The options of a profile, and of layers that several processes share."""
 
 
 class ProblemKeywords(MachineKeywords, PlanKeywords, total=False):
@@ -227,6 +232,7 @@ __all__ = [
     "LinkOptions",
     "MachineKeywords",
     "MachineOptions",
+    "MeasuringKeywords",
     "ObjectiveKeywords",
     "ObjectiveOptions",
     "Option",
@@ -248,6 +254,7 @@ __all__ = [
     "SolveKeywords",
     "SweepKeywords",
     "SweepOptions",
+    "TensorParallelKeywords",
     "TensorParallelOptions",
     "TrainingKeywords",
     "TransformerSizes",

@@ -14,8 +14,8 @@ from ..profiler.importing.importer import import_profile as import_file
 from ..profiler.profile_file import Profile
 from .options import (
     ImportKeywords,
+    MeasuringKeywords,
     ProfileImportOptions,
-    ProfileKeywords,
     ProfileOptions,
     TensorParallelOptions,
     options_from,
@@ -38,7 +38,7 @@ def profile(
     *,
     progress: Callable[[Progress], None] | None = None,
     remark: Callable[[str], None] | None = None,
-    **options: Unpack[ProfileKeywords],
+    **options: Unpack[MeasuringKeywords],
 ) -> Profile:
     """Measures every layer of `model`, forward and backward, at several micro-batch sizes.
 

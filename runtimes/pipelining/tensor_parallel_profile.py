@@ -154,12 +154,12 @@ class _SharedLayers:
             leaves.append(own)
             outputs.append([each for each in _tensors(value) if each.requires_grad])
         for index in reversed(range(len(self.layers))):
-            made = outputs[index]
+            results = outputs[index]
             if gradients is None:
-                gradients = [torch.ones_like(each) for each in made]
+                gradients = [torch.ones_like(each) for each in results]
             start = self._now()
-            if made:
-                torch.autograd.backward(made, gradients)
+            if results:
+                torch.autograd.backward(results, gradients)
             times[index, 1] = self._now() - start
             gradients = [torch.zeros_like(own) if own.grad is None else own.grad for own in leaves[index]]
         return times
@@ -174,7 +174,7 @@ class _SharedLayers:
         own = {_key(each) for layer in self.layers for each in (*layer.parameters(), *layer.buffers())}
         users: dict[int, list[int]] = {}
         bytes: dict[int, int] = {}
-        kept: list[Tensor] = []
+        alive: list[Tensor] = []
         inputs: list[set[int]] = []
         now = 0
 
@@ -183,14 +183,14 @@ class _SharedLayers:
             if key not in own:
                 users.setdefault(key, []).append(now)
                 bytes[key] = _local(tensor).untyped_storage().nbytes()
-                kept.append(tensor)
+                alive.append(tensor)
             return tensor
 
         value = batch
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             for now, layer in enumerate(self.layers):  # noqa: B007
                 inputs.append({_key(each) for each in _tensors(value)})
-                kept += _tensors(value)
+                alive += _tensors(value)
                 value = layer(value)
         saved, saved_input = [0] * len(self.layers), [0] * len(self.layers)
         for key, layers in users.items():

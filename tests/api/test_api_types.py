@@ -40,6 +40,8 @@ from pplan.api.options import (
     SolveKeywords,
     SweepKeywords,
     SweepOptions,
+    TensorParallelKeywords,
+    TensorParallelOptions,
     TrainingKeywords,
     list_declarations,
 )
@@ -78,6 +80,7 @@ def written(keywords: Any) -> dict[str, str]:
         (ExplainKeywords, ExplainOptions),
         (CheckKeywords, CheckOptions),
         (ProfileKeywords, ProfileOptions),
+        (TensorParallelKeywords, TensorParallelOptions),
         (ImportKeywords, ProfileImportOptions),
     ],
 )
