@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..planner.explanation.compare import ComparisonRow, PlanComparison
+    from ..planner.explanation.other_methods import OtherMethod
 
 DIFFERENCE = 4
 """Exit status: what the user asked to be told about was found."""
@@ -117,7 +118,29 @@ def print_comparison(comparison: PlanComparison, console: Console) -> None:
         text("configuration\n/ reason", lambda row: row.reason or _configuration(row), drop=1, min_width=13),
     ]
     print_table(console, columns, comparison.rows)
+    if comparison.other_methods:
+        _print_other_methods(comparison.other_methods, console)
     print_notes(console, comparison.notes)
+
+
+def _print_other_methods(methods: list[OtherMethod], console: Console) -> None:
+    """What is no plan of pplan."""
+    from .table import Column, number, print_table, text
+
+    columns: list[Column[OtherMethod]] = [
+        text("method\n", lambda row: row.name, min_width=10),
+        number("step\n", lambda row: row.step_seconds, format_seconds),
+        number("samples/s\n", lambda row: row.samples_per_second, three_digits, drop=4),
+        number("most\nmemory", lambda row: row.memory_bytes, format_bytes, drop=3),
+        number("stale-\nness", lambda row: None if row.staleness is None else row, _staleness),
+        text("configuration\n/ reason", lambda row: row.reason or row.detail, drop=1, min_width=13),
+    ]
+    title = "Other methods: by their own time models, no plans of pplan; staleness in updates"
+    print_table(console, columns, methods, title=title)
+
+
+def _staleness(method: OtherMethod) -> str:
+    return f"{'<= ' if method.staleness_bounded else ''}{method.staleness:.3g}"
 
 
 def _versus(slower: float) -> str:
