@@ -34,15 +34,15 @@ def test_policies(make_chain: MakeChain) -> None:
     """Of four nodes V, R, G, Q of four devices, as in the paper's table 3: NP VVVV..., ED VRGQ, HD VVQQ and
     RRGG."""
     problem = Problem(make_chain(1, 8), cluster(4, 4), PlanOptions(mini_batch=16))
-    node = lambda ranks: "".join("VRGQ"[rank // 4] for rank in ranks)  # noqa: E731
     for policy, expected in (
         ("NP", ["VVVV", "RRRR", "GGGG", "QQQQ"]),
         ("ED", ["VRGQ"] * 4),
         ("HD", ["VVQQ", "VVQQ", "RRGG", "RRGG"]),
     ):
         own = virtual_workers(problem, policy)
-        assert [node(ranks) for ranks in own] == expected
-        assert sorted(rank for ranks in own for rank in ranks) == list(range(16))  # type: ignore[arg-type]
+        assert not isinstance(own, str)
+        assert ["".join("VRGQ"[rank // 4] for rank in ranks) for ranks in own] == expected
+        assert sorted(rank for ranks in own for rank in ranks) == list(range(16))
     three = Problem(make_chain(1, 8), cluster(3, 2), PlanOptions(mini_batch=16))
     assert virtual_workers(three, "HD") == "takes half of each of two nodes"
     one = Problem(make_chain(1, 8), cluster(1, 2), PlanOptions(mini_batch=16))
