@@ -25,7 +25,7 @@ def test_what_a_layer_raises_in_a_stage() -> None:
     stage.__cause__ = layer
     assert describe_failure(stage) == describe_failure(layer)
     stage.__cause__ = torch.OutOfMemoryError("CUDA out of memory. Tried")
-    assert describe_failure(stage)["what"].startswith("does not fit in memory: CUDA out of memory")
+    assert describe_failure(stage)["what"].startswith("does not fit in memory: OutOfMemoryError: CUDA")
 
 
 @pytest.mark.slow
