@@ -145,9 +145,10 @@ def _run_child(copy: Path, mutant: Mutant | None, tests: Sequence[str], log: Pat
 
 def judge(copy: Path, mutant: Mutant, covering: Covering, most_seconds: float) -> dict[str, Any]:
     """The verdict on one mutant."""
-    began, tests = time.monotonic(), covering.tests(mutant)
-    seconds, chosen = 0.0, []
-    for test in tests:
+    began = time.monotonic()
+    seconds = 0.0
+    chosen: list[str] = []
+    for test in covering.tests(mutant):
         seconds += covering.seconds.get(test, 0.0)
         if seconds > most_seconds and chosen:
             break
