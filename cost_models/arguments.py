@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UsageError
-from .quantities import MOST_DEVICES
+from .option_readers import read_slow_devices
+from .quantities import MOST_DEVICES, MOST_SLOWDOWN
 
 
 def whole(name: str, value: Any, *, at_least: int = 1, at_most: int | None = None, example: str = "") -> int:
@@ -79,6 +80,29 @@ def pins(name: str, values: Any) -> tuple[tuple[str, int], ...]:
             raise _wrong(at, pin, "a layer and the number of its stage", example)
         pairs.append((pin[0], whole(f"{at}[1]", pin[1], at_least=0, at_most=MOST_DEVICES)))
     return tuple(pairs)
+
+
+def slow_devices(name: str, value: Any) -> tuple[float, float] | None:
+    """A share of the devices and how many times as long they take, also as a text, or None. Raises
+    UsageError."""
+    if value is None:
+        return None
+    hint = f"For example: {name}='5%:1.5', each device takes 1.5 times as long with a probability of 5 %."
+    if isinstance(value, str):
+        value = read_slow_devices(value, name)
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise _wrong(name, value, "a share of the devices and how many times as long they take", hint)
+    share, times = (number(f"{name}[{index}]", own) for index, own in enumerate(value))
+    if not 0 < share < 1:
+        raise UsageError(
+            f"{name}={share:g}:{times:g}: the share must be above 0 and below 1",
+            "Of devices that are always slow, the topology says so: speed = 0.67.",
+        )
+    if not 1 < times <= MOST_SLOWDOWN:
+        raise UsageError(
+            f"{name}={share:g}:{times:g}: must be above 1 and at most {MOST_SLOWDOWN:g} times as long", hint
+        )
+    return share, times
 
 
 def settings(name: str, value: Any) -> dict[str, object] | None:

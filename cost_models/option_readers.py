@@ -63,6 +63,18 @@ def read_sizes(text: str, name: str) -> tuple[int, ...]:
     return tuple(sorted({_whole(part.strip(), name, 1, context=text) for part in text.split(",")}))
 
 
+def read_slow_devices(text: str, name: str) -> tuple[float, float]:
+    """`5%:1.5` or `0.05:1.5`: a share of the devices, and how many times as long they take."""
+    number = r"(\d{1,18}(?:\.\d{0,18})?|\.\d{1,18})"
+    match = re.fullmatch(rf"{number}(%?):{number}", text.replace(" ", ""))
+    if not match:
+        raise UsageError(
+            f"{name} {text}: is not a share of the devices and how many times as long they take",
+            f"For example: {name} 5%:1.5",
+        )
+    return float(match[1]) / (100 if match[2] else 1), float(match[3])
+
+
 def read_by_level(read: Callable[[str, str], float]) -> Callable[[str, str], tuple[float, ...]]:
     """A reader of `300GB/s,25GB/s`: inside a node and, where given, between nodes."""
 

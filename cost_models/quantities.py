@@ -24,6 +24,8 @@ LEAST_RATE, MOST_RATE = 1.0, 1e18
 """Bytes per second of a link, unless its bandwidth is infinite."""
 LEAST_SPEED, MOST_SPEED = 1e-6, 1e6
 """Of a device, relative to the profiled one."""
+MOST_SLOWDOWN = 1e3
+"""Times as long as usual, of a device that is slow at times."""
 MOST_RATIO = 1e100
 """Of two predictions."""
 LEAST_PRICE, MOST_PRICE = 1e-9, 1e9

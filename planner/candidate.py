@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, product
 
 from ..cost_models.memory import Recompute
 from .pipeline_config import PipelineConfig
+
+Shape = tuple[tuple[int, ...], tuple[int, ...]]
+"""Ends and replicas of the stages."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class Proposal:
     config: PipelineConfig
     ends: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
+    estimate_seconds: float | None = field(default=None, compare=False)
+    """Of the step, as the planner that proposes it counts; None where it counts none."""
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -60,10 +65,42 @@ def linear_pipeline(config: PipelineConfig, ends: Sequence[int], first_device: i
     return Proposal(config, tuple(int(end) for end in ends), devices)
 
 
-def replicated_pipeline(config: PipelineConfig, ends: Sequence[int], replicas: Sequence[int]) -> Proposal:
+def replicated_pipeline(
+    config: PipelineConfig,
+    ends: Sequence[int],
+    replicas: Sequence[int],
+    estimate_seconds: float | None = None,
+) -> Proposal:
     """A pipeline whose stages have so many replicas, on the devices from rank 0 on."""
     devices, first = [], 0
     for count in replicas:
         devices.append(tuple(range(first, first + count)))
         first += count
-    return Proposal(config, tuple(int(end) for end in ends), tuple(devices))
+    return Proposal(config, tuple(int(end) for end in ends), tuple(devices), estimate_seconds)
+
+
+def near_shapes(
+    cut_points: Sequence[int], ends: tuple[int, ...], replicas: tuple[int, ...], devices: int
+) -> Iterator[Shape]:
+    """A cut or a device moved, a device more, of at most so many, or less, two stages joined, one parted.
+    `cut_points`: with 0 and the last layer's."""
+    at = [0, *(cut_points.index(end) for end in ends)]
+    stages = range(len(ends))
+    for cut in stages[:-1]:
+        for moved in (at[cut + 1] - 1, at[cut + 1] + 1):
+            if at[cut] < moved < at[cut + 2]:
+                yield (*ends[:cut], cut_points[moved], *ends[cut + 1 :]), replicas
+        both = replicas[cut] + replicas[cut + 1]
+        yield (*ends[:cut], *ends[cut + 1 :]), (*replicas[:cut], both, *replicas[cut + 2 :])
+    for giver, taker in product((None, *stages), repeat=2):
+        counts = tuple(r + (stage == taker) - (stage == giver) for stage, r in enumerate(replicas))
+        if giver != taker and min(counts) > 0 and sum(counts) <= devices:
+            yield ends, counts
+    for stage, count in enumerate(replicas):
+        middle = (at[stage] + at[stage + 1]) // 2
+        if count > 1 and at[stage] < middle < at[stage + 1]:
+            parts = (count // 2, count - count // 2)
+            yield (
+                (*ends[:stage], cut_points[middle], *ends[stage:]),
+                (*replicas[:stage], *parts, *replicas[stage + 1 :]),
+            )

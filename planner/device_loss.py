@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, pairwise, product
-from math import comb
+from math import comb, inf
 
 import numpy as np
 
 from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.quantities import format_count
-from .candidate import Proposal, ScoredPlan
+from .candidate import Proposal, ScoredPlan, Shape, near_shapes
 from .pipeline_config import SEARCHED, PipelineConfig
 from .problem import Problem
 from .scoring import fastest
@@ -35,9 +35,6 @@ LEADING = 4
 """Plans that are varied at a time: the fastest so far."""
 MOST_NEAR = 200
 """Plans that are near the fastest whose devices are chosen by what they have."""
-
-Shape = tuple[tuple[int, ...], tuple[int, ...]]
-"""Ends and replicas of the stages."""
 
 
 @dataclass(frozen=True)
@@ -68,25 +65,24 @@ def replan_problem(
     """The plan for the devices that are left without the `lost` ones. Raises UsageError for devices that
     there are not, or where none is left, and InfeasibleError where no plan that was looked at fits."""
     ranks = _ranks_left(problem, present, lost)
-    shapes = _Shapes(problem, present, ranks)
+    shapes = _Shapes(problem, present, ranks, within)
     shapes.look()
     if not shapes.steps:
         raise InfeasibleError(
             f"no plan fits on the {format_count(len(ranks), 'device')} that are left",
             "Solve for a machine of as many devices: it says what would fit.",
         )
-    least = min(plan.step_seconds for plan in shapes.steps.values())
+    longest = shapes.longest
     near = sorted(
-        (plan for plan in shapes.steps.values() if plan.step_seconds <= least * (1 + within)),
+        (plan for plan in shapes.steps.values() if plan.step_seconds <= longest),
         key=lambda plan: plan.step_seconds,
     )
     before = layers_by_device(present.proposal)
     before = {rank: before[rank] for rank in ranks if rank in before}
     weights = np.asarray(problem.chain.parameter_bytes + problem.chain.buffer_bytes, dtype=np.float64)
-    plans = [*near, *shapes.on_their_owners(near[:MOST_NEAR], before, weights, least * (1 + within))]
-    best = min(plans, key=lambda plan: (count_moved_bytes(before, plan.proposal, weights), plan.step_seconds))
+    best = shapes.move_least(near, before, weights)
     moves, seconds = list_moves(problem.topology, before, ranks, best.proposal, weights)
-    return ReplannedPlan(best, moves, seconds, least, shapes.complete)
+    return ReplannedPlan(best, moves, seconds, near[0].step_seconds, shapes.complete)
 
 
 def _ranks_left(problem: Problem, present: ScoredPlan, lost: Iterable[int]) -> tuple[int, ...]:
@@ -113,11 +109,13 @@ def _ranks_left(problem: Problem, present: ScoredPlan, lost: Iterable[int]) -> t
 
 @dataclass
 class _Shapes:
-    """The plans that were looked at, the fastest of each shape."""
+    """The plans that were looked at, the fastest of each shape; of those that are not near the fastest, steps
+    without waiting for ports that stages share."""
 
     problem: Problem
     present: ScoredPlan
     ranks: tuple[int, ...]
+    within: float
     steps: dict[Shape, ScoredPlan] = field(default_factory=dict)
     complete: bool = False
     _scored: set[tuple[Shape, PipelineConfig]] = field(default_factory=set)
@@ -130,8 +128,10 @@ class _Shapes:
             self._score((shape, config) for config in configs for shape in self._every())
             return
         left = [len(set(own) & set(self.ranks)) for own in self.present.proposal.devices]
-        own = self.present.config
-        self._score((shape, own) for shape in self._starts(self.present.proposal.ends, left))
+        starts = list(self._starts(self.present.proposal.ends, left))
+        self._score((shape, self.present.config) for shape in starts)
+        if not self.steps:  # fewer replicas have larger shares of a micro-batch, which may be too large
+            self._score((shape, config) for shape in starts for config in configs)
         varied = set[Shape]()
         while len(self._scored) < MOST_SHAPES:
             ranked = sorted(self.steps.values(), key=lambda plan: plan.step_seconds)
@@ -139,9 +139,20 @@ class _Shapes:
             if not leading or (varied and _shape(ranked[0]) in varied and len(varied) > 8 * LEADING):
                 break
             varied |= set(map(_shape, leading))
-            self._score((shape, plan.config) for plan in leading for shape in self._near(*_shape(plan)))
+            points, devices = self._cut_points, len(self.ranks)
+            self._score(
+                (shape, plan.config)
+                for plan in leading
+                for shape in near_shapes(points, *_shape(plan), devices)
+            )
             first = min(self.steps.values(), key=lambda plan: plan.step_seconds)
             self._score((_shape(first), config) for config in configs)
+
+    @property
+    def longest(self) -> float:
+        """Seconds of the longest step that a plan near the fastest may have."""
+        least = min((plan.step_seconds for plan in self.steps.values()), default=inf)
+        return least * (1 + self.within)
 
     @property
     def _cut_points(self) -> tuple[int, ...]:
@@ -183,30 +194,6 @@ class _Shapes:
         yield ends, (equal,) * len(ends)
         yield (self._cut_points[-1],), (len(self.ranks),)
 
-    def _near(self, ends: tuple[int, ...], replicas: tuple[int, ...]) -> Iterator[Shape]:
-        """A cut or a device moved, a device more or less, two stages joined, one parted."""
-        points = list(self._cut_points)
-        at = [0, *(points.index(end) for end in ends)]
-        stages = range(len(ends))
-        for cut in stages[:-1]:
-            for moved in (at[cut + 1] - 1, at[cut + 1] + 1):
-                if at[cut] < moved < at[cut + 2]:
-                    yield (*ends[:cut], points[moved], *ends[cut + 1 :]), replicas
-            both = replicas[cut] + replicas[cut + 1]
-            yield (*ends[:cut], *ends[cut + 1 :]), (*replicas[:cut], both, *replicas[cut + 2 :])
-        for giver, taker in product((None, *stages), repeat=2):
-            counts = tuple(r + (stage == taker) - (stage == giver) for stage, r in enumerate(replicas))
-            yield ends, counts
-        for stage in stages:
-            middle = (at[stage] + at[stage + 1]) // 2
-            if replicas[stage] > 1 and at[stage] < middle < at[stage + 1]:
-                half = replicas[stage] // 2
-                parts = (half, replicas[stage] - half)
-                yield (
-                    (*ends[:stage], points[middle], *ends[stage:]),
-                    (*replicas[:stage], *parts, *replicas[stage + 1 :]),
-                )
-
     def _score(self, rows: Iterable[tuple[Shape, PipelineConfig]]) -> None:
         """The new ones, those of one configuration and number of stages side by side."""
         alike: dict[tuple[PipelineConfig, int], list[Proposal]] = {}
@@ -221,10 +208,24 @@ class _Shapes:
             if self._allows(proposal):
                 alike.setdefault((config, len(ends)), []).append(proposal)
         for proposals in alike.values():
-            for plan in _score_all(self.problem, proposals):
+            for plan in self._score_alike(proposals):
                 other = self.steps.get(_shape(plan))
                 if other is None or plan.step_seconds < other.step_seconds:
                     self.steps[_shape(plan)] = plan
+
+    def _score_alike(self, proposals: Sequence[Proposal]) -> Iterator[ScoredPlan]:
+        """Those of one configuration and number of stages that fit."""
+        space = self.problem.space
+        pairs = [(proposal, modes) for proposal in proposals if (modes := choose_modes(space, proposal))]
+        if not pairs:
+            return
+        pipelines = build_pipelines(space, [own for own, _ in pairs], [modes for _, modes in pairs])
+        steps = pipelines.without_sharing().step_seconds()
+        near = np.flatnonzero(steps <= self.longest)
+        if len(near):
+            steps[near] = pipelines.select(near).step_seconds()
+        for (proposal, modes), step in zip(pairs, steps.tolist(), strict=True):
+            yield ScoredPlan(proposal, modes, step)
 
     def _allows(self, proposal: Proposal) -> bool:
         """As the options do, but for `use_all`, which is of the devices that are left."""
@@ -236,32 +237,35 @@ class _Shapes:
     def _without_all(self) -> Problem:
         return replace(self.problem, options=replace(self.problem.options, use_all=False))
 
-    def on_their_owners(
-        self, plans: Sequence[ScoredPlan], before: dict[int, Layers], weights: Floats, limit: float
-    ) -> Iterator[ScoredPlan]:
-        """The plans on the devices that have most of their layers, where they are no slower than `limit`. A
-        runtime numbers its devices."""
+    def move_least(
+        self, near: Sequence[ScoredPlan], before: dict[int, Layers], weights: Floats
+    ) -> ScoredPlan:
+        """Of these plans, the fastest first, as they are or on the devices that have most of their layers,
+        where they are near the fastest there, too: the one that moves the fewest bytes. A runtime numbers
+        its devices."""
+
+        def moved(plan: ScoredPlan) -> tuple[float, float]:
+            return count_moved_bytes(before, plan.proposal, weights), plan.step_seconds
+
+        best = min(near, key=moved)
         if self.problem.runtime is not None:
-            return
+            return best
+        others = [self._on_owners(plan, before, weights) for plan in near[:MOST_NEAR]]
         alike = is_uniform(self.problem.topology)
-        for plan in plans:
-            own = plan.proposal
-            devices = assign_devices(before, self.ranks, own.bounds, own.replicas, weights)
-            proposal = replace(own, devices=devices)
-            moved = replace(plan, proposal=proposal) if alike else fastest(self.problem.space, [proposal])
-            if moved is not None and moved.step_seconds <= limit:
-                yield moved
+        for other in sorted(others, key=moved):
+            if moved(other)[0] > moved(best)[0]:
+                break
+            scored = other if alike else fastest(self.problem.space, [other.proposal])
+            if scored is not None and scored.step_seconds <= self.longest:
+                best = min(best, scored, key=moved)
+        return best
+
+    def _on_owners(self, plan: ScoredPlan, before: dict[int, Layers], weights: Floats) -> ScoredPlan:
+        """The plan on the devices that have most of its layers; its step is of its own devices."""
+        own = plan.proposal
+        devices = assign_devices(before, self.ranks, own.bounds, own.replicas, weights)
+        return replace(plan, proposal=replace(own, devices=devices))
 
 
 def _shape(plan: ScoredPlan) -> Shape:
     return plan.proposal.ends, plan.proposal.replicas
-
-
-def _score_all(problem: Problem, proposals: Sequence[Proposal]) -> Iterator[ScoredPlan]:
-    """Those of one configuration and number of stages that fit."""
-    pairs = [(proposal, modes) for proposal in proposals if (modes := choose_modes(problem.space, proposal))]
-    if pairs:
-        own = [proposal for proposal, _ in pairs]
-        steps = build_pipelines(problem.space, own, [modes for _, modes in pairs]).step_seconds()
-        for (proposal, modes), step in zip(pairs, steps.tolist(), strict=True):
-            yield ScoredPlan(proposal, modes, step)

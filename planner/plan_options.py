@@ -11,7 +11,7 @@ from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.option_fields import Options, option
-from ..cost_models.option_readers import read_choice, read_number_or_auto
+from ..cost_models.option_readers import read_choice, read_number_or_auto, read_slow_devices
 from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS, ZERO_STAGES, check_word
 from ..cost_models.quantities import (
     MOST_DEVICES,
@@ -55,6 +55,7 @@ class PlanKeywords(TrainingKeywords, total=False):
     memory_limit: float | None
     time_limit: float
     robust: bool
+    slow_devices: tuple[float, float] | str | None
 
 
 def _training(default: Any, check: Any, form: str, help: str, **more: Any) -> Any:
@@ -101,8 +102,10 @@ class PlanOptions(Options):
     between neighbours that match the same; `pins`: (name of a layer, number of its stage, from 0).
     `memory_limit`: bytes that no device may exceed, besides what it has. `time_limit`: seconds of processor
     time for the whole answer; work is counted, so that answers seldom vary. `robust`: of plans near the
-    fastest, the one whose step at the 90th percentile is the best. `seconds_of`: "cpu" where GPUs are planned
-    with a processor's seconds, which is meant.
+    fastest, the one whose step at the 90th percentile is the best. `slow_devices`: (share, times): each
+    device, by itself, takes so many times as long with that probability; it makes the plan `robust`, now the
+    one with the shortest mean step. `seconds_of`: "cpu" where GPUs are planned with a processor's seconds,
+    which is meant.
     """
 
     runtime: str | None = _training(
@@ -129,9 +132,10 @@ class PlanOptions(Options):
     schedule: str = _training(
         "auto",
         schedule_word,
-        "1f1b|gpipe|...|FILE|auto",
+        "1f1b|gpipe|...|FILE|any|auto",
         "Order of each stage's forwards and backwards: a name of pplan schedules, your own in FILE.schedule; "
-        "synthesized: an order made for the plan; auto: of gpipe and 1f1b.",
+        "any: the best of all; synthesized: of those and an order made for the plan; auto: of what the "
+        "runtime runs, or of gpipe and 1f1b.",
     )
     recompute: str = _training(
         "auto",
@@ -206,6 +210,13 @@ class PlanOptions(Options):
     robust: bool = _search(
         False, arguments.flag, None, "The fastest at the 90th percentile, as the layers' seconds vary."
     )
+    slow_devices: tuple[float, float] | None = _search(
+        None,
+        arguments.slow_devices,
+        "5%:1.5",
+        "The shortest mean step where each device takes 1.5 times as long with a probability of 5 %.",
+        read=read_slow_devices,
+    )
     memory_limit: float | None = option(None, arguments.optional_number)
     seconds_of: str | None = option(
         None,
@@ -217,6 +228,8 @@ class PlanOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.slow_devices is not None:
+            object.__setattr__(self, "robust", True)
         if self.micro_batches is not None and self.micro_batches > MOST_MICRO_BATCHES:
             raise UsageError(
                 f"micro_batches={self.micro_batches}: at most {MOST_MICRO_BATCHES} are simulated",
@@ -265,7 +278,7 @@ class PlanOptions(Options):
             )
         if self.runtime is not None:
             find_runtime(self.runtime).check_states(self.precision, self.zero)
-        if self.recompute == "except_last" and self.schedule not in ("auto", "gpipe"):
+        if self.recompute == "except_last" and self.schedule not in ("auto", "any", "gpipe"):
             raise UsageError(
                 f"recompute='except_last' with schedule={self.schedule!r}: only GPipe's backward begins with "
                 "the last one",

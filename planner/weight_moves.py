@@ -71,8 +71,8 @@ def assign_devices(
     best = np.zeros((len(owners) + 1, len(slots) + 1))
     shared = np.array([[_overlap(sums, before[rank], own) for own in bounds] for rank in owners])
     for i in range(len(owners)):
-        for j, stage in enumerate(slots):
-            best[i + 1, j + 1] = max(best[i, j] + shared[i, stage], best[i, j + 1], best[i + 1, j])
+        own = np.maximum(best[i, 1:], best[i, :-1] + shared[i, slots])
+        best[i + 1, 1:] = np.maximum.accumulate(own)
     devices: list[list[int]] = [[] for _ in replicas]
     i, j, free = len(owners), len(slots), set(ranks)
     while i and j:

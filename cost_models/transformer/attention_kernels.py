@@ -38,8 +38,10 @@ class _SharedAttention(NamedTuple):
 
 def _share_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> _SharedAttention:
     """Attention with a share of the heads, among the devices that share the sequence."""
-    if degrees.ring and degrees.context > 1:
+    if degrees.context > 1 and degrees.exchange == "ring":
         return _ring_attention(shape, degrees, tokens)
+    if degrees.context > 1 and degrees.exchange == "all-gather":
+        return _attention_to_all_keys(shape, degrees, tokens)
     attention = shape.attention
     heads, shared = attention.heads // degrees.tensor, attention.key_value_heads // degrees.tensor
     exchange: list[Kernel] = []
@@ -66,13 +68,9 @@ def _ring_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: T
     As Transformer Engine keeps them, forward's workspace holds the keys, values and results of all steps.
     """
     attention, steps = shape.attention, degrees.context
-    count = NUMBER * tokens.on(degrees) / degrees.tensor
-    keys = count * attention.key_value_heads * (attention.head_width + attention.value_width)
-    result = count * attention.heads * attention.value_width
-    kernels = [
-        _attention_kernel(shape, tokens.sequence // steps, tokens, degrees.tensor, part)
-        for part in (False, True)
-    ]
+    keys = _key_value_bytes(shape, degrees, tokens)
+    result = NUMBER * tokens.on(degrees) / degrees.tensor * attention.heads * attention.value_width
+    kernels = _step_kernels(shape, degrees, tokens)
     # Each result is added to those of the steps before, each gradient to that which came round.
     forward: list[Kernel] = [RingAttention(kernels[0], steps, keys), *[MemoryPass(3 * result)] * (steps - 1)]
     backward: list[Kernel] = [
@@ -81,6 +79,42 @@ def _ring_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: T
         Collective("ring", keys, "context"),
     ]
     return _SharedAttention(forward, backward, max(steps * (keys + result), 4 * keys))
+
+
+def _attention_to_all_keys(
+    shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens
+) -> _SharedAttention:
+    """Every device gathers all keys and values, and attends with its own queries; backward gathers them again
+    and adds up their gradients, each at its owner (as Transformer Engine does it; nothing is hidden behind
+    the attention). A device has the same pieces of the sequence as in a ring, and so as much to compute;
+    its workspace holds all keys and values with their gradients.
+    """
+    steps = degrees.context
+    gathered = steps * _key_value_bytes(shape, degrees, tokens)
+    forward, backward = _step_kernels(shape, degrees, tokens)
+    gather = Collective("all_gather", gathered, "context")
+    scatter = Collective("reduce_scatter", gathered, "context")
+    return _SharedAttention(
+        [gather, *[forward] * steps], [gather, *[backward] * steps, scatter], 2 * gathered
+    )
+
+
+def _key_value_bytes(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> float:
+    """Of the tokens of one device of the context."""
+    attention = shape.attention
+    widths = attention.head_width + attention.value_width
+    return NUMBER * tokens.on(degrees) / degrees.tensor * attention.key_value_heads * widths
+
+
+def _step_kernels(
+    shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens
+) -> tuple[AttentionKernel, AttentionKernel]:
+    """Forward and backward of the tokens of one device of the context to as many."""
+    sequence = tokens.sequence // degrees.context
+    forward, backward = (
+        _attention_kernel(shape, sequence, tokens, degrees.tensor, part) for part in (False, True)
+    )
+    return forward, backward
 
 
 def _attention_kernel(

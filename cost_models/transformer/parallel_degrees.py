@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from ..errors import UsageError
 from .transformer_shape import TransformerShape
+
+ContextExchange = Literal["all-to-all", "ring", "all-gather"]
 
 
 @dataclass(frozen=True)
@@ -15,11 +18,12 @@ class ParallelDegrees:
 
     `tensor` devices share every matrix (Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3); above 1
     with sequence parallelism (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-    Models", MLSys 2023, section 4.2.2). `context` devices share the sequence: for attention they exchange
-    heads for tokens by all-to-all (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509), or with `ring` keys
-    and values go round among them (Liu et al., "Ring Attention", ICLR 2024). `expert` devices, of those that
-    would hold the same layers, share the routed experts; an expert is whole on its device. `pipeline`
-    stages follow one another, of `data` replicas each.
+    Models", MLSys 2023, section 4.2.2). `context` devices share the sequence. Their `exchange` for attention
+    is of heads for tokens by all-to-all (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509), a ring in
+    which keys and values go round (Liu et al., "Ring Attention", ICLR 2024), or an all-gather of keys and
+    values (Dubey et al., "The Llama 3 Herd of Models", arXiv:2407.21783, section 3.3.2). `expert` devices, of
+    those that would hold the same layers, share the routed experts; an expert is whole on its device.
+    `pipeline` stages follow one another, of `data` replicas each.
 
     `zero`: what is spread over the devices that add up the same gradients (Rajbhandari et al., "ZeRO", SC
     2020). 0: nothing. 1: the optimizer's state. 2: gradients too, and 3: weights too, as torch's FSDP2 does
@@ -34,7 +38,7 @@ class ParallelDegrees:
     pipeline: int = 1
     data: int = 1
     zero: int = 1
-    ring: bool = False
+    exchange: ContextExchange = "all-to-all"
 
     def __post_init__(self) -> None:
         for field in ("tensor", "context", "expert", "pipeline", "data"):
@@ -63,7 +67,7 @@ class ParallelDegrees:
 
     def describe(self) -> str:
         """As `TP 4 x PP 2 x DP 4, EP 8`."""
-        context = "CP by ring" if self.ring else "CP"
+        context = "CP" if self.exchange == "all-to-all" else f"CP by {self.exchange}"
         degrees = (("TP", self.tensor), (context, self.context), ("PP", self.pipeline), ("DP", self.data))
         text = " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "one device"
         text += f", EP {self.expert}" if self.expert > 1 else ""
@@ -72,7 +76,7 @@ class ParallelDegrees:
     def problem_with(self, shape: TransformerShape, sequence: int) -> str:
         """Why the model cannot be shared so, in words; empty where it can."""
         attention, tensor = shape.attention, self.tensor
-        heads = tensor if self.ring else tensor * self.context
+        heads = tensor * self.context if self.exchange == "all-to-all" else tensor
         if attention.heads % heads or attention.key_value_heads % heads:
             return (
                 f"{attention.heads} heads with {attention.key_value_heads} of keys and values cannot be "

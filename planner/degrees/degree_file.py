@@ -18,6 +18,7 @@ from ...cost_models.document import (
     Record,
 )
 from ...cost_models.quantities import MOST_BYTES, MOST_LAYERS, MOST_TOTAL_BYTES
+from ...cost_models.transformer.parallel_degrees import ContextExchange
 
 Count = Annotated[int, Field(ge=1, le=MOST_BYTES)]
 """Of parameters, say."""
@@ -57,9 +58,10 @@ class StageEntry(Record):
 class PlanEntry(Record):
     """A plan: its degrees, what a step takes, and the arguments of training programs.
 
-    `degrees`: as a user reads them; `ring`: whether context devices pass keys and values round. `blocks`: of
+    `degrees`: as a user reads them; `exchange`: what context devices do for attention. `blocks`: of
     each (virtual) stage, in the order of the model; `recompute_blocks`: how many of them run again where
-    `recompute` is full; None: all. `remarks`: where torchtitan does not train as the plan says.
+    `recompute` is full; None: all. `predictors` of further tokens are on the last (virtual) stage, or so many
+    before it as `predictor_offset` says. `remarks`: where torchtitan does not train as the plan says.
     """
 
     degrees: str
@@ -69,13 +71,15 @@ class PlanEntry(Record):
     pipeline: DeviceCount
     data: DeviceCount
     zero: Annotated[int, Field(ge=0, le=3)]
-    ring: bool = False
+    exchange: ContextExchange = "all-to-all"
     micro_batch_size: MiniBatch
     micro_batches: MicroBatches
     recompute: Literal["none", "selective", "full"]
     recompute_blocks: Count | None = None
     schedule: Literal["1f1b", "interleaved"]
     virtual_stages: Count
+    predictors: LayerBound = 0
+    predictor_offset: LayerBound = 0
     step_seconds: PredictedSeconds
     pipeline_seconds: PredictedSeconds
     update_seconds: PredictedSeconds

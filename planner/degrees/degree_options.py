@@ -12,7 +12,7 @@ from ...cost_models.option_fields import Options, option
 from ...cost_models.option_readers import read_whole_number
 
 RECOMPUTES = ("auto", "none", "selective", "partial", "full")
-CONTEXT_EXCHANGES = ("auto", "all-to-all", "ring")
+CONTEXT_EXCHANGES = ("auto", "all-to-all", "ring", "all-gather")
 
 
 class DegreeKeywords(TypedDict, total=False):
@@ -21,6 +21,7 @@ class DegreeKeywords(TypedDict, total=False):
     mini_batch: int
     sequence: int
     layers: int | None
+    predictors: int
     tp: Sequence[int] | None
     pp: Sequence[int] | None
     cp: Sequence[int] | None
@@ -47,6 +48,10 @@ def _read_counts(text: str, name: str) -> tuple[int, ...]:
 
 def _degree_option(what: str) -> Any:
     return option(None, _counts, what, "N[,N]", panel="The search", read=_read_counts)
+
+
+def _predictors(name: str, value: Any) -> int:
+    return arguments.whole(name, value, at_least=0, at_most=8)
 
 
 def _zero(name: str, value: Any) -> tuple[int, ...]:
@@ -98,6 +103,15 @@ class DegreeOptions(Options):
         panel="The training",
         least=1,
     )
+    predictors: int = option(
+        0,
+        _predictors,
+        "Multi-token predictors that are trained behind the layers (DeepSeek-V3 has 1).",
+        "N",
+        panel="The training",
+        least=0,
+        aliases=("--mtp-num-layers",),
+    )
     zero: Sequence[int] = option(
         (1,),
         _zero,
@@ -130,8 +144,8 @@ class DegreeOptions(Options):
         "auto",
         _one_word(CONTEXT_EXCHANGES),
         "How devices that share a sequence attend to all of it: all-to-all (each has some heads), ring (keys "
-        "and values go round), or auto (either).",
-        "auto|all-to-all|ring",
+        "and values go round), all-gather (each has all keys and values), or auto (any of these).",
+        "auto|all-to-all|ring|all-gather",
         panel="The search",
         words=CONTEXT_EXCHANGES,
     )

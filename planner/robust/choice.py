@@ -1,9 +1,11 @@
-"""The plan with the best 90th percentile of the step over the draws of the layers' seconds.
+"""The plan that loses least where seconds vary: the best 90th percentile of the step over the draws of the
+layers' seconds, or, with slow devices, the shortest mean step over the draws of these.
 
-Compared are plans whose own step is near the fastest one's: the best of each configuration and number of
-stages, those of the named planners, and variations of the best of these, with a cut moved by one place or a
-device to the stage beside, again and again. All are scored on the same draws. It is no search of all plans:
-nothing is proven of the percentile.
+Compared are plans whose own step is near the fastest one's (with slow devices: is no longer than the best
+mean, which is at least a plan's own step): the best of each configuration and number of stages, those of the
+named planners, and variations of the best of these, with a cut or a device moved, a device more or less,
+stages joined or parted, again and again. All are scored on the same draws. It is no search of all plans, and
+the draws are a sample: nothing is proven of percentile and mean.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...cost_models.errors import UsageError
-from ..candidate import Proposal, ScoredPlan, replicated_pipeline
+from ..candidate import Proposal, ScoredPlan, near_shapes, replicated_pipeline
 from ..infeasible import no_plan_fits
 from ..joint_search import JointSearchResult, is_small_problem
 from ..pipeline_config import PipelineConfig
@@ -23,7 +25,7 @@ from ..search.branch_and_bound import search
 from ..search.budget import WORK_A_SECOND
 from ..search.coarse import is_large
 from ..search.subproblem import Family
-from .resampling import Draws, StepSampler, has_spread, make_draws, percentiles
+from .resampling import DEVICE_SAMPLES, DrawnSteps, Draws, StepSampler, has_spread, make_draws
 
 NEAR = 0.2
 """Share by which the step of a plan that is compared may be longer than the fastest one's."""
@@ -36,22 +38,22 @@ ROUNDS = 12
 
 @dataclass(frozen=True)
 class RobustPlan:
-    """The plan that was chosen, its 90th percentile and that of the fastest plan, and how many plans were
-    compared. `is_fastest`: whether it is that plan."""
+    """The plan that was chosen and its steps over the draws, those of the fastest plan, and how many plans
+    were compared. `is_fastest`: whether it is that plan."""
 
     plan: ScoredPlan
-    high_seconds: float
-    fastest_high_seconds: float
+    steps: DrawnSteps
+    fastest_steps: DrawnSteps
     compared: int
     is_fastest: bool
 
 
 def check_known(problem: Problem) -> None:
-    """Raises UsageError where the profile has no spread of the layers' seconds."""
-    if not has_spread(problem.space):
+    """Raises UsageError where nothing varies: the profile has no spread, and no device is slow."""
+    if problem.options.slow_devices is None and not has_spread(problem.space):
         raise UsageError(
             "`robust`: the profile has no spread of the layers' seconds (it is an estimate or an import)",
-            "Measure it on the machine itself (pplan profile MODEL), or omit `robust`.",
+            "Measure it on the machine itself (pplan profile MODEL), give `slow_devices`, or omit `robust`.",
         )
 
 
@@ -61,25 +63,29 @@ def most_robust(problem: Problem, answer: JointSearchResult) -> RobustPlan:
     That one itself, unless another is better by more than `TIE`. Raises UsageError as `check_known`.
     """
     check_known(problem)
-    best = answer.best
+    best, slow_devices = answer.best, problem.options.slow_devices
     if best is None:
         raise no_plan_fits(problem)
-    contest = _Comparison(problem, best, make_draws(len(problem.chain)))
+    if slow_devices is None:
+        draws = make_draws(len(problem.chain))
+    else:
+        draws = make_draws(len(problem.chain), DEVICE_SAMPLES, problem.gpus, slow_devices)
+    contest = _Comparison(problem, best, draws)
     contest.enter([best])
     contest.enter(plan for plan in answer.by_planner.values() if isinstance(plan, ScoredPlan))
-    contest.enter(_bests(problem, best))
+    contest.enter(_bests(problem, contest.longest))
     contest.climb()
     return contest.choose_best()
 
 
 @dataclass
 class _Comparison:
-    """The plans that were compared, with the 90th percentile of each."""
+    """The plans that were compared, with the steps of each."""
 
     problem: Problem
     fastest: ScoredPlan
     draws: Draws
-    scores: dict[Proposal, tuple[ScoredPlan, float]] = field(default_factory=dict)
+    scores: dict[Proposal, tuple[ScoredPlan, DrawnSteps]] = field(default_factory=dict)
     _looked_at: set[Proposal] = field(default_factory=set)
     _varied: set[Proposal] = field(default_factory=set)
 
@@ -89,20 +95,26 @@ class _Comparison:
     def enter(self, plans: Iterable[ScoredPlan]) -> None:
         """Scores those that are new and near the fastest."""
         for plan in plans:
-            near = plan.step_seconds <= self._longest and self.problem.allows(plan.proposal)
+            near = plan.step_seconds <= self.longest and self.problem.allows(plan.proposal)
             if near and plan.proposal not in self.scores:
-                steps = self._resampled.step_seconds(plan)
-                self.scores[plan.proposal] = plan, percentiles(steps).high_seconds
+                self.scores[plan.proposal] = plan, DrawnSteps.of(self._resampled.step_seconds(plan))
+
+    def _seconds(self, steps: DrawnSteps) -> float:
+        """What is to be short."""
+        return steps.high_seconds if self.draws.slow is None else steps.mean_seconds
 
     @property
-    def _longest(self) -> float:
-        return self.fastest.step_seconds * (1 + NEAR)
+    def longest(self) -> float:
+        """Seconds of the step of a plan that may be the best."""
+        if self.draws.slow is None or not self.scores:
+            return self.fastest.step_seconds * (1 + NEAR)
+        return min(steps.mean_seconds for _, steps in self.scores.values())
 
     def climb(self) -> None:
         """Varies the best plans until no variation is better."""
         for _ in range(ROUNDS):
             leading = [plan for plan, _ in self._rank_plans()[:CLIMBED] if plan.proposal not in self._varied]
-            if not leading:
+            if not leading or self.problem.budget.over:
                 return
             for plan in leading:
                 self._varied.add(plan.proposal)
@@ -112,59 +124,41 @@ class _Comparison:
         for other in variations(self.problem, proposal):
             if other not in self._looked_at:
                 self._looked_at.add(other)
-                scored = fastest(self.problem.space, [other], self._longest)
+                scored = fastest(self.problem.space, [other], self.longest)
                 if scored is not None:
                     yield scored
 
-    def _rank_plans(self) -> list[tuple[ScoredPlan, float]]:
+    def _rank_plans(self) -> list[tuple[ScoredPlan, DrawnSteps]]:
         """The best first, among equals the fastest, then the one that was entered first."""
-        return sorted(self.scores.values(), key=lambda row: (row[1], row[0].step_seconds))
+        return sorted(self.scores.values(), key=lambda row: (self._seconds(row[1]), row[0].step_seconds))
 
     def choose_best(self) -> RobustPlan:
         """The best plan."""
         own = self.scores[self.fastest.proposal]
         ranked = self._rank_plans()[0]
-        plan, high = ranked if ranked[1] < own[1] * (1 - TIE) else own
-        return RobustPlan(plan, high, own[1], len(self.scores), plan == own[0])
+        better = self._seconds(ranked[1]) < self._seconds(own[1]) * (1 - TIE)
+        plan, steps = ranked if better else own
+        return RobustPlan(plan, steps, own[1], len(self.scores), plan == own[0])
 
 
 def variations(problem: Problem, proposal: Proposal) -> Iterator[Proposal]:
-    """The plan with a cut one place further, or with a device of one stage on the stage beside it."""
-    for other in (*_move_cuts(problem, proposal), *_move_devices(proposal)):
+    """The plans of shapes near a plan's; of one whose devices do not stand in their order, other cuts."""
+    table = problem.space.table(problem.chain.sizes[0])
+    own, config = proposal.replicas, proposal.config
+    in_order = proposal == replicated_pipeline(config, proposal.ends, own)
+    for ends, replicas in near_shapes(table.cut_points, proposal.ends, own, problem.gpus):
+        if replicas == own and len(ends) == len(own):
+            other = replace(proposal, ends=ends)
+        elif in_order:
+            other = replicated_pipeline(config, ends, replicas)
+        else:
+            continue
         if problem.allows(other):
             yield other
 
 
-def _move_cuts(problem: Problem, proposal: Proposal) -> Iterator[Proposal]:
-    cut_points = [
-        0,
-        *(int(i) + 1 for i in problem.space.chain.cut_after[:-1].nonzero()[0]),
-        len(problem.chain),
-    ]
-    at = [cut_points.index(end) for end in proposal.ends]
-    for cut in range(len(at) - 1):
-        before, after = (at[cut - 1] if cut else 0), at[cut + 1]
-        for moved in (at[cut] - 1, at[cut] + 1):
-            if before < moved < after:
-                ends = (*proposal.ends[:cut], cut_points[moved], *proposal.ends[cut + 1 :])
-                yield replace(proposal, ends=ends)
-
-
-def _move_devices(proposal: Proposal) -> Iterator[Proposal]:
-    """Of devices that stand in their order."""
-    own = proposal.replicas
-    if proposal != replicated_pipeline(proposal.config, proposal.ends, own):
-        return
-    for stage in range(len(own) - 1):
-        for step in (-1, 1):
-            counts = list(own)
-            counts[stage], counts[stage + 1] = own[stage] + step, own[stage + 1] - step
-            if min(counts) > 0:
-                yield replicated_pipeline(proposal.config, proposal.ends, counts)
-
-
-def _bests(problem: Problem, best: ScoredPlan) -> list[ScoredPlan]:
-    """The fastest of each configuration and number of stages, of those that are near the fastest of all; of
+def _bests(problem: Problem, longest: float) -> list[ScoredPlan]:
+    """The fastest of each configuration and number of stages, of those whose step is below `longest`; of
     problems that are too large to be searched again for each, none."""
     if is_large(problem.space, problem.families):
         return []
@@ -172,7 +166,7 @@ def _bests(problem: Problem, best: ScoredPlan) -> list[ScoredPlan]:
     for family in problem.families:
         alike.setdefault(family.config, []).append(family)
     work = problem.options.time_limit * WORK_A_SECOND / max(1, len(alike) * len(problem.stage_counts))
-    searches = _Searches(problem, best.step_seconds * (1 + NEAR), work)
+    searches = _Searches(problem, longest, work)
     plans = [plan for families in alike.values() for plan in searches.by_stages(families)]
     return sorted(plans, key=lambda plan: plan.step_seconds)[:MOST_BESTS]
 

@@ -9,6 +9,10 @@ only the spread of their sum is known.
 The difference between the layers' sum and the whole model (the closing error e, see `Chain.uncertainty`) is
 common to all layers: one more factor (1 + e)^z, so that e is one standard deviation.
 
+Devices may be slow, too (`PlanOptions.slow_devices`): each device, independently of the others, with the same
+probability, in which case every forward and backward on it takes so many times as long, for the whole step.
+Links, host and optimizer take what they take.
+
 The interval of a step, flushed or asynchronous, is between two percentiles of the simulated steps.
 """
 
@@ -19,12 +23,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from ...cost_models.communication import exposed_all_reduces
 from ...cost_models.layer import Chain, LayerCosts
 from ...cost_models.schedules import StageSlot
 from ...cost_models.simulator.costs import Array, Costs
 from ...cost_models.timeline import runs_side_by_side, step_seconds
+from ...cost_models.topology import Device
 from ..assembly import Assembly
 from ..asynchronous import assemble_endless
 from ..candidate import ScoredPlan
@@ -35,6 +41,8 @@ from ..search.space import Space
 from ..stage_table import Floats, StageTable, part_seconds
 
 SAMPLES = 200
+DEVICE_SAMPLES = 1_000
+"""Where devices may be slow: most draws of few devices have none, and equal ones are simulated once."""
 SEED = 0
 QUARTILE = 0.6744897501960817
 """Of the standard normal distribution, the third."""
@@ -42,17 +50,21 @@ QUARTILE = 0.6744897501960817
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """Standard normal numbers: `layers` (samples, layers), and `common` (samples,) for the closing error."""
+    """Standard normal numbers: `layers` (samples, layers), and `common` (samples,) for the closing error.
+    `slow` (samples, devices): which devices take `times` as long; None where none does."""
 
     layers: Floats
     common: Floats
+    slow: npt.NDArray[np.bool_] | None = None
+    times: float = 1.0
 
     def __len__(self) -> int:
         return len(self.common)
 
-    def part(self, first: int, end: int) -> Draws:
+    def take(self, which: slice | npt.NDArray[np.int64]) -> Draws:
         """Some of them."""
-        return Draws(self.layers[first:end], self.common[first:end])
+        slow = None if self.slow is None else self.slow[which]
+        return Draws(self.layers[which], self.common[which], slow, self.times)
 
     def factors(self, costs: LayerCosts) -> Floats:
         """(samples, layers): how many times as long as the median each layer takes; 1 where no spread is
@@ -62,12 +74,25 @@ class Draws:
         factors: Floats = np.exp(own + np.log1p(costs.uncertainty or 0.0) * self.common[:, None])
         return factors
 
+    def slowdown(self, ranks: Sequence[int]) -> Floats:
+        """(samples,): how many times as long the slowest of these devices takes."""
+        if self.slow is None:
+            return np.ones(len(self))
+        return np.where(self.slow[:, list(ranks)].any(axis=1), self.times, 1.0)
+
 
 @lru_cache(maxsize=4)
-def make_draws(layers: int, samples: int = SAMPLES) -> Draws:
-    """The same numbers wherever and whenever they are drawn."""
+def make_draws(
+    layers: int, samples: int = SAMPLES, devices: int = 0, slow_devices: tuple[float, float] | None = None
+) -> Draws:
+    """The same numbers wherever and whenever they are drawn. `slow_devices`: of `devices`, the probability
+    that one is slow, and how many times as long it takes."""
     random = np.random.default_rng(SEED)
-    return Draws(common=random.standard_normal(samples), layers=random.standard_normal((samples, layers)))
+    draws = Draws(common=random.standard_normal(samples), layers=random.standard_normal((samples, layers)))
+    if slow_devices is None:
+        return draws
+    share, times = slow_devices
+    return replace(draws, slow=np.random.default_rng(SEED).random((samples, devices)) < share, times=times)
 
 
 MOST_TABLES = 16
@@ -96,7 +121,13 @@ class StepSampler:
     def step_seconds(self, plan: ScoredPlan) -> Floats:
         """(samples,): the simulated step of each draw."""
         assembly = assemble(self.space, plan.proposal, plan.recompute)
-        return self.steps(assembly)
+        if self.draws.slow is None or any(own.spread is not None for own in _chains(self.space)):
+            return self.steps(assembly)
+        # Nothing but devices varies: draws in which the same stages are slow are alike.
+        slow = [own for device in range(len(assembly.ranks)) for own in self._slowdowns(assembly, device)]
+        _, first, alike = np.unique(np.array(slow), axis=1, return_index=True, return_inverse=True)
+        steps: Floats = StepSampler(self.space, self.draws.take(first)).steps(assembly)[alike.reshape(-1)]
+        return steps
 
     def steps(self, assembly: Assembly) -> Floats:
         """(samples,): the same of a plan that is made ready for the simulator; of long programs a part of the
@@ -140,11 +171,23 @@ class StepSampler:
         """(samples,) for each kind of device among the replicas."""
         i, j = assembly.bounds[part]
         own = []
-        for table, scale in assembly.timing_tables[place.device]:
+        slowdowns = self._slowdowns(assembly, place.device)
+        for (table, scale), slowdown in zip(assembly.timing_tables[place.device], slowdowns, strict=True):
             running = self._running(table, name)
-            own.append(np.maximum(running[table.cut_points[j]] - running[table.cut_points[i]], 0.0) * scale)
-            own[-1] += assembly.exchanged_seconds(part, table, scale, name)
+            seconds = np.maximum(running[table.cut_points[j]] - running[table.cut_points[i]], 0.0)
+            exchanged = [
+                assembly.exchanged_seconds(part, table, scale * times, name)
+                for times in (1.0, self.draws.times)
+            ]
+            own.append(seconds * scale * slowdown + np.where(slowdown > 1, exchanged[1], exchanged[0]))
         return own
+
+    def _slowdowns(self, assembly: Assembly, device: int) -> list[Floats]:
+        """(samples,) for each kind of device among the replicas, in the order of `timing_tables`."""
+        by_kind: dict[Device, list[int]] = {}
+        for rank in assembly.ranks[device]:
+            by_kind.setdefault(assembly.topology.device(rank), []).append(rank)
+        return [self.draws.slowdown(ranks) for ranks in by_kind.values()]
 
     def _running(self, table: StageTable, name: str) -> Floats:
         """(layers + 1, samples): seconds of the layers before each."""
@@ -175,10 +218,10 @@ class StepSampler:
         """(samples,): of the kind of device whose backward takes longest, each time."""
         i, j = assembly.bounds[part]
         gradients = gradient_bytes(assembly.table(place.device).costs.trainable_bytes, assembly.number_bytes)
-        exposed = []
-        for table, scale in assembly.timing_tables[place.device]:
+        exposed, slowdowns = [], self._slowdowns(assembly, place.device)
+        for (table, scale), slowdown in zip(assembly.timing_tables[place.device], slowdowns, strict=True):
             own = slice(table.cut_points[i], table.cut_points[j])
-            backward = np.diff(self._running(table, "backward"), axis=0).T[:, own] * scale
+            backward = np.diff(self._running(table, "backward"), axis=0).T[:, own] * scale * slowdown[:, None]
             exposed.append(exposed_all_reduces(backward, gradients[own], assembly.topology, ranks, "best"))
         slowest = np.argmax(self._of_kinds(assembly, place, part, "backward"), axis=0)
         of_slowest: Floats = np.take_along_axis(np.array(exposed), slowest[None], axis=0)[0]
@@ -229,7 +272,7 @@ def estimate_interval(space: Space, plan: ScoredPlan, draws: Draws | None = None
         assembly = assemble_endless(space, plan.proposal, plan.recompute)
         return percentiles(steady_steps(StepSampler(space, draws).costs(assembly), plan.config.micro_batches))
     assembly = assemble(space, plan.proposal, plan.recompute)
-    own = draws.part(0, _affordable(assembly, len(draws)))
+    own = draws.take(slice(_affordable(assembly, len(draws))))
     return percentiles(StepSampler(space, own).steps(assembly))
 
 
@@ -239,6 +282,19 @@ def _affordable(assembly: Assembly, draws: int) -> int:
         return draws
     actions = sum(len(own) for own in assembly.program.actions)
     return min(draws, max(FEWEST, ONE_BY_ONE // actions))
+
+
+@dataclass(frozen=True)
+class DrawnSteps:
+    """The mean of the step over the draws, and its percentile `HIGH`."""
+
+    mean_seconds: float
+    high_seconds: float
+
+    @classmethod
+    def of(cls, steps: Floats) -> DrawnSteps:
+        """Of the steps of all draws, (samples,)."""
+        return cls(float(np.mean(steps)), percentiles(steps).high_seconds)
 
 
 def percentiles(steps: Floats) -> Interval:

@@ -14,6 +14,7 @@ OBJECTIVES = {
     "memory": "needs the least memory",
     "cost": "is the cheapest",
     "robust": "is the fastest at the 90th percentile",
+    "slow-devices": "has the shortest mean step with slow devices",
 }
 
 

@@ -61,6 +61,33 @@ def test_the_robust_plan(measured: Path, here: Path, run: Callable[..., Any]) ->
     assert again.prediction == plan.prediction
 
 
+def test_slow_devices(here: Path, run: Callable[..., Any]) -> None:
+    ran = run("solve", *MACHINE, "--slow-devices", "40%:5", "--details")
+    assert ran.status == 0, ran.err
+    plan, text = Plan.load(here / "toy.plan.json"), " ".join(ran.out.split())
+    assert plan.options.slow_devices == (0.4, 5.0)
+    assert plan.objective is not None
+    assert "has the shortest mean step with slow devices of those scored" in text
+    assert "in which each device, with a probability of 40 %, takes 5 times as long" in text
+    assert "compared by the mean of their step" in text
+    again = pplan.solve(
+        Profile.load(here / "toy.profile.json"),
+        gpus=2,
+        mini_batch=8,
+        bandwidth=0.1e9,
+        latency=1e-6,
+        slow_devices="40%:5",
+    )
+    assert again.objective == plan.objective
+
+
+@pytest.mark.parametrize("text", ["5", "5:1.5", "0%:2", "100%:2", "5%:1", "5%:1e9", "x:2"])
+def test_slow_devices_that_cannot_be(text: str, run: Callable[..., Any]) -> None:
+    ran = run("solve", *MACHINE, "--slow-devices", text)
+    assert ran.status == 2
+    assert ran.err.startswith("pplan: --slow-devices ")
+
+
 def test_without_it_the_fastest_by_the_medians(here: Path, run: Callable[..., Any]) -> None:
     ran = run("solve", *MACHINE)
     assert ran.status == 0, ran.err

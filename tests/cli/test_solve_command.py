@@ -61,6 +61,7 @@ def test_defaults(run: Run, here: Path, asked: dict[str, Any], profile: Profile)
         "pins": (),
         "memory_limit": None,
         "robust": False,
+        "slow_devices": None,
         "precision": "auto",
         "gradient_dtype": "auto",
         "zero": 0,

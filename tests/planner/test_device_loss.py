@@ -155,6 +155,17 @@ def test_nothing_fits_on_what_is_left(make_chain: MakeChain) -> None:
 
 
 @pytest.mark.slow
+def test_fewer_replicas_whose_shares_were_not_measured(make_chain: MakeChain) -> None:
+    """Of 64 replicas two are gone: a micro-batch of 256 would be 5 samples for each, and the most is 4."""
+    chain = make_chain(2, 24, traffic=10.0, cuts=1.1, sizes=(1, 2, 4))
+    problem = Problem(chain, alike(64, per_node=8), PlanOptions(mini_batch=512))
+    config = next(own for own in problem.configs if own.micro_batch_size == 256)
+    present = fastest(problem.space, [Proposal(config, (24,), (tuple(range(64)),))])
+    assert present is not None
+    answer = replan_problem(problem, present, [3, 7])
+    assert max(answer.plan.proposal.replicas) * 4 >= answer.plan.config.micro_batch_size
+
+
 def test_sixty_four_devices(make_chain: MakeChain) -> None:
     chain = make_chain(2, 24, traffic=0.1, cuts=1.1, sizes=(1, 2, 4, 8))
     problem = Problem(chain, alike(64, per_node=8), PlanOptions(mini_batch=256, micro_batches=32))

@@ -1,4 +1,5 @@
-"""Ring attention against the mask of attention, cut into pieces, and a clock that runs every device."""
+"""Ring attention and attention to gathered keys against the mask, cut into pieces; the ring against a clock
+that runs every device."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ import pytest
 from pplan.cost_models.hardware import Device, Link
 from pplan.cost_models.topology import Topology, two_level_topology
 from pplan.cost_models.transformer.block_kernels import block_work
-from pplan.cost_models.transformer.kernel_table import AttentionKernel, Kernel, RingAttention
+from pplan.cost_models.transformer.kernel_table import AttentionKernel, Collective, Kernel, RingAttention
 from pplan.cost_models.transformer.layer_work import LayerWork, Tokens
-from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
+from pplan.cost_models.transformer.parallel_degrees import ContextExchange, ParallelDegrees
 from pplan.cost_models.transformer.rank_costs import DeviceLimits, Overheads, RankCosts, TopologyLinks
 from pplan.cost_models.transformer.transformer_shape import AttentionShape, TransformerShape
 
@@ -24,9 +25,9 @@ def ring_of(kernels: tuple[Kernel, ...]) -> RingAttention:
     return next(kernel for kernel in kernels if isinstance(kernel, RingAttention))
 
 
-def work(context: int, causal: bool = True, ring: bool = True) -> LayerWork:
+def work(context: int, causal: bool = True, exchange: ContextExchange = "ring") -> LayerWork:
     shape = replace(SHAPE, attention=replace(SHAPE.attention, causal=causal))
-    return block_work(shape, False, ParallelDegrees(context=context, ring=ring), TOKENS)
+    return block_work(shape, False, ParallelDegrees(context=context, exchange=exchange), TOKENS)
 
 
 @pytest.mark.parametrize("context", [2, 4, 8])
@@ -47,11 +48,35 @@ def test_each_step_of_each_device_is_its_part_of_the_mask(context: int, causal: 
     assert kernel.steps == context
 
 
+@pytest.mark.parametrize("context", [2, 4, 8])
+@pytest.mark.parametrize("causal", [True, False])
+def test_each_device_attends_to_gathered_keys(context: int, causal: bool) -> None:
+    """Its own rows of the mask; and gathers what all devices have of keys and values, twice, and adds up the
+    gradients once."""
+    tokens = np.arange(TOKENS.sequence)
+    pieces = tokens.reshape(2 * context, -1)
+    mask = 2 * (tokens[None, :] < tokens[:, None]) + np.eye(len(tokens)) if causal else np.full((64, 64), 2)
+    own = work(context, causal, "all-gather")
+    for kernels, products in ((own.forward, 2), (own.backward, 5)):
+        flops = sum(kernel.flops for kernel in kernels if isinstance(kernel, AttentionKernel))
+        for rank in range(context):
+            rows = mask[np.concatenate((pieces[rank], pieces[-1 - rank]))]
+            assert flops == rows.sum() / 2 * products * 2 * 8 * 32
+    keys_and_values = 2 * 64 * 2 * (32 + 32)
+    exchanged = [
+        [(each.name, each.bytes) for each in kernels if isinstance(each, Collective)]
+        for kernels in (own.forward, own.backward)
+    ]
+    gathered = ("all_gather", keys_and_values)
+    assert exchanged == [[gathered], [gathered, ("reduce_scatter", keys_and_values)]]
+    assert own.saved == work(context, causal).saved
+
+
 @pytest.mark.parametrize("context", [2, 4])
 def test_as_much_attention_as_with_heads_for_tokens(context: int) -> None:
     for ring, swap in (
-        (work(context).forward, work(context, ring=False).forward),
-        (work(context).backward, work(context, ring=False).backward),
+        (work(context).forward, work(context, exchange="all-to-all").forward),
+        (work(context).backward, work(context, exchange="all-to-all").backward),
     ):
         other = next(kernel for kernel in swap if isinstance(kernel, AttentionKernel))
         assert ring_of(ring).steps * ring_of(ring).step.flops == other.flops
@@ -82,7 +107,7 @@ def clocked(topology: Topology, kernel: RingAttention, ranks: range, attention: 
 def test_seconds_are_those_of_a_clock(tensor: int, context: int, bandwidth: float) -> None:
     topology = two_level_topology(Device("GPU", None), 8, 4, Link(bandwidth, 1e-6), Link(bandwidth / 4, 5e-6))
     costs = RankCosts(DeviceLimits(1e12, 1e11), TopologyLinks(topology), overheads=Overheads(1.0, 0.0, 0.0))
-    degrees = ParallelDegrees(tensor, context, ring=True)
+    degrees = ParallelDegrees(tensor, context, exchange="ring")
     shape = replace(SHAPE, attention=AttentionShape(8, 4, 32, 32))
     work = block_work(shape, False, degrees, TOKENS)
     for kernels in (work.forward, work.backward):
@@ -98,12 +123,13 @@ def test_what_goes_round() -> None:
     keys = 2 * (64 // 4) * 2 * (32 + 32)
     assert ring_of(kernel.forward).bytes == keys
     assert ring_of(kernel.backward).bytes == 2 * keys
-    assert kernel.saved == work(4, ring=False).saved
+    assert kernel.saved == work(4, exchange="all-to-all").saved
 
 
 def test_more_devices_than_heads_of_keys() -> None:
     """2 heads of keys and values cannot be exchanged among 4 devices; they can go round."""
     assert "2 of keys" in ParallelDegrees(context=4).problem_with(SHAPE, 64)
-    assert ParallelDegrees(context=4, ring=True).problem_with(SHAPE, 64) == ""
-    assert "2 x context" in ParallelDegrees(context=4, ring=True).problem_with(SHAPE, 68)
-    assert ParallelDegrees(2, 4, ring=True).describe() == "TP 2 x CP by ring 4"
+    assert ParallelDegrees(context=4, exchange="ring").problem_with(SHAPE, 64) == ""
+    assert "2 x context" in ParallelDegrees(context=4, exchange="ring").problem_with(SHAPE, 68)
+    assert ParallelDegrees(2, 4, exchange="ring").describe() == "TP 2 x CP by ring 4"
+    assert ParallelDegrees(context=4, exchange="all-gather").problem_with(SHAPE, 64) == ""

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,41 @@ def test_equals_the_drawn_chains_one_by_one(
     alone = [fastest(as_drawn(problem, draws, number).space, [proposal]) for number in range(DRAWS)]
     assert steps == pytest.approx([found.step_seconds for found in alone if found], rel=1e-9)
     assert len(set(steps.tolist())) == DRAWS
+
+
+@pytest.mark.parametrize("name", [*PLANS, "zero"])
+@pytest.mark.parametrize("spread", [None, 0.3])
+def test_slow_devices_are_machines_with_slow_kinds(
+    make_problem: MakeProblem,
+    as_drawn: AsDrawn,
+    every_cut: Callable[[Problem], Problem],
+    name: str,
+    spread: float | None,
+) -> None:
+    """Every set of slow devices against a machine on which these have less speed."""
+    config, ends, devices, more = PLANS.get(name) or (*PLANS["replicas"][:3], {"zero": 3})
+    problem = every_cut(make_problem(3, 6, 3, spread=spread or 0.0, uncertainty=None, **more))
+    if spread is None:
+        problem = replace(problem, chain=replace(problem.chain, spread=None))
+    slow = np.array(list(product((False, True), repeat=3)))
+    draws = replace(make_draws(6, len(slow)), slow=slow, times=1.7)
+    plan = fastest(problem.space, [Proposal(config, ends, devices)])
+    assert plan is not None
+    steps = StepSampler(problem.space, draws).step_seconds(plan)
+    for number, own in enumerate(slow):
+        machine = problem if spread is None else as_drawn(problem, draws, number)
+        kinds = [machine.topology.device(rank) for rank in range(3)]
+        groups = tuple(
+            Group(replace(kind, name=f"{kind.name} {late}", speed=kind.speed / (1.7 if late else 1)), 1)
+            for kind, late in zip(kinds, own, strict=True)
+        )
+        machine = replace(machine, topology=replace(machine.topology, groups=groups))
+        alone = fastest(machine.space, [plan.proposal])
+        assert alone is not None
+        # With ZeRO an exchange hides behind the layers' drawn seconds, which is left out: see `_of_kinds`.
+        if name != "zero" or spread is None:
+            assert steps[number] == pytest.approx(alone.step_seconds, rel=1e-9), own
+    assert steps[-1] > steps[0]
 
 
 def test_a_stage_that_must_recompute(
@@ -203,7 +239,7 @@ def test_every_process_draws_the_same() -> None:
 
 def test_a_part_is_the_first_of_all() -> None:
     whole = make_draws(3, 10)
-    part = whole.part(2, 5)
+    part = whole.take(slice(2, 5))
     assert len(part) == 3
     assert (part.layers == whole.layers[2:5]).all()
     assert (part.common == whole.common[2:5]).all()
