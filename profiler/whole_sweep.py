@@ -231,8 +231,8 @@ class WholeSweep(SizeSweep[SizeRun]):
         )
         return (
             f"micro-batch size {run.size} alone took {seconds_text(self.spent)}{before} with "
-            f"{len(run.rounds)} round{'s' * (len(run.rounds) > 1)}, the budget is {self.budget_seconds:g} s: its seconds are "
-            f"less certain; about {seconds_text(enough, math.ceil)} would do for it"
+            f"{len(run.rounds)} round{'s' * (len(run.rounds) > 1)}, the budget is {self.budget_seconds:g} s: "
+            f"its seconds are less certain; about {seconds_text(enough, math.ceil)} would do for it"
         )
 
     def _switch_to(self, run: SizeRun | None) -> None:
