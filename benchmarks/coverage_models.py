@@ -1,4 +1,4 @@
-"""The models that benchmarks/coverage.py tries, with the settings or the input that each is tried with.
+"""The models that benchmarks/model_coverage.py tries, with the settings or the input that each is tried with.
 
 Of torchvision every model, of timm a small one of each family, of transformers architectures of all kinds,
 from their configurations made small.

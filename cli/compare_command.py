@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,7 @@ import typer
 
 from ..cost_models.errors import UsageError
 from ..cost_models.number_format import compare_steps, percent, three_digits
-from ..cost_models.quantities import format_bytes, format_seconds
+from ..cost_models.quantities import MOST_SHARE, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,12 +24,12 @@ DIFFERENCE = 4
 
 def share(text: str) -> float:
     """`10%`, or `0.1`, as a share. Raises UsageError."""
-    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(%?)", text.strip())
-    if not match:
-        raise UsageError(
-            f"--fail-above {text}: is not a share of the step", "Write --fail-above 10%, or 0.1."
-        )
-    return float(match[1]) / (100 if match[2] else 1)
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(%?)", text.strip(), re.ASCII)
+    limit = float(match[1]) / (100 if match[2] else 1) if match else math.inf
+    if limit > MOST_SHARE:
+        what = f"must be at most {MOST_SHARE:g}" if match else "is not a share of the step"
+        raise UsageError(f"--fail-above {text}: {what}", "Write --fail-above 10%, or 0.1.")
+    return limit
 
 
 Plans = Annotated[

@@ -1,4 +1,4 @@
-"""Which models become layers: python benchmarks/coverage.py [NAME[@SHAPE] ...] [--values] [--write FILE]
+"""Which models become layers: python benchmarks/model_coverage.py [NAME[@SHAPE] ...] [--values]
 
 Takes models apart on the meta device (no weights, no time), at granularity block and fine, and prints a
 table of the layers, the allowed cuts and the most tensors that cross one, or the sentence that says why not.
@@ -41,8 +41,8 @@ from pplan.profiler.sequential import as_sequential
 from pplan.profiler.user_model.flat_output import flat
 from pplan.profiler.user_model.seeding import repeatable_seeds
 
-MARKS = "<!-- made by benchmarks/coverage.py -->", "<!-- end -->"
-VALUE_MARKS = "<!-- made by benchmarks/coverage.py --values -->", "<!-- end of values -->"
+MARKS = "<!-- made by benchmarks/model_coverage.py -->", "<!-- end -->"
+VALUE_MARKS = "<!-- made by benchmarks/model_coverage.py --values -->", "<!-- end of values -->"
 GRANULARITIES = ("block", "fine")
 LIBRARIES = {
     "torchvision": "torchvision",
