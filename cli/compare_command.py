@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,12 +11,13 @@ import typer
 
 from ..cost_models.errors import UsageError
 from ..cost_models.number_format import compare_steps, percent, three_digits
-from ..cost_models.quantities import format_bytes, format_seconds
+from ..cost_models.quantities import MOST_SHARE, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ..planner.explanation.compare import ComparisonRow, PlanComparison
+    from ..planner.explanation.other_methods import OtherMethod
 
 DIFFERENCE = 4
 """Exit status: what the user asked to be told about was found."""
@@ -23,12 +25,12 @@ DIFFERENCE = 4
 
 def share(text: str) -> float:
     """`10%`, or `0.1`, as a share. Raises UsageError."""
-    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(%?)", text.strip())
-    if not match:
-        raise UsageError(
-            f"--fail-above {text}: is not a share of the step", "Write --fail-above 10%, or 0.1."
-        )
-    return float(match[1]) / (100 if match[2] else 1)
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(%?)", text.strip(), re.ASCII)
+    limit = float(match[1]) / (100 if match[2] else 1) if match else math.inf
+    if limit > MOST_SHARE:
+        what = f"must be at most {MOST_SHARE:g}" if match else "is not a share of the step"
+        raise UsageError(f"--fail-above {text}: {what}", "Write --fail-above 10%, or 0.1.")
+    return limit
 
 
 Plans = Annotated[
@@ -117,7 +119,29 @@ def print_comparison(comparison: PlanComparison, console: Console) -> None:
         text("configuration\n/ reason", lambda row: row.reason or _configuration(row), drop=1, min_width=13),
     ]
     print_table(console, columns, comparison.rows)
+    if comparison.other_methods:
+        _print_other_methods(comparison.other_methods, console)
     print_notes(console, comparison.notes)
+
+
+def _print_other_methods(methods: list[OtherMethod], console: Console) -> None:
+    """What is no plan of pplan."""
+    from .table import Column, number, print_table, text
+
+    columns: list[Column[OtherMethod]] = [
+        text("method\n", lambda row: row.name, min_width=10),
+        number("step\n", lambda row: row.step_seconds, format_seconds),
+        number("samples/s\n", lambda row: row.samples_per_second, three_digits, drop=4),
+        number("most\nmemory", lambda row: row.memory_bytes, format_bytes, drop=3),
+        number("stale-\nness", lambda row: None if row.staleness is None else row, _staleness),
+        text("configuration\n/ reason", lambda row: row.reason or row.detail, drop=1, min_width=13),
+    ]
+    title = "Other methods: by their own time models, no plans of pplan; staleness in updates"
+    print_table(console, columns, methods, title=title)
+
+
+def _staleness(method: OtherMethod) -> str:
+    return f"{'<= ' if method.staleness_bounded else ''}{method.staleness:.3g}"
 
 
 def _versus(slower: float) -> str:

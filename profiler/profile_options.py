@@ -186,7 +186,7 @@ class ProfileOptions(Options):
     budget_seconds: float = option(
         60.0,
         arguments.number,
-        "How long to measure, over all sizes together.",
+        "How long all may take, with loading and tracing; the smallest size is always measured.",
         "60s",
         flag="budget",
         read=parse_seconds,

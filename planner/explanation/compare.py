@@ -19,6 +19,7 @@ from ..plan_records import TIE
 from ..plan_stages import bubble, plan_stages
 from ..planners import PLANNERS
 from .explain_context import ExplainContext
+from .other_methods import OtherMethod, OtherMethodOptions, list_other_methods
 
 
 class ComparisonRow(Record):
@@ -47,6 +48,7 @@ class PlanComparison(Document):
     """The plans in the order in which they were given, then what the planners made, the fastest first.
 
     `first_slower`: the first plan's seconds a sample over those of the best of the others, less 1.
+    `other_methods`: what is no plan of pplan, by its own time model.
     """
 
     kind: ClassVar[str] = "comparison"
@@ -54,6 +56,7 @@ class PlanComparison(Document):
     rows: list[ComparisonRow]
     first_slower: float | None
     notes: list[str] = []
+    other_methods: list[OtherMethod] = []
 
     def __repr__(self) -> str:
         return f"<PlanComparison of {', '.join(row.name for row in self.rows[:8])}>"
@@ -95,6 +98,7 @@ def compare_plans(
         ],
         first_slower=max(rates) / first - 1 if rates and first else None,
         notes=list(_differences(plans_by_name)),
+        other_methods=[] if context is None else list_other_methods(context.problem, OtherMethodOptions()),
     )
 
 

@@ -10,11 +10,20 @@ from ..cost_models.errors import UsageError
 from ..planner.explanation.compare import PlanComparison, compare_plans
 from ..planner.explanation.explain_context import make_context
 from ..planner.explanation.explanation import Explanation, explain_plan
+from ..planner.explanation.other_methods import OtherMethod, OtherMethodOptions, list_other_methods
 from ..planner.plan_file import Plan
 from ..profiler.profile_file import Profile
 from .load import as_plan, check_layers, profile_and_reference
 from .machine import planned_machine
-from .options import ExplainKeywords, ExplainOptions, options_from
+from .options import (
+    ExplainKeywords,
+    ExplainOptions,
+    MachineOptions,
+    OtherMethodKeywords,
+    PlanOptions,
+    options_from,
+)
+from .solve import make_problem
 
 
 def explain(
@@ -77,3 +86,26 @@ def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = No
     folder = Path(plans[0]).parent if isinstance(plans[0], str | Path) else Path()
     machine, profiles = planned_machine(first, measured_profile, folder)
     return compare_plans(plans_by_name, make_context(first, measured_profile.chain(), machine, profiles))
+
+
+def data_parallel(profile: Profile | str | Path, **options: Unpack[OtherMethodKeywords]) -> list[OtherMethod]:
+    """Data parallelism by other means, HetPipe and Asteroid on `gpus` devices, each by its own time model.
+
+    All-reduces (ring, tree), `servers` parameter servers (synchronous, asynchronous, at most `staleness`
+    updates apart, Downpour with `push_every` and `fetch_every`), Hogwild on a memory of `memory_bandwidth`
+    bytes per second; HetPipe's virtual workers by policy; Asteroid's shares, where they are unequal. Each row
+    has `step_seconds` of a global batch, `memory_bytes` and `staleness`, or a `reason` why there is none. The
+    other options are those of `solve`.
+
+    >>> import pplan
+    >>> rows = pplan.data_parallel("gpt.profile.json", gpus=4, mini_batch=64)
+    >>> [row.name for row in rows[:3]]
+    ['dp-ring', 'dp-tree', 'dp-synchronous']
+
+    Raises UsageError, FileError (the profile, the topology).
+    """
+    machine, plan_options, own = options_from(
+        options, MachineOptions, PlanOptions, OtherMethodOptions, of="data_parallel"
+    )
+    measured_profile, reference = profile_and_reference(profile, "", "")
+    return list_other_methods(make_problem(measured_profile, reference, machine, plan_options), own)

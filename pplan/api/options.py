@@ -48,6 +48,16 @@ class ProblemKeywords(MachineKeywords, PlanKeywords, total=False):
     gpus: Required[int]
 
 
+class OtherMethodKeywords(ProblemKeywords, total=False):
+    """The options of a problem, and the fields of `OtherMethodOptions`."""
+
+    servers: int
+    staleness: int
+    push_every: int
+    fetch_every: int
+    memory_bandwidth: float | None
+
+
 class SolveKeywords(ProblemKeywords, ObjectiveKeywords, total=False):
     """The options of a problem, and what its plan is to be the best of."""
 
@@ -237,6 +247,7 @@ __all__ = [
     "ObjectiveOptions",
     "Option",
     "Options",
+    "OtherMethodKeywords",
     "OverrideKeywords",
     "Overrides",
     "PartitionKeywords",

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ...cost_models.quantities import format_count
 from .partition import Partition, from_blocks, partition_error
 from .trainer_options import Options, read_number
 
@@ -32,7 +33,9 @@ def layout_problems(stages: Sequence[str], pipeline: int, blocks: int, predictor
     if unknown := sorted(set(letters) - set("EtmL")):
         problems.append(f"{unknown[0]!r} is none of E, t, m, L and |")
     if len(stages) % pipeline:
-        problems.append(f"{len(stages)} stages are no multiple of the pipeline's size {pipeline}")
+        problems.append(
+            f"{format_count(len(stages), 'stage')}: no multiple of the pipeline's size {pipeline}"
+        )
     if not letters.startswith("E"):
         problems.append("the first layer is not E, the embedding")
     if not letters.endswith("L"):
@@ -43,7 +46,7 @@ def layout_problems(stages: Sequence[str], pipeline: int, blocks: int, predictor
         if letters.count(letter) > 1
     ]
     if (count := letters.count("t")) != blocks:
-        problems.append(f"it places {count} transformer blocks (t), the model has {blocks}")
+        problems.append(f"it places {format_count(count, 'transformer block')} (t), the model has {blocks}")
     return problems + _predictor_problems(stages, pipeline, predictors)
 
 
@@ -53,7 +56,9 @@ def _predictor_problems(stages: Sequence[str], pipeline: int, predictors: int) -
         return []
     problems = []
     if count != predictors:
-        problems.append(f"it places {count} multi-token predictors (m), the model has {predictors}")
+        problems.append(
+            f"it places {format_count(count, 'multi-token predictor')} (m), the model has {predictors}"
+        )
     if "t" in letters[letters.index("m") :]:
         problems.append("a transformer block (t) stands behind a multi-token predictor (m)")
     own = [stage for stage, text in enumerate(stages) if "m" in text]
