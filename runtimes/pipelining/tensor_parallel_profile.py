@@ -7,7 +7,7 @@ seconds are those of the process that takes longest, its bytes those of one proc
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,7 +28,7 @@ from ...profiler.profile_file import Profile
 from ...profiler.sequential import sequential
 from ...profiler.torchrun_env import COMMAND, read_torchrun_env
 from ...profiler.user_model.loaded_model import LoadedModel
-from .tensor_parallel import TensorPlan, share_matrices, styles_by_module
+from .tensor_parallel import share_matrices, styles_by_module
 
 WARM_UPS = 2
 FEWEST, MOST = 3, 30
@@ -38,7 +38,7 @@ FEWEST, MOST = 3, 30
 def profile_shared_layers(
     loaded: LoadedModel,
     structure: Profile,
-    tensor_plan: TensorPlan | None,
+    tensor_plan: Mapping[str, object] | None,
     processes: int,
     *,
     device: torch.device,
@@ -60,7 +60,9 @@ def profile_shared_layers(
                 f"{loaded.name}: it has other layers on {device.type} than on the meta device",
                 "Name the layers: granularity='module:PATTERN'.",
             )
-        share_matrices(layers, styles_by_module(layers, plan), init_device_mesh(device.type, (processes,)))
+        share_matrices(
+            layers, styles_by_module(layers, plan, "tensor_plan"), init_device_mesh(device.type, (processes,))
+        )
         run = _SharedLayers(list(layers), device)
         sizes = structure.micro_batch_sizes
         seconds, saved = [], []
@@ -71,7 +73,7 @@ def profile_shared_layers(
         return _written(structure, run, saved, seconds, processes)
 
 
-def _own_plan(module: nn.Module) -> TensorPlan:
+def _own_plan(module: nn.Module) -> dict[str, object]:
     plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
     if not plan:
         raise UsageError(
@@ -270,8 +272,11 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _local(tensor: Tensor) -> Tensor:
     """This process's part."""
+    if not isinstance(tensor, DTensor):
+        return tensor
     with torch.no_grad():
-        return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+        local: Tensor = tensor.to_local()
+    return local
 
 
 def _key(tensor: Tensor) -> int:
