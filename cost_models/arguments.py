@@ -112,19 +112,20 @@ def watts(name: str, value: Any) -> dict[str, tuple[float, float]] | None:
     hint = f"For example: {name}='A100=400/60,T4=70/10', computing and waiting."
     if value is None:
         return None
+    kinds = value
     if isinstance(value, str):
         pairs = [own.partition("=")[::2] for own in value.split(",")]
-        value = {kind.strip(): power.split("/") for kind, power in pairs}
-    if not isinstance(value, Mapping) or not value:
+        kinds = {kind.strip(): power.split("/") for kind, power in pairs}
+    if not isinstance(kinds, Mapping) or not kinds:
         raise _wrong(name, value, "watts by kind of device", hint)
     powers = {}
-    for kind, both in value.items():
+    for kind, both in kinds.items():
         try:
             busy, idle = (float(own) for own in both)
         except (TypeError, ValueError):
-            raise UsageError(f"{name}: {kind}={both!r}: are not two numbers of watts", hint) from None
+            raise UsageError(f"{name}={value!r}: {kind} has not two numbers of watts", hint) from None
         if not 0 <= idle <= busy < inf:
-            raise UsageError(f"{name}: {kind}={busy:g}/{idle:g}: must be 0 <= waiting <= computing", hint)
+            raise UsageError(f"{name}={value!r}: {kind} must have 0 <= waiting <= computing", hint)
         powers[str(kind)] = (busy, idle)
     return powers
 

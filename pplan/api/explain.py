@@ -77,6 +77,7 @@ def compare(
 
     Raises UsageError (no plan, a profile of other layers), FileError.
     """
+    powers = arguments.watts("watts", watts)
     if not plans:
         raise UsageError("compare: no plan is given", "Give plans, or the paths of their files.")
     plans_by_name = [
@@ -84,7 +85,7 @@ def compare(
         for number, plan in enumerate(plans)
     ]
     if profile is None:
-        if watts is not None:
+        if powers is not None:
             raise UsageError("watts: without a profile", "Give the profile that the first plan is of, too.")
         return compare_plans(plans_by_name)
     first = plans_by_name[0][1]
@@ -93,7 +94,7 @@ def compare(
     folder = Path(plans[0]).parent if isinstance(plans[0], str | Path) else Path()
     machine, profiles = planned_machine(first, measured_profile, folder)
     context = make_context(first, measured_profile.chain(), machine, profiles)
-    return compare_plans(plans_by_name, context, arguments.watts("watts", watts))
+    return compare_plans(plans_by_name, context, powers)
 
 
 def data_parallel(profile: Profile | str | Path, **options: Unpack[OtherMethodKeywords]) -> list[OtherMethod]:
