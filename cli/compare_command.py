@@ -61,6 +61,14 @@ FailAbove = Annotated[
         parser=share,
     ),
 ]
+Watts = Annotated[
+    str | None,
+    typer.Option(
+        "--watts",
+        metavar="KIND=BUSY/IDLE,...",
+        help="Watts of each kind of device, computing and waiting: prints the energy of steps.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -69,6 +77,7 @@ def compare_command(
     planners: Planners = False,
     profile_file: ProfileFile = None,
     fail_above: FailAbove = None,
+    watts: Watts = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare plans side by side: step, samples/s, bubble, memory, devices and gap."""
@@ -87,7 +96,7 @@ def compare_command(
             "The figures of several plans are those in their files: omit it, or give --planners.",
         )
     with waiting("Asking the planners" if profile_file is not None else "Reading the plans"):
-        comparison = compare(*paths, profile=profile_file)
+        comparison = compare(*paths, profile=profile_file, watts=watts)
     if as_json:
         result(comparison.to_json())
     else:
@@ -114,6 +123,13 @@ def print_comparison(comparison: PlanComparison, console: Console) -> None:
         text("vs. the\nfirst", lambda row: None if row is first else row.slower, _versus, min_width=9),
         number("bubble\n", lambda row: row.bubble, percent, drop=4),
         number("most\nmemory", lambda row: row.memory_bytes, format_bytes, drop=6),
+        number(
+            "energy\n",
+            lambda row: row.energy_joules,
+            _joules,
+            drop=6,
+            visible=any(row.energy_joules is not None for row in comparison.rows),
+        ),
         number("GPUs\n", lambda row: row.devices, drop=5),
         number("gap\n", lambda row: row.gap, percent, drop=3),
         text("configuration\n/ reason", lambda row: row.reason or _configuration(row), drop=1, min_width=13),
@@ -133,11 +149,22 @@ def _print_other_methods(methods: list[OtherMethod], console: Console) -> None:
         number("step\n", lambda row: row.step_seconds, format_seconds),
         number("samples/s\n", lambda row: row.samples_per_second, three_digits, drop=4),
         number("most\nmemory", lambda row: row.memory_bytes, format_bytes, drop=3),
+        number(
+            "energy\n",
+            lambda row: row.energy_joules,
+            _joules,
+            drop=2,
+            visible=any(row.energy_joules is not None for row in methods),
+        ),
         number("stale-\nness", lambda row: None if row.staleness is None else row, _staleness),
         text("configuration\n/ reason", lambda row: row.reason or row.detail, drop=1, min_width=13),
     ]
     title = "Other methods: by their own time models, no plans of pplan; staleness in updates"
     print_table(console, columns, methods, title=title)
+
+
+def _joules(energy: float) -> str:
+    return f"{three_digits(energy)} J"
 
 
 def _staleness(method: OtherMethod) -> str:

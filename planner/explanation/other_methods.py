@@ -7,7 +7,7 @@ their time, memory and staleness; what staleness does to the loss is not predict
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,14 +15,15 @@ from ...cost_models import arguments, data_parallel
 from ...cost_models.collectives import Algorithm, all_reduce_seconds
 from ...cost_models.data_parallel import Pace, Workers
 from ...cost_models.document import Record
+from ...cost_models.errors import UsageError
 from ...cost_models.option_fields import Options, option
 from ...cost_models.quantities import format_seconds
 from ..alternatives import accumulating
 from ..candidate import Proposal, ScoredPlan
 from ..joint_search import plan_with
-from ..plan_stages import plan_stages
+from ..plan_stages import energy_joules, plan_stages
 from ..planners import find_planner
-from ..planners.asteroid import find_asteroid_plan, shared_bytes, shared_step
+from ..planners.asteroid import find_asteroid_plan, shared_load, shared_step
 from ..planners.hetpipe import POLICIES, HetPipePlan, find_hetpipe_plan
 from ..planners.replica_groups import micro_batch_choices
 from ..problem import Problem
@@ -34,7 +35,7 @@ class OtherMethod(Record):
 
     `memory_bytes`: of the device that needs most. `staleness`: updates (mini-batches, of HetPipe) that a
     gradient misses, in the mean or, where `staleness_bounded`, at the most; 0 of synchronous ones. `reason`:
-    why there is none.
+    why there is none. `energy_joules`: of synchronous ones, where the watts of the devices are given.
     """
 
     name: str
@@ -42,6 +43,7 @@ class OtherMethod(Record):
     samples_per_second: float | None = None
     memory_bytes: int | None = None
     staleness: float | None = None
+    energy_joules: float | None = None
     staleness_bounded: bool = False
     detail: str = ""
     reason: str = ""
@@ -52,22 +54,32 @@ class OtherMethodOptions(Options):
     """`servers`: parameter servers, each with a port of its own; `staleness`: the bound of stale-synchronous
     workers, in updates, and the clock distance of HetPipe, in waves; `push_every`, `fetch_every`: Downpour's
     periods, in gradients; `memory_bandwidth`: bytes per second of the memory that Hogwild's workers share
-    (None: no Hogwild)."""
+    (None: no Hogwild). `watts`: by kind of device, while it computes and while it waits."""
 
     servers: int = option(1, arguments.whole)
     staleness: int = option(3, partial(arguments.whole, at_least=0))
     push_every: int = option(4, arguments.whole)
     fetch_every: int = option(4, arguments.whole)
     memory_bandwidth: float | None = option(None, arguments.optional_number)
+    watts: Mapping[str, tuple[float, float]] | None = option(None, arguments.watts)
 
 
 def list_other_methods(problem: Problem, options: OtherMethodOptions) -> list[OtherMethod]:
-    """All of them for a problem, in a fixed order."""
+    """All of them for a problem, in a fixed order. Raises UsageError for watts of other kinds of devices."""
+    check_watts(problem, options.watts)
     return [
         *_data_parallel(problem, options),
         *(_hetpipe(problem, policy, options.staleness) for policy in POLICIES),
-        *_asteroid(problem),
+        *_asteroid(problem, options.watts or {}),
     ]
+
+
+def check_watts(problem: Problem, watts: Mapping[str, tuple[float, float]] | None) -> None:
+    """Raises UsageError for a kind of device that the machine does not have."""
+    kinds = [kind.name for kind in problem.topology.kinds]
+    for name in watts or {}:
+        if name not in kinds:
+            raise UsageError(f"watts of {name}: the machine has none", f"It has: {', '.join(kinds)}.")
 
 
 def _data_parallel(problem: Problem, options: OtherMethodOptions) -> Iterator[OtherMethod]:
@@ -85,9 +97,11 @@ def _data_parallel(problem: Problem, options: OtherMethodOptions) -> Iterator[Ot
     algorithms: tuple[Algorithm, ...] = ("ring", "tree")
     for algorithm in algorithms:
         reduced = all_reduce_seconds(problem.topology, range(problem.gpus), workers.gradient_bytes, algorithm)
-        step = max(workers.compute_seconds) + reduced
-        pace = Pace(problem.gpus / step, 0.0)
-        yield _row(problem, f"dp-{algorithm}", pace, whole, "all-reduce after the backward")
+        step, busy = max(workers.compute_seconds) + reduced, dict(enumerate(workers.compute_seconds))
+        energy = energy_joules(problem.topology, busy, step, options.watts or {})
+        pace, detail = Pace(problem.gpus / step, 0.0), "all-reduce after the backward"
+        row = _row(problem, f"dp-{algorithm}", pace, whole, detail)
+        yield row.model_copy(update={"energy_joules": energy})
     served = f"{options.servers} parameter server{'s' * (options.servers > 1)}"
     yield _row(problem, "dp-synchronous", data_parallel.synchronous(workers), stateless, served)
     yield _row(problem, "dp-asynchronous", data_parallel.asynchronous(workers), stateless, served)
@@ -159,7 +173,7 @@ def _hetpipe(problem: Problem, policy: str, distance: int) -> OtherMethod:
     )
 
 
-def _asteroid(problem: Problem) -> Iterator[OtherMethod]:
+def _asteroid(problem: Problem, watts: Mapping[str, tuple[float, float]]) -> Iterator[OtherMethod]:
     """The plan with the least latency, where its shares are unequal: else it is a plan of pplan."""
     plans = [
         (plan.latency_seconds, plan, choice)
@@ -175,13 +189,15 @@ def _asteroid(problem: Problem) -> Iterator[OtherMethod]:
     proposal = Proposal(config, plan.ends, plan.devices, plan.latency_seconds)
     simulates = possible(problem.space, proposal)
     step = shared_step(problem.space, proposal, plan.samples) if simulates else plan.latency_seconds
+    most, busy = shared_load(problem.space, plan, choice)
     shares = " | ".join(":".join(map(str, own)) for own in plan.samples[:8])
     yield OtherMethod(
         name="asteroid-shares",
         step_seconds=step,
         samples_per_second=problem.mini_batch / step,
-        memory_bytes=round(shared_bytes(problem.space, plan, choice)),
+        memory_bytes=round(most),
         staleness=0.0,
+        energy_joules=energy_joules(problem.topology, busy, step, watts),
         detail=f"{shares} samples of each of {choice.micro_batches} micro-batches, "
         f"{'simulated; ' if simulates else ''}{format_seconds(plan.latency_seconds)} by its own estimate",
     )

@@ -231,9 +231,10 @@ def shared_step(space: Space, proposal: Proposal, samples: Sequence[Sequence[int
     return float(step_seconds(assembly.program, costs)[0])
 
 
-def shared_bytes(space: Space, plan: AsteroidPlan, choice: MicroBatchChoice) -> float:
-    """Of the device that needs most, with the samples that it takes."""
-    most, places = 0.0, list(space.table(space.chain.sizes[0]).cut_points)
+def shared_load(space: Space, plan: AsteroidPlan, choice: MicroBatchChoice) -> tuple[float, dict[int, float]]:
+    """The bytes of the device that needs most, and the seconds that each rank computes in a step, with the
+    samples that it takes."""
+    most, busy, places = 0.0, dict[int, float](), list(space.table(space.chain.sizes[0]).cut_points)
     mode = ShareTables(space, choice).mode
     for stage, (start, end) in enumerate(pairwise((0, *plan.ends))):
         in_flight = min(2 * (len(plan.ends) - stage) - 1, choice.micro_batches)
@@ -242,8 +243,11 @@ def shared_bytes(space: Space, plan: AsteroidPlan, choice: MicroBatchChoice) -> 
             options = ledger_options(kind, space.dtype, space.number_bytes, space.zero)
             table = space.kind_table(kind, max(own, 1))
             need = table.memory(in_flight, mode, space.optimizer, 1, **options)
-            most = max(most, float(need[places.index(start), places.index(end)]))
-    return most
+            at = places.index(start), places.index(end)
+            most = max(most, float(need[at]))
+            seconds = float((table.forward + table.backward)[at]) * kind.seconds_scale
+            busy[rank] = choice.micro_batches * seconds if own else 0.0
+    return most, busy
 
 
 class Asteroid:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Unpack
 
+from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..planner.explanation.compare import PlanComparison, compare_plans
 from ..planner.explanation.explain_context import make_context
@@ -58,12 +59,16 @@ def explain(
     return explain_plan(plan, measured_profile.chain(), machine, profiles, split, progress)
 
 
-def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = None) -> PlanComparison:
+def compare(
+    *plans: Plan | str | Path,
+    profile: Profile | str | Path | None = None,
+    watts: Mapping[str, tuple[float, float]] | str | None = None,
+) -> PlanComparison:
     """The plans side by side: step, samples/s, bubble, memory, devices and gap of each.
 
     With the `profile` that the first was made from, what every named planner makes of its problem, too. Of
     the result: `rows`, and `first_slower`, the first plan's seconds a sample over those of the best of the
-    others, less 1.
+    others, less 1. With the `watts` of each kind of device, computing and waiting, also the energy of steps.
 
     >>> import pplan
     >>> table = pplan.compare("gpt.plan.json", profile="gpt.profile.json")
@@ -72,6 +77,7 @@ def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = No
 
     Raises UsageError (no plan, a profile of other layers), FileError.
     """
+    powers = arguments.watts("watts", watts)
     if not plans:
         raise UsageError("compare: no plan is given", "Give plans, or the paths of their files.")
     plans_by_name = [
@@ -79,13 +85,16 @@ def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = No
         for number, plan in enumerate(plans)
     ]
     if profile is None:
+        if powers is not None:
+            raise UsageError("watts: without a profile", "Give the profile that the first plan is of, too.")
         return compare_plans(plans_by_name)
     first = plans_by_name[0][1]
     measured_profile, reference = profile_and_reference(profile, "", "")
     check_layers(first, reference)
     folder = Path(plans[0]).parent if isinstance(plans[0], str | Path) else Path()
     machine, profiles = planned_machine(first, measured_profile, folder)
-    return compare_plans(plans_by_name, make_context(first, measured_profile.chain(), machine, profiles))
+    context = make_context(first, measured_profile.chain(), machine, profiles)
+    return compare_plans(plans_by_name, context, powers)
 
 
 def data_parallel(profile: Profile | str | Path, **options: Unpack[OtherMethodKeywords]) -> list[OtherMethod]:

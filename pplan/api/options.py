@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Required, TypedDict
 
@@ -56,6 +56,7 @@ class OtherMethodKeywords(ProblemKeywords, total=False):
     push_every: int
     fetch_every: int
     memory_bandwidth: float | None
+    watts: Mapping[str, tuple[float, float]] | str | None
 
 
 class SolveKeywords(ProblemKeywords, ObjectiveKeywords, total=False):
