@@ -98,8 +98,8 @@ def test_what_cannot_stand_in_a_file(tmp_path: Path, text: str, said: str) -> No
 def test_figures_of_the_data_sheets(
     name: str, half: float, single: float, bandwidth: float, gib: float
 ) -> None:
-    """Teraflops of dense products in 16 bits, and of float32; GB/s; the memory that it is sold with, of which a
-    program finds a little less."""
+    """Teraflops of dense products in 16 bits, and of float32; GB/s; the memory that it is sold with, of
+    which a program finds a little less."""
     roofline = ROOFLINES[name]
     assert roofline.peak("float16") == pytest.approx(half * 1e12)
     assert roofline.peak("float32") == pytest.approx(single * 1e12)

@@ -19,7 +19,12 @@ from pplan.cost_models.hardware import Device, Link
 from pplan.cost_models.schedules import find_schedule
 from pplan.cost_models.topology import two_level_topology
 from pplan.cost_models.transformer.configuration import transformer_shape
-from pplan.cost_models.transformer.kernel_table import AttentionKernel, GroupedMatmul, Matmul, load_kernel_table
+from pplan.cost_models.transformer.kernel_table import (
+    AttentionKernel,
+    GroupedMatmul,
+    Matmul,
+    load_kernel_table,
+)
 from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.rank_costs import DeviceLimits, Overheads, RankCosts, TopologyLinks
