@@ -91,7 +91,7 @@ class ScheduleText:
         row = next(iter(own or [row for row in self.rows if row[1] is None]), None)
         if row is None:
             raise ScheduleTextError(
-                f"{self.name}: device {device} of {values['p']} has no line",
+                f"device {device} of {values['p']} has no line",
                 f"Add `device {device}: ...`, or `device i: ...` for all that have none.",
             )
         line, _, write = row
