@@ -46,7 +46,7 @@ def measure(stage: nn.Module, example: Tensor) -> list[float]:
             _, groups = stage_backward_input([output], [gradient], [inputs], iter(stage.parameters()))
         with record_function(PASSES[2]):
             stage_backward_weight(iter(stage.parameters()), groups)
-    events = recorded.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = recorded.profiler.kineto_results.events()
     spans = {own.name(): (own.start_ns(), own.start_ns() + own.duration_ns()) for own in events}
     changes = [(own.start_ns(), own.nbytes()) for own in events if own.name() == "[memory]"]
     return [

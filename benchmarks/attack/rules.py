@@ -144,7 +144,7 @@ class Rules:
         if requested != "auto":
             return [(mode,) * devices for mode in whole if mode == requested]
         if schedule in SPLIT:
-            return [("never",) * devices]
+            whole, by_stage = ["never"], False
         made: dict[tuple[Recompute, ...], None] = {(mode,) * devices: None for mode in whole}
         if by_stage:
             mixed: list[Recompute] = ["never", "always"]

@@ -126,8 +126,8 @@ class LineReader:
         """Terms up to the closing bracket, or to the end."""
         terms: list[Writer] = []
         while self.word and self.word != closing:
-            named = self._named_actions()
-            terms.append(_write_named(named, self.line) if named else self.read_term())
+            literals = self._read_literals()
+            terms.append(_write_literals(literals, self.line) if literals else self.read_term())
         if closing:
             self.take(closing)
 
@@ -137,10 +137,10 @@ class LineReader:
 
         return write
 
-    def _named_actions(self) -> list[Written]:
+    def _read_literals(self) -> list[Written]:
         """The next words as far as they are `F3` or `B3.1`, not repeated: those of a plan's order, of which
         there may be a million."""
-        named, words, count = list[Written](), self.words, len(self.words)
+        actions, words, count = list[Written](), self.words, len(self.words)
         while self.at < count:
             word, end, chunk = words[self.at], self.at + 1, "0"
             if word[0] not in "FBW" or not word[1:].isdigit() or len(word) > 8:
@@ -149,9 +149,9 @@ class LineReader:
                 chunk, end = words[end + 1], end + 2
             if len(chunk) > 7 or (end < count and words[end] in "*.["):
                 break
-            named.append(Written(word[0], int(word[1:]), int(chunk)))
+            actions.append(Written(word[0], int(word[1:]), int(chunk)))
             self.at = end
-        return named
+        return actions
 
     def read_term(self) -> Writer:
         """An action, a list's next, a bracket or `each`, and how often."""
@@ -290,9 +290,9 @@ class LineReader:
         return int(digits)
 
 
-def _write_named(named: Sequence[Written], line: int) -> Writer:
+def _write_literals(actions: Sequence[Written], line: int) -> Writer:
     def write(values: Values, device: DeviceList) -> Iterator[Written]:  # noqa: ARG001 - called as all are
-        for written in named:
+        for written in actions:
             device.count(line)
             yield written
 
