@@ -143,6 +143,8 @@ def test_a_registered_schedule_has_its_name(tmp_path: Path) -> None:
     assert SCHEDULES["own-order"].program(2, 2).actions[0][0].kind == "F"
     with pytest.raises(UsageError, match="pplan's own"):
         register_schedule("name: zb-h1\ndevice i: F*m B*m\n")
+    with pytest.raises(UsageError, match="pplan's own"):
+        register_schedule("name: any\ndevice i: F*m B*m\n")
     with pytest.raises(FileError, match="no such schedule file"):
         read_schedule_file(tmp_path / "none.schedule")
     file.write_text("name: own-order\ndevice i: F*m B*m ?\n", encoding="utf-8")
