@@ -82,6 +82,11 @@ def test_several_nodes_and_one_device(make_chain: MakeChain) -> None:
     shared = methods(chain, Topology((Group(Device("toy", None), 4),), levels), memory_bandwidth=1e9)
     assert "in several nodes" in shared["dp-hogwild"].reason
     assert rows["hetpipe-np"].staleness_bounded
+    topology = Topology((Group(Device("toy", None), 4),), levels)
+    problem = Problem(chain, topology, PlanOptions(mini_batch=8, optimizer="adam"))
+    adam = {row.name: row.memory_bytes for row in list_other_methods(problem, OtherMethodOptions())}
+    states = 2 * float(chain.trainable_bytes.sum())
+    assert adam["dp-ring"] - adam["dp-asynchronous"] == pytest.approx(states, abs=2)  # type: ignore[operator]
     alone = methods(chain, Topology((Group(Device("toy", None), 1),), levels))
     assert alone["dp-ring"].reason == "one device"
 

@@ -45,6 +45,8 @@ def test_policies(make_chain: MakeChain) -> None:
         assert sorted(rank for ranks in own for rank in ranks) == list(range(16))
     three = Problem(make_chain(1, 8), cluster(3, 2), PlanOptions(mini_batch=16))
     assert virtual_workers(three, "HD") == "takes half of each of two nodes"
+    deep = Problem(make_chain(1, 3, cuts=1.1), cluster(1, 4), PlanOptions(mini_batch=16))
+    assert find_hetpipe_plan(deep, "NP") == "virtual workers of 4 devices: the cuts make 3 stages"
     one = Problem(make_chain(1, 8), cluster(1, 2), PlanOptions(mini_batch=16))
     assert virtual_workers(one, "ED") == "one node: as NP"
 
