@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from typing import TYPE_CHECKING
 
@@ -77,6 +78,9 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
         line(console, "Megatron-Bridge: " + shlex.join(best.megatron_bridge))
         console.print()
     line(console, "torchtitan: " + shlex.join(best.torchtitan))
+    if best.nemo_automodel:
+        console.print()
+        line(console, "NeMo AutoModel, sections of a recipe: " + json.dumps(best.nemo_automodel))
     print_notes(console, [*best.remarks, *document.notes])
 
 

@@ -12,7 +12,7 @@ from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.optimizers import dtype_precision
 from ..cost_models.option_fields import Options, option, settings_option
-from ..cost_models.option_readers import read_sizes
+from ..cost_models.option_readers import read_settings, read_sizes
 from ..cost_models.quantities import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
@@ -47,6 +47,13 @@ class ProfileKeywords(TypedDict, total=False):
     seed: int
     resume: bool
     cache: bool
+
+
+class TensorParallelKeywords(TypedDict, total=False):
+    """The fields of `TensorParallelOptions`, as a caller may give them."""
+
+    tensor_parallel: int | None
+    tensor_plan: Mapping[str, object] | None
 
 
 class ImportKeywords(TypedDict, total=False):
@@ -179,7 +186,7 @@ class ProfileOptions(Options):
     budget_seconds: float = option(
         60.0,
         arguments.number,
-        "How long to measure, over all sizes together.",
+        "How long all may take, with loading and tracing; the smallest size is always measured.",
         "60s",
         flag="budget",
         read=parse_seconds,
@@ -195,6 +202,30 @@ class ProfileOptions(Options):
             raise UsageError(
                 f"budget_seconds={self.budget_seconds:g}: must be above 0", "As in budget_seconds=60."
             )
+
+
+@dataclass(frozen=True)
+class TensorParallelOptions(Options):
+    """Layers that several processes share, which torchrun has started: how many, and which modules are split,
+    by their names with wildcards, "colwise" or "rowwise"; None: as the transformers model says."""
+
+    tensor_parallel: int | None = option(
+        None,
+        arguments.optional_whole,
+        "Processes that share every layer (torchrun starts them); the profile is of one of them.",
+        "N",
+        flag="tp",
+        least=2,
+    )
+    tensor_plan: Mapping[str, object] | None = option(
+        None,
+        arguments.settings,
+        "Modules to split, colwise or rowwise; default: the plan of the transformers model; repeatable.",
+        "NAME=STYLE",
+        flag="tp-plan",
+        read=read_settings,
+        repeats=True,
+    )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Required, TypedDict
 
@@ -30,16 +30,33 @@ from ..profiler.profile_options import (
     ProfileImportOptions,
     ProfileKeywords,
     ProfileOptions,
+    TensorParallelKeywords,
+    TensorParallelOptions,
     TransformerSizes,
 )
 from .check_options import CheckKeywords, CheckOptions
 from .stage_costs import CostKeywords, CostOptions
 
 
+class MeasuringKeywords(ProfileKeywords, TensorParallelKeywords, total=False):
+    """The options of a profile, and of layers that several processes share."""
+
+
 class ProblemKeywords(MachineKeywords, PlanKeywords, total=False):
     """The options of a problem."""
 
     gpus: Required[int]
+
+
+class OtherMethodKeywords(ProblemKeywords, total=False):
+    """The options of a problem, and the fields of `OtherMethodOptions`."""
+
+    servers: int
+    staleness: int
+    push_every: int
+    fetch_every: int
+    memory_bandwidth: float | None
+    watts: Mapping[str, tuple[float, float]] | str | None
 
 
 class SolveKeywords(ProblemKeywords, ObjectiveKeywords, total=False):
@@ -226,10 +243,12 @@ __all__ = [
     "LinkOptions",
     "MachineKeywords",
     "MachineOptions",
+    "MeasuringKeywords",
     "ObjectiveKeywords",
     "ObjectiveOptions",
     "Option",
     "Options",
+    "OtherMethodKeywords",
     "OverrideKeywords",
     "Overrides",
     "PartitionKeywords",
@@ -247,6 +266,8 @@ __all__ = [
     "SolveKeywords",
     "SweepKeywords",
     "SweepOptions",
+    "TensorParallelKeywords",
+    "TensorParallelOptions",
     "TrainingKeywords",
     "TransformerSizes",
     "list_declarations",
