@@ -4,9 +4,9 @@ VGG-19 on CIFAR-100 (3x32x32, batch of 128) on 2 to 8 A100s of one server, by to
 DeepSpeed: seconds of 25 epochs, 391 steps each. Small kernels, so the host's launches are what a step takes,
 and more micro-batches are slower. pplan predicts all 56 cells from an estimate for an A100, in which the
 host's seconds of a launch, and those of a step outside of the pipeline, are fitted to two cells: torchgpipe
-on 2 GPUs with 1 and with 16 micro-batches. Set as the study says: SGD; all micro-batches but the last recomputed
-in torchgpipe and FairScale (their default); DeepSpeed with 16 micro-batches, without recomputation; balances
-by pplan's versions of the three tools' rules.
+on 2 GPUs with 1 and with 16 micro-batches. Set as the study says: SGD; all micro-batches but the last
+recomputed in torchgpipe and FairScale (their default); DeepSpeed with 16 micro-batches, without
+recomputation; balances by pplan's versions of the three tools' rules.
 
 The simulator counts launches where one process drives all devices. For DeepSpeed, a process a stage, a layer
 is taken here to take as long as its launches at least.
