@@ -131,6 +131,7 @@ NOT_BOUNDS: dict[str, str] = {
     "fixed_partition.py:plan_partition": "a partition that was given: its bound is its own step",
     "layout.py:Layout.bounds": "cut points between which parts lie",
     "objectives/solve_objective.py:step_time": "of a robust plan no bound is said",
+    "objectives/solve_objective.py:_robust_aim": "of a robust plan no bound is said",
     "objectives/solve_objective.py:_additional_space": "says in words what a bound is about",
     "objectives/solve_objective.py:_extend_coverage": "says in words what a bound is about",
     "universal_bound.py:_Case.key": "which cases are bounded alike",
