@@ -20,6 +20,7 @@ from functools import cache
 from statistics import median
 
 import numpy as np
+import numpy.typing as npt
 
 import pplan
 from pplan.profiler.profile_file import Profile
@@ -154,11 +155,11 @@ def fit(cells: Sequence[Cell]) -> tuple[float, float]:
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     """Spearman's; equal values share their mean rank."""
-    ranks = [_mean_ranks(np.array(values)) for values in (first, second)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    own, other = (_mean_ranks(np.array(values)) for values in (first, second))
+    return float(np.corrcoef(own, other)[0, 1])
 
 
-def _mean_ranks(values: np.ndarray) -> np.ndarray:
+def _mean_ranks(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.array([np.mean(np.flatnonzero(np.isclose(np.sort(values), value))) for value in values])
 
 
