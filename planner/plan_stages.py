@@ -163,6 +163,11 @@ def list_prediction_limits(assembly: Assembly) -> Iterator[str]:
             f"the profile holds whole backwards: {100 * WEIGHT_SHARE:.0f} % of a layer with weights is "
             "taken as the weight gradient"
         )
+    if assembly.program.splits_backward:
+        yield (
+            "what a micro-batch holds between the two parts of its backward is not in the memory: PyTorch "
+            "adds some 0.4 to 1 times what its forward keeps, until the weight gradients are made"
+        )
     if assembly.program.splits_backward and set(assembly.recompute) != {"never"}:
         yield (
             "stages that recompute are charged one more forward a micro-batch: with a backward in two parts "

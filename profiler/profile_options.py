@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
-from ..cost_models.optimizers import dtype_precision
 from ..cost_models.option_fields import Options, option, settings_option
 from ..cost_models.option_readers import read_settings, read_sizes
 from ..cost_models.quantities import parse_bytes, parse_seconds
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from .profile_file import Profile
 
 AMP = ("bf16", "fp16")
-FORMATS = ("pipedream", "csv", "json")
-GRANULARITIES = ("block", "fine")
 SIZES_OF_MODEL = ("layers", "hidden", "heads", "sequence", "vocabulary")
 
 
@@ -54,16 +51,6 @@ class TensorParallelKeywords(TypedDict, total=False):
 
     tensor_parallel: int | None
     tensor_plan: Mapping[str, object] | None
-
-
-class ImportKeywords(TypedDict, total=False):
-    """The fields of `ProfileImportOptions`, as a caller may give them."""
-
-    format: Literal["pipedream", "csv", "json"] | str | None
-    model: str | None
-    micro_batch_size: int | None
-    granularity: Literal["block", "fine"] | str | None
-    dtype: str
 
 
 def read_shape(text: str, name: str) -> tuple[int, ...]:
@@ -238,47 +225,6 @@ class TransformerSizes(Options):
     intermediate: int | None = _number("Width of the feed-forward layers.", "Transformers models")
     sequence: int | None = _number("Tokens of a sample.", "Transformers models")
     vocabulary: int | None = _number("Size of the vocabulary.", "Transformers models")
-
-
-@dataclass(frozen=True)
-class ProfileImportOptions(Options):
-    """What a file of costs does not say; None: as is usual for its format.
-
-    `granularity` is for graphs: a table's rows are its layers.
-    """
-
-    format: str | None = option(
-        None,
-        arguments.optional_word,
-        "Format of the file; default: detected from its content.",
-        "|".join(FORMATS),
-        words=FORMATS,
-    )
-    model: str | None = _text("NAME", "The model's name; default: the file's.")
-    micro_batch_size: int | None = _number(
-        "Samples that the costs are for, where the file does not say it; default: 128 of a graph, 1 of a "
-        "table."
-    )
-    granularity: str | None = option(
-        None,
-        arguments.optional_word,
-        "Layers of a graph: what lies between all places that one tensor crosses, or each operation.",
-        "|".join(GRANULARITIES),
-        words=GRANULARITIES,
-    )
-    dtype: str = option(
-        "float32", arguments.word, "Or float16, bfloat16, float64: of the weights.", "float32"
-    )
-
-    def check(self) -> None:
-        """Raises UsageError for words that are not known."""
-        for field, word, allowed in (
-            ("format", self.format, FORMATS),
-            ("granularity", self.granularity, GRANULARITIES),
-        ):
-            if word is not None and word not in allowed:
-                raise UsageError(f"{field}={word!r}: not known", f"Use one of: {', '.join(allowed)}.")
-        dtype_precision(self.dtype)
 
 
 def _read_byte_sizes(text: str, name: str) -> tuple[int, ...]:

@@ -75,13 +75,18 @@ class Covering:
         return covering
 
     def tests(self, mutant: Mutant) -> list[str]:
-        """Those that run a line of the change, else those that run its file: of the module's own test file
-        first, then the quickest."""
+        """Those that run a line of the change, else those that run its file, else (tables of constants are
+        read where they are imported) all of its folder: of the module's own test file first, then the
+        quickest."""
         found = set[str]().union(
             *(self.lines.get((mutant.file, line), set()) for line in range(mutant.line, mutant.last_line + 1))
         )
         own = f"test_{Path(mutant.file).stem}.py::"
         return sorted(
-            found or self.files.get(mutant.file, set()),
+            found or self.files.get(mutant.file) or self._of_folder(mutant.file),
             key=lambda test: (own not in test, self.seconds.get(test, 0.0), test),
         )
+
+    def _of_folder(self, file: str) -> set[str]:
+        parent = f"tests/{Path(file).parent}/"
+        return {test for test in self.seconds if test.startswith(parent)}

@@ -24,10 +24,9 @@ from ..planner.explanation.explain_options import ExplainKeywords, ExplainOption
 from ..planner.objectives.objective import ObjectiveKeywords, ObjectiveOptions
 from ..planner.overrides import OverrideKeywords, Overrides
 from ..planner.plan_options import PlanKeywords, PlanOptions, TrainingKeywords
+from ..profiler.importing.import_options import ImportKeywords, ProfileImportOptions
 from ..profiler.profile_options import (
-    ImportKeywords,
     LinkOptions,
-    ProfileImportOptions,
     ProfileKeywords,
     ProfileOptions,
     TensorParallelKeywords,

@@ -101,8 +101,9 @@ def _profile_shared(
 ) -> Profile:
     from ..profiler.local_machine import parse_device
     from ..profiler.measure import profile_model
-    from ..runtimes.pipelining.tensor_parallel_profile import profile_shared_layers
+    from ..runtimes.pipelining.tensor_parallel_profile import check_processes, profile_shared_layers
 
+    check_processes(sharing.tensor_parallel or 1)
     device = parse_device(options.device)
     if device.type not in ("cpu", "cuda") or any((options.compile, options.amp, options.channels_last)):
         raise UsageError(

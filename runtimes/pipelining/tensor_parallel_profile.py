@@ -49,8 +49,9 @@ def profile_shared_layers(
     `structure`: of the unshared model, on the meta device, at the sizes to measure. `tensor_plan`: default:
     that of the transformers model. Raises UsageError, ModelError, MachineError.
     """
+    check_processes(processes)
     plan = tensor_plan or _own_plan(loaded.module)
-    with _joined(processes, device):
+    with _joined(device):
         layers = sequential(
             loaded.module.to(device), loaded.example_input_for(1).to(device).layer_input,
             granularity=structure.granularity,
@@ -78,28 +79,30 @@ def _own_plan(module: nn.Module) -> dict[str, object]:
     if not plan:
         raise UsageError(
             "tensor_plan is missing: the model has no plan of its own",
-            'Say which modules are split, as in tensor_plan={"up": "colwise", "down": "rowwise"}.',
+            "Name the modules to split with `tensor_plan`, colwise or rowwise each.",
         )
     return dict(plan)
 
 
-@contextmanager
-def _joined(processes: int, device: torch.device) -> Iterator[None]:
-    """A process group of all, where there is none yet. Raises UsageError for another number of processes."""
+def check_processes(processes: int) -> None:
+    """Raises UsageError where there are not so many processes, this among them."""
     if dist.is_initialized():
-        if dist.get_world_size() != processes:
-            raise UsageError(
-                f"tensor_parallel={processes}: there are {dist.get_world_size()} processes",
-                "Start as many as share a layer.",
-            )
-        yield
-        return
-    env = read_torchrun_env(os.environ, "profile", at_least=1)
-    if env.world_size != processes:
+        count = dist.get_world_size()
+    else:
+        count = read_torchrun_env(os.environ, "profile", at_least=1).world_size
+    if count != processes:
         raise UsageError(
-            f"tensor_parallel={processes}: torchrun started {env.world_size} processes",
+            f"tensor_parallel={processes}: there are {count} processes",
             f"Start as many as share a layer: {COMMAND.replace(' 2 ', f' {processes} ')} profile",
         )
+
+
+@contextmanager
+def _joined(device: torch.device) -> Iterator[None]:
+    """A process group of all, where there is none yet."""
+    if dist.is_initialized():
+        yield
+        return
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(minutes=5))
     try:
@@ -243,7 +246,8 @@ def _written(
         "device_memory_bytes": device_memory_bytes(run.device),
         "threads": torch.get_num_threads() if run.device.type == "cpu" else None,
         "tensor_parallel": processes,
-        "notes": [*structure.notes, note],
+        # Here the layers were compared with the model, on a device that has values.
+        "notes": [*(own for own in structure.notes if "meta device" not in own), note],
         "made_by": versions(),
     }
     return Profile.model_validate(document)

@@ -54,6 +54,16 @@ def test_bytes_and_seconds_of_one_of_two(run_processes: RunProcesses, tmp_path: 
     assert llama["model.embed_tokens"] == 4 * 40 * hidden
 
 
+def test_processes_are_those_that_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="torchrun did not start"):
+        pplan.profile("vgg11", tensor_parallel=2)
+    names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "WORLD_SIZE")
+    for name, value in zip((*names, "MASTER_ADDR"), ("0", "0", "3", "1", "3", "localhost"), strict=True):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="there are 3 processes"):
+        pplan.profile("vgg11", tensor_parallel=2)
+
+
 NAMES = ("model.embed_tokens", *(f"model.layers.{n}" for n in range(6)), "model.norm", "lm_head")
 
 
