@@ -31,6 +31,7 @@ def test_a_value_is_a_line(profile: Profile, plan: Plan) -> None:
     names = ("Profile", "Plan", "SimulatedStep", "PlanComparison", "HtmlReport")
     for value, name in zip(values, names, strict=True):
         text = repr(value)
+        assert str(value) == text
         assert text.startswith(f"<{name}")
         assert len(text) < 160
     assert repr(plan) == "<Plan of toy: stages of 4-5-3 layers, 1f1b, 16 x 4, 650 ms a step>"
