@@ -34,7 +34,7 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
             f"Pipeline {format_seconds(best.pipeline_seconds)}, gradients and update "
             f"{format_seconds(best.update_seconds)}; {_schedule(best)}, "
             f"{format_count(best.micro_batches, 'micro-batch')} of {best.micro_batch_size}; "
-            f"recompute {recompute_words(best)}.",
+            f"recompute {recompute_words(best)}{_predictors(best)}.",
             f"Best found; at most {percent(max(document.gap, 0.0))} from the proven bound of "
             f"{format_seconds(document.bound_seconds)} (any of {document.combinations} combinations, "
             "with every division of the layers that fits).",
@@ -92,6 +92,15 @@ def _schedule(plan: PlanEntry) -> str:
 def recompute_words(plan: PlanEntry | Combination) -> str:
     """Of a stage's blocks: none, selective, full, or how many of the first."""
     return plan.recompute if plan.recompute_blocks is None else f"first {plan.recompute_blocks}"
+
+
+def _predictors(plan: PlanEntry) -> str:
+    """Where the multi-token predictors are, if there are any."""
+    if not plan.predictors:
+        return ""
+    last = len(plan.blocks) - 1
+    count = format_count(plan.predictors, "multi-token predictor")
+    return f"; {count} on stage {last - plan.predictor_offset} of 0 to {last}"
 
 
 def _layers(stage: StageEntry) -> str:

@@ -127,7 +127,7 @@ def torchtitan_remarks(plan: DegreePlan) -> list[str]:
     elif degrees.context > 1:
         remarks.append("torchtitan keeps the gathered keys and values of a block for its backward")
     if plan.setting.predictors:
-        remarks.append("torchtitan's predictors of further tokens are of its model: these lists name none")
+        remarks.append("torchtitan and NeMo AutoModel are named no predictors of further tokens")
     if plan.recompute == "selective":
         remarks.append("torchtitan's selective checkpointing chooses operations, not the attention")
     if plan.recompute_blocks is not None:

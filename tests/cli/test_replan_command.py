@@ -38,7 +38,7 @@ def test_the_plan_that_is_left(planned: Path, run: Run) -> None:
     assert {rank for stage in left.stages for rank in stage.devices} <= {0, 2, 3}
     assert run("verify", str(path)).status == 0
     printed = json.loads(run("replan", str(planned), "--lost", "1", "--json", "--force").out)
-    assert "without devices 1" in printed["notes"][0]
+    assert "without device 1:" in printed["notes"][0]
 
 
 @pytest.mark.parametrize(
