@@ -239,14 +239,17 @@ def shared_load(space: Space, plan: AsteroidPlan, choice: MicroBatchChoice) -> t
     for stage, (start, end) in enumerate(pairwise((0, *plan.ends))):
         in_flight = min(2 * (len(plan.ends) - stage) - 1, choice.micro_batches)
         for rank, own in zip(plan.devices[stage], plan.samples[stage], strict=True):
+            if own == 0:
+                busy[rank] = 0.0
+                continue
             kind = space.topology.device(rank)
             options = ledger_options(kind, space.dtype, space.number_bytes, space.zero)
-            table = space.kind_table(kind, max(own, 1))
+            table = space.kind_table(kind, own)
             need = table.memory(in_flight, mode, space.optimizer, 1, **options)
             at = places.index(start), places.index(end)
             most = max(most, float(need[at]))
             seconds = float((table.forward + table.backward)[at]) * kind.seconds_scale
-            busy[rank] = choice.micro_batches * seconds if own else 0.0
+            busy[rank] = choice.micro_batches * seconds
     return most, busy
 
 

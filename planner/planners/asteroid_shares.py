@@ -50,12 +50,13 @@ class ShareTables:
     def parts(self) -> int:
         """Into how many a micro-batch is divided."""
         size = self.choice.size
-        return max(count for count in range(1, MOST_SHARES + 1) if size % count == 0)
+        counts = (count for count in range(1, MOST_SHARES + 1) if size % count == 0)
+        return max((count for count in counts if self.space.fits_someone(size // count, 1)), default=0)
 
     @property
     def unit(self) -> int:
         """Samples of a part."""
-        return self.choice.size // self.parts
+        return self.choice.size // max(self.parts, 1)
 
     @property
     def mode(self) -> Recompute:
@@ -65,9 +66,10 @@ class ShareTables:
     @cached_property
     def most(self) -> int:
         """Parts that a device may take, as far as they can be costed."""
-        return max(
-            (n for n in range(1, self.parts + 1) if self.space.fits_someone(n * self.unit, 1)), default=0
-        )
+        most = 0
+        while most < self.parts and self.space.fits_someone((most + 1) * self.unit, 1):
+            most += 1
+        return most
 
     def times(self, kind: Device) -> tuple[Floats, Floats]:
         """(parts + 1, cut points, cut points): forward and backward seconds of so many parts."""

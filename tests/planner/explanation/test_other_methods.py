@@ -87,6 +87,8 @@ def test_several_nodes_and_one_device(make_chain: MakeChain) -> None:
     adam = {row.name: row.memory_bytes for row in list_other_methods(problem, OtherMethodOptions())}
     states = 2 * float(chain.trainable_bytes.sum())
     assert adam["dp-ring"] - adam["dp-asynchronous"] == pytest.approx(states, abs=2)  # type: ignore[operator]
+    once = make_chain(3, 6, sizes=(2,))
+    assert methods(once, Topology((Group(Device("a", None), 1), Group(Device("b", None, 0.5), 3)), levels))
     alone = methods(chain, Topology((Group(Device("toy", None), 1),), levels))
     assert alone["dp-ring"].reason == "one device"
 
