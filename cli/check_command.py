@@ -11,12 +11,14 @@ import typer
 from ..api.options import CheckOptions
 from .compare_command import DIFFERENCE, share
 from .output import PlanFile, ProfileFile
-from .streams import console, is_interactive, remark, result
+from .streams import console, format_clock, remark, result, waiting
+
+LONG_SECONDS = 120.0
 
 if TYPE_CHECKING:
     from ..api.load import PlanAndProfile
     from ..runtimes.checking.check_report import Check
-    from ..runtimes.checking.job import CasePrediction
+    from ..runtimes.checking.job import CasePrediction, CheckMeasurements, Job
     from .output import Target
 
 FailAbove = Annotated[
@@ -66,21 +68,19 @@ def _run(files: PlanAndProfile, options: CheckOptions) -> Check | None:
     from ..runtimes.checking.launching import ProgressCallbacks
     from .field_names import command_line
 
-    callbacks = (
-        ProgressCallbacks(doing=remark, predicted=_announce)
-        if is_interactive()
-        else ProgressCallbacks(predicted=_announce)
-    )
     folder = files.plan_file.parent
+
+    def run(job: Job) -> CheckMeasurements | None:
+        _announce_length(job)
+        with waiting("Checking") as wait:
+
+            def tell(doing: str, seconds: float) -> None:
+                wait.tell_left(seconds, doing[:1].upper() + doing[1:])
+
+            return run_here(job, ProgressCallbacks(tell, _announce))
+
     try:
-        check = check_plan(
-            files.plan,
-            files.profile,
-            folder,
-            files.plan_file.name,
-            options,
-            lambda job: run_here(job, callbacks),
-        )
+        check = check_plan(files.plan, files.profile, folder, files.plan_file.name, options, run)
     except Exception as error:
         # What all fail with is told by the first.
         if os.environ.get("RANK", "0") != "0" and type(error).__name__ != "RankFailedError":
@@ -93,6 +93,18 @@ def _run(files: PlanAndProfile, options: CheckOptions) -> Check | None:
 
     origin = made_by(MadeBy(), command=command_line(), measured=files.profile.made_by)
     return check.model_copy(update={"made_by": origin, "plan_sha256": sha256(files.plan_file.read_bytes())})
+
+
+def _announce_length(job: Job) -> None:
+    """Of a check that takes some minutes: how many."""
+    seconds = job.total_steps * job.step_seconds
+    if seconds > LONG_SECONDS:
+        from ..cost_models.quantities import format_seconds
+
+        remark(
+            f"Runs {job.total_steps} steps of about {format_seconds(job.step_seconds)}, the plain model's "
+            f"among them: about {format_clock(seconds)}; a plan of a smaller `mini_batch` is checked sooner"
+        )
 
 
 def _announce(name: str, prediction: CasePrediction) -> None:

@@ -101,6 +101,13 @@ def print_comparison(comparison: PlanComparison, console: Console) -> None:
     columns: list[Column[ComparisonRow]] = [
         text("plan\n", lambda row: row.name, min_width=10),
         number("step\n", lambda row: row.step_seconds, format_seconds),
+        number(
+            "own\nestimate",
+            lambda row: row.estimate_seconds,
+            format_seconds,
+            drop=8,
+            visible=any(row.estimate_seconds is not None for row in comparison.rows),
+        ),
         number("samples/s\n", lambda row: row.samples_per_second, three_digits, drop=7),
         text("vs. the\nfirst", lambda row: None if row is first else row.slower, _versus, min_width=9),
         number("bubble\n", lambda row: row.bubble, percent, drop=4),

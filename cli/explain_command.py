@@ -35,8 +35,8 @@ def explain_command(
     from .streams import console, result, waiting
 
     files = read_plan(choose_input(plan_file, ("plan",)), profile_file)
-    with waiting("Solving the changed problems"):
-        explanation = explain(files.plan_file, files.profile_file, **vars(split))
+    with waiting("Solving the changed problems") as wait:
+        explanation = explain(files.plan_file, files.profile_file, progress=wait.tell_share, **vars(split))
     if as_json:
         result(explanation.to_json())
         return

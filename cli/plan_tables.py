@@ -90,7 +90,7 @@ def _baseline_words(base: Baseline, plan: Plan) -> str:
     versus = compare_steps(base.step_seconds, plan.prediction.step_seconds)
     # Of the baselines that are faster, this one alone is not in the running unless it is asked for.
     if base.name == "interleaved" and versus.endswith("faster") and plan.runtime is None:
-        versus += "; --schedule interleaved searches such plans"
+        versus += "; --schedule any searches such plans"
     return f"{base.name} {format_seconds(base.step_seconds)} ({versus})"
 
 

@@ -65,6 +65,7 @@ def remark(text: str) -> None:
 
     if _QUIET[0]:
         return
+    _clear_line()
     print(printable(as_options(text)), file=sys.stderr, flush=True)
 
 
@@ -86,32 +87,76 @@ def is_interactive() -> bool:
 
 SILENCE, PACE = 1.0, 0.5
 """Seconds before the first line of what is being done, and between two."""
+_CLEAR = "\r\x1b[2K"
+_LINE = [False]
+"""Whether standard error ends with a line of `waiting`."""
+
+
+class Waiting:
+    """What is being done, for how long already, and how long it may still take."""
+
+    def __init__(self, doing: str, at_most: float | None = None) -> None:
+        self.doing, self.at_most = doing, at_most
+        self._begin = time.monotonic()
+        self._end: float | None = None
+
+    def tell_share(self, done: float) -> None:
+        """Of all the work, so much of 1 is done: the rest goes on at that pace."""
+        if done > 0:
+            self.tell_left((time.monotonic() - self._begin) * (1 - done) / done)
+
+    def tell_left(self, seconds: float, doing: str | None = None) -> None:
+        """About so many seconds are left."""
+        self._end = time.monotonic() + seconds
+        self.doing = self.doing if doing is None else doing
+
+    def __str__(self) -> str:
+        now = time.monotonic()
+        if self._end is not None:
+            left = f", about {format_clock(self._end - now)} more"
+        elif self.at_most is not None:
+            left = f", at most about {format_clock(self.at_most - (now - self._begin))} more"
+        else:
+            left = ""
+        return f"{printable(self.doing)}: {format_clock(now - self._begin)}{left}"
+
+
+def format_clock(seconds: float) -> str:
+    """42 s, or 3 min 20 s; 0 s for less than none."""
+    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 @contextmanager
-def waiting(doing: str, at_most: float | None = None) -> Iterator[None]:
+def waiting(doing: str, at_most: float | None = None) -> Iterator[Waiting]:
     """Says, where somebody watches, what is being done, for how long already, and how long it may take: one
     line on standard error, from the second second on, which goes when the work is done."""
+    wait = Waiting(doing, at_most)
     if not is_interactive():
-        yield
+        yield wait
         return
     done = threading.Event()
-    thread = threading.Thread(target=_tell, args=(doing, at_most, done), daemon=True)
+    thread = threading.Thread(target=_show, args=(wait, done), daemon=True)
     thread.start()
     try:
-        yield
+        yield wait
     finally:
         done.set()
         thread.join()
 
 
-def _tell(doing: str, at_most: float | None, done: threading.Event) -> None:
-    begin, pause, clear = time.monotonic(), SILENCE, ""
+def _show(wait: Waiting, done: threading.Event) -> None:
+    pause = SILENCE
     while not done.wait(pause):
-        seconds = time.monotonic() - begin
-        left = "" if at_most is None else f", at most about {max(at_most - seconds, 0.0):.0f} s more"
-        sys.stderr.write(f"\r\x1b[2K{doing}: {seconds:.0f} s{left}")
+        _LINE[0] = True
+        sys.stderr.write(f"{_CLEAR}{wait}")
         sys.stderr.flush()
-        pause, clear = PACE, "\r\x1b[2K"
-    sys.stderr.write(clear)
-    sys.stderr.flush()
+        pause = PACE
+    _clear_line()
+
+
+def _clear_line() -> None:
+    if _LINE[0]:
+        _LINE[0] = False
+        sys.stderr.write(_CLEAR)
+        sys.stderr.flush()

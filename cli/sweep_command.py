@@ -49,8 +49,8 @@ def run_sweep(
         Target(grid.csv, force).check()
     keywords_of_all = {name: value for name, value in keywords.items() if name not in grid.sweep}
     points = prod(map(len, grid.sweep.values()))
-    with waiting(f"Solving {format_count(points, 'problem')}"):
-        outcome = sweep(profile, grid.sweep, **vars(options), **keywords_of_all)
+    with waiting(f"Solving {format_count(points, 'problem')}") as wait:
+        outcome = sweep(profile, grid.sweep, progress=wait.tell_share, **vars(options), **keywords_of_all)
     origin = made_by(outcome.made_by, command=command_line(), measured=profile.made_by)
     outcome = outcome.model_copy(update={"made_by": origin})
     if as_json:

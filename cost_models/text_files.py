@@ -284,7 +284,10 @@ def write_whole(path: Path, text: str, *, force: bool) -> None:
 
 
 def _open_temporary(target: Path) -> IO[str]:
-    """A new file beside the target, locked while it is open, so that nobody takes it for a leftover."""
+    """A new file beside the target, locked while it is open, so that nobody takes it for a leftover.
+
+    The file itself is locked: filelock would leave a second one beside each of the user's files.
+    """
     while True:
         file = tempfile.NamedTemporaryFile(  # noqa: SIM115 - the caller closes it
             "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", suffix=_NEW, delete=False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise, product
 
 from ..cost_models.memory import Recompute
@@ -26,6 +26,8 @@ class Proposal:
     config: PipelineConfig
     ends: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
+    estimate_seconds: float | None = field(default=None, compare=False)
+    """Of the step, as the planner that proposes it counts; None where it counts none."""
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -63,13 +65,18 @@ def linear_pipeline(config: PipelineConfig, ends: Sequence[int], first_device: i
     return Proposal(config, tuple(int(end) for end in ends), devices)
 
 
-def replicated_pipeline(config: PipelineConfig, ends: Sequence[int], replicas: Sequence[int]) -> Proposal:
+def replicated_pipeline(
+    config: PipelineConfig,
+    ends: Sequence[int],
+    replicas: Sequence[int],
+    estimate_seconds: float | None = None,
+) -> Proposal:
     """A pipeline whose stages have so many replicas, on the devices from rank 0 on."""
     devices, first = [], 0
     for count in replicas:
         devices.append(tuple(range(first, first + count)))
         first += count
-    return Proposal(config, tuple(int(end) for end in ends), tuple(devices))
+    return Proposal(config, tuple(int(end) for end in ends), tuple(devices), estimate_seconds)
 
 
 def near_shapes(

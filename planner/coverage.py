@@ -13,7 +13,6 @@ from .pipeline_config import (
     MODES,
     SEARCHED,
     SEVERAL_PARTS,
-    STARTS_OF_ORDERS,
     SYNTHESIZED,
     VIRTUAL_STAGES,
     Mode,
@@ -111,7 +110,8 @@ def _any_plan(problem: Problem, schedules: tuple[str, ...]) -> str:
     names = ", ".join(schedules[:-1]) + " and " + schedules[-1] if len(schedules) > 1 else schedules[0]
     what = "any cuts and recomputation" if problem.gpus == 1 else "any cuts, replicas and recomputation"
     if problem.options.schedule != SYNTHESIZED and set(SEVERAL_PARTS).intersection(schedules):
-        what += f", {VIRTUAL_STAGES[0]} to {VIRTUAL_STAGES[-1]} virtual stages where there are several"
+        several = f"{VIRTUAL_STAGES[0]} to {VIRTUAL_STAGES[-1]} virtual stages where there are several"
+        what += f", {several}, on two devices or more"
     order = "" if problem.gpus == 1 else ", any order of the devices"
     return f"all plans of {names} with {describe_micro_batches(problem)}: {what}{order}"
 
@@ -119,10 +119,8 @@ def _any_plan(problem: Problem, schedules: tuple[str, ...]) -> str:
 def describe_search(problem: Problem) -> str:
     """The searched space in words, and what is proposed besides."""
     if problem.options.schedule == SYNTHESIZED:
-        return (
-            describe_exact_search(problem)
-            + f"; {', '.join(STARTS_OF_ORDERS)} and orders of their own: heuristic only"
-        )
+        names = ", ".join(problem.heuristic_schedules)
+        return f"{describe_exact_search(problem)}; {names} and orders of their own: heuristic only"
     names = ", ".join(problem.heuristic_schedules)
     return describe_exact_search(problem) + (f"; {names}: cuts of their own" if names else "")
 

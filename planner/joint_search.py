@@ -19,7 +19,7 @@ from .other_placements import reassign, search_other_orders
 from .other_schedules import propose_other_schedules
 from .pipeline_config import SEARCHED, SYNTHESIZED
 from .plan_records import TIE
-from .planners import PLANNERS, find_planner
+from .planners import ALWAYS, find_planner
 from .planners.base import Planner, refusal_reason
 from .problem import INTERLEAVED, Problem
 from .scoring import fastest
@@ -33,7 +33,10 @@ from .universal_bound import universal_bound
 SEARCH_SHARE = 0.6
 """Share of the time limit's work that the search may do; the rest is for work that is not counted."""
 BEST = "best"
-COSTLY = ("pipedream", "pipedream-published", "dapple", "alpa", "interleaved")
+COSTLY = (
+    *("pipedream", "pipedream-published", "dapple", "alpa", "interleaved"),
+    *("spp", "piper", "asteroid"),
+)
 """Planners that search themselves: unless the problem is small, they run after the joint search."""
 SIMPLE = ("one-gpu", "data-parallel", "even")
 """Planners that run even when the time limit is reached."""
@@ -59,7 +62,7 @@ class JointSearchResult:
 
 
 def find_best_plan(
-    problem: Problem, planners: Iterable[str] = tuple(PLANNERS), *, cuts_others: bool = True
+    problem: Problem, planners: Iterable[str] = ALWAYS, *, cuts_others: bool = True
 ) -> JointSearchResult:
     """The best plan of the problem, or of the planner that it names, and the bound on all plans.
 

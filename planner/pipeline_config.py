@@ -13,11 +13,11 @@ from ..cost_models.runtime import Runtime
 MOST_MICRO_BATCHES = 2**14
 """Of a step. Every one of them is simulated on every stage."""
 SEARCHED = ("1f1b", "gpipe")
-"""The schedules that are searched exactly, and that `auto` stands for."""
+"""The schedules that are searched exactly, and that `auto` stands for where no runtime is named."""
+ANY_SCHEDULE = "any"
+"""The word for every published schedule that is synchronous and trains one model."""
 SYNTHESIZED = "synthesized"
-"""The word for an order that is made for a plan; the schedule's name has its hash behind it."""
-STARTS_OF_ORDERS = ("interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
-"""Besides the searched ones, the schedules that such an order may start from."""
+"""The word for those and an order that is made for the plan; that schedule's name has its hash behind it."""
 
 SEVERAL_PARTS = ("interleaved", "looped-bfs")
 """Schedules of any number of virtual stages."""

@@ -132,9 +132,10 @@ class PlanOptions(Options):
     schedule: str = _training(
         "auto",
         schedule_word,
-        "1f1b|gpipe|...|FILE|auto",
+        "1f1b|gpipe|...|FILE|any|auto",
         "Order of each stage's forwards and backwards: a name of pplan schedules, your own in FILE.schedule; "
-        "synthesized: an order made for the plan; auto: of gpipe and 1f1b.",
+        "any: the best of all; synthesized: of those and an order made for the plan; auto: of what the "
+        "runtime runs, or of gpipe and 1f1b.",
     )
     recompute: str = _training(
         "auto",
@@ -277,7 +278,7 @@ class PlanOptions(Options):
             )
         if self.runtime is not None:
             find_runtime(self.runtime).check_states(self.precision, self.zero)
-        if self.recompute == "except_last" and self.schedule not in ("auto", "gpipe"):
+        if self.recompute == "except_last" and self.schedule not in ("auto", "any", "gpipe"):
             raise UsageError(
                 f"recompute='except_last' with schedule={self.schedule!r}: only GPipe's backward begins with "
                 "the last one",

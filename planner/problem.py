@@ -9,15 +9,15 @@ from functools import cached_property
 from ..cost_models.layer import Chain
 from ..cost_models.precision import TrainingPrecision, training_precision
 from ..cost_models.runtime import Runtime, find_runtime
-from ..cost_models.schedules import SCHEDULES
+from ..cost_models.schedules import PUBLISHED, SCHEDULES
 from ..cost_models.topology import Topology
 from .batch_sizes import SAMPLES_PER_DEVICE, BatchSizes
 from .candidate import Proposal
 from .cut_limits import check_layer_count, limit_cuts
 from .pipeline_config import (
+    ANY_SCHEDULE,
     MODES,
     SEARCHED,
-    STARTS_OF_ORDERS,
     SYNTHESIZED,
     Mode,
     PipelineConfig,
@@ -181,15 +181,18 @@ class Problem:
     def schedules(self) -> tuple[str, ...]:
         """The schedules that the options and the runtime allow, those that are searched exactly first."""
         runtime, requested = self.runtime, self.options.schedule
-        if requested == SYNTHESIZED:
-            names = (*SEARCHED, *STARTS_OF_ORDERS) if runtime is None or runtime.any_order else ()
-            return tuple(name for name in names if runtime is None or runtime.runs(name))
-        if requested != "auto":
+        if requested not in ("auto", ANY_SCHEDULE, SYNTHESIZED):
             return (requested,) if runtime is None or runtime.runs(requested) else ()
-        if runtime is None:
+        if requested == "auto" and runtime is None:
             return SEARCHED
-        ordered = (*SEARCHED, *(name for name in SCHEDULES if name not in SEARCHED))
-        return tuple(name for name in ordered if name in runtime.schedules)
+        if requested == SYNTHESIZED and not (runtime is None or runtime.any_order):
+            return ()
+        others = (
+            name
+            for name, own in SCHEDULES.items()
+            if name in PUBLISHED and name not in SEARCHED and own.synchronous and own.trains_one_model
+        )
+        return tuple(name for name in (*SEARCHED, *others) if runtime is None or name in runtime.schedules)
 
     @property
     def allowed_schedules(self) -> tuple[str, ...]:
@@ -323,6 +326,7 @@ class Problem:
             and self.space.limits.allow(proposal.bounds)
             and (runtime is None or runtime.runs_replicas(proposal.replicas))
             and self.may_share(config.micro_batch_size, proposal.replicas)
+            and (not chunked or stages > 1)
             and (runtime is None or not chunked or runtime.virtual_stages)
             and max(map(max, proposal.devices)) < self.usable_gpus
         )

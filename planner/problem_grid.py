@@ -75,15 +75,24 @@ def list_points(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def solve_points(
-    solve: Callable[..., Plan], points: Sequence[Point], *, backend: str = PROCESSES, jobs: int | None = None
+    solve: Callable[..., Plan],
+    points: Sequence[Point],
+    *,
+    backend: str = PROCESSES,
+    jobs: int | None = None,
+    progress: Callable[[float], None] | None = None,
 ) -> list[SweepRow]:
     """The rows of the points, in their order; `solve` takes a point's values by their keys.
 
-    `jobs`: how many run side by side, None for as many as there are cores. A point that has no plan is a row
-    with the reason; where none has one, and not for lack of memory, its error is raised. Raises MachineError
-    for a backend that is not installed.
+    `jobs`: how many run side by side, None for as many as there are cores. `progress` is told the share of
+    the points that are done. A point that has no plan is a row with the reason; where none has one, and not
+    for lack of memory, its error is raised. Raises MachineError for a backend that is not installed.
     """
-    solved = list(_run(solve, points, backend, jobs))
+    solved = []
+    for outcome in _run(solve, points, backend, jobs):
+        solved.append(outcome)
+        if progress is not None:
+            progress(len(solved) / len(points))
     errors = [error for _, error in solved]
     unusable = [error for error in errors if error is not None and not isinstance(error, InfeasibleError)]
     if len(unusable) == len(solved) and unusable:
@@ -141,7 +150,7 @@ def _on(backend: str, jobs: int | None, points: int) -> Iterator[Any]:
         from joblib import Parallel, cpu_count, parallel_config
 
         if backend == PROCESSES:
-            yield Parallel(n_jobs=min(jobs or cpu_count(), points))
+            yield Parallel(n_jobs=min(jobs or cpu_count(), points), return_as="generator")
             return
         with _cluster(backend), parallel_config(backend=backend, n_jobs=-1 if jobs is None else jobs):
             yield Parallel()

@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any, BinaryIO, Literal, Self
 
 import numpy as np
+from filelock import FileLock
 from pydantic import TypeAdapter
 
 from .memory.workspace import LossWorkspace, StepMemory
@@ -25,11 +26,6 @@ from .passes.backward_parts import PartTimes
 from .passes.layer_stamps import LayerTimes, LossTimes
 from .passes.timed_passes import TimedPasses
 from .passes.timing import WholeTimes
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
 
 _SYNC_SECONDS = 1.0
 _BROKEN = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
@@ -87,9 +83,15 @@ class Journal:
     """An open journal: `sizes` is what it held when it was opened, by micro-batch size."""
 
     def __init__(
-        self, file: BinaryIO, path: Path, sizes: Mapping[int, JournalSize], passes_in_file: int
+        self,
+        file: BinaryIO,
+        path: Path,
+        sizes: Mapping[int, JournalSize],
+        passes_in_file: int,
+        resources: ExitStack,
     ) -> None:
         self._file, self.path, self.sizes = file, path, dict(sizes)
+        self._resources = resources
         self.passes_in_file = passes_in_file
         """In the file, whether or not they are kept."""
         self._written = 0
@@ -99,21 +101,19 @@ class Journal:
     def open(cls, path: Path, key: str, layers: int, *, resume: bool) -> Self:
         """The one in this file, which is made; without `resume`, or where it is another key's, begun anew.
 
-        Raises OSError; BlockingIOError where another process writes it.
+        Raises OSError; of these filelock.Timeout where another process writes it.
         """
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
-        try:
-            _lock(file)
+        with ExitStack() as resources:
+            resources.enter_context(FileLock(_lock_path(path), thread_local=False).acquire(timeout=0))
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            file = resources.enter_context(os.fdopen(descriptor, "r+b"))
             sizes, end = read(file.read(), key, layers)
             passes = _passes(sizes)
             if not resume:
                 sizes, end = {}, 0
             file.seek(end)
             file.truncate()
-        except BaseException:
-            file.close()
-            raise
-        journal = cls(file, path, sizes, passes)
+            journal = cls(file, path, sizes, passes, resources.pop_all())
         if not end:
             journal._write({"journal": 1, "key": key})
         return journal
@@ -152,14 +152,17 @@ class Journal:
 
     def close(self) -> None:
         """It stays where it is."""
+        with suppress(OSError):  # Windows keeps a file that is locked; filelock removes it there
+            _lock_path(self.path).unlink(missing_ok=True)
         with suppress(OSError):
-            self._file.close()
+            self._resources.close()
 
     def remove(self) -> None:
         """It is not needed any more."""
-        self.close()
         with suppress(OSError):
+            self._file.close()
             self.path.unlink(missing_ok=True)
+        self.close()
 
     def _write(self, record: Mapping[str, Any]) -> None:
         """Measuring goes on where the disk refuses: what was written before still counts."""
@@ -188,10 +191,8 @@ def read(content: bytes, key: str, layers: int) -> tuple[dict[int, JournalSize],
     return sizes, end
 
 
-def _lock(file: BinaryIO) -> None:
-    """For this process, until the file is closed. Raises BlockingIOError."""
-    if fcntl is not None:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def _lock_path(journal: Path) -> Path:
+    return journal.with_name(f"{journal.name}.lock")
 
 
 def _passes(sizes: Mapping[int, JournalSize]) -> int:

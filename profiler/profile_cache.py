@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import filelock
+import platformdirs
+
 from ..cost_models.document import Record
 from ..cost_models.errors import FileError
 from ..cost_models.text_files import is_unchanged, read_text, write_whole
@@ -25,12 +28,17 @@ SUPERUSER = 0
 
 
 def cache_folder() -> Path:
-    """$PPLAN_CACHE, else pplan in $XDG_CACHE_HOME or ~/.cache. Raises RuntimeError without a home."""
+    """$PPLAN_CACHE, else where the platform keeps caches: ~/.cache/pplan or in $XDG_CACHE_HOME on Linux.
+
+    Raises RuntimeError without a home.
+    """
     folder = os.environ.get("PPLAN_CACHE")
     if folder:
         return Path(folder)
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "pplan"
+    cache = platformdirs.user_cache_path("pplan", appauthor=False)
+    if not cache.is_absolute():
+        raise RuntimeError("the user has no home directory")
+    return cache
 
 
 class Request(Record):
@@ -141,7 +149,7 @@ class ProfileCache:
     def _journal(self, path: Path, key: str, layers: int) -> Journal | None:
         try:
             journal = Journal.open(path, key, layers, resume=self.resume)
-        except BlockingIOError:
+        except filelock.Timeout:
             self.remark("Another process measures the same: this one keeps no journal for `resume`")
             return None
         except OSError as error:

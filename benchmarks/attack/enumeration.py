@@ -112,7 +112,7 @@ class Enumeration:
             if self.stages is not None and devices not in self.stages:
                 continue
             for parts in self.rules.virtual_stages(name):
-                if devices * parts > len(self.rules.cut_points) + 1:
+                if devices * parts > len(self.rules.cut_points) + 1 or (devices == 1 and parts > 1):
                     continue
                 if name in ASYNCHRONOUS and not _runs_late(name, devices, count):
                     continue

@@ -46,12 +46,12 @@ RUNTIMES = (
 )
 NAMED = (
     *("naive", "gpipe", "1f1b", "dapple", "interleaved", "looped-bfs", "chimera", "zb-h1", "zb-h2", "zb-v"),
-    *("dualpipe-v", "avgpipe", "autopipe"),
+    *("dualpipe-v", "avgpipe", "autopipe", "any", "any"),
 )
 PLANNERS = (
     *("one-gpu", "data-parallel", "even", "parameters", "deepspeed-type:layer.*", "torchgpipe-time"),
     *("torchgpipe-size", "gpipe", "megatron", "interleaved", "pipedream", "pipedream-published", "dapple"),
-    "alpa",
+    *("alpa", "pipedream-2bw", "autopipe", "bapipe", "spp", "piper", "asteroid"),
 )
 
 

@@ -17,6 +17,11 @@ from pplan.planner.plan_options import PlanOptions
 
 OPEN = ("1f1b", "gpipe")
 """In the running where neither a schedule nor a runtime is named."""
+ANY = (
+    *("naive", "gpipe", "1f1b", "dapple", "interleaved", "looped-bfs", "chimera", "zb-h1", "zb-h2", "zb-v"),
+    *("dualpipe-v", "autopipe"),
+)
+"""Those that "any" stands for."""
 Ranks = tuple[int, ...]
 
 
@@ -45,6 +50,8 @@ class Rules:
     def schedules(self) -> tuple[str, ...]:
         """In the running."""
         requested, runtime = self.options.schedule, self.runtime
+        if requested == "any":
+            return tuple(name for name in ANY if runtime is None or name in runtime.schedules)
         if requested != "auto":
             return (requested,) if runtime is None or requested in runtime.schedules else ()
         return OPEN if runtime is None else tuple(name for name in SCHEDULES if name in runtime.schedules)

@@ -137,7 +137,8 @@ class Schedule:
     `source`: the paper. `needs`: what a runtime must be able to do, in words. `runtimes`: those that run it
     (torch.distributed.pipelining by the name of its class). `copies`: weights that a device holds.
     `synchronous`: whether one version of the weights makes a whole step; where not, `micro_batches` go
-    through in a row without a flush. `weight_versions` and `staleness` (in updates) take stage, stages,
+    through in a row without a flush. `trains_one_model`: whether the copies have the same weights.
+    `weight_versions` and `staleness` (in updates) take stage, stages,
     micro-batches. `closed_in_flight`: the most micro-batches that a stage holds, where a formula says it.
     `bubble` and `in_flight_formula`, to be read: the idle share of equal stages without transfers, and the
     micro-batches that stage i of p (0-based) holds, of m micro-batches and v virtual stages; F, B, W are
@@ -152,6 +153,7 @@ class Schedule:
     in_flight_formula: str
     runtimes: tuple[str, ...] = ()
     synchronous: bool = True
+    trains_one_model: bool = True
     copies: int = 1
     default_virtual_stages: int = 1
     weight_versions: Callable[[int, int, int], float] = _ONE_VERSION

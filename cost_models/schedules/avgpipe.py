@@ -51,4 +51,5 @@ SCHEDULE = Schedule(
     bubble="(p-1)/(m+p-1), m of both pipelines",
     in_flight_formula="min(m, 2(p-i))",
     copies=PIPELINES + 1,
+    trains_one_model=False,
 )

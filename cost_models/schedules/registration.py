@@ -99,7 +99,7 @@ def read_schedule_file(path: Path) -> str:
         raise UsageError(f"{path}: {error.what}", error.hint) from error
 
 
-def schedule_word(field: str, value: Any, besides: Sequence[str] = ("auto", "synthesized")) -> str:
+def schedule_word(field: str, value: Any, besides: Sequence[str] = ("auto", "any", "synthesized")) -> str:
     """The name of a known schedule, a word `besides`, or the name of the one that the file `value` describes.
 
     Raises UsageError for a name that is not known.

@@ -64,6 +64,27 @@ def head_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens)
     )
 
 
+def predictor_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
+    """What stands before the block of a multi-token predictor: norms of the hidden states and of the next
+    tokens' embeddings, and their projection to one, which megatron-core 0.16 splits by columns and gathers
+    whole before each device takes its tokens; behind it the results are put together."""
+    count, hidden = tokens.on(degrees), shape.hidden
+    whole = NUMBER * count * hidden
+    own = whole / degrees.tensor
+    product = linear(count, 2 * hidden, hidden // degrees.tensor)
+    gather, scatter = gather_and_scatter(2 * whole, degrees)
+    collect, _ = gather_and_scatter(whole, degrees)
+    norms = (MemoryPass(2 * own), MemoryPass(2 * own))
+    norm_gradients = (MemoryPass(3 * own), MemoryPass(3 * own))
+    copies = MemoryPass(4 * own)
+    return LayerWork(
+        (*norms, copies, *gather, product[0], *collect, copies),
+        (copies, *collect, *gather, *product[1:], *scatter, copies, *norm_gradients),
+        4 * own,
+        2 * whole,
+    )
+
+
 def _feed_forward(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:
     count, tensor = tokens.on(degrees), degrees.tensor
     inner = _matrices(shape, shape.feed_forward // tensor, count)

@@ -9,11 +9,11 @@ from itertools import accumulate
 
 import numpy as np
 
-from .block_kernels import block_work, embedding_work, head_work
+from .block_kernels import block_work, embedding_work, head_work, predictor_work
 from .layer_work import NUMBER, LayerWork
 from .parallel_degrees import ParallelDegrees, padded_vocabulary
 from .rank_costs import PassSeconds, RankCosts
-from .training_setting import TrainingSetting, fewest_blocks
+from .training_setting import TrainingSetting
 from .transformer_shape import LayerParameters, TransformerShape
 from .weight_update import GRADIENT, WEIGHT, ParameterCounts, gradient_collective, update_seconds
 
@@ -38,22 +38,71 @@ class LayerSeconds:
             for again in (False, True)
         }
         self._table = padded_vocabulary(shape, degrees.tensor) * shape.hidden / degrees.tensor
-        self.ends = [
+        self._lookup, self._scores = (
             self._beside_collectives(costs.seconds(work, degrees), ParameterCounts(self._table, 0))
             for work in (self.embedding, self.head)
-        ]
+        )
         self._routed_before = [0, *accumulate(shape.routed)]
         self.least_update_seconds = self._least_update_seconds()
         """That the slowest stage takes at least, however the blocks are divided."""
         self._boundary = NUMBER * tokens.on(degrees) * shape.hidden / degrees.tensor
 
-    @property
-    def transfer_seconds(self) -> float:
-        """Of what crosses a cut, from a device to the one that follows it in the pipeline."""
-        degrees = self.degrees
+    def transfer_seconds(self, slot: int) -> float:
+        """Of what crosses the cut behind a (virtual) stage, from a device to the one that follows it in the
+        pipeline; behind the predictors their results, too."""
+        degrees, place = self.degrees, self.setting.predictor_slot(self.slots)
         if degrees.pipeline == 1:
             return 0.0
-        return self.costs.links.transfer(self._boundary, degrees.tensor * degrees.context * degrees.data)
+        tensors = 1 + self.setting.predictors * (place is not None and place <= slot)
+        bytes = tensors * self._boundary
+        return self.costs.links.transfer(bytes, degrees.tensor * degrees.context * degrees.data)
+
+    def fixed_parts(self, slot: int) -> list[tuple[int, PassSeconds]]:
+        """What a (virtual) stage has beside blocks, with how many of each: embedding, predictors, head."""
+        setting = self.setting
+        parts = []
+        if slot == 0:
+            parts.append((1, self._lookup))
+        if setting.predictors and slot == setting.predictor_slot(self.slots):
+            parts += [(setting.predictors, part) for part in (self._lookup, self._one_predictor)]
+        if slot == self.slots - 1:
+            parts.append((1 + setting.predictors, self._scores))
+        return parts
+
+    def fixed_seconds(self, slot: int) -> float:
+        """Of a micro-batch, forward and backward, on a (virtual) stage without blocks."""
+        return sum(count * own.both for count, own in self.fixed_parts(slot))
+
+    @property
+    def fixed_slots(self) -> list[int]:
+        """The (virtual) stages that have something beside blocks."""
+        place = self.setting.predictor_slot(self.slots)
+        return sorted({0, self.slots - 1} | ({place} if place is not None else set()))
+
+    @cached_property
+    def predictor(self) -> LayerWork:
+        """One of further tokens, without its lookup and its scores."""
+        shape = self.shape
+        return predictor_work(shape, self.degrees, self.setting.tokens) + self.blocks[shape.routed[-1]]
+
+    @cached_property
+    def _predictor_seconds(self) -> dict[bool, PassSeconds]:
+        """Of one, by whether its forward runs again."""
+        return {
+            again: self._beside_collectives(
+                self._block_seconds(self.predictor, again), self._predictor_parameters
+            )
+            for again in (False, True)
+        }
+
+    @property
+    def _one_predictor(self) -> PassSeconds:
+        return self._predictor_seconds[self._predictors_again]
+
+    @property
+    def _predictors_again(self) -> bool:
+        """Whether the predictors' forward runs again: Megatron-LM's block method leaves them out."""
+        return self.setting.recompute == "full" and self.setting.recompute_blocks is None
 
     @property
     def slots(self) -> int:
@@ -66,11 +115,7 @@ class LayerSeconds:
 
     def seconds(self, blocks: range, slot: int) -> PassSeconds:
         """Of a micro-batch on a (virtual) stage."""
-        parts = self._block_parts(blocks)
-        if slot == 0:
-            parts.append((1, self.ends[0]))
-        if slot == self.slots - 1:
-            parts.append((1, self.ends[1]))
+        parts = self._block_parts(blocks) + self.fixed_parts(slot)
         return PassSeconds(
             sum(n * own.forward for n, own in parts), sum(n * own.backward for n, own in parts)
         )
@@ -83,7 +128,7 @@ class LayerSeconds:
         seconds = dense * once[False] + routed * once[True]
         if again:
             seconds += self.setting.recomputed(len(blocks)) * again
-        return seconds + self.ends[0].both * (slot == 0) + self.ends[1].both * (slot == self.slots - 1)
+        return seconds + self.fixed_seconds(slot)
 
     def least_equal_seconds(self, numbers: np.ndarray, again: np.ndarray) -> np.ndarray:
         """Of so many blocks of the only kind on a device without embedding and head, of which, where its
@@ -118,13 +163,13 @@ class LayerSeconds:
         """Of a micro-batch, forward and backward, on all stages, with as few blocks run again as can be: as
         many as can on one stage that runs only its first ones again."""
         blocks = self.shape.blocks
-        elsewhere = sum(fewest_blocks(slot, self.slots) for slot in range(1, self.slots))
+        elsewhere = sum(self.setting.fewest_blocks(slot, self.slots) for slot in range(1, self.slots))
         if elsewhere:
             elsewhere -= 1
         again = self.setting.recomputed(blocks - elsewhere) + elsewhere * self.setting.recomputed(1)
         kinds = self._kinds(range(blocks))
         own = sum(count * self._seconds[kind, self._all_again].both for kind, count in kinds)
-        return own + self._ends_seconds + (0.0 if self._all_again else again * self._least_again)
+        return own + self._fixed_seconds + (0.0 if self._all_again else again * self._least_again)
 
     @property
     def _all_again(self) -> bool:
@@ -132,25 +177,26 @@ class LayerSeconds:
         return self.setting.recomputed(self.shape.blocks) == self.shape.blocks
 
     @property
-    def _ends_seconds(self) -> float:
-        return sum(end.both for end in self.ends)
+    def _fixed_seconds(self) -> float:
+        return sum(map(self.fixed_seconds, self.fixed_slots))
 
     def least_slowest_seconds(self) -> float:
         """That the slowest stage takes at least: the mean, or the longest layer."""
         blocks = [self._seconds[kind, self._all_again].both for kind in self.blocks]
-        longest = max(*blocks, *(end.both for end in self.ends))
+        longest = max(*blocks, *map(self.fixed_seconds, self.fixed_slots))
         return max(self.whole_seconds / self.degrees.pipeline, longest)
 
     def least_backward_share(self) -> float:
         """Of a layer's seconds those of its backward, where that is smallest."""
-        blocks = (self._seconds[kind, self._all_again] for kind in self.blocks)
-        return min(own.backward / own.both for own in (*blocks, *self.ends))
+        layers = [self._seconds[kind, self._all_again] for kind in self.blocks]
+        layers += [own for slot in self.fixed_slots for _, own in self.fixed_parts(slot)]
+        return min(own.backward / own.both for own in layers)
 
     def _least_update_seconds(self) -> float:
         """No less than the mean of the stages: an update's seconds grow with the parameters on a straight
         line."""
         stages = self.degrees.pipeline
-        parts = [self.parameters(range(0), slot) for slot in {0, self.slots - 1}]
+        parts = [self.parameters(range(0), slot) for slot in self.fixed_slots]
         for routed, count in self._kinds(range(self.shape.blocks)):
             own = self._parameters[routed]
             parts.append(ParameterCounts(count * own.dense, count * own.routed))
@@ -195,6 +241,10 @@ class LayerSeconds:
         tables = table * (first + last - (first and last and shape.tied))
         tables += vectors.first * first + vectors.last * last
         parts = [(count, self._parameters[routed]) for routed, count in self._kinds(blocks)]
+        if self.setting.predictors and slot == self.setting.predictor_slot(self.slots):
+            parts.append((self.setting.predictors, self._predictor_parameters))
+            # The embedding again, but where the stage has it, or the head that is the same.
+            tables += table * (not first and not (last and shape.tied))
         return ParameterCounts(
             tables + sum(n * own.dense for n, own in parts), sum(n * own.routed for n, own in parts)
         )
@@ -223,6 +273,13 @@ class LayerSeconds:
     def _block_parameters(self, routed: bool) -> ParameterCounts:
         attention = self._on_device(self.shape.attention_parameters())
         return attention.plus(self._on_device(self.shape.feed_forward_parameters(routed)))
+
+    @cached_property
+    def _predictor_parameters(self) -> ParameterCounts:
+        """Of one: a block, two norms of what is projected and one behind, the projection."""
+        hidden = self.shape.hidden
+        projection = LayerParameters(3 * hidden, 2 * hidden * hidden, 0)
+        return self._block_parameters(self.shape.routed[-1]).plus(self._on_device(projection))
 
     def _on_device(self, layer: LayerParameters) -> ParameterCounts:
         degrees = self.degrees

@@ -78,6 +78,8 @@ class LayerTable(LayerSeconds):
         spread = groups if degrees.zero else (1, 1)
         share = groups if degrees.zero > 1 else (1, 1)
         saved = [self._saved(own) for own in blocks]
+        if self._has_predictors(device):
+            saved[-1] += self.setting.predictors * self._predictor_saved
         alive = self._chunks_in_flight(device)
         last = device == degrees.pipeline - 1
         return {
@@ -86,8 +88,12 @@ class LayerTable(LayerSeconds):
             "gradients": GRADIENT * (dense / share[0] + routed / share[1]) + self._unreduced_bytes(blocks),
             "optimizer": STATE * (dense / spread[0] + routed / spread[1]),
             "activations": max(sum(n * own for n, own in zip(each, saved, strict=True)) for each in alive),
-            "workspace": max(*map(self._backward_bytes, blocks), self.head.saved if last else 0.0),
-            "placeholders": self._placeholders(blocks),
+            "workspace": max(
+                *map(self._backward_bytes, blocks),
+                self._predictor_workspace if self._has_predictors(device) else 0.0,
+                (1 + self.setting.predictors) * self.head.saved if last else 0.0,
+            ),
+            "placeholders": self._placeholders(blocks, self._has_predictors(device)),
             "libraries": LIBRARIES,
         }
 
@@ -101,6 +107,25 @@ class LayerTable(LayerSeconds):
         if self.degrees.zero < 2:
             return 0.0
         return (NUMBER + GRADIENT) * self._largest_parameters(blocks)
+
+    def _has_predictors(self, device: int) -> bool:
+        """Whether the last of a device's (virtual) stages has the predictors of further tokens."""
+        setting, last = self.setting, self.degrees.pipeline - 1
+        return setting.predictors > 0 and device == last - setting.predictor_offset
+
+    @property
+    def _predictor_saved(self) -> float:
+        """Bytes that one predictor keeps of a micro-batch: where it runs again the hidden states and the
+        embeddings."""
+        if self._predictors_again:
+            return 2 * self._boundary
+        attention = self.predictor.attention_saved if self.setting.recompute == "selective" else 0.0
+        return self.predictor.saved - attention
+
+    @property
+    def _predictor_workspace(self) -> float:
+        """Besides, while a predictor's backward runs."""
+        return self.predictor.workspace + (self.predictor.saved if self._predictors_again else 0.0)
 
     def _saved(self, blocks: range) -> float:
         """Bytes that the blocks keep of a micro-batch for backward: those that run again their input."""
@@ -151,14 +176,14 @@ class LayerTable(LayerSeconds):
     def least_bytes(self) -> float:
         """That the largest stage needs at least: the mean of what weights, gradients and states need."""
         stages, blocks = self.degrees.pipeline, self.shape.blocks
-        ends = sum(self._states(device, 0) for device in {0, stages - 1})
+        ends = sum(self._states(device, 0) for device in {slot % stages for slot in self.fixed_slots})
         return (ends + self._states(0, blocks) - self._states(0, 0)) / stages
 
     def _states(self, device: int, number: int) -> float:
         """Bytes of weights, gradients and states of a device with the first so many blocks: as many in
         whatever virtual stages they lie."""
         last = device == self.degrees.pipeline - 1
-        key = (device > 0) + 2 * last, number
+        key = (device > 0) + 2 * last + 4 * self._has_predictors(device), number
         if key not in self._state_bytes:
             own = (range(number),) + (range(0),) * (self.setting.virtual_stages - 1)
             ledger = self.ledger(own if device == 0 else own[::-1], device)
@@ -174,12 +199,13 @@ class LayerTable(LayerSeconds):
         devices = range(self.degrees.pipeline)
         return max(sum(self.ledger(self.own_blocks(ranges, each), each).values()) for each in devices)
 
-    def _placeholders(self, blocks: Sequence[range]) -> float:
+    def _placeholders(self, blocks: Sequence[range], predictors: bool) -> float:
         """Transformer Engine returns for a weight whose gradient was added up elsewhere an empty tensor in
         its place; it keeps one for each shape of a weight."""
         shape = self.shape
-        kinds = sorted({routed for own in blocks for routed, _ in self._kinds(own)})
-        layers = [self._on_device(shape.feed_forward_parameters(routed)) for routed in kinds]
+        kinds = {routed for own in blocks for routed, _ in self._kinds(own)}
+        kinds |= {shape.routed[-1]} if predictors else set()
+        layers = [self._on_device(shape.feed_forward_parameters(routed)) for routed in sorted(kinds)]
         if layers:
             layers.append(self._on_device(shape.attention_parameters()))
         experts = 1 if shape.experts is None else shape.experts.number // self.degrees.expert

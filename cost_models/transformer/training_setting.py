@@ -28,6 +28,8 @@ class TrainingSetting:
     keeps no more than its statistics. `virtual_stages` of a device: above 1 the schedule is interleaved 1F1B,
     and the micro-batches are a multiple of the pipeline's stages. `recompute_blocks`, with full: of each
     (virtual) stage only the first so many run again (Megatron-LM's `--recompute-method block`); None: all.
+    `predictors`: of further tokens (DeepSeek-AI, "DeepSeek-V3", arXiv:2412.19437, section 2.2), on the last
+    (virtual) stage, or so many stages before it as `predictor_offset` says; no block is behind them.
     """
 
     micro_batches: int
@@ -35,6 +37,8 @@ class TrainingSetting:
     recompute: Recomputation = "none"
     virtual_stages: int = 1
     recompute_blocks: int | None = None
+    predictors: int = 0
+    predictor_offset: int = 0
 
     @property
     def schedule(self) -> str:
@@ -46,6 +50,26 @@ class TrainingSetting:
         if self.recompute != "full":
             return 0
         return blocks if self.recompute_blocks is None else min(self.recompute_blocks, blocks)
+
+    def predictor_slot(self, slots: int) -> int | None:
+        """Of so many (virtual) stages that with the predictors."""
+        return slots - 1 - self.predictor_offset if self.predictors else None
+
+    def fewest_blocks(self, slot: int, slots: int) -> int:
+        """That a (virtual) stage of several has: the first may have the embedding alone, the last the head,
+        that of the predictors these."""
+        ends = (0, slots - 1, self.predictor_slot(slots))
+        return 0 if slots > 1 and (slot in ends or self.is_behind_predictors(slot, slots)) else 1
+
+    def is_behind_predictors(self, slot: int, slots: int) -> bool:
+        """Whether a (virtual) stage cannot have blocks."""
+        place = self.predictor_slot(slots)
+        return place is not None and slot > place
+
+    def even_blocks(self, blocks: int, slots: int) -> list[int]:
+        """Blocks of each (virtual) stage, as equal as can be."""
+        empty = self.predictor_offset if self.predictors else 0
+        return even_blocks(blocks, slots - empty) + [0] * empty
 
 
 def virtual_stages_problem(
@@ -62,11 +86,6 @@ def virtual_stages_problem(
     if stages * virtual > shape.blocks:
         return f"{shape.blocks} blocks make no {stages} x {virtual} virtual stages"
     return ""
-
-
-def fewest_blocks(slot: int, slots: int) -> int:
-    """That a (virtual) stage of several has: the first may have the embedding alone, the last the head."""
-    return 0 if slots > 1 and slot in (0, slots - 1) else 1
 
 
 def even_blocks(blocks: int, stages: int) -> list[int]:

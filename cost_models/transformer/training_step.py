@@ -92,7 +92,7 @@ def _pipeline_seconds(layers: LayerTable, ranges: Sequence[range]) -> float:
         np.array(each, dtype=np.float64).reshape(virtual, stages).T[:, :, None]
         for each in zip(*own, strict=True)
     )
-    cuts = np.full((1, len(own) - 1), layers.transfer_seconds)
+    cuts = np.array([[layers.transfer_seconds(slot) for slot in range(len(own) - 1)]])
     costs = Costs(
         forward=forward,
         backward=backward,

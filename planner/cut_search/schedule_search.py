@@ -135,6 +135,8 @@ class _ScheduleSearch:
             if config.schedule not in self.names:
                 continue
             for chunks in _virtual_stages(config):
+                if stages == 1 and chunks > 1 and len(self.names) > 1:
+                    continue  # virtual stages of one device are data parallelism in another order
                 own = config if chunks == 1 else replace(config, virtual_stages=chunks)
                 program = self._program(own, stages)
                 if program is None:
@@ -148,7 +150,7 @@ class _ScheduleSearch:
     def _program(self, config: PipelineConfig, stages: int) -> Program | None:
         """None where the schedule does not run with these numbers, or is not searched with so many."""
         parts = config.virtual_stages
-        if stages * parts > self.problem.space.chain.max_stages:
+        if stages * parts > self.problem.space.chain.max_stages or stages == 1 < parts:
             return None
         if 3 * stages * parts * config.micro_batches > MOST_ACTIONS:
             self.is_complete = False

@@ -50,6 +50,8 @@ MOST_TABLES = 4_000_000
 """Entries of their tables."""
 MOST_UNFINISHED = 1_000_000
 """Beginnings that an exhaustive search extends, in all."""
+SCORE_WORK = 3_000_000
+"""Of scoring a plan, besides its simulation: its costs, all-reduces and ledger."""
 CHUNK = 2_000
 """Beginnings that are extended side by side."""
 
@@ -166,6 +168,7 @@ class ShapeSearch:
             self._scored[key] = inf
             proposal = self.shape.proposal(cut_points, cuts)
             self.budget.simulate(1, 4 * self._actions)
+            self.budget.spend(SCORE_WORK)
             plan = fastest(self.space, [proposal]) if self.allows(proposal) else None
             if plan is not None:
                 self._scored[key] = plan.step_seconds

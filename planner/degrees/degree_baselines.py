@@ -62,7 +62,8 @@ def _list_even(
         recompute="auto",
     )
     for one in list_combinations(shape, devices, own):
-        if one.recompute != "selective" and one.recompute_blocks is None:
+        with_head = one.setting.predictor_offset == 0
+        if with_head and one.recompute != "selective" and one.recompute_blocks is None:
             yield one
 
 

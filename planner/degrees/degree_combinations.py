@@ -13,7 +13,6 @@ from ...cost_models.transformer.parallel_degrees import ContextExchange, Paralle
 from ...cost_models.transformer.training_setting import (
     Recomputation,
     TrainingSetting,
-    fewest_blocks,
     virtual_stages_problem,
 )
 from ...cost_models.transformer.transformer_shape import TransformerShape
@@ -56,7 +55,7 @@ class Combination:
 def most_recompute_blocks(shape: TransformerShape, one: Combination) -> int:
     """With one more all blocks of the longest (virtual) stage there can be would run again."""
     slots = one.degrees.pipeline * one.virtual_stages
-    return shape.blocks - 1 - sum(fewest_blocks(slot, slots) for slot in range(1, slots))
+    return shape.blocks - 1 - sum(one.setting.fewest_blocks(slot, slots) for slot in range(1, slots))
 
 
 def list_combinations(shape: TransformerShape, devices: int, options: DegreeOptions) -> Iterator[Combination]:
@@ -75,15 +74,19 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
         if options.mini_batch % data:
             continue
         experts = _expert_degrees(shape, tensor * context * data, options)
-        for expert, zero, exchange in product(experts, options.zero, _exchanges(context, options)):
+        exchanges, offsets = _exchanges(context, options), _predictor_offsets(stages, options)
+        for expert, zero, exchange in product(experts, options.zero, exchanges):
             degrees = ParallelDegrees(tensor, context, expert, stages, data, zero, exchange)
             if degrees.problem_with(shape, options.sequence):
                 continue
             for size in _micro_batch_sizes(options, options.mini_batch // data):
                 tokens = Tokens(options.sequence, size)
                 count = options.mini_batch // data // size
-                for (recompute, number), virtual in product(modes, options.virtual_stages or range(1, 9)):
-                    setting = TrainingSetting(count, tokens, recompute, virtual, number)
+                virtuals = options.virtual_stages or range(1, 9)
+                for (recompute, number), virtual, offset in product(modes, virtuals, offsets):
+                    setting = TrainingSetting(
+                        count, tokens, recompute, virtual, number, options.predictors, offset
+                    )
                     one = Combination(degrees, setting)
                     if virtual_stages_problem(shape, degrees, setting):
                         continue
@@ -109,6 +112,12 @@ def _exchanges(context: int, options: DegreeOptions) -> tuple[ContextExchange, .
     if context == 1:
         return every[:1]
     return tuple(one for one in every if options.context_exchange in ("auto", one))
+
+
+def _predictor_offsets(stages: int, options: DegreeOptions) -> tuple[int, ...]:
+    """How many stages before the last the predictors may be: with the head, or on a stage before it, but not
+    on the first device, where megatron-core would not add up the gradients of their embedding."""
+    return (0, 1) if options.predictors and stages > 2 else (0,)
 
 
 def _expert_degrees(shape: TransformerShape, group: int, options: DegreeOptions) -> list[int]:

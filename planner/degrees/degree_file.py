@@ -60,7 +60,8 @@ class PlanEntry(Record):
 
     `degrees`: as a user reads them; `exchange`: what context devices do for attention. `blocks`: of
     each (virtual) stage, in the order of the model; `recompute_blocks`: how many of them run again where
-    `recompute` is full; None: all. `remarks`: where torchtitan does not train as the plan says.
+    `recompute` is full; None: all. `predictors` of further tokens are on the last (virtual) stage, or so many
+    before it as `predictor_offset` says. `remarks`: where torchtitan does not train as the plan says.
     """
 
     degrees: str
@@ -77,6 +78,8 @@ class PlanEntry(Record):
     recompute_blocks: Count | None = None
     schedule: Literal["1f1b", "interleaved"]
     virtual_stages: Count
+    predictors: LayerBound = 0
+    predictor_offset: LayerBound = 0
     step_seconds: PredictedSeconds
     pipeline_seconds: PredictedSeconds
     update_seconds: PredictedSeconds

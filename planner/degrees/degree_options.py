@@ -21,6 +21,7 @@ class DegreeKeywords(TypedDict, total=False):
     mini_batch: int
     sequence: int
     layers: int | None
+    predictors: int
     tp: Sequence[int] | None
     pp: Sequence[int] | None
     cp: Sequence[int] | None
@@ -47,6 +48,10 @@ def _read_counts(text: str, name: str) -> tuple[int, ...]:
 
 def _degree_option(what: str) -> Any:
     return option(None, _counts, what, "N[,N]", panel="The search", read=_read_counts)
+
+
+def _predictors(name: str, value: Any) -> int:
+    return arguments.whole(name, value, at_least=0, at_most=8)
 
 
 def _zero(name: str, value: Any) -> tuple[int, ...]:
@@ -97,6 +102,15 @@ class DegreeOptions(Options):
         "N",
         panel="The training",
         least=1,
+    )
+    predictors: int = option(
+        0,
+        _predictors,
+        "Multi-token predictors that are trained behind the layers (DeepSeek-V3 has 1).",
+        "N",
+        panel="The training",
+        least=0,
+        aliases=("--mtp-num-layers",),
     )
     zero: Sequence[int] = option(
         (1,),

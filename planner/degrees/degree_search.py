@@ -19,7 +19,7 @@ from ...cost_models.transformer.layer_table import LayerTable
 from ...cost_models.transformer.layer_work import Tokens
 from ...cost_models.transformer.parallel_degrees import ParallelDegrees
 from ...cost_models.transformer.rank_costs import RankCosts, products
-from ...cost_models.transformer.training_setting import TrainingSetting, even_blocks
+from ...cost_models.transformer.training_setting import TrainingSetting
 from ...cost_models.transformer.training_step import StepEstimate, estimate_stages
 from ...cost_models.transformer.transformer_shape import TransformerShape
 from .degree_combinations import (
@@ -91,7 +91,8 @@ class DegreeAnswer:
         """The different products of the best plan."""
         best = self.plans[0]
         layers = LayerTable(self.shape, best.degrees, best.setting, self.costs)
-        return products((*layers.blocks.values(), layers.embedding, layers.head))
+        predictors = [layers.predictor] if best.setting.predictors else []
+        return products((*layers.blocks.values(), layers.embedding, layers.head, *predictors))
 
     @property
     def assumed_kernels(self) -> list[Product]:
@@ -189,7 +190,9 @@ class _BestPlans:
             return
         slowest, divided = slowest_stage(layers, self.memory_bytes)
         if divided is None:
-            self.least = min(self.least, layers.peak_bytes(even_blocks(layers.shape.blocks, layers.slots)))
+            self.least = min(
+                self.least, layers.peak_bytes(layers.setting.even_blocks(layers.shape.blocks, layers.slots))
+            )
             return
         lower = lower_bound(layers, slowest)
         self.bound = min(self.bound, lower)
@@ -241,7 +244,7 @@ def _best_division(
 ) -> DegreePlan:
     """Under 1F1B the fastest of three that fits: even blocks, even seconds, and the least slowest stage,
     which does."""
-    even = even_blocks(layers.shape.blocks, one.degrees.pipeline)
+    even = layers.setting.even_blocks(layers.shape.blocks, one.degrees.pipeline)
     choices = dict.fromkeys((tuple(even), tuple(divided), tuple(divide_by_seconds(layers))))
     trials = [(counts, estimate_stages(layers, counts)) for counts in choices]
     fitting = [each for each in trials if each[1].peak_bytes <= memory_bytes]

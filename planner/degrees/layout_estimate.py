@@ -24,18 +24,21 @@ def estimate_layout(
     costs: RankCosts,
     options: DegreeOptions,
     memory_bytes: float,
+    predictor_offset: int = 0,
 ) -> DegreePlan:
     """The plan with so many blocks on each (virtual) stage and the shortest step of all other degrees, micro-
     batch sizes and recomputation that the options allow and that fit; where nothing fits, that which needs
-    least memory. Of partial recomputation the first block alone is tried, and only where it is asked for.
+    least memory. Of partial recomputation the first block alone is tried, and only where it is asked for. The
+    options' predictors are so many stages before the last.
     Raises UsageError where nothing is possible."""
     best: DegreePlan | None = None
     for one in _combinations(shape, len(counts) // pipeline, pipeline, devices, options):
-        layers = LayerTable(shape, one.degrees, one.setting, costs)
+        setting = replace(one.setting, predictor_offset=predictor_offset)
+        layers = LayerTable(shape, one.degrees, setting, costs)
         peak = layers.peak_bytes(counts)
         if best is not None and not _may_be_better(layers, counts, peak, best, memory_bytes):
             continue
-        plan = DegreePlan(one.degrees, one.setting, tuple(counts), estimate_stages(layers, counts), layers)
+        plan = DegreePlan(one.degrees, setting, tuple(counts), estimate_stages(layers, counts), layers)
         if best is None or _rank(plan, memory_bytes) < _rank(best, memory_bytes):
             best = plan
     if best is None:
@@ -54,6 +57,7 @@ def _combinations(
     own = replace(options, pp=(pipeline,), virtual_stages=(1,))
     for one in list_combinations(shape, devices, own):
         mode_is_tried = one.recompute_blocks is None or options.recompute == "partial"
+        mode_is_tried &= not one.setting.predictor_offset
         if mode_is_tried and (virtual == 1 or one.micro_batches % pipeline == 0):
             yield Combination(one.degrees, replace(one.setting, virtual_stages=virtual))
 

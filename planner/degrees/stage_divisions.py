@@ -36,7 +36,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from ...cost_models.transformer.layer_table import LayerTable
-from ...cost_models.transformer.training_setting import block_ranges, even_blocks, fewest_blocks
+from ...cost_models.transformer.training_setting import block_ranges
 from ...cost_models.transformer.training_step import StepEstimate, estimate_stages
 
 _HALVINGS = 24
@@ -76,7 +76,7 @@ def _longest(layers: LayerTable, seconds: float, memory_bytes: float) -> list[ra
     Stage after stage takes as many blocks as it can. Where a block without experts fits into an early stage
     and one with experts does not, as many can be too many: then every number is tried."""
     stages, blocks = layers.degrees.pipeline, layers.shape.blocks
-    fewest = [fewest_blocks(stage, stages) for stage in range(stages)]
+    fewest = [layers.setting.fewest_blocks(stage, stages) for stage in range(stages)]
 
     def fits(own: range, stage: int) -> bool:
         return layers.least_seconds(own, stage) <= seconds and layers.stage_bytes(own, stage) <= memory_bytes
@@ -84,6 +84,8 @@ def _longest(layers: LayerTable, seconds: float, memory_bytes: float) -> list[ra
     def farthest_end(stage: int, start: int) -> int | None:
         """Of the longest stage from `start`; None where the fewest blocks do not fit."""
         low, high = start + fewest[stage], blocks - sum(fewest[stage + 1 :])
+        if layers.setting.is_behind_predictors(stage, stages):
+            high = start
         if low > high or not fits(range(start, low), stage):
             return None
         while low < high:
@@ -136,7 +138,7 @@ def lower_bound(layers: LayerTable, slowest: float) -> float:
 
 def interleaved_divisions(layers: LayerTable) -> list[tuple[int, ...]]:
     """Of virtual stages those to begin with: evenly by number, and evenly by seconds."""
-    even = even_blocks(layers.shape.blocks, layers.slots)
+    even = layers.setting.even_blocks(layers.shape.blocks, layers.slots)
     return list(dict.fromkeys((tuple(even), tuple(divide_by_seconds(layers)))))
 
 
@@ -166,21 +168,21 @@ def least_interleaved(layers: LayerTable, memory_bytes: float) -> float:
 def _weighted_mean(layers: LayerTable) -> float:
     """Of the bounds by device and chunk, as the top of this file says."""
     setting = layers.setting
-    first, last, least = _mean_times(layers.degrees.pipeline, setting.virtual_stages, setting.micro_batches)
-    blocks = layers.whole_seconds - sum(end.both for end in layers.ends)
-    return first * layers.ends[0].both + last * layers.ends[1].both + least * blocks
+    times = _mean_times(layers.degrees.pipeline, setting.virtual_stages, setting.micro_batches)
+    fixed = {slot: layers.fixed_seconds(slot) for slot in layers.fixed_slots}
+    blocks = layers.whole_seconds - sum(fixed.values())
+    return sum(times[slot] * own for slot, own in fixed.items()) + min(times) * blocks
 
 
 @lru_cache(maxsize=4096)
-def _mean_times(stages: int, virtual: int, count: int) -> tuple[float, float, float]:
-    """How often the mean counts a second of the first virtual stage, of the last, and of one where it counts
-    least."""
+def _mean_times(stages: int, virtual: int, count: int) -> list[float]:
+    """How often the mean counts a second of each virtual stage."""
     weights = (1 - 1 / (virtual * count)) ** -np.arange(stages)
     weights /= weights.sum()
     behind = weights.sum() - np.cumsum(weights)
     later = (virtual - 1 - np.arange(virtual))[:, None] / virtual
     times = count * weights + behind / virtual + later * (1 - stages * weights)
-    return float(times[0, 0]), float(times[-1, -1]), float(times.min())
+    return [float(own) for own in times.reshape(-1)]
 
 
 def _whole_blocks(layers: LayerTable, memory_bytes: float) -> float:
@@ -194,28 +196,36 @@ def _whole_blocks(layers: LayerTable, memory_bytes: float) -> float:
         np.arange(1, layers.shape.blocks + 1),
     )
     block = float(layers.least_equal_seconds(numbers[:1], np.zeros(1))[0])
+    fixed = [0.0] * stages
+    for slot in layers.fixed_slots:
+        fixed[slot % stages] += layers.fixed_seconds(slot)
+    first = layers.fixed_seconds(0)
     rooms: list[np.ndarray] = []
     for device in range(stages):
-        wait = layers.ends[0].both + (device - 1) * block if device else 0.0
-        end = {0: layers.ends[0].both, stages - 1: layers.ends[1].both}.get(device, 0.0)
+        wait = first + (device - 1) * block if device else 0.0
         again = layers.least_blocks_again(numbers, device, memory_bytes)
         middle = layers.least_equal_seconds(numbers, np.where(np.isinf(again), 0, again))
-        own = wait + layers.setting.micro_batches * (middle + end)
+        own = wait + layers.setting.micro_batches * (middle + fixed[device])
         rooms.append(own[np.isfinite(again)])
     together = np.sort(np.concatenate(rooms))
     return float(together[blocks - 1]) if len(together) >= blocks else float("inf")
 
 
 def divide_by_seconds(layers: LayerTable) -> list[int]:
-    """Each stage ends where the seconds before come nearest to its share of the whole; at least a block
-    each."""
+    """Each stage ends where the seconds before come nearest to its share of the whole; with as few blocks
+    as a stage can have at least."""
     stages, blocks = layers.slots, layers.shape.blocks
     before = [layers.seconds(range(end), 0).both for end in range(blocks + 1)]
     share = layers.whole_seconds / stages
-    ends = [0]
-    for stage in range(1, stages):
-        allowed = range(ends[-1] + 1, blocks - (stages - stage) + 1)
-        ends.append(min(allowed, key=lambda end: abs(before[end] - stage * share)))
+    fewest = [layers.setting.fewest_blocks(slot, stages) for slot in range(stages)]
+    ends, fixed = [0], 0.0
+    for slot in range(stages - 1):
+        fixed += layers.fixed_seconds(slot) if slot else 0.0
+        if slot == layers.setting.predictor_slot(stages):
+            return [b - a for a, b in pairwise([*ends, blocks])] + [0] * (stages - 1 - slot)
+        allowed = range(ends[-1] + fewest[slot], blocks - sum(fewest[slot + 1 :]) + 1)
+        aim = (slot + 1) * share - fixed
+        ends.append(min(allowed, key=lambda end: abs(before[end] - aim)))
     return [b - a for a, b in pairwise([*ends, blocks])]
 
 
@@ -254,10 +264,10 @@ def _moves(layers: LayerTable, counts: tuple[int, ...], estimate: StepEstimate) 
     seconds = [own.forward_seconds + own.backward_seconds for own in estimate.stages]
     slow_first = sorted(range(slots), key=lambda slot: (-seconds[slot % stages], -slot))
     for source in slow_first:
-        if counts[source] <= fewest_blocks(source, slots):
+        if counts[source] <= layers.setting.fewest_blocks(source, slots):
             continue
         for target in reversed(slow_first):
-            if target != source:
+            if target != source and not layers.setting.is_behind_predictors(target, slots):
                 trial = list(counts)
                 trial[source] -= 1
                 trial[target] += 1

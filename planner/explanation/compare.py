@@ -17,14 +17,15 @@ from ..plan_file import Plan
 from ..plan_options import PlanOptions
 from ..plan_records import TIE
 from ..plan_stages import bubble, plan_stages
+from ..planners import PLANNERS
 from .explain_context import ExplainContext
 
 
 class ComparisonRow(Record):
     """A plan in a comparison; where a planner has none, `reason` says why. `gap`: of the step over the best
     bound that the searches behind the plans compared proved of its problem, less 1; None where there is none.
-    `memory_bytes`: of the device that needs most. `slower`: seconds a sample over those of the first plan,
-    less 1."""
+    `estimate_seconds`: of the step as its planner counts it. `memory_bytes`: of the device that needs most.
+    `slower`: seconds a sample over those of the first plan, less 1."""
 
     name: str
     step_seconds: float | None = None
@@ -38,6 +39,7 @@ class ComparisonRow(Record):
     micro_batches: int | None = None
     micro_batch_size: int | None = None
     slower: float | None = None
+    estimate_seconds: float | None = None
     reason: str = ""
 
 
@@ -75,7 +77,7 @@ def compare_plans(
     plans_by_name: Sequence[tuple[str, Plan]], context: ExplainContext | None = None
 ) -> PlanComparison:
     """The plans by their names; with the problem of the first, what all named planners make of it, too."""
-    answer = None if context is None else find_best_plan(context.problem)
+    answer = None if context is None else find_best_plan(context.problem, PLANNERS)
     bounds = [_bound(plan) for _, plan in plans_by_name]
     rows = [_of_plan(name, plan, _proven_bound(plan, bounds)) for name, plan in plans_by_name]
     if context is not None and answer is not None:
@@ -180,6 +182,7 @@ def _of_planner(
         # Nothing was proven of a schedule that the options exclude.
         gap=plan.step_seconds / bound - 1 if 0 < bound <= plan.step_seconds else None,
         balance=[end - first for first, end in plan.proposal.bounds],
+        estimate_seconds=plan.proposal.estimate_seconds,
         schedule=config.schedule,
         micro_batches=config.micro_batches,
         micro_batch_size=config.micro_batch_size,

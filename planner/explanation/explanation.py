@@ -6,9 +6,9 @@ recomputation forced or forbidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
 
 from ...cost_models.document import Document, Record
 from ...cost_models.errors import UsageError
@@ -42,9 +42,13 @@ class WhatIf(Record):
 
 
 Change = Callable[[Problem], Problem]
+Part = TypeVar("Part")
+_SEARCHES = 23
+"""Those of a plan on several nodes: the plan's, its limits', four of runners-up, three times four of
+sensitivities, five of what-ifs."""
 
 
-def solve_what_ifs(context: ExplainContext, seeds: Sequence[ScoredPlan]) -> list[WhatIf]:
+def solve_what_ifs(context: ExplainContext, seeds: Sequence[ScoredPlan]) -> Iterator[WhatIf]:
     """Each change by itself; the searches start from the seeds, so that a change for the better is never
     answered with a slower plan."""
     changes: list[tuple[str, Change]] = [
@@ -54,7 +58,7 @@ def solve_what_ifs(context: ExplainContext, seeds: Sequence[ScoredPlan]) -> list
         ("recompute always", lambda p: _recomputing(p, "always")),
         ("recompute never", lambda p: _recomputing(p, "never")),
     ]
-    return [_solve_what_if(context, seeds, words, change) for words, change in changes]
+    return (_solve_what_if(context, seeds, words, change) for words, change in changes)
 
 
 def _solve_what_if(
@@ -108,24 +112,31 @@ def explain_plan(
     topology: Topology,
     profiles: Mapping[str, Chain] | None = None,
     options: ExplainOptions | None = None,
+    progress: Callable[[float], None] | None = None,
 ) -> Explanation:
     """Why `plan`, of this chain on this topology, is as it is; and why the split in use of the
     `options` is slower.
 
     `profiles`: the same layers as measured on the kinds of devices that have a profile of their own, by its
-    name in the topology. Raises UsageError for a plan, or a split, whose cuts the chain does not allow.
+    name in the topology. `progress` is told, as it grows, about which share of the work is done. Raises
+    UsageError for a plan, or a split, whose cuts the chain does not allow.
     """
     context = make_context(plan, chain, topology, profiles)
+    done = _WorkShare(progress or (lambda _: None))
     # A split that cannot be is refused before the long work.
     split = compare_split(context, options) if options and options.current is not None else None
     present = context.present
     resolved = resolve(context.problem, [present]).best
     better = _faster(resolved, present)
     seeds: list[ScoredPlan] = [present] if resolved is None else [present, resolved]
+    done.add(1)
     limits = find_limits(context, seeds)
+    done.add(1)
     busiest = limits.busiest.stage
     rivals = runners_up(context, seeds, busiest)
+    done.add(4)
     pool = [*seeds, *rivals.plans]
+    holds = sensitivities(context, pool, busiest) if better is None and context.fits else iter(())
     return Explanation(
         model=plan.model,
         plan=summarize(present),
@@ -134,11 +145,29 @@ def explain_plan(
         second_best=rivals.second_best,
         as_fast=None if rivals.as_fast is None else summarize(rivals.as_fast),
         other_stages=rivals.other_stages,
-        holds=sensitivities(context, pool, busiest) if better is None and context.fits else [],
-        what_if=solve_what_ifs(context, pool),
+        holds=list(done.each(holds, 4)),
+        what_if=list(done.each(solve_what_ifs(context, pool), 1)),
         current=split,
         notes=_notes(context, plan),
     )
+
+
+@dataclass
+class _WorkShare:
+    """Tells the share of the work that is done, in searches: what each part takes was measured."""
+
+    tell: Callable[[float], None]
+    done: int = 0
+
+    def add(self, searches: int) -> None:
+        self.done += searches
+        self.tell(min(self.done / _SEARCHES, 1.0))
+
+    def each(self, parts: Iterable[Part], searches: int) -> Iterator[Part]:
+        """The parts, each of so many searches."""
+        for part in parts:
+            yield part
+            self.add(searches)
 
 
 def _faster(other: ScoredPlan | None, present: ScoredPlan) -> ScoredPlan | None:

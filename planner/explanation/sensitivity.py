@@ -76,7 +76,9 @@ class _Variation:
     varied: Varied
 
 
-def sensitivities(context: ExplainContext, seeds: Sequence[ScoredPlan], busiest: int) -> list[Sensitivity]:
+def sensitivities(
+    context: ExplainContext, seeds: Sequence[ScoredPlan], busiest: int
+) -> Iterator[Sensitivity]:
     """Bandwidth of all links, of those between nodes, and seconds of the heaviest stage's layers. `busiest`:
     that stage."""
     first, end = _heaviest(context, busiest)
@@ -87,11 +89,10 @@ def sensitivities(context: ExplainContext, seeds: Sequence[ScoredPlan], busiest:
         False,
         lambda f: with_slower_layers(context.problem, first, end, f),
     )
+    for one in _links(context.problem):
+        yield _reach(context, seeds, one)
     own = _reach(context, seeds, layers)
-    return [
-        *(_reach(context, seeds, one) for one in _links(context.problem)),
-        own.model_copy(update={"first_layer": first, "last_layer": end - 1}),
-    ]
+    yield own.model_copy(update={"first_layer": first, "last_layer": end - 1})
 
 
 def _links(problem: Problem) -> Iterator[_Variation]:

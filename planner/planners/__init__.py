@@ -7,8 +7,11 @@ import difflib
 from ...cost_models.errors import UsageError
 from . import (
     alpa,
+    asteroid,
+    bottleneck_planners,
     dapple_planner,
     deepspeed_partition,
+    equal_replicas,
     megatron,
     pipedream_planner,
     rules,
@@ -16,7 +19,7 @@ from . import (
 )
 from .base import Planner
 
-_ALL: tuple[Planner, ...] = (
+_ALWAYS: tuple[Planner, ...] = (
     rules.ONE_GPU,
     rules.DATA_PARALLEL,
     rules.EVEN,
@@ -32,8 +35,18 @@ _ALL: tuple[Planner, ...] = (
     dapple_planner.DAPPLE,
     alpa.ALPA,
 )
+_FURTHER: tuple[Planner, ...] = (
+    equal_replicas.WIDTH_AND_DEPTH,
+    equal_replicas.AUTOPIPE,
+    equal_replicas.BAPIPE,
+    bottleneck_planners.SPP,
+    bottleneck_planners.PIPER,
+    asteroid.ASTEROID,
+)
 
-PLANNERS: dict[str, Planner] = {planner.name: planner for planner in _ALL}
+PLANNERS: dict[str, Planner] = {planner.name: planner for planner in (*_ALWAYS, *_FURTHER)}
+ALWAYS = tuple(planner.name for planner in _ALWAYS)
+"""Those that every search asks; the others are asked by name, and where planners are compared."""
 
 
 def find_planner(name: str) -> Planner:
@@ -51,4 +64,4 @@ def find_planner(name: str) -> Planner:
     raise UsageError(f"planner {name!r} is unknown", f"{guess}There are: best, {', '.join(PLANNERS)}.")
 
 
-__all__ = ["PLANNERS", "find_planner"]
+__all__ = ["ALWAYS", "PLANNERS", "find_planner"]

@@ -75,7 +75,8 @@ class Alpa:
             best = find_alpa_plan(space, choice, gpus, most)
             if best is not None:
                 ends = tuple(cut_points[end] for end in best.ends)
-                yield Proposal(choice.config(best.recomputes), ends, place_submeshes(best.replicas))
+                config, devices = choice.config(best.recomputes), place_submeshes(best.replicas)
+                yield Proposal(config, ends, devices, best.cost_seconds)
 
 
 ALPA = Alpa()

@@ -82,9 +82,8 @@ class Dapple:
     def propose(self, problem: Problem) -> Iterable[Proposal]:
         """The plan of least estimated latency for the most promising micro-batch sizes."""
         space, gpus = thin_cuts(problem.space, BLOCKS), problem.usable_gpus
-        coarse, routes = thin_cuts(space, QUICK_BLOCKS), Routes(space.topology)
+        coarse, routes, quick_plans = thin_cuts(space, QUICK_BLOCKS), Routes(space.topology), []
         limits = StageLimits(problem.stage_counts[-1], problem.options.use_all)
-        quick_plans = []
         for choice in micro_batch_choices(problem.configs):
             quick_plan = find_dapple_plan(coarse, choice, gpus, limits, beam=QUICK, routes=routes)
             if quick_plan is not None:
@@ -94,7 +93,8 @@ class Dapple:
             dapple_plan = find_dapple_plan(space, choice, gpus, limits, routes=routes)
             if dapple_plan is not None:
                 ends = tuple(cut_points[end] for end in dapple_plan.ends)
-                yield Proposal(choice.config(dapple_plan.recomputes), ends, dapple_plan.devices)
+                config = choice.config(dapple_plan.recomputes)
+                yield Proposal(config, ends, dapple_plan.devices, dapple_plan.latency_seconds)
 
 
 DAPPLE = Dapple()

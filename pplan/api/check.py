@@ -25,6 +25,10 @@ from .machine import planned_machine
 from .options import CheckKeywords, CheckOptions, options_from
 
 WARM_UPS = 2
+LEAST_TIMEOUT = 120.0
+"""Seconds: processes import torch, and a first step is slower."""
+TIMEOUT_STEPS = 5
+"""Two steps of the plain model are compared; the rest is for a busy machine."""
 """Steps before those that are timed."""
 LEAST_SIZE = 1024
 """Bytes of the smallest transfer that is measured."""
@@ -82,7 +86,7 @@ def check_plan(
             notes.append(f"no even split beside it: {even}")
         else:
             cases.append(prepare_case(EVEN, even, chain, topology, profiles, emulate=options.emulate))
-    job = _job(cases, profile, options)
+    job = _job(plan, cases, profile, options)
     notes += _crowding_note(job)
     measurements = run(job)
     return None if measurements is None else _build_check(measurements, cases, job, name, notes)
@@ -117,7 +121,8 @@ def _check_runtime(
         device=device,
         steps=options.steps,
         warm_ups=WARM_UPS,
-        timeout_seconds=options.timeout,
+        step_seconds=plan_case.prediction.step_seconds,
+        timeout_seconds=_timeout(options, plan_case),
     )
     notes += [*_crowding_note(job), *serial_note(cases[0].case)]
     measurements = run(job)
@@ -134,7 +139,7 @@ def _crowding_note(job: Job) -> list[str]:
     return []
 
 
-def _job(cases: list[CheckCase[Case]], profile: Profile, options: CheckOptions) -> Job:
+def _job(plan: Plan, cases: list[CheckCase[Case]], profile: Profile, options: CheckOptions) -> Job:
     own = [case.case for case in cases]
     processes = len(own[0].document.devices)
     return Job(
@@ -143,11 +148,21 @@ def _job(cases: list[CheckCase[Case]], profile: Profile, options: CheckOptions) 
         device=choose_device(processes, options),
         steps=options.steps,
         warm_ups=WARM_UPS,
-        timeout_seconds=options.timeout,
+        step_seconds=plan.prediction.step_seconds,
+        timeout_seconds=_timeout(options, plan),
         corrections=_corrections(options),
         calibration=vary_case(own[0]) if options.calibrate else [],
         link_sizes=_sizes(own) if options.calibrate and processes > 1 else [],
     )
+
+
+def _timeout(options: CheckOptions, plan: Plan) -> float:
+    """Seconds after which a process hangs. The longest that it does at a time are the steps of the plain
+    model, in turn for all devices."""
+    if options.timeout is not None:
+        return options.timeout
+    devices = sum(stage.replicas for stage in plan.stages)
+    return max(LEAST_TIMEOUT, TIMEOUT_STEPS * devices * plan.prediction.step_seconds)
 
 
 def _corrections(options: CheckOptions) -> Corrections | None:

@@ -29,7 +29,7 @@ class CheckKeywords(TypedDict, total=False):
     calibrate: bool
     calibration: str | Path | None
     steps: int
-    timeout: float
+    timeout: float | None
 
 
 def _settings(name: str, value: Any) -> dict[str, object]:
@@ -52,7 +52,8 @@ class CheckOptions(Options):
     each, or what there is enough of. `emulate`: the stages wait as long as the plan says they compute.
     `even`: the even split of as many stages runs beside it. `calibrate`: other schedules run first, and
     overhead, link and slowdown are fitted to them; `calibration`: a file of what was fitted before. `steps`:
-    how many are timed. `timeout`: seconds after which a step that does not end is given up.
+    how many are timed. `timeout`: seconds after which a step that does not end is given up (None: 120, or
+    several times what it is predicted to take).
     """
 
     model: str | None = option(
@@ -104,18 +105,17 @@ class CheckOptions(Options):
         None, arguments.optional_path, "Corrections that an earlier `calibrate` wrote.", "FILE"
     )
     steps: int = option(5, arguments.whole, "Steps that are timed.", "N", least=1)
-    timeout: float = option(
-        120.0,
-        arguments.number,
-        "How long a step may take before the check gives up.",
+    timeout: float | None = option(
+        None,
+        arguments.optional_number,
+        "How long a step may take before the check gives up; default: 120 s, or more where the plan says so.",
         "120s",
         read=parse_seconds,
-        default_text="120s",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.calibrate and self.calibration is not None:
             raise UsageError("check: both `calibrate` and `calibration`", "Give one of them.")
-        if self.timeout < 1:
+        if self.timeout is not None and self.timeout < 1:
             raise UsageError(f"timeout={self.timeout:g}: must be at least 1 s", "For example: timeout=120.")

@@ -21,7 +21,7 @@ from ..runtimes.formats.torchtitan_export import WORDS
 def megatron_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
     """The arguments of `pretrain_gpt.py` besides the model and the data."""
     degrees, settings, words = plan.degrees, _megatron_settings(answer, plan), ["--bf16"]
-    if plan.virtual_stages > 1 and len(set(plan.blocks)) == 1:
+    if plan.virtual_stages > 1 and "pipeline_model_parallel_layout" not in settings:
         settings["num_layers_per_virtual_pipeline_stage"] = plan.blocks[0]
     if degrees.tensor > 1:
         words.append("--sequence-parallel")
@@ -56,8 +56,11 @@ def _megatron_settings(answer: DegreeAnswer, plan: DegreePlan) -> dict[str, obje
         "pipeline_model_parallel_size": degrees.pipeline,
         "context_parallel_size": degrees.context,
     }
-    if len(set(plan.blocks)) > 1:
-        settings["pipeline_model_parallel_layout"] = write_layout(plan.blocks)
+    predictors, offset = plan.setting.predictors, plan.setting.predictor_offset
+    if predictors:
+        settings["mtp_num_layers"] = predictors
+    if len(set(plan.blocks)) > 1 or offset:
+        settings["pipeline_model_parallel_layout"] = write_layout(plan.blocks, predictors, offset)
     if degrees.context > 1:
         settings["cp_comm_type"] = _CONTEXT_WORDS[degrees.exchange]
     if degrees.expert > 1:
@@ -67,7 +70,8 @@ def _megatron_settings(answer: DegreeAnswer, plan: DegreePlan) -> dict[str, obje
     if plan.recompute == "full":
         some = plan.recompute_blocks
         settings["recompute_method"] = "uniform" if some is None else "block"
-        settings["recompute_num_layers"] = some or gcd(*plan.blocks)
+        # Of predictors megatron-core runs one at a time again.
+        settings["recompute_num_layers"] = some or (1 if predictors else gcd(*plan.blocks))
     if degrees.zero > 1:
         strategy = "optim_grads" if degrees.zero == 2 else "optim_grads_params"
         settings["data_parallel_sharding_strategy"] = strategy
@@ -121,6 +125,8 @@ def torchtitan_remarks(plan: DegreePlan) -> list[str]:
         remarks.append("torchtitan's context parallelism gathers keys and values on every device")
     elif degrees.context > 1:
         remarks.append("torchtitan keeps the gathered keys and values of a block for its backward")
+    if plan.setting.predictors:
+        remarks.append("torchtitan's predictors of further tokens are of its model: these lists name none")
     if plan.recompute == "selective":
         remarks.append("torchtitan's selective checkpointing chooses operations, not the attention")
     if plan.recompute_blocks is not None:

@@ -62,6 +62,8 @@ def _plan_entry(answer: DegreeAnswer, plan: DegreePlan) -> PlanEntry:
         recompute_blocks=plan.recompute_blocks,
         schedule="1f1b" if plan.virtual_stages == 1 else "interleaved",
         virtual_stages=plan.virtual_stages,
+        predictors=plan.setting.predictors,
+        predictor_offset=plan.setting.predictor_offset,
         step_seconds=estimate.step_seconds,
         pipeline_seconds=estimate.pipeline_seconds,
         update_seconds=estimate.update_seconds,
@@ -91,6 +93,11 @@ def _notes(answer: DegreeAnswer) -> list[str]:
         f"passes over memory {limits.memory_share:.0%} of its bandwidth"
     )
     notes = [answer.shape.note] if answer.shape.note else []
+    if answer.shape.predictors > answer.options.predictors:
+        notes.append(
+            f"the configuration has {answer.shape.predictors} multi-token predictors, of which "
+            f"{answer.options.predictors} are counted: `predictors` says how many are trained"
+        )
     best = answer.plans[0].estimate.step_seconds
     for own in answer.baselines:
         if own.plan is not None and own.plan.estimate.step_seconds < best:

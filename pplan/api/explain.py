@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Unpack
 
@@ -19,6 +20,8 @@ from .options import ExplainKeywords, ExplainOptions, options_from
 def explain(
     plan: Plan | str | Path,
     profile: Profile | str | Path,
+    *,
+    progress: Callable[[float], None] | None = None,
     **options: Unpack[ExplainKeywords],
 ) -> Explanation:
     """Why `plan`, made from `profile`, is as it is, on the machine that it was made for.
@@ -28,7 +31,7 @@ def explain(
     becomes better) and `what_if` (one more GPU, double the bandwidth or memory, recomputation forced or
     forbidden). `current`: the layers of each stage of a split in use, each on `replicas` devices, with so
     many `micro_batches` and that `schedule` (else the best for it): `current` of the result says why it is
-    slower.
+    slower. `progress` is told, as it grows, about which share of the work is done.
 
     >>> import pplan
     >>> why = pplan.explain("gpt.plan.json", "gpt.profile.json", current=[3, 3, 3])
@@ -43,7 +46,7 @@ def explain(
     measured_profile, reference = profile_and_reference(profile, "", "")
     check_layers(plan, reference)
     machine, profiles = planned_machine(plan, measured_profile, folder)
-    return explain_plan(plan, measured_profile.chain(), machine, profiles, split)
+    return explain_plan(plan, measured_profile.chain(), machine, profiles, split, progress)
 
 
 def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = None) -> PlanComparison:

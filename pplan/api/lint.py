@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -17,11 +15,10 @@ from ..cost_models.transformer.transformer_shape import TransformerShape
 from ..planner.degrees.degree_options import DegreeOptions
 from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan, search_degrees
 from ..planner.degrees.layout_estimate import estimate_layout
+from ..runtimes.formats.megatron_export import write_layout
 from ..runtimes.reading.megatron_layout import layout_problems, split_layout
 from .degrees import machine_costs, read_shape
 from .options import DegreesKeywords, options_from
-
-_REPEATED = re.compile(r"(.)\1+")
 
 
 @dataclass(frozen=True)
@@ -71,15 +68,8 @@ class LayoutReport:
         """The layout of the best plan found, where Megatron-LM takes it."""
         if self.best is None:
             return None
-        predictors = sum(letters.count("m") for letters in self.stages)
-        counts = self.best.plans[0].blocks
-        letters = "t" * (sum(counts) - predictors) + "m" * predictors
-        ends = [0, *accumulate(counts)]
-        stages = [letters[first:end] for first, end in pairwise(ends)]
-        stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
-        if layout_problems(stages, self.pipeline, sum(counts) - predictors, predictors):
-            return None
-        return "|".join(_REPEATED.sub(lambda match: f"{match[1]}*{len(match[0])}", own) for own in stages)
+        plan = self.best.plans[0]
+        return write_layout(plan.blocks, plan.setting.predictors, plan.setting.predictor_offset)
 
     def to_json(self) -> str:
         """As JSON."""
@@ -190,9 +180,11 @@ def _with_estimate(
     kernels: Path | None,
 ) -> LayoutReport:
     topology, costs, limit = machine_costs(machine, kernels)
-    counts = [sum(map(letters.count, "tm")) for letters in report.stages]
-    whole = shape.with_blocks(sum(counts))
-    plan = estimate_layout(whole, counts, report.pipeline, topology.gpus, costs, options, limit)
+    counts = [letters.count("t") for letters in report.stages]
+    predictors = [letters.count("m") for letters in report.stages]
+    options = replace(options, predictors=sum(predictors))
+    offset = predictors[::-1].index(max(predictors))
+    plan = estimate_layout(shape, counts, report.pipeline, topology.gpus, costs, options, limit, offset)
     own = plan.degrees
     same = replace(
         options,
@@ -204,15 +196,7 @@ def _with_estimate(
         context_exchange=own.exchange,
     )
     try:
-        best = search_degrees(whole, topology.gpus, costs, same, limit)
+        best = search_degrees(shape, topology.gpus, costs, same, limit)
     except InfeasibleError:
         best = None
-    remarks = report.remarks
-    if any("m" in letters for letters in report.stages):
-        remarks = (*remarks, _PREDICTOR_COSTS)
-    return replace(report, plan=plan, limit_bytes=limit, best=best, remarks=remarks)
-
-
-_PREDICTOR_COSTS = (
-    "m is costed as one more transformer block: its own head and the projection of its input are not"
-)
+    return replace(report, plan=plan, limit_bytes=limit, best=best)

@@ -39,7 +39,7 @@ def profile(
     arguments, with at least one sample along dimension 0. The `options` are the fields of `ProfileOptions`,
     which says what they are; those of `pplan profile --help`. `settings` may hold layers, hidden, heads,
     sequence and vocabulary too. What earlier runs kept is taken only with `cache` ($PPLAN_CACHE, else
-    ~/.cache/pplan).
+    the platform's folder of caches).
 
     `progress` is told what is in hand; `remark` of profiles and passes that are taken, a line each.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -156,6 +156,7 @@ def sweep(
     *,
     profile_file: str = "",
     profile_sha256: str = "",
+    progress: Callable[[float], None] | None = None,
     **options: Unpack[SweepKeywords],
 ) -> SweepResult:
     """A grid of problems, each solved by itself: `pplan.sweep(profile, {"gpus": [2, 4]}, mini_batch=64)`.
@@ -163,7 +164,8 @@ def sweep(
     `grid`: values for some options of `solve`, by name; every combination is a point, the last name changing
     fastest. `options`: those of `solve` that are the same for all, and those of `SweepOptions`: `jobs`, how
     many run side by side (None: as many as there are cores); `backend`, "processes" of this machine, or a
-    cluster of "dask" (at DASK_SCHEDULER_ADDRESS) or "ray".
+    cluster of "dask" (at DASK_SCHEDULER_ADDRESS) or "ray". `progress` is told, point by point, the share of
+    all that is done.
 
     Of the result: `rows`, each with its `point`, the figures of the plan (step_seconds, memory_bytes, balance
     and so on), or the `reason` why there is none.
@@ -189,6 +191,7 @@ def sweep(
         list_points(grid),
         backend=sweep_options.backend,
         jobs=sweep_options.jobs,
+        progress=progress,
     )
     return SweepResult(
         model=measured_profile.model,

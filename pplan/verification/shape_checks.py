@@ -153,7 +153,7 @@ def _micro_batches(check: LineCheck, inputs: VerificationInputs) -> None:
         check.require(f"{key} is not the requested one", requested in (None, own), own, requested)
     for key, word, default in (("schedule", plan.schedule, "auto"), ("optimizer", plan.optimizer, None)):
         name = options.text(key, default or word)
-        is_requested = name in ("auto", word) or (key == "schedule" and name == "synthesized")
+        is_requested = name in ("auto", word) or (key == "schedule" and name in ("any", "synthesized"))
         check.require(f"{key} is not the requested one", is_requested, word, name)
 
 

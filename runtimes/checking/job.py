@@ -198,6 +198,8 @@ class Job(Record):
     warm_ups: int = 2
     compared_steps: int = 2
     """Of which the losses are compared with the plain model's; 0: of none."""
+    step_seconds: Seconds = 0.0
+    """Of the plan, as it was predicted: what is left of the check is told by it."""
     timeout_seconds: float = 120.0
     corrections: Corrections | None = None
     calibration: list[Case] = []
@@ -209,6 +211,17 @@ class Job(Record):
     def processes(self) -> int:
         """The number of processes, the same for every case."""
         return self._counts()[0]
+
+    @property
+    def total_steps(self) -> int:
+        """Steps that are run, those of the plain model counted by the devices that share them."""
+        calibration = len(self.calibration) * self.case_steps(compared=0)
+        return calibration + len([*self.cases, *self.runtime_cases]) * self.case_steps(self.compared_steps)
+
+    def case_steps(self, compared: int) -> int:
+        """Of one case."""
+        plain = 0 if self.model is None else compared * self.processes
+        return plain + compared + self.warm_ups + self.steps
 
     @model_validator(mode="after")
     def _check(self) -> Self:

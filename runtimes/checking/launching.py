@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ...cost_models.errors import MachineError, PplanError
 from .job import CasePrediction, CheckMeasurements, Job
@@ -31,10 +32,10 @@ IDLE = r"in watch$|/(threading|queue)\.py:\d+, in (wait|get)$"
 
 @dataclass(frozen=True)
 class ProgressCallbacks:
-    """Who is told, meanwhile: what is being done, when it changes; and every prediction, with the name of its
-    case, before that case runs."""
+    """Who is told, meanwhile: what is being done, when it changes, and about how many seconds are left; and
+    every prediction, with the name of its case, before that case runs."""
 
-    doing: Callable[[str], object] = lambda _: None
+    doing: Callable[[str, float], object] = lambda *_: None
     predicted: Callable[[str, CasePrediction], object] = lambda *_: None
 
 
@@ -101,15 +102,16 @@ def _loopback() -> str:
 def _watch(launcher: subprocess.Popen[bytes], folder: Path, job: Job, callbacks: ProgressCallbacks) -> None:
     """Watches the processes until the launcher ends. Raises MachineError when one fails, or none makes
     progress."""
-    doing: dict[str, str] = {}
-    since, prediction_count = time.monotonic(), 0
+    doing: dict[str, Doing] = {}
+    since, predictions = time.monotonic(), [job.step_seconds]
     while launcher.poll() is None:
         time.sleep(POLL_SECONDS)
-        prediction_count = _report_predictions(folder, callbacks, prediction_count)
+        _report_predictions(folder, callbacks, predictions)
         now = _doing(folder)
         if now != doing:
             if "0" in now and now["0"] != doing.get("0"):
-                callbacks.doing(now["0"])
+                steps_left = max(job.total_steps - now["0"].steps_done, 0)
+                callbacks.doing(now["0"].doing, steps_left * predictions[-1])
             doing, since = now, time.monotonic()
         if any(folder.glob("*.failed")):
             # Whoever failed first may still be writing; those that lost it fail after it.
@@ -119,22 +121,29 @@ def _watch(launcher: subprocess.Popen[bytes], folder: Path, job: Job, callbacks:
         time_limit = job.timeout_seconds if doing else max(job.timeout_seconds, STARTING_SECONDS)
         if time.monotonic() - since > time_limit:
             raise _hanging(folder, doing, job.timeout_seconds)
-    _report_predictions(folder, callbacks, prediction_count)
+    _report_predictions(folder, callbacks, predictions)
     if launcher.returncode:
         raise _error(folder, _lines(folder / "launcher.log"))
 
 
-def _report_predictions(folder: Path, callbacks: ProgressCallbacks, count: int) -> int:
-    """Reports new predictions; returns the number reported so far."""
-    while (path := folder / f"{count}.predicted").is_file():
+def _report_predictions(folder: Path, callbacks: ProgressCallbacks, step_seconds: list[float]) -> None:
+    """Reports new predictions, and adds their steps to those so far, of which the plan's is the first."""
+    while (path := folder / f"{len(step_seconds) - 1}.predicted").is_file():
         content = json.loads(path.read_text())
-        callbacks.predicted(content["name"], CasePrediction.model_validate(content["predicted"]))
-        count += 1
-    return count
+        prediction = CasePrediction.model_validate(content["predicted"])
+        callbacks.predicted(content["name"], prediction)
+        step_seconds.append(prediction.step_seconds)
 
 
-def _doing(folder: Path) -> dict[str, str]:
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.doing"))}
+class Doing(NamedTuple):
+    """What a rank does, after so many steps of all."""
+
+    doing: str
+    steps_done: int
+
+
+def _doing(folder: Path) -> dict[str, Doing]:
+    return {path.stem: Doing(**json.loads(path.read_text())) for path in sorted(folder.glob("*.doing"))}
 
 
 def _error(folder: Path, otherwise: list[str]) -> PplanError:
@@ -178,7 +187,7 @@ def _meaning(code: int) -> str:
 
 def _while(folder: Path, rank: str) -> str:
     doing = _doing(folder).get(rank)
-    return f"while {doing}" if doing else "before it began"
+    return f"while {doing.doing}" if doing else "before it began"
 
 
 def _output_tail(folder: Path, rank: str) -> str:
@@ -196,7 +205,7 @@ def _lines(path: Path) -> list[str]:
     return [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
 
 
-def _hanging(folder: Path, doing: dict[str, str], seconds: float) -> PplanError:
+def _hanging(folder: Path, doing: Mapping[str, object], seconds: float) -> PplanError:
     """Names the process that computes while the others wait for it, and where it stands."""
     stacks = _stacks(folder)
     busy = {rank: where for rank, where in stacks.items() if where and not _waits(where)}

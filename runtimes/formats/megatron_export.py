@@ -98,13 +98,18 @@ def _build_document(
     )
 
 
-def write_layout(blocks: Sequence[int]) -> str:
+def write_layout(blocks: Sequence[int], predictors: int = 0, predictor_offset: int = 0) -> str:
     """The layout of stages with so many transformer blocks, the embedding on the first and the head on the
-    last: `Et*3|t|t*2L` for 3, 1 and 2."""
-    stages = ["t" * (count == 1) if count < 2 else f"t*{count}" for count in blocks]
+    last: `Et*3|t|t*2L` for 3, 1 and 2. Multi-token predictors, m, stand so many stages before the last."""
+    stages = [_repeat("t", count) for count in blocks]
+    stages[-1 - predictor_offset] += _repeat("m", predictors)
     stages[0] = f"E{stages[0]}"
     stages[-1] = f"{stages[-1]}L"
     return "|".join(stages)
+
+
+def _repeat(letter: str, count: int) -> str:
+    return letter * count if count < 2 else f"{letter}*{count}"
 
 
 def _blocks_by_stage(plan: Plan, model: Transformer, ends: Sequence[int], runtime: str) -> list[int]:

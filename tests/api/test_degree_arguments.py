@@ -133,6 +133,19 @@ def test_megatron_bridge_says_what_megatron_does(options: dict[str, Any]) -> Non
         assert 0 < int(overrides["recompute_num_layers"]) < 16
 
 
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_megatron_takes_layouts_with_predictors(layout_class: Any, virtual: int) -> None:
+    found = answer(tp=(2,), pp=(4,), recompute="full", predictors=2, virtual_stages=(virtual,))
+    for plan in found.plans:
+        flags = megatron_arguments(found, plan)
+        values = dict(itertools.pairwise(flags))
+        assert values["--mtp-num-layers"] == "2"
+        assert values["--recompute-num-layers"] == "1"
+        layout = layout_class(values["--pipeline-model-parallel-layout"], 4)
+        layout.validate_layer_layout(num_layers=16, mtp_num_layers=2)
+        assert layout.virtual_pipeline_model_parallel_size == virtual
+
+
 def test_megatrons_fsdp() -> None:
     found = answer(tp=(2,), pp=(1,), zero=(3,))
     flags = megatron_arguments(found, found.plans[0])

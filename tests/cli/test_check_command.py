@@ -118,10 +118,10 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 def planned(here: Path, profile: Profile) -> Callable[..., Plan]:
     """Writes the profile and a plan of it."""
 
-    def make(balance: str = "4,8", schedule: str = "1f1b") -> Plan:
+    def make(balance: str = "4,8", schedule: str = "1f1b", mini_batch: int = 32) -> Plan:
         profile.save(here / "toy.profile.json", force=True)
         plan = pplan.import_plan(
-            balance, here / "toy.profile.json", schedule=schedule, mini_batch=32, micro_batches=8
+            balance, here / "toy.profile.json", schedule=schedule, mini_batch=mini_batch, micro_batches=8
         )
         plan.save(here / "toy.plan.json", force=True)
         return plan
@@ -165,6 +165,22 @@ def test_a_plan_and_the_even_split(
         [stage.forward_seconds for stage in plan.stages]
     )
     assert [own.planned_bytes for own in found.of_plan.devices] == [own.memory_bytes for own in plan.stages]
+
+
+def test_a_long_check_says_how_long_and_waits_for_its_steps(
+    run: Run, planned: Callable[..., Plan], jobs: list[Job]
+) -> None:
+    """2 cases of 2 compared steps, each also on the 2 devices in turn, 2 to warm up and 40 on the clock."""
+    step = planned().prediction.step_seconds
+    ran = run("check", "--steps", "40")
+    assert ran.lines[1].startswith(f"Runs 96 steps of about {step:.2f} s")
+    assert f"about {96 * step / 60:.0f} min" in ran.lines[1]
+    run("check", "--timeout", "30s")
+    planned(mini_batch=3200)
+    run("check")
+    longer = 5 * 2 * planned(mini_batch=3200).prediction.step_seconds
+    assert [job.timeout_seconds for job in jobs] == [120, 30, pytest.approx(longer)]
+    assert longer > 1000
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,34 @@ def test_a_terminal_is_told_for_how_long_and_how_long_more(monkeypatch: pytest.M
     assert said.endswith("\r\x1b[2K")
 
 
+def test_what_is_left_follows_from_the_share_that_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    wait = streams.Waiting("Solving 4 problems")
+    now[0] += 30
+    assert str(wait) == "Solving 4 problems: 30 s"
+    wait.tell_share(0.25)
+    assert str(wait) == "Solving 4 problems: 30 s, about 1 min 30 s more"
+    now[0] += 20
+    assert str(wait) == "Solving 4 problems: 50 s, about 1 min 10 s more"
+    wait.tell_left(5, "Step 3\x1b[2J")
+    assert str(wait) == "Step 3\\x1b[2J: 50 s, about 5 s more"
+    now[0] += 9
+    assert str(wait).endswith("about 0 s more")
+
+
+def test_a_remark_does_not_stand_behind_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(streams, "SILENCE", 0.01)
+    streams.begin()
+    with streams.waiting("Searching"):
+        while "Searching" not in screen.getvalue():
+            time.sleep(0.01)
+        streams.remark("Wrote a file")
+    assert "\r\x1b[2KWrote a file\n" in screen.getvalue()
+
+
 def test_work_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)

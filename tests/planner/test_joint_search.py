@@ -129,7 +129,7 @@ def test_never_worse_than_any_planner(
     """Nor is any planner below the bound; layers named as a transformer's, so that all planners have any."""
     chain = make_chain(seed, 12, cuts=1.1, traffic=[0.1, 1][seed])
     made = problem(chain, make_topology(4, per_node=[8, 2][seed], memory=2500), mini_batch=16, **options)
-    answer = find_best_plan(made)
+    answer = find_best_plan(made, PLANNERS)
     assert set(answer.by_planner) == set(PLANNERS)
     assert answer.best is not None
     plans = {name: plan for name, plan in answer.by_planner.items() if isinstance(plan, ScoredPlan)}

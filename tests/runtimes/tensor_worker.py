@@ -80,14 +80,24 @@ def main(folder: Path, rank: int, world: int, kind: str) -> None:
     torch.manual_seed(5)
     tokens = TOKENS if kind == "blocks" else example.shape[1]
     ids, labels = torch.randint(40, (2, document.mini_batch, tokens))
+    replicate: Any = "fsdp" if document.replicas > 1 else None
     process = build(
-        document, layers, example_input=example, loss_fn=loss_of, device="cpu", tensor_parallel=plan
+        document,
+        layers,
+        example_input=example,
+        loss_fn=loss_of,
+        device="cpu",
+        tensor_parallel=plan,
+        replicate=replicate,
     )
     optimizer = torch.optim.Adam(process.parameters(), lr=0.01)
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        found = process.step(ids if process.is_first else None, labels if process.is_last else None)
+        found = process.step(
+            process.share(ids) if process.is_first else None,
+            process.share(labels) if process.is_last else None,
+        )
         losses.append([loss.item() for loss in found])
         optimizer.step()
 
@@ -100,7 +110,8 @@ def main(folder: Path, rank: int, world: int, kind: str) -> None:
             assert theirs is not None
             whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
             off = max(off, (whole - theirs).abs().max().item())
-        split += isinstance(own, DTensor) and own.to_local().numel() * 2 == own.numel()
+        parts = 2 * document.replicas
+        split += isinstance(own, DTensor) and own.to_local().numel() * parts == own.numel()
     result = {"losses": losses, "plain_losses": plain_losses, "off": off, "split": split}
     (folder / f"{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()

@@ -21,28 +21,41 @@ WORKER = Path(__file__).with_name("tensor_worker.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "balance", "matrices"), [("llama", [3, 3], 7), ("blocks", [2, 3], 3)])
 def test_losses_and_gradients_are_the_plain_models(
-    kind: str,
-    balance: list[int],
-    matrices: int,
-    make_plan: MakePlan,
-    run_processes: RunProcesses,
-    tmp_path: Path,
+    make_plan: MakePlan, run_processes: RunProcesses, tmp_path: Path
 ) -> None:
-    """After three steps of Adam. Of each block's matrices, seven or two and a bias, a process has a half."""
-    if kind == "llama":
-        pytest.importorskip("transformers")
-    plan = make_plan(balance, schedule="1f1b", micro_batches=4, micro_batch_size=2)
+    """After three steps of Adam. Of each block's seven matrices a process has a half."""
+    pytest.importorskip("transformers")
+    plan = make_plan([3, 3], schedule="1f1b", micro_batches=4, micro_batch_size=2)
     document, _ = export("torch", plan)
     document.save(tmp_path / "small.torch.json", force=False)
-    run_processes(tmp_path, 4, str(WORKER), kind)
+    run_processes(tmp_path, 4, str(WORKER), "llama")
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     for rank in ranks[2:]:
         for losses, plain in zip(rank["losses"], rank["plain_losses"], strict=True):
             assert losses == pytest.approx(plain, abs=1e-9)
     assert max(rank["off"] for rank in ranks) < 1e-9
-    assert sum(rank["split"] for rank in ranks) == 2 * 3 * matrices
+    assert sum(rank["split"] for rank in ranks) == 2 * 3 * 7
+
+
+@pytest.mark.slow
+def test_replicas_of_stages_that_share_matrices(
+    make_plan: MakePlan, run_processes: RunProcesses, tmp_path: Path
+) -> None:
+    """2 stages x 2 replicas x 2 processes that share matrices: after three steps of Adam the gradients and
+    weights are the plain model's, the mean of the replicas' losses too. Of each block's two matrices and a
+    bias each of the four processes of its stage has a quarter."""
+    plan = make_plan([2, 3], replicas=[2, 2], schedule="1f1b", micro_batches=2, micro_batch_size=4)
+    document, _ = export("torch", plan)
+    document.save(tmp_path / "small.torch.json", force=False)
+    run_processes(tmp_path, 8, str(WORKER), "blocks")
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(8)]
+    assert max(rank["off"] for rank in ranks) < 1e-9
+    for first, second in ((ranks[4], ranks[6]), (ranks[5], ranks[7])):
+        for mine, other, plain in zip(first["losses"], second["losses"], first["plain_losses"], strict=True):
+            means = [(a + b) / 2 for a, b in zip(mine, other, strict=True)]
+            assert means == pytest.approx(plain, abs=1e-9)
+    assert sum(rank["split"] for rank in ranks) == 4 * 3 * 3
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,9 @@ class CaseRun:
             parts = self.case.micro_batches * self.case.replicas
             return plain_losses(target.layers, samples, target.loss, parts, self.compared)
 
-        return self.group.compute_on_last(train)
+        losses = self.group.compute_on_last(train)
+        self.group.journal.add_steps(self.compared * self.job.processes)
+        return losses
 
     def _predict(self, pipeline: PipelineAdapter) -> CasePrediction:
         """Predicts the case from its stages measured alone."""
@@ -130,6 +132,7 @@ class CaseRun:
             pipeline.update()
             all_losses = [loss for process_losses in self.group.gather(own_losses) for loss in process_losses]
             losses.append(sum(all_losses) / max(len(all_losses), 1))
+            self.group.journal.add_steps()
         return Losses(pipeline=losses, plain=plain, reason=reason)
 
     def _run(self, pipeline: PipelineAdapter, samples: ModelInput) -> RunSeconds:
@@ -150,6 +153,7 @@ class CaseRun:
             for stamps in pipeline.stamps:
                 stamps.settle()
             pipeline.update()
+            self.group.journal.add_steps()
         results = seconds[self.job.warm_ups :], pipeline.stage_seconds(), _peaks(pipeline.devices)
         return self._join(self.group.gather(results))
 

@@ -26,6 +26,7 @@ class RankJournal:
     def __init__(self, folder: Path | None, rank: int) -> None:
         self.folder, self.rank = folder, rank
         self._predictions = 0
+        self._steps = 0
 
     def listen(self, *, all_threads: bool = False) -> None:
         """Lets the parent ask where this process stands, and ends this process with the launcher.
@@ -42,7 +43,11 @@ class RankJournal:
 
     def begin(self, doing: str) -> None:
         """Says what is being done."""
-        self.write(f"{self.rank}.doing", doing)
+        self.write(f"{self.rank}.doing", {"doing": doing, "steps_done": self._steps})
+
+    def add_steps(self, count: int = 1) -> None:
+        """So many steps are done, by all processes."""
+        self._steps += count
 
     def write_prediction(self, name: str, prediction: CasePrediction) -> None:
         """Written down before the case runs."""

@@ -61,6 +61,8 @@ def every_plan(problem: Problem, name: str) -> Iterator[Proposal]:
     parts = (2, 3, 4) if name in ("interleaved", "looped-bfs") else (usual,)
     places = [int(i) + 1 for i in np.flatnonzero(problem.space.chain.cut_after)]
     for devices, each in product(range(1, problem.gpus + 1), parts):
+        if devices == 1 < each:
+            continue
         for shape in every_shape(problem, name, devices, each):
             for cuts in combinations(places, devices * each - 1):
                 ends = (*cuts, len(problem.chain))
@@ -99,6 +101,44 @@ def test_against_every_cut(make_chain: MakeChain, make_topology: MakeTopology, n
     assert proven > 1
 
 
+@pytest.mark.slow
+def test_any_is_the_best_of_all(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    """With as little memory as to leave some schedules out, as fast as the fastest answer for one of them, or
+    of those of a runtime; and proven."""
+    winners = set()
+    for seed, memory, runtime in ((0, None, None), (3, 2200, None), (5, 2500, "torch")):
+        chain = in_two_parts(make_chain(seed, 5, traffic=0.1, cuts=1.0, adding=0.5), seed)
+        topology = make_topology(2, latency=0.05, memory=memory)
+        options = PlanOptions(mini_batch=4, schedule="any", optimizer="adam", runtime=runtime)
+        problem = Problem(chain, topology, options)
+        answer = find_best_plan(problem)
+        named = ["naive", "gpipe", "1f1b", *NAMES]
+        ran = [name for name in named if problem.runtime is None or problem.runtime.runs(name)]
+        assert set(problem.schedules) == set(ran)
+        each = [find_best_plan(replace(problem, options=replace(options, schedule=name))) for name in ran]
+        steps = [own.best.step_seconds for own in each if own.best is not None]
+        assert answer.best is not None
+        assert answer.best.step_seconds == pytest.approx(min(steps), rel=TOLERANCE)
+        assert answer.result.exact
+        winners.add(answer.best.config.schedule)
+    assert len(winners) > 1
+
+
+def test_several_parts_on_one_device_are_no_pipeline(
+    make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    """Data parallelism whose gradients leave in parts would be named interleaved."""
+    chain = make_chain(0, 5, traffic=0.0, cuts=1.0)
+    problem = Problem(chain, make_topology(1), PlanOptions(mini_batch=4, schedule="any"))
+    assert {own.config.virtual_stages for own in problem_answers(problem)} == {1}
+
+
+def problem_answers(problem: Problem) -> list[ScoredPlan]:
+    """The answers for each schedule of a problem by itself that have any."""
+    own = [replace(problem, options=replace(problem.options, schedule=name)) for name in problem.schedules]
+    return [best for one in own if (best := find_best_plan(one).best) is not None]
+
+
 def test_limits_pins_and_forbidden_cuts_are_kept(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     for seed in range(6):
         chain = make_chain(seed, 8, traffic=0.1, cuts=0.7)
@@ -128,7 +168,7 @@ def test_the_bound_holds_for_every_cut_and_order_of_the_devices(make_chain: Make
     for seed in range(2):
         chain = in_two_parts(make_chain(seed, 6, traffic=0.3, cuts=1.0, adding=0.5), seed)
         topology = two_kinds(seed)
-        problem = Problem(chain, topology, PlanOptions(mini_batch=2, micro_batches=2, schedule=name))
+        problem = Problem(chain, topology, PlanOptions(mini_batch=4, micro_batches=4, schedule=name))
         orders = [
             replace(own, devices=tuple(tuple(1 - rank for rank in ranks) for ranks in own.devices))
             for own in every_plan(problem, name)

@@ -62,11 +62,16 @@ def random_costs(random: Random) -> RankCosts:
     )
 
 
-def divisions(blocks: int, stages: int) -> Iterator[list[int]]:
-    """All, with at least one block on each stage but the first and the last of several."""
+def divisions(layers: LayerTable) -> Iterator[list[int]]:
+    """All, with at least one block on each (virtual) stage but the first of several, the last, and that of
+    predictors."""
+    blocks, stages = layers.shape.blocks, layers.slots
+    place = layers.setting.predictor_slot(stages)
     for ends in combinations_with_replacement(range(blocks + 1), stages - 1):
         counts = [b - a for a, b in pairwise((0, *ends, blocks))]
-        if all(counts[1:-1]) and (stages > 1 or counts[0]):
+        behind = stages - 1 if place is None else place
+        inner = [own for slot, own in enumerate(counts[:behind]) if slot]
+        if all(inner) and not any(counts[behind + 1 :]) and (stages > 1 or counts[0]):
             yield counts
 
 
@@ -84,7 +89,9 @@ def random_table(random: Random) -> LayerTable:
     recompute, again = random.choice(MODES), None
     if recompute == "partial":
         recompute, again = "full", random.randint(1, 3)
-    setting = TrainingSetting(many, Tokens(64), recompute, recompute_blocks=again)  # type: ignore[arg-type]
+    predictors = random.choice((0, 0, 1, 2))
+    offset = random.choice((0, 1)) if predictors and stages > 1 else 0
+    setting = TrainingSetting(many, Tokens(64), recompute, 1, again, predictors, offset)  # type: ignore[arg-type]
     return LayerTable(shape, degrees, setting, random_costs(random))
 
 
@@ -94,7 +101,7 @@ def test_no_division_is_below_the_bound(seed: int) -> None:
     slowest, _ = slowest_stage(layers, NO_LIMIT)
     bound = lower_bound(layers, slowest)
     quick = lower_bound(layers, layers.least_slowest_seconds())
-    every = [estimate_stages(layers, own) for own in divisions(layers.shape.blocks, layers.degrees.pipeline)]
+    every = [estimate_stages(layers, own) for own in divisions(layers)]
     least = min(estimate.step_seconds for estimate in every)
     assert quick <= bound * (1 + 1e-9)
     assert bound <= least * (1 + 1e-9)
@@ -113,7 +120,7 @@ def test_no_interleaved_division_is_below_its_bound(seed: int) -> None:
     many = stages * random.randint(1, 4)
     setting = replace(layers.setting, micro_batches=many, virtual_stages=virtual)
     layers = LayerTable(layers.shape, layers.degrees, setting, layers.costs)
-    every = list(divisions(layers.shape.blocks, stages * virtual))
+    every = list(divisions(layers))
     peaks = sorted(layers.peak_bytes(counts) for counts in every)
     limit = random.choice((NO_LIMIT, peaks[0], peaks[0] * 0.999, peaks[len(peaks) // 2]))
     quick = lower_bound(layers, layers.least_slowest_seconds())
@@ -139,7 +146,7 @@ def test_least_seconds_of_all_stages(stages: int, virtual: int, again: int | Non
     layers = LayerTable(shape, ParallelDegrees(pipeline=stages), setting, table.costs)
     every = [
         sum(layers.seconds(own, slot).both for slot, own in enumerate(block_ranges(counts)))
-        for counts in divisions(7, stages * virtual)
+        for counts in divisions(layers)
     ]
     assert layers.whole_seconds == pytest.approx(min(every))
 
@@ -151,10 +158,11 @@ def test_no_division_that_fits_is_below_the_bound_of_equal_blocks(seed: int) -> 
     table = random_table(random)
     shape = replace(table.shape, routed=(False,) * random.randint(6, 7), experts=None)
     stages, virtual = random.choice(((2, 2), (2, 3), (3, 2)))
-    again = random.choice((1, 1, 2, 3, None))
-    setting = TrainingSetting(stages * random.randint(1, 4), Tokens(64), "full", virtual, again)
+    again, predictors = random.choice((1, 1, 2, 3, None)), random.choice((0, 0, 1, 2))
+    many, offset = stages * random.randint(1, 4), random.choice((0, 1))
+    setting = TrainingSetting(many, Tokens(64), "full", virtual, again, predictors, offset)
     layers = LayerTable(shape, ParallelDegrees(pipeline=stages), setting, table.costs)
-    every = list(divisions(shape.blocks, stages * virtual))
+    every = list(divisions(layers))
     peaks = sorted(layers.peak_bytes(counts) for counts in every)
     limit = peaks[len(peaks) // random.choice((2, 4, 100))]
     bound = least_interleaved(layers, limit)
@@ -168,7 +176,7 @@ def test_the_slowest_stage_is_as_fast_as_can_be(seed: int) -> None:
     """Also where the memory leaves few divisions, or none."""
     random = Random(seed)
     layers = random_table(random)
-    every = list(divisions(layers.shape.blocks, layers.degrees.pipeline))
+    every = list(divisions(layers))
     peaks = sorted(estimate_stages(layers, own).peak_bytes for own in every)
     limit = random.choice((NO_LIMIT, peaks[0], peaks[0] * 0.999, peaks[len(peaks) // 2]))
     fitting = [own for own in every if estimate_stages(layers, own).peak_bytes <= limit]
@@ -202,6 +210,7 @@ def test_an_answer_against_all_there_is(seed: int) -> None:
         sequence=64,
         cp=random.choice((None, (1, 2))),
         zero=random.choice(((1,), (0, 3), (1, 2, 3))),
+        predictors=seed % 4 // 3,
     )
     every = []
     for one in list_combinations(shape, devices, options):
@@ -209,8 +218,7 @@ def test_an_answer_against_all_there_is(seed: int) -> None:
         for number in range(1, shape.blocks) if partial else (None,):
             setting = replace(one.setting, recompute_blocks=number)
             layers = LayerTable(shape, one.degrees, setting, costs)
-            own = divisions(shape.blocks, one.degrees.pipeline * one.virtual_stages)
-            every += [(layers, estimate_stages(layers, counts)) for counts in own]
+            every += [(layers, estimate_stages(layers, counts)) for counts in divisions(layers)]
     peaks = sorted(estimate.peak_bytes for _, estimate in every)
     limit = random.choice((NO_LIMIT, peaks[len(peaks) // 4], peaks[0] * 0.999))
     fitting = [estimate.step_seconds for _, estimate in every if estimate.peak_bytes <= limit]

@@ -231,7 +231,7 @@ PRETENDING = """
             (folder / f".{{number}}").write_text(json.dumps(content))
             (folder / f".{{number}}").replace(folder / name)
         write(f"{{number}}.pid", os.getpid())
-        write(f"{{number}}.doing", "step 1 (plan)")
+        write(f"{{number}}.doing", {{"doing": "step 1 (plan)", "steps_done": 2}})
         if how == "fails" and number == 1:
             write("1.failed", {{"what": "it is wrong", "hint": "", "lost": False, "time": 2.0}})
         if how == "fails" and number == 0:
@@ -288,12 +288,14 @@ def test_the_one_that_fails_speaks_and_not_those_that_lost_it(
 def test_an_interruption_leaves_nothing_behind(
     make_case: MakeCase, pretend: Callable[[str], None], started: list[int]
 ) -> None:
-    def interrupt(doing: str) -> None:
-        raise KeyboardInterrupt(doing)
+    def interrupt(doing: str, seconds: float) -> None:
+        raise KeyboardInterrupt(f"{doing}: {seconds:g} s left")
 
     pretend("hangs")
-    with pytest.raises(KeyboardInterrupt):
-        run_in_processes(Job(model=None, cases=[make_case("1f1b")]), ProgressCallbacks(doing=interrupt))
+    job = Job(model=None, cases=[make_case("1f1b")], step_seconds=10)
+    # Two steps warm up, five are timed, and two of these seven are done; no model, so none is compared.
+    with pytest.raises(KeyboardInterrupt, match=r"step 1 \(plan\): 50 s left"):
+        run_in_processes(job.model_copy(update={"compared_steps": 0}), ProgressCallbacks(doing=interrupt))
     assert started
     assert all(map(gone, started))
 

@@ -1,0 +1,247 @@
+"""Asteroid: hybrid pipelines on unlike devices, whose replicas take unequal shares of a micro-batch.
+
+Ye et al., "Asteroid: Resource-Efficient Hybrid Pipeline Parallelism for Collaborative DNN Training on
+Heterogeneous Edge Devices", MobiCom 2024 (arXiv:2408.08015), section 3. Devices stand by their memory, the
+most first; a stage has a run of them. A round, pplan's step, of M micro-batches passes steps, the stages and
+the transfers between them, of E_f and E_b seconds a micro-batch. Its latency is the longest over the steps s
+of waiting, executing and all-reducing,
+
+    T_w = sum of E_f before s
+    T_e = M (E_f + E_b) of the dominant step + sum of E_f + E_b from s to it (- from it to s)
+    T_a = 2 (g - 1) W / (g B) for g replicas
+
+where the dominant step has the largest M (E_f + E_b) + sum of E_f + E_b before it. As T_w + T_e takes the
+sums apart, that is
+
+    max over c of (M (E_f + E_b)_c + sum of E_f + E_b before c) + max over s of (T_a - sum of E_b before s)
+
+The dynamic programme adds a stage in front of what it has for the layers, devices and stages behind, and
+keeps of each the plan with the least latency. E_f and E_b of a stage are those of its slowest replica, with
+the shares of Algorithm 1 (`asteroid_shares`). A stage that is the p-th from the last holds 2 p - 1
+micro-batches.
+
+Here bytes are pplan's ledger, transfers and all-reduces (rings) take pplan's seconds, shares are multiples of
+1/32 micro-batch, cuts are thinned to `BLOCKS`, and more devices than `MOST_GROUPS` stay together with their
+neighbours. pplan's plans have equal shares, with which its simulator judges the proposal; `shared_step`
+simulates it with its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ...cost_models.collectives import all_reduce_seconds
+from ...cost_models.hardware import Device
+from ...cost_models.timeline import step_seconds
+from ..candidate import Proposal
+from ..scoring import assemble
+from ..search.space import Space
+from ..stage_table import Floats
+from .asteroid_shares import Ints, SharedStages, ShareTables
+from .replica_groups import MicroBatchChoice, count_replicas, group_devices, micro_batch_choices, thin_cuts
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+
+BLOCKS = 40
+"""Blocks of layers between which a search may cut."""
+
+
+@dataclass(frozen=True)
+class AsteroidPlan:
+    """By stage the cut point it ends at, its devices, and the samples of a micro-batch that each takes; the
+    latency of a round."""
+
+    ends: tuple[int, ...]
+    devices: tuple[tuple[int, ...], ...]
+    samples: tuple[tuple[int, ...], ...]
+    latency_seconds: float
+
+
+class _State(NamedTuple):
+    """By first cut point, of the layers behind it on so many devices: the two terms of the latency, where the
+    first stage ends, and its devices."""
+
+    aligned: Floats
+    reduced: Floats
+    end: Ints
+    group: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class AsteroidSearch:
+    """The dynamic programme for one choice on groups of `each` devices, by memory."""
+
+    space: Space
+    choice: MicroBatchChoice
+    order: tuple[int, ...]
+    each: int
+    sizes: Sequence[int]
+    _stages: dict[tuple[tuple[Device, ...], int], SharedStages] = field(default_factory=dict)
+
+    @cached_property
+    def tables(self) -> ShareTables:
+        """Of the shares."""
+        return ShareTables(self.space, self.choice)
+
+    @property
+    def groups(self) -> int:
+        """Of devices."""
+        return len(self.order) // self.each
+
+    def ranks(self, devices: int, count: int) -> tuple[int, ...]:
+        """The first `count` groups of the last `devices` ones."""
+        first = (self.groups - devices) * self.each
+        return self.order[first : first + count * self.each]
+
+    def stages(self, ranks: Sequence[int], to_last: int) -> SharedStages:
+        """What all stages take there, so many stages from the last."""
+        kinds = tuple(self.space.topology.device(rank) for rank in ranks)
+        in_flight = min(2 * to_last - 1, self.choice.micro_batches)
+        if (kinds, in_flight) not in self._stages:
+            self.space.budget.check()
+            self._stages[kinds, in_flight] = self.tables.share(kinds, in_flight)
+        return self._stages[kinds, in_flight]
+
+    def reduced(self, ranks: Sequence[int]) -> Floats:
+        """T_a of every stage."""
+        trainable = np.asarray(self.space.table(self.space.chain.sizes[0]).stage_bytes.trainable)
+        return np.asarray(
+            all_reduce_seconds(self.space.topology, ranks, self.space.gradients(trainable), "ring")
+        )
+
+    def sent(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> Floats:
+        """(cut points,): seconds of a micro-batch across each cut, one way."""
+        latency, each = self.space.routes.route(tuple(sorted(senders)), tuple(sorted(receivers)))
+        measured = self.tables.most * self.tables.unit
+        return latency + each * self.space.table(measured).crossing * self.choice.size / measured
+
+    def best(self, most_stages: int) -> AsteroidPlan | None:
+        """The plan with the least latency that the programme keeps; None where none fits."""
+        if not self.tables.most:
+            return None
+        layers: list[dict[int, _State]] = []
+        best: tuple[float, int] = (inf, 0)
+        for to_last in range(1, most_stages + 1):
+            layers.append({})
+            for devices in range(to_last, self.groups + 1):
+                states = [
+                    state
+                    for count in self.sizes
+                    if (state := self._extend(layers, devices, count)) is not None
+                ]
+                if states:
+                    layers[-1][devices] = _least(states)
+            if self.groups in layers[-1]:
+                state = layers[-1][self.groups]
+                best = min(best, (float(state.aligned[0] + state.reduced[0]), to_last))
+        return self._trace_back(layers[: best[1]], best[0]) if best[0] < inf else None
+
+    def _extend(self, layers: list[dict[int, _State]], devices: int, count: int) -> _State | None:
+        """A stage on so many groups in front of the best of the devices behind them."""
+        ranks, behind = self.ranks(devices, count), devices - count
+        if behind < 0 or (len(layers) == 1) != (behind == 0) or (behind and behind not in layers[-2]):
+            return None
+        own, reduced = self.stages(ranks, len(layers)), self.reduced(ranks)
+        seconds, number = own.forward + own.backward, self.choice.micro_batches
+        if behind == 0:
+            end = np.full(len(seconds), len(seconds) - 1)
+            return _State(number * seconds[:, -1], reduced[:, -1], end, np.full(len(end), count))
+        after = layers[-2][behind]
+        sent = np.zeros(len(seconds))
+        for receivers in np.unique(after.group).tolist():
+            to_these = self.sent(ranks, self.ranks(behind, receivers))
+            sent = np.where(after.group == receivers, to_these, sent)
+        aligned = np.maximum(2 * number * sent, after.aligned + 2 * sent)
+        waiting = np.maximum(0.0, after.reduced - sent)
+        with np.errstate(invalid="ignore"):
+            all_aligned = np.maximum(number * seconds, aligned[None, :] + seconds)
+            all_reduced = np.maximum(reduced, waiting[None, :] - own.backward)
+        totals = np.where(np.isfinite(all_aligned), all_aligned + all_reduced, inf)
+        end = totals.argmin(axis=1)
+        rows = np.arange(len(end))
+        return _State(all_aligned[rows, end], all_reduced[rows, end], end, np.full(len(end), count))
+
+    def _trace_back(self, layers: Sequence[dict[int, _State]], latency: float) -> AsteroidPlan:
+        place, devices, ends, ranks, samples = 0, self.groups, list[int](), [], []
+        for to_last in range(len(layers), 0, -1):
+            state = layers[to_last - 1][devices]
+            count, end = int(state.group[place]), int(state.end[place])
+            own = self.ranks(devices, count)
+            shares = self.stages(own, to_last).shares[:, place, end] * self.tables.unit
+            by_rank = sorted(zip(own, shares.tolist(), strict=True))
+            ranks.append(tuple(rank for rank, _ in by_rank))
+            samples.append(tuple(share for _, share in by_rank))
+            ends.append(end)
+            place, devices = end, devices - count
+        return AsteroidPlan(tuple(ends), tuple(ranks), tuple(samples), latency)
+
+
+def _least(states: Sequence[_State]) -> _State:
+    """Of each first cut point the state with the least latency."""
+    totals = np.stack([state.aligned + state.reduced for state in states])
+    best = np.where(np.isfinite(totals), totals, inf).argmin(axis=0)[None]
+    parts = [np.take_along_axis(np.stack(own), best, axis=0)[0] for own in zip(*states, strict=True)]
+    return _State(*parts)
+
+
+def find_asteroid_plan(problem: Problem, choice: MicroBatchChoice) -> AsteroidPlan | None:
+    """The plan for one micro-batch size on all devices; None where none fits. Its ends are numbers of
+    layers."""
+    space, gpus, rule = thin_cuts(problem.space, BLOCKS), problem.usable_gpus, count_replicas(problem.space)
+    each = 1 if rule == "none" else group_devices(gpus, min(gpus, space.topology.gpus_per_node))
+    order = sorted(range(gpus), key=lambda rank: -(space.topology.device(rank).memory_bytes or inf))
+    groups = gpus // each
+    sizes = [1] if rule == "none" else range(1, groups + 1)
+    most = min(groups, problem.stage_counts[-1])
+    searches = [
+        AsteroidSearch(space, choice, tuple(order[: groups * each]), each, own)
+        for own in ([[size] for size in sizes] if rule == "equal" else [sizes])
+    ]
+    plans = [plan for search in searches if (plan := search.best(most)) is not None]
+    if not plans:
+        return None
+    cut_points, best = space.table(space.chain.sizes[0]).cut_points, min(p.latency_seconds for p in plans)
+    plan = next(plan for plan in plans if plan.latency_seconds == best)
+    ends = tuple(cut_points[end] for end in plan.ends)
+    return AsteroidPlan(ends, plan.devices, plan.samples, plan.latency_seconds)
+
+
+def shared_step(space: Space, proposal: Proposal, samples: Sequence[Sequence[int]]) -> float:
+    """Simulated seconds of a step whose replicas take so many samples of each micro-batch, by stage and rank;
+    transfers and all-reduces are those of equal shares."""
+    assembly = assemble(space, proposal, ["never"] * len(proposal.ends))
+    forward, backward = (np.zeros((len(samples), 1, 1)) for _ in range(2))
+    for stage, (own, ranks) in enumerate(zip(samples, proposal.devices, strict=True)):
+        at = assembly.bounds[stage]
+        for share, rank in zip(own, ranks, strict=True):
+            if share:
+                kind = space.topology.device(rank)
+                table, scale = space.kind_table(kind, share), kind.seconds_scale
+                forward[stage] = np.maximum(forward[stage], table.forward[at] * scale)
+                backward[stage] = np.maximum(backward[stage], table.backward[at] * scale)
+    costs = replace(assembly.costs(), forward=forward, backward=backward, accumulation=None)
+    return float(step_seconds(assembly.program, costs)[0])
+
+
+class Asteroid:
+    """The planner by its name."""
+
+    name = "asteroid"
+
+    def propose(self, problem: Problem) -> Iterator[Proposal]:
+        """For each micro-batch size the plan with the least latency."""
+        for choice in micro_batch_choices(problem.configs):
+            plan = find_asteroid_plan(problem, choice)
+            if plan is not None:
+                config = choice.config(recomputes=False)
+                yield Proposal(config, plan.ends, plan.devices, plan.latency_seconds)
+
+
+ASTEROID = Asteroid()

@@ -1,0 +1,226 @@
+"""HetPipe: several different pipelines, each of unlike devices, that share parameter servers.
+
+Park et al., "HetPipe: Enabling Large DNN Training on (Whimpy) Heterogeneous GPU Clusters through Integration
+of Pipelined Model Parallelism and Data Parallelism", USENIX ATC 2020. A virtual worker is a pipeline of one
+device a stage, with N_m mini-batches under way. How nodes make virtual workers (section 8.1):
+
+    NP, node partition             every node is one
+    ED, equal distribution         one device of every node each
+    HD, hybrid distribution        half of the fastest and half of the slowest node each, and so on inwards
+
+Each has its own partition, whose slowest stage, computing and receiving, is as fast as can be among those
+that fit (section 7), here over all orders of up to `MOST_PERMUTED` devices too. Of N_m mini-batches one ends
+each
+
+    max(slowest stage, sum of the stages / N_m)
+
+and under wave synchronous parallel (section 5) a virtual worker pushes once in N_m of them, and is at most D
+waves ahead of the slowest: in the long run all go at the pace of the slowest. A gradient misses up to
+s_local = N_m - 1 mini-batches of its own pipeline and s_global = (D + 1) (s_local + 1) + s_local - 1 in all.
+
+Ours: the weights lie on all nodes in equal parts, whose ports take all pushes and pulls of a wave beside the
+computing, but never faster; a stage holds as many mini-batches, and weights for each, as 1F1B would. N_m is
+the one with the most samples a second. Not a plan of pplan: its pipelines differ, and nothing is synchronous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, permutations
+from math import inf
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...cost_models.errors import InfeasibleError
+from ...cost_models.memory import LedgerOptions
+from ..balance import balance_table
+from ..search.space import Space
+from ..stage_table import Floats, ledger_options
+from .replica_groups import thin_cuts
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+
+MOST_PERMUTED = 4
+"""Devices of a virtual worker of which every order is tried."""
+BLOCKS = 60
+"""Blocks of layers between which a search may cut."""
+POLICIES = ("NP", "ED", "HD")
+
+
+@dataclass(frozen=True)
+class VirtualWorker:
+    """The devices of its stages, the number of layers before the end of each, the seconds of the stages, and
+    the bytes of the device that needs most."""
+
+    devices: tuple[int, ...]
+    ends: tuple[int, ...]
+    stage_seconds: tuple[float, ...]
+    memory_bytes: float
+
+    def interval(self, concurrent: int) -> float:
+        """Seconds from the end of a mini-batch to that of the next, with so many under way."""
+        return max(*self.stage_seconds, sum(self.stage_seconds) / concurrent)
+
+
+@dataclass(frozen=True)
+class HetPipePlan:
+    """The virtual workers of a policy, with `concurrent` mini-batches of so many samples under way in each.
+    `wave_seconds`: of as many mini-batches in every one of them."""
+
+    policy: str
+    workers: tuple[VirtualWorker, ...]
+    mini_batch_size: int
+    concurrent: int
+    wave_seconds: float
+    distance: int
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of all virtual workers."""
+        return len(self.workers) * self.concurrent * self.mini_batch_size / self.wave_seconds
+
+    @property
+    def local_staleness(self) -> int:
+        """Mini-batches of its own pipeline that a gradient misses."""
+        return self.concurrent - 1
+
+    @property
+    def global_staleness(self) -> int:
+        """Mini-batches that a gradient may miss in all."""
+        return (self.distance + 1) * (self.local_staleness + 1) + self.local_staleness - 1
+
+
+def find_hetpipe_plan(problem: Problem, policy: str, distance: int = 0) -> HetPipePlan | str:
+    """The plan of the most samples a second; why there is none."""
+    groups = virtual_workers(problem, policy)
+    if isinstance(groups, str):
+        return groups
+    space = thin_cuts(problem.space, BLOCKS)
+    sizes = [size for size in problem.sizes if space.fits_someone(size, 1)]
+    depth = len(groups[0])
+    plans = [
+        plan
+        for size in sizes
+        for concurrent in range(1, 2 * depth + 1)
+        if (plan := _plan(space, policy, groups, size, concurrent, distance)) is not None
+    ]
+    return max(plans, key=lambda plan: plan.samples_per_second, default="does not fit")
+
+
+def virtual_workers(problem: Problem, policy: str) -> list[tuple[int, ...]] | str:
+    """The devices of each virtual worker; why the policy makes none."""
+    topology, gpus = problem.topology, problem.gpus
+    per_node = min(topology.gpus_per_node, gpus)
+    nodes = [tuple(range(first, min(first + per_node, gpus))) for first in range(0, gpus, per_node)]
+    if len({len(node) for node in nodes}) > 1:
+        return "the nodes have different numbers of devices"
+    if policy == "NP":
+        return nodes
+    if len(nodes) == 1:
+        return "one node: as NP"
+    if policy == "ED":
+        return list(zip(*nodes, strict=True))
+    if len(nodes) % 2 or per_node % 2:
+        return "takes half of each of two nodes"
+    scale = {node: sum(topology.device(rank).speed for rank in node) for node in nodes}
+    ordered, half = sorted(nodes, key=lambda node: -scale[node]), per_node // 2
+    pairs = [(ordered[i], ordered[-1 - i]) for i in range(len(nodes) // 2)]
+    return [fast[part] + slow[part] for fast, slow in pairs for part in (slice(half), slice(half, None))]
+
+
+def _plan(
+    space: Space, policy: str, groups: Sequence[tuple[int, ...]], size: int, concurrent: int, distance: int
+) -> HetPipePlan | None:
+    by_kind: dict[object, tuple[tuple[int, ...], VirtualWorker | None]] = {}
+    workers = []
+    for ranks in groups:
+        levels = [space.topology.shared_level(a, b) for a in ranks for b in ranks if a < b]
+        key = tuple(space.topology.device(rank) for rank in ranks), tuple(levels)
+        if key not in by_kind:
+            by_kind[key] = ranks, best_partition(space, ranks, size, concurrent)
+        first, own = by_kind[key]
+        if own is None:
+            return None
+        devices = tuple(ranks[first.index(rank)] for rank in own.devices)
+        workers.append(replace(own, devices=devices))
+    slowest = max(own.interval(concurrent) for own in workers)
+    wave = max(concurrent * slowest, exchange_seconds(space, len(groups)))
+    return HetPipePlan(policy, tuple(workers), size, concurrent, wave, distance)
+
+
+def exchange_seconds(space: Space, workers: int) -> float:
+    """Of the pushes and pulls of a wave through the port of each node, which has its part of the weights."""
+    per_node = min(space.topology.gpus_per_node, space.topology.gpus)
+    nodes = space.topology.gpus // per_node
+    if nodes < 2:
+        return 0.0
+    trainable = float(space.chain.trainable_bytes.sum())
+    moved = trainable + float(space.gradients(np.array([trainable]))[0])
+    bandwidth = space.topology.link(0, per_node).bandwidth_bytes_per_second
+    return workers * moved * (nodes - 1) / nodes**2 / bandwidth
+
+
+def best_partition(space: Space, ranks: Sequence[int], size: int, concurrent: int) -> VirtualWorker | None:
+    """Of the orders of these devices, the partition whose slowest stage is fastest; None where none fits."""
+    best: VirtualWorker | None = None
+    for order in _orders(space, ranks):
+        space.budget.check()
+        own = _partition(space, order, size, concurrent)
+        if own is not None and (best is None or max(own.stage_seconds) < max(best.stage_seconds)):
+            best = own
+    return best
+
+
+def _orders(space: Space, ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Of the devices: all that are not alike, or as they stand."""
+    if len(ranks) > MOST_PERMUTED:
+        yield tuple(ranks)
+        return
+    earlier = set()
+    node = space.topology.gpus_per_node
+    for order in permutations(ranks):
+        key = tuple((space.topology.device(rank), rank // node) for rank in order)
+        if key not in earlier:
+            earlier.add(key)
+            yield order
+
+
+def _partition(space: Space, order: tuple[int, ...], size: int, concurrent: int) -> VirtualWorker | None:
+    stages = [stage_times(space, order, stage, size, concurrent) for stage in range(len(order))]
+    try:
+        ends = balance_table(lambda stage: stages[stage][0], len(order))
+    except InfeasibleError:
+        return None
+    places = list(pairwise((0, *ends)))
+    cut_points = space.table(space.chain.sizes[0]).cut_points
+    return VirtualWorker(
+        order,
+        tuple(cut_points[end] for end in ends),
+        tuple(float(seconds[at]) for (seconds, _), at in zip(stages, places, strict=True)),
+        max(float(need[at]) for (_, need), at in zip(stages, places, strict=True)),
+    )
+
+
+def stage_times(
+    space: Space, order: Sequence[int], stage: int, size: int, concurrent: int
+) -> tuple[Floats, Floats]:
+    """(cut points, cut points): seconds of a stage, computing and receiving, inf where it does not fit; and
+    the bytes that it needs."""
+    kind, depth, link = space.topology.device(order[stage]), len(order), space.topology.link
+    table, scale = space.kind_table(kind, size), kind.seconds_scale
+    seconds = (table.forward + table.backward) * scale
+    if stage:
+        seconds = seconds + link(order[stage - 1], order[stage]).seconds(table.crossing)[:, None]
+    if stage + 1 < depth:
+        seconds = seconds + link(order[stage + 1], order[stage]).seconds(table.crossing)
+    in_flight = min(concurrent, max(concurrent, depth) - stage)
+    options: LedgerOptions = {
+        **ledger_options(kind, space.dtype, space.number_bytes),
+        "weight_versions": in_flight,
+    }
+    need = table.memory(in_flight, "never", space.optimizer, 1, **options)
+    fits = (need <= space.limit([order[stage]])) & space.usable
+    return np.where(fits, seconds, inf), need
