@@ -112,7 +112,8 @@ class Routes:
             seconds = shares[at] / own.link.bandwidth_bytes_per_second
             for direction, ranks in (("out", a[at]), ("in", b[at])):
                 owners, number = np.unique(ranks // own.devices_per_port, return_inverse=True)
-                yield level, direction, owners, np.bincount(number.reshape(-1), weights=seconds)
+                loads: Loaded = np.bincount(number.reshape(-1), weights=seconds)
+                yield level, direction, owners, loads
 
     def _add_loads(self, senders: Ranks, receivers: Ranks) -> tuple[dict[Port, float], float]:
         """What `loads` returns, and the longest latency."""
