@@ -112,7 +112,7 @@ class Routes:
             seconds = shares[at] / own.link.bandwidth_bytes_per_second
             for direction, ranks in (("out", a[at]), ("in", b[at])):
                 owners, number = np.unique(ranks // own.devices_per_port, return_inverse=True)
-                loads: Loaded = np.bincount(number.reshape(-1), weights=seconds)
+                loads = np.bincount(number.reshape(-1), weights=seconds).astype(np.float64)
                 yield level, direction, owners, loads
 
     def _add_loads(self, senders: Ranks, receivers: Ranks) -> tuple[dict[Port, float], float]:
