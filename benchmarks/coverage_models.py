@@ -1,4 +1,4 @@
-"""The models that benchmarks/coverage.py tries, with the settings or the input that each is tried with.
+"""The models that benchmarks/model_coverage.py tries, with the settings or the input that each is tried with.
 
 Of torchvision every model, of timm a small one of each family, of transformers architectures of all kinds,
 from their configurations made small.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import nn
 
 from pplan.cost_models.errors import PplanError
 from pplan.profiler.models import from_module, load_model
@@ -77,8 +79,24 @@ TIMM = """
     volo_d1_224 ese_vovnet19b_slim_dw legacy_xception xception41p xcit_nano_12_p8_224
 """
 """A small one of each family: of each module of timm.models."""
-_OWN_PICTURES = "inception_v3 maxvit mvit raft s3d swin3d vit_ quantized_inception"
-_VIDEO = "mc3 r3d r2plus1d"
+_PICTURES: dict[str, tuple[int, ...] | None] = {
+    "inception_v3": (3, 96, 96),
+    "quantized_inception": (3, 96, 96),
+    "raft": (3, 128, 128),
+    "mc3": (3, 4, 64, 64),
+    "r3d": (3, 4, 64, 64),
+    "r2plus1d": (3, 4, 64, 64),
+    "swin3d": (3, 4, 64, 64),
+    "s3d": None,
+}
+"""Of torchvision's models that take no pictures of 64 x 64, by how their names begin; None: their own."""
+_BUILT_FOR: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
+    "vit_h": ("VisionTransformer", {"image_size": 56}, (3, 56, 56)),
+    "vit_": ("VisionTransformer", {"image_size": 64}, (3, 64, 64)),
+    "maxvit": ("MaxVit", {"input_size": (64, 64), "partition_size": 2}, (3, 64, 64)),
+    "mvit": ("MViT", {"spatial_size": (64, 64), "temporal_size": 4}, (3, 4, 64, 64)),
+}
+"""Those that are built for one size of picture: what their class is given for a small one."""
 
 
 def names(library: str) -> list[str]:
@@ -96,13 +114,29 @@ def load(name: str, shape: tuple[int, ...] | None = None) -> LoadedModel:
         return _timm(name, shape)
     if name.startswith("hf:"):
         return _transformers(name)
-    return load_model(name, input_shape=shape or _picture(name))
+    return _torchvision(name, shape)
 
 
-def _picture(name: str) -> tuple[int, ...] | None:
-    if name.startswith(tuple(_OWN_PICTURES.split())) or name.endswith("_fpn"):
-        return None
-    return (3, 4, 64, 64) if name.startswith(tuple(_VIDEO.split())) else (3, 96, 96)
+def _torchvision(name: str, shape: tuple[int, ...] | None) -> LoadedModel:
+    if shape is not None:
+        return load_model(name, input_shape=shape)
+    for start, (kind, options, small) in _BUILT_FOR.items():
+        if name.startswith(start):
+            return from_module(_built_small(name, kind, options), torch.randn((2, *small)), name=name)
+    own = [shape for start, shape in _PICTURES.items() if name.startswith(start)]
+    return load_model(name, input_shape=own[0] if own else (3, 64, 64))
+
+
+def _built_small(name: str, kind: str, options: dict[str, Any]) -> nn.Module:
+    """By torchvision's builder, which passes such options on for none of them."""
+    models = importlib.import_module("torchvision").models
+    builder = models.get_model_builder(name)
+    module = importlib.import_module(builder.__module__)
+    own = getattr(module, kind)
+    torch.manual_seed(0)
+    with mock.patch.object(module, kind, lambda **theirs: own(**theirs | options)):
+        model: nn.Module = builder(weights=None)
+    return model
 
 
 def _transformers(name: str) -> LoadedModel:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torchvision
-from coverage import write
+from model_coverage import write
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 

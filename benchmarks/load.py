@@ -23,7 +23,7 @@ from fuzzing.seeds import profile
 LAYERS, MICRO_BATCHES, POINTS, LARGE_BYTES = 10_000, 10_000, 1_000, 200_000_000
 MACHINE = ["--gpus", "8", "--gpu", "a100-80gb", "--mini-batch", "64"]
 RUN = [sys.executable, "-c", "import sys; from pplan.cli.app import main; sys.exit(main())"]
-LONGEST = 300
+LONGEST = 1200
 
 
 def long_profile(layers: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,12 +11,13 @@ import typer
 
 from ..cost_models.errors import UsageError
 from ..cost_models.number_format import compare_steps, percent, three_digits
-from ..cost_models.quantities import format_bytes, format_seconds
+from ..cost_models.quantities import MOST_SHARE, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ..planner.explanation.compare import ComparisonRow, PlanComparison
+    from ..planner.explanation.other_methods import OtherMethod
 
 DIFFERENCE = 4
 """Exit status: what the user asked to be told about was found."""
@@ -23,12 +25,12 @@ DIFFERENCE = 4
 
 def share(text: str) -> float:
     """`10%`, or `0.1`, as a share. Raises UsageError."""
-    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(%?)", text.strip())
-    if not match:
-        raise UsageError(
-            f"--fail-above {text}: is not a share of the step", "Write --fail-above 10%, or 0.1."
-        )
-    return float(match[1]) / (100 if match[2] else 1)
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(%?)", text.strip(), re.ASCII)
+    limit = float(match[1]) / (100 if match[2] else 1) if match else math.inf
+    if limit > MOST_SHARE:
+        what = f"must be at most {MOST_SHARE:g}" if match else "is not a share of the step"
+        raise UsageError(f"--fail-above {text}: {what}", "Write --fail-above 10%, or 0.1.")
+    return limit
 
 
 Plans = Annotated[
@@ -59,6 +61,14 @@ FailAbove = Annotated[
         parser=share,
     ),
 ]
+Watts = Annotated[
+    str | None,
+    typer.Option(
+        "--watts",
+        metavar="KIND=BUSY/IDLE,...",
+        help="Watts of each kind of device, computing and waiting: prints the energy of steps.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -67,6 +77,7 @@ def compare_command(
     planners: Planners = False,
     profile_file: ProfileFile = None,
     fail_above: FailAbove = None,
+    watts: Watts = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare plans side by side: step, samples/s, bubble, memory, devices and gap."""
@@ -85,7 +96,7 @@ def compare_command(
             "The figures of several plans are those in their files: omit it, or give --planners.",
         )
     with waiting("Asking the planners" if profile_file is not None else "Reading the plans"):
-        comparison = compare(*paths, profile=profile_file)
+        comparison = compare(*paths, profile=profile_file, watts=watts)
     if as_json:
         result(comparison.to_json())
     else:
@@ -112,12 +123,52 @@ def print_comparison(comparison: PlanComparison, console: Console) -> None:
         text("vs. the\nfirst", lambda row: None if row is first else row.slower, _versus, min_width=9),
         number("bubble\n", lambda row: row.bubble, percent, drop=4),
         number("most\nmemory", lambda row: row.memory_bytes, format_bytes, drop=6),
+        number(
+            "energy\n",
+            lambda row: row.energy_joules,
+            _joules,
+            drop=6,
+            visible=any(row.energy_joules is not None for row in comparison.rows),
+        ),
         number("GPUs\n", lambda row: row.devices, drop=5),
         number("gap\n", lambda row: row.gap, percent, drop=3),
         text("configuration\n/ reason", lambda row: row.reason or _configuration(row), drop=1, min_width=13),
     ]
     print_table(console, columns, comparison.rows)
+    if comparison.other_methods:
+        _print_other_methods(comparison.other_methods, console)
     print_notes(console, comparison.notes)
+
+
+def _print_other_methods(methods: list[OtherMethod], console: Console) -> None:
+    """What is no plan of pplan."""
+    from .table import Column, number, print_table, text
+
+    columns: list[Column[OtherMethod]] = [
+        text("method\n", lambda row: row.name, min_width=10),
+        number("step\n", lambda row: row.step_seconds, format_seconds),
+        number("samples/s\n", lambda row: row.samples_per_second, three_digits, drop=4),
+        number("most\nmemory", lambda row: row.memory_bytes, format_bytes, drop=3),
+        number(
+            "energy\n",
+            lambda row: row.energy_joules,
+            _joules,
+            drop=2,
+            visible=any(row.energy_joules is not None for row in methods),
+        ),
+        number("stale-\nness", lambda row: None if row.staleness is None else row, _staleness),
+        text("configuration\n/ reason", lambda row: row.reason or row.detail, drop=1, min_width=13),
+    ]
+    title = "Other methods: by their own time models, no plans of pplan; staleness in updates"
+    print_table(console, columns, methods, title=title)
+
+
+def _joules(energy: float) -> str:
+    return f"{three_digits(energy)} J"
+
+
+def _staleness(method: OtherMethod) -> str:
+    return f"{'<= ' if method.staleness_bounded else ''}{method.staleness:.3g}"
 
 
 def _versus(slower: float) -> str:

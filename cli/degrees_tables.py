@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from typing import TYPE_CHECKING
 
-from ..cost_models.number_format import percent, three_digits
-from ..cost_models.quantities import format_bytes, format_seconds
+from ..cost_models.number_format import format_amount, percent
+from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from .table import Column, line, number, print_head, print_notes, print_table, text, word
 
 if TYPE_CHECKING:
@@ -27,22 +28,23 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
         console,
         [
             f"{best.degrees} is the fastest found for {document.model} on {document.devices} devices: "
-            f"{format_seconds(step)} a step, {three_digits(tokens)} tokens/s.",
+            f"{format_seconds(step)} a step, {format_amount(tokens)} tokens/s.",
             f"{document.layer_count} layers, {sizes}; a batch of {document.mini_batch} sequences of "
             f"{document.sequence} tokens, in bfloat16 with float32 gradients and Adam.",
             f"Pipeline {format_seconds(best.pipeline_seconds)}, gradients and update "
-            f"{format_seconds(best.update_seconds)}; {_schedule(best)}, {best.micro_batches} "
-            f"micro-batches of {best.micro_batch_size}; recompute {recompute_words(best)}.",
-            f"Best found; at most {percent(document.gap)} from the proven bound of "
+            f"{format_seconds(best.update_seconds)}; {_schedule(best)}, "
+            f"{format_count(best.micro_batches, 'micro-batch')} of {best.micro_batch_size}; "
+            f"recompute {recompute_words(best)}{_predictors(best)}.",
+            f"Best found; at most {percent(max(document.gap, 0.0))} from the proven bound of "
             f"{format_seconds(document.bound_seconds)} (any of {document.combinations} combinations, "
             "with every division of the layers that fits).",
         ],
     )
     plans: list[Column[PlanEntry]] = [
         text("degrees", lambda plan: plan.degrees, min_width=20),
-        number("micro-batches", lambda plan: f"{plan.micro_batches} of {plan.micro_batch_size}", drop=2),
-        number("virtual stages", lambda plan: plan.virtual_stages, drop=3),
-        word("recompute", recompute_words, drop=1),
+        number("micro-batches", lambda plan: f"{plan.micro_batches} of {plan.micro_batch_size}", drop=3),
+        number("virtual stages", lambda plan: plan.virtual_stages, drop=1),
+        word("recompute", recompute_words, drop=2),
         number("step", lambda plan: plan.step_seconds, format_seconds),
         number("memory", lambda plan: plan.peak_bytes, format_bytes),
     ]
@@ -76,6 +78,9 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
         line(console, "Megatron-Bridge: " + shlex.join(best.megatron_bridge))
         console.print()
     line(console, "torchtitan: " + shlex.join(best.torchtitan))
+    if best.nemo_automodel:
+        console.print()
+        line(console, "NeMo AutoModel, sections of a recipe: " + json.dumps(best.nemo_automodel))
     print_notes(console, [*best.remarks, *document.notes])
 
 
@@ -87,6 +92,15 @@ def _schedule(plan: PlanEntry) -> str:
 def recompute_words(plan: PlanEntry | Combination) -> str:
     """Of a stage's blocks: none, selective, full, or how many of the first."""
     return plan.recompute if plan.recompute_blocks is None else f"first {plan.recompute_blocks}"
+
+
+def _predictors(plan: PlanEntry) -> str:
+    """Where the multi-token predictors are, if there are any."""
+    if not plan.predictors:
+        return ""
+    last = len(plan.blocks) - 1
+    count = format_count(plan.predictors, "multi-token predictor")
+    return f"; {count} on stage {last - plan.predictor_offset} of 0 to {last}"
 
 
 def _layers(stage: StageEntry) -> str:

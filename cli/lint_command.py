@@ -54,10 +54,11 @@ def lint_command(
 
 
 def _print(report: LayoutReport, screen: Console) -> None:
+    from ..cost_models.quantities import format_count
     from .table import print_head, print_notes
 
     virtual = f", {report.virtual_stages} virtual stages a device" if report.virtual_stages > 1 else ""
-    size = f"{len(report.stages)} stages, a pipeline of {report.pipeline}{virtual}"
+    size = f"{format_count(len(report.stages), 'stage')}, a pipeline of {report.pipeline}{virtual}"
     if report.problems:
         print_head(screen, [f"The layout does not train {report.model} ({size}):", *report.problems])
         print_notes(screen, report.remarks)

@@ -98,7 +98,7 @@ def _print_stages(plan: Plan, console: Console, *, short: bool) -> None:
     """A row a stage; what answers (devices, layers, seconds, memory, its share of the limit) stays down to 60
     columns. Of many stages the `short` table has the first and the last ones."""
     stages, count = plan.stages, len(plan.stages)
-    first, last, seconds, limit, used, width = (1, 1, 3, 2, 4, 12) if short else (6, 5, 7, 2, 3, 16)
+    first, last, seconds, limit, used, width = (1, 1, 3, 2, 4, 12) if short else (4, 3, 6, 2, 7, 16)
     limited = any(stage.memory_limit_bytes is not None for stage in stages)
 
     def name(layer: int) -> str:

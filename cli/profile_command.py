@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..api.options import ProfileOptions, TransformerSizes
+from ..api.options import ProfileOptions, TensorParallelOptions, TransformerSizes
 from .output import AsJson, Force, Output
 from .streams import console, is_interactive, printable, remark
 
@@ -42,6 +43,7 @@ def profile_command(
     *,
     options: ProfileOptions,
     sizes: TransformerSizes,
+    sharing: TensorParallelOptions,
     config: ConfigFile = None,
     output: Output = None,
     force: Force = False,
@@ -84,14 +86,15 @@ def profile_command(
         with _progress() as progress:
             profile = measure(
                 model,
-                **{**vars(options), "settings": settings or None},
+                **{**vars(options), **vars(sharing), "settings": settings or None},
                 progress=progress,
                 remark=remark,
             )
     except Interrupted as interruption:
         write(interruption.profile)
         raise
-    write(profile)
+    if sharing.tensor_parallel is None or os.environ.get("RANK", "0") == "0":
+        write(profile)
 
 
 def _show(profile: Profile) -> None:

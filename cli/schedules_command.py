@@ -126,7 +126,7 @@ def _print(console: Console) -> None:
     needs: list[Column[Schedule]] = [
         name,
         text("runs in", lambda schedule: ", ".join(schedule.runtimes) or None, min_width=22),
-        text("needs", lambda schedule: schedule.needs),
+        text("needs", lambda schedule: schedule.needs, min_width=20),
     ]
     print_table(console, needs, schedules, title="What runs them, and what they need")
     line(console, "Schedule...: a class of torch.distributed.pipelining.")

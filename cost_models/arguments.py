@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import operator
 from collections.abc import Mapping, Sequence
+from math import inf
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,30 @@ def slow_devices(name: str, value: Any) -> tuple[float, float] | None:
             f"{name}={share:g}:{times:g}: must be above 1 and at most {MOST_SLOWDOWN:g} times as long", hint
         )
     return share, times
+
+
+def watts(name: str, value: Any) -> dict[str, tuple[float, float]] | None:
+    """By kind of device the watts while it computes and while it waits, also as a text, or None. Raises
+    UsageError."""
+    hint = f"For example: {name}='A100=400/60,T4=70/10', computing and waiting."
+    if value is None:
+        return None
+    kinds = value
+    if isinstance(value, str):
+        pairs = [own.partition("=")[::2] for own in value.split(",")]
+        kinds = {kind.strip(): power.split("/") for kind, power in pairs}
+    if not isinstance(kinds, Mapping) or not kinds:
+        raise _wrong(name, value, "watts by kind of device", hint)
+    powers = {}
+    for kind, both in kinds.items():
+        try:
+            busy, idle = (float(own) for own in both)
+        except (TypeError, ValueError):
+            raise UsageError(f"{name}={value!r}: {kind} has not two numbers of watts", hint) from None
+        if not 0 <= idle <= busy < inf:
+            raise UsageError(f"{name}={value!r}: {kind} must have 0 <= waiting <= computing", hint)
+        powers[str(kind)] = (busy, idle)
+    return powers
 
 
 def settings(name: str, value: Any) -> dict[str, object] | None:

@@ -6,9 +6,10 @@ latency.
 
 - `ring`, `tree`: a step is the slowest c and the all-reduce of G (`collectives`: Patarasuk and Yuan 2009;
   Sanders, Speck and Traeff 2009).
-- `synchronous`: k parameter servers with a k-th of the weights each take the pushes in the order in which
-  they come, for G / (k B) each, a worker's own port for G / B; when the last has come, all pull (Li et al.,
-  "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014).
+- `synchronous`: when the last gradient has come all pull, in the order of their ranks, compute and push (Li
+  et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014). k servers have a k-th
+  of the weights each and serve one worker after another, for W / (k B) and G / (k B); the port of a worker
+  takes W / B and G / B at the least.
 - `asynchronous`: a worker pushes, pulls and goes on, whatever the others do (Dean et al., "Large Scale
   Distributed Deep Networks", NeurIPS 2012). A cycle takes L = c + G / B + W / B + 2 a, and all together make
   min(sum of 1 / L, k B / G, k B / W) gradients a second: the asymptotic bounds of a closed network (Denning
@@ -85,14 +86,15 @@ class Pace:
 
 def synchronous(workers: Workers) -> Pace:
     """One parameter-server step after another."""
-    each, ready = workers.push_seconds, sorted(workers.compute_seconds)
-    busy = done = 0.0
-    for own in ready:
-        start = own + workers.latency_seconds
-        busy = max(busy, start) + each / workers.servers
-        done = max(done, busy, start + each)
-    pulled = workers.pull_seconds * max(1.0, len(ready) / workers.servers)
-    return Pace(len(ready) / (done + workers.latency_seconds + pulled), 0.0)
+    latency, ends, port = workers.latency_seconds, [], 0.0
+    for own in workers.compute_seconds:
+        port = max(port, latency) + workers.pull_seconds / workers.servers
+        ends.append(max(port, latency + workers.pull_seconds) + own)
+    port = done = 0.0
+    for start in (own + latency for own in sorted(ends)):
+        port = max(port, start) + workers.push_seconds / workers.servers
+        done = max(done, port, start + workers.push_seconds)
+    return Pace(len(ends) / done, 0.0)
 
 
 def asynchronous(workers: Workers, push_every: int = 1, fetch_every: int = 1) -> Pace:

@@ -92,6 +92,10 @@ class Document(Record):
 
     schema_version: int = Field(default=1, alias="schema", ge=1, le=MOST_BYTES)
 
+    def __str__(self) -> str:
+        """As short as the `repr`: pydantic's own is every field of a file."""
+        return repr(self)
+
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Reads and validates the file at `path`.

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from math import gcd
 from operator import mul
 
 import numpy as np
@@ -223,6 +224,31 @@ class Topology:
             if start < gpus
         ]
         return replace(self, groups=tuple(groups))
+
+    def in_groups(self, size: int) -> Topology:
+        """A device for every `size` neighbours that share layers: their links are those of one of them, and a
+        port that several of them share serves each with its part.
+
+        Raises UsageError where the devices, or those of a node, are no multiple.
+        """
+        if size == 1:
+            return self
+        inner = self.levels[0]
+        counts = [("devices", count) for _, count in self.groups] + [(inner.name, inner.size or size)]
+        for what, count in counts:
+            if count % size:
+                raise UsageError(
+                    f"{count} {what}: cannot be grouped by {size}, which share every layer of the profile",
+                    f"Use a multiple of {size}.",
+                )
+        levels = []
+        for level in self.levels:
+            sharers = gcd(size, level.devices_per_port)
+            bandwidth = level.link.bandwidth_bytes_per_second / sharers
+            link = replace(level.link, bandwidth_bytes_per_second=bandwidth)
+            levels.append(replace(level, link=link, devices_per_port=level.devices_per_port // sharers))
+        levels[0] = replace(levels[0], size=None if inner.size is None else inner.size // size)
+        return Topology(tuple(Group(device, count // size) for device, count in self.groups), tuple(levels))
 
     def describe(self) -> str:
         """One line in words: devices, their memory, devices a node, links."""

@@ -77,7 +77,7 @@ def abbreviate(values: Sequence[int]) -> str:
 def make_config_error(schedule: str, recompute: str, runtime: Runtime | None) -> UsageError:
     """Where a request leaves no configuration."""
     request = f"schedule={schedule!r}, recompute={recompute!r}"
-    if runtime is None:
+    if runtime is None or (recompute in runtime.recompute and recompute == "except_last"):
         return UsageError(
             f"{request} with 1 micro-batch: there is no such plan",
             "except_last needs two micro-batches or more: leave one of the fields at auto.",

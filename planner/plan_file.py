@@ -58,6 +58,8 @@ def _read_options(value: Any) -> Any:
 _HEADINGS = ("stage", "devices", "layers", "forward", "backward", "memory")
 FIXED_PARTITION = "this partition alone"
 """What was searched of a plan whose partition was given."""
+REPLANNED = "plans without the lost devices"
+"""How it begins of a plan for devices that are left: it is not the fastest, but moves the least."""
 
 
 class Plan(Document):
@@ -205,6 +207,11 @@ class Plan(Document):
     def is_fixed_partition(self) -> bool:
         """Whether its partition is another tool's, and it is compared with no other."""
         return self.searched == FIXED_PARTITION
+
+    @property
+    def is_replanned(self) -> bool:
+        """Whether it was chosen by the weights that it moves."""
+        return self.searched.startswith(REPLANNED)
 
     @property
     def training_precision(self) -> TrainingPrecision:

@@ -210,3 +210,5 @@ class ProfileReference(Record):
     """Whether its seconds, and so the plan's, are an estimate and not measured."""
     device: str = ""
     """cpu, cuda, analytic or unknown, as in the profile; empty where the plan has no such key."""
+    tensor_parallel: DeviceCount = 1
+    """Devices that share every layer: each device of the plan is so many."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from math import inf
 
 from ..cost_models.document import Record
 from ..cost_models.quantities import format_seconds
 from ..cost_models.timeline import simulate
+from ..cost_models.topology import Topology
 from .assembly import Assembly
 from .candidate import ScoredPlan
 from .plan_records import PlannedStage, Recompute, SharedWeight
@@ -45,6 +46,30 @@ def make_stages(space: Space, assembly: Assembly, plan: ScoredPlan) -> list[Plan
             )
         )
     return stages
+
+
+def energy_joules(
+    topology: Topology, busy: Mapping[int, float], step: float, watts: Mapping[str, tuple[float, float]]
+) -> float | None:
+    """Of a step of so many seconds: `busy` seconds of each rank that is used, at the watts of its kind while
+    it computes and while it waits; None where a kind has none."""
+    kinds = {rank: topology.device(rank).name for rank in busy}
+    if not set(kinds.values()) <= set(watts):
+        return None
+    power = {rank: watts[kind] for rank, kind in kinds.items()}
+    return sum(
+        seconds * power[rank][0] + max(step - seconds, 0.0) * power[rank][1] for rank, seconds in busy.items()
+    )
+
+
+def busy_seconds(stages: Iterable[PlannedStage], micro_batches: int) -> dict[int, float]:
+    """By rank, what its stages compute in a step."""
+    busy = dict[int, float]()
+    for stage in stages:
+        seconds = micro_batches * (stage.forward_seconds + stage.backward_seconds)
+        for rank in stage.devices:
+            busy[rank] = busy.get(rank, 0.0) + seconds
+    return busy
 
 
 def shared_weights(space: Space, plan: ScoredPlan) -> list[SharedWeight]:
@@ -137,6 +162,11 @@ def list_prediction_limits(assembly: Assembly) -> Iterator[str]:
         yield (
             f"the profile holds whole backwards: {100 * WEIGHT_SHARE:.0f} % of a layer with weights is "
             "taken as the weight gradient"
+        )
+    if assembly.program.splits_backward:
+        yield (
+            "what a micro-batch holds between the two parts of its backward is not in the memory: PyTorch "
+            "adds some 0.4 to 1 times what its forward keeps, until the weight gradients are made"
         )
     if assembly.program.splits_backward and set(assembly.recompute) != {"never"}:
         yield (

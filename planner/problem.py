@@ -225,6 +225,8 @@ class Problem:
     def modes(self, schedule: str) -> tuple[Mode, ...]:
         """The ways to recompute that the runtime and the options allow."""
         requested, runtime = self.options.recompute, self.runtime
+        if requested == "auto" and schedule in SCHEDULES and SCHEDULES[schedule].splits_backward:
+            return ("never",)  # torch.utils.checkpoint would run forward again for each group of weights
         if runtime is None:
             # That of torchgpipe differs little from always: not worth as much again on many devices.
             modes: Sequence[Mode] = ("by_stage", "except_last") if self.gpus <= EVERY_COUNT else ("by_stage",)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import product
 from typing import Any, ClassVar
 
@@ -15,6 +14,8 @@ PROCESSES = "processes"
 BACKENDS = {PROCESSES: "joblib", "dask": "distributed", "ray": "ray"}
 """What runs the points, and the package that it needs."""
 MOST_POINTS = 10_000
+LOST_WORKER = ("TerminatedWorkerError", "KilledWorker", "WorkerCrashedError", "NodeDiedError")
+"""What joblib, Dask and Ray raise where a worker is lost, the clusters' more than a few times."""
 
 Value = int | float | str | tuple[float, ...] | None
 Point = Mapping[str, Any]
@@ -137,23 +138,9 @@ def _run(
     if backend == PROCESSES and (jobs == 1 or len(points) == 1):
         yield from (_solve_point(solve, point) for point in points)
         return
-    with _on(backend, jobs, len(points)) as parallel:
-        from joblib import delayed
-
-        yield from parallel(delayed(_solve_point)(solve, point) for point in points)
-
-
-@contextmanager
-def _on(backend: str, jobs: int | None, points: int) -> Iterator[Any]:
-    """joblib's Parallel: processes of this machine, or what a cluster offers."""
+    run = _run_on_ray if backend == "ray" else _run_by_joblib
     try:
-        from joblib import Parallel, cpu_count, parallel_config
-
-        if backend == PROCESSES:
-            yield Parallel(n_jobs=min(jobs or cpu_count(), points), return_as="generator")
-            return
-        with _cluster(backend), parallel_config(backend=backend, n_jobs=-1 if jobs is None else jobs):
-            yield Parallel()
+        yield from run(solve, points, backend, jobs)
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if package not in (*BACKENDS.values(), "dask"):
@@ -163,18 +150,47 @@ def _on(backend: str, jobs: int | None, points: int) -> Iterator[Any]:
             f"backend={backend!r}: the Python package {package!r} is not installed",
             f"Install it: pip install {extra}",
         ) from None
+    except Exception as error:
+        if type(error).__name__ not in LOST_WORKER:
+            raise
+        raise MachineError(
+            f"`sweep`: a process that solved points was lost ({type(error).__name__})",
+            "As the kernel does where memory runs out: give fewer `jobs`, or jobs=1.",
+        ) from None
 
 
-@contextmanager
-def _cluster(backend: str) -> Iterator[None]:
-    """Dask's at DASK_SCHEDULER_ADDRESS, Ray's at RAY_ADDRESS; else one on this machine."""
-    if backend == "dask":
-        from distributed import Client
+def _run_by_joblib(
+    solve: Callable[..., Plan], points: Sequence[Point], backend: str, jobs: int | None
+) -> Iterator[tuple[SweepRow, PplanError | None]]:
+    """In processes of this machine, or on Dask's cluster at DASK_SCHEDULER_ADDRESS, else one on this machine.
+    Dask runs a point again whose worker is lost."""
+    from joblib import Parallel, cpu_count, delayed, parallel_config
 
-        with Client():
-            yield
+    tasks = (delayed(_solve_point)(solve, point) for point in points)
+    if backend == PROCESSES:
+        yield from Parallel(n_jobs=min(jobs or cpu_count(), len(points)), return_as="generator")(tasks)
         return
-    from ray.util.joblib import register_ray
+    from distributed import Client
 
-    register_ray()
-    yield
+    with Client(), parallel_config(backend=backend, n_jobs=-1 if jobs is None else jobs):
+        yield from Parallel()(tasks)
+
+
+def _run_on_ray(
+    solve: Callable[..., Plan], points: Sequence[Point], _: str, jobs: int | None
+) -> Iterator[tuple[SweepRow, PplanError | None]]:
+    """On Ray's cluster at RAY_ADDRESS, else one on this machine; at most `jobs` points at a time.
+
+    As tasks, which Ray runs again where their worker is lost: joblib's backend has actors, which it does not.
+    """
+    import ray
+
+    if not ray.is_initialized():
+        ray.init()
+    run, shared_solve = ray.remote(_solve_point), ray.put(solve)
+    limit = len(points) if jobs is None else jobs
+    tasks = [run.remote(shared_solve, point) for point in points[:limit]]
+    for number in range(len(points)):
+        yield ray.get(tasks[number])
+        if len(tasks) < len(points):
+            tasks.append(run.remote(shared_solve, points[len(tasks)]))

@@ -8,6 +8,7 @@ are the least that any device, number of replicas and link gives:
     M x sum of r w / capacity    all the work, shared by all devices as fast as each of them is
     sum of f + b                 one micro-batch, through all layers and back
     M x that                     `naive`, which has one micro-batch at a time
+    lead + M w                   a layer, also lead + M (f + b) + trail; M shared by the layer's copies
     lead + M w + e               a stage of a straight pipeline (one stage a device): its first action is an F
                                  that came through the stages before it; e: of the all-reduce over its
                                  replicas what cannot run beside its last backward, and
@@ -209,7 +210,18 @@ class _Case:
             return inf
         path = float(np.min([forward + back for forward, back, _ in self._layers], axis=0).sum())
         times = {"naive": float(self.micro_batches), "sliced": 0.5}.get(self.kind, 1.0)
-        return max(self.ideal_seconds, times * path, self._launches)
+        return max(self.ideal_seconds, times * path, self._launches, self._longest_layer)
+
+    @property
+    def _longest_layer(self) -> float:
+        """Of every layer with what comes before it, and after its last B; a copy has its share of them."""
+        forward, back, work = (np.min(own, axis=0) for own in zip(*self._layers, strict=True))
+        first = 0.5 if self.kind == "sliced" else 1.0
+        each = self.micro_batches / self.copies
+        ahead = first * (np.cumsum(forward) - forward)
+        behind = first * (np.cumsum(back) - back)
+        passes = ahead + each * np.minimum(work, forward + back) + behind
+        return float(np.maximum(ahead + each * work, passes).max())
 
     @cached_property
     def ideal_seconds(self) -> float:

@@ -25,7 +25,7 @@ from .cost_models.errors import (
 if TYPE_CHECKING:
     from .api.check import check
     from .api.degrees import degrees
-    from .api.explain import compare, explain
+    from .api.explain import compare, data_parallel, explain
     from .api.export import export
     from .api.html_report import report
     from .api.import_plan import import_plan
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ExportError", "FileError", "InfeasibleError", "MachineError", "ModelError", "Plan",
     "PplanError", "Profile", "UsageError", "__version__", "check", "compare", "compare_schedules",
-    "degrees", "explain", "export", "frontier", "import_plan", "import_profile", "lint",
+    "data_parallel", "degrees", "explain", "export", "frontier", "import_plan", "import_profile", "lint",
     "load_model", "load_plan", "load_profile", "profile", "register_schedule", "replan", "report",
     "schedules", "sequential", "simulate", "simulate_costs", "solve", "sweep", "topology", "verify",
 ]
@@ -57,7 +57,7 @@ __all__ = [
 _ROOMS = {
     "api.check": "check",
     "api.degrees": "degrees",
-    "api.explain": "compare explain",
+    "api.explain": "compare data_parallel explain",
     "api.export": "export",
     "api.import_plan": "import_plan",
     "api.lint": "lint",

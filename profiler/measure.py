@@ -53,6 +53,8 @@ class MeasurementLimits:
     estimate_for: AnalyticTarget | None = None
     profile_cache: ProfileCache = field(default_factory=lambda: ProfileCache(None))
     remark: Callable[[str], None] = lambda _: None
+    begun: float = 0.0
+    """By the clock; loading is before it."""
 
     @property
     def request(self) -> Request:
@@ -137,6 +139,7 @@ def profile_model(
         estimate_for,
         profile_cache,
         remark or (lambda _: None),
+        setup.clock.now(),
     )
     # The device first: CUDA has no random numbers to seed before it is initialised.
     with _on(place), fixed_seed(settings.seed), torch.enable_grad():
@@ -192,7 +195,8 @@ def _sweep_profile(
 
     def measure(journal: Journal | None) -> Profile:
         sweep_limits = (limits.sizes, limits.budget_seconds, limits.rounds, limits.progress)
-        sweep = kind(subject, *sweep_limits, journal, limits.remark)
+        earlier = subject.clock.now() - limits.begun + subject.loaded.loading_seconds
+        sweep = kind(subject, *sweep_limits, journal, limits.remark, earlier)
         sweep.measure()
         results, gpu = sweep.results, sweep.gpu_record()
         host = [note for note in map(host_note, results) if note]

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..cost_models.errors import ModelError
 from .chain.layers import LayerChain, build_chain
-from .comparison.model_check import gradients_left_alone
+from .comparison.model_check import left_alone
 from .local_machine import DTYPES, parse_dtype
 from .passes.clocks import Clock
 from .passes.modes import Modes
@@ -73,7 +73,7 @@ def build_target(
         for parameter in copy.parameters():
             parameter.grad = None
         example = loaded.example_input_for(smallest).to(dtype=kind)
-        with gradients_left_alone(loaded.module, loaded.name):
+        with left_alone(loaded.module, loaded.name):
             chain = build_chain(
                 copy,
                 example,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
+from time import perf_counter
 
 import torch
 from torch import nn
@@ -50,6 +51,24 @@ def load_model(
     such a model does not take, or with both `input_like` and `input_shape`; MachineError without
     transformers.
     """
+    begun = perf_counter()
+    loaded = _loaded(
+        name, classes, input_shape, settings, input_like, seed, on_meta=on_meta, known_only=known_only
+    )
+    return dataclasses.replace(loaded, loading_seconds=perf_counter() - begun)
+
+
+def _loaded(
+    name: str,
+    classes: int | None,
+    input_shape: Sequence[int] | None,
+    settings: Mapping[str, object] | None,
+    input_like: str | None,
+    seed: int,
+    *,
+    on_meta: bool,
+    known_only: bool,
+) -> LoadedModel:
     if known_only and not may_name(name):
         raise ModelError(
             f"model {quote_name(name)}: a file's word runs no code", "Name it yourself: `model`."

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from ..cost_models.document import Bytes, Dimension, Document, MadeBy, Samples, Seed
+from ..cost_models.document import Bytes, DeviceCount, Dimension, Document, MadeBy, Samples, Seed
 from ..cost_models.drawing import CostRow, Drawing, draw_costs
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
@@ -65,6 +65,7 @@ class Profile(Document):
     """The user's function that made the example input."""
     seed: Seed | None = None
     threads: Samples | None = None
+    tensor_parallel: DeviceCount = 1  # devices that share every layer; seconds and bytes are one's
     scales_with_samples: bool = False
     """Imported, with one micro-batch size: the costs at any other are taken in proportion to the samples."""
     granularity: str = "block"

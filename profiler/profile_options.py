@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
-from ..cost_models.optimizers import dtype_precision
 from ..cost_models.option_fields import Options, option, settings_option
-from ..cost_models.option_readers import read_sizes
+from ..cost_models.option_readers import read_settings, read_sizes
 from ..cost_models.quantities import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from .profile_file import Profile
 
 AMP = ("bf16", "fp16")
-FORMATS = ("pipedream", "csv", "json")
-GRANULARITIES = ("block", "fine")
 SIZES_OF_MODEL = ("layers", "hidden", "heads", "sequence", "vocabulary")
 
 
@@ -49,14 +46,11 @@ class ProfileKeywords(TypedDict, total=False):
     cache: bool
 
 
-class ImportKeywords(TypedDict, total=False):
-    """The fields of `ProfileImportOptions`, as a caller may give them."""
+class TensorParallelKeywords(TypedDict, total=False):
+    """The fields of `TensorParallelOptions`, as a caller may give them."""
 
-    format: Literal["pipedream", "csv", "json"] | str | None
-    model: str | None
-    micro_batch_size: int | None
-    granularity: Literal["block", "fine"] | str | None
-    dtype: str
+    tensor_parallel: int | None
+    tensor_plan: Mapping[str, object] | None
 
 
 def read_shape(text: str, name: str) -> tuple[int, ...]:
@@ -179,7 +173,7 @@ class ProfileOptions(Options):
     budget_seconds: float = option(
         60.0,
         arguments.number,
-        "How long to measure, over all sizes together.",
+        "How long all may take, with loading and tracing; the smallest size is always measured.",
         "60s",
         flag="budget",
         read=parse_seconds,
@@ -198,6 +192,30 @@ class ProfileOptions(Options):
 
 
 @dataclass(frozen=True)
+class TensorParallelOptions(Options):
+    """Layers that several processes share, which torchrun has started: how many, and which modules are split,
+    by their names with wildcards, "colwise" or "rowwise"; None: as the transformers model says."""
+
+    tensor_parallel: int | None = option(
+        None,
+        arguments.optional_whole,
+        "Processes that share every layer (torchrun starts them); the profile is of one of them.",
+        "N",
+        flag="tp",
+        least=2,
+    )
+    tensor_plan: Mapping[str, object] | None = option(
+        None,
+        arguments.settings,
+        "Modules to split, colwise or rowwise; default: the plan of the transformers model; repeatable.",
+        "NAME=STYLE",
+        flag="tp-plan",
+        read=read_settings,
+        repeats=True,
+    )
+
+
+@dataclass(frozen=True)
 class TransformerSizes(Options):
     """Keys of a transformers configuration that stand for themselves on the command line."""
 
@@ -207,47 +225,6 @@ class TransformerSizes(Options):
     intermediate: int | None = _number("Width of the feed-forward layers.", "Transformers models")
     sequence: int | None = _number("Tokens of a sample.", "Transformers models")
     vocabulary: int | None = _number("Size of the vocabulary.", "Transformers models")
-
-
-@dataclass(frozen=True)
-class ProfileImportOptions(Options):
-    """What a file of costs does not say; None: as is usual for its format.
-
-    `granularity` is for graphs: a table's rows are its layers.
-    """
-
-    format: str | None = option(
-        None,
-        arguments.optional_word,
-        "Format of the file; default: detected from its content.",
-        "|".join(FORMATS),
-        words=FORMATS,
-    )
-    model: str | None = _text("NAME", "The model's name; default: the file's.")
-    micro_batch_size: int | None = _number(
-        "Samples that the costs are for, where the file does not say it; default: 128 of a graph, 1 of a "
-        "table."
-    )
-    granularity: str | None = option(
-        None,
-        arguments.optional_word,
-        "Layers of a graph: what lies between all places that one tensor crosses, or each operation.",
-        "|".join(GRANULARITIES),
-        words=GRANULARITIES,
-    )
-    dtype: str = option(
-        "float32", arguments.word, "Or float16, bfloat16, float64: of the weights.", "float32"
-    )
-
-    def check(self) -> None:
-        """Raises UsageError for words that are not known."""
-        for field, word, allowed in (
-            ("format", self.format, FORMATS),
-            ("granularity", self.granularity, GRANULARITIES),
-        ):
-            if word is not None and word not in allowed:
-                raise UsageError(f"{field}={word!r}: not known", f"Use one of: {', '.join(allowed)}.")
-        dtype_precision(self.dtype)
 
 
 def _read_byte_sizes(text: str, name: str) -> tuple[int, ...]:

@@ -32,6 +32,7 @@ def list_warnings(profile: Profile, topology: Topology) -> list[str]:
         *(note for note in profile.notes if note in own),
         *_of_the_spread(profile),
         *_of_an_interruption(profile),
+        *_of_groups(profile),
     ]
 
 
@@ -99,6 +100,14 @@ def _of_the_spread(profile: Profile) -> Iterator[str]:
         sizes = ", ".join(str(whole.micro_batch_size) for whole in wide)
         most = max(whole.spread for whole in wide)
         yield f"micro-batch size {sizes}: the measured passes vary by up to {most:.0%}; the machine was busy"
+
+
+def _of_groups(profile: Profile) -> Iterator[str]:
+    if profile.tensor_parallel > 1:
+        yield (
+            f"each device of this plan is a group of {profile.tensor_parallel} neighbours that share every "
+            "layer, as they were measured"
+        )
 
 
 def _of_an_interruption(profile: Profile) -> Iterator[str]:

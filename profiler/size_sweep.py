@@ -62,6 +62,8 @@ class SizeSweep(ABC, Generic[Run]):
     progress: Callable[[Progress], None] | None = None
     journal: Journal | None = None
     remark: Callable[[str], None] = lambda _: None
+    earlier_seconds: float = 0.0
+    """What loading, tracing and comparing took of the budget."""
     runs: list[Run] = field(default_factory=list, init=False)
     unmeasured: list[Unmeasured] = field(default_factory=list, init=False)
     notes: list[str] = field(default_factory=list, init=False)
@@ -76,7 +78,8 @@ class SizeSweep(ABC, Generic[Run]):
         KeyboardInterrupt goes through only where nothing is measured yet.
         """
         # The budget is that of all processes together.
-        self._begun = self.subject.clock.now() - (self.journal.seconds if self.journal else 0.0)
+        before = self.earlier_seconds + (self.journal.seconds if self.journal else 0.0)
+        self._begun = self.subject.clock.now() - before
         self._pending = deque(sizes_to_try(self.sizes, self.subject.device))
         self._refusals: dict[int, tuple[str, str]] = {}
         try:

@@ -205,14 +205,16 @@ class WholeSweep(SizeSweep[SizeRun]):
         """Says at once that the smallest size takes longer than the budget, whatever is left out."""
         least = self.spent + (FEWEST_PASSES - 1) * pass_seconds
         if not self.runs and self.rounds is None and least > self.budget_seconds:
+            loading = f"loading and tracing took {seconds_text(self.earlier_seconds)}, "
             self.remark(
-                f"Micro-batch size {size} alone takes at least {seconds_text(least)}: a pass of the model "
-                f"takes {seconds_text(pass_seconds)}, the budget is {self.budget_seconds:g} s"
+                f"Micro-batch size {size} alone takes at least {seconds_text(least)}: "
+                f"{loading if self.earlier_seconds else ''}a pass of the model takes "
+                f"{seconds_text(pass_seconds)}, the budget is {self.budget_seconds:g} s"
             )
 
     def _leave_parts_to_the_budget(self, run: SizeRun) -> None:
         """The first size is measured whatever it costs; backward in two parts only where there is time."""
-        a_pass = self.spent / run.counting_passes
+        a_pass = (self.spent - self.earlier_seconds) / run.counting_passes
         passes = run.parts_passes + 3  # to warm up, and one of each kind
         if self._ends_budget(passes * a_pass):
             needed = seconds_text(self.spent + passes * a_pass, math.ceil)
@@ -221,11 +223,16 @@ class WholeSweep(SizeSweep[SizeRun]):
     def _short_budget(self, run: SizeRun) -> str:
         """That the first size alone took longer than all was to take, and what would do."""
         whole = run.warm_up_rounds + run.counts_less / 2
-        enough = run.round_seconds * (self._first_round_count + whole)
+        enough = self.earlier_seconds + run.round_seconds * (self._first_round_count + whole)
+        before = (
+            f" ({seconds_text(self.earlier_seconds)} of it loading and tracing)"
+            if self.earlier_seconds
+            else ""
+        )
         return (
-            f"micro-batch size {run.size} alone took {seconds_text(self.spent)} with {len(run.rounds)} "
-            f"round{'s' * (len(run.rounds) > 1)}, the budget is {self.budget_seconds:g} s: its seconds are "
-            f"less certain; about {seconds_text(enough, math.ceil)} would do for it"
+            f"micro-batch size {run.size} alone took {seconds_text(self.spent)}{before} with "
+            f"{len(run.rounds)} round{'s' * (len(run.rounds) > 1)}, the budget is {self.budget_seconds:g} s: "
+            f"its seconds are less certain; about {seconds_text(enough, math.ceil)} would do for it"
         )
 
     def _switch_to(self, run: SizeRun | None) -> None:

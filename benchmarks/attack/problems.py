@@ -51,7 +51,7 @@ NAMED = (
 PLANNERS = (
     *("one-gpu", "data-parallel", "even", "parameters", "deepspeed-type:layer.*", "torchgpipe-time"),
     *("torchgpipe-size", "gpipe", "megatron", "interleaved", "pipedream", "pipedream-published", "dapple"),
-    *("alpa", "pipedream-2bw", "autopipe", "bapipe", "spp", "piper", "asteroid"),
+    "alpa",
 )
 
 

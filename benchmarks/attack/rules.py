@@ -22,6 +22,8 @@ ANY = (
     *("dualpipe-v", "autopipe"),
 )
 """Those that "any" stands for."""
+SPLIT = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+"""In which nothing recomputes that need not."""
 Ranks = tuple[int, ...]
 
 
@@ -141,6 +143,8 @@ class Rules:
             whole = [mode for mode in whole if mode in runtime.recompute]
         if requested != "auto":
             return [(mode,) * devices for mode in whole if mode == requested]
+        if schedule in SPLIT:
+            whole, by_stage = ["never"], False
         made: dict[tuple[Recompute, ...], None] = {(mode,) * devices: None for mode in whole}
         if by_stage:
             mixed: list[Recompute] = ["never", "always"]

@@ -138,6 +138,7 @@ class Schedule:
     (torch.distributed.pipelining by the name of its class). `copies`: weights that a device holds.
     `synchronous`: whether one version of the weights makes a whole step; where not, `micro_batches` go
     through in a row without a flush. `trains_one_model`: whether the copies have the same weights.
+    `splits_backward`: whether some weight gradients are actions of their own.
     `weight_versions` and `staleness` (in updates) take stage, stages,
     micro-batches. `closed_in_flight`: the most micro-batches that a stage holds, where a formula says it.
     `bubble` and `in_flight_formula`, to be read: the idle share of equal stages without transfers, and the
@@ -154,6 +155,7 @@ class Schedule:
     runtimes: tuple[str, ...] = ()
     synchronous: bool = True
     trains_one_model: bool = True
+    splits_backward: bool = False
     copies: int = 1
     default_virtual_stages: int = 1
     weight_versions: Callable[[int, int, int], float] = _ONE_VERSION

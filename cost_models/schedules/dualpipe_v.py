@@ -58,4 +58,5 @@ SCHEDULE = Schedule(
     in_flight_formula="p+1/2",
     runtimes=("ScheduleDualPipeV",),
     default_virtual_stages=2,
+    splits_backward=True,
 )

@@ -15,6 +15,8 @@ from . import PROGRAMS, PUBLISHED, SCHEDULES, Program, Schedule
 from .schedule_text import ScheduleText, read_schedule
 from .text_reader import HELP, ScheduleTextError
 
+WORDS = ("auto", "any", "synthesized")
+"""That stand for a choice of schedules."""
 SUFFIX = ".schedule"
 LARGEST = 20_000_000
 """Bytes of a file."""
@@ -39,7 +41,7 @@ def register_schedule(schedule: Schedule | ScheduleText | str) -> Schedule:
         )
     text = read_schedule(schedule) if isinstance(schedule, str) else schedule
     own = text.schedule if isinstance(text, ScheduleText) else text
-    if own.name in PUBLISHED:
+    if own.name in (*PUBLISHED, *WORDS):
         raise UsageError(f"schedule {own.name!r} is pplan's own", "Give yours another name.")
     _ORDERS.pop(own.name, None)
     PROGRAMS.forget(own.name)
@@ -99,7 +101,7 @@ def read_schedule_file(path: Path) -> str:
         raise UsageError(f"{path}: {error.what}", error.hint) from error
 
 
-def schedule_word(field: str, value: Any, besides: Sequence[str] = ("auto", "any", "synthesized")) -> str:
+def schedule_word(field: str, value: Any, besides: Sequence[str] = WORDS) -> str:
     """The name of a known schedule, a word `besides`, or the name of the one that the file `value` describes.
 
     Raises UsageError for a name that is not known.

@@ -39,6 +39,7 @@ MOST_TEXT = 20_000_000
 """Characters."""
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,59}")
 PLACES = ("line", "loop", "v")
+_WEIGHTS = re.compile(r"\bW\d*\b")
 _KEYS = ("name", "source", "places", "chunks")
 
 
@@ -53,6 +54,7 @@ class ScheduleText:
     chunks: int
     lists: Mapping[str, Writer]
     rows: Sequence[tuple[int, Number | None, Writer]]
+    splits_backward: bool = False
 
     def program(self, stages: int, micro_batches: int, virtual_stages: int | None = None) -> Program:
         """What runs where. Raises UsageError, with the line, for actions that are missing or repeated, of no
@@ -91,7 +93,7 @@ class ScheduleText:
         row = next(iter(own or [row for row in self.rows if row[1] is None]), None)
         if row is None:
             raise ScheduleTextError(
-                f"{self.name}: device {device} of {values['p']} has no line",
+                f"device {device} of {values['p']} has no line",
                 f"Add `device {device}: ...`, or `device i: ...` for all that have none.",
             )
         line, _, write = row
@@ -110,6 +112,7 @@ class ScheduleText:
             bubble="see pplan simulate",
             in_flight_formula="see pplan simulate",
             default_virtual_stages=self.chunks,
+            splits_backward=self.splits_backward,
         )
 
 
@@ -209,10 +212,12 @@ def read_schedule(text: str) -> ScheduleText:
             f"the schedule's text has {len(text)} characters", f"Write at most {MOST_TEXT}."
         )
     fields: dict[str, str] = {}
+    splits = False
     lists: dict[str, Writer] = {}
     rows: list[tuple[int, Number | None, Writer]] = []
     for line, content in _logical_lines(text):
         word = content.split(None, 1)[0]
+        splits |= word in ("let", "device") and _WEIGHTS.search(content) is not None
         if word == "let":
             name, write = LineReader(content[3:], line, set(lists)).read_list()
             lists[name] = write
@@ -236,7 +241,7 @@ def read_schedule(text: str) -> ScheduleText:
             f"chunks {chunks} with places {places}",
             "A line has 1 chunk a device, a v has 2, a loop any number.",
         )
-    return ScheduleText(fields["name"], fields.get("source", ""), places, chunks, lists, rows)
+    return ScheduleText(fields["name"], fields.get("source", ""), places, chunks, lists, rows, splits)
 
 
 def _checked(key: str, value: str, line: int) -> str:

@@ -124,9 +124,10 @@ class LineReader:
 
     def read_sequence(self, closing: str) -> Writer:
         """Terms up to the closing bracket, or to the end."""
-        terms = []
+        terms: list[Writer] = []
         while self.word and self.word != closing:
-            terms.append(self.read_term())
+            literals = self._read_literals()
+            terms.append(_write_literals(literals, self.line) if literals else self.read_term())
         if closing:
             self.take(closing)
 
@@ -135,6 +136,22 @@ class LineReader:
                 yield from term(values, device)
 
         return write
+
+    def _read_literals(self) -> list[Written]:
+        """The next words as far as they are `F3` or `B3.1`, not repeated: those of a plan's order, of which
+        there may be a million."""
+        actions, words, count = list[Written](), self.words, len(self.words)
+        while self.at < count:
+            word, end, chunk = words[self.at], self.at + 1, "0"
+            if word[0] not in "FBW" or not word[1:].isdigit() or len(word) > 8:
+                break
+            if end + 1 < count and words[end] == "." and words[end + 1].isdigit():
+                chunk, end = words[end + 1], end + 2
+            if len(chunk) > 7 or (end < count and words[end] in "*.["):
+                break
+            actions.append(Written(word[0], int(word[1:]), int(chunk)))
+            self.at = end
+        return actions
 
     def read_term(self) -> Writer:
         """An action, a list's next, a bracket or `each`, and how often."""
@@ -271,6 +288,15 @@ class LineReader:
         if len(digits) > 7:
             raise self.wrong(f"{short_repr(digits)} is too large a number")
         return int(digits)
+
+
+def _write_literals(actions: Sequence[Written], line: int) -> Writer:
+    def write(values: Values, device: DeviceList) -> Iterator[Written]:  # noqa: ARG001 - called as all are
+        for written in actions:
+            device.count(line)
+            yield written
+
+    return write
 
 
 def _always(value: int) -> Number:

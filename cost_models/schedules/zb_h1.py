@@ -46,4 +46,5 @@ SCHEDULE = Schedule(
     bubble="t/(t+m(F+B+W)), t = (p-1)(F+B-W), where W <= F and W <= B",
     in_flight_formula="min(m, p)",
     closed_in_flight=in_flight,
+    splits_backward=True,
 )

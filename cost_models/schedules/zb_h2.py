@@ -39,4 +39,5 @@ SCHEDULE = Schedule(
     bubble="t/(t+m(F+B+W)), t = (p-1)(F+B-2W), where W <= F and 2W <= F+B",
     in_flight_formula="min(m, 2p-1)",
     closed_in_flight=in_flight,
+    splits_backward=True,
 )

@@ -75,4 +75,5 @@ SCHEDULE = Schedule(
     in_flight_formula="min(m, p)",
     runtimes=("ScheduleZBVZeroBubble",),
     default_virtual_stages=2,
+    splits_backward=True,
 )

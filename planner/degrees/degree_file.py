@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -61,7 +61,8 @@ class PlanEntry(Record):
     `degrees`: as a user reads them; `exchange`: what context devices do for attention. `blocks`: of
     each (virtual) stage, in the order of the model; `recompute_blocks`: how many of them run again where
     `recompute` is full; None: all. `predictors` of further tokens are on the last (virtual) stage, or so many
-    before it as `predictor_offset` says. `remarks`: where torchtitan does not train as the plan says.
+    before it as `predictor_offset` says. `nemo_automodel`: sections of a recipe.
+    `remarks`: where torchtitan and NeMo AutoModel do not train as the plan says.
     """
 
     degrees: str
@@ -89,6 +90,7 @@ class PlanEntry(Record):
     megatron: list[str]
     megatron_bridge: list[str] = []
     torchtitan: list[str]
+    nemo_automodel: dict[str, Any] = {}
     remarks: list[str] = []
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any, ClassVar
@@ -16,16 +16,20 @@ from ..pipeline_config import SEARCHED
 from ..plan_file import Plan
 from ..plan_options import PlanOptions
 from ..plan_records import TIE
-from ..plan_stages import bubble, plan_stages
+from ..plan_stages import bubble, busy_seconds, energy_joules, plan_stages
 from ..planners import PLANNERS
 from .explain_context import ExplainContext
+from .other_methods import OtherMethod, OtherMethodOptions, list_other_methods
+
+Watts = Mapping[str, tuple[float, float]]
 
 
 class ComparisonRow(Record):
     """A plan in a comparison; where a planner has none, `reason` says why. `gap`: of the step over the best
     bound that the searches behind the plans compared proved of its problem, less 1; None where there is none.
     `estimate_seconds`: of the step as its planner counts it. `memory_bytes`: of the device that needs most.
-    `slower`: seconds a sample over those of the first plan, less 1."""
+    `slower`: seconds a sample over those of the first plan, less 1. `energy_joules`: of a step, where the
+    watts of the devices are given."""
 
     name: str
     step_seconds: float | None = None
@@ -40,6 +44,7 @@ class ComparisonRow(Record):
     micro_batch_size: int | None = None
     slower: float | None = None
     estimate_seconds: float | None = None
+    energy_joules: float | None = None
     reason: str = ""
 
 
@@ -47,6 +52,7 @@ class PlanComparison(Document):
     """The plans in the order in which they were given, then what the planners made, the fastest first.
 
     `first_slower`: the first plan's seconds a sample over those of the best of the others, less 1.
+    `other_methods`: what is no plan of pplan, by its own time model.
     """
 
     kind: ClassVar[str] = "comparison"
@@ -54,6 +60,7 @@ class PlanComparison(Document):
     rows: list[ComparisonRow]
     first_slower: float | None
     notes: list[str] = []
+    other_methods: list[OtherMethod] = []
 
     def __repr__(self) -> str:
         return f"<PlanComparison of {', '.join(row.name for row in self.rows[:8])}>"
@@ -74,16 +81,23 @@ class PlanComparison(Document):
 
 
 def compare_plans(
-    plans_by_name: Sequence[tuple[str, Plan]], context: ExplainContext | None = None
+    plans_by_name: Sequence[tuple[str, Plan]],
+    context: ExplainContext | None = None,
+    watts: Watts | None = None,
 ) -> PlanComparison:
-    """The plans by their names; with the problem of the first, what all named planners make of it, too."""
+    """The plans by their names; with the problem of the first, what all named planners make of it, too, and
+    the energy of their steps where the `watts` are given."""
     answer = None if context is None else find_best_plan(context.problem, PLANNERS)
     bounds = [_bound(plan) for _, plan in plans_by_name]
     rows = [_of_plan(name, plan, _proven_bound(plan, bounds)) for name, plan in plans_by_name]
     if context is not None and answer is not None:
         own = [*bounds, (_problem(plans_by_name[0][1]), answer.result.bound_seconds)]
         rows[0] = _of_plan(*plans_by_name[0], _proven_bound(plans_by_name[0][1], own))
-        rows += _of_planners(context, answer)
+        busy = busy_seconds(plans_by_name[0][1].stages, plans_by_name[0][1].micro_batches)
+        step = plans_by_name[0][1].prediction.step_seconds
+        energy = energy_joules(context.problem.topology, busy, step, watts or {})
+        rows[0] = rows[0].model_copy(update={"energy_joules": energy})
+        rows += _of_planners(context, answer, watts or {})
     first = rows[0].samples_per_second or 0.0
     rates = [row.samples_per_second for row in rows[1:] if row.samples_per_second is not None]
     return PlanComparison(
@@ -95,6 +109,9 @@ def compare_plans(
         ],
         first_slower=max(rates) / first - 1 if rates and first else None,
         notes=list(_differences(plans_by_name)),
+        other_methods=[]
+        if context is None
+        else list_other_methods(context.problem, OtherMethodOptions(watts=watts)),
     )
 
 
@@ -159,30 +176,33 @@ def _of_plan(name: str, plan: Plan, bound: float) -> ComparisonRow:
     )
 
 
-def _of_planners(context: ExplainContext, answer: JointSearchResult) -> list[ComparisonRow]:
+def _of_planners(context: ExplainContext, answer: JointSearchResult, watts: Watts) -> list[ComparisonRow]:
     """The joint search, and each named planner; those without a plan last."""
     plans: dict[str, ScoredPlan | str] = {BEST: answer.best or "no plan fits", **answer.by_planner}
-    rows = [_of_planner(context, answer, name, plan) for name, plan in plans.items()]
+    rows = [_of_planner(context, answer, name, plan, watts) for name, plan in plans.items()]
     return sorted(rows, key=lambda row: row.step_seconds or inf)
 
 
 def _of_planner(
-    context: ExplainContext, answer: JointSearchResult, name: str, plan: ScoredPlan | str
+    context: ExplainContext, answer: JointSearchResult, name: str, plan: ScoredPlan | str, watts: Watts
 ) -> ComparisonRow:
     if isinstance(plan, str):
         return ComparisonRow(name=name, reason=plan)
     space, config, bound = context.problem.space, plan.config, answer.result.bound_seconds
+    stages, topology = plan_stages(space, plan), context.problem.topology
+    busy = busy_seconds(stages, config.micro_batches)
     return ComparisonRow(
         name=name,
         step_seconds=plan.step_seconds,
         samples_per_second=config.mini_batch / plan.step_seconds,
         bubble=bubble(space, plan),
-        memory_bytes=max(stage.memory_bytes for stage in plan_stages(space, plan)),
+        memory_bytes=max(stage.memory_bytes for stage in stages),
         devices=plan.proposal.device_count,
         # Nothing was proven of a schedule that the options exclude.
         gap=plan.step_seconds / bound - 1 if 0 < bound <= plan.step_seconds else None,
         balance=[end - first for first, end in plan.proposal.bounds],
         estimate_seconds=plan.proposal.estimate_seconds,
+        energy_joules=energy_joules(topology, busy, plan.step_seconds, watts),
         schedule=config.schedule,
         micro_batches=config.micro_batches,
         micro_batch_size=config.micro_batch_size,

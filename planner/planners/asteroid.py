@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,7 +43,7 @@ from ...cost_models.timeline import step_seconds
 from ..candidate import Proposal
 from ..scoring import assemble
 from ..search.space import Space
-from ..stage_table import Floats
+from ..stage_table import Floats, ledger_options
 from .asteroid_shares import Ints, SharedStages, ShareTables
 from .replica_groups import MicroBatchChoice, count_replicas, group_devices, micro_batch_choices, thin_cuts
 
@@ -228,6 +229,25 @@ def shared_step(space: Space, proposal: Proposal, samples: Sequence[Sequence[int
                 backward[stage] = np.maximum(backward[stage], table.backward[at] * scale)
     costs = replace(assembly.costs(), forward=forward, backward=backward, accumulation=None)
     return float(step_seconds(assembly.program, costs)[0])
+
+
+def shared_load(space: Space, plan: AsteroidPlan, choice: MicroBatchChoice) -> tuple[float, dict[int, float]]:
+    """The bytes of the device that needs most, and the seconds that each rank computes in a step, with the
+    samples that it takes."""
+    most, busy, places = 0.0, dict[int, float](), list(space.table(space.chain.sizes[0]).cut_points)
+    mode = ShareTables(space, choice).mode
+    for stage, (start, end) in enumerate(pairwise((0, *plan.ends))):
+        in_flight = min(2 * (len(plan.ends) - stage) - 1, choice.micro_batches)
+        for rank, own in zip(plan.devices[stage], plan.samples[stage], strict=True):
+            kind = space.topology.device(rank)
+            options = ledger_options(kind, space.dtype, space.number_bytes, space.zero)
+            table = space.kind_table(kind, max(own, 1))
+            need = table.memory(in_flight, mode, space.optimizer, 1, **options)
+            at = places.index(start), places.index(end)
+            most = max(most, float(need[at]))
+            seconds = float((table.forward + table.backward)[at]) * kind.seconds_scale
+            busy[rank] = choice.micro_batches * seconds if own else 0.0
+    return most, busy
 
 
 class Asteroid:

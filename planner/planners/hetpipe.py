@@ -101,6 +101,8 @@ def find_hetpipe_plan(problem: Problem, policy: str, distance: int = 0) -> HetPi
     space = thin_cuts(problem.space, BLOCKS)
     sizes = [size for size in problem.sizes if space.fits_someone(size, 1)]
     depth = len(groups[0])
+    if depth > space.chain.max_stages:
+        return f"virtual workers of {depth} devices: the cuts make {space.chain.max_stages} stages"
     plans = [
         plan
         for size in sizes

@@ -235,7 +235,8 @@ class PipeDream:
             stages = PipeDreamStages(space, config, self.recurrence, most_replicas=size if shared else 1)
             solution = shortest_bottleneck(stages.instance, WORK / 2 / len(configs))
             if solution is not None:
-                yield Proposal(config, *stages.place(solution.parts))
+                seconds = solution.seconds * config.micro_batches
+                yield Proposal(config, *stages.place(solution.parts), seconds)
 
 
 def _within_reach(space: Space) -> Space:

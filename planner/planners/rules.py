@@ -64,6 +64,15 @@ class DataParallel:
             configs = linear_configs(problem)
             yield from equal_pipelines(problem, configs, lambda *_: whole, 1, devices)
 
+    def refusal(self, problem: Problem) -> str:
+        """Whether it is the runtime or the batch."""
+        devices, runtime = problem.topology.gpus, problem.runtime
+        if runtime is not None and not runtime.runs_replicas([devices]):
+            return f"{runtime.name} has no replicas"
+        if problem.mini_batch % devices:
+            return f"a global batch of {problem.mini_batch} does not divide by {devices} devices"
+        return "none of the micro-batches asked for divides by the devices"
+
 
 DATA_PARALLEL = DataParallel()
 

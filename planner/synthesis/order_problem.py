@@ -11,10 +11,18 @@ micro-batches that the memory holds):
 
     lead + M (f + b + w) + e     a device computes from its first F on; e: what follows its last action
     lead + M (f + b) + trail     its last B goes back through the parts before
-    lead + (ceil(M/K) - 1) R + (R - w or R + trail)    the F of micro-batch j + K starts after j has ended
+    lead + n R + ...             the F of micro-batch j + K starts after j has ended, n rounds of K later
 
 The third holds as the j-th to end has begun no later than the j-th start (Qi et al., ICLR 2024, discuss what
-memory does to zero-bubble schedules; the recurrence is this module's own).
+memory does to zero-bubble schedules; the recurrences are this module's own). Any part s at or behind the one
+whose memory holds K cannot start micro-batch n K before lead(s) + n R. From then on it has (A: from the start
+of an F to that of the same micro-batch's B; k: micro-batches that s holds, at most what is left)
+
+    (M - n K) (f + b + w) + A - k f                its B's return A later, and until then it has k F's
+    A - k f + (M - n K - 1) f + (M - n K - k) (b + w) + A + b + trail
+                                                   before its last F come B and W of all but k micro-batches
+    (M - n K - 1) f + A + b + trail                the last micro-batch; from n = 1 on with f + b + w of the
+                                                   part with K for f: its F's wait for a B and a W each
 """
 
 from __future__ import annotations
@@ -24,7 +32,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from math import ceil
 
 import numpy as np
 
@@ -146,9 +153,37 @@ class OrderProblem:
             if most == 0:
                 return float("inf")
             least = max(least, lead[part] + count * self.forward[part] + self._backwards(part) + trail[part])
-            turn = self._way(part)
-            rounds = (ceil(count / most) - 1) * (turn + self.weight[part] - self._credit_of_w(part))
-            least = max(least, lead[part] + rounds + turn + trail[part])
+            least = max(
+                least,
+                *(
+                    lead[later] + self._windows(part, later, trail[later])
+                    for later in range(part, self.parts)
+                ),
+            )
+        return least
+
+    def _windows(self, part: int, later: int, trail: float) -> float:
+        """Seconds from the start of the first F of the part `later` to the end, as the memory of `part` lets
+        micro-batches through."""
+        count, most, own = self.micro_batches, self.most_in_flight[part], self.most_in_flight[later]
+        forward, after = self.forward[later], self.backward[later] + self.weight[later]
+        turn, adds_less = self._way(later), self._credit_of_b(later) + self._credit_of_w(later)
+        back = turn - self.backward[later] + self._credit_of_b(later)
+        trail = max(trail, self.weight[later] - self._credit_of_w(later) + self.end[self.device[later]])
+        round_trip = self._way(part) + self.weight[part] - self._credit_of_w(part)
+        least, rounds = 0.0, (count - 1) // most
+        for number in {0, rounds}:
+            left = count - number * most
+            begin, ahead = number * round_trip, min(own, left)
+            work = left * (forward + after) - adds_less + self.end[self.device[later]]
+            each = forward if number == 0 else self.forward[part] + self.backward[part] + self.weight[part]
+            last = (left - 1) * max(forward, each) + turn + trail
+            if left > own:
+                idle = max(0.0, back - own * forward)
+                last = max(
+                    last, idle + (left - 1) * forward + (left - own) * after - adds_less + turn + trail
+                )
+            least = max(least, begin + work + max(0.0, back - ahead * forward), begin + last)
         return least
 
     def _credit_of_b(self, part: int) -> float:

@@ -74,6 +74,12 @@ def check_plan(
 
     Raises UsageError, FileError, ExportError, ModelError, MachineError.
     """
+    if plan.profile.tensor_parallel > 1:
+        raise UsageError(
+            f"each device of the plan is {plan.profile.tensor_parallel} that share every layer: check runs "
+            "whole layers",
+            "Train it: pplan.export(plan, 'torch'), and build(..., tensor_parallel=...).",
+        )
     chain = profile.chain()
     topology, profiles = planned_machine(plan, profile, folder)
     notes = _notes(profile, options)

@@ -15,6 +15,7 @@ from ..runtimes.formats.megatron_export import (
     write_layout,
     write_overrides,
 )
+from ..runtimes.formats.module_lists import ModuleNames
 from ..runtimes.formats.torchtitan_export import WORDS
 
 
@@ -110,7 +111,7 @@ def torchtitan_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
             prefix + "pipeline_parallel_microbatch_size",
             str(plan.micro_batch_size),
             prefix + "module_fqns_per_model_part",
-            *_module_names(plan.blocks),
+            *map(",".join, _module_names(plan.blocks, WORDS)),
             "--training.disable_cuda_graphs",
         ]
     return [*arguments, f"activation_checkpoint:{plan.recompute}"]
@@ -126,7 +127,7 @@ def torchtitan_remarks(plan: DegreePlan) -> list[str]:
     elif degrees.context > 1:
         remarks.append("torchtitan keeps the gathered keys and values of a block for its backward")
     if plan.setting.predictors:
-        remarks.append("torchtitan's predictors of further tokens are of its model: these lists name none")
+        remarks.append("torchtitan and NeMo AutoModel are named no predictors of further tokens")
     if plan.recompute == "selective":
         remarks.append("torchtitan's selective checkpointing chooses operations, not the attention")
     if plan.recompute_blocks is not None:
@@ -134,13 +135,62 @@ def torchtitan_remarks(plan: DegreePlan) -> list[str]:
     return remarks
 
 
-def _module_names(counts: tuple[int, ...]) -> list[str]:
-    """The modules of each (virtual) stage, by torchtitan's names."""
+def _module_names(counts: tuple[int, ...], words: ModuleNames) -> list[list[str]]:
+    """The modules of each (virtual) stage."""
     ranges = block_ranges(counts)
-    names = [[f"{WORDS.blocks}.{block}" for block in blocks] for blocks in ranges]
-    names[0].insert(0, WORDS.embedding)
-    names[-1] += [WORDS.norm, WORDS.head]
-    return [",".join(modules) for modules in names]
+    names = [[f"{words.blocks}.{block}" for block in blocks] for blocks in ranges]
+    names[0].insert(0, words.embedding)
+    names[-1] += [words.norm, words.head]
+    return names
+
+
+_LLAMA = ModuleNames("model.embed_tokens", "model.layers", "model.norm", "lm_head")
+"""What transformers calls the modules of Llama and its like."""
+
+
+def nemo_automodel_sections(answer: DegreeAnswer, plan: DegreePlan) -> dict[str, Any]:
+    """Sections of a recipe of NeMo AutoModel 0.7, with the names of transformers' Llama: its `dp_size` counts
+    replicas, of which `dp_replicate_size` are not sharded."""
+    degrees = plan.degrees
+    batch = plan.micro_batches * plan.micro_batch_size
+    distributed: dict[str, Any] = {
+        "strategy": "fsdp2",
+        "tp_size": degrees.tensor,
+        "cp_size": degrees.context,
+        "pp_size": degrees.pipeline,
+        "ep_size": degrees.expert,
+        "dp_size": degrees.data,
+        "dp_replicate_size": 1 if degrees.zero else degrees.data,
+        "sequence_parallel": degrees.tensor > 1,
+        "activation_checkpointing": {"none": False, "full": True}.get(plan.recompute, plan.recompute),
+    }
+    if degrees.pipeline > 1:
+        rotary = [f"{_LLAMA.blocks.removesuffix('layers')}rotary_emb"]
+        names = _module_names(plan.blocks, _LLAMA)
+        distributed["pipeline"] = {
+            "pp_schedule": "1F1B" if plan.virtual_stages == 1 else "Interleaved1F1B",
+            "pp_microbatch_size": plan.micro_batch_size,
+            "module_fqns_per_model_part": [
+                own + rotary * bool(blocks) for own, blocks in zip(names, plan.blocks, strict=True)
+            ],
+        }
+    return {
+        "step_scheduler": {
+            "global_batch_size": answer.options.mini_batch,
+            "local_batch_size": batch if degrees.pipeline > 1 else plan.micro_batch_size,
+        },
+        "distributed": distributed,
+    }
+
+
+def nemo_automodel_remarks(plan: DegreePlan) -> list[str]:
+    """Remarks on where NeMo AutoModel does not train as the plan says, and torchtitan does."""
+    degrees, remarks = plan.degrees, []
+    if degrees.data * degrees.context % degrees.expert:
+        remarks.append(
+            f"NeMo AutoModel spreads experts over replicas and context, not over {degrees.expert} devices"
+        )
+    return remarks
 
 
 def deepspeed_config(answer: DegreeAnswer, plan: DegreePlan) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from ..planner.degrees.degree_search import DegreeAnswer, DegreeBaseline, Degree
 from .degree_arguments import (
     megatron_arguments,
     megatron_bridge_overrides,
+    nemo_automodel_remarks,
+    nemo_automodel_sections,
     torchtitan_arguments,
     torchtitan_remarks,
 )
@@ -82,7 +84,8 @@ def _plan_entry(answer: DegreeAnswer, plan: DegreePlan) -> PlanEntry:
         megatron=megatron_arguments(answer, plan),
         megatron_bridge=megatron_bridge_overrides(answer, plan),
         torchtitan=torchtitan_arguments(answer, plan),
-        remarks=torchtitan_remarks(plan),
+        nemo_automodel=nemo_automodel_sections(answer, plan),
+        remarks=torchtitan_remarks(plan) + nemo_automodel_remarks(plan),
     )
 
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Unpack
 
+from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..planner.explanation.compare import PlanComparison, compare_plans
 from ..planner.explanation.explain_context import make_context
 from ..planner.explanation.explanation import Explanation, explain_plan
+from ..planner.explanation.other_methods import OtherMethod, OtherMethodOptions, list_other_methods
 from ..planner.plan_file import Plan
 from ..profiler.profile_file import Profile
 from .load import as_plan, check_layers, profile_and_reference
 from .machine import planned_machine
-from .options import ExplainKeywords, ExplainOptions, options_from
+from .options import (
+    ExplainKeywords,
+    ExplainOptions,
+    MachineOptions,
+    OtherMethodKeywords,
+    PlanOptions,
+    options_from,
+)
+from .solve import make_problem
 
 
 def explain(
@@ -49,12 +59,16 @@ def explain(
     return explain_plan(plan, measured_profile.chain(), machine, profiles, split, progress)
 
 
-def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = None) -> PlanComparison:
+def compare(
+    *plans: Plan | str | Path,
+    profile: Profile | str | Path | None = None,
+    watts: Mapping[str, tuple[float, float]] | str | None = None,
+) -> PlanComparison:
     """The plans side by side: step, samples/s, bubble, memory, devices and gap of each.
 
     With the `profile` that the first was made from, what every named planner makes of its problem, too. Of
     the result: `rows`, and `first_slower`, the first plan's seconds a sample over those of the best of the
-    others, less 1.
+    others, less 1. With the `watts` of each kind of device, computing and waiting, also the energy of steps.
 
     >>> import pplan
     >>> table = pplan.compare("gpt.plan.json", profile="gpt.profile.json")
@@ -63,6 +77,7 @@ def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = No
 
     Raises UsageError (no plan, a profile of other layers), FileError.
     """
+    powers = arguments.watts("watts", watts)
     if not plans:
         raise UsageError("compare: no plan is given", "Give plans, or the paths of their files.")
     plans_by_name = [
@@ -70,10 +85,36 @@ def compare(*plans: Plan | str | Path, profile: Profile | str | Path | None = No
         for number, plan in enumerate(plans)
     ]
     if profile is None:
+        if powers is not None:
+            raise UsageError("watts: without a profile", "Give the profile that the first plan is of, too.")
         return compare_plans(plans_by_name)
     first = plans_by_name[0][1]
     measured_profile, reference = profile_and_reference(profile, "", "")
     check_layers(first, reference)
     folder = Path(plans[0]).parent if isinstance(plans[0], str | Path) else Path()
     machine, profiles = planned_machine(first, measured_profile, folder)
-    return compare_plans(plans_by_name, make_context(first, measured_profile.chain(), machine, profiles))
+    context = make_context(first, measured_profile.chain(), machine, profiles)
+    return compare_plans(plans_by_name, context, powers)
+
+
+def data_parallel(profile: Profile | str | Path, **options: Unpack[OtherMethodKeywords]) -> list[OtherMethod]:
+    """Data parallelism by other means, HetPipe and Asteroid on `gpus` devices, each by its own time model.
+
+    All-reduces (ring, tree), `servers` parameter servers (synchronous, asynchronous, at most `staleness`
+    updates apart, Downpour with `push_every` and `fetch_every`), Hogwild on a memory of `memory_bandwidth`
+    bytes per second; HetPipe's virtual workers by policy; Asteroid's shares, where they are unequal. Each row
+    has `step_seconds` of a global batch, `memory_bytes` and `staleness`, or a `reason` why there is none. The
+    other options are those of `solve`.
+
+    >>> import pplan
+    >>> rows = pplan.data_parallel("gpt.profile.json", gpus=4, mini_batch=64)
+    >>> [row.name for row in rows[:3]]
+    ['dp-ring', 'dp-tree', 'dp-synchronous']
+
+    Raises UsageError, FileError (the profile, the topology).
+    """
+    machine, plan_options, own = options_from(
+        options, MachineOptions, PlanOptions, OtherMethodOptions, of="data_parallel"
+    )
+    measured_profile, reference = profile_and_reference(profile, "", "")
+    return list_other_methods(make_problem(measured_profile, reference, machine, plan_options), own)

@@ -11,6 +11,7 @@ from typing import Any, Unpack
 from ..cost_models import arguments
 from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.machines.machine_options import MachineOptions
+from ..cost_models.quantities import format_count
 from ..cost_models.transformer.transformer_shape import TransformerShape
 from ..planner.degrees.degree_options import DegreeOptions
 from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan, search_degrees
@@ -166,8 +167,8 @@ def _remarks(stages: tuple[str, ...], shape: TransformerShape) -> list[str]:
     predictors = sum(letters.count("m") for letters in stages)
     if shape.predictors and not predictors:
         remarks.append(
-            f"the model has {shape.predictors} blocks that predict further tokens, the layout places none: "
-            "it is trained without"
+            f"the model predicts further tokens with {format_count(shape.predictors, 'block')}, the layout "
+            "places none: it is trained without"
         )
     return remarks
 

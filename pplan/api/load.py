@@ -72,6 +72,7 @@ def profile_and_reference(
         granularity=profile.granularity,
         estimated=profile.estimated,
         device=profile.device,
+        tensor_parallel=profile.tensor_parallel,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Required, TypedDict
 
@@ -24,22 +24,38 @@ from ..planner.explanation.explain_options import ExplainKeywords, ExplainOption
 from ..planner.objectives.objective import ObjectiveKeywords, ObjectiveOptions
 from ..planner.overrides import OverrideKeywords, Overrides
 from ..planner.plan_options import PlanKeywords, PlanOptions, TrainingKeywords
+from ..profiler.importing.import_options import ImportKeywords, ProfileImportOptions
 from ..profiler.profile_options import (
-    ImportKeywords,
     LinkOptions,
-    ProfileImportOptions,
     ProfileKeywords,
     ProfileOptions,
+    TensorParallelKeywords,
+    TensorParallelOptions,
     TransformerSizes,
 )
 from .check_options import CheckKeywords, CheckOptions
 from .stage_costs import CostKeywords, CostOptions
 
 
+class MeasuringKeywords(ProfileKeywords, TensorParallelKeywords, total=False):
+    """The options of a profile, and of layers that several processes share."""
+
+
 class ProblemKeywords(MachineKeywords, PlanKeywords, total=False):
     """The options of a problem."""
 
     gpus: Required[int]
+
+
+class OtherMethodKeywords(ProblemKeywords, total=False):
+    """The options of a problem, and the fields of `OtherMethodOptions`."""
+
+    servers: int
+    staleness: int
+    push_every: int
+    fetch_every: int
+    memory_bandwidth: float | None
+    watts: Mapping[str, tuple[float, float]] | str | None
 
 
 class SolveKeywords(ProblemKeywords, ObjectiveKeywords, total=False):
@@ -226,10 +242,12 @@ __all__ = [
     "LinkOptions",
     "MachineKeywords",
     "MachineOptions",
+    "MeasuringKeywords",
     "ObjectiveKeywords",
     "ObjectiveOptions",
     "Option",
     "Options",
+    "OtherMethodKeywords",
     "OverrideKeywords",
     "Overrides",
     "PartitionKeywords",
@@ -247,6 +265,8 @@ __all__ = [
     "SolveKeywords",
     "SweepKeywords",
     "SweepOptions",
+    "TensorParallelKeywords",
+    "TensorParallelOptions",
     "TrainingKeywords",
     "TransformerSizes",
     "list_declarations",

@@ -33,6 +33,8 @@ def _answer(plan: Plan) -> list[str]:
     figures += _uncertainty_text(plan.prediction.uncertainty)
     if plan.is_fixed_partition:
         return [f"{what} as given: {figures}."]
+    if plan.is_replanned:
+        return [f"{what} moves the fewest weights of the {plan.searched}: {figures}."]
     if rival is None:
         lines = [f"{what} is the fastest{_scope_text(plan)}: {figures}."]
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
@@ -11,7 +12,14 @@ from ..cost_models.document import MadeBy
 from ..cost_models.errors import MachineError, UsageError
 from ..profiler.importing.importer import import_profile as import_file
 from ..profiler.profile_file import Profile
-from .options import ImportKeywords, ProfileImportOptions, ProfileKeywords, ProfileOptions, options_from
+from .options import (
+    ImportKeywords,
+    MeasuringKeywords,
+    ProfileImportOptions,
+    ProfileOptions,
+    TensorParallelOptions,
+    options_from,
+)
 from .provenance import made_by
 
 if TYPE_CHECKING:
@@ -30,7 +38,7 @@ def profile(
     *,
     progress: Callable[[Progress], None] | None = None,
     remark: Callable[[str], None] | None = None,
-    **options: Unpack[ProfileKeywords],
+    **options: Unpack[MeasuringKeywords],
 ) -> Profile:
     """Measures every layer of `model`, forward and backward, at several micro-batch sizes.
 
@@ -40,6 +48,10 @@ def profile(
     which says what they are; those of `pplan profile --help`. `settings` may hold layers, hidden, heads,
     sequence and vocabulary too. What earlier runs kept is taken only with `cache` ($PPLAN_CACHE, else
     the platform's folder of caches).
+
+    With `tensor_parallel` every process that torchrun has started calls this, and each returns the same: the
+    profile of one of the processes that share the matrices of every layer, as `tensor_plan` says; in it
+    nothing is cached, and without `micro_batch_sizes` 1, 2, 4 and 8 are measured.
 
     `progress` is told what is in hand; `remark` of profiles and passes that are taken, a line each.
 
@@ -58,13 +70,15 @@ def profile(
     from ..profiler.measure import profile_model
 
     # A model can take long to build: what is refused anyway is refused before.
-    (profile_options,) = options_from(options, ProfileOptions, of="profile")
+    profile_options, sharing = options_from(options, ProfileOptions, TensorParallelOptions, of="profile")
     for name, callback in {"progress": progress, "remark": remark}.items():
         arguments.function(name, callback)
     target = parse_analytic_device(profile_options.device, profile_options.calibrate)
     parse_device("meta" if target is not None else profile_options.device)
     if profile_options.dtype is not None:
         parse_dtype(profile_options.dtype)
+    if sharing.tensor_parallel is not None:
+        return _profile_shared(model, example_input, profile_options, sharing)
     return profile_model(
         _load_subject(
             model,
@@ -76,6 +90,36 @@ def profile(
         progress=progress,
         estimate_for=target,
         remark=remark,
+    )
+
+
+def _profile_shared(
+    model: str | nn.Module,
+    example_input: ExampleInput | None,
+    options: ProfileOptions,
+    sharing: TensorParallelOptions,
+) -> Profile:
+    from ..profiler.local_machine import parse_device
+    from ..profiler.measure import profile_model
+    from ..runtimes.pipelining.tensor_parallel_profile import check_processes, profile_shared_layers
+
+    check_processes(sharing.tensor_parallel or 1)
+    device = parse_device(options.device)
+    if device.type not in ("cpu", "cuda") or any((options.compile, options.amp, options.channels_last)):
+        raise UsageError(
+            "tensor_parallel: shared layers are measured on a CPU or GPU, as they are",
+            "Omit `device`, `compile`, `amp` and `channels_last`.",
+        )
+    loaded = _load_subject(model, example_input, options, on_meta=False)
+    sizes = tuple(options.micro_batch_sizes or (1, 2, 4, 8))
+    on_meta = replace(options, device="meta", micro_batch_sizes=sizes, loss="none", cache=False)
+    return profile_shared_layers(
+        loaded,
+        profile_model(loaded, on_meta),
+        sharing.tensor_plan,
+        sharing.tensor_parallel or 1,
+        device=device,
+        budget_seconds=options.budget_seconds,
     )
 
 

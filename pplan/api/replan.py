@@ -10,7 +10,7 @@ from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..planner.build_plan import plan_without_comparison
 from ..planner.device_loss import ReplannedPlan, replan_problem
 from ..planner.explanation.explain_context import make_context
-from ..planner.plan_file import Plan
+from ..planner.plan_file import REPLANNED, Plan
 from ..planner.search.branch_and_bound import SearchResult
 from ..planner.universal_bound import universal_bound
 from ..planner.weight_moves import WeightMove
@@ -68,9 +68,13 @@ def replan(
         reference = plan.profile
     new = plan_without_comparison(problem, best, result, model=plan.model, profile=reference)
     origin = made_by(new.made_by, measured=measured_profile.made_by)
+    searched = (
+        f"{REPLANNED} that are at most {own.within:.0%} slower than the fastest, "
+        f"{format_seconds(answer.fastest_seconds)}"
+    )
     notes = _notes(plan, answer, own)
     return Replan(
-        plan=new.model_copy(update={"notes": notes, "made_by": origin}),
+        plan=new.model_copy(update={"searched": searched, "notes": notes, "made_by": origin}),
         moves=answer.moves,
         moved_bytes=answer.moved_bytes,
         checkpoint_bytes=answer.checkpoint_bytes,
@@ -88,12 +92,9 @@ def _notes(plan: Plan, answer: ReplannedPlan, options: ReplanOptions) -> list[st
         if answer.moves
         else "no weights move"
     )
-    steps = (answer.plan.step_seconds, plan.prediction.step_seconds, answer.fastest_seconds)
-    now, before, least = map(format_seconds, steps)
-    notes = [
-        f"without devices {lost}: {moved}; a step takes {now}, {before} before, {least} the fastest that "
-        "was looked at"
-    ]
+    now, before = map(format_seconds, (answer.plan.step_seconds, plan.prediction.step_seconds))
+    name = "device" if len(set(options.lost)) == 1 else "devices"
+    notes = [f"without {name} {lost}: {moved}; a step takes {now}, {before} before"]
     if answer.checkpoint_bytes:
         notes.append(
             f"{format_bytes(answer.checkpoint_bytes)} of the weights are on no device that is left: they "

@@ -197,6 +197,7 @@ def _topology(plan: Plan, profile: Profile, machine: MachineOptions, gpus: int, 
     file = machine.topology if another else read_machine(plan, where)
     topology = make_topology(gpus=gpus, **machine.parts, file=file, profiled=profiled)
     if another:
+        topology = topology.in_groups(profile.tensor_parallel)
         check_processor_seconds(profiled, topology, plan.options.seconds_of)
     return topology
 

@@ -101,6 +101,7 @@ def make_problem(
     profiled = profiled_device(measured)
     gpus = arguments.whole("gpus", machine.gpus)
     topology = make_topology(gpus=gpus, **machine.parts, file=machine.topology, profiled=profiled)
+    topology = topology.in_groups(measured.tensor_parallel)
     check_processor_seconds(profiled, topology, plan_options.seconds_of)
     profiles = own_profiles(topology, machine.folder, plan_options.seconds_of)
     return build_problem(measured.chain(), topology, plan_options, reference, profiles)

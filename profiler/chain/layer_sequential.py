@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from torch import fx, nn
+from torch.nn.utils import parametrize
 
 from ..graphs.graph import graph_module
 from ..torch_internals import child_modules, copy_registries
@@ -164,7 +165,7 @@ class Sharing:
 
     def _shallow_copy(self, module: nn.Module, outer: BorrowedFields | None) -> nn.Module:
         """The same tensors; of the parameters that earlier layers hold only references."""
-        twin = copy.copy(module)
+        twin = _second_object(module)
         copy_registries(twin)
         borrows = BorrowedFields() if outer is None else outer
         for name, child in child_modules(module).items():
@@ -200,6 +201,15 @@ class Sharing:
                 graph.erase_node(node)
         copied = graph_module(graph, root, module, name=type(module).__name__)
         return _with_hooks_of(module, copied)
+
+
+def _second_object(module: nn.Module) -> nn.Module:
+    """With the same attributes. torch refuses copy.copy of parametrized modules, whose class it makes."""
+    if not parametrize.is_parametrized(module):
+        return copy.copy(module)
+    twin: nn.Module = object.__new__(type(module))
+    vars(twin).update(vars(module))
+    return twin
 
 
 def _attribute(module: fx.GraphModule, node: fx.Node) -> object:

@@ -73,10 +73,10 @@ def suspects(side: SideBySide, error: LayersDiffer) -> Iterator[str]:
 
 
 def _hint(error: LayersDiffer, random: bool) -> str:
-    """In which pass: the first, the same again, or one on a larger batch."""
+    """In which pass: the first, the same again, one on a larger batch, or later ones of the first size."""
     if random:
         return _RANDOM
-    return (_OTHER_WAY, _STATE, _SIZE)[len(error.batches) - 1]
+    return {1: _OTHER_WAY, 3: _SIZE}.get(len(error.batches), _STATE)
 
 
 def _random_state(error: LayersDiffer, when: str) -> str:

@@ -13,6 +13,7 @@ from ...cost_models.errors import ModelError
 from ...cost_models.quantities import format_bytes
 from ..graphs.trial import NotTheModel
 from ..local_machine import free_bytes
+from ..torch_internals import tensor_version
 from ..user_model.failures import is_out_of_memory
 from ..user_model.flat_output import flat
 from ..user_model.loaded_model import ModelInput
@@ -26,6 +27,9 @@ SECONDS = 10.0
 """Longer than that only the first pass may take, by the time of the model's part of it."""
 LONGEST_SECONDS = 20.0
 """A first pass that would take longer is not made."""
+_PASSES_OF_STATE = 5
+"""More of them where forward changes something in Python at each call, on which what it computes may depend
+later (a warm-up), or through the batch before."""
 _SHARE_OF_MEMORY = 0.5
 _COPIES = 4
 """Of all weights: two copies of the model, and the gradients of both."""
@@ -104,7 +108,7 @@ class ModelCheck:
         for smallest in dict.fromkeys((1, 2, self._example.batch)):
             side = SideBySide(self._model, self._example, self._name, bind)
             try:
-                with fixed_seed(side.seed), gradients_left_alone(self._model, self._name):
+                with fixed_seed(side.seed), left_alone(self._model, self._name):
                     comparison = _compared(side, smallest, self._seconds)
                 self._refuse_written_constant(side, how)
                 self._refuse_hidden_state(bind, layer_names, how)
@@ -131,7 +135,7 @@ class ModelCheck:
         if not self._why_not:
             side = SideBySide(self._model, self._example, self._name, lambda _: nn.Sequential())
             # What fails is told when it is compared.
-            with suppress(Exception), fixed_seed(side.seed):
+            with left_alone(self._model, self._name), suppress(Exception), fixed_seed(side.seed):
                 side.plain().forward_once(self._example.clone(), side.seed)
 
     def _refuse_hidden_state(self, bind: Bind, layer_names: Sequence[str], how: str) -> None:
@@ -176,11 +180,14 @@ class ModelCheck:
 
 
 def _compared(side: SideBySide, smallest: int, most_seconds: float) -> Comparison:
-    """As many passes as the time allows, of the model and each time of the layers."""
+    """As many passes as the time allows, and as there is reason for, of the model and each time of the
+    layers."""
     if not side.begin(smallest, LONGEST_SECONDS / 2):
         return Comparison(why_not=f"a pass of the model takes {side.seconds:.0f} s")
     seconds = 2 * side.seconds
-    for batch in (smallest, smallest + 1):
+    for batch in (smallest, smallest + 1, *_PASSES_OF_STATE * (smallest,)):
+        if len(side.batches) > 2 and not next(side.changes_of_attributes(), None):
+            break
         seconds += 2 * side.seconds * batch / smallest
         if seconds > most_seconds:
             break
@@ -200,9 +207,11 @@ def _compared(side: SideBySide, smallest: int, most_seconds: float) -> Compariso
 
 
 @contextmanager
-def gradients_left_alone(model: nn.Module, name: str) -> Iterator[None]:
-    """Raises ModelError where training copies gives parameters of the model itself a gradient."""
+def left_alone(model: nn.Module, name: str) -> Iterator[None]:
+    """Raises ModelError where training copies changes the model itself: gives a parameter a gradient, or a
+    parameter or buffer another value."""
     before = [(path, parameter, parameter.grad) for path, parameter in model.named_parameters()]
+    marks = _marks(model)
     for _, parameter, _ in before:
         parameter.grad = None
     try:
@@ -211,12 +220,27 @@ def gradients_left_alone(model: nn.Module, name: str) -> Iterator[None]:
     finally:
         for _, parameter, gradient in before:
             parameter.grad = gradient
-    if trained:
+    written = [path for path, mark in _marks(model).items() if marks.get(path) != mark]
+    if trained or written:
         raise ModelError(
-            f"{name} cannot be copied: a copy of it trains {trained[0]} of the model itself",
-            "Something that copy.deepcopy does not copy, such as a function, holds the parameter: read it "
-            "from the module instead.",
+            f"{name} cannot be copied: a copy of it {'trains' if trained else 'writes to'} "
+            f"{(trained or written)[0]} of the model itself",
+            "Something that copy.deepcopy does not copy, such as a function or a hook, holds the parameter: "
+            "read it from the module instead"
+            + ("." if trained else ", and build the model anew: that tensor has another value now."),
         )
+
+
+def _marks(model: nn.Module) -> dict[str, tuple[int, str]]:
+    """By parameter and buffer what tells whether it was written to, through .data too."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {path: (0 if own.is_inference() else tensor_version(own), _checksum(own)) for path, own in tensors}
+
+
+def _checksum(tensor: Tensor) -> str:
+    if tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided:
+        return ""
+    return str(tensor.detach().sum().item())
 
 
 def _why_not(model: nn.Module, example: ModelInput) -> str:

@@ -159,11 +159,41 @@ def _all_frontends(
     containers = container_paths(model)
     if containers:
         yield "torch.fx around modules of torch.nn", _with_leaves([*matched, *containers])
+    for words, leaves in (("the entries of its lists", _entries(model)), ("its children", _children(model))):
+        if leaves and not matched:
+            yield f"torch.fx around {words}", _with_leaves(leaves)
 
 
 def _whole_modules(tool: str) -> list[str]:
     """The modules that a graph's tool names, which were taken whole."""
     return [path for path in tool.removeprefix(AROUND).split(", ") if path] if tool.startswith(AROUND) else []
+
+
+_LISTS = nn.ModuleList | nn.ModuleDict | nn.Sequential
+
+
+def _entries(model: nn.Module) -> list[str]:
+    """Modules in a list, of the outermost lists, and what has none inside."""
+    paths: list[str] = []
+    for path in _children(model):
+        lists = [
+            inner for inner, part in model.get_submodule(path).named_modules() if isinstance(part, _LISTS)
+        ]
+        outermost = [inner for inner in lists if not any(inner.startswith(f"{o}.") for o in lists)]
+        inside = [f"{path}.{inner}" if inner else path for inner in outermost]
+        for place in inside:
+            paths += [f"{place}.{key}" for key in child_modules(model.get_submodule(place))]
+        paths += [] if inside else [path]
+    return paths if paths != _children(model) else []
+
+
+def _children(model: nn.Module) -> list[str]:
+    """Of a list, its entries."""
+    paths: list[str] = []
+    for key, child in child_modules(model).items():
+        is_list = isinstance(child, _LISTS)
+        paths += [f"{key}.{inner}" for inner in child_modules(child)] if is_list and child else [key]
+    return paths
 
 
 def _caller(model: nn.Module, path: str) -> str:

@@ -19,8 +19,8 @@ from .graph import TracedGraph, find_attribute
 from .tracing_patches import keep_custom_functions, lengths_that_vary
 
 INSTEAD = (
-    "Name modules of yours to be layers, as in granularity='module:PATTERN' (what is inside them is then "
-    "not traced), or make the model an nn.Sequential of its layers."
+    "Move that line into a module of its own, which then becomes one layer, or name modules of yours to be "
+    "layers, as in granularity='module:PATTERN' (what is inside them is then not traced)."
 )
 _CONTAINERS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 """Modules of torch.nn that hold layers worth telling apart."""

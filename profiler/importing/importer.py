@@ -13,10 +13,10 @@ from ...cost_models.errors import FileError, UsageError
 from ...cost_models.quantities import format_count, format_seconds
 from ...cost_models.text_files import detect_kind, read_text
 from ..profile_file import Profile
-from ..profile_options import ProfileImportOptions
 from ..profile_records import ProfiledLayer
 from . import graph_layers, table_layers
 from .cost_table import Row, looks_like_csv, read_csv, read_json
+from .import_options import ProfileImportOptions
 from .pipedream_graph import is_graph, parse_graph
 
 Format = Literal["pipedream", "csv", "json"]
@@ -147,6 +147,7 @@ def _profile(
         model=options.model or "model",
         device=UNKNOWN_DEVICE,
         dtype=options.dtype,
+        tensor_parallel=options.tensor_parallel,
         scales_with_samples=len(sizes) == 1,
         granularity=granularity,
         input_bytes_per_sample=input_bytes_per_sample,

@@ -159,6 +159,8 @@ class LoadedModel:
     input_like: str | None = None
     """The user's function that made the example, by name."""
     notes: tuple[str, ...] = ()
+    loading_seconds: float = 0.0
+    """What building it took."""
 
     @property
     def settings_in_json(self) -> dict[str, Any]:

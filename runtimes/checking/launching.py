@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,8 @@ STARTING_SECONDS = 60.0
 OWN_WORDS_SECONDS = 1.0
 """How long to wait after a failure for the words of the process that failed first, or where it stands."""
 LAST_LINES = 3
+FOLDER = "pplan-check-"
+"""What the name of a check's folder begins with; the id of its process follows."""
 IDLE = r"in watch$|/(threading|queue)\.py:\d+, in (wait|get)$"
 """Frames of a thread that looks after its parent, or waits for another thread."""
 
@@ -45,7 +48,8 @@ def run_in_processes(job: Job, callbacks: ProgressCallbacks | None = None) -> Ch
     Raises MachineError with the words of the process that failed, or of the one that hangs: nothing was begun
     anew for `job.timeout_seconds`.
     """
-    with tempfile.TemporaryDirectory(prefix="pplan-check-") as name:
+    _remove_abandoned_folders()
+    with tempfile.TemporaryDirectory(prefix=f"{FOLDER}{os.getpid()}-") as name:
         folder = Path(name)
         (folder / "job.json").write_text(job.model_dump_json(by_alias=True))
         user_names = () if job.model is None else job.model.by_user
@@ -55,6 +59,17 @@ def run_in_processes(job: Job, callbacks: ProgressCallbacks | None = None) -> Ch
         if not measurements_file.is_file():
             raise _error(folder, _lines(folder / "launcher.log"))
         return CheckMeasurements.model_validate_json(measurements_file.read_text())
+
+
+def _remove_abandoned_folders() -> None:
+    """Removes what checks that were killed left in the temporary folder."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*-*"):
+        process = folder.name.removeprefix(FOLDER).partition("-")[0]
+        with contextlib.suppress(OSError, ValueError):
+            try:
+                os.kill(int(process), 0)
+            except ProcessLookupError:
+                shutil.rmtree(folder)
 
 
 @contextmanager
@@ -122,6 +137,12 @@ def _watch(launcher: subprocess.Popen[bytes], folder: Path, job: Job, callbacks:
         if time.monotonic() - since > time_limit:
             raise _hanging(folder, doing, job.timeout_seconds)
     _report_predictions(folder, callbacks, predictions)
+    if launcher.returncode < 0:
+        raise MachineError(
+            f"check: the launcher of the processes died {_while(folder, '0')}: "
+            f"{_meaning(launcher.returncode)}",
+            "Run it again; where memory ran out, with fewer devices or a smaller model.",
+        )
     if launcher.returncode:
         raise _error(folder, _lines(folder / "launcher.log"))
 
@@ -206,7 +227,14 @@ def _lines(path: Path) -> list[str]:
 
 
 def _hanging(folder: Path, doing: Mapping[str, object], seconds: float) -> PplanError:
-    """Names the process that computes while the others wait for it, and where it stands."""
+    """Names the process that is stopped, else one that computes while the others wait for it, and where it
+    stands."""
+    for rank, pid in sorted(_pids(folder).items()):
+        if _is_stopped(pid):
+            return MachineError(
+                f"check: rank {rank} is stopped {_while(folder, rank)}: nothing went on for {seconds:g} s",
+                f"Find what sent process {pid} a signal to stop (SIGSTOP): a debugger, or a job manager.",
+            )
     stacks = _stacks(folder)
     busy = {rank: where for rank, where in stacks.items() if where and not _waits(where)}
     rank = min(busy or stacks or doing or {"0": ""}, key=int)
@@ -215,6 +243,13 @@ def _hanging(folder: Path, doing: Mapping[str, object], seconds: float) -> Pplan
         f"check: rank {rank} hangs {_while(folder, rank)}: nothing went on for {seconds:g} s",
         f"It stands at {stack[0]}." if stack else "Give a longer `timeout`, where that is how long it takes.",
     )
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal holds the process, where the system tells."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
+    return False
 
 
 def _stacks(folder: Path) -> dict[str, list[str]]:
@@ -249,13 +284,23 @@ def _waits(frames: list[str]) -> bool:
 
 
 def _end(launcher: subprocess.Popen[bytes], folder: Path) -> None:
-    """Kills what still runs: each process has a session of its own."""
-    if launcher.poll() is not None:
-        return
-    for group in [*_children(launcher.pid), *_pids(folder).values(), launcher.pid]:
+    """Kills what still runs: each process has a session of its own, and may be stopped."""
+    if launcher.poll() is None:
+        groups = [*_children(launcher.pid), *_pids(folder).values(), launcher.pid]
+    else:
+        # A launcher that was killed leaves its processes behind; of others the ids may be anyone's by now.
+        groups = [pid for pid in _pids(folder).values() if _works_in(pid, folder)]
+    for group in groups:
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)
     launcher.wait()
+
+
+def _works_in(pid: int, folder: Path) -> bool:
+    """Whether a process is one of this check; where the system does not tell, it ends by itself."""
+    with contextlib.suppress(OSError):
+        return os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def _children(pid: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ...cost_models.document import MadeBy
-from ...cost_models.errors import UsageError
+from ...cost_models.errors import ExportError, UsageError
 from ...cost_models.runtime import find_runtime
 from ...planner.plan_file import Plan
 from . import (
@@ -18,6 +18,7 @@ from . import (
     torchtitan_export,
 )
 from .export_document import ExportDocument, default_device
+from .trainer_text import join_remarks
 
 
 class Exporter(Protocol):
@@ -55,6 +56,10 @@ def _measured_on(plan: Plan) -> str:
     return f", {plan.profile.device_name}" if plan.profile.device_name not in ("", "cpu") else ""
 
 
+SHARES_LAYERS = ("torch", "megatron", "megatron-bridge", "torchtitan", "nemo-automodel")
+"""Runtimes that take a plan of devices that are groups, which share every layer."""
+
+
 def export(
     runtime: str, plan: Plan, *, device: str | None = None, made_by: MadeBy | None = None
 ) -> tuple[ExportDocument, str | None]:
@@ -81,5 +86,17 @@ def export(
             "Plan for GPUs: with a profile of one, or pplan.profile(MODEL, device='analytic:h100'). Where a "
             "processor's seconds are meant: pplan.solve(gpu='h100', seconds_of='cpu').",
         )
+    sharers = plan.profile.tensor_parallel
+    if sharers > 1 and runtime not in SHARES_LAYERS:
+        raise ExportError(
+            f"each device of the plan is {sharers} that share every layer: {runtime} does not share layers",
+            f"Export for one of: {', '.join(SHARES_LAYERS)}.",
+        )
     document, remark = exporter(plan, device=device or default_device(plan), made_by=made_by or MadeBy())
+    if sharers > 1 and runtime == "torch":
+        remark = join_remarks(
+            remark,
+            f"Start {sharers} processes for each device of the plan, and give build tensor_parallel, the "
+            "plan that the profile was measured with.",
+        )
     return document.model_copy(update={"estimated": plan.profile.estimated}), remark

@@ -151,7 +151,7 @@ DISTRIBUTED_OPTIMIZER = [f"{section}.use_distributed_optimizer=true" for section
 """Overrides of Megatron-Bridge."""
 
 
-def _settings(fields: dict[str, Any], recompute: int | None) -> dict[str, object]:
+def _settings(fields: dict[str, Any], plan: Plan, recompute: int | None) -> dict[str, object]:
     """Megatron-LM counts a micro-batch by what one replica computes of it."""
     settings: dict[str, object] = {
         "num_layers": fields["num_layers"],
@@ -160,6 +160,8 @@ def _settings(fields: dict[str, Any], recompute: int | None) -> dict[str, object
         "micro_batch_size": fields["micro_batch_size"] // fields["replicas"],
         "global_batch_size": fields["mini_batch"],
     }
+    if plan.profile.tensor_parallel > 1:
+        settings["tensor_model_parallel_size"] = plan.profile.tensor_parallel
     if recompute is not None:
         settings |= {
             "recompute_granularity": "full",
@@ -176,7 +178,7 @@ def _flags(fields: dict[str, Any], plan: Plan, recompute: int | None) -> list[st
     if plan.profile.dtype == "float16" and plan.gradient_dtype == "fp32":
         words.append("--accumulate-allreduce-grads-in-fp32")
     spread = ["--use-distributed-optimizer"] if _spreads(plan, fields) else []
-    return write_flags(_settings(fields, recompute)) + words + spread
+    return write_flags(_settings(fields, plan, recompute)) + words + spread
 
 
 def _spreads(plan: Plan, fields: dict[str, Any]) -> bool:
@@ -185,7 +187,7 @@ def _spreads(plan: Plan, fields: dict[str, Any]) -> bool:
 
 
 def _overrides(fields: dict[str, Any], plan: Plan, recompute: int | None) -> list[str]:
-    settings = _settings(fields, recompute)
+    settings = _settings(fields, plan, recompute)
     if plan.tied:
         settings["share_embeddings_and_output_weights"] = "true"
     if fields["virtual_stages"] > 1:

@@ -103,6 +103,7 @@ def _sections(blocks: TransformerChoice, names: list[list[str]]) -> dict[str, di
         "distributed": {
             "strategy": "fsdp2",
             "pp_size": blocks.devices,
+            **_tensor_size(blocks.plan.profile.tensor_parallel),
             "dp_size": choice.replicas,
             "dp_replicate_size": 1 if blocks.plan.zero else choice.replicas,
             "activation_checkpointing": choice.recompute == "always",
@@ -113,6 +114,10 @@ def _sections(blocks: TransformerChoice, names: list[list[str]]) -> dict[str, di
             },
         },
     }
+
+
+def _tensor_size(size: int) -> dict[str, int]:
+    return {"tp_size": size} if size > 1 else {}
 
 
 def _yaml(content: dict[str, Any], indent: str) -> list[str]:

@@ -82,6 +82,7 @@ def _arguments(blocks: TransformerChoice, names: list[list[str]]) -> list[str]:
     return [
         *("--parallelism.module_fqns_per_model_part", *(",".join(stage) for stage in names)),
         *(f"{prefix}_degree", str(blocks.devices)),
+        *_tensor_degree(blocks.plan.profile.tensor_parallel),
         # With a file of actions the name only says that the stages go round the devices.
         *(f"{prefix}_schedule", blocks.schedule or "PipelineScheduleMulti"),
         *(f"{prefix}_microbatch_size", str(choice.micro_batch_size // choice.replicas)),
@@ -95,3 +96,7 @@ def _arguments(blocks: TransformerChoice, names: list[list[str]]) -> list[str]:
         "--training.disable_cuda_graphs",  # they do not go with pipelines
         f"activation_checkpoint:{recompute}",
     ]
+
+
+def _tensor_degree(size: int) -> list[str]:
+    return ["--parallelism.tensor_parallel_degree", str(size)] if size > 1 else []

@@ -96,11 +96,13 @@ class TrainerArguments(TrainerText):
 def trainer_fields(plan: Plan, choice: Choice, runtime: str) -> dict[str, Any]:
     """The fields that every TrainerText has, but `actions` and `made_by`."""
     devices = len(choice.balance) // choice.virtual_stages
-    processes = devices * choice.replicas
+    sharers = plan.profile.tensor_parallel
+    processes = devices * choice.replicas * sharers
+    per_node = sharers * plan.gpus_per_node if plan.gpus_per_node else processes
     return {
         **document_fields(plan, choice, runtime),
         "processes": processes,
-        "nodes": -(-processes // (plan.gpus_per_node or processes)),
+        "nodes": -(-processes // per_node),
         "pipeline_size": devices,
         "replicas": choice.replicas,
         "order": choice.schedule,

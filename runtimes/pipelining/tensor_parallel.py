@@ -52,22 +52,24 @@ def tensor_dimension(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["tp"]
 
 
-def styles_by_module(layers: nn.Sequential, plan: TensorPlan) -> dict[str, ParallelStyle]:
-    """Of the modules of all layers, by name. Raises UsageError for a name of no module, or an unknown
-    style."""
+def styles_by_module(
+    layers: nn.Sequential, plan: Mapping[str, object], argument: str = "tensor_parallel"
+) -> dict[str, ParallelStyle]:
+    """Of the modules of all layers, by name. Raises UsageError for a name of no module, or an unknown style,
+    in the `argument` of that name."""
     styles: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
         if isinstance(style, str):
-            if style not in _STYLES:
-                raise UsageError(
-                    f"tensor_parallel[{pattern!r}]={style!r}: not known",
-                    f"Use {' or '.join(_STYLES)}, or a ParallelStyle of torch.",
-                )
-            style = _STYLES[style]()
+            style = _STYLES[style]() if style in _STYLES else None
+        if not isinstance(style, ParallelStyle):
+            raise UsageError(
+                f"{argument}[{pattern!r}]={plan[pattern]!r}: not known",
+                f"Use {' or '.join(_STYLES)}, or a ParallelStyle of torch.",
+            )
         names = [name for name, _ in layers.named_modules() if fnmatchcase(f".{name}", f"*.{pattern}")]
         if not names:
             raise UsageError(
-                f"tensor_parallel[{pattern!r}]: no module of the model has this name",
+                f"{argument}[{pattern!r}]: no module of the model has this name",
                 "Name the modules as model.named_modules() does, with * for any part.",
             )
         styles |= dict.fromkeys(names, style)

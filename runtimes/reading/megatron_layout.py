@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ...cost_models.quantities import format_count
 from .partition import Partition, from_blocks, partition_error
 from .trainer_options import Options, read_number
 
@@ -32,7 +33,9 @@ def layout_problems(stages: Sequence[str], pipeline: int, blocks: int, predictor
     if unknown := sorted(set(letters) - set("EtmL")):
         problems.append(f"{unknown[0]!r} is none of E, t, m, L and |")
     if len(stages) % pipeline:
-        problems.append(f"{len(stages)} stages are no multiple of the pipeline's size {pipeline}")
+        problems.append(
+            f"{format_count(len(stages), 'stage')}: no multiple of the pipeline's size {pipeline}"
+        )
     if not letters.startswith("E"):
         problems.append("the first layer is not E, the embedding")
     if not letters.endswith("L"):
@@ -43,7 +46,7 @@ def layout_problems(stages: Sequence[str], pipeline: int, blocks: int, predictor
         if letters.count(letter) > 1
     ]
     if (count := letters.count("t")) != blocks:
-        problems.append(f"it places {count} transformer blocks (t), the model has {blocks}")
+        problems.append(f"it places {format_count(count, 'transformer block')} (t), the model has {blocks}")
     return problems + _predictor_problems(stages, pipeline, predictors)
 
 
@@ -53,7 +56,9 @@ def _predictor_problems(stages: Sequence[str], pipeline: int, predictors: int) -
         return []
     problems = []
     if count != predictors:
-        problems.append(f"it places {count} multi-token predictors (m), the model has {predictors}")
+        problems.append(
+            f"it places {format_count(count, 'multi-token predictor')} (m), the model has {predictors}"
+        )
     if "t" in letters[letters.index("m") :]:
         problems.append("a transformer block (t) stands behind a multi-token predictor (m)")
     own = [stage for stage, text in enumerate(stages) if "m" in text]
@@ -70,23 +75,23 @@ def parse_layout(layout: str, where: str) -> list[int]:
     """Transformer blocks a stage. Raises FileError.
 
     `x*n` stands for n of x, `(...)*n` for n of what is inside; commas are passed over. The first stage begins
-    with E and the last ends with L; m (multi-token prediction) is nothing that a profile has.
+    with E and the last ends with L; m, a multi-token predictor, stands before L.
     """
-    layout_text = _unroll(layout, where)
-    unknown = sorted(set(layout_text) - set("EtL|"))
-    if unknown:
-        hint = (
-            "m is a block that predicts further tokens, which a profile does not have"
-            if "m" in unknown
-            else ""
-        )
-        raise partition_error(where, f"layout {layout!r}: {unknown[0]!r} is none of E, t, L and |", hint)
-    text = layout_text.replace("|", "")
-    if not re.fullmatch(r"Et*L", text):
+    return [stage.count("t") for stage in _split_rightly(layout, where)]
+
+
+def _split_rightly(layout: str, where: str) -> list[str]:
+    """The letters of each stage. Raises FileError where they are others, or in another order."""
+    stages = split_layout(layout, where)
+    letters = "".join(stages)
+    if unknown := sorted(set(letters) - set("EtmL")):
+        raise partition_error(where, f"layout {layout!r}: {unknown[0]!r} is none of E, t, m, L and |")
+    if not re.fullmatch(r"Et*m*L", letters):
         raise partition_error(
-            where, f"layout {layout!r}: it must begin with E and end with L, with each once"
+            where,
+            f"layout {layout!r}: it must begin with E and end with L, with each once, and m before L",
         )
-    return [stage.count("t") for stage in layout_text.split("|")]
+    return stages
 
 
 def _unroll(layout: str, where: str) -> str:
@@ -100,16 +105,26 @@ def _unroll(layout: str, where: str) -> str:
 
 
 def from_layout(layout: str, names: Sequence[str], where: str, options: Options) -> Partition:
-    """The partition of a layout, with what the options beside it say. Raises FileError."""
-    blocks = parse_layout(layout, where)
-    size = read_number(options, "pipeline_model_parallel_size", where) or len(blocks)
-    if len(blocks) % size:
+    """The partition of a layout, with what the options beside it say. Stages without a layer of the profile
+    are left out, and multi-token predictors passed over, with a note. Raises FileError."""
+    stages = _split_rightly(layout, where)
+    size = read_number(options, "pipeline_model_parallel_size", where) or len(stages)
+    if len(stages) % size:
         raise partition_error(
             where,
-            f"the layout has {len(blocks)} stages, pipeline_model_parallel_size {size} does not divide them",
+            f"the layout has {len(stages)} stages, pipeline_model_parallel_size {size} does not divide them",
             "Give a pipeline size that does.",
         )
-    virtual = len(blocks) // size
+    virtual = len(stages) // size
+    empty = [str(stage) for stage, letters in enumerate(stages) if not letters.strip("m")]
+    if empty and virtual > 1:
+        raise partition_error(
+            where,
+            f"its virtual stages {', '.join(empty[:10])} hold no layer of a profile, and would leave a "
+            "device with fewer of them than others",
+            "pplan.lint costs such a layout, from the model's config.json.",
+        )
+    blocks = [letters.count("t") for letters in stages if letters.strip("m")]
     batch, own = (
         read_number(options, "global_batch_size", where),
         read_number(options, "micro_batch_size", where),
@@ -117,10 +132,26 @@ def from_layout(layout: str, names: Sequence[str], where: str, options: Options)
     full = options.get("recompute_granularity") == ["full"]
     tells_recompute = "recompute_granularity" in options or batch is not None
     return replace(
-        from_blocks(blocks, names, where, "megatron"),
+        from_blocks(blocks, names, where, "megatron").with_notes(*_notes(stages, empty)),
         virtual_stages=virtual,
         schedule="interleaved" if virtual > 1 else "1f1b",
         mini_batch=batch,
         samples=own,
         recompute=("always" if full else "never") if tells_recompute else None,
     )
+
+
+def _notes(stages: Sequence[str], empty: Sequence[str]) -> list[str]:
+    """What a profile does not have of a layout."""
+    notes, predictors = [], sum(letters.count("m") for letters in stages)
+    if predictors:
+        notes.append(
+            f"{predictors} multi-token predictors (m): no layers of the profile, passed over; pplan.lint "
+            "costs them, from the model's config.json"
+        )
+    if empty:
+        notes.append(
+            f"stages {', '.join(empty[:10])} hold no layer of the profile: left out, with the devices that "
+            "only hand tensors on"
+        )
+    return notes

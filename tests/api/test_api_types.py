@@ -40,6 +40,8 @@ from pplan.api.options import (
     SolveKeywords,
     SweepKeywords,
     SweepOptions,
+    TensorParallelKeywords,
+    TensorParallelOptions,
     TrainingKeywords,
     list_declarations,
 )
@@ -78,6 +80,7 @@ def written(keywords: Any) -> dict[str, str]:
         (ExplainKeywords, ExplainOptions),
         (CheckKeywords, CheckOptions),
         (ProfileKeywords, ProfileOptions),
+        (TensorParallelKeywords, TensorParallelOptions),
         (ImportKeywords, ProfileImportOptions),
     ],
 )
@@ -167,6 +170,7 @@ def call(name: str, argument: str, value: Any, profile: Profile, plan: Plan) -> 
             **(costs if argument in CostKeywords.__annotations__ else of_plan),
         },
         "explain": {"plan": plan, "profile": profile},
+        "data_parallel": {"profile": profile, "gpus": 2, "mini_batch": 16},
         "check": {"plan": plan, "profile": profile},
         "replan": {"plan": plan, "profile": profile, "lost": [1]},
         "verify": {"plan": plan, "profile": profile},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import warnings
 from typing import Any
 
@@ -14,6 +15,7 @@ from pplan.api.degree_arguments import (
     deepspeed_config,
     megatron_arguments,
     megatron_bridge_overrides,
+    nemo_automodel_sections,
     torchtitan_arguments,
     torchtitan_remarks,
 )
@@ -144,6 +146,37 @@ def test_megatron_takes_layouts_with_predictors(layout_class: Any, virtual: int)
         layout = layout_class(values["--pipeline-model-parallel-layout"], 4)
         layout.validate_layer_layout(num_layers=16, mtp_num_layers=2)
         assert layout.virtual_pipeline_model_parallel_size == virtual
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tp": (2,), "pp": (4,), "virtual_stages": (2,), "recompute": "full"},
+        {"tp": (4,), "pp": (1,), "zero": (3,), "recompute": "selective"},
+        {"tp": (2,), "pp": (2,), "cp": (2,), "zero": (0,), "recompute": "none"},
+    ],
+)
+def test_sections_of_nemo_automodel(options: dict[str, Any]) -> None:
+    """As many processes as devices, as many sequences as the batch has, every module once; its recipe's
+    reader takes `activation_checkpointing` as a truth value or selective."""
+    found = answer(**options)
+    for plan in found.plans:
+        sections = nemo_automodel_sections(found, plan)
+        own, batches = sections["distributed"], sections["step_scheduler"]
+        sizes = [own[f"{name}_size"] for name in ("tp", "cp", "pp", "dp")]
+        assert math.prod(sizes) == 16
+        assert own["dp_size"] % own["dp_replicate_size"] == 0
+        assert batches["global_batch_size"] == 64
+        steps = 64 / (batches["local_batch_size"] * own["dp_size"])
+        assert steps == (1 if own["pp_size"] > 1 else plan.micro_batches)
+        checkpointing = {"none": False, "full": True, "selective": "selective"}
+        assert own["activation_checkpointing"] == checkpointing[plan.recompute]
+        if own["pp_size"] > 1:
+            parts = own["pipeline"]["module_fqns_per_model_part"]
+            assert len(parts) == own["pp_size"] * plan.virtual_stages
+            names = [name for part in parts for name in part if not name.endswith("rotary_emb")]
+            blocks = [f"model.layers.{n}" for n in range(16)]
+            assert names == ["model.embed_tokens", *blocks, "model.norm", "lm_head"]
 
 
 def test_megatrons_fsdp() -> None:

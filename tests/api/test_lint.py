@@ -77,13 +77,13 @@ def test_a_published_layout_and_one_that_no_longer_matches() -> None:
     )
     none = {**DEEP, "num_nextn_predict_layers": 0}
     assert pplan.lint("Et*3|(tt|)*29,m|L", none, pp=(16,)).problems == (
-        "it places 1 multi-token predictors (m), the model has 0",
+        "it places 1 multi-token predictor (m), the model has 0",
     )
     without = pplan.lint("Et*3|(tt|)*29||L", DEEP, pp=(1,))
     assert without.agrees
     assert without.remarks == (
         "empty stages: 30, 31",
-        "the model has 1 blocks that predict further tokens, the layout places none: it is trained without",
+        "the model predicts further tokens with 1 block, the layout places none: it is trained without",
     )
 
 

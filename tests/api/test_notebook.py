@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import html5lib
 import pytest
 
 import pplan
+from pplan.cost_models.drawing import Drawing
+from pplan.cost_models.errors import FileError
 from pplan.cost_models.quantities import format_seconds
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
@@ -28,6 +31,7 @@ def test_a_value_is_a_line(profile: Profile, plan: Plan) -> None:
     names = ("Profile", "Plan", "SimulatedStep", "PlanComparison", "HtmlReport")
     for value, name in zip(values, names, strict=True):
         text = repr(value)
+        assert str(value) == text
         assert text.startswith(f"<{name}")
         assert len(text) < 160
     assert repr(plan) == "<Plan of toy: stages of 4-5-3 layers, 1f1b, 16 x 4, 650 ms a step>"
@@ -65,3 +69,13 @@ def test_a_timeline_is_a_drawing_a_trace_and_records(
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(pplan.MachineError, match="needs pandas"):
         step.to_dataframe()
+
+
+def test_a_drawing_replaces_no_file_unasked(tmp_path: Path) -> None:
+    file = tmp_path / "own.svg"
+    file.write_text("<svg>mine</svg>")
+    with pytest.raises(FileError, match=r"own\.svg"):
+        Drawing("title", "<svg></svg>").save(file)
+    assert file.read_text() == "<svg>mine</svg>"
+    Drawing("title", "<svg></svg>").save(tmp_path / "new.svg")
+    assert (tmp_path / "new.svg").read_text().startswith("<svg></svg>")

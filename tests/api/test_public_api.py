@@ -34,6 +34,7 @@ def test_all() -> None:
         "check",
         "compare",
         "compare_schedules",
+        "data_parallel",
         "degrees",
         "explain",
         "export",

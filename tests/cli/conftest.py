@@ -76,7 +76,7 @@ def golden() -> Callable[[str, str], None]:
         path = GOLDEN / name
         text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
         if os.environ.get("PPLAN_UPDATE_GOLDEN") == "1":
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         assert text == path.read_text(encoding="utf-8")
 

@@ -77,6 +77,16 @@ def test_fail_above(run: Run, files: Plan, order: str, limit: str, status: int) 
     assert ran.out.splitlines()[0].startswith("plan ")
 
 
+@pytest.mark.parametrize("limit", ["9" * 400, "1" + "0" * 12 + "%", "1e3", "-1%", "\u0665%"])
+def test_a_limit_that_is_none(run: Run, files: Plan, limit: str) -> None:
+    """None that nothing exceeds, as one that is infinite as a float; no other digits than ASCII's."""
+    assert files
+    ran = run("compare", "a.plan.json", "b.plan.json", f"--fail-above={limit}")
+    assert ran.status == 2
+    assert ran.lines[0].startswith("pplan: --fail-above ")
+    assert len(ran.lines[0]) < 200
+
+
 def test_fail_above_is_of_the_samples(run: Run, here: Path, files: Plan) -> None:
     """Half of the mini-batch in as much time is slower."""
     stages = {"mini_batch": 32, "micro_batches": 8}

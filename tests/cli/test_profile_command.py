@@ -52,6 +52,8 @@ def test_defaults(run: Run, here: Path, asked: dict[str, Any]) -> None:
         "cudnn_benchmark": False,
         "budget_seconds": 60.0,
         "seed": 0,
+        "tensor_parallel": None,
+        "tensor_plan": None,
         "progress": None,
         "cache": True,
         "resume": False,
@@ -69,7 +71,7 @@ def test_every_option_arrives(run: Run, asked: dict[str, Any]) -> None:
         "--budget 1.5m --seed 7 --granularity module:blocks.*,head --keep-together stem.* "
         "--keep-together head "
         "--set depth=24 --set name=abc --layers 8 --loss mse --compile --channels-last --amp bf16 --tf32 "
-        "--cudnn-benchmark --resume --calibrate other.profile.json"
+        "--cudnn-benchmark --resume --calibrate other.profile.json --tp 2 --tp-plan up=colwise"
     )
     ran = run("profile", "zoo.big:make", *options.split())
     assert ran.status == 0, ran.err
@@ -93,6 +95,8 @@ def test_every_option_arrives(run: Run, asked: dict[str, Any]) -> None:
         "cudnn_benchmark": True,
         "budget_seconds": 90.0,
         "seed": 7,
+        "tensor_parallel": 2,
+        "tensor_plan": {"up": "colwise"},
         "progress": None,
         "cache": True,
         "resume": True,

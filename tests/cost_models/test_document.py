@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 import pytest
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from pplan.cost_models.document import Document, Record
+from pplan.cost_models.document import Document, Record, Seed
 from pplan.cost_models.errors import FileError
 from pplan.cost_models.machines.topology_file import load_topology
 from pplan.cost_models.text_files import decode_text, detect_kind, read_text, sha256, write_whole
@@ -216,3 +216,13 @@ def test_a_name_that_is_too_long(tmp_path: Path) -> None:
         write_whole(tmp_path / ("x" * 400), "new", force=False)
     with pytest.raises(FileError, match="cannot be read: File name too long"):
         read_text(tmp_path / ("x" * 400), "toy")
+
+
+def test_the_ends_of_a_seeds_range() -> None:
+    """Those of torch.manual_seed."""
+    seeds: TypeAdapter[int] = TypeAdapter(Seed)
+    for seed in (-(2**63), 2**64 - 1):
+        assert seeds.validate_python(seed) == seed
+    for seed in (-(2**63) - 1, 2**64):
+        with pytest.raises(ValidationError):
+            seeds.validate_python(seed)

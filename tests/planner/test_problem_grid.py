@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,3 +111,60 @@ def test_a_backend_that_is_missing_is_named_with_its_extra(
         solve_points(solve, list_points({"gpus": [1, 2]}), backend=backend)
     assert package in caught.value.what
     assert f"pplan[{backend}]" in caught.value.hint
+
+
+def _kill_itself_at_three(times: int, folder: str, gpus: int) -> Plan:
+    """The process that solves the third point is killed so many times."""
+    if gpus == 3 and len(list(Path(folder).iterdir())) < times:
+        (Path(folder) / str(os.getpid())).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return made(gpus + 10)
+
+
+@pytest.fixture
+def shipped() -> Iterator[None]:
+    """Functions of this file are sent to other processes, which cannot import it."""
+    cloudpickle, module = pytest.importorskip("cloudpickle"), sys.modules[__name__]
+    cloudpickle.register_pickle_by_value(module)
+    yield
+    cloudpickle.unregister_pickle_by_value(module)
+
+
+@pytest.fixture
+def dask_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two workers."""
+    distributed = pytest.importorskip("distributed")
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster:
+        monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", cluster.scheduler_address)
+        yield
+
+
+@pytest.fixture
+def ray_cluster() -> Iterator[None]:
+    """Two workers."""
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of both packages, about sockets and ports
+@pytest.mark.usefixtures("shipped")
+@pytest.mark.parametrize("backend", ["dask", "ray"])
+def test_a_cluster_that_loses_a_worker_has_all_rows(
+    backend: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(f"{backend}_cluster")
+    points = list_points({"gpus": [1, 2, 3, 4, 5, 6]})
+    rows = solve_points(partial(_kill_itself_at_three, 1, str(tmp_path)), points, backend=backend, jobs=2)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert rows == [make_row(point, made(point["gpus"] + 10)) for point in points]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("shipped")
+def test_a_process_of_this_machine_that_is_lost_is_said(tmp_path: Path) -> None:
+    points = list_points({"gpus": [1, 2, 3, 4, 5, 6]})
+    with pytest.raises(MachineError, match="a process that solved points was lost"):
+        solve_points(partial(_kill_itself_at_three, 1, str(tmp_path)), points, jobs=2)

@@ -315,3 +315,14 @@ def test_the_device_is_entered_before_its_random_numbers_are_seeded(monkeypatch:
         ProfileOptions(device="meta", micro_batch_sizes=[1]),
     )
     assert entered == ["_on", "fixed_seed"]
+
+
+def test_loading_is_of_the_budget() -> None:
+    loaded = from_module(nn.Linear(4, 4), torch.ones(2, 4))
+    options = ProfileOptions(device="cpu", budget_seconds=100.0, cache=False)
+    quick = profile_model(loaded, dataclasses.replace(options, micro_batch_sizes=[1, 2]), rounds=1)
+    slow = profile_model(dataclasses.replace(loaded, loading_seconds=1000.0), options)
+    assert [cost.micro_batch_size for cost in quick.layers[0].costs] == [1, 2]
+    assert [cost.micro_batch_size for cost in slow.layers[0].costs] == [1]
+    assert [left.reason for left in slow.unmeasured] == ["budget"]
+    assert any("1000 s of it loading and tracing" in note for note in slow.notes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -70,6 +71,8 @@ class RankJournal:
 
 def describe_failure(error: BaseException) -> dict[str, Any]:
     """An error in words. `lost`: its cause is another process."""
+    while error.__cause__ is not None and re.match(r"\s*\[Stage \d+\] failed to run", str(error)):
+        error = error.__cause__  # torch.distributed.pipelining says it in a page
     if isinstance(error, PplanError):
         return {"what": error.what, "hint": error.hint, "lost": False}
     if is_out_of_memory(error):

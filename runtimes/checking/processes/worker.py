@@ -6,6 +6,7 @@ that calls `run_job` itself.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -55,8 +56,7 @@ def run_job(job: Job, process: TorchrunEnv, journal: RankJournal) -> CheckMeasur
         corrections = fit_corrections(job.calibration, calibration, links)
     cases: list[Case | RuntimeCase] = [*job.cases, *job.runtime_cases]
     results = [run(case, corrections, job.compared_steps) for case in cases]
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    _leave()
     if process.rank:
         return None
     return CheckMeasurements(
@@ -84,6 +84,17 @@ def _join(job: Job, process: TorchrunEnv, journal: RankJournal) -> tuple[str, Ch
     else:
         dist.init_process_group(backend, timeout=wait)
     return backend, CheckGroup(job, device, journal, new_control_group(backend, wait))
+
+
+def _leave() -> None:
+    """Ends the process groups and their threads.
+
+    DistributedDataParallel keeps its group alive in a circle of references. A thread of gloo that still runs
+    when Python ends aborts the process where it lets go of a tensor (PyTorch issue 190489).
+    """
+    if dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()
 
 
 def _build_adapter(

@@ -76,3 +76,32 @@ def test_what_cannot_stand_in_a_file(tmp_path: Path, text: str, said: str) -> No
         load_roofline(path)
     assert said in refused.value.what
     assert refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "half", "single", "bandwidth", "gib"),
+    [
+        ("v100-16gb", 125, 15.7, 900, 16),
+        ("v100-32gb", 125, 15.7, 900, 32),
+        ("a100-40gb", 312, 19.5, 1555, 40),
+        ("a100-80gb", 312, 19.5, 2039, 80),
+        ("h100", 989.5, 67, 3350, 80),
+        ("h200", 989.5, 67, 4800, 141),
+        ("b200", 2250, 80, 8000, 180),
+        ("l4", 121, 30.3, 300, 24),
+        ("t4", 65, 8.1, 300, 16),
+        ("rtx-4090", 165.2, 82.6, 1008, 24),
+        ("rtx-3090", 71, 35.6, 936, 24),
+        ("mi300x", 1307.4, 163.4, 5300, 192),
+    ],
+)
+def test_figures_of_the_data_sheets(
+    name: str, half: float, single: float, bandwidth: float, gib: float
+) -> None:
+    """Teraflops of dense products in 16 bits, and of float32; GB/s; the memory that it is sold with, of
+    which a program finds a little less."""
+    roofline = ROOFLINES[name]
+    assert roofline.peak("float16") == pytest.approx(half * 1e12)
+    assert roofline.peak("float32") == pytest.approx(single * 1e12)
+    assert roofline.bandwidth.value == bandwidth * 1e9
+    assert 0.9 < roofline.memory_bytes / (gib * 2**30) <= 1.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pplan.cost_models.errors import FileError, UsageError
+from pplan.cost_models.errors import FileError, PplanError, UsageError
 from pplan.cost_models.schedules import PUBLISHED, SCHEDULES
 from pplan.cost_models.schedules.registration import (
     read_schedule_file,
@@ -143,6 +143,8 @@ def test_a_registered_schedule_has_its_name(tmp_path: Path) -> None:
     assert SCHEDULES["own-order"].program(2, 2).actions[0][0].kind == "F"
     with pytest.raises(UsageError, match="pplan's own"):
         register_schedule("name: zb-h1\ndevice i: F*m B*m\n")
+    with pytest.raises(UsageError, match="pplan's own"):
+        register_schedule("name: any\ndevice i: F*m B*m\n")
     with pytest.raises(FileError, match="no such schedule file"):
         read_schedule_file(tmp_path / "none.schedule")
     file.write_text("name: own-order\ndevice i: F*m B*m ?\n", encoding="utf-8")
@@ -163,3 +165,13 @@ def test_the_order_of_a_plan_is_of_its_numbers_alone() -> None:
     other = read_schedule(write_program("from-a-plan", SCHEDULES["gpipe"].program(2, 4)))
     with pytest.raises(UsageError, match="another order"):
         register_order(other, 2, 4, 1)
+
+
+@pytest.mark.parametrize("opening", ["(", "-", "min(1, "])
+def test_numbers_inside_each_other(opening: str) -> None:
+    """Refused before Python runs out of stack; as many beside each other are not."""
+    closing = ")" if "(" in opening else ""
+    with pytest.raises(PplanError, match="brackets inside each other"):
+        read_schedule(f"name: mine\ndevice i: (F B)*({opening * 60}m{closing * 60})\n")
+    beside = " + ".join([f"{opening}0{closing}"] * 60)
+    read_schedule(f"name: mine\ndevice i: (F B)*(m + 0*({beside}))\n").program(2, 3)

@@ -19,13 +19,19 @@ from pplan.cost_models.hardware import Device, Link
 from pplan.cost_models.schedules import find_schedule
 from pplan.cost_models.topology import two_level_topology
 from pplan.cost_models.transformer.configuration import transformer_shape
-from pplan.cost_models.transformer.kernel_table import AttentionKernel, load_kernel_table
+from pplan.cost_models.transformer.kernel_table import (
+    AttentionKernel,
+    GroupedMatmul,
+    Matmul,
+    load_kernel_table,
+)
 from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.rank_costs import DeviceLimits, Overheads, RankCosts, TopologyLinks
 from pplan.cost_models.transformer.training_setting import TrainingSetting, chunks_in_flight, even_blocks
 from pplan.cost_models.transformer.training_step import estimate_step
 from pplan.cost_models.transformer.transformer_shape import TransformerShape
+from pplan.cost_models.transformer.weight_update import ParameterCounts, update_seconds
 
 GIB = 2**30
 LLAMA = transformer_shape(
@@ -356,3 +362,19 @@ def test_many_micro_batches_follow_as_the_last_did(
     monkeypatch.setattr(module, 32)
     few = estimate_step(LLAMA, degrees, setting, COSTS)
     assert few.step_seconds == pytest.approx(whole.step_seconds, rel=1e-9)
+
+
+def test_bytes_that_products_and_updates_move() -> None:
+    """Of a device that computes at once, at a byte a second: each number of a product once, two bytes each, a
+    weight's gradient read and written in four; of a parameter the gradient, three float32 states read and
+    written, and the weight."""
+    limits = DeviceLimits(1e30, 1.0, memory_share=1.0)
+    assert limits.product_seconds(Matmul(3, 5, 7, "NN")) == 2 * (3 * 5 + 5 * 7 + 3 * 7)
+    m, n, k = 3, 5, 7
+    for part, each in (("forward", 2), ("weight_gradient", 8)):
+        product: Any = GroupedMatmul(4, m, n, k, part)  # type: ignore[arg-type]
+        assert limits.product_seconds(product) == 4 * (2 * m * k + 2 * m * n + each * n * k)
+    own = ParameterCounts(10.0, 0.0)
+    costs = RankCosts(limits, TopologyLinks(TOPOLOGY), overheads=Overheads(1.0, 0.0, 0.0))
+    zeroed, norm, update = 10 * 4, 10 * 4, 10 * (4 + 3 * 2 * 4 + 2)
+    assert update_seconds(own, ParallelDegrees(), costs) == pytest.approx(zeroed + norm + update)

@@ -14,6 +14,7 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.schedules import SCHEDULES
+from pplan.cost_models.schedules.registration import register_schedule
 from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import Proposal, ScoredPlan
@@ -122,6 +123,22 @@ def test_any_is_the_best_of_all(make_chain: MakeChain, make_topology: MakeTopolo
         assert answer.result.exact
         winners.add(answer.best.config.schedule)
     assert len(winners) > 1
+
+
+@pytest.mark.parametrize(("weights", "recomputes"), [("", True), (" W", False)])
+def test_nothing_recomputes_beside_a_backward_in_two_parts(
+    make_chain: MakeChain, make_topology: MakeTopology, weights: str, recomputes: bool
+) -> None:
+    """Of a schedule of the user's own, in memory that holds too few micro-batches; unless it is asked for."""
+    name = register_schedule(f"name: own-{len(weights)}\ndevice i: F*m (B{weights})*m\n").name
+    chain = make_chain(1, 5, cuts=1.0)
+    options = PlanOptions(mini_batch=8, micro_batches=8, schedule=name)
+    problem = Problem(chain, make_topology(2, memory=1600), options)
+    best = find_best_plan(problem).best
+    assert (best is not None and "always" in best.recompute) == recomputes
+    always = find_best_plan(replace(problem, options=replace(options, recompute="always"))).best
+    assert always is not None
+    assert set(always.recompute) == {"always"}
 
 
 def test_several_parts_on_one_device_are_no_pipeline(

@@ -199,7 +199,8 @@ def test_the_slowest_stage_is_as_fast_as_can_be(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed in (2, 9, 11))) for seed in range(12)]
+    "seed",
+    [pytest.param(seed, marks=[pytest.mark.slow] * (seed in (7, 9))) for seed in (0, 1, *range(3, 11))],
 )
 def test_an_answer_against_all_there_is(seed: int) -> None:
     random = Random(1000 + seed)

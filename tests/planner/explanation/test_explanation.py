@@ -247,3 +247,18 @@ def test_on_many_devices_only_near_plans_are_searched(
     assert found.best.step_seconds == pytest.approx(present.step_seconds)
     without = resolve(problem, [])
     assert without.exact
+
+
+def test_slower_layers(make_chain: MakeChain, make_topology: MakeTopology, solved: Solve) -> None:
+    """Their seconds alone, on every kind of device."""
+    problem = solved(make_chain(1, 4), make_topology(2), mini_batch=4).question.problem
+    slower = with_slower_layers(problem, 1, 3, 2.0)
+    for before, after in [
+        (problem.chain, slower.chain),
+        *((own, slower.profiles[name]) for name, own in problem.profiles.items()),
+    ]:
+        factors = np.ones(len(before))
+        factors[1:3] = 2.0
+        assert np.array_equal(after.forward_seconds.T, before.forward_seconds.T * factors)
+        assert np.array_equal(after.backward_seconds.T, before.backward_seconds.T * factors)
+        assert np.array_equal(after.saved_bytes, before.saved_bytes)

@@ -209,6 +209,39 @@ def test_against_every_order(base: str, devices: int, micro_batches: int, room: 
             assert step_of(problem, solved.lists) == pytest.approx(least, rel=1e-4)
 
 
+def test_memory_alone_may_prove_an_order() -> None:
+    """Sixteen equal stages in 1F1B's memory: the known order is proven by the first stage's room. In half of
+    it a step takes 47 % longer at the least."""
+    stages, count = 16, 64
+    lists = list_steps(SCHEDULES["zb-h1"].program(stages, count))
+    assert lists is not None
+    known, half = (equal_stages(stages, count, room) for room in (16.0, 8.0))
+    assert known.fits(lists)
+    assert known.bound() == pytest.approx(step_of(known, lists), rel=TOLERANCE)
+    assert equal_stages(stages, count, inf).bound() < 0.98 * known.bound()
+    assert half.bound() > 1.47 * known.bound()
+
+
+def equal_stages(stages: int, count: int, room: float) -> OrderProblem:
+    """Of equal stages, with room for so many micro-batches."""
+    waits = (0.377,) * (stages - 1)
+    return OrderProblem(
+        micro_batches=count,
+        device=tuple(range(stages)),
+        forward=(11.347,) * stages,
+        backward=(11.248,) * stages,
+        weight=(8.132,) * stages,
+        credit=(0.0,) * stages,
+        forward_wait=(*waits, 0.0),
+        forward_busy=(0.0,) * stages,
+        backward_wait=(0.0, *waits),
+        backward_busy=(0.0,) * stages,
+        end=(0.0,) * stages,
+        micro_batch_bytes=(1.0,) * stages,
+        room=(room,) * stages,
+    )
+
+
 def step_of(problem: OrderProblem, lists: Lists) -> float:
     order_run = run_order(problem, lists)
     assert order_run is not None

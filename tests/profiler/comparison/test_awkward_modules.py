@@ -1401,7 +1401,96 @@ class TeacherInList(Base):
         return self.c(torch.relu(self.b(self.a(x) + features)))
 
 
+class AddsTransposed(nn.Module):
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.other = other
+
+    def forward(self, w: Tensor) -> Tensor:
+        return w + self.other.weight.t()
+
+
+@module(X)
+class TiedByParametrization(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        parametrize.register_parametrization(self.b, "weight", AddsTransposed(self.a))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+
+
+@module(X)
+class ScalesByFirstCall(Base):
+    """As weight normalization that starts from the data; copies of the hook write to the first module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.handle = self.a.register_forward_hook(self._begin())
+
+    def _begin(self) -> Callable[..., None]:
+        def begin(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            self.scale.data.div_(output.detach().std() + 0.1)
+            self.handle.remove()
+
+        return begin
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.b(self.a(x) * self.scale)))
+
+
+@module(X)
+class KeepsProductOfWeights(Base):
+    product: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        if self.product is None:
+            self.product = (self.b.weight @ self.a.weight).detach()
+        return self.c(torch.relu(x @ self.product.T + self.b(x)))
+
+
+@module(X)
+class LateWarmUp(Base):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        return self.c(torch.relu(self.b(self.a(x))) if self.calls > 5 else self.a(x))
+
+
+@module(X)
+class ByBatchBefore(Base):
+    last = 1
+
+    def forward(self, x: Tensor) -> Any:
+        last, self.last = self.last, x.shape[0]
+        return self.c(torch.relu(self.b(self.a(x) / last)))
+
+
+class VmapOfWeight(Base):
+    def forward(self, x: Tensor) -> Any:
+        weight = torch.vmap(lambda row: row * row.norm())(self.b.weight)
+        return F.linear(torch.relu(self.a(x)), weight)
+
+
+@module(X)
+class VmapInside(Base):
+    """What no tool traces is one layer, whichever of the model's modules it is in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = VmapOfWeight()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+
+
 REFUSED = {
+    "ScalesByFirstCall": "a copy of it writes to scale of the model itself",
+    "KeepsProductOfWeights": "in pass 2, on a batch of 1 again",
+    "LateWarmUp": "the output is not the model's in pass 6, on a batch of 1",
+    "ByBatchBefore": "the output is not the model's in pass 4, on a batch of 1",
     "OwnGenerator": "draw other random numbers than the model, of g, on a batch of 1",
     "TeacherInList": r"writes to a tensor that no module has \(8x8 float32\), of a network that is kept in a",
     "other_forward": "its forward is an attribute, and not its class's",

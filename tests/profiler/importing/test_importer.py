@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pplan.cost_models.errors import FileError, PplanError, UsageError
+from pplan.profiler.importing.import_options import ProfileImportOptions
 from pplan.profiler.importing.importer import import_profile
 from pplan.profiler.profile_file import Profile
-from pplan.profiler.profile_options import ProfileImportOptions
 
 TABLE = "name,forward_ms,backward_ms,activation_bytes,parameter_bytes\nembed,1,2,4000,800\nhead,3,6,400,80\n"
 SIZES = (
@@ -53,10 +53,13 @@ def test_a_graph(tmp_path: Path, residual: str) -> None:
 
 
 def test_a_graph_of_unknown_batch_is_said_to_be_pipedreams(tmp_path: Path, residual: str) -> None:
-    profile = imported(tmp_path, residual, granularity="fine", model="mine", dtype="bfloat16")
+    profile = imported(
+        tmp_path, residual, granularity="fine", model="mine", dtype="bfloat16", tensor_parallel=2
+    )
     assert profile.micro_batch_sizes == [128]
     assert any("128 is assumed" in note and "`micro_batch_size`" in note for note in profile.notes)
     assert (profile.granularity, profile.model, profile.dtype) == ("fine", "mine", "bfloat16")
+    assert profile.tensor_parallel == 2
     assert len(profile.layers) == 8
 
 

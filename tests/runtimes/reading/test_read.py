@@ -88,6 +88,22 @@ def test_blocks_that_are_counted_are_told() -> None:
     assert read("4,8").notes == ()
 
 
+@pytest.mark.parametrize(
+    ("text", "ends", "notes"),
+    [
+        ("Et*4|t*5mmL", (5, 12), ["2 multi-token predictors (m)"]),
+        ("Et*4||t*5||L", (5, 10, 12), ["stages 1, 3 hold no layer"]),
+        ("Et*4|t*5|m|L", (5, 10, 12), ["1 multi-token predictors", "stages 2 hold no layer"]),
+    ],
+)
+def test_what_a_profile_has_not_is_left_out(text: str, ends: tuple[int, ...], notes: list[str]) -> None:
+    made = read(text)
+    assert made.ends == ends
+    assert made.virtual_stages == 1
+    assert len(made.notes) == len(notes)
+    assert all(told.startswith(start) for told, start in zip(made.notes, notes, strict=True))
+
+
 def test_names_that_are_no_layers_are_told() -> None:
     parts = [[*PARTS[0], "vision"], PARTS[1], PARTS[2]]
     assert read(json.dumps(parts)).notes == ("vision: no layer of the profile, passed over",)
@@ -107,8 +123,13 @@ FORMATS = "Give a balance list"
         ("0,8,4,12", "stage 1 has -4 layers", ""),
         ("3,3", "the balance adds up to 6 layers, the profile has 12", "profile=FILE"),
         ("Et*4|t*4L", "it places 8 transformer blocks, the profile has 9", "profile=FILE"),
-        ("Et*4||t*5L", "stage 1 holds no layer", "Omit it"),
-        ("Et*4|t*5mL", "'m' is none of E, t, L and |", "predicts further tokens"),
+        ("Et*4|mt*5L", "and m before L", ""),
+        ("Et*4|t*5xL", "it is in none of the formats", FORMATS),
+        (
+            "--pipeline-model-parallel-layout 'Et*4|t*5||L' --pipeline-model-parallel-size 2",
+            "its virtual stages 2 hold no layer",
+            "pplan.lint",
+        ),
         ("Et*4|t*5", "must begin with E and end with L", ""),
         ("Et*4|Et*5L", "must begin with E and end with L", ""),
         ("Et*999999999|L", "it stands for more than 100000 blocks", ""),

@@ -1,4 +1,4 @@
-"""Which models become layers: python benchmarks/coverage.py [NAME[@SHAPE] ...] [--values] [--write FILE]
+"""Which models become layers: python benchmarks/model_coverage.py [NAME[@SHAPE] ...] [--values]
 
 Takes models apart on the meta device (no weights, no time), at granularity block and fine, and prints a
 table of the layers, the allowed cuts and the most tensors that cross one, or the sentence that says why not.
@@ -41,8 +41,8 @@ from pplan.profiler.sequential import as_sequential
 from pplan.profiler.user_model.flat_output import flat
 from pplan.profiler.user_model.seeding import repeatable_seeds
 
-MARKS = "<!-- made by benchmarks/coverage.py -->", "<!-- end -->"
-VALUE_MARKS = "<!-- made by benchmarks/coverage.py --values -->", "<!-- end of values -->"
+MARKS = "<!-- made by benchmarks/model_coverage.py -->", "<!-- end -->"
+VALUE_MARKS = "<!-- made by benchmarks/model_coverage.py --values -->", "<!-- end of values -->"
 GRANULARITIES = ("block", "fine")
 LIBRARIES = {
     "torchvision": "torchvision",
@@ -54,6 +54,17 @@ ROUNDING = 1e-3
 """Largest difference, in parts of the largest value of its kind, that is called rounding."""
 MOST_TWICE = 60e6
 """Parameters of models that are compared again."""
+PRELOADED = [
+    "coverage_models",
+    "torchvision",
+    "torch._dynamo",
+    "torch.export._trace",
+    "torch._functorch.aot_autograd",
+    "torch.fx.experimental.proxy_tensor",
+    "transformers.modeling_utils",
+    "transformers.models.auto",
+]
+"""Importing them takes longer than many a model."""
 SHOWN = 300
 """Characters of a reason."""
 SHOWN_OF_TOOL = 60
@@ -144,8 +155,8 @@ def table_of_each(libraries: list[str], rows: dict[str, Row]) -> Iterator[str]:
     """The lines of the page."""
     for library in libraries:
         yield from (f"### {LIBRARIES[library]}", "")
-        yield "| model | layers | cuts | traced by | layers and model |"
-        yield "| --- | ---: | ---: | --- | --- |"
+        yield "| model | sample | layers | cuts | traced by | layers and model |"
+        yield "| --- | --- | ---: | ---: | --- | --- |"
         found = [rows[name] for name in coverage_models.names(library) if name in rows]
         yield from map(line_of, found)
         yield from ("", told(found), "")
@@ -160,8 +171,9 @@ def earlier(file: Path | None) -> dict[str, Row]:
 
 
 def tried(name: str, *, limit: float) -> Row:
-    """The row of one model, made in a process of its own."""
-    context = multiprocessing.get_context("spawn")
+    """The row of one model, made in a process of its own, that need not import the libraries anew."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=report, args=(name, theirs))
     begun = time.perf_counter()
@@ -197,6 +209,7 @@ def compared(name: str) -> Row:
     chain = build_chain(loaded.module, given, name=loaded.name, granularity=loaded.granularity, verify=True)
     comparison = chain.comparison or Comparison()
     found = {
+        "sample": ", ".join("x".join(map(str, tensor.shape[1:])) or "1" for tensor in given.tensors[:2]),
         "layers": len(chain),
         "cuts": sum(layer.cut_reason is None for layer in chain.layers[:-1]),
         "tool": chain.tool,
@@ -239,7 +252,7 @@ def line_of(made: Row) -> str:
     """Of the table."""
     if "layers" not in made:
         why = " ".join((made.get("refused") or made["failed"]).split()).replace("|", "/")
-        return f"| {made['name']} | | | | {cut(why, SHOWN)} |"
+        return f"| {made['name']} | | | | | {cut(why, SHOWN)} |"
     found = "; ".join(made["notes"])
     if is_wrong(made):
         found = f"WRONG: off by {made['off']:.1g}"
@@ -248,7 +261,8 @@ def line_of(made: Row) -> str:
     if "off" in made and not is_wrong(made):
         found += "; again: " + ("equal" if made["off"] == 0 else f"off by {made['off']:.0e}")
     tool = cut(made["tool"], SHOWN_OF_TOOL)
-    return f"| {made['name']} | {made['layers']} | {made['cuts']} | {tool} | {found} |"
+    sizes = f"{made['sample']} | {made['layers']} | {made['cuts']}"
+    return f"| {made['name']} | {sizes} | {tool} | {found} |"
 
 
 def cut(text: str, length: int) -> str:

@@ -1,0 +1,92 @@
+"""Which tests run which lines, and how long each takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from coverage.numbits import numbits_to_nums
+
+from .operators import Mutant
+
+PLUGIN = """
+import json, os
+SECONDS = {}
+def pytest_runtest_logreport(report):
+    SECONDS[report.nodeid] = SECONDS.get(report.nodeid, 0) + report.duration
+def pytest_sessionfinish():
+    with open(os.environ["MUTATION_SECONDS"], "w") as file:
+        json.dump(SECONDS, file)
+"""
+
+
+@dataclass
+class Covering:
+    """Tests by file and line, by file alone (what runs at import too), and the seconds of each."""
+
+    seconds: dict[str, float]
+    lines: dict[tuple[str, int], set[str]] = field(default_factory=lambda: defaultdict(set))
+    files: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+
+    @classmethod
+    def measure(cls, folder: Path, python: Sequence[str], tests: Sequence[str], marks: str) -> Covering:
+        """Runs the tests once, in `folder`, a copy of the repository."""
+        with tempfile.TemporaryDirectory(prefix="covering-") as name:
+            own = Path(name)
+            (own / "seconds_of_tests.py").write_text(PLUGIN)
+            (own / "coverage.ini").write_text(
+                f"[run]\nsource = cost_models,planner\ndata_file = {own / 'data'}\n"
+            )
+            path = os.pathsep.join(filter(None, [str(own), os.environ.get("PYTHONPATH", "")]))
+            subprocess.run(
+                [
+                    *(*python, "-p", "seconds_of_tests", "-q", "-m", marks),
+                    *("--cov=cost_models", "--cov=planner", f"--cov-config={own / 'coverage.ini'}"),
+                    *("--cov-context=test", "--cov-report=", *tests),
+                ],
+                cwd=folder,
+                env=os.environ | {"MUTATION_SECONDS": str(own / "seconds"), "PYTHONPATH": path},
+                check=True,
+            )
+            return cls.read(folder, own / "data", json.loads((own / "seconds").read_text()))
+
+    @classmethod
+    def read(cls, folder: Path, data: Path, seconds: dict[str, float]) -> Covering:
+        """From what coverage wrote."""
+        covering = cls(seconds)
+        rows = sqlite3.connect(data).execute(
+            "select path, context, numbits from line_bits join file on file.id = file_id"
+            " join context on context.id = context_id"
+        )
+        for path, context, numbits in rows:
+            test = context.partition("|")[0]
+            if test:
+                file = str(Path(path).relative_to(folder))
+                covering.files[file].add(test)
+                for line in numbits_to_nums(numbits):
+                    covering.lines[file, line].add(test)
+        return covering
+
+    def tests(self, mutant: Mutant) -> list[str]:
+        """Those that run a line of the change, else those that run its file, else (tables of constants are
+        read where they are imported) all of its folder: of the module's own test file first, then the
+        quickest."""
+        found = set[str]().union(
+            *(self.lines.get((mutant.file, line), set()) for line in range(mutant.line, mutant.last_line + 1))
+        )
+        own = f"test_{Path(mutant.file).stem}.py::"
+        return sorted(
+            found or self.files.get(mutant.file) or self._of_folder(mutant.file),
+            key=lambda test: (own not in test, self.seconds.get(test, 0.0), test),
+        )
+
+    def _of_folder(self, file: str) -> set[str]:
+        parent = f"tests/{Path(file).parent}/"
+        return {test for test in self.seconds if test.startswith(parent)}
