@@ -102,7 +102,7 @@ def solved(layers: int, gpus: int, kinds: int, micro_batches: int | None) -> dic
 def machine(gpus: int, kinds: int) -> Topology:
     """Three levels of links, one port of each for every GPU."""
     fast = Device("NVIDIA A100-SXM4-80GB", 80 * 2**30)
-    groups = (Group(fast, gpus),)
+    groups: tuple[Group, ...] = (Group(fast, gpus),)
     if kinds == 2:
         groups = (Group(fast, gpus // 2), Group(replace(fast, name="slow", speed=0.5), gpus - gpus // 2))
     levels = (

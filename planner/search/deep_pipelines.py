@@ -131,7 +131,8 @@ def _as_recomputed(shape: _EvenStages) -> Iterator[Proposal]:
         if modes is not None:
             yield proposal
         elif number == 0 and len(stage_modes(config)) > 1:
-            modes = ("always",) * len(ends)
+            always: Recompute = "always"
+            modes = (always,) * len(ends)
         if modes is None or modes == assumed:
             return
         assumed = modes

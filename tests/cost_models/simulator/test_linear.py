@@ -35,8 +35,8 @@ def random_costs(rng: np.random.Generator, stages: int, candidates: int = 3) -> 
     )
 
 
-def engine_ends(schedule: str, micro_batches: int, own: LinearCosts) -> np.ndarray | None:  # type: ignore[type-arg]
-    def each(values: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+def engine_ends(schedule: str, micro_batches: int, own: LinearCosts) -> np.ndarray | None:
+    def each(values: np.ndarray) -> np.ndarray:
         return np.repeat(values[:, None], micro_batches, axis=1)
 
     costs = PipelineCosts(

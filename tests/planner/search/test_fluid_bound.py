@@ -91,8 +91,14 @@ def test_a_long_chain_on_equal_devices(make_chain: MakeChain) -> None:
     """Of 64 stages of a device each with as much work, the step is (M + 63) x, and the bound knows about half
     of the fill."""
     chain = make_chain(0, 640, cuts=1.1, traffic=0.0, sizes=(1,))
-    alike = {name: np.ones((640, 1)) for name in ("forward_seconds", "backward_seconds")}
-    chain = replace(chain, **alike, trainable_bytes=np.zeros(640), parameter_bytes=np.zeros(640))
+    alike, nothing = np.ones((640, 1)), np.zeros(640)
+    chain = replace(
+        chain,
+        forward_seconds=alike,
+        backward_seconds=alike,
+        trainable_bytes=nothing,
+        parameter_bytes=nothing,
+    )
     topology = Topology((Group(Device("toy", None), 64),), (Level("node", None, Link(1e9, 0.0)),))
     problem = Problem(chain, topology, PlanOptions(mini_batch=512, micro_batches=512, schedule="1f1b"))
     family = problem.families[0]
