@@ -10,18 +10,19 @@ from pplan.profiler.profile_records import LayerMeasurement, ProfiledLayer
 SIZES = (1, 2, 4, 8, 16)
 
 
-def generated_profile(layers: int, seed: int = 0) -> Profile:
+def generated_profile(layers: int, seed: int = 0, *, most: int | None = None) -> Profile:
     """Layers of about 1 ms a sample forward (some twice, some half of it), 2 ms backward, 20 MB of weights,
     4 MB a sample of what they hand on and 30 MB of what they keep; all sizes cost a fixed start besides. As
-    of an A100 of 80 GB."""
+    of an A100 of 80 GB. `most`: more layers than so many take as much as so many do, each a part."""
     rng = np.random.default_rng(seed)
     sizes = np.array(SIZES, dtype=np.float64)
+    part = 1.0 if most is None else min(1.0, most / layers)
 
     def line(each: float, start: float = 0.0) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
         own = each * 2.0 ** rng.uniform(-1, 1, (layers, 1))
-        return own * sizes + start
+        return part * (own * sizes + start)
 
-    weights = 20e6 * 2.0 ** rng.uniform(-1, 1, layers)
+    weights = part * 20e6 * 2.0 ** rng.uniform(-1, 1, layers)
     forward, backward = line(1e-3, 2e-4), line(2e-3, 4e-4)
     output, saved, saved_input, workspace = line(4e6), line(30e6), line(4e6), line(10e6)
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from .errors import UsageError
 from .hardware import Amount, Link
-from .topology import Topology
+from .topology import FEW_RANKS, Topology
 
 Algorithm: TypeAlias = Literal["ring", "tree", "hierarchical", "best"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
@@ -85,18 +85,25 @@ def all_reduce_loads(topology: Topology, devices: Iterable[int]) -> dict[tuple[i
     Where k members of a group take part, the sum of their parts has to leave and to enter each of them:
     2 (k - 1) / k of the bytes (Patarasuk and Yuan 2009, theorem 1), over all ports that its devices have.
     """
-    ranks = sorted(set(devices))
+    ranks = np.unique(np.array(list(devices), dtype=np.int64))
     loads: dict[tuple[int, int], float] = {}
     for index, level in enumerate(topology.levels):
         groups, members = topology.places_in(index, ranks)
-        joined = Counter(group for group, _ in set(zip(groups, members, strict=True)))
-        sizes = Counter(members)
-        behind = Counter(rank // level.devices_per_port for rank in ranks)
-        for rank, group, member in zip(ranks, groups, members, strict=True):
-            k, port = joined[group], rank // level.devices_per_port
-            if k > 1:
-                share = 2 * (k - 1) / k * behind[port] / sizes[member]
-                loads[index, port] = share / level.link.bandwidth_bytes_per_second
+        _, first, member, sizes = np.unique(
+            members, return_index=True, return_inverse=True, return_counts=True
+        )
+        _, group, joined = np.unique(groups[first], return_inverse=True, return_counts=True)
+        ports, first, behind = np.unique(
+            ranks // level.devices_per_port, return_index=True, return_counts=True
+        )
+        at = member.reshape(-1)[first]
+        k = joined[group.reshape(-1)[at]]
+        seconds = 2 * (k - 1) / k * behind / sizes[at] / level.link.bandwidth_bytes_per_second
+        loads |= {
+            (index, port): own
+            for port, own, count in zip(ports.tolist(), seconds.tolist(), k.tolist(), strict=True)
+            if count > 1
+        }
     return loads
 
 
@@ -194,4 +201,6 @@ def _hierarchical(topology: Topology, ranks: list[int], bytes: Amount) -> Amount
 
 def _at_once(ranks: list[int], devices_per_port: int) -> int:
     """The most of these devices that one port has."""
+    if len(ranks) > FEW_RANKS:
+        return int(np.unique(np.array(ranks) // devices_per_port, return_counts=True)[1].max())
     return max(Counter(rank // devices_per_port for rank in ranks).values())

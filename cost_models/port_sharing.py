@@ -18,9 +18,11 @@ import numpy.typing as npt
 
 from .collectives import all_reduce_loads
 from .hardware import Link, Port
-from .topology import Topology
+from .topology import FEW_RANKS, Topology
 
 Ranks = tuple[int, ...]
+Owners = npt.NDArray[np.int64]
+Loaded = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +62,10 @@ class Routes:
         return len(self.topology.levels) <= 2 and own_ports
 
     def _route(self, senders: Ranks, receivers: Ranks) -> tuple[float, float]:
+        if len(senders) + len(receivers) > FEW_RANKS:
+            by_level = list(self._load_arrays(senders, receivers))
+            latency = max(self.topology.levels[level].link.latency_seconds for level, *_ in by_level)
+            return latency, max(float(loads.max()) for *_, loads in by_level)
         loads, latency = self._add_loads(senders, receivers)
         return latency, max(loads.values())
 
@@ -69,7 +75,7 @@ class Routes:
         key = self._shift_ranks(senders), self._shift_ranks(receivers, senders[0])
         first = senders[0] - key[0][0]
         if key not in self._loads:
-            self._loads[key] = self._shift_loads(self._add_loads(senders, receivers)[0], -first)
+            self._loads[key] = self._shift_loads(self._of_all_ports(senders, receivers), -first)
         return self._shift_loads(self._loads[key], first) if first else self._loads[key]
 
     def _shift_loads(self, loads: Mapping[Port, float], devices: int) -> Mapping[Port, float]:
@@ -85,6 +91,29 @@ class Routes:
         transfers with the same one are served one after another."""
         leaving = [(-load, port) for port, load in self.loads(senders, receivers).items() if port.leaves]
         return min(leaving)[1]
+
+    def _of_all_ports(self, senders: Ranks, receivers: Ranks) -> Mapping[Port, float]:
+        if len(senders) + len(receivers) <= FEW_RANKS:
+            return self._add_loads(senders, receivers)[0]
+        return {
+            Port(level, direction, owner): load
+            for level, direction, owners, loads in self._load_arrays(senders, receivers)
+            for owner, load in zip(owners.tolist(), loads.tolist(), strict=True)
+        }
+
+    def _load_arrays(self, senders: Ranks, receivers: Ranks) -> Iterator[tuple[int, str, Owners, Loaded]]:
+        """`_add_loads` of many devices: by level and direction, the owners of the ports and their seconds."""
+        many, few = len(receivers), len(senders)
+        edges = np.unique(np.append(many * np.arange(few + 1), few * np.arange(many + 1)))
+        a, b = np.array(senders)[edges[:-1] // many], np.array(receivers)[edges[:-1] // few]
+        shares, shared = np.diff(edges) / (few * many), self.topology.shared_levels(a, b)
+        for level in np.unique(shared).tolist():
+            own, at = self.topology.levels[level], shared == level
+            seconds = shares[at] / own.link.bandwidth_bytes_per_second
+            for direction, ranks in (("out", a[at]), ("in", b[at])):
+                owners, number = np.unique(ranks // own.devices_per_port, return_inverse=True)
+                loads = np.bincount(number.reshape(-1), weights=seconds).astype(np.float64)
+                yield level, direction, owners, loads
 
     def _add_loads(self, senders: Ranks, receivers: Ranks) -> tuple[dict[Port, float], float]:
         """What `loads` returns, and the longest latency."""
@@ -177,15 +206,16 @@ class TopologyPorts:
                 for port, part in self._shares(ranks[sender], ranks[receiver]):
                     seconds_by_port[port] += part * seconds
         loads: dict[int, Loads] = {}
+        reduced: Loads = {}  # as many seconds in either direction
         for own in reductions:
             own_loads = self._loads(own.ranks)
             if own.bytes:
                 loads[own.key] = {port: own.bytes * each for port, each in own_loads.items()}
             bytes = own.bytes * own.times + own.before
-            for (level, owner), each in own_loads.items():
-                for direction in ("out", "in"):
-                    seconds_by_port[Port(level, direction, owner)] += bytes * each
-        return PortSharing(links, _of_several(loads), max(seconds_by_port.values(), default=0.0))
+            for place, each in own_loads.items():
+                reduced[place] = reduced.get(place, 0.0) + bytes * each
+        together = (own + reduced.get((port.level, port.owner), 0.0) for port, own in seconds_by_port.items())
+        return PortSharing(links, _of_several(loads), max([*reduced.values(), *together], default=0.0))
 
     def _exit(self, senders: Ranks, receivers: Ranks) -> int:
         key = senders, receivers
@@ -204,9 +234,10 @@ class TopologyPorts:
         return self._parts[key]
 
     def _loads(self, ranks: Ranks) -> Loads:
-        if ranks not in self._reduced:
-            self._reduced[ranks] = all_reduce_loads(self.topology, ranks)
-        return self._reduced[ranks]
+        key = tuple(sorted(ranks))
+        if key not in self._reduced:
+            self._reduced[key] = all_reduce_loads(self.topology, key)
+        return self._reduced[key]
 
 
 def _of_several(loads: dict[int, Loads]) -> dict[int, Loads]:

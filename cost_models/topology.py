@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -130,6 +130,22 @@ class Topology:
         self._check(rank)
         return self.groups[bisect_right(self._starts, rank) - 1].device
 
+    def kind_numbers(self, ranks: Sequence[int]) -> npt.NDArray[np.int64]:
+        """By device, the number of its kind among `kinds`. Raises UsageError where there is none."""
+        own = np.asarray(ranks, dtype=np.int64)
+        if own.size:
+            self._check(int(own.min()), int(own.max()))
+        numbers = np.array([self.kinds.index(device) for device, _ in self.groups])
+        of_each: npt.NDArray[np.int64] = numbers[np.searchsorted(self._starts, own, side="right") - 1]
+        return of_each
+
+    def count_kinds(self, ranks: Sequence[int]) -> dict[Device, int]:
+        """The different kinds of these devices, in the order of their first ones, and how many of each."""
+        if len(ranks) <= FEW_RANKS:
+            return dict(Counter(self.device(rank) for rank in ranks))
+        numbers, first, counts = np.unique(self.kind_numbers(ranks), return_index=True, return_counts=True)
+        return {self.kinds[numbers[at]]: int(counts[at]) for at in np.argsort(first)}
+
     def shared_level(self, a: int, b: int) -> int:
         """The index of the innermost level with a group that holds both devices. Raises UsageError."""
         self._check(a, b)
@@ -153,17 +169,20 @@ class Topology:
 
         {1} where the level joins none of them; one number where they are spread evenly. Raises UsageError.
         """
-        ranks = set(devices)
+        own = devices if isinstance(devices, Sequence) else list(devices)
+        if len(own) > FEW_RANKS:
+            return self._members_of_many(np.unique(np.array(own, dtype=np.int64)))
+        ranks = set(own)
         self._check(*(min(ranks), max(ranks)) if ranks else ())
-        if len(ranks) > FEW_RANKS:
-            return self._members_of_many(np.array(sorted(ranks), dtype=np.int64))
         levels = []
         for index in range(len(self.levels)):
-            places = set(zip(*self.places_in(index, ranks), strict=True))
+            inner, outer = self._inner[index], (*self._inner[1:], None)[index]
+            places = {(0 if outer is None else rank // outer, rank // inner) for rank in ranks}
             levels.append(frozenset(Counter(group for group, _ in places).values()))
         return levels
 
     def _members_of_many(self, ranks: npt.NDArray[np.int64]) -> list[frozenset[int]]:
+        self._check(int(ranks[0]), int(ranks[-1]))
         levels = []
         for inner, outer in zip(self._inner, (*self._inner[1:], None), strict=True):
             members = np.unique(ranks // inner)
@@ -171,12 +190,19 @@ class Topology:
             levels.append(frozenset(np.unique(groups, return_counts=True)[1].tolist()))
         return levels
 
-    def places_in(self, index: int, ranks: Iterable[int]) -> tuple[list[int], list[int]]:
+    def shared_levels(self, a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """By pair of devices, as `shared_level`."""
+        levels = np.full(len(a), len(self.levels) - 1)
+        for index, inner in reversed(list(enumerate(self._inner[1:]))):
+            levels[a // inner == b // inner] = index
+        return levels
+
+    def places_in(
+        self, index: int, ranks: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """By rank, the group of that level that it is in, and the member of the group."""
         inner, outer = self._inner[index], (*self._inner[1:], None)[index]
-        all_ranks = list(ranks)
-        groups = [0 if outer is None else rank // outer for rank in all_ranks]
-        return groups, [rank // inner for rank in all_ranks]
+        return np.zeros_like(ranks) if outer is None else ranks // outer, ranks // inner
 
     def with_gpus(self, gpus: int) -> Topology:
         """The same with the first `gpus` devices; with more of them where there is one kind only.

@@ -83,7 +83,7 @@ class Assembly:
         return [
             [
                 (_table(self._profile_chain(kind), self.per_replica_batch(device)), kind.seconds_scale)
-                for kind in dict.fromkeys(self.topology.device(rank) for rank in ranks)
+                for kind in self.topology.count_kinds(ranks)
             ]
             for device, ranks in enumerate(self.ranks)
         ]

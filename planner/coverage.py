@@ -35,10 +35,21 @@ MOST_SHAPES = 64
 
 def is_searched(problem: Problem, proposal: Proposal) -> bool:
     """Whether a plan is one of those that the search looks at: its schedule, micro-batches, number of stages
-    and of replicas, and its stages on consecutive devices of one of the orders, or on any."""
+    and of replicas, and its stages on consecutive devices of one of the orders, or on any. Of a large problem
+    whether it is one of those that the search's bound is of: on any devices."""
+    if is_large(problem.space, problem.families):
+        return _is_bounded(problem, proposal)
     return any(
         family.placement.name == ANY or proposal.devices in _list_runs(family, proposal.replicas)
         for family in _families(problem, proposal)
+    )
+
+
+def _is_bounded(problem: Problem, proposal: Proposal) -> bool:
+    deep = problem.may_be_deeper and len(proposal.ends) > problem.stage_counts[-1]
+    return (deep or len(proposal.ends) in problem.stage_counts) and any(
+        own.config == proposal.config and (own.any_count or set(proposal.replicas) <= set(own.replicas))
+        for own in problem.families
     )
 
 
@@ -75,7 +86,7 @@ def _runs(family: Family, counts: Sequence[int], position: int = 0) -> Iterator[
         if not family.on_all or position == len(ranks):
             yield ()
         return
-    begins = (position,) if family.on_all else family.placement.starts[position]
+    begins = (position,) if family.on_all else family.placement.starts_after(position)
     for begin in begins:
         end = begin + counts[0]
         if end <= len(ranks):

@@ -243,7 +243,8 @@ class _Case:
                 )
                 for per_replica_batch in {divide_batch(self.size, count) for count in self.counts}
             )
-        return sum(paces[topology.device(rank)] for rank in range(self.usable_gpus))
+        numbers = topology.count_kinds(range(self.usable_gpus))
+        return sum(paces[kind] * count for kind, count in numbers.items())
 
     @property
     def _launches(self) -> float:

@@ -32,6 +32,7 @@ BOUNDS: dict[str, str] = {
     "joint_search.py:_faster_of": STEP,
     "joint_search.py:joint_search": STEP,
     "joint_search.py:with_bound": STEP,
+    "coverage.py:is_searched": STEP,
     "scoring.py:_score_trials": STEP,
     "scoring.py:busiest_seconds": STEP,
     "scoring.py:least_in_parts": STEP,
@@ -74,6 +75,8 @@ BOUNDS: dict[str, str] = {
     "search/relaxed_programme.py:_Programme.bounds": RELAXED,
     "search/relaxed_programme.py:_Programme._is_bound": RELAXED,
     "search/relaxed_problem.py:RelaxedProblem.in_time": RELAXED,
+    "search/fluid_bound.py:fluid_bound": RELAXED,
+    "search/fluid_bound.py:_largest": RELAXED,
     "search/relaxed_bound.py:_StageRange.bound": RELAXED,
     "search/relaxed_bound.py:RelaxedBound.least": RELAXED,
     "search/relaxed_bound.py:RelaxedBound._least_below": RELAXED,
@@ -106,6 +109,8 @@ ATTACKED_BY_TESTS: dict[str, str] = {
 cuts, which the attack's problems meet as well."""
 
 NOT_BOUNDS: dict[str, str] = {
+    "coverage.py:_is_bounded": "a part of is_searched, of large problems",
+    "objectives/solve_objective.py:_robust_aim": "of a robust plan no bound is said",
     "search/relaxed_bound.py:RelaxedBound.propose_rest": "plans near what bounds found, which are scored",
     "cut_search/schedule_search.py:_ScheduleSearch._simple_bound": "a part of search_schedules",
     "cut_search/shape_search.py:ShapeSearch._exhaust": "a part of search_schedules",
@@ -131,7 +136,6 @@ NOT_BOUNDS: dict[str, str] = {
     "fixed_partition.py:plan_partition": "a partition that was given: its bound is its own step",
     "layout.py:Layout.bounds": "cut points between which parts lie",
     "objectives/solve_objective.py:step_time": "of a robust plan no bound is said",
-    "objectives/solve_objective.py:_robust_aim": "of a robust plan no bound is said",
     "objectives/solve_objective.py:_additional_space": "says in words what a bound is about",
     "objectives/solve_objective.py:_extend_coverage": "says in words what a bound is about",
     "universal_bound.py:_Case.key": "which cases are bounded alike",

@@ -264,7 +264,7 @@ def _runs(placement: Placement, stages: int, allowed: Sequence[int], position: i
     if stages == 0:
         yield ()
         return
-    for begin in placement.starts[position]:
+    for begin in placement.starts_after(position):
         for count in allowed:
             if begin + count + stages - 1 <= len(placement.ranks):
                 own = placement.ranks[begin : begin + count]

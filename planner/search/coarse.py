@@ -19,6 +19,7 @@ from ..candidate import Proposal, ScoredPlan
 from ..plan_records import TIE
 from .branch_and_bound import WORK, SearchResult, search
 from .budget import OutOfTime, SearchBudget
+from .deep_pipelines import propose_deep
 from .pipelines import build_pipelines, choose_modes
 from .placements import MOST_DEVICES
 from .relaxed_bound import RelaxedBound
@@ -35,6 +36,8 @@ NEAR = 3
 REFINEMENTS = 2
 MOST_STAGES = 64
 """That are searched; proposed plans may have more."""
+FOR_DEEP = 0.3
+"""Share of the work and the time that plans of equal numbers of replicas may have."""
 FOR_BOUND = 0.5
 """Share of the work and the time that the bound may have."""
 
@@ -62,6 +65,7 @@ def search_large(
     budget = space.budget.part(WORK if work is None else work)
     counts = sorted(set(stage_counts))
     scored = _Scored(space, budget, min(seeds, key=lambda plan: plan.step_seconds, default=None))
+    _score_deep(scored, families, counts, deeper, budget.part(FOR_DEEP * budget.remaining, share=FOR_DEEP))
     own = budget.part(FOR_BOUND * budget.remaining, share=FOR_BOUND)
     relaxed = RelaxedBound(space, families, counts, deeper, own, scored)
     bound = relaxed.least(scored.step)
@@ -70,6 +74,18 @@ def search_large(
     bound = min(bound, scored.step)
     root = min([scored.step, *(quick_bound(space, family) for family in families)])
     return SearchResult(scored.best, bound, min(root, bound), bound >= scored.step * (1 - TIE))
+
+
+def _score_deep(
+    scored: _Scored, families: Sequence[Family], counts: Sequence[int], deeper: bool, budget: SearchBudget
+) -> None:
+    """Scores plans of equal numbers of replicas."""
+    try:
+        for proposal in propose_deep(scored.space.within(budget), families, lambda: scored.step):
+            if (deeper or len(proposal.ends) in counts) and not budget.spent:
+                scored([proposal])
+    except OutOfTime:
+        return
 
 
 class _Scored:

@@ -41,7 +41,7 @@ def group_sizes(topology: Topology) -> list[int]:
 
 def is_uniform(topology: Topology) -> bool:
     """Whether it makes no difference which devices the stages take."""
-    return len({group_path(topology, rank) for rank in range(topology.gpus)}) == len(topology.kinds) == 1
+    return len(topology.kinds) == 1 and not group_sizes(topology)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,6 +20,7 @@ from ...cost_models.port_sharing import (
 )
 from ...cost_models.schedules import Program, cached_program, find_schedule
 from ...cost_models.simulator.costs import Costs, find_transfers
+from ...cost_models.simulator.linear import LinearCosts, linear_ends
 from ...cost_models.simulator.pipeline_costs import PipelineCosts
 from ...cost_models.tied_weights import TiedSum, ends_after_sums, tied_sums
 from ...cost_models.timeline import device_ends, step_seconds
@@ -29,6 +30,9 @@ from ..replica_exchange import bytes_by_layer, tied_exchanges
 from ..stage_table import Floats
 from .replica_group import ReplicaGroupCosts
 from .space import Space
+
+MANY_ACTIONS = 50_000
+"""Of a step: of more, all stages are simulated side by side."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +97,9 @@ class Pipelines:
         """(pipelines,): simulated. With a `limit`, only the fastest, where it takes less; of the others a
         bound that is not below it, nor below the limit."""
         if self.routes is None:
+            if (ends := self._linear_ends(None)) is not None:
+                latest: Floats = (ends + self.exposed_allreduce.T).max(axis=0)
+                return latest
             return step_seconds(self._program, self._general())
         sharings = self._sharings(self.routes)
         steps = np.array([own.port_seconds for own in sharings])
@@ -111,7 +118,9 @@ class Pipelines:
         blocked = self.transfers != "overlapped" and (
             self.exposed_allreduce.any() or any(s.reduce_loads for s in sharings)
         )
-        ends = None if blocked else device_ends(self._program, costs)
+        ends = None if blocked else self._linear_ends(sharings[0].links)
+        if ends is None and not blocked:
+            ends = device_ends(self._program, costs)
         tied = () if self.routes is None else self.routes.tied
         if ends is not None:
             return _reductions(ends, self.exposed_allreduce, sharings, tied)
@@ -164,6 +173,16 @@ class Pipelines:
             ]
             sharings.append(routes.ports.sharing(devices, hops, [*reduced, *tied_exchanges(tied)]))
         return sharings
+
+    def _linear_ends(self, links: npt.NDArray[np.int64] | None) -> Floats | None:
+        """`device_ends` with all stages side by side, where that is worth it and can be."""
+        plain = self.transfers == "overlapped" and self.forward_launch is None
+        count = self.config.micro_batches
+        if not plain or 2 * self.stages * count <= MANY_ACTIONS or self.config.recompute == "except_last":
+            return None
+        stages = (self.forward.T, self.backward.T, self.accumulation.T)
+        costs = LinearCosts(*stages, self.occupancy.T, self.latency.T, links)
+        return linear_ends(self.config.schedule, count, costs)
 
     @property
     def _program(self) -> Program:

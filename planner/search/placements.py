@@ -59,16 +59,16 @@ class Placement:
     @cached_property
     def starts(self) -> tuple[tuple[int, ...], ...]:
         """By position, the positions at which a stage that follows a stage ending there may begin."""
-        starts = []
-        for position in range(len(self.ranks) + 1):
-            own = [position]
-            if position < len(self.ranks) and (self.skips_whole or not self._begins(position)):
-                later = self.next_group[position]
-                while later < len(self.ranks):
-                    own.append(later)
-                    later = self.next_group[later] if self.skips_whole else len(self.ranks)
-            starts.append(tuple(own))
-        return tuple(starts)
+        return tuple(tuple(self.starts_after(position)) for position in range(len(self.ranks) + 1))
+
+    def starts_after(self, position: int) -> Iterator[int]:
+        """The positions at which a stage that follows a stage ending there may begin."""
+        yield position
+        if position < len(self.ranks) and (self.skips_whole or not self._begins(position)):
+            later = self.next_group[position]
+            while later < len(self.ranks):
+                yield later
+                later = self.next_group[later] if self.skips_whole else len(self.ranks)
 
     def _begins(self, position: int) -> bool:
         return position == 0 or self.next_group[position - 1] == position
@@ -108,7 +108,8 @@ def _run_orders(topology: Topology) -> Iterator[tuple[int, ...]]:
 
 def make_placement(name: str, topology: Topology, ranks: tuple[int, ...]) -> Placement:
     """`ranks` with a new group at every node and every kind."""
-    groups = [(rank // topology.gpus_per_node, topology.device(rank)) for rank in ranks]
+    numbers = topology.kind_numbers(ranks).tolist()
+    groups = [(rank // topology.gpus_per_node, kind) for rank, kind in zip(ranks, numbers, strict=True)]
     next_group, later = [0] * len(ranks), len(ranks)
     for position in reversed(range(len(ranks))):
         next_group[position] = later

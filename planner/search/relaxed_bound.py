@@ -18,6 +18,7 @@ import numpy as np
 from ..candidate import Proposal
 from ..stage_table import Floats
 from .budget import OutOfTime, SearchBudget
+from .fluid_bound import fluid_bound
 from .relaxed_problem import RelaxedProblem, Weights
 from .relaxed_programme import CheapestStage, PricedSums, price_stages
 from .relaxed_stages import RelaxedStages, make_relaxed_stages
@@ -77,6 +78,7 @@ class RelaxedBound:
     _heap: list[tuple[float, int, _StageRange | Family]] = field(default_factory=list)
     _tables: dict[Family, RelaxedStages | None] = field(default_factory=dict)
     _later: dict[_Pipeline, _StageRange] = field(default_factory=dict)
+    _fluid: dict[Family, float] = field(default_factory=dict)
     _proposing: float = 0.0
     _closed: float = inf
     """The least bound of ranges that are not refined any more."""
@@ -101,7 +103,7 @@ class RelaxedBound:
         own = dict.fromkeys((family.config, family.replicas) for family in self.families)
         first = {key: next(f for f in self.families if (f.config, f.replicas) == key) for key in own}
         for family in first.values():
-            self._push(quick_bound(self.space, family), family)
+            self._push(max(quick_bound(self.space, family), self._fluid.get(family, 0.0)), family)
         while self._heap:
             lowest, _, range_ = self._heap[0]
             if lowest >= min(self.step, self._closed):
@@ -122,6 +124,11 @@ class RelaxedBound:
 
     def _look(self, bound: float, range_: _StageRange | Family) -> None:
         if isinstance(range_, Family):
+            if range_ not in self._fluid:
+                self._fluid[range_] = fluid_bound(self.space.within(self.budget), range_, self.step)
+            bound = max(bound, min(self._fluid[range_], self.step))
+            if bound >= self.step:
+                return
             for whole in self._whole_range(range_, bound):
                 self._push(whole.bound, whole)
             return

@@ -79,8 +79,8 @@ def make_relaxed_stages(space: Space, family: Family) -> RelaxedStages | None:
     whole = space.table(counts[0].per_replica_batches[0])
     exact = whole.blocks < MOST_PLACES
     own = space if exact else with_cuts(space, _spread_cuts(space))
-    kinds = tuple(dict.fromkeys(topology.device(rank) for rank in ranks))
-    numbers = [sum(topology.device(rank) == kind for rank in ranks) for kind in kinds]
+    numbers_by_kind = topology.count_kinds(ranks)
+    kinds, numbers = tuple(numbers_by_kind), list(numbers_by_kind.values())
     size = config.micro_batch_size
     choices = [_choice(own, kind, kinds, each, size, exact=exact) for kind in kinds for each in counts]
     modes = stage_modes(config)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..candidate import Proposal
 from .placements import Placement
 from .relaxed_problem import RelaxedProblem
@@ -100,8 +102,9 @@ def _devices(
     space: Space, order: Placement, problem: RelaxedProblem, stages: Sequence[_RoundedStage]
 ) -> tuple[tuple[int, ...], ...]:
     """The next devices of its kind for every stage, in the order."""
-    kinds, topology = problem.stages.kinds, space.topology
-    own = [[rank for rank in order.ranks if topology.device(rank) == kind] for kind in kinds]
+    kinds, topology, ranks_in_order = problem.stages.kinds, space.topology, np.array(order.ranks)
+    numbers = topology.kind_numbers(order.ranks)
+    own = [ranks_in_order[numbers == topology.kinds.index(kind)].tolist() for kind in kinds]
     used_by_kind, ranks = [0] * len(kinds), []
     for stage in stages:
         first = used_by_kind[stage.kind]

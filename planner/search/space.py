@@ -230,7 +230,7 @@ class Space:
     def _kinds(self, devices: Sequence[int]) -> tuple[Device, ...]:
         if self._single_kind:
             return self.topology.kinds
-        return tuple(dict.fromkeys(self.topology.device(rank) for rank in devices))
+        return tuple(self.topology.count_kinds(devices))
 
     def _cost_group(self, size: int, devices: tuple[int, ...]) -> ReplicaGroupCosts:
         kinds = self._kinds(devices)

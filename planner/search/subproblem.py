@@ -309,7 +309,7 @@ def _fast_devices(space: Space, family: Family) -> float:
     fastest = max(kind.speed for kind in topology.kinds)
     if len(ranks) == topology.gpus:  # all of them, in some order
         return sum(device.speed * number for device, number in topology.groups) / fastest
-    return sum(topology.device(rank).speed for rank in ranks) / fastest
+    return sum(kind.speed * count for kind, count in topology.count_kinds(ranks).items()) / fastest
 
 
 def bounded_counts(family: Family) -> list[int]:
