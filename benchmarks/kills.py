@@ -115,6 +115,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=600, help="of all verbs together (default: %(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="after which no more are (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
@@ -128,7 +131,10 @@ def main() -> int:
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder / "temporary")
         verbs = {verb: Killed(folder, verb) for verb in VERBS}
         expected = {path.name for path in folder.iterdir()}
+        until = time.monotonic() + 60 * arguments.minutes
         for number in range(arguments.kills):
+            if time.monotonic() > until:
+                break
             usual = [verb for verb in verbs if verb != SLOW]
             verbs[SLOW if number % ONE_IN == 0 else usual[number % len(usual)]].kill(rng)
         halfway = {path.name for path in folder.iterdir()} - expected
