@@ -135,8 +135,6 @@ class _ScheduleSearch:
             if config.schedule not in self.names:
                 continue
             for chunks in _virtual_stages(config):
-                if stages == 1 and chunks > 1 and len(self.names) > 1:
-                    continue  # virtual stages of one device are data parallelism in another order
                 own = config if chunks == 1 else replace(config, virtual_stages=chunks)
                 program = self._program(own, stages)
                 if program is None:
