@@ -1,4 +1,4 @@
-"""GPT-2, whose embedding and head are one weight, on two and three processes against the plain model."""
+"""GPT-2 and T5, whose embeddings and head are one weight, on several processes against the plain model."""
 
 from __future__ import annotations
 
@@ -14,20 +14,28 @@ from pplan.profiler.models import load_model
 from pplan.profiler.profile_options import ProfileOptions
 from pplan.runtimes.formats.exporters import export
 
+from .tied_worker import SETTINGS
+
 MakePlan = Callable[..., Plan]
 RunProcesses = Callable[..., None]
 WORKER = Path(__file__).with_name("tied_worker.py")
-SETTINGS = {"n_layer": 3, "n_embd": 16, "n_head": 2, "vocab_size": 40, "n_positions": 12}
-"""Those of the worker."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("balance", "schedule"), [([3, 3], "1f1b"), ([1, 3, 2], "zb-h1")])
+@pytest.mark.parametrize(
+    ("model", "balance", "schedule"), [("hf:gpt2", [3, 3], "1f1b"), ("hf:t5", [4, 4, 2], "zb-h1")]
+)
 def test_losses_gradients_and_weights_are_the_plain_models(
-    balance: list[int], schedule: str, make_plan: MakePlan, run_processes: RunProcesses, tmp_path: Path
+    model: str,
+    balance: list[int],
+    schedule: str,
+    make_plan: MakePlan,
+    run_processes: RunProcesses,
+    tmp_path: Path,
 ) -> None:
+    """T5's one weight is on all three stages: of the encoder's words, the decoder's and the head."""
     pytest.importorskip("transformers")
-    loaded = load_model("hf:gpt2", settings=SETTINGS)
+    loaded = load_model(model, settings=SETTINGS[model])
     profile = profile_model(loaded, ProfileOptions(device="meta", micro_batch_sizes=[2]))
     assert all(layer.cut_after for layer in profile.layers[:-1])
     plan = make_plan(
@@ -36,10 +44,11 @@ def test_losses_gradients_and_weights_are_the_plain_models(
         micro_batches=4,
         micro_batch_size=2,
         layer_names=[layer.name for layer in profile.layers],
-        profile={"file": "gpt2.profile.json", "sha256": "0", "granularity": profile.granularity},
+        profile={"file": "tied.profile.json", "sha256": "0", "granularity": profile.granularity},
     )
     document, _ = export("torch", plan)
-    document.save(tmp_path / "gpt2.torch.json", force=False)
+    document.save(tmp_path / "tied.torch.json", force=False)
+    (tmp_path / "model.txt").write_text(model)
     run_processes(tmp_path, len(balance), str(WORKER))
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(len(balance))]
     for losses, plain in zip(ranks[-1]["losses"], ranks[0]["plain_losses"], strict=True):
@@ -47,5 +56,5 @@ def test_losses_gradients_and_weights_are_the_plain_models(
     assert ranks[0]["plain_losses"][-1][0] < ranks[0]["plain_losses"][0][0]
     assert max(off for rank in ranks for off in rank["off"].values()) < 1e-9
     copies = [copy for rank in ranks for copy in rank["copies"].values()]
-    assert len(copies) == 2
-    assert copies[0] == copies[1]
+    assert len(copies) == len(balance)
+    assert all(copy == copies[0] for copy in copies)

@@ -1,4 +1,4 @@
-"""A process of test_tied_training.py: trains a small GPT-2 as a file says, and plainly."""
+"""A process of test_tied_training.py: trains a small GPT-2 or T5 as a file says, and plainly."""
 
 from __future__ import annotations
 
@@ -15,10 +15,23 @@ from torch.nn.functional import cross_entropy
 
 from pplan.profiler.models import load_model
 from pplan.profiler.sequential import sequential
+from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
 from pplan.runtimes.formats.torch_export import TorchExport
 from pplan.runtimes.torch_pipelining import build
 
-SETTINGS = {"n_layer": 3, "n_embd": 16, "n_head": 2, "vocab_size": 40, "n_positions": 12}
+SETTINGS = {
+    "hf:gpt2": {"n_layer": 3, "n_embd": 16, "n_head": 2, "vocab_size": 40, "n_positions": 12},
+    "hf:t5": {
+        "num_layers": 2,
+        "d_model": 16,
+        "num_heads": 2,
+        "d_kv": 8,
+        "d_ff": 32,
+        "vocab_size": 40,
+        "sequence": 6,
+    },
+}
+TIED = {"hf:gpt2": "transformer.wte.weight", "hf:t5": "shared.weight"}
 STEPS = 3
 
 
@@ -27,14 +40,15 @@ def loss_of(output: Any, labels: Tensor) -> Tensor:
     return cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def batch(samples: int) -> tuple[Tensor, Tensor]:
+def batch(loaded: LoadedModel, samples: int) -> tuple[ModelInput, Tensor]:
+    """Words, and the labels of the last of the model's texts."""
     torch.manual_seed(5)
-    shape = (samples, gpt2().example.tensors[0].shape[1])
-    return torch.randint(40, shape), torch.randint(40, shape)
+    words = loaded.example.mapped(lambda own: torch.randint(40, (samples, own.shape[1])))
+    return words, torch.randint(40, words.tensors[-1].shape)
 
 
-def gpt2() -> Any:
-    loaded = load_model("hf:gpt2", settings=SETTINGS, seed=3)
+def small(name: str) -> LoadedModel:
+    loaded = load_model(name, settings=SETTINGS[name], seed=3)
     for part in loaded.module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -42,9 +56,10 @@ def gpt2() -> Any:
     return loaded
 
 
-def train_plainly(document: TorchExport) -> tuple[nn.Module, list[list[float]], dict[str, Tensor]]:
+def train_plainly(name: str, document: TorchExport) -> tuple[nn.Module, list[list[float]], dict[str, Tensor]]:
     """The untouched model; of the last step its gradients."""
-    model, (ids, labels) = gpt2().module, batch(document.mini_batch)
+    loaded = small(name)
+    model, (words, labels) = loaded.module, batch(loaded, document.mini_batch)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses: list[list[float]] = []
     for _ in range(STEPS):
@@ -52,7 +67,8 @@ def train_plainly(document: TorchExport) -> tuple[nn.Module, list[list[float]], 
         losses.append([])
         for part in range(document.micro_batches):
             rows = slice(part * document.micro_batch_size, (part + 1) * document.micro_batch_size)
-            loss = loss_of(model(ids[rows]), labels[rows])
+            part_of_words = words.mapped(lambda own: own[rows])  # noqa: B023
+            loss = loss_of(part_of_words.call(model), labels[rows])
             (loss / document.micro_batches).backward()  # type: ignore[no-untyped-call]
             losses[-1].append(loss.item())
         gradients = {name: own.grad.clone() for name, own in model.named_parameters() if own.grad is not None}
@@ -65,10 +81,12 @@ def main(folder: Path, rank: int, world: int) -> None:
     dist.init_process_group(
         "gloo", f"file://{folder}/meeting", timedelta(seconds=60), rank=rank, world_size=world
     )
-    document = TorchExport.load(folder / "gpt2.torch.json")
-    loaded, (ids, labels) = gpt2(), batch(document.mini_batch)
+    document = TorchExport.load(folder / "tied.torch.json")
+    model_name = (folder / "model.txt").read_text()
+    loaded = small(model_name)
+    words, labels = batch(loaded, document.mini_batch)
     example = loaded.example.layer_input
-    layers = sequential(loaded.module, example, granularity=document.granularity)
+    layers = sequential(loaded.module, loaded.example, granularity=document.granularity)
     if rank:
         with torch.no_grad():  # those of the first stage with the weight count
             loaded.module.get_input_embeddings().weight.add_(1.0)
@@ -78,12 +96,14 @@ def main(folder: Path, rank: int, world: int) -> None:
     for _ in range(STEPS):
         for parameter in process.parameters():
             parameter.grad = None
-        found = process.step(ids if process.is_first else None, labels if process.is_last else None)
+        found = process.step(
+            words.layer_input if process.is_first else None, labels if process.is_last else None
+        )
         losses.append([loss.item() for loss in found])
         optimizer.step()
-    model, plain_losses, plain = train_plainly(document)
+    model, plain_losses, plain = train_plainly(model_name, document)
     values = dict(model.named_parameters())
-    by_stage = sequential(model, example, granularity=document.granularity)
+    by_stage = sequential(model, loaded.example, granularity=document.granularity)
     names = {id(own): name for name, own in model.named_parameters()}
     off: dict[str, float] = {}
     copies: dict[str, list[float]] = {}
@@ -92,12 +112,12 @@ def main(folder: Path, rank: int, world: int) -> None:
         for name, own in module.named_parameters():
             number, _, path = name.partition(".")
             found_in = by_stage[int(number)].get_parameter(path) if _is_registered(by_stage, name) else None
-            key = "transformer.wte.weight" if found_in is None else names[id(found_in)]
+            key = TIED[model_name] if found_in is None else names[id(found_in)]
             assert own.grad is not None
             off[f"{first}:{name}"] = max(
                 (own.grad - plain[key]).abs().max().item(), (own.detach() - values[key]).abs().max().item()
             )
-            if key == "transformer.wte.weight":
+            if key == TIED[model_name]:
                 copies[f"{first}:{name}"] = own.detach().flatten().tolist()
     result = {"losses": losses, "plain_losses": plain_losses, "off": off, "copies": copies}
     (folder / f"{rank}.json").write_text(json.dumps(result))
