@@ -1,7 +1,7 @@
 """Which models become layers: python benchmarks/model_coverage.py [NAME[@SHAPE] ...] [--values]
 
-Takes models apart on the meta device (no weights, no time), at granularity block and fine, and prints a
-table of the layers, the allowed cuts and the most tensors that cross one, or the sentence that says why not.
+Takes models apart on the meta device (no weights, no time), at granularity fine, and prints a table of the
+layers, the allowed cuts and the most tensors that cross one, or the sentence that says why not.
 Without names: all of torchvision's. `--write docs/models.md` writes the table into that page.
 
 `--values` builds the models instead, each in a process of its own with a time limit, several side by side
@@ -43,7 +43,6 @@ from pplan.profiler.user_model.seeding import repeatable_seeds
 
 MARKS = "<!-- made by benchmarks/model_coverage.py -->", "<!-- end -->"
 VALUE_MARKS = "<!-- made by benchmarks/model_coverage.py --values -->", "<!-- end of values -->"
-GRANULARITIES = ("block", "fine")
 LIBRARIES = {
     "torchvision": "torchvision",
     "timm": "timm, a small model of each family",
@@ -93,8 +92,8 @@ def main() -> None:
 def structure_table(names: list[str]) -> list[str]:
     """Printed line by line."""
     lines = [
-        "| model | layers, block | cuts | layers, fine | cuts | tensors over a cut, at most |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| model | layers, fine | cuts | tensors over a cut, at most |",
+        "| --- | ---: | ---: | ---: |",
     ]
     print("\n".join(lines))
     able = 0
@@ -113,24 +112,19 @@ def row(name: str) -> tuple[str, bool]:
     model, shape = shape_of(name)
     settings = coverage_models.SMALL if model.startswith("hf:") else None
     try:
-        profiles = [
-            pplan.profile(
-                model,
-                device="meta",
-                micro_batch_sizes=[2],
-                granularity=granularity,
-                input_shape=shape,
-                settings=settings,
-            )
-            for granularity in GRANULARITIES
-        ]
+        profile = pplan.profile(
+            model,
+            device="meta",
+            micro_batch_sizes=[2],
+            granularity="fine",
+            input_shape=shape,
+            settings=settings,
+        )
     except pplan.PplanError as error:
-        return f"| {model} | {error.what} | | | | |", False
-    cells = []
-    for profile in profiles:
-        cells += [str(len(profile.layers)), str(sum(layer.cut_after for layer in profile.layers[:-1]))]
-    widest = max((layer.crossing or 0 for layer in profiles[-1].layers[:-1]), default=0)
-    return f"| {model} | {' | '.join(cells)} | {widest} |", True
+        return f"| {model} | {error.what} | | |", False
+    cuts = sum(layer.cut_after for layer in profile.layers[:-1])
+    widest = max((layer.crossing or 0 for layer in profile.layers[:-1]), default=0)
+    return f"| {model} | {len(profile.layers)} | {cuts} | {widest} |", True
 
 
 def value_tables(options: argparse.Namespace) -> list[str]:

@@ -23,7 +23,7 @@ WORKER = Path(__file__).with_name("tied_worker.py")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "balance", "schedule"), [("hf:gpt2", [3, 3], "1f1b"), ("hf:t5", [4, 4, 2], "zb-h1")]
+    ("model", "balance", "schedule"), [("hf:gpt2", [3, 3], "1f1b"), ("hf:t5", [4, 4, 2], "1f1b")]
 )
 def test_losses_gradients_and_weights_are_the_plain_models(
     model: str,
