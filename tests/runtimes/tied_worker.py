@@ -89,7 +89,7 @@ def main(folder: Path, rank: int, world: int) -> None:
     layers = sequential(loaded.module, loaded.example, granularity=document.granularity)
     if rank:
         with torch.no_grad():  # those of the first stage with the weight count
-            loaded.module.get_input_embeddings().weight.add_(1.0)
+            loaded.module.get_parameter(TIED[model_name]).add_(1.0)
     process = build(document, layers, example_input=example, loss_fn=loss_of, device="cpu")
     optimizer = torch.optim.Adam(process.parameters(), lr=0.01)
     losses = []

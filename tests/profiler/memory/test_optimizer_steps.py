@@ -29,7 +29,7 @@ FLAGS: dict[StepKernels, dict[str, bool]] = {
 }
 
 
-def counted(name: str, sizes: Sequence[int] = SIZES, **flags: bool) -> int:
+def counted(name: str, sizes: Sequence[int], **flags: bool) -> int:
     """Bytes of a step above those that there are before and after it, its states existing."""
     parameters = [nn.Parameter(torch.ones(size)) for size in sizes]
     for parameter in parameters:
@@ -50,7 +50,7 @@ def test_temporaries_are_those_that_torch_makes(name: str, kernels: StepKernels)
     weights, largest = 4.0 * sum(SIZES), 4.0 * max(SIZES)
     stage = StageBytes(weights, weights, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, largest=largest)
     made = Training(name, Precision(4, 4, kernels=kernels)).step_temporaries(stage)
-    assert counted(name, **FLAGS[kernels]) == pytest.approx(made or 0.0, abs=200)
+    assert counted(name, SIZES, **FLAGS[kernels]) == pytest.approx(made or 0.0, abs=200)
 
 
 def test_of_a_large_parameter_behind_a_small_one_they_are_less() -> None:
@@ -62,4 +62,4 @@ def test_of_a_large_parameter_behind_a_small_one_they_are_less() -> None:
 
 
 def test_on_a_cpu_torch_steps_parameter_by_parameter() -> None:
-    assert counted("adamw") == counted("adamw", foreach=False)
+    assert counted("adamw", SIZES) == counted("adamw", SIZES, foreach=False)
