@@ -120,7 +120,7 @@ KINDS = {
     FOR_A_RUNTIME: "step_seconds",
 }
 """A key at the top of a file that only files of this kind have, and those named before it."""
-_OTHER_KINDS = {"calibration": "corrections", "check": "cases", "sweep": "rows", "trace": "traceEvents"}
+_OTHER_KINDS = {"check": "cases", "calibration": "corrections", "sweep": "rows", "trace": "traceEvents"}
 """The same for kinds of files that no command mistakes for another."""
 COSTS, SVG, TEXT = "table or graph of costs", "SVG drawing", "text"
 REPORT = "report page"

@@ -226,3 +226,9 @@ def test_the_ends_of_a_seeds_range() -> None:
     for seed in (-(2**63) - 1, 2**64):
         with pytest.raises(ValidationError):
             seeds.validate_python(seed)
+
+
+def test_a_check_with_corrections_is_a_check() -> None:
+    """Which is written over the next time."""
+    assert detect_kind('{"schema": 1, "corrections": null, "cases": []}') == "check"
+    assert detect_kind('{"schema": 1, "corrections": {}}') == "calibration"
