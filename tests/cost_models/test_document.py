@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from pplan.cost_models.document import Document, Record, Seed
 from pplan.cost_models.errors import FileError
 from pplan.cost_models.machines.topology_file import load_topology
-from pplan.cost_models.text_files import decode_text, detect_kind, read_text, sha256, write_whole
+from pplan.cost_models.text_files import decode_text, detect_kind, file_kind, read_text, sha256, write_whole
 
 
 class Part(Record):
@@ -230,5 +230,5 @@ def test_the_ends_of_a_seeds_range() -> None:
 
 def test_a_check_with_corrections_is_a_check() -> None:
     """Which is written over the next time."""
-    assert detect_kind('{"schema": 1, "corrections": null, "cases": []}') == "check"
-    assert detect_kind('{"schema": 1, "corrections": {}}') == "calibration"
+    assert file_kind('{"schema": 1, "corrections": null, "cases": []}') == "check"
+    assert file_kind('{"schema": 1, "corrections": {}}') == "calibration"
