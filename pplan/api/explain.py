@@ -50,6 +50,7 @@ def explain(
 
     Raises UsageError (a profile of other layers, a split that cannot be), FileError.
     """
+    arguments.function("progress", progress)
     (split,) = options_from(options, ExplainOptions, of="explain")
     folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
     plan = as_plan(plan)

@@ -179,6 +179,7 @@ def sweep(
     Raises UsageError (also the points', where none is usable), FileError, MachineError (the backend is not
     installed).
     """
+    arguments.function("progress", progress)
     (sweep_options,) = options_from(
         {name: value for name, value in options.items() if name in SWEEP}, SweepOptions
     )

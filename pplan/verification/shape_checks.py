@@ -176,6 +176,8 @@ def _training(check: LineCheck, inputs: VerificationInputs) -> None:
     training = read_training(plan)
     if inputs.profile is not None:
         check.same("amp", plan.profile.optional_text("amp"), _profile_text(plan, "amp", inputs.profile))
+        shared, measured = (own.count("tensor_parallel", 1) for own in (plan.profile, inputs.profile))
+        check.same("tensor_parallel", shared, measured)
     for key, default in (("precision", "auto"), ("gradient_dtype", "auto")):
         own, requested = plan.whole.optional_text(key), options.text(key, default)
         check.require(f"{key} is not the requested one", requested in ("auto", own), own, requested)

@@ -175,14 +175,13 @@ _LISTS = nn.ModuleList | nn.ModuleDict | nn.Sequential
 def _entries(model: nn.Module) -> list[str]:
     """Modules in a list, of the outermost lists, and what has none inside."""
     paths: list[str] = []
+    parts = dict(model.named_modules(remove_duplicate=False))  # `get_submodule` is not there once scripted
     for path in _children(model):
-        lists = [
-            inner for inner, part in model.get_submodule(path).named_modules() if isinstance(part, _LISTS)
-        ]
+        lists = [inner for inner, part in parts[path].named_modules() if isinstance(part, _LISTS)]
         outermost = [inner for inner in lists if not any(inner.startswith(f"{o}.") for o in lists)]
         inside = [f"{path}.{inner}" if inner else path for inner in outermost]
         for place in inside:
-            paths += [f"{place}.{key}" for key in child_modules(model.get_submodule(place))]
+            paths += [f"{place}.{key}" for key in child_modules(parts[place])]
         paths += [] if inside else [path]
     return paths if paths != _children(model) else []
 
@@ -191,8 +190,9 @@ def _children(model: nn.Module) -> list[str]:
     """Of a list, its entries."""
     paths: list[str] = []
     for key, child in child_modules(model).items():
-        is_list = isinstance(child, _LISTS)
-        paths += [f"{key}.{inner}" for inner in child_modules(child)] if is_list and child else [key]
+        if child is not None:
+            inside = child_modules(child) if isinstance(child, _LISTS) else {}
+            paths += [f"{key}.{inner}" for inner in inside] or [key]
     return paths
 
 

@@ -27,8 +27,8 @@ def test_steps_of_megatron_on_a100(row: MegatronRow) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", MEGATRON, ids=lambda row: f"{row.parameters:g}")
-def test_steps_of_all_models(row: MegatronRow) -> None:
+@pytest.mark.parametrize("row", MEGATRON[:-1], ids=lambda row: f"{row.parameters:g}")
+def test_steps_of_all_models_but_the_largest(row: MegatronRow) -> None:
     step = predict_megatron(row).estimate.step_seconds
     assert row.flops / step / row.gpus / 1e12 == pytest.approx(row.teraflops, rel=0.12)
 
