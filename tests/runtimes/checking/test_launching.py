@@ -304,7 +304,11 @@ def test_a_launcher_that_is_killed_leaves_no_process(
 ) -> None:
     def kill_launcher(*_: object) -> None:
         for pid in launching._children(os.getpid()):
-            if b"pretending.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if any(word.endswith(b"pretending.py") for word in words):
+                folder = next(path for path in map(Path, map(os.fsdecode, words[1:-1])) if path.is_dir())
+                while len(launching._pids(folder)) < 2:  # those that have not begun end by themselves
+                    time.sleep(0.01)
                 os.kill(pid, signal.SIGKILL)
 
     pretend("hangs")
