@@ -230,12 +230,6 @@ GRAPHS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
         lambda: torchvision.models.googlenet(num_classes=3, init_weights=False),
         lambda: torch.randn(2, 3, 64, 64, dtype=torch.float64),
     ),
-    "lraspp": (
-        lambda: torchvision.models.get_model(
-            "lraspp_mobilenet_v3_large", weights_backbone=None, num_classes=3
-        ),
-        lambda: torch.randn(2, 3, 48, 40, dtype=torch.float64),
-    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""GPT-2, whose embedding and head are one weight, on two and three processes against the plain model."""
+"""GPT-2, whose embedding and head are one weight, and T5, whose two embeddings and head are, on two and three
+processes against the plain model."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ WORKER = Path(__file__).with_name("tied_worker.py")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "balance", "schedule"), [("hf:gpt2", [3, 3], "1f1b"), ("hf:gpt2", [1, 3, 2], "zb-h1")]
+    ("model", "balance", "schedule"),
+    [("hf:gpt2", [3, 3], "1f1b"), ("hf:gpt2", [1, 3, 2], "zb-h1"), ("hf:t5", [4, 4, 2], "1f1b")],
 )
 def test_losses_gradients_and_weights_are_the_plain_models(
     model: str,
@@ -55,5 +57,5 @@ def test_losses_gradients_and_weights_are_the_plain_models(
     assert ranks[0]["plain_losses"][-1][0] < ranks[0]["plain_losses"][0][0]
     assert max(off for rank in ranks for off in rank["off"].values()) < 1e-9
     copies = [copy for rank in ranks for copy in rank["copies"].values()]
-    assert len(copies) == 2
+    assert len(copies) == {"hf:gpt2": 2, "hf:t5": 3}[model]
     assert all(copy == copies[0] for copy in copies)

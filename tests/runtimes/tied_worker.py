@@ -22,6 +22,7 @@ from pplan.runtimes.torch_pipelining import build
 SETTINGS = {
     "hf:gpt2": {"n_layer": 3, "n_embd": 16, "n_head": 2, "vocab_size": 40, "n_positions": 12},
     "hf:t5": {
+        "dropout_rate": 0.0,
         "num_layers": 2,
         "d_model": 16,
         "num_heads": 2,

@@ -229,7 +229,7 @@ def test_best_on_several_kinds_of_devices(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 3])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_best_where_gradients_fill_several_buckets(
     seed: int,
     make_chain: MakeChain,
