@@ -5,7 +5,7 @@ of 2 billion parameters) on machines of three levels of links: 8 GPUs of 80 GiB 
 of one kind of GPU, or half of them half as fast. The global batch is 256 samples a GPU; the largest case has
 4,096 micro-batches, the others any number. Each case runs in a process of its own with a time limit of 20 s:
 seconds of processor time of the solving, the most memory of the process, and how far the plan is from the
-proven bound. Takes some five minutes of processor time; `--quick` leaves out what has over 1,024 devices.
+proven bound. Takes five to six minutes of processor time; `--quick` leaves out what has over 1,024 devices.
 """
 
 from __future__ import annotations

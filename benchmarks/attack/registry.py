@@ -75,8 +75,6 @@ BOUNDS: dict[str, str] = {
     "search/relaxed_programme.py:_Programme.bounds": RELAXED,
     "search/relaxed_programme.py:_Programme._is_bound": RELAXED,
     "search/relaxed_problem.py:RelaxedProblem.in_time": RELAXED,
-    "search/fluid_bound.py:fluid_bound": RELAXED,
-    "search/fluid_bound.py:_largest": RELAXED,
     "search/relaxed_bound.py:_StageRange.bound": RELAXED,
     "search/relaxed_bound.py:RelaxedBound.least": RELAXED,
     "search/relaxed_bound.py:RelaxedBound._least_below": RELAXED,
@@ -101,14 +99,16 @@ ATTACKED_BY_TESTS: dict[str, str] = {
     "degrees/stage_divisions.py:least_interleaved": "tests/planner/degrees/test_degree_search.py",
     "degrees/stage_divisions.py:interleaved_bound": "tests/planner/degrees/test_degree_search.py",
     "degrees/degree_search.py:search_degrees": "tests/planner/degrees/test_degree_search.py",
+    "search/fluid_bound.py:fluid_bound": "tests/planner/search/test_fluid_bound.py",
     "synthesis/order_problem.py:OrderProblem.bound": "tests/planner/synthesis/test_orders.py",
     "synthesis/local_search.py:improve_order": "tests/planner/synthesis/test_orders.py",
     "synthesis/solve_order.py:solve_order": "tests/planner/synthesis/test_orders.py",
 }
-"""Bounds on plans of transformers by degrees, which no problem of the attack has, on orders of stages, and on
-cuts, which the attack's problems meet as well."""
+"""Bounds on plans of transformers by degrees and of long chains, which no problem of the attack has, on
+orders of stages, and on cuts, which the attack's problems meet as well."""
 
 NOT_BOUNDS: dict[str, str] = {
+    "search/fluid_bound.py:_largest": "a part of fluid_bound",
     "coverage.py:_is_bounded": "a part of is_searched, of large problems",
     "objectives/solve_objective.py:_robust_aim": "of a robust plan no bound is said",
     "search/relaxed_bound.py:RelaxedBound.propose_rest": "plans near what bounds found, which are scored",

@@ -124,9 +124,10 @@ class RelaxedBound:
 
     def _look(self, bound: float, range_: _StageRange | Family) -> None:
         if isinstance(range_, Family):
-            if range_ not in self._fluid:
+            # Of short chains the ranges of stages say more, in the time that it takes.
+            if range_ not in self._fluid and self.space.is_long:
                 self._fluid[range_] = fluid_bound(self.space.within(self.budget), range_, self.step)
-            bound = max(bound, min(self._fluid[range_], self.step))
+            bound = max(bound, min(self._fluid.get(range_, 0.0), self.step))
             if bound >= self.step:
                 return
             for whole in self._whole_range(range_, bound):

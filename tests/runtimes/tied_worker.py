@@ -19,7 +19,7 @@ from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
 from pplan.runtimes.formats.torch_export import TorchExport
 from pplan.runtimes.torch_pipelining import build
 
-SETTINGS = {
+SETTINGS: dict[str, dict[str, object]] = {
     "hf:gpt2": {"n_layer": 3, "n_embd": 16, "n_head": 2, "vocab_size": 40, "n_positions": 12},
     "hf:t5": {
         "dropout_rate": 0.0,
