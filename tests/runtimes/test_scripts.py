@@ -91,7 +91,7 @@ def command_of(runtime: str, folder: Path) -> list[str]:
 
 
 def by_its_command(forked: ForkedPython, command: list[str], folder: Path) -> str:
-    done = forked(folder / "by_its_command", folder, *command).wait(SECONDS)
+    done: subprocess.CompletedProcess[str] = forked(folder / "launcher", folder, *command).wait(SECONDS)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
