@@ -149,7 +149,7 @@ def _alive(
     for stay in _lifetimes(program, device, recompute):
         if stay.start <= position <= stay.end:
             own = sizes[stay.chunk][stay.saves]
-            phases = [True, position >= stay.backward, *(position > begun for begun in stay.parts_begun)]
+            phases = [True, position >= stay.backward, *(position > before for before in stay.part_starts)]
             amount = sum(sum(size) for size, is_on in zip(own, phases, strict=False) if is_on)
             yield InFlightBytes(stay.micro_batch, stay.chunk, stay.share * amount)
 
@@ -185,7 +185,7 @@ class _Lifetime(NamedTuple):
     """Whether it saves all in forward."""
 
     @property
-    def parts_begun(self) -> tuple[int, ...]:
+    def part_starts(self) -> tuple[int, ...]:
         """The last positions before the third and the fourth of `MicroBatchBytes` are there."""
         return (self.backward - 1, self.backward) if self.end > self.backward else ()
 
@@ -228,7 +228,7 @@ def _over_time(
     changes = np.zeros((count + 1, len(sizes), 2, 4))  # by chunk, whether it saves, and as MicroBatchBytes
     for stay in stays:
         counts = changes[:, stay.chunk, int(stay.saves)]
-        starts = (stay.start, stay.backward, *(position + 1 for position in stay.parts_begun))
+        starts = (stay.start, stay.backward, *(position + 1 for position in stay.part_starts))
         for phase, start in enumerate(starts):
             counts[start, phase] += stay.share
             counts[stay.end + 1, phase] -= stay.share

@@ -73,8 +73,9 @@ class LayerCosts:
         """(layers,): gradients that the first part of a backward leaves for the second. Where they were not
         counted, the larger of what a layer saves and what it hands on: a gradient that a weight waits for is
         as large as what was computed with that weight, which the next operation mostly saves."""
-        counted = self.pending_gradient_bytes
-        return np.maximum(self.saved_bytes, self.output_bytes) if counted is None else counted
+        if self.pending_gradient_bytes is not None:
+            return self.pending_gradient_bytes
+        return np.maximum(self.saved_bytes, self.output_bytes)
 
     @property
     def loss_bytes(self) -> float:

@@ -253,8 +253,8 @@ class Timeline:
             if action.kind == "F":
                 changes.append((start, sizes[action.chunk] * share, action, False))
             elif self.order.finishing[i]:
-                held = sizes[action.chunk] + (sum(parts[action.chunk]) if action.kind == "W" else 0.0)
-                changes.append((end, -held * share, action, True))
+                amount = sizes[action.chunk] + (sum(parts[action.chunk]) if action.kind == "W" else 0.0)
+                changes.append((end, -amount * share, action, True))
             elif first_part is not None:
                 begins, ends = parts[action.chunk]
                 changes += [(start, begins * share, action, False), (end, ends * share, action, False)]

@@ -262,12 +262,12 @@ class _TableMaker:
         }
         return np.broadcast_to(total(with_reserve(terms, context)), table.valid.shape)
 
-    def _most_in_parts(self, slot: StageSlot, waiting: Amount, begun: Amount) -> Floats:
+    def _most_in_parts(self, slot: StageSlot, waiting: Amount, behind: Amount) -> Floats:
         """The most that micro-batches hold of a slot's part where each holds `waiting` bytes from its F on,
-        and `begun` more from the start of its B."""
+        and `behind` more from the start of its B."""
         pairs = self._levels[slot]
-        held = [np.asarray(levels[0] * waiting + levels[1] * begun) for levels in pairs]
-        most: Floats = np.max(held, axis=0)
+        amounts = [np.asarray(levels[0] * waiting + levels[1] * behind) for levels in pairs]
+        most: Floats = np.max(amounts, axis=0)
         return most
 
     @cached_property
@@ -276,8 +276,8 @@ class _TableMaker:
         has begun."""
         program, levels = self.shape.program, dict[StageSlot, set[tuple[float, float]]]()
         if "levels" in program.derived:
-            known: dict[StageSlot, set[tuple[float, float]]] = program.derived["levels"]
-            return known
+            earlier: dict[StageSlot, set[tuple[float, float]]] = program.derived["levels"]
+            return earlier
         for device, own in enumerate(program.actions):
             split = {action[1:] for action in own if action.kind == "W"}
             now: dict[StageSlot, list[float]] = {}

@@ -232,11 +232,11 @@ def _memory(problem: Problem, assembly: Assembly) -> tuple[list[float], list[flo
         saves = assembly.recompute[device] == "never"
         for chunk, own in enumerate(assembly.chunk_bytes(device)):
             part = program.parts_by_slot[StageSlot(device, chunk)]
-            held = micro_batch_bytes(own, program)[saves]
-            sizes[part] = sum(held.forward)
-            again, split = sum(held.backward), program.splits_backward
+            amounts = micro_batch_bytes(own, program)[saves]
+            sizes[part] = sum(amounts.forward)
+            again, split = sum(amounts.backward), program.splits_backward
             if split:
-                first_part[part] = again + sum(held.first_part), sum(held.behind_first_part)
+                first_part[part] = again + sum(amounts.first_part), sum(amounts.behind_first_part)
             behind = float(own.layer_workspace) if split else float(own.workspace) + again
             workspace[part] = float(own.workspace), behind
     return room, sizes, first_part, workspace
