@@ -226,9 +226,9 @@ def _memory(problem: Problem, assembly: Assembly) -> tuple[list[float], list[flo
     first_part, workspace = ([(0.0, 0.0)] * program.slots for _ in range(2))
     for device in range(program.devices):
         terms = assembly.ledger(device)
-        kept = sum(amount for name, amount in terms.items() if name not in COMING)
+        lasting = sum(amount for name, amount in terms.items() if name not in COMING)
         limit = problem.space.limit(assembly.ranks[device]) - terms.get("context", 0.0)
-        room.append(limit / (1 + FRAGMENTATION_RESERVE) - kept)
+        room.append(limit / (1 + FRAGMENTATION_RESERVE) - lasting)
         saves = assembly.recompute[device] == "never"
         for chunk, own in enumerate(assembly.chunk_bytes(device)):
             part = program.parts_by_slot[StageSlot(device, chunk)]
