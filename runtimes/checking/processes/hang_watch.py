@@ -28,40 +28,30 @@ class HangWatch:
     """While it is entered, a thread that ends the process as soon as it has begun nothing anew for `seconds`
     and does not wait for another process.
 
-    `all_threads`: not the main one only, which may wait for others of the same process. A process that waits
-    for its GPU is left alone: what that waits for may be another process.
+    A process that waits for its GPU is left alone: what that waits for may be another process.
     """
 
-    def __init__(self, journal: RankJournal, seconds: float, *, all_threads: bool = False) -> None:
-        self._journal, self._seconds, self._all_threads = journal, seconds, all_threads
+    def __init__(self, journal: RankJournal, seconds: float) -> None:
+        self._journal, self._seconds = journal, seconds
         self._over = threading.Event()
 
     def __enter__(self) -> None:
-        threading.Thread(target=self.watch, args=(threading.get_ident(),), daemon=True).start()
+        threading.Thread(target=self.watch, daemon=True).start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
 
-    def watch(self, computing: int) -> None:
+    def watch(self) -> None:
         """Runs in a thread of its own, beside the one that computes."""
         while not self._over.wait(min(POLL_SECONDS, self._seconds / 4)):
             least = 0.0 if self._journal.doing else STARTING_SECONDS
             if time.monotonic() - self._journal.since <= max(self._seconds, least):
                 continue
-            frames = self._frames(computing)
+            frames = _frames()
             if frames and not _waits_for_others(frames):
                 self._end(frames[0])
-
-    def _frames(self, computing: int) -> list[str]:
-        """Of the thread that computes, innermost first."""
-        if not self._all_threads:
-            return _stack(computing)
-        with tempfile.TemporaryFile("w+") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
-            file.seek(0)
-            return busy_frames(file.read())
 
     def _end(self, where: str) -> None:
         """Ends the process, whatever its main thread is in, with two lines as of any other error."""
@@ -73,12 +63,12 @@ class HangWatch:
         os._exit(STATUS)
 
 
-def _stack(thread: int) -> list[str]:
-    frame, found = sys._current_frames().get(thread), list[str]()
-    while frame is not None:
-        found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}")
-        frame = frame.f_back
-    return found
+def _frames() -> list[str]:
+    """Of the thread that computes (torchgpipe's main thread waits for one of its own), innermost first."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return busy_frames(file.read())
 
 
 def _waits_for_others(frames: list[str]) -> bool:

@@ -151,7 +151,7 @@ def run_in_torchrun(job: Job, process: TorchrunEnv) -> CheckMeasurements | None:
     """
     journal = RankJournal(None, process.rank)
     try:
-        with HangWatch(journal, job.timeout_seconds, all_threads=process.world_size == 1):
+        with HangWatch(journal, job.timeout_seconds):
             return run_job(job, process, journal)
     except Exception as error:
         failure = describe_failure(error)
@@ -173,4 +173,5 @@ class LostRankError(MachineError):
 def _hint(what: str, job: Job) -> str:
     if "EADDRINUSE" in what or "in use" in what:
         return "Another program has this port: name another with torchrun --master-port."
-    return f"See what the other processes printed; each waits {job.timeout_seconds + LONGER_SECONDS:g} s (`timeout`)."
+    waited = job.timeout_seconds + LONGER_SECONDS
+    return f"See what the other processes printed; each waits {waited:g} s (`timeout`)."
