@@ -27,7 +27,7 @@ from fuzzing.cases import KINDS, Case, Workspace, case_of
 from fuzzing.seeds import make_seeds
 
 CASES = 10_000
-KILLED_AFTER = 60
+KILLED_AFTER = 600
 """Seconds of a case that answers no signal: its process ends."""
 COMMAND_LINE = "command line"
 
