@@ -36,16 +36,21 @@
 
   function memoryPoints(stage) {
     if (shown.levels) return movedMemoryPoints(stage);
-    const own = shown.devices[stage], [resident, inFlight] = data.memory[stage];
+    const own = shown.devices[stage], [resident, inFlight, , firstPart] = data.memory[stage];
     const finished = new Set();
     for (let i = 0; i < own.m.length; i++) if (own.kinds[i] === "W") finished.add(`${own.m[i]}.${own.c[i] || 0}`);
     const points = [[0, resident]];
     let level = resident;
     for (let i = 0; i < own.m.length; i++) {
       const chunk = own.c[i] || 0, kind = own.kinds[i];
+      const [begins, ends] = firstPart[chunk];
       if (kind === "F") level += inFlight[chunk];
-      else if (kind === "W" || !finished.has(`${own.m[i]}.${chunk}`)) level -= inFlight[chunk];
-      else continue;
+      else if (kind === "W") level -= inFlight[chunk] + begins + ends;
+      else if (!finished.has(`${own.m[i]}.${chunk}`)) level -= inFlight[chunk];
+      else {
+        points.push([own.start[i], level += begins]);
+        level += ends;
+      }
       points.push([kind === "F" ? own.start[i] : own.end[i], level]);
     }
     points.push([shown.step, level]);
