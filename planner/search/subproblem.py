@@ -159,7 +159,9 @@ class Subproblem:
             return []
         plans, lowest = join_plans(parts), np.concatenate(bounds)
         if remaining == 1:
-            lowest = np.maximum(lowest, bound.finished(self._pipelines(choices, plans)))
+            # Of where they run, the bound looks at the stages that share a weight alone.
+            whole = self._pipelines(choices, plans, routed=bool(self.space.chain.tied))
+            lowest = np.maximum(lowest, bound.finished(whole))
         return list(_chunks(plans, lowest, chunk.stages, remaining - 1, limit, width))
 
     def score_chunk(self, chunk: Chunk, limit: float) -> tuple[ScoredPlan | None, Chunk | None]:
@@ -208,7 +210,8 @@ class Subproblem:
                     best = ScoredPlan(proposals[first], plan.recompute, limit)
         return best
 
-    def _pipelines(self, choices: StageChoices, plans: PartialPlans) -> Pipelines:
+    def _pipelines(self, choices: StageChoices, plans: PartialPlans, *, routed: bool = True) -> Pipelines:
+        """Of whole plans; without `routed` as if no stages shared a port."""
         runtime, columns = self.space.runtime, dict(plans.columns)
         table = choices.groups[0].costs.table
         starts = np.concatenate([np.zeros_like(plans.ends[:, :1]), plans.ends[:, :-1]], axis=1)
@@ -218,8 +221,10 @@ class Subproblem:
             columns["forward_launch"] = table.forward_launch[starts, plans.ends]
             columns["backward_launch"] = table.backward_launch[starts, plans.ends]
         transfers = "overlapped" if runtime is None else runtime.transfers
-        devices = [self._devices(choices, plans, row) for row in range(len(plans))]
-        routes = find_routes(self.space, self.family.config, devices, starts, plans.ends)
+        routes = None
+        if routed:
+            devices = [self._devices(choices, plans, row) for row in range(len(plans))]
+            routes = find_routes(self.space, self.family.config, devices, starts, plans.ends)
         return Pipelines(self.family.config, **columns, transfers=transfers, routes=routes)
 
     def _devices(self, choices: StageChoices, plans: PartialPlans, row: int) -> tuple[tuple[int, ...], ...]:
