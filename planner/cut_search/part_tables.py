@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.hardware import Device
-from ...cost_models.memory import Training, total, with_reserve
+from ...cost_models.memory import Amount, Training, total, with_reserve
 from ...cost_models.schedules import Program, StageSlot
-from ...cost_models.simulator.costs import Costs
+from ...cost_models.simulator.costs import Costs, Hosts
 from ..candidate import Proposal
 from ..pipeline_config import PipelineConfig
 from ..replica_exchange import ReplicaExchange, stage_figure
@@ -47,7 +47,8 @@ class PipelineShape:
 @dataclass(frozen=True, eq=False)
 class PartTables:
     """By slot of the program (n + 1, n + 1) seconds of a micro-batch. `credit`: what the first backward of
-    all (its weights' part, where there is one) does not take. `occupancy` (parts - 1, n + 1) and `latency`
+    all (its weights' part, where there is one) does not take. `forward_launch` and `backward_launch`: of the
+    `hosts`, as of `Costs`. `occupancy` (parts - 1, n + 1) and `latency`
     (parts - 1,) of transfers after each part, by where it ends. `usable` (parts, n + 1, n + 1): whether a
     part may lie there; of those that fit on no device with the rest of its parts, some are left in.
     """
@@ -57,6 +58,9 @@ class PartTables:
     backward: dict[StageSlot, Floats]
     weight: dict[StageSlot, Floats]
     credit: dict[StageSlot, Floats]
+    forward_launch: dict[StageSlot, Floats]
+    backward_launch: dict[StageSlot, Floats]
+    hosts: Hosts
     occupancy: Floats
     latency: Floats
     usable: npt.NDArray[np.bool_]
@@ -71,10 +75,22 @@ class PartTables:
         """That the layers are cut into."""
         return self.program.slots
 
+    @property
+    def is_late(self) -> bool:
+        """Whether a device may wait for a host."""
+        if self.hosts == "one" or self.program.splits_backward:
+            return any(own.any() for own in (*self.forward_launch.values(), *self.backward_launch.values()))
+        return any(
+            bool((self.forward_launch[slot] > self.forward[slot]).any())
+            or bool((self.backward_launch[slot] > self.backward[slot] - self.credit[slot]).any())
+            for slot in self.forward
+        )
+
     def costs(self, cuts: Cuts) -> Costs:
         """For the simulator, of many cuts side by side."""
         shape = (self.program.devices, self.program.chunks, 1, len(cuts))
-        columns = {name: np.zeros(shape) for name in ("forward", "backward", "weight", "credit")}
+        names = ("forward", "backward", "weight", "credit", "forward_launch", "backward_launch")
+        columns = {name: np.zeros(shape) for name in names}
         for name, values in columns.items():
             tables: dict[StageSlot, Floats] = getattr(self, name)
             for (device, chunk), table in tables.items():
@@ -89,6 +105,9 @@ class PartTables:
             backward=columns["backward"],
             weight=columns["weight"] if self.program.splits_backward else None,
             accumulation=columns["credit"],
+            forward_launch=columns["forward_launch"],
+            backward_launch=columns["backward_launch"],
+            hosts=self.hosts,
             forward_occupancy=occupancy,
             forward_latency=latency,
             backward_occupancy=occupancy,
@@ -113,13 +132,15 @@ class _TableMaker:
         figures = [self._figures(device) for device in range(program.devices)]
         never, always = (self._fits(mode) for mode in ("never", "always"))
         recompute = self.shape.config.recompute
-        backward = {}
+        backward, backward_launch = {}, {}
         usable = np.repeat(self._possible, program.slots, axis=0)
         for slot in slots:
             forward, whole = figures[slot.device]["forward"], figures[slot.device]["backward"]
             without = never[slot] & (recompute in ("never", "by_stage"))
             with_recompute = always[slot] & (recompute != "never")
             backward[slot] = np.where(without, whole, whole + forward)
+            table = self._table(slot.device)
+            backward_launch[slot] = table.backward_launch + np.where(without, 0.0, table.forward_launch)
             usable[program.parts_by_slot[slot]] &= without | with_recompute
         cut_from, cut_to = np.nonzero(self._possible[0])
         for part in range(program.slots):
@@ -131,6 +152,9 @@ class _TableMaker:
             backward=backward,
             weight={slot: figures[slot.device]["weight"] for slot in slots},
             credit={slot: figures[slot.device]["credit"] for slot in slots},
+            forward_launch={slot: self._table(slot.device).forward_launch for slot in slots},
+            backward_launch=backward_launch,
+            hosts=self.space.hosts,
             occupancy=occupancy,
             latency=latency,
             usable=usable,
@@ -237,23 +261,61 @@ class _TableMaker:
         holders = {rank for pipe in program.pipes for rank in self.shape.ranks[pipe[part].device]}
         context = min(float(ledger_options(kind, space.dtype)["context_bytes"]) for kind in kinds)
         training = Training(space.optimizer, space.number_bytes, len(holders), space.zero)
-        whole, most = stage.saved + stage.saved_input, self._most_in_flight[slot]
-        if mode == "never":
-            activations = most * whole
+        shares = [program.share(micro_batch) for micro_batch in range(program.micro_batches)]
+        whole = stage.saved + stage.saved_input
+        if program.splits_backward:
+            waits, stays = (whole, 0.0) if mode == "never" else (stage.input, whole)
+            activations: Amount = self._most_in_parts(
+                slot, waits + stage.output, stays + stage.pending - stage.released
+            )
+            communication = sum(shares) * (2 * stage.received + stage.sent)
         else:
+            most = self._most_in_flight[slot]
             # Of a backward of its own, and of the last forward before one.
-            share = min(program.share(micro_batch) for micro_batch in range(program.micro_batches))
-            activations = np.maximum(most * stage.input, share * (stage.input + whole))
-        pipe, alone = program.pipes[0], len(program.pipes) == 1
-        received = alone and part > 0 and pipe[part - 1].device != slot.device
-        sent = alone and part + 1 < len(pipe) and pipe[part + 1].device != slot.device
+            again = np.maximum(most * stage.input, min(shares) * (stage.input + whole))
+            activations = most * whole if mode == "never" else again
+            pipe, alone = program.pipes[0], len(program.pipes) == 1
+            received = alone and part > 0 and pipe[part - 1].device != slot.device
+            sent = alone and part + 1 < len(pipe) and pipe[part + 1].device != slot.device
+            communication = received * stage.received + sent * stage.sent
         terms = {
             **training.states(stage),
             "activations": activations,
-            "communication": received * stage.received + sent * stage.sent,
+            "communication": communication,
             "workspace": stage.workspace if mode == "never" else 0.0 * whole,
         }
         return np.broadcast_to(total(with_reserve(terms, context)), table.valid.shape)
+
+    def _most_in_parts(self, slot: StageSlot, waiting: Amount, behind: Amount) -> Floats:
+        """The most that micro-batches hold of a slot's part where each holds `waiting` bytes from its F on,
+        and `behind` more from the start of its B."""
+        pairs = self._levels[slot]
+        amounts = [np.asarray(levels[0] * waiting + levels[1] * behind) for levels in pairs]
+        most: Floats = np.max(amounts, axis=0)
+        return most
+
+    @cached_property
+    def _levels(self) -> dict[StageSlot, set[tuple[float, float]]]:
+        """By slot, during its actions: micro-batches in flight, and those of them that have a W and whose B
+        has begun."""
+        program, levels = self.shape.program, dict[StageSlot, set[tuple[float, float]]]()
+        if "levels" in program.derived:
+            earlier: dict[StageSlot, set[tuple[float, float]]] = program.derived["levels"]
+            return earlier
+        for device, own in enumerate(program.actions):
+            split = {action[1:] for action in own if action.kind == "W"}
+            now: dict[StageSlot, list[float]] = {}
+            for action in own:
+                share, slot = program.share(action.micro_batch), StageSlot(device, action.chunk)
+                level = now.setdefault(slot, [0.0, 0.0])
+                in_parts = action[1:] in split
+                level[0] += share if action.kind == "F" else 0.0
+                level[1] += share if action.kind == "B" and in_parts else 0.0
+                levels.setdefault(slot, set()).add((level[0], level[1]))
+                if action.kind == ("W" if in_parts else "B"):
+                    level[:] = level[0] - share, level[1] - (share if in_parts else 0.0)
+        program.derived["levels"] = levels
+        return levels
 
     @cached_property
     def _most_in_flight(self) -> dict[StageSlot, float]:

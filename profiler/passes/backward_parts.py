@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,12 +38,15 @@ class PartTimes:
 
     `input`: the gradient of what the layer was given; 0 for layers whose input needs none. `weight`: the
     gradients of its parameters, their accumulation included; 0 without parameters that need one.
+    `pending_bytes`: of the gradients that the first part leaves for the second, each storage once, with the
+    last layer that needs it. None: not counted, in journals of earlier versions.
     """
 
     input: Vector
     weight: Vector
     input_host: Vector | None = None
     weight_host: Vector | None = None
+    pending_bytes: Vector | None = None
 
 
 def run_parts(
@@ -82,11 +85,12 @@ def run_parts(
     del caught
     # Read before the next stamp is set: the clock uses what it settled again.
     inputs = stamps.times()
+    pending = np.array(paths.pending_bytes(), dtype=np.float64)
     clock.hold_back(leads.weights)
     with backward_failures():
         marks = _weight_gradients(paths, clock)
     clock.settle()
-    return _times(inputs, marks, paths.first, clock)
+    return replace(_times(inputs, marks, paths.first, clock), pending_bytes=pending)
 
 
 def _weight_gradients(paths: WeightPaths, clock: Clock) -> dict[int, tuple[Any, Any]]:
