@@ -297,7 +297,8 @@ class _TableMaker:
     @cached_property
     def _levels(self) -> dict[StageSlot, set[tuple[float, float]]]:
         """By slot, during its actions: micro-batches in flight, and those of them that have a W and whose B
-        has begun."""
+        has begun; without pairs beside which another has as many of both, or more in flight and fewer of
+        the others, so that it holds as much whatever the bytes' sign."""
         program, levels = self.shape.program, dict[StageSlot, set[tuple[float, float]]]()
         if "levels" in program.derived:
             earlier: dict[StageSlot, set[tuple[float, float]]] = program.derived["levels"]
@@ -314,6 +315,7 @@ class _TableMaker:
                 levels.setdefault(slot, set()).add((level[0], level[1]))
                 if action.kind == ("W" if in_parts else "B"):
                     level[:] = level[0] - share, level[1] - (share if in_parts else 0.0)
+        levels = {slot: most_pairs(pairs) for slot, pairs in levels.items()}
         program.derived["levels"] = levels
         return levels
 
@@ -336,3 +338,13 @@ class _TableMaker:
                     level[action.chunk] -= share
         program.derived["most_in_flight"] = most
         return most
+
+
+def most_pairs(pairs: set[tuple[float, float]]) -> set[tuple[float, float]]:
+    """Those of which one is the largest a x + b y, whatever b, for a of at least 0."""
+    needed, least, most = set[tuple[float, float]](), inf, -inf
+    for x, y in sorted(pairs, reverse=True):
+        if y < least or y > most:
+            needed.add((x, y))
+            least, most = min(least, y), max(most, y)
+    return needed
