@@ -87,6 +87,8 @@ class SizeRun:
             # What the libraries allocate once and keep (cuBLAS' workspaces, cuDNN's plans) is no layer's.
             self._passes.warm_up_layers()
             self._passes.time_whole()
+            # What is only waiting for Python's collector (a copy that was compared) is nothing static.
+            release(self._subject.device)
         self.memory = self._passes.step_memory(self.saved)
         if not has_time(LATER_PASSES * a_pass):
             self.counts_less = True

@@ -87,11 +87,14 @@ class Direction:
         self.holds: Vector | None = None
         """Seconds before each part; None before the first pass."""
         self.is_settled = False
+        self.late = np.zeros(0, dtype=np.bool_)
+        """The parts of the last pass in which the device waited for the host."""
         self._host = self._gap = self._device = self._limits = np.zeros(0)
         self._stops = np.zeros(0, dtype=np.int64)
         """How often the host of each part was stopped."""
         self._before: Timeline | None = None
-        self._waited = np.zeros(0, dtype=np.bool_)
+        self._late = np.zeros(0)
+        self._passes = 0
         self._margin = _MARGIN
         self._trials = 0
 
@@ -99,7 +102,7 @@ class Direction:
         """What a pass showed that was held back by `holds`."""
         if self.holds is None:
             self._host, self._gap = seen.host, seen.gap
-            self._device, self._waited = np.zeros_like(seen.host), ~seen.is_ahead
+            self._device, self._late = np.zeros_like(seen.host), np.zeros_like(seen.host)
             self._limits, self._stops = (
                 np.full(len(seen.host), LONGEST),
                 np.zeros(len(seen.host), dtype=np.int64),
@@ -107,13 +110,23 @@ class Direction:
             self.is_settled = not seen.host.any()
         else:
             self._judge(seen, self.holds)
+        self.late = ~seen.is_ahead
         self._keep_least(seen)
         self.holds = self._needed()
 
+    def keep(self, late: Mask) -> None:
+        """Where the device waited for the host in the seconds that are kept of a pass."""
+        if self.is_settled:
+            self._late = self._late + late
+            self._passes += 1
+
     @property
     def is_short(self) -> bool:
-        """Whether the device waited for the host in parts of the last pass."""
-        return float(self._host[self._waited].sum()) > _BLOCKED * float(self._host.sum())
+        """Whether the device waited for the host in parts of most of the passes that were kept."""
+        if not self._passes:
+            return False
+        late = self._late > _MOST_OF * self._passes
+        return float(self._host[late].sum()) > _BLOCKED * float(self._host.sum())
 
     def lead(self, slower: float = 1.0) -> float:
         """Seconds to hold back once, before all parts; `slower`: of the host, than at the least."""
@@ -121,12 +134,11 @@ class Direction:
         done = np.cumsum(self._device) - self._device
         return float(np.max(launched - done, initial=0.0))
 
-    def waits(self, seen: Timeline) -> Mask:
-        """Where the device waited for the host and could have been held back longer."""
-        if self.holds is None:
-            return np.zeros(len(seen.host), dtype=np.bool_)
-        waits: Mask = ~seen.is_ahead & (self._stops == 0) & (self.holds < self._limits)
-        return waits
+    @property
+    def adjustable(self) -> Mask:
+        """The parts before which the device may be held back for longer."""
+        able: Mask = (self._stops == 0) & (self._limits > (0.0 if self.holds is None else self.holds))
+        return able
 
     def launched(self, host: Vector) -> Vector:
         """The host's seconds of the first so many parts, without what it waited for the device."""
@@ -139,13 +151,12 @@ class Direction:
         return float((self._gap + self._host).sum())
 
     def _judge(self, seen: Timeline, holds: Vector) -> None:
-        stopped, waits = self._stopped(seen), bool(self.waits(seen).any())
+        stopped, waits = self._stopped(seen), bool((~seen.is_ahead & self.adjustable).any())
         waiting = seen.host - self._host
         less = np.where(self._stops > 0, 0.0, _BELOW_FULL * np.maximum(holds - waiting, 0.0))
         self._limits = np.where(stopped, less, self._limits)
         self._stops += stopped
         self._before = None if stopped.any() else seen
-        self._waited = ~seen.is_ahead
         self._trials += 1
         if waits:
             self._margin = min(_GROWTH * self._margin, _MOST_MARGIN)
@@ -184,15 +195,17 @@ class Direction:
 class WholeLead:
     """How long to hold a device back before one direction of the untouched model.
 
-    It needs what its layers need, all of it at once, and may fill no more than the queue: where the host was
-    stopped in two passes, the lead ends where it was stopped.
+    It needs what its layers need, all of it at once. Where that was too short the host was slower, or it was
+    stopped by a full queue: then it takes the longer, the later the device begins, and the lead ends where it
+    was stopped.
     """
 
     def __init__(self, layers: Direction) -> None:
         self._layers = layers
         self._limit = LONGEST
         self._slower = 1.0
-        self._stopped = 0
+        self._before: tuple[float, float] | None = None
+        """Lead and host's seconds of the last pass that was too short."""
         self.lead = 0.0
         self.has_waited = False
         """Whether the device waited for the host in the last pass."""
@@ -207,17 +220,20 @@ class WholeLead:
         usual = self._layers.launching
         if not usual:
             return
-        waiting = host - usual
-        is_stopped = waiting > (_UNSTEADY + _BLOCKED) * usual and waiting > _BLOCKED * self.lead
-        self._stopped = self._stopped + 1 if is_stopped else 0
-        slower = 1.0 if is_stopped else max(host / usual, 1.0)
-        self.has_waited = is_stopped or self._layers.lead(slower) > self.lead
-        if self.has_waited:
-            self._slower = max(self._slower, slower)
-        if self._stopped == _AGREEING:
-            self._limit = min(self._limit, _BELOW_FULL * max(self.lead - waiting, 0.0))
-            self._stopped = 0
+        slower = max(host / usual, 1.0)
+        self.has_waited = self._layers.lead(slower) > self.lead
+        if self.has_waited and self.lead < self._limit:
+            self._lengthen(host, usual, slower)
         self.update()
+
+    def _lengthen(self, host: float, usual: float, slower: float) -> None:
+        before, self._before = self._before, (self.lead, host)
+        later = 0.0 if before is None else self.lead - before[0]
+        if before is not None and later > 0 and host - before[1] > _MOST_OF * later:
+            self._limit = _BELOW_FULL * max(self.lead - (host - usual), 0.0)
+            self._slower = 1.0
+        else:
+            self._slower = max(self._slower, slower)
 
 
 class LeadTuner:
@@ -227,6 +243,7 @@ class LeadTuner:
         self.forward, self.backward = Direction(), Direction()
         self.inputs, self.weights = Direction(), Direction()
         """Of backward in two parts: the gradients of the inputs, and of the weights."""
+        self._parts = self.inputs, self.weights
         self._whole = WholeLead(self.forward), WholeLead(self.backward)
 
     @property
@@ -248,6 +265,11 @@ class LeadTuner:
     def has_settled_parts(self) -> bool:
         """The same for the pass with a backward in two parts."""
         return self.inputs.is_settled and self.weights.is_settled
+
+    @property
+    def parts_can_wait_less(self) -> bool:
+        """Whether the device waited in the last pass with a backward in two parts, and need not have."""
+        return self.has_settled_parts and any((way.late & way.adjustable).any() for way in self._parts)
 
     @property
     def short(self) -> tuple[str, ...]:
@@ -274,8 +296,13 @@ class LeadTuner:
 
     def observe_parts(self, inputs: Timeline, weights: Timeline) -> None:
         """What a pass with a backward in two parts showed."""
-        self.inputs.observe(inputs)
-        self.weights.observe(weights)
+        for way, seen in zip(self._parts, (inputs, weights), strict=True):
+            way.observe(seen)
+
+    def keep_parts(self) -> None:
+        """The seconds of the last pass with a backward in two parts are kept."""
+        for way in self._parts:
+            way.keep(way.late)
 
     def observe_whole(self, forward: float, backward: float) -> None:
         """The host's seconds of a pass of the untouched model."""

@@ -169,16 +169,19 @@ def stamped_layers(
     Layers whose launches came late, as after an interruption of the host, have theirs of another pass.
     """
     times, seen = _stamped(run, clock, layers, leads)
-    waited = [way.waits(one) for way, one in zip(leads.directions, seen, strict=False)]
+    late = [way.late for way in leads.directions]
     for _ in range(AGAIN - 1):
-        if not leads.is_settled or not any(mask.any() for mask in waited):
+        able = [mask & way.adjustable for mask, way in zip(late, leads.directions, strict=False)]
+        if not leads.is_settled or not any(mask.any() for mask in able):
             break
         other, seen = _stamped(run, clock, layers, leads)
-        better = [mask & one.is_ahead for mask, one in zip(waited, seen, strict=True)]
+        better = [mask & one.is_ahead for mask, one in zip(late, seen, strict=True)]
         times = times.with_parts(other, better[0], better[1][::-1])
-        waited = [mask & ~mended for mask, mended in zip(waited, better, strict=True)]
+        late = [mask & ~mended for mask, mended in zip(late, better, strict=True)]
     if times.forward_host is None or times.backward_host is None:
         return times
+    for way, mask in zip(leads.directions, late, strict=True):
+        way.keep(mask)
     forward = leads.forward.launched(times.forward_host)
     before = int(times.loss is not None)
     backward = leads.backward.launched(np.concatenate([np.zeros(before), times.backward_host[::-1]]))

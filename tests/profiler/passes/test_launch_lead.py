@@ -17,6 +17,7 @@ from pplan.profiler.passes.launch_lead import Direction, LeadTuner, Timeline
 from pplan.profiler.passes.layer_stamps import LayerStamps, LayerTimes, stamped_layers
 from pplan.profiler.passes.timed_passes import link_sizes
 from pplan.profiler.passes.timing import OutputGradients, run_layers
+from pplan.profiler.size_passes import SizePasses
 from pplan.profiler.size_run import SizeRun
 from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
 from pplan.profiler.whole_sweep import WholeSweep
@@ -422,3 +423,13 @@ def test_a_host_that_is_not_equally_fast_every_time() -> None:
 
     sums = [float(stamped_layers(run, queue, 40, leads).forward.sum()) for _ in range(30)]
     assert np.mean(np.array(sums[5:]) < 1.001 * 4) > 0.9
+
+
+def test_a_whole_whose_host_is_slower_than_its_layers_is_held_back_for_longer() -> None:
+    queue = Queue(DEPTH)
+    passes = SizePasses(subject_of(many(queue, FAST, 400, 400), queue), 1)
+    passes.find_leads()
+    queue.slower = 1.6
+    times = passes.time_whole()
+    assert (times.forward, times.backward) == pytest.approx((400 * FAST, 400 * FAST))
+    assert not passes.leads.has_whole_waited
