@@ -67,6 +67,7 @@ class SizePasses:
             times = self._time_whole()
             if not self.leads.has_whole_waited or self.leads.leads == leads:
                 break
+        self.leads.keep_whole()
         return times
 
     def _time_whole(self) -> WholeTimes:

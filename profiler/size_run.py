@@ -235,7 +235,7 @@ class SizeRun:
                 f"micro-batch size {self.size}: the device waited for the host in "
                 f"{' and '.join(leads.short)}, whose seconds hold some of that"
             )
-        if leads.has_whole_waited:
+        if leads.is_whole_short:
             return (
                 f"micro-batch size {self.size}: the device waited for the host in the untouched model, which "
                 "launches more than a stream takes ahead; the layers did not wait, and add up to less"

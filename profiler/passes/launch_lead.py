@@ -38,6 +38,10 @@ _BLOCKED = 0.1
 """Share of a direction's host seconds from which on waiting for the device counts."""
 _MOST_OF = 0.5
 """Of how much later a device begins, so much more time the host takes that waits for it."""
+_WHOLE_MARGIN, _SLOWER = 1.3, 2.0
+"""Of the untouched model: a margin for all its launches, and how much slower the host may be where few do."""
+_STOPPED = 4
+"""So many leads in a row, each longer, that were too short: the host was stopped."""
 _BELOW_FULL = 0.9
 """Share of a queue that is filled: about 900 launches of a thousand."""
 _AGREEING = 2
@@ -195,45 +199,50 @@ class Direction:
 class WholeLead:
     """How long to hold a device back before one direction of the untouched model.
 
-    It needs what its layers need, all of it at once. Where that was too short the host was slower, or it was
-    stopped by a full queue: then it takes the longer, the later the device begins, and the lead ends where it
-    was stopped.
+    For as long as its host launches; or, where the device has enough to do, as a host that is twice as slow
+    would need. Where that was too short the host was slower, and the next lead is longer; where that is so
+    several times in a row, the host was stopped by a full queue, and the lead ends where it was.
     """
 
     def __init__(self, layers: Direction) -> None:
         self._layers = layers
         self._limit = LONGEST
-        self._slower = 1.0
-        self._before: tuple[float, float] | None = None
-        """Lead and host's seconds of the last pass that was too short."""
+        self._host = 0.0
+        self._too_short = 0
+        self._late = self._passes = 0
         self.lead = 0.0
         self.has_waited = False
         """Whether the device waited for the host in the last pass."""
 
     def update(self) -> None:
         """Takes over what the layers have shown since."""
-        needed = self._layers.lead(self._slower)
-        self.lead = min(_MARGIN * needed + _EARLY, self._limit) if needed else 0.0
+        needed = min(_WHOLE_MARGIN * max(self._host, self._layers.launching), self._layers.lead(_SLOWER))
+        self.lead = min(needed + _EARLY, self._limit) if needed else 0.0
 
     def observe(self, host: float) -> None:
         """Seconds of the host in a pass that was held back for `lead`."""
         usual = self._layers.launching
         if not usual:
             return
-        slower = max(host / usual, 1.0)
-        self.has_waited = self._layers.lead(slower) > self.lead
-        if self.has_waited and self.lead < self._limit:
-            self._lengthen(host, usual, slower)
+        is_limited = self.lead >= self._limit
+        self.has_waited = self._layers.lead(1.0 if is_limited else max(host / usual, 1.0)) > self.lead
+        self._too_short = self._too_short + 1 if self.has_waited and not is_limited else 0
+        if self._too_short == _STOPPED:
+            self._limit = _BELOW_FULL * max(self.lead - (host - usual), 0.0)
+        elif self._too_short:
+            self._host = max(self._host, host)
         self.update()
 
-    def _lengthen(self, host: float, usual: float, slower: float) -> None:
-        before, self._before = self._before, (self.lead, host)
-        later = 0.0 if before is None else self.lead - before[0]
-        if before is not None and later > 0 and host - before[1] > _MOST_OF * later:
-            self._limit = _BELOW_FULL * max(self.lead - (host - usual), 0.0)
-            self._slower = 1.0
-        else:
-            self._slower = max(self._slower, slower)
+    def keep(self) -> None:
+        """The seconds of the last pass are kept."""
+        if self._layers.is_settled:
+            self._late += self.has_waited
+            self._passes += 1
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the device waited for the host in most of the passes that were kept."""
+        return self._late > _MOST_OF * self._passes
 
 
 class LeadTuner:
@@ -286,6 +295,16 @@ class LeadTuner:
     def has_whole_waited(self) -> bool:
         """Whether the device waited for the host in the untouched model's last pass."""
         return any(way.has_waited for way in self._whole)
+
+    @property
+    def is_whole_short(self) -> bool:
+        """The same, in most of its passes that were kept."""
+        return any(way.is_short for way in self._whole)
+
+    def keep_whole(self) -> None:
+        """The seconds of the untouched model's last pass are kept."""
+        for way in self._whole:
+            way.keep()
 
     def observe(self, forward: Timeline, backward: Timeline) -> None:
         """What a pass of the layers showed: the first was not held back."""

@@ -13,7 +13,7 @@ from .clocks import Clock
 from .launch_lead import LeadTuner, Mask, Timeline, Vector
 
 _KINDS = ("forward", "backward", "forward_host", "backward_host")
-AGAIN = 3
+AGAIN = 4
 """Passes that are made, at the most, until the device has waited for its host in none of the layers."""
 
 

@@ -158,6 +158,10 @@ def run_whole(
             raise
         raise layer_failure("(all)", type(model).__name__, inputs.layer_input, error) from error
     middle = clock.stamp()
+    # Read before the next stamp is set; and backward's launches have the stream for themselves.
+    clock.settle()
+    forward = clock.seconds(start, middle)
+    host = [clock.host_seconds(start, middle)]
     tensors, starts = gradients.of(output)
     del output
     clock.hold_back(leads.backward)
@@ -165,10 +169,8 @@ def run_whole(
     backward(tensors, starts)
     end = clock.stamp()
     clock.settle()
-    times = [clock.seconds(start, middle), clock.seconds(again, end)]
-    if clock.has_host:
-        times += [clock.host_seconds(start, middle), clock.host_seconds(again, end)]
-    return WholeTimes(*times)
+    host.append(clock.host_seconds(again, end))
+    return WholeTimes(forward, clock.seconds(again, end), *(host if clock.has_host else ()))
 
 
 def backward(tensors: Sequence[Tensor], starts: Sequence[Tensor | None]) -> None:
