@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import math
 import multiprocessing
 import os
 import random
@@ -26,17 +27,21 @@ from fuzzing.cases import KINDS, Case, Workspace, case_of
 from fuzzing.seeds import make_seeds
 
 CASES = 10_000
-KILLED_AFTER = 60
+KILLED_AFTER = 600
 """Seconds of a case that answers no signal: its process ends."""
 COMMAND_LINE = "command line"
 
 
-def work(seeds: dict[str, bytes], numbers: range, kinds: list[str], seed: int, pipe: Connection) -> None:
-    """Runs the cases of these numbers and tells of each."""
+def work(
+    seeds: dict[str, bytes], numbers: range, kinds: list[str], seed: int, until: float, pipe: Connection
+) -> None:
+    """Runs the cases of these numbers, as many as begin before `until`, and tells of each."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         os.chdir(folder)
         workspace, known = Workspace(Path(folder).resolve(), seeds), set[str]()
         for number in numbers:
+            if time.monotonic() > until:
+                break
             rng = random.Random(f"{seed} {number}")
             kind = kinds[number % len(kinds)]
             pipe.send(("begin", number, kind))
@@ -56,12 +61,12 @@ def work(seeds: dict[str, bytes], numbers: range, kinds: list[str], seed: int, p
 
 
 def results(
-    seeds: dict[str, bytes], numbers: range, kinds: list[str], seed: int
+    seeds: dict[str, bytes], numbers: range, kinds: list[str], seed: int, until: float
 ) -> Iterator[tuple[Any, ...]]:
     """Of every case, in a process that is started anew where one dies."""
     while numbers:
         receiving, sending = multiprocessing.Pipe(duplex=False)
-        process = multiprocessing.Process(target=work, args=(seeds, numbers, kinds, seed, sending))
+        process = multiprocessing.Process(target=work, args=(seeds, numbers, kinds, seed, until, sending))
         process.start()
         sending.close()
         number, kind = numbers[0], ""
@@ -94,6 +99,7 @@ def main() -> int:
     every = [*KINDS, COMMAND_LINE]
     parser.add_argument("--cases", type=int, default=CASES, help="how many (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no case is begun")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kind", choices=every, action="append", help="of these alone; repeatable")
     parser.add_argument("--corpus", type=Path, help="append the smallest case of each kind of finding")
@@ -105,9 +111,10 @@ def main() -> int:
     if arguments.again is not None:
         return run_again(seeds, arguments.again.resolve())
     found, rows = Counter[str](), {kind: [0, 0, 0, 0] for kind in arguments.kind or every}
-    began = time.perf_counter()
+    began = time.monotonic()
+    until = began + 60 * arguments.minutes
     numbers = range(arguments.first, arguments.first + arguments.cases)
-    for number, kind, ran, fine, told in results(seeds, numbers, list(rows), arguments.seed):
+    for number, kind, ran, fine, told in results(seeds, numbers, list(rows), arguments.seed, until):
         rows[kind] = [a + b for a, b in zip(rows[kind], (1, ran, fine, told is not None), strict=True)]
         if told is None:
             continue
@@ -118,7 +125,8 @@ def main() -> int:
             if arguments.corpus is not None and case:
                 with arguments.corpus.open("a") as corpus:
                     corpus.write(f"{case}\n")
-    print(f"\n{report(found, rows)}\n\n{len(numbers):,} cases, {time.perf_counter() - began:,.0f} s")
+    cases = sum(row[0] for row in rows.values())
+    print(f"\n{report(found, rows)}\n\n{cases:,} cases, {time.monotonic() - began:,.0f} s")
     return 1 if found else 0
 
 

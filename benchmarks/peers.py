@@ -1,4 +1,4 @@
-"""pplan against the planners of others: python benchmarks/peers.py [--profiles FOLDER] [MODEL ...]
+"""pplan against the planners of others: python benchmarks/peers.py [--jobs N] [--results FILE] [MODEL ...]
 
 Every model on 2, 4, 8, 16 and 64 devices, eight to a node, with three speeds of links inside and between
 nodes, and with loose (80 GB) and tight memory. pplan's plan is that of `pplan solve`; the others are the
@@ -7,20 +7,27 @@ differs from its original). A ratio is a planner's step over pplan's; cases that
 left out. torchgpipe's and DeepSpeed's partitions are re-implementations, compared with the originals in the
 tests; not here are Galvatron's search and the partition of PyTorch's pull request 179212.
 
-All cases take hours: they run in a fixed random order, and after `--minutes` the table is of those that are
-done. Profiles are estimates for an A100 (see gap_models.py). `--results FILE` keeps the cases, a JSON object
-a line, and leaves out those that it has.
+All cases take hours: they run in a fixed random order, and after `--minutes` none is begun, and the table is
+of those that are done. `--jobs N` runs so many at a time, a process of one thread each; N should not be more
+than the cores. Profiles are estimates for an A100 (see gap_models.py), kept in the folder of `--profiles`.
+`--results FILE` keeps the cases, a JSON object a line, and leaves out those that it has: a run that was
+stopped goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from math import exp, log
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +90,49 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             mean = exp(sum(map(log, ratios)) / len(ratios))
             faster, lacking = sum(ratio < 1 - 1e-9 for ratio in ratios), len(fitting) - len(ratios)
             print(f"{name:<20} {mean:6.2f} {max(ratios):7.2f} {faster:18} {lacking:11}")
-    best = [
-        min(step for name, step in own.items() if name != "pplan" and step is not None) / own["pplan"]
-        for own in fitting
-    ]
-    print(f"the best of all others in each case: {exp(sum(map(log, best)) / len(best)):.3f} in the mean")
+    others = [[own[name] for name in own if name != "pplan" and own[name] is not None] for own in fitting]
+    best = [min(steps) / own["pplan"] for steps, own in zip(others, fitting, strict=True) if steps]
+    if best:
+        print(f"the best of all others in each case: {exp(sum(map(log, best)) / len(best)):.3f} in the mean")
+
+
+Case = tuple[str, int, str, str]
+"""Model, GPUs, links and memory."""
+
+
+def run_case(case: Case, *, folder: Path, end: float) -> dict[str, Any] | None:
+    """The row of a case; None where it is later than `end`, in seconds of the clock."""
+    if time.time() > end:
+        return None
+    model, gpus, link, memory = case
+    begin = time.monotonic()
+    steps = steps_by_planner(profile_of(model, folder), gpus, link, memory)
+    seconds = round(time.monotonic() - begin, 1)
+    return {"model": model, "gpus": gpus, "link": link, "memory": memory, "steps": steps, "seconds": seconds}
+
+
+def run_cases(cases: Sequence[Case], folder: Path, seconds: float, jobs: int) -> Iterator[dict[str, Any]]:
+    """The rows of the cases that are begun within so many seconds, as they are done."""
+    for model in sorted({case[0] for case in cases}):
+        profile_of(model, folder)  # before the processes, which would all make it
+    one = partial(run_case, folder=folder, end=time.time() + seconds)
+    if jobs == 1:
+        yield from _rows(map(one, cases))
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with get_context("spawn").Pool(jobs) as pool:
+        yield from _rows(pool.imap_unordered(one, cases))
+
+
+def _rows(rows: Iterable[dict[str, Any] | None]) -> Iterator[dict[str, Any]]:
+    return (row for row in rows if row is not None)
+
+
+def read_rows(results: Path | None) -> list[dict[str, Any]]:
+    """The rows that a run before left."""
+    if results is None or not results.exists():
+        return []
+    return [json.loads(line) for line in results.read_text().splitlines()]
 
 
 def main() -> None:
@@ -96,25 +141,22 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--profiles", type=Path)
     parser.add_argument("--minutes", type=float, default=600.0)
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--results", type=Path)
-    given = parser.parse_args()
-    folder = given.profiles or Path(tempfile.mkdtemp(prefix="pplan-peers-"))
-    cases = list(product(given.models, GPUS, LINKS, MEMORY))
+    options = parser.parse_args()
+    folder = options.profiles or Path(tempfile.mkdtemp(prefix="pplan-peers-"))
+    cases = list(product(options.models, GPUS, LINKS, MEMORY))
     random.Random(0).shuffle(cases)
-    rows: list[dict[str, Any]] = []
-    if given.results and given.results.exists():
-        rows = [json.loads(line) for line in given.results.read_text().splitlines()]
+    rows = read_rows(options.results)
     done = {(row["model"], row["gpus"], row["link"], row["memory"]) for row in rows}
-    end = time.monotonic() + 60 * given.minutes
-    for model, gpus, link, memory in cases:
-        if time.monotonic() > end:
-            break
-        if (model, gpus, link, memory) not in done:
-            steps = steps_by_planner(profile_of(model, folder), gpus, link, memory)
-            rows.append({"model": model, "gpus": gpus, "link": link, "memory": memory, "steps": steps})
-            if given.results:
-                with given.results.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
+    cases = [case for case in cases if case not in done]
+    for row in run_cases(cases, folder, 60 * options.minutes, options.jobs):
+        rows.append(row)
+        if options.results:
+            with options.results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        case = f"{row['model']}, {row['gpus']} GPUs, {row['link']}, {row['memory']}"
+        print(f"{len(rows)} cases done: {case}, {row['seconds']} s", file=sys.stderr, flush=True)
     print_table(rows)
 
 

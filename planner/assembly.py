@@ -20,7 +20,7 @@ from ..cost_models.optimizers import Precision
 from ..cost_models.port_sharing import AllReduceBytes, Hop, PortSharing, TopologyPorts
 from ..cost_models.precision import training_precision
 from ..cost_models.schedules import Program, Schedule, StageSlot
-from ..cost_models.simulator.costs import Costs, find_transfers, recompute_shares
+from ..cost_models.simulator.costs import Costs, Hosts, find_transfers, recompute_shares
 from ..cost_models.tied_weights import TiedSum, reduction_seconds, tied_sums
 from ..cost_models.topology import Device, Topology
 from .replica_exchange import (
@@ -41,9 +41,9 @@ class Assembly:
 
     `size`: samples of a micro-batch. `bounds`: by part of the layers, in the order in which a micro-batch
     passes them, the places that it lies between. `ranks`: by device of the program, the ranks of its
-    replicas, which share every micro-batch. `recompute`: by device of the program. `launches`: whether one
-    process launches the work of all devices. `transfers`: as of `Costs`. `profiles`: the same layers as
-    measured on the kinds of devices that have a profile of their own, by its name in the topology.
+    replicas, which share every micro-batch. `recompute`: by device of the program. `hosts` and `transfers`:
+    as of `Costs`. `profiles`: the same layers as measured on the kinds of devices that have a profile of
+    their own, by its name in the topology.
     """
 
     schedule: Schedule
@@ -59,7 +59,7 @@ class Assembly:
     precision: Precision | None = None
     """Bytes of a parameter; None: as usual for the dtype."""
     zero: int = 0
-    launches: bool = False
+    hosts: Hosts = "each"
     transfers: str = "overlapped"
     profiles: Mapping[str, Chain] = field(default_factory=dict)
 
@@ -137,10 +137,8 @@ class Assembly:
         shares = self._recompute_shares()
         occupancy, latency = self._transfers()
         sharing, all_reduce = self.sharing(occupancy), self._all_reduce()
-        launch = self.launch_seconds("forward_launch") if self.launches else None
-        relaunch = None
-        if launch is not None:
-            relaunch = self.launch_seconds("backward_launch") + (0.0 if shares is None else shares * launch)
+        launch = self.launch_seconds("forward_launch")
+        relaunch = self.launch_seconds("backward_launch") + (0.0 if shares is None else shares * launch)
         return Costs(
             forward=forward,
             backward=backward if weight is None else self.by_place("input"),
@@ -159,6 +157,7 @@ class Assembly:
             port_seconds=sharing.port_seconds,
             tied=self.tied_sums,
             transfers=find_transfers(self.transfers),
+            hosts=self.hosts,
         )
 
     def _accumulation(self, part: str) -> Floats:
@@ -167,8 +166,7 @@ class Assembly:
         return self.by_place(part) - self.by_place(f"first_{part}")
 
     def launch_seconds(self, name: str) -> Floats:
-        """(devices, chunks, 1): host seconds of the plan's own profile: one host launches for all kinds of
-        devices."""
+        """(devices, chunks, 1): host seconds of the plan's own profile, whatever the kind of device."""
         values = np.zeros((self.program.devices, self.program.chunks, 1))
         for (device, chunk), part in self.program.parts_by_slot.items():
             values[device, chunk] = getattr(self.table(device), name)[self.bounds[part]]

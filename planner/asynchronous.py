@@ -113,6 +113,8 @@ def _terms(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> Iter
         recompute = costs.forward[at] if modes[stage] != "never" else 0.0
         work.append(float(costs.forward[at] + costs.backward[at] + recompute))
         trainable = np.asarray(np.asarray(costs.table.stage_bytes.trainable)[at], dtype=np.float64)
+        launches = costs.table.forward_launch[at] * (1 + (modes[stage] != "never"))
+        yield float(launches + costs.table.backward_launch[at])
         yield float(reduced_seconds(space, proposal.devices[stage], trainable)) / config.micro_batches
         if stage + 1 < len(groups):
             latency, each = space.pace(*proposal.devices[stage : stage + 2])

@@ -14,6 +14,7 @@ from ..cost_models.layer import Chain, list_cut_points
 from ..cost_models.machines.topology_file import TopologyFile, parse_topology
 from ..cost_models.runtime import find_runtime
 from ..cost_models.schedules import Program, Schedule, find_schedule
+from ..cost_models.simulator.costs import Hosts
 from .balance import balance
 from .overrides import Overrides
 from .pipeline_config import MOST_MICRO_BATCHES, abbreviate
@@ -150,10 +151,11 @@ class Layout:
         )
 
     @cached_property
-    def launches(self) -> bool:
-        """Whether one process launches the work of all stages."""
+    def hosts(self) -> Hosts:
+        """Whether one process launches the work of all stages, or each stage has a process of its own."""
         runtime = None if self.plan.runtime is None else find_runtime(self.plan.runtime)
-        return runtime is not None and runtime.one_process and runtime.runs(self.schedule.name)
+        is_one = runtime is not None and runtime.one_process and runtime.runs(self.schedule.name)
+        return "one" if is_one else "each"
 
     @cached_property
     def bounds(self) -> list[tuple[int, int]]:

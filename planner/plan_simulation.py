@@ -137,7 +137,7 @@ def assemble_layout(layout: Layout, topology: Topology, profiles: Mapping[str, C
         dtype=layout.plan.profile.dtype,
         precision=layout.plan.training_precision.bytes,
         zero=layout.plan.zero,
-        launches=layout.launches,
+        hosts=layout.hosts,
         transfers=layout.overrides.transfers,
         profiles=profiles,
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from math import inf
 
+import numpy as np
+
 from ..cost_models.document import Record
 from ..cost_models.quantities import format_seconds
 from ..cost_models.timeline import simulate
@@ -183,23 +185,21 @@ def list_prediction_limits(assembly: Assembly) -> Iterator[str]:
 
 def _slow_host(assembly: Assembly) -> Iterator[str]:
     """Of the device whose process takes longest to launch, where no device computes for as long."""
-    if assembly.launches:
+    if assembly.hosts == "one":
         return
     # Pipes of two directions share the micro-batches: a device has its places in each of them.
     pipes = len(assembly.program.pipes)
-    launches = assembly.launch_seconds("forward_launch") + assembly.launch_seconds("backward_launch")
-    launching = launches.sum(axis=(1, 2)) / pipes
-    passes = assembly.by_place("forward") + assembly.by_place("backward")
+    runs_forward = np.array([1.0 if mode == "never" else 2.0 for mode in assembly.recompute])[:, None, None]
+    launches = runs_forward * assembly.launch_seconds("forward_launch")
+    launching = (launches + assembly.launch_seconds("backward_launch")).sum(axis=(1, 2)) / pipes
+    passes = runs_forward * assembly.by_place("forward") + assembly.by_place("backward")
     computing = passes.sum(axis=(1, 2)) / pipes
     device = int(launching.argmax())
     if launching[device] <= computing.max():
         return
-    step = assembly.program.micro_batches * launching[device]
-    on_device, on_host, at_least = (
-        format_seconds(float(seconds)) for seconds in (computing[device], launching[device], step)
-    )
+    on_device, on_host = (format_seconds(float(own[device])) for own in (computing, launching))
     yield (
-        f"device {assembly.ranks[device][0]} computes a micro-batch in {on_device}, and its process takes "
-        f"{on_host} to launch the operations, which is not in the prediction: unless that costs less "
-        f"(torch.compile, CUDA graphs), a step takes at least {at_least}"
+        f"the step waits for the hosts: device {assembly.ranks[device][0]} computes a micro-batch in "
+        f"{on_device}, and its process takes {on_host} to launch the operations; where that takes less "
+        "(torch.compile, CUDA graphs), so does the step"
     )

@@ -216,7 +216,7 @@ def assemble(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> As
         dtype=space.dtype,
         precision=space.number_bytes,
         zero=space.zero,
-        launches=space.one_process,
+        hosts=space.hosts,
         transfers="overlapped" if runtime is None else runtime.transfers,
         profiles=space.profiles,
     )

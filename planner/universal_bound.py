@@ -248,12 +248,11 @@ class _Case:
 
     @property
     def _launches(self) -> float:
-        """Host seconds of all launches, where one process makes them."""
-        if not self.space.one_process:
-            return 0.0
-        costs = self.space.table(divide_batch(self.size, max(self.counts))).costs
-        forward, backward = costs.forward_host_seconds.sum(), costs.backward_host_seconds.sum()
-        return self.micro_batches * float((1 + self.recompute) * forward + backward)
+        """Of the host that launches most; a copy of a layer has its share of the micro-batches."""
+        busiest, longest = self.space.least_launch_seconds(
+            self.size, self.counts, self.usable_gpus, recompute=self.recompute
+        )
+        return self.micro_batches * max(busiest, longest / self.copies)
 
     def allows(self, seconds: float) -> bool:
         """Whether there may be a plan of so many seconds."""
@@ -269,11 +268,12 @@ class _Case:
             for index, count in enumerate(self.counts):
                 if count > used or not np.isfinite(lead[used - count]).any():
                     continue
-                forward, around, work, exposed_allreduce = self._stages[index]
+                forward, around, work, exposed_allreduce, launches = self._stages[index]
                 before, both_before = lead[used - count][:, None], both[used - count][:, None]
                 fits = (before + self.micro_batches * work + exposed_allreduce <= seconds) & (
                     both_before + self.micro_batches * np.minimum(work, around) <= seconds
                 )
+                fits &= self.micro_batches * launches + exposed_allreduce <= seconds
                 ahead = np.where(fits, before + forward, inf).min(axis=0) + self._cuts
                 there_and_back = np.where(fits, both_before + around, inf).min(axis=0) + 2 * self._cuts
                 lead[used] = np.minimum(lead[used], ahead)
@@ -287,9 +287,9 @@ class _Case:
         return self.space.table(self.space.chain.sizes[0]).cut_points
 
     @cached_property
-    def _stages(self) -> list[tuple[Floats, Floats, Floats, Floats]]:
-        """By number of replicas, (cut points, cut points) each, inf where there is no stage: f, f + b, w, and
-        what of the all-reduce follows."""
+    def _stages(self) -> list[tuple[Floats, Floats, Floats, Floats, Floats]]:
+        """By number of replicas, (cut points, cut points) each, inf where there is no stage: f, f + b, w,
+        what of the all-reduce follows, and the host seconds of a micro-batch."""
         table, stages = self.space.table(self.space.chain.sizes[0]), []
         gradients = self.space.bytes_at_end(table.stage_sums(table.costs.trainable_bytes))
         for count, (forward, back, work) in zip(self.counts, self._layers, strict=True):
@@ -300,7 +300,10 @@ class _Case:
                 exposed_allreduce = np.maximum(reduced - longest, 0.0)
             whole = np.where(table.valid, table.stage_sums(work), inf)
             after = exposed_allreduce + self.space.least_tied(table, count)
-            stages.append((table.stage_sums(forward), table.stage_sums(forward + back), whole, after))
+            own = self.space.table(divide_batch(self.size, count))
+            launches = (1 + self.recompute) * own.forward_launch + own.backward_launch
+            sums = (table.stage_sums(forward), table.stage_sums(forward + back))
+            stages.append((*sums, whole, after, launches))
         return stages
 
     def _longest_backward(self, replicas: int) -> Floats:

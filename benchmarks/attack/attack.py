@@ -27,7 +27,7 @@ from .results import Result
 REFERENCE = ProfileReference(file="attacked.profile.json", sha256="0" * 64)
 TOLERANCE = 1e-8
 """Share within which two seconds are one: ten of the planner's own."""
-ASKED = ("plain", "levels", "ports", "kinds", "tied")
+ASKED = ("plain", "levels", "ports", "kinds", "tied", "long")
 """Kinds of problems of which every planner is asked, too."""
 TERMS = ("plain", "options", "memory", "tied")
 """Kinds of problems of which the search's own bounds are attacked, too."""

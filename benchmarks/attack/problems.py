@@ -13,6 +13,7 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.plan_options import PlanOptions
+from pplan.planner.search.space import MOST_BLOCKS
 
 from .alone import MADE_UP, made_up_runtimes
 from .chains import one_that_scales, random_chain, slower_by_layer, tie
@@ -31,6 +32,7 @@ KINDS: dict[str, int] = {
     "schedules": 12,
     "planners": 10,
     "many": 6,
+    "long": 3,
     "throughput": 6,
     "least memory": 6,
     "cost": 6,
@@ -100,8 +102,12 @@ class _Maker:
         if self.kind == "many" and self.rng.random() < 0.3:
             return self._one_scales()
         layers = self._between(3, {"many": 6, "schedules": 6, "runtimes": 7}.get(self.kind, 8))
+        if self.kind == "long":
+            layers = self._between(MOST_BLOCKS + 2, MOST_BLOCKS + 30)
         topology = random_topology(self.rng, self.kind, self._gpus())
         chain = random_chain(self.rng, layers, topology.gpus)
+        if self.kind == "long":
+            chain = replace(chain, cut_after=np.arange(layers) < layers - 1)
         if self.kind == "tied":
             chain = tie(self.rng, chain)
         options = self._plan_options(chain, topology)
@@ -129,9 +135,8 @@ class _Maker:
     def _gpus(self) -> int:
         if self.kind == "many":
             return self._between(*MANY)
-        most = {"schedules": 4, "runtimes": 4, "kinds": 4, "explain": 3, "frontier": 3, "tied": 4}.get(
-            self.kind, 5
-        )
+        few = {"schedules": 4, "runtimes": 4, "kinds": 4, "explain": 3, "frontier": 3, "tied": 4, "long": 3}
+        most = few.get(self.kind, 5)
         if self.kind in ("throughput", "least memory", "cost"):
             most = 4
         return self._between(1 if self.kind in ("plain", "memory") else 2, most + (self.rng.random() < 0.1))
@@ -154,6 +159,10 @@ class _Maker:
             if self.rng.random() < 0.3 and made["max_stages"] > 1:
                 cuts = [chain.names[i] for i in np.flatnonzero(chain.cut_after)]
                 made["cut_after"] = tuple(str(name) for name in self.rng.permutation(cuts)[:1])
+        if self.kind == "long":
+            made |= {"max_stages": 2, "recompute": "never", "time_limit": 1.0}
+            made["micro_batches"] = int(self.rng.choice([2, 4, 8]))
+            made["mini_batch"] = made["micro_batches"] * int(self.rng.choice([1, 2, 4]))
         tied_runtime = self.kind == "tied" and self.rng.random() < 0.3
         if self.kind == "runtimes" or tied_runtime:
             made["runtime"] = str(self.rng.choice((*RUNTIMES, *MADE_UP)))
@@ -165,7 +174,9 @@ class _Maker:
             made |= self._states()
         if self.kind == "throughput" and self.rng.random() < 0.4:
             made["planner"] = "pipedream"
-        if self.kind == "options" or (self.kind not in ("plain", "many") and self.rng.random() < 0.25):
+        if self.kind == "options" or (
+            self.kind not in ("plain", "many", "long") and self.rng.random() < 0.25
+        ):
             made |= self._options(chain, topology.gpus, made["mini_batch"])
         return PlanOptions(**made)
 

@@ -15,6 +15,7 @@ STEP = "bound, exact"
 LATE = "bound, exact of throughput"
 AIM = "objective's bound, objective exact"
 RELAXED = "relaxed, bound, exact"
+PARTED = "parted layers, bound, exact"
 EXPLAINED = "what-if, second best, other stages"
 
 BOUNDS: dict[str, str] = {
@@ -62,6 +63,10 @@ BOUNDS: dict[str, str] = {
     "search/bounds_1f1b.py:RoundTripBound._stage_term": STEP,
     "search/bounds_1f1b.py:stage_term": STEP,
     "search/bounds_1f1b.py:whole_bound_1f1b": STEP,
+    "search/launch_bound.py:LaunchBound.root": STEP,
+    "search/launch_bound.py:LaunchBound.rows": STEP,
+    "search/launch_bound.py:LaunchBound.extend": STEP,
+    "search/launch_bound.py:launch_bound": STEP,
     "search/subproblem.py:Subproblem.root": STEP,
     "search/subproblem.py:Subproblem.may_improve": STEP,
     "search/subproblem.py:Subproblem._bound": STEP,
@@ -82,6 +87,10 @@ BOUNDS: dict[str, str] = {
     "search/relaxed_stages.py:make_relaxed_stages": RELAXED,
     "search/relaxed_stages.py:_choice": RELAXED,
     "search/subproblem.py:bounded_counts": RELAXED,
+    "search/fill_bound.py:fill_bound": PARTED,
+    "search/fill_bound.py:_FillProgramme.improve_price": PARTED,
+    "search/fill_bound.py:_FillProgramme.bound": PARTED,
+    "search/fluid_bound.py:fluid_bound": PARTED,
     "build_plan.py:_bound": STEP,
     "build_plan.py:_prediction": STEP,
     "universal_bound.py:universal_bound": STEP,
@@ -99,13 +108,12 @@ ATTACKED_BY_TESTS: dict[str, str] = {
     "degrees/stage_divisions.py:least_interleaved": "tests/planner/degrees/test_degree_search.py",
     "degrees/stage_divisions.py:interleaved_bound": "tests/planner/degrees/test_degree_search.py",
     "degrees/degree_search.py:search_degrees": "tests/planner/degrees/test_degree_search.py",
-    "search/fluid_bound.py:fluid_bound": "tests/planner/search/test_fluid_bound.py",
     "synthesis/order_problem.py:OrderProblem.bound": "tests/planner/synthesis/test_orders.py",
     "synthesis/local_search.py:improve_order": "tests/planner/synthesis/test_orders.py",
     "synthesis/solve_order.py:solve_order": "tests/planner/synthesis/test_orders.py",
 }
-"""Bounds on plans of transformers by degrees and of long chains, which no problem of the attack has, on
-orders of stages, and on cuts, which the attack's problems meet as well."""
+"""Bounds on plans of transformers by degrees, which no problem of the attack has, on orders of stages, and on
+cuts, which the attack's problems meet as well."""
 
 NOT_BOUNDS: dict[str, str] = {
     "search/fluid_bound.py:_largest": "a part of fluid_bound",

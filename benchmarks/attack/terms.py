@@ -16,6 +16,8 @@ from pplan.planner.problem import Problem
 from pplan.planner.scoring import WHOLE_BOUNDS, busiest_seconds
 from pplan.planner.search import subproblem
 from pplan.planner.search.device_sets import make_ranges
+from pplan.planner.search.fill_bound import fill_bound
+from pplan.planner.search.fluid_bound import fluid_bound
 from pplan.planner.search.pipelines import build_pipelines
 from pplan.planner.search.placements import ANY
 from pplan.planner.search.relaxed_bound import RelaxedBound
@@ -33,7 +35,8 @@ FEW = 3
 
 
 def relaxed(problem: Problem, result: Result) -> None:
-    """The bound for many devices, of a few: on all pipelines of the families, on any devices."""
+    """The bound for many devices, and those for long chains, of a few: on all pipelines of the families, on
+    any devices."""
     runtime = problem.runtime
     plain = runtime is None or (runtime.replicas == "none" and not runtime.one_process)
     if problem.gpus > FEW or not problem.families or not plain:
@@ -44,12 +47,16 @@ def relaxed(problem: Problem, result: Result) -> None:
         float(own.sum()) for own in (problem.chain.forward_seconds, problem.chain.backward_seconds)
     )
     said = RelaxedBound(problem.space, problem.families, counts, False, budget).least(step)
+    own = dict.fromkeys(problem.families)
+    parted = min(max(bound(problem.space, f, step) for bound in (fluid_bound, fill_bound)) for f in own)
     schedules = list(dict.fromkeys(family.config.schedule for family in problem.families))
     every = Enumeration(problem, schedules, scope="any")
-    best = every.best(said * (1 - TOLERANCE))
+    best = every.best(max(said, parted) * (1 - TOLERANCE))
     result.plans += every.plans
     result.simulated += every.simulated
-    result.check("relaxed", None if best is None else f"{said:.9g} s; {best}")
+    for name, least in (("relaxed", said), ("parted layers", parted)):
+        low = best is not None and best.step_seconds < least * (1 - TOLERANCE)
+        result.check(name, f"{least:.9g} s; {best}" if low else None)
 
 
 def check(problem: Problem, result: Result) -> None:

@@ -159,7 +159,7 @@ def _links(order: Order, costs: Costs, cut: Indices, occupancy: Array) -> Indice
 
 
 def _launches(order: Order, costs: Costs) -> tuple[Array | None, Array | None]:
-    if costs.forward_launch is None or costs.backward_launch is None:
+    if costs.forward_launch is None or costs.backward_launch is None or _is_never_late(order, costs):
         return None, None
     seconds = _empty(order, costs)
     forwards, backwards, weights = order.of_kind
@@ -178,6 +178,23 @@ def _launches(order: Order, costs: Costs) -> tuple[Array | None, Array | None]:
         ends[own] = np.cumsum(seconds[own], axis=0)
         launch_start[own] = _before(ends[own])
     return launch_start, ends
+
+
+def _is_never_late(order: Order, costs: Costs) -> bool:
+    """Whether no device waits for its own host: no action takes longer to launch than to run. An action then
+    starts no earlier than its launch, which begins when all launches before it, as short, have ended."""
+    launches = [costs.forward_launch, costs.backward_launch, costs.weight_launch]
+    if not any(own is not None and own.any() for own in launches):
+        return True
+    if costs.hosts == "one" or order.program.splits_backward or order.program.shares is not None:
+        return False
+    assert costs.forward_launch is not None
+    assert costs.backward_launch is not None
+    backward = costs.backward if costs.accumulation is None else costs.backward - costs.accumulation
+    if costs.recompute is not None:
+        backward = backward + costs.recompute * costs.forward
+    is_short = (costs.forward_launch <= costs.forward).all() and (costs.backward_launch <= backward).all()
+    return bool(is_short) and costs.weight is None
 
 
 def _before(ends: Array) -> Array:

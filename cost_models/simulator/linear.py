@@ -29,7 +29,8 @@ NONE = -1
 class LinearCosts:
     """Seconds (stages, candidates) of every micro-batch: `forward`, `backward`, and `accumulation`, what the
     first backward does not take; (cuts, candidates), the same both ways: `occupancy` and `latency`.
-    `links` (stages, stages): a number for what a transfer occupies; None: each its own."""
+    `links` (stages, stages): a number for what a transfer occupies; None: each its own. `forward_launch` and
+    `backward_launch` (stages, candidates): seconds of each stage's own host; None: it is never late."""
 
     forward: Array
     backward: Array
@@ -37,6 +38,8 @@ class LinearCosts:
     occupancy: Array
     latency: Array
     links: Indices | None = None
+    forward_launch: Array | None = None
+    backward_launch: Array | None = None
 
 
 def linear_ends(schedule: str, micro_batches: int, costs: LinearCosts) -> Array | None:
@@ -93,7 +96,7 @@ class _Run:
     def __init__(self, micro_batches: int, costs: LinearCosts, lines: tuple[Indices, Indices]) -> None:
         self.micro_batches, self.costs, self.lines = micro_batches, costs, lines
         shape = costs.forward.shape
-        self.free = np.zeros(shape)
+        self.free, self.host_free = np.zeros(shape), np.zeros(shape)
         self.link_free = np.zeros((int(max(own.max() for own in lines)) + 2, shape[1]))
         self.arrived_forward, self.arrived_backward = np.zeros(shape), np.zeros(shape)
 
@@ -102,7 +105,8 @@ class _Run:
         own = stages[(micro_batch >= 0) & (micro_batch < self.micro_batches)]
         if not len(own):
             return
-        ends = np.maximum(self.free[own], self.arrived_forward[own]) + self.costs.forward[own]
+        starts = np.maximum(self.free[own], self.arrived_forward[own])
+        ends = self._launch(own, starts, self.costs.forward[own], self.costs.forward_launch)
         self.free[own] = ends
         sends = own < len(self.free) - 1
         self._send(own[sends], ends[sends], 0, self.arrived_forward, own[sends] + 1, own[sends])
@@ -116,10 +120,20 @@ class _Run:
         seconds = self.costs.backward[own]
         if (numbers == first).any():
             seconds = np.where((numbers == first)[:, None], seconds - self.costs.accumulation[own], seconds)
-        ends = np.maximum(self.free[own], self.arrived_backward[own]) + seconds
+        starts = np.maximum(self.free[own], self.arrived_backward[own])
+        ends = self._launch(own, starts, seconds, self.costs.backward_launch)
         self.free[own] = ends
         sends = own > 0
         self._send(own[sends], ends[sends], 1, self.arrived_backward, own[sends] - 1, own[sends] - 1)
+
+    def _launch(self, own: Indices, starts: Array, seconds: Array, launch: Array | None) -> Array:
+        """When the actions end that may start then, and no earlier than their launches do."""
+        if launch is None:
+            return starts + seconds
+        begun = self.host_free[own]
+        self.host_free[own] = launch_end = begun + launch[own]
+        ends: Array = np.maximum(np.maximum(starts, begun) + seconds, launch_end)
+        return ends
 
     def _send(
         self, own: Indices, ends: Array, way: int, arrived: Array, receivers: Indices, cuts: Indices

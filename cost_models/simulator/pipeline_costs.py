@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
 from ..errors import UsageError
 from ..schedules.action import Program
-from .costs import Array, Costs, check_finite
+from .costs import Array, Costs, Hosts, check_finite
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,9 +19,9 @@ class PipelineCosts:
 
     `forward` and `backward` have shape (stages, micro-batches), `occupancy` and `latency` of the transfers
     between neighbours shape (stages - 1,), the same both ways; a further last axis holds candidates.
-    `forward_launch` and `backward_launch` (shape as `forward`) are host seconds where one process drives all
-    stages, else None. `all_reduce` (stages,) follows the last backward of a stage; `accumulation` (stages,)
-    is what its first backward does not take.
+    `forward_launch` and `backward_launch` (shape as `forward`) are host seconds, of `hosts` as of `Costs`;
+    None: no host is late. `all_reduce` (stages,) follows the last backward of a stage; `accumulation`
+    (stages,) is what its first backward does not take.
     """
 
     forward: Array
@@ -32,14 +32,19 @@ class PipelineCosts:
     backward_launch: Array | None = None
     all_reduce: Array | None = None
     accumulation: Array | None = None
+    hosts: Hosts = "one"
 
     def candidate(self, index: int) -> PipelineCosts:
         """The costs of one of many candidates."""
+        arrays: dict[str, Any] = {name: values[..., index] for name, values in self._arrays()}
+        return replace(self, **arrays)
 
-        def pick(values: Any) -> Any:
-            return None if values is None else values[..., index]
-
-        return PipelineCosts(*(pick(getattr(self, own.name)) for own in fields(self)))
+    def _arrays(self) -> Iterator[tuple[str, Array]]:
+        """All seconds that are given, by name."""
+        for own in fields(self):
+            values = getattr(self, own.name)
+            if isinstance(values, np.ndarray):
+                yield own.name, values
 
     def check(self, stages: int, micro_batches: int) -> None:
         """Raises UsageError where a shape or a value cannot be."""
@@ -52,10 +57,7 @@ class PipelineCosts:
                 f"{micro_batches} micro-batches",
                 f"Give forward and backward as ({stages}, {micro_batches}).",
             )
-        for name in (own.name for own in fields(self)):
-            values = getattr(self, name)
-            if values is None:
-                continue
+        for name, values in self._arrays():
             if len(values) != (stages - 1 if name in ("occupancy", "latency") else stages):
                 raise UsageError(
                     f"{name} has {len(values)} entries for {stages} stages",
@@ -80,6 +82,7 @@ class PipelineCosts:
             backward_latency=self.latency[None],
             all_reduce=chunk(self.all_reduce),
             accumulation=None if self.accumulation is None else self.accumulation[:, None, None],
+            hosts=self.hosts,
         )
 
 

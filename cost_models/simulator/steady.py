@@ -32,7 +32,8 @@ def steady_state(program: Program, costs: Costs) -> SteadyState:
     """The steady state of an asynchronous program with these costs (one candidate).
 
     All-reduces go on beside the computing, so that the slower of the two sets the pace (PipeDream, SOSP 2019,
-    section 3.1). Raises UsageError for a program that flushes, or of too few micro-batches.
+    section 3.1); so do launches, and a host that is slower by little falls behind after many micro-batches
+    only. Raises UsageError for a program that flushes, or of too few micro-batches.
     """
     if program.update_every is None:
         raise UsageError(
@@ -50,7 +51,8 @@ def steady_state(program: Program, costs: Costs) -> SteadyState:
     period = _period(late)
     count = period or len(late) - 1
     seconds = float(late[-1] - late[-1 - count]) / count
-    least = max(_reduction_seconds(order, costs), costs.port_seconds / program.micro_batches)
+    launches = 0.0 if values.launch_end is None else float(values.launch_end.max())
+    least = max(_reduction_seconds(order, costs), max(costs.port_seconds, launches) / program.micro_batches)
     return SteadyState(max(seconds, least), count, period is not None)
 
 

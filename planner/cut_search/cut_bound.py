@@ -1,10 +1,11 @@
 """A lower bound on the step under a schedule, over all ways to cut the layers.
 
 A schedule fixes the order of every device's actions, so that whatever the cuts, the step is no shorter than
-any path through its dependencies: on a device from an action to a later one, or along a transfer. A path says
-how often it meets the F, B and W of each part and each cut, and its seconds are a sum over the parts of what
-each takes alone. So of any mixture of paths (weights that add up to 1) the least over all cuts is a shortest
-way through the cut points, part by part, and no step is below it:
+any path through its dependencies: on a device from an action to a later one, or along a transfer; nor than
+all launches of a host. A path says how often it meets the F, B and W of each part, their launches and each
+cut, and its seconds are a sum over the parts of what each takes alone. So of any mixture of paths (weights
+that add up to 1) the least over all cuts is a shortest way through the cut points, part by part, and no step
+is below it:
 
     step >= max over paths >= mixture of paths >= least mixture over all cuts
 
@@ -23,21 +24,24 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...cost_models.schedules import Program
-from ...cost_models.simulator.costs import Costs
+from ...cost_models.simulator.costs import Costs, Hosts
 from ...cost_models.simulator.dependencies import NONE, Order, resolve_order
 from ...cost_models.simulator.engine import Run
 from ...cost_models.timeline import simulate
 from ..stage_table import Floats
 from .part_tables import Cuts, PartTables
 
+FIGURES = 6
+"""Of a slot that a path counts."""
 ROUNDS = 120
 """Of the game in which a mixture is made."""
 
 
 @dataclass(frozen=True, eq=False)
 class PathCounts:
-    """How often a path meets the forwards, backwards, weight gradients and credits of first backwards of
-    every slot (slots, 4), and the occupancy and the latency of every cut (2, parts - 1)."""
+    """How often a path meets the forwards, backwards, weight gradients, credits of first backwards, launches
+    of forwards and of backwards of every slot (slots, 6), and the occupancy and the latency of every cut (2,
+    parts - 1)."""
 
     actions: Floats
     transfers: Floats
@@ -51,7 +55,7 @@ class PathCounts:
 def count_critical_path(program: Program, run: Run) -> PathCounts:
     """The counts of the path that ends with the last action of a simulated step."""
     order = resolve_order(program)
-    columns, counts = _columns(order), np.zeros((program.devices * program.chunks, 4))
+    columns, counts = _columns(order), np.zeros((program.devices * program.chunks, FIGURES))
     cuts = program.slots - 1
     transfers = np.zeros((2, max(cuts, 0)))
     end, arrival = run.columns[1], run.columns[3]
@@ -72,9 +76,23 @@ def work_paths(program: Program) -> list[PathCounts]:
     columns, paths = _columns(order), []
     transfers = np.zeros((2, max(program.slots - 1, 0)))
     for device in range(program.devices):
-        counts = np.zeros((program.devices * program.chunks, 4))
+        counts = np.zeros((program.devices * program.chunks, FIGURES))
         own = np.flatnonzero(order.device == device)
         np.add.at(counts, np.array(columns.slot)[own], columns.counts[own])
+        paths.append(PathCounts(counts, transfers))
+    return paths
+
+
+def launch_paths(program: Program, hosts: Hosts) -> list[PathCounts]:
+    """By host, all of its launches."""
+    order = resolve_order(program)
+    slot, paths = np.array(_columns(order).slot), []
+    transfers = np.zeros((2, max(program.slots - 1, 0)))
+    for host in range(program.devices if hosts == "each" else 1):
+        counts = np.zeros((program.devices * program.chunks, FIGURES))
+        for kind in (0, 1):
+            own = (order.kind == kind) & ((order.device == host) | (hosts == "one"))
+            np.add.at(counts[:, 4 + kind], slot[own], 1.0)
         paths.append(PathCounts(counts, transfers))
     return paths
 
@@ -97,7 +115,7 @@ def _columns(order: Order) -> _Columns:
         share = np.ones(len(order))
         if program.shares is not None:
             share = np.asarray(program.shares, dtype=np.float64)[order.micro_batch]
-        counts = np.zeros((len(order), 4))
+        counts = np.zeros((len(order), FIGURES))
         counts[np.arange(len(order)), order.kind] = 1.0
         if program.splits_backward:
             counts[(order.kind == 1) & ~order.splits, 2] = 1.0  # such a B makes the weights' gradient, too
@@ -119,7 +137,8 @@ def mixture_tables(tables: PartTables, counts: PathCounts) -> Floats:
     it may not be."""
     seconds = np.zeros(tables.usable.shape)
     for slot, part in tables.program.parts_by_slot.items():
-        forward, backward, weight, credit = counts.actions[slot.device * tables.program.chunks + slot.chunk]
+        own_counts = counts.actions[slot.device * tables.program.chunks + slot.chunk]
+        forward, backward, weight, credit, forward_launch, backward_launch = own_counts
         own = seconds[part]
         own += forward * tables.forward[slot]
         own += backward * tables.backward[slot]
@@ -127,6 +146,9 @@ def mixture_tables(tables: PartTables, counts: PathCounts) -> Floats:
             own += weight * tables.weight[slot]
         if credit:
             own -= credit * tables.credit[slot]
+        if forward_launch or backward_launch:
+            own += forward_launch * tables.forward_launch[slot]
+            own += backward_launch * tables.backward_launch[slot]
     occupied, late = counts.transfers
     seconds[:-1] += (occupied[:, None] * tables.occupancy + (late * tables.latency)[:, None])[:, None, :]
     seconds[~tables.usable] = np.inf
@@ -177,6 +199,9 @@ class CutBound:
         self._cut_keys: set[tuple[int, ...]] = set()
         for path in work_paths(tables.program):
             self._add_path(path)
+        if tables.is_late:
+            for path in launch_paths(tables.program, tables.hosts):
+                self._add_path(path)
 
     def add(self, cuts: Sequence[int]) -> bool:
         """Adds some cuts to the game, with their critical path; whether anything is new."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ...cost_models.hardware import Device
 from ...cost_models.memory import Training, total, with_reserve
 from ...cost_models.schedules import Program, StageSlot
-from ...cost_models.simulator.costs import Costs
+from ...cost_models.simulator.costs import Costs, Hosts
 from ..candidate import Proposal
 from ..pipeline_config import PipelineConfig
 from ..replica_exchange import ReplicaExchange, stage_figure
@@ -47,7 +47,8 @@ class PipelineShape:
 @dataclass(frozen=True, eq=False)
 class PartTables:
     """By slot of the program (n + 1, n + 1) seconds of a micro-batch. `credit`: what the first backward of
-    all (its weights' part, where there is one) does not take. `occupancy` (parts - 1, n + 1) and `latency`
+    all (its weights' part, where there is one) does not take. `forward_launch` and `backward_launch`: of the
+    `hosts`, as of `Costs`. `occupancy` (parts - 1, n + 1) and `latency`
     (parts - 1,) of transfers after each part, by where it ends. `usable` (parts, n + 1, n + 1): whether a
     part may lie there; of those that fit on no device with the rest of its parts, some are left in.
     """
@@ -57,6 +58,9 @@ class PartTables:
     backward: dict[StageSlot, Floats]
     weight: dict[StageSlot, Floats]
     credit: dict[StageSlot, Floats]
+    forward_launch: dict[StageSlot, Floats]
+    backward_launch: dict[StageSlot, Floats]
+    hosts: Hosts
     occupancy: Floats
     latency: Floats
     usable: npt.NDArray[np.bool_]
@@ -71,10 +75,22 @@ class PartTables:
         """That the layers are cut into."""
         return self.program.slots
 
+    @property
+    def is_late(self) -> bool:
+        """Whether a device may wait for a host."""
+        if self.hosts == "one" or self.program.splits_backward:
+            return any(own.any() for own in (*self.forward_launch.values(), *self.backward_launch.values()))
+        return any(
+            bool((self.forward_launch[slot] > self.forward[slot]).any())
+            or bool((self.backward_launch[slot] > self.backward[slot] - self.credit[slot]).any())
+            for slot in self.forward
+        )
+
     def costs(self, cuts: Cuts) -> Costs:
         """For the simulator, of many cuts side by side."""
         shape = (self.program.devices, self.program.chunks, 1, len(cuts))
-        columns = {name: np.zeros(shape) for name in ("forward", "backward", "weight", "credit")}
+        names = ("forward", "backward", "weight", "credit", "forward_launch", "backward_launch")
+        columns = {name: np.zeros(shape) for name in names}
         for name, values in columns.items():
             tables: dict[StageSlot, Floats] = getattr(self, name)
             for (device, chunk), table in tables.items():
@@ -89,6 +105,9 @@ class PartTables:
             backward=columns["backward"],
             weight=columns["weight"] if self.program.splits_backward else None,
             accumulation=columns["credit"],
+            forward_launch=columns["forward_launch"],
+            backward_launch=columns["backward_launch"],
+            hosts=self.hosts,
             forward_occupancy=occupancy,
             forward_latency=latency,
             backward_occupancy=occupancy,
@@ -113,13 +132,15 @@ class _TableMaker:
         figures = [self._figures(device) for device in range(program.devices)]
         never, always = (self._fits(mode) for mode in ("never", "always"))
         recompute = self.shape.config.recompute
-        backward = {}
+        backward, backward_launch = {}, {}
         usable = np.repeat(self._possible, program.slots, axis=0)
         for slot in slots:
             forward, whole = figures[slot.device]["forward"], figures[slot.device]["backward"]
             without = never[slot] & (recompute in ("never", "by_stage"))
             with_recompute = always[slot] & (recompute != "never")
             backward[slot] = np.where(without, whole, whole + forward)
+            table = self._table(slot.device)
+            backward_launch[slot] = table.backward_launch + np.where(without, 0.0, table.forward_launch)
             usable[program.parts_by_slot[slot]] &= without | with_recompute
         cut_from, cut_to = np.nonzero(self._possible[0])
         for part in range(program.slots):
@@ -131,6 +152,9 @@ class _TableMaker:
             backward=backward,
             weight={slot: figures[slot.device]["weight"] for slot in slots},
             credit={slot: figures[slot.device]["credit"] for slot in slots},
+            forward_launch={slot: self._table(slot.device).forward_launch for slot in slots},
+            backward_launch=backward_launch,
+            hosts=self.space.hosts,
             occupancy=occupancy,
             latency=latency,
             usable=usable,

@@ -3,7 +3,8 @@
 Every start in a timeline is the latest of some ends: of the action before it on its device, of the transfer
 that it receives, of its launch. Following the latest back gives a path without a gap whose parts sum to the
 step: to shorten the step, something on it must become shorter. Of several that are equally late the device's
-own action is followed, so that the path stays where the work is.
+own action is followed, so that the path stays where the work is. Where the step is as long as the port that
+several devices share is taken, the path ends with what is left of that when the last stage is done.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ...cost_models.simulator.action_costs import FREE, lower_costs, recompute_s
 from ...cost_models.simulator.dependencies import NONE, Indices
 from ...cost_models.simulator.result import Timeline
 
-Kind = Literal["compute", "recompute", "transfer", "host", "all_reduce", "optimizer"]
+Kind = Literal["compute", "recompute", "transfer", "host", "all_reduce", "optimizer", "port"]
 KINDS: dict[str, str] = {
     "compute": "computing",
     "recompute": "running forward again",
@@ -26,6 +27,7 @@ KINDS: dict[str, str] = {
     "host": "launches by the host",
     "all_reduce": "all-reduce",
     "optimizer": "the optimizer",
+    "port": "the most loaded port of the network",
 }
 """With what a user reads."""
 
@@ -42,7 +44,10 @@ class Segment(NamedTuple):
 
 def critical_path(timeline: Timeline) -> tuple[Segment, ...]:
     """The path in order of time: from 0 to the end of the step, each part beginning where the last ends."""
-    return tuple(reversed([part for part in _Walk(timeline).back() if part.end > part.start]))
+    done = max(timeline.stage_end)
+    port = Segment("port", timeline.stage_end.index(done), None, done, timeline.costs.port_seconds)
+    parts = [port, *_Walk(timeline).back()]
+    return tuple(reversed([part for part in parts if part.end > part.start]))
 
 
 class _Cause(NamedTuple):

@@ -5,6 +5,7 @@ In steady state a micro-batch takes the longest of (a max-plus system's greatest
     the stages s..t of any run of them    [sum of (f + b) + 2 sum of c of the cuts between them] / (t - s + 1)
     any cut                               its occupancy
     any stage                             its all-reduce, shared by the micro-batches between two updates
+    any stage                             what its host takes to launch f and b
 
 with f, b the forward and backward seconds (with what is run again) and c = occupancy + latency of a cut. A
 stage i of p holds p - i micro-batches, so from F of stage s over F of stage t, B of t and back to F of s,
@@ -162,6 +163,8 @@ class SteadySearch:
     def _endless(self) -> float:
         """Seconds that any pipeline reaches."""
         work = sum(float(np.max(2 * group.costs.forward + group.costs.backward)) for group in self.groups)
+        tables = [group.costs.table for group in self.groups]
+        work += max(float(np.max(2 * own.forward_launch + own.backward_launch)) for own in tables)
         reduced = max(float(own.max()) for own in self._reduce_seconds)
         sent = max(float(group.costs.table.crossing.max()) for group in self.groups)
         routes = np.concatenate([latency + sent * each for latency, each in self._routes.values()])
@@ -209,7 +212,11 @@ class SteadySearch:
 
     def _own(self, index: int, k: int, number: int | None, seconds: float) -> Floats:
         """(cut points, cut points): f + b - T of every stage that may be, inf of the others."""
-        work = np.where(self._reduce_seconds[index] <= seconds, self._work(index, k)[0] - seconds, inf)
+        computing, recompute = self._work(index, k)
+        table = self.groups[index].costs.table
+        launches = table.forward_launch * (1 + recompute) + table.backward_launch
+        fits = (self._reduce_seconds[index] <= seconds) & (launches <= seconds)
+        work = np.where(fits, computing - seconds, inf)
         if number is not None:
             start, end = np.nonzero(np.isfinite(work))
             allowed = self.space.may_be(number, start, end)

@@ -138,7 +138,8 @@ def thin_cuts(space: Space, blocks: int) -> Space:
     table = space.table(space.chain.sizes[-1])
     if table.blocks <= blocks:
         return space
-    before = (table.forward + table.backward)[0]
+    layers = table.costs.forward_seconds + table.costs.backward_seconds
+    before = np.append(0.0, np.cumsum(layers))[list(table.cut_points)]
     targets = np.linspace(0, before[-1], blocks + 1)[1:-1]
     points = np.unique(np.searchsorted(before, targets).clip(1, table.blocks - 1))
     cut_after = np.zeros(len(space.chain), dtype=np.bool_)

@@ -11,6 +11,7 @@ The gradients of stage s are complete after the backwards of the stages from s o
 reduced e later.
 
 Where f, b and o of one stage are the largest they count together: the largest f + b (or 2 o) is a bound, too.
+The last F of a stage ends no earlier than the launches of all its forwards, and the backwards begin after it.
 For an unfinished plan each of these sums and maxima is minimised by itself over the missing stages.
 """
 
@@ -24,17 +25,23 @@ import numpy.typing as npt
 from ..pipeline_config import PipelineConfig
 from ..stage_table import Floats
 from .bounds_1f1b import RoundTripBound, multiply_finite
+from .launch_bound import launch_bound
 from .partial import BoundState, Expansion
 from .pipelines import Pipelines
 from .stage_choices import GroupChoices, StageChoices
 
-NAMES = ("forward", "usual", "plain", "cuts", "most_forward", "most_backward", "most_both", "tail")
+NAMES = (
+    *("forward", "usual", "plain", "cuts"),
+    *("most_forward", "most_backward", "most_both", "most_launch"),
+    "tail",
+)
 
 
 @dataclass(frozen=True, eq=False)
 class _Sums:
-    """Of the stages of a plan: sums of f, of b, of b', of c; the largest f, b and f + b (or o, 2 o of a cut);
-    and `tail`: from the start of the backwards to the latest end of a stage's all-reduce."""
+    """Of the stages of a plan: sums of f, of b, of b', of c; the largest f, b and f + b (or o, 2 o of a cut),
+    and launch of a forward; and `tail`: from the start of the backwards to the latest end of a stage's
+    all-reduce."""
 
     forward: Floats
     usual: Floats
@@ -43,6 +50,7 @@ class _Sums:
     most_forward: Floats
     most_backward: Floats
     most_both: Floats
+    most_launch: Floats
     tail: Floats
 
 
@@ -77,7 +85,7 @@ class GPipeBound:
 
     def start(self) -> BoundState:
         """What is known of the plan of no stages."""
-        return dict.fromkeys(("back", *NAMES[:-1]), np.zeros(1))
+        return dict.fromkeys(("back", "host_end", *NAMES[:-1]), np.zeros(1))
 
     def extend(self, state: BoundState, stage: Expansion) -> tuple[Floats, BoundState]:
         """(expansions,): the bound with a further stage, and what is known then."""
@@ -91,10 +99,11 @@ class GPipeBound:
             most_forward=np.maximum(stage.forward, stage.occupancy),
             most_backward=np.maximum(stage.backward, stage.occupancy),
             most_both=np.maximum(stage.forward + stage.backward, 2 * stage.occupancy),
+            most_launch=stage.forward_launch,
             tail=stage.least_after,
         )
         now = {name: state[name] + getattr(own, name) for name in NAMES[:4]}
-        now |= {name: np.maximum(state[name], getattr(own, name)) for name in NAMES[4:7]}
+        now |= {name: np.maximum(state[name], getattr(own, name)) for name in NAMES[4:8]}
         back = state["back"] + stage.cut
         ahead = _Sums(*(getattr(follows, name)[at] for name in NAMES))
         suffix = own.plain + stage.least_cut + ahead.plain + ahead.cuts
@@ -114,21 +123,23 @@ class GPipeBound:
             most_forward=np.maximum(now["most_forward"], ahead.most_forward),
             most_backward=np.maximum(now["most_backward"], ahead.most_backward),
             most_both=np.maximum(now["most_both"], ahead.most_both),
+            most_launch=np.maximum(now["most_launch"], ahead.most_launch),
             tail=tail,
         )
-        bound = np.maximum(self._total(whole), self.choices.launches)
-        return bound, now | {"back": own.plain + np.maximum(back, stage.least_after)}
+        late, host_end = self._round_trips.launches.extend(state["host_end"], stage, back)
+        back = own.plain + np.maximum(back, stage.least_after)
+        return np.maximum(self._total(whole), late), now | {"back": back, "host_end": host_end}
 
     def finished(self, plans: Pipelines) -> Floats:
         """(plans,): the bound of whole plans."""
-        return np.maximum(whole_bound_gpipe(plans), self.choices.launches)
+        return whole_bound_gpipe(plans)
 
     def _first(self, plain: Floats, usual: Floats) -> Floats:
         """Seconds of the backward that runs first, as if it added to gradients."""
         return plain if self._setting.recompute == "except_last" else usual
 
     def _total(self, sums: _Sums) -> Floats:
-        return _total(self._setting, sums, self._last)
+        return _total(self._setting, sums, self._last, self.choices.forward_launches)
 
     def _after_last(self) -> _Sums:
         nothing = self.choices.after_last
@@ -167,6 +178,7 @@ class GPipeBound:
             "most_forward": np.maximum(np.maximum(f, o), ahead.most_forward),
             "most_backward": most_backward,
             "most_both": np.maximum(np.maximum(f + b, 2 * o), ahead.most_both),
+            "most_launch": np.maximum(group.forward_launch[pairs], ahead.most_launch),
             "tail": np.maximum(
                 suffix + multiply_finite(self._count - 1, most_backward) + group.least_after[pairs],
                 ahead.tail,
@@ -177,7 +189,7 @@ class GPipeBound:
 
 
 def whole_bound_gpipe(plans: Pipelines) -> Floats:
-    """(plans,): the bound of whole plans, but for their launches."""
+    """(plans,): the bound of whole plans."""
     config, after_last = plans.config, np.zeros((len(plans), 1))
     f, b = plans.forward, plans.backward
     plain = (plans.plain if config.recompute == "except_last" else b) - plans.accumulation
@@ -199,15 +211,21 @@ def whole_bound_gpipe(plans: Pipelines) -> Floats:
         np.maximum(f, o).max(axis=1),
         backward.max(axis=1),
         np.maximum(f + b, 2 * o).max(axis=1),
+        plans.forward_launch.sum(axis=1) if plans.hosts == "one" else plans.forward_launch.max(axis=1),
         tail,
     )
-    return _total(config, sums, plain[:, -1])
+    return np.maximum(_total(config, sums, plain[:, -1]), launch_bound(plans))
 
 
-def _total(config: PipelineConfig, sums: _Sums, last: Floats | float) -> Floats:
-    """The bound from the sums and the largest of all stages; `last`: b' of the last stage, at the least."""
+def _total(
+    config: PipelineConfig, sums: _Sums, last: Floats | float, forward_launches: float = 0.0
+) -> Floats:
+    """The bound from the sums and the largest of all stages; `last`: b' of the last stage, at the least;
+    `forward_launches`: of all micro-batches, where one process makes them."""
     followers = config.micro_batches - 1
     forwards = sums.forward + sums.cuts + multiply_finite(followers, sums.most_forward)
+    launch_end = np.maximum(config.micro_batches * sums.most_launch, forward_launches)
+    forwards = np.maximum(forwards, launch_end)
     paths = [(sums.plain, followers)]
     if followers:
         paths.append((sums.usual + last, followers - 1))

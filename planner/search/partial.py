@@ -60,6 +60,18 @@ class Expansion:
         return self.group.backward(self.choices.in_flight(self.remaining))[1][self.pair]
 
     @cached_property
+    def forward_launch(self) -> Floats:
+        return self.group.forward_launch[self.pair]
+
+    @cached_property
+    def plain_launch(self) -> Floats:
+        return self.group.plain_launch[self.pair]
+
+    @cached_property
+    def backward_launch(self) -> Floats:
+        return self.plain_launch + self.recompute * self.forward_launch
+
+    @cached_property
     def exposed_allreduce(self) -> Floats:
         return self.group.exposed_allreduce[self.pair]
 

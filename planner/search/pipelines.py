@@ -19,7 +19,7 @@ from ...cost_models.port_sharing import (
     all_reduce_ends,
 )
 from ...cost_models.schedules import Program, cached_program, find_schedule
-from ...cost_models.simulator.costs import Costs, find_transfers
+from ...cost_models.simulator.costs import Costs, Hosts, find_transfers
 from ...cost_models.simulator.linear import LinearCosts, linear_ends
 from ...cost_models.simulator.pipeline_costs import PipelineCosts
 from ...cost_models.tied_weights import TiedSum, ends_after_sums, tied_sums
@@ -31,6 +31,7 @@ from ..stage_table import Floats
 from .replica_group import ReplicaGroupCosts
 from .space import Space
 
+LAUNCHES = ("forward_launch", "backward_launch", "plain_launch")
 MANY_ACTIONS = 50_000
 """Of a step: of more, all stages are simulated side by side."""
 
@@ -61,9 +62,9 @@ class Pipelines:
 
     `backward` with what is run again; `plain` without (of the last micro-batch under except_last);
     `accumulation`: what the first backward of several does not take.
-    `exposed_allreduce`: of the all-reduce after the last backward. `forward_launch` and `backward_launch`: on
-    the host, where one process drives all stages. `routes`: for the ports that stages share; None: there are
-    none.
+    `exposed_allreduce`: of the all-reduce after the last backward. `forward_launch`, `backward_launch` and
+    `plain_launch` (likewise with and without what is run again): on the `hosts`, as of `Costs`. `routes`: for
+    the ports that stages share; None: there are none.
     """
 
     config: PipelineConfig
@@ -74,9 +75,11 @@ class Pipelines:
     exposed_allreduce: Floats
     occupancy: Floats
     latency: Floats
-    forward_launch: Floats | None = None
-    backward_launch: Floats | None = None
+    forward_launch: Floats
+    backward_launch: Floats
+    plain_launch: Floats
     transfers: str = "overlapped"
+    hosts: Hosts = "each"
     routes: PipelineRoutes | None = None
 
     def __len__(self) -> int:
@@ -151,14 +154,8 @@ class Pipelines:
     def _sharings(self, routes: PipelineRoutes) -> list[PortSharing]:
         """What the stages of each share."""
         count, sharings = self.config.micro_batches, []
-        rows = zip(
-            routes.devices,
-            routes.at_end.tolist(),
-            routes.before.tolist(),
-            self.occupancy.tolist(),
-            routes.tied,
-            strict=True,
-        )
+        seconds = (routes.at_end.tolist(), routes.before.tolist(), self.occupancy.tolist())
+        rows = zip(routes.devices, *seconds, routes.tied, strict=True)
         for devices, at_end, before, occupancy, tied in rows:
             hops = [
                 Hop(*route, seconds * count)
@@ -176,13 +173,25 @@ class Pipelines:
 
     def _linear_ends(self, links: npt.NDArray[np.int64] | None) -> Floats | None:
         """`device_ends` with all stages side by side, where that is worth it and can be."""
-        plain = self.transfers == "overlapped" and self.forward_launch is None
+        if self.transfers != "overlapped" or (self.hosts == "one" and self._is_late):
+            return None
         count = self.config.micro_batches
-        if not plain or 2 * self.stages * count <= MANY_ACTIONS or self.config.recompute == "except_last":
+        if 2 * self.stages * count <= MANY_ACTIONS or self.config.recompute == "except_last":
             return None
         stages = (self.forward.T, self.backward.T, self.accumulation.T)
-        costs = LinearCosts(*stages, self.occupancy.T, self.latency.T, links)
+        launches = (self.forward_launch.T, self.backward_launch.T) if self._is_late else (None, None)
+        costs = LinearCosts(*stages, self.occupancy.T, self.latency.T, links, *launches)
         return linear_ends(self.config.schedule, count, costs)
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether a stage may wait for its host: something takes longer to launch than to run."""
+        if self.hosts == "one":
+            return bool(self.forward_launch.any() or self.backward_launch.any())
+        passes = [(self.forward_launch, self.forward), (self.backward_launch, self.backward)]
+        if self.config.recompute == "except_last":
+            passes.append((self.plain_launch, self.plain))
+        return any(bool((launch > own - self.accumulation).any()) for launch, own in passes)
 
     @property
     def _program(self) -> Program:
@@ -193,26 +202,18 @@ class Pipelines:
 
     def costs(self) -> PipelineCosts:
         """For the simulator."""
-        forward_launch, backward_launch = self.forward_launch, self.backward_launch
-        relaunch = None
-        if forward_launch is not None and backward_launch is not None:
-            relaunch = self._over(backward_launch + forward_launch * self._again, backward_launch)
+        late = self._is_late
         return PipelineCosts(
             forward=self._over(self.forward, self.forward),
             backward=self._over(self.backward, self.plain),
             occupancy=self.occupancy.T,
             latency=self.latency.T,
-            forward_launch=None if forward_launch is None else self._over(forward_launch, forward_launch),
-            backward_launch=relaunch,
+            forward_launch=self._over(self.forward_launch, self.forward_launch) if late else None,
+            backward_launch=self._over(self.backward_launch, self.plain_launch) if late else None,
             all_reduce=self.exposed_allreduce.T if self.exposed_allreduce.any() else None,
             accumulation=self.accumulation.T,
+            hosts=self.hosts,
         )
-
-    @property
-    def _again(self) -> npt.NDArray[np.bool_] | bool:
-        """Whether a stage runs forward again."""
-        mode = self.config.recompute
-        return self.backward > self.plain if mode == "by_stage" else mode != "never"
 
     def _over(self, usual: Floats, last: Floats) -> Floats:
         """(stages, micro-batches, pipelines); the last micro-batch differs under except_last."""
@@ -313,8 +314,7 @@ def build_pipelines(
     config, cut_points = proposals[0].config, list(space.table(space.chain.sizes[0]).cut_points)
     shape = (len(proposals), len(proposals[0].ends))
     names = ("forward", "backward", "plain", "accumulation", "exposed_allreduce")
-    columns = {name: np.zeros(shape) for name in names}
-    launches = {name: np.zeros(shape) for name in ("forward_launch", "backward_launch")}
+    columns = {name: np.zeros(shape) for name in (*names, *LAUNCHES)}
     occupancy, latency = (np.zeros((shape[0], shape[1] - 1)) for _ in range(2))
     places_of = np.zeros((2, *shape), dtype=np.int64)
     for row, proposal in enumerate(proposals):
@@ -322,28 +322,29 @@ def build_pipelines(
         for stage, (group, (first, end)) in enumerate(zip(groups, proposal.bounds, strict=True)):
             backward, accumulation = group.backward_seconds(config.micro_batches)
             at = cut_points.index(first), cut_points.index(end)
-            recompute = group.forward[at] if modes[row][stage] != "never" else 0.0
+            again = float(modes[row][stage] != "never")
             columns["forward"][row, stage] = group.forward[at]
             columns["plain"][row, stage] = backward[at]
-            columns["backward"][row, stage] = backward[at] + recompute
+            columns["backward"][row, stage] = backward[at] + again * group.forward[at]
             columns["accumulation"][row, stage] = accumulation[at]
             columns["exposed_allreduce"][row, stage] = group.exposed_allreduce[at]
             places_of[:, row, stage] = at
-            for name, values in launches.items():
-                values[row, stage] = getattr(group.table, name)[at]
+            launch, plain_launch = group.table.forward_launch[at], group.table.backward_launch[at]
+            columns["forward_launch"][row, stage] = launch
+            columns["plain_launch"][row, stage] = plain_launch
+            columns["backward_launch"][row, stage] = plain_launch + again * launch
         for cut, (here, there) in enumerate(pairwise(proposal.devices)):
             place = cut_points.index(proposal.ends[cut])
             sent = max(groups[cut].table.crossing[place], groups[cut + 1].table.crossing[place])
             latency[row, cut], pace = space.pace(here, there)
             occupancy[row, cut] = sent * pace
     runtime = space.runtime
-    if runtime is not None and runtime.one_process:
-        columns |= launches
     return Pipelines(
         config,
         **columns,
         occupancy=occupancy,
         latency=latency,
         transfers="overlapped" if runtime is None else runtime.transfers,
+        hosts=space.hosts,
         routes=find_routes(space, config, [own.devices for own in proposals], places_of[0], places_of[1]),
     )

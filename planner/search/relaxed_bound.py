@@ -18,6 +18,7 @@ import numpy as np
 from ..candidate import Proposal
 from ..stage_table import Floats
 from .budget import OutOfTime, SearchBudget
+from .fill_bound import fill_bound
 from .fluid_bound import fluid_bound
 from .relaxed_problem import RelaxedProblem, Weights
 from .relaxed_programme import CheapestStage, PricedSums, price_stages
@@ -126,7 +127,10 @@ class RelaxedBound:
         if isinstance(range_, Family):
             # Of short chains the ranges of stages say more, in the time that it takes.
             if range_ not in self._fluid and self.space.is_long:
-                self._fluid[range_] = fluid_bound(self.space.within(self.budget), range_, self.step)
+                own = self.space.within(self.budget)
+                low = self._fluid[range_] = fluid_bound(own, range_, self.step)
+                if low < self.step:
+                    self._fluid[range_] = max(low, fill_bound(own, range_, self.step))
             bound = max(bound, min(self._fluid.get(range_, 0.0), self.step))
             if bound >= self.step:
                 return

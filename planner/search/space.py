@@ -19,6 +19,7 @@ from ...cost_models.optimizers import Precision
 from ...cost_models.port_sharing import Routes, TopologyPorts
 from ...cost_models.precision import training_precision
 from ...cost_models.runtime import Runtime
+from ...cost_models.simulator.costs import Hosts
 from ...cost_models.tied_weights import least_seconds_after, reduction_seconds
 from ...cost_models.topology import Topology
 from ..plan_options import CutLimits
@@ -140,6 +141,11 @@ class Space:
         """Whether one process launches the work of all stages."""
         return self.runtime is not None and self.runtime.one_process
 
+    @property
+    def hosts(self) -> Hosts:
+        """The same as a word of `Costs`."""
+        return "one" if self.one_process else "each"
+
     @cached_property
     def routes(self) -> Routes:
         """The ways from stages to stages."""
@@ -203,6 +209,22 @@ class Space:
             for n in fitting
         ]
         return np.minimum.reduce(works) if works else None
+
+    def least_launch_seconds(
+        self, size: int, counts: Iterable[int], devices: int, *, recompute: bool
+    ) -> tuple[float, float]:
+        """Host seconds of a micro-batch, with the number of replicas, of these, that makes each layer least:
+        of the host that launches most, at the least, on so many devices; and of the layer that takes longest.
+        0 where no number can be costed."""
+        fitting = [count for count in counts if count <= size and self.fits_someone(size, count)]
+        tables = [self.table(divide_batch(size, count)).costs for count in fitting]
+        if not tables:
+            return 0.0, 0.0
+        each = np.minimum.reduce(
+            [(1 + recompute) * own.forward_host_seconds + own.backward_host_seconds for own in tables]
+        )
+        hosts = 1 if self.one_process else max(devices // min(fitting), 1)
+        return float(each.sum()) / hosts, float(each.max())
 
     def replica_group(self, size: int, devices: Sequence[int]) -> ReplicaGroupCosts:
         """What stages cost on these devices, which share micro-batches of `size` samples."""

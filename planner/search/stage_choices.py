@@ -90,6 +90,22 @@ class GroupChoices:
         return self.costs.backward_seconds(self.config.micro_batches)[1][self.start, self.end]
 
     @cached_property
+    def forward_launch(self) -> Floats:
+        """On the host, as the two that follow."""
+        return self.costs.table.forward_launch[self.start, self.end]
+
+    @cached_property
+    def plain_launch(self) -> Floats:
+        """Of the backward, without what is run again."""
+        return self.costs.table.backward_launch[self.start, self.end]
+
+    @cached_property
+    def is_late(self) -> bool:
+        """Whether some pass of a stage takes longer to launch than to run."""
+        first = self.plain - self.accumulation
+        return bool((self.forward_launch > self.forward).any() or (self.plain_launch > first).any())
+
+    @cached_property
     def exposed_allreduce(self) -> Floats:
         return self.costs.exposed_allreduce[self.start, self.end]
 
@@ -202,13 +218,20 @@ class StageChoices:
 
     @cached_property
     def launches(self) -> float:
-        """Host seconds of all launches of a step, where one process makes them all; else 0."""
+        """Host seconds of all launches of a step, where one process makes them; else 0, see `LaunchBound`."""
         if not self.space.one_process or not self.groups:
             return 0.0
         table, config = self.groups[0].costs.table, self.config
         forward, backward = float(table.forward_launch[0, -1]), float(table.backward_launch[0, -1])
         recompute = {"always": config.micro_batches, "except_last": config.micro_batches - 1}
         return config.micro_batches * (forward + backward) + recompute.get(config.recompute, 0) * forward
+
+    @cached_property
+    def forward_launches(self) -> float:
+        """The same of the forwards alone."""
+        if not self.space.one_process or not self.groups:
+            return 0.0
+        return self.config.micro_batches * float(self.groups[0].costs.table.forward_launch[0, -1])
 
     @cached_property
     def prefixes(self) -> tuple[Floats, Floats, Floats]:

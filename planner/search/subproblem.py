@@ -19,7 +19,7 @@ from .bounds_gpipe import GPipeBound
 from .budget import SearchBudget
 from .device_sets import DeviceSets
 from .partial import BoundState, Expansion, PartialPlans, empty_plans, extend_plans, join_plans
-from .pipelines import Pipelines, build_pipelines, find_routes
+from .pipelines import LAUNCHES, Pipelines, build_pipelines, find_routes
 from .placements import DeviceRanges, Placement, StagesBefore
 from .space import Space, divide_batch
 from .stage_choices import GroupChoices, Indices, StageChoices, list_stage_choices
@@ -210,17 +210,16 @@ class Subproblem:
 
     def _pipelines(self, choices: StageChoices, plans: PartialPlans) -> Pipelines:
         runtime, columns = self.space.runtime, dict(plans.columns)
-        table = choices.groups[0].costs.table
         starts = np.concatenate([np.zeros_like(plans.ends[:, :1]), plans.ends[:, :-1]], axis=1)
         for name in ("occupancy", "latency"):
             columns[name] = columns[name][:, 1:]
-        if self.space.one_process:
-            columns["forward_launch"] = table.forward_launch[starts, plans.ends]
-            columns["backward_launch"] = table.backward_launch[starts, plans.ends]
+        columns |= _launches(choices, plans, starts)
         transfers = "overlapped" if runtime is None else runtime.transfers
         devices = [self._devices(choices, plans, row) for row in range(len(plans))]
         routes = find_routes(self.space, self.family.config, devices, starts, plans.ends)
-        return Pipelines(self.family.config, **columns, transfers=transfers, routes=routes)
+        return Pipelines(
+            self.family.config, **columns, transfers=transfers, hosts=self.space.hosts, routes=routes
+        )
 
     def _devices(self, choices: StageChoices, plans: PartialPlans, row: int) -> tuple[tuple[int, ...], ...]:
         """Of the stages of a whole plan."""
@@ -236,6 +235,17 @@ class Subproblem:
         ends = tuple(cut_points[end] for end in plans.ends[row])
         devices = self._devices(choices, plans, row)
         return ScoredPlan(Proposal(self.family.config, ends, devices), tuple(modes), float(step))
+
+
+def _launches(choices: StageChoices, plans: PartialPlans, starts: Indices) -> dict[str, Floats]:
+    """Host seconds of the stages of whole plans, by the names of `Pipelines`."""
+    forward, plain = (np.zeros(plans.ends.shape) for _ in range(2))
+    for number in np.unique(plans.groups).tolist():
+        table, own = choices.groups[number].costs.table, plans.groups == number
+        forward[own] = table.forward_launch[starts[own], plans.ends[own]]
+        plain[own] = table.backward_launch[starts[own], plans.ends[own]]
+    backward = plain + plans.recompute * forward
+    return dict(zip(LAUNCHES, (forward, backward, plain), strict=True))
 
 
 def _chunks(
@@ -293,12 +303,18 @@ def _cut(
 def quick_bound(space: Space, family: Family) -> float:
     """A bound that needs no tables of stages: the work, as cheap as any number of replicas that is allowed
     makes each layer, shared over all devices by their speed. A replica of a stage does its share of the work
-    in no more than a step, so that a device of half the speed does half of it at the most."""
+    in no more than a step, so that a device of half the speed does half of it at the most. And the launches,
+    shared over as many hosts as there can be."""
     config, devices = family.config, _fast_devices(space, family)
     counts, recompute = bounded_counts(family), config.recompute == "always"
     share = 1 / config.micro_batches
     work = space.cheapest_work(config.micro_batch_size, counts, recompute=recompute, first_share=share)
-    return np.inf if work is None else float(config.micro_batches * work.sum() / devices)
+    if work is None:
+        return np.inf
+    busiest, longest = space.least_launch_seconds(
+        config.micro_batch_size, counts, len(family.placement.ranks), recompute=recompute
+    )
+    return config.micro_batches * max(float(work.sum() / devices), busiest, longest)
 
 
 def _fast_devices(space: Space, family: Family) -> float:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from math import inf
 
-import numpy as np
-
 from .device_ledger import Ledger, PartBytes, compute_ledger, part_bytes
 from .layer_costs import HOST, Layers
 from .orders import ScheduleOrder
@@ -263,7 +261,8 @@ def _work(figures: Figures, wiring: WiredOrder) -> StepWork:
     split = {
         (device, *own[1:]) for device, actions in enumerate(order.lists) for own in actions if own[0] == "W"
     }
-    seconds, launches = [], []
+    seconds, launch_start, launch_end = [], list[float](), list[float]()
+    clocks = dict[int, float]()
     begun: set[tuple[int, int]] = set()
     figure = cache(figures.seconds)
     for device, (kind, batch, chunk), part in zip(wiring.device, wiring.action, wiring.part, strict=True):
@@ -285,20 +284,22 @@ def _work(figures: Figures, wiring: WiredOrder) -> StepWork:
             begun.add((device, chunk))
             own -= figures.saved_first(part, device, f"backward_{'weight_' if splits else ''}seconds")
         seconds.append(own * share)
-        if figures.one_process:
-            launch = figure(part, device, "forward_host_seconds")
-            back = figure(part, device, "backward_host_seconds") + repeat * launch
-            launches.append(launch if kind == "F" else back)
+        launch = figure(part, device, "forward_host_seconds")
+        if kind != "F":
+            launch = 0.0 if kind == "W" else figure(part, device, "backward_host_seconds") + repeat * launch
+        host = 0 if figures.one_process else device
+        launch_start.append(clocks.get(host, 0.0))
+        clocks[host] = launch_start[-1] + launch
+        launch_end.append(clocks[host])
     ports, occupancy, latency = _transfers(figures, wiring)
-    ends = np.cumsum(launches).tolist() if launches else None
     return StepWork(
         wiring,
         seconds,
         ports,
         occupancy,
         latency,
-        launch_start=[0.0, *ends[:-1]] if ends else None,
-        launch_end=ends,
+        launch_start=launch_start,
+        launch_end=launch_end,
     )
 
 

@@ -56,14 +56,14 @@ def choose(plan: Plan, runtime: Runtime) -> tuple[Choice, str | None]:
     """The plan, or the least step_seconds of its alternatives that `runtime` runs, and then a remark on it.
 
     Where one process drives all stages, a plan that was not made for such a runtime gives way to the
-    alternative that was: only that one counts all launches.
+    alternative that was: only that one counts the launches of all stages one after another.
 
     The remark is a sentence for standard error: what was taken, its step time, and why not the plan.
     Raises ExportError where there is nothing to take.
     """
     reasons = refusals(plan, runtime)
     usable = [alternative for alternative in plan.alternatives if _runs_alternative(runtime, alternative)]
-    if not reasons and not (usable and _leaves_out_launches(plan, runtime)):
+    if not reasons and not (usable and _launches_apart(plan, runtime)):
         return _plan_choice(plan), None
     if not usable:
         raise ExportError(
@@ -77,12 +77,12 @@ def choose(plan: Plan, runtime: Runtime) -> tuple[Choice, str | None]:
     elif _same_cuts(plan, best):
         return _alternative_choice(best), None
     else:
-        why = f"The plan's step leaves out that {runtime.name} launches all stages from one process"
+        why = f"{runtime.name} launches all stages from one process, which the plan's step does not count"
     return _alternative_choice(best), _remark(plan, runtime, why, best)
 
 
-def _leaves_out_launches(plan: Plan, runtime: Runtime) -> bool:
-    """Whether `runtime` drives all stages from one process and the plan was made for none that does."""
+def _launches_apart(plan: Plan, runtime: Runtime) -> bool:
+    """Whether `runtime` drives all stages from one process and the plan counts a process a device."""
     return runtime.one_process and (plan.runtime is None or not find_runtime(plan.runtime).one_process)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -486,25 +484,16 @@ def small(here: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_two_processes_of_torchrun(here: Path, small: dict[str, str]) -> None:
+def test_two_processes_of_torchrun(
+    here: Path, small: dict[str, str], forked_python: Callable[..., Any]
+) -> None:
     """Each is a process of the check; the first prints and writes."""
     (here / "run_pplan.py").write_text("import sys; from pplan.cli.app import main; sys.exit(main())")
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *(
-            "run_pplan.py",
-            "check",
-            "small.plan.json",
-            "--model",
-            MINE,
-            "--device",
-            "cpu",
-            "--save",
-            "--steps",
-            "2",
-        ),
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "run_pplan.py"),
+        *("check", "small.plan.json", "--model", MINE, "--device", "cpu", "--save", "--steps", "2"),
     ]
-    ran = subprocess.run(command, cwd=here, env=small, capture_output=True, text=True, timeout=300)
+    ran = forked_python(here / "torchrun", here, *command, **small).wait(300)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("a step takes") == 1
     assert "The losses of 2 steps are the plain model's" in ran.stdout

@@ -155,10 +155,10 @@ def test_candidates_side_by_side_are_the_single_ones() -> None:
     rng = np.random.default_rng(3)
     single = [random_costs(rng, 4, 5) for _ in range(7)]
     together = PipelineCosts(
-        *(
-            np.stack([getattr(c, n) for c in single], axis=-1)
-            for n in ("forward", "backward", "occupancy", "latency")
-        )
+        forward=np.stack([costs.forward for costs in single], axis=-1),
+        backward=np.stack([costs.backward for costs in single], axis=-1),
+        occupancy=np.stack([costs.occupancy for costs in single], axis=-1),
+        latency=np.stack([costs.latency for costs in single], axis=-1),
     )
     for name in STRAIGHT:
         actions = find_schedule(name).actions(4, 5)

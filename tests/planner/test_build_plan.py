@@ -156,8 +156,7 @@ def test_a_plan_says_where_several_processes_launch_for_longer_than_their_device
     plan, [warning] = launch_warnings(100.0, schedule="1f1b")
     seconds = 200 * max(stage.last_layer + 1 - stage.first_layer for stage in plan.stages)
     assert f"takes {seconds} s to launch" in warning
-    assert f"a step takes at least {seconds * plan.micro_batches} s" in warning
-    assert plan.prediction.step_seconds < seconds * plan.micro_batches
+    assert plan.prediction.step_seconds >= seconds * plan.micro_batches
     assert not launch_warnings(1e-9, schedule="1f1b")[1]
     # One process for all is slow, too, and its prediction has it.
     assert not launch_warnings(100.0, runtime="torchgpipe")[1]

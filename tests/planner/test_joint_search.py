@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -127,7 +122,7 @@ def test_never_worse_than_any_planner(
     seed: int, options: dict[str, Any], make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
     """Nor is any planner below the bound; layers named as a transformer's, so that all planners have any."""
-    chain = make_chain(seed, 12, cuts=1.1, traffic=[0.1, 1][seed])
+    chain = make_chain(seed, 9, cuts=1.1, traffic=[0.1, 1][seed])
     made = problem(chain, make_topology(4, per_node=[8, 2][seed], memory=2500), mini_batch=16, **options)
     answer = find_best_plan(made, PLANNERS)
     assert set(answer.by_planner) == set(PLANNERS)
@@ -147,8 +142,7 @@ def test_never_worse_than_any_planner(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*PLANNERS, r"deepspeed-type:layers\.[2-5]"])
-def test_a_named_planners_own_plan(name: str, make_chain: MakeChain, make_topology: MakeTopology) -> None:
+def test_a_named_planners_own_plan(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     """With the bound on all plans, whoever makes them."""
     chain = make_chain(2, 12, cuts=1.1, traffic=0.1)
     chain = replace(
@@ -158,43 +152,15 @@ def test_a_named_planners_own_plan(name: str, make_chain: MakeChain, make_topolo
         trainable_bytes=np.full(12, 50.0),
     )
     topology = make_topology(4)
-    free, own = (
-        find_best_plan(problem(chain, topology, mini_batch=16, planner=word)) for word in ("best", name)
-    )
-    assert own.best is not None
-    assert own.best == own.by_planner[name]
-    assert own.result.bound_seconds <= own.best.step_seconds
-    assert own.result.bound_seconds <= free.result.bound_seconds * (1 + 1e-9)
-    if own.result.exact:
-        assert own.best.step_seconds == pytest.approx(own.result.bound_seconds, rel=1e-8)
-
-
-SCRIPT = """
-import json, sys
-import pplan
-print(pplan.solve(sys.argv[1], gpus=4, gpus_per_node=2, bandwidth=(2e8, 5e7), mini_batch=32).to_json())
-"""
-
-
-@pytest.mark.slow
-def test_the_same_file_in_any_process(tmp_path: Path, toy_profile: Path) -> None:
-    """Whatever the order of sets and of hashes."""
-    texts = []
-    for seed in ("0", "1", "2"):
-        ran = subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(toy_profile)],
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        document = json.loads(ran.stdout)
-        assert document["made_by"].pop("time")
-        assert document["made_by"].pop("content_sha256")  # of the time, too
-        texts.append(json.dumps(document))
-    assert texts[0] == texts[1] == texts[2]
-    assert len(json.loads(texts[0])["alternatives"]) > 2
+    free = find_best_plan(problem(chain, topology, mini_batch=16, planner="best"))
+    for name in (*PLANNERS, r"deepspeed-type:layers\.[2-5]"):
+        own = find_best_plan(problem(chain, topology, mini_batch=16, planner=name))
+        assert own.best is not None, name
+        assert own.best == own.by_planner[name], name
+        assert own.result.bound_seconds <= own.best.step_seconds, name
+        assert own.result.bound_seconds <= free.result.bound_seconds * (1 + 1e-9), name
+        if own.result.exact:
+            assert own.best.step_seconds == pytest.approx(own.result.bound_seconds, rel=1e-8), name
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from pplan.planner.plan_file import Plan
 
 MakePlan = Callable[..., Plan]
 RunProcesses = Callable[..., None]
+RunRanks = Callable[..., str]
 SECONDS = 240
 """After which processes that hang are killed."""
 
@@ -28,6 +31,31 @@ def run_processes(forked_python: Callable[..., Any]) -> RunProcesses:
         ended = [process.wait(SECONDS) for process in started]
         texts = "\n".join((own.stdout + own.stderr)[-3000:] for own in ended)
         assert [own.returncode for own in ended] == [0] * count, texts
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_ranks(forked_python: Callable[..., Any]) -> RunRanks:
+    """What so many processes of `python COMMAND...` print whose ranks are told as torchrun tells them; all
+    must succeed."""
+
+    def run(command: Sequence[str], folder: Path, count: int, **environment: str) -> str:
+        outputs = Path(tempfile.mkdtemp(dir=folder))
+        ranks = [
+            {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)} for rank in range(count)
+        ]
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(bound.getsockname()[1])}
+        started = [
+            forked_python(outputs / own["RANK"], folder, *command, **own, **meeting, **environment)
+            for own in ranks
+        ]
+        ended = [process.wait(SECONDS) for process in started]
+        texts = "\n".join((own.stdout + own.stderr)[-4000:] for own in ended)
+        assert [own.returncode for own in ended] == [0] * count, texts
+        return "".join(own.stdout for own in ended)
 
     return run
 

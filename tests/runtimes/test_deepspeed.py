@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -93,6 +91,7 @@ Results = dict[str, list[dict[str, Any]]]
 def results(
     make_plan: MakePlan,
     alternative: Callable[..., dict[str, Any]],
+    run_ranks: Callable[..., str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Results:
     """What each rank found in each case."""
@@ -103,22 +102,14 @@ def results(
         case.document(make_plan, alternative).save(file, force=False)
         orders.append({"name": case.name, "model": case.model, "file": str(file)})
     (folder / "cases.json").write_text(json.dumps(orders))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    done = subprocess.run(
-        [*command, str(WORKER), str(folder)],
-        env=os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks([str(WORKER), str(folder)], folder, RANKS, DS_ACCELERATOR="cpu")
     return {
         case.name: [json.loads((folder / f"{case.name}.{rank}.json").read_text()) for rank in range(RANKS)]
         for case in CASES
     }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_training_is_the_plain_models(results: Results, case: Case) -> None:

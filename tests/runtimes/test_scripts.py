@@ -7,10 +7,7 @@ import importlib.util
 import os
 import re
 import shlex
-import socket
 import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ from pplan.runtimes.scripts.script import write_script
 
 MakePlan = Callable[..., Plan]
 ForkedPython = Callable[..., Any]
+RunRanks = Callable[..., str]
 SECONDS = 120
 """After which a process that hangs is killed."""
 RUNTIMES = ("torchgpipe", "fairscale", "torch", "deepspeed")
@@ -92,37 +90,18 @@ def command_of(runtime: str, folder: Path) -> list[str]:
     return [*modules, *command]
 
 
-def by_its_command(command: list[str], folder: Path) -> str:
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+def by_its_command(forked: ForkedPython, command: list[str], folder: Path) -> str:
+    done: subprocess.CompletedProcess[str] = forked(folder / "launcher", folder, *command).wait(SECONDS)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
-def by_forked_processes(forked: ForkedPython, command: list[str], folder: Path, count: int) -> str:
-    """What the processes print whose ranks are told as torchrun tells them."""
-    outputs = Path(tempfile.mkdtemp(dir=folder))
-    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)} for rank in range(count)]
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(bound.getsockname()[1])}
-    started = [forked(outputs / own["RANK"], folder, *command, **own, **meeting) for own in ranks]
-    ended = [process.wait(SECONDS) for process in started]
-    assert [own.returncode for own in ended] == [0] * count, "\n".join(own.stderr[-3000:] for own in ended)
-    return "".join(own.stdout for own in ended)
-
-
 @pytest.fixture(scope="module")
 def outputs(
-    make_plan: MakePlan, forked_python: ForkedPython, tmp_path_factory: pytest.TempPathFactory
+    make_plan: MakePlan,
+    forked_python: ForkedPython,
+    run_ranks: RunRanks,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, list[str]]:
     """What each script says in a run of one step, and in another that is to go on to the second.
 
@@ -138,17 +117,13 @@ def outputs(
         text = written(plan, profile("tiny_zoo:make", NAMES, settings={"width": 7}), runtime, folder)
         assert len(text.splitlines()) < 80
         command = command_of(runtime, folder)
-        first, second = [*command, "1"], [*command, "2"]
-        if runtime == "deepspeed":
-            said[runtime] = [by_its_command(own, folder) for own in (first, second)]
-        elif runtime == "torch":
-            script = command[command.index(f"train_{runtime}.py") :]
-            said[runtime] = [
-                by_its_command(first, folder),
-                by_forked_processes(forked_python, [*script, "2"], folder, 2),
-            ]
-        else:
-            said[runtime] = [by_forked_processes(forked_python, own, folder, 1) for own in (first, second)]
+        processes = 2 if runtime in ("torch", "deepspeed") else 1
+        script = [word for word in command if word.endswith(".py")]
+        by_itself = by_its_command(forked_python, [*command, "1"], folder) if runtime == "torch" else None
+        said[runtime] = [
+            by_itself or run_ranks([*script, "1"], folder, processes),
+            run_ranks([*script, "2"], folder, processes),
+        ]
     return said
 
 

@@ -377,7 +377,7 @@ def test_names_that_are_no_models_are_refused_where_they_are_built(
 @pytest.mark.slow
 def test_a_loss_is_imported_only_where_the_user_names_it() -> None:
     spec = ModelSpec(
-        name="alexnet", input_shape=[3, 64, 64], classes=2, loss="evil:loss", by_user=("other:loss",)
+        name="squeezenet1_1", input_shape=[3, 64, 64], classes=2, loss="evil:loss", by_user=("other:loss",)
     )
     with pytest.raises(ModelError, match="loss 'evil:loss': a file's word runs no code"):
         _load_model(spec)
@@ -386,9 +386,11 @@ def test_a_loss_is_imported_only_where_the_user_names_it() -> None:
 @pytest.mark.slow
 def test_another_model_than_the_profiled_one_is_refused() -> None:
     spec = ModelSpec(
-        name="alexnet", input_shape=[3, 64, 64], classes=2, layers_sha256="0" * 64, profiled="a\x1bb"
+        name="squeezenet1_1", input_shape=[3, 64, 64], classes=2, layers_sha256="0" * 64, profiled="a\x1bb"
     )
-    with pytest.raises(ModelError, match=r"alexnet is not the model that was profiled as 'a\\x1bb': it has"):
+    with pytest.raises(
+        ModelError, match=r"squeezenet1_1 is not the model that was profiled as 'a\\x1bb': it has"
+    ):
         _load_model(spec)
 
 

@@ -30,7 +30,7 @@ Path("outputs.json").write_text(json.dumps(outputs))
 """
 PLAN = "made.plan.json"
 COMMANDS = [
-    ["solve", PLAIN, *MACHINE, "--optimizer", "adam", "--details", "-o", PLAN],
+    ["solve", PLAIN, *MACHINE, "--gpus-per-node", "2", "--optimizer", "adam", "--details", "-o", PLAN],
     ["solve", PLAIN, "--sweep", "gpus=1,2,4", "--jobs", "2", "--csv", "made.csv"],
     ["show", PLAIN],
     ["show", PLAN],

@@ -73,3 +73,24 @@ def test_the_launches_of_kinds_with_a_profile_of_their_own(
         topology=solved.folder / "machine.toml",
     )
     assert timeline.step_seconds == pytest.approx(solved.plan["prediction"]["step_seconds"], rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "zb-h1", "chimera"])
+def test_the_launches_of_a_process_a_device(
+    schedule: str, make_profile: Callable[..., Any], solve_files: Callable[..., Any]
+) -> None:
+    """Verified and simulated as planned; without the launches the step is shorter."""
+    options = {"gpus": 2, "mini_batch": 8, "schedule": schedule, "bandwidth": 1e9, "latency": 0.0}
+    solved = solve_files(make_profile(1, 5, host=5.0, cuts=1.0), **options)
+    step = solved.plan["prediction"]["step_seconds"]
+    report = solved.verified()
+    assert report.agrees, report.differing
+    shorter = {**solved.plan["prediction"], "step_seconds": 0.9 * step}
+    assert not solved.verified({**solved.plan, "prediction": shorter}).agrees
+    plan, profile = (
+        pplan.Plan.parse(json.dumps(solved.plan), "plan"),
+        pplan.Profile.load(solved.folder / "toy.profile.json"),
+    )
+    assert pplan.simulate(plan, profile).step_seconds == pytest.approx(step, rel=1e-9)
+    free = solve_files(make_profile(1, 5, host=0.0, cuts=1.0), **options)
+    assert free.plan["prediction"]["step_seconds"] < 0.95 * step

@@ -1,7 +1,7 @@
 """The problem that the page's own simulator (`simulator.js`) takes: layers, devices and links, for any cuts.
 
-It knows straight pipelines of GPipe and 1F1B with replicas, recomputation, launches of one process and shared
-ports; where a plan has more, the page draws its cuts and does not move them.
+It knows straight pipelines of GPipe and 1F1B with replicas, recomputation, launches and shared ports; where a
+plan has more, the page draws its cuts and does not move them.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ def cut_problem(assemblies: Mapping[str, Assembly]) -> dict[str, Any]:
         "micro_batches": assembly.program.micro_batches,
         "mini_batch": assembly.program.micro_batches * assembly.size,
         "schedules": {
-            name: {"recompute": list(own.recompute), "launches": own.launches}
-            for name, own in assemblies.items()
+            name: {"recompute": list(own.recompute), "hosts": own.hosts} for name, own in assemblies.items()
         },
         "cut_after": [int(allowed) for allowed in assembly.chain.cut_after],
         "tables": [_layer_figures(own) for own in tables.costs],

@@ -119,7 +119,7 @@
 
   /** Seconds of the actions and transfers of every stage. */
   function stageCosts(problem, balance, schedule) {
-    const ranges = stageRanges(balance), { recompute, launches } = problem.schedules[schedule];
+    const ranges = stageRanges(balance), { recompute } = problem.schedules[schedule];
     return ranges.map(([first, last], stage) => {
       const own = problem.stages[stage], seconds = { forward: 0, backward: 0, firstBackward: 0 };
       for (const [table, scale] of own.timings) {
@@ -131,10 +131,8 @@
         seconds.firstBackward = Math.max(seconds.firstBackward, backward - adding);
       }
       const costs = problem.tables[own.table], cut = problem.cuts[stage];
-      if (launches) {
-        seconds.forwardLaunch = sum(costs.forward_host, first, last);
-        seconds.backwardLaunch = sum(costs.backward_host, first, last);
-      }
+      seconds.forwardLaunch = sum(costs.forward_host, first, last);
+      seconds.backwardLaunch = sum(costs.backward_host, first, last);
       if (cut) {
         const bytes = Math.max(costs.output[last], problem.tables[problem.stages[stage + 1].table].output[last]);
         seconds.occupancy = bytes * cut.streams * cut.pace;
@@ -183,10 +181,11 @@
     }
   }
 
-  /** Launches of one process that drives all devices: when each starts and ends, in the order of the clock. */
-  function launchTimes(order, costs, microBatches) {
+  /** When each launch starts and ends, one after another in the order of the clock: of one host that drives all
+   * devices, or of each device's own. */
+  function launchTimes(order, costs, microBatches, hosts) {
     const starts = new Float64Array(order.length), ends = new Float64Array(order.length);
-    let now = 0;
+    const now = new Array(costs.length).fill(0);
     order.forEach((action, i) => {
       const own = costs[action.stage];
       let seconds = own.forwardLaunch;
@@ -194,21 +193,22 @@
         seconds = own.backwardLaunch;
         if (recomputes(own.recompute, action.microBatch, microBatches)) seconds += own.forwardLaunch;
       }
-      starts[i] = now;
-      now += seconds;
-      ends[i] = now;
+      const host = hosts === "one" ? 0 : action.stage;
+      starts[i] = now[host];
+      now[host] += seconds;
+      ends[i] = now[host];
     });
     return [starts, ends];
   }
 
   /** Start and end of every action, and of every transfer on its link: whoever is ready first is served first. */
-  function run(problem, order, costs, launches) {
+  function run(problem, order, costs, hosts) {
     const count = order.length, microBatches = problem.micro_batches;
     const start = new Float64Array(count), end = new Float64Array(count);
     const begin = new Float64Array(count), arrival = new Float64Array(count);
     const waits = order.map((action) => (action.isFirst ? 0 : 1) + (action.source !== NONE ? 1 : 0));
     const free = new Map(), requests = new Queue(), canRun = [], backwards = new Uint8Array(problem.stages.length);
-    const hosted = launches ? launchTimes(order, costs, microBatches) : null;
+    const [launchStart, launchEnd] = launchTimes(order, costs, microBatches, hosts);
     waits.forEach((waiting, i) => { if (!waiting) canRun.push(i); });
     const release = (i, second) => {
       if (second > start[i]) start[i] = second;
@@ -223,9 +223,8 @@
     while (canRun.length || requests.items.length) {
       if (canRun.length) {
         const i = canRun.pop(), action = order[i];
-        if (hosted) start[i] = Math.max(start[i], hosted[0][i]);
-        end[i] = start[i] + duration(action);
-        if (hosted) end[i] = Math.max(end[i], hosted[1][i]);
+        start[i] = Math.max(start[i], launchStart[i]);
+        end[i] = Math.max(start[i] + duration(action), launchEnd[i]);
         if (action.next !== NONE) release(action.next, end[i]);
         if (action.target !== NONE) requests.push([end[i], i]);
         continue;
@@ -340,7 +339,7 @@
   function simulate(problem, balance, schedule) {
     const stages = balance.length, { lists, order } = program(schedule, stages, problem.micro_batches);
     const costs = stageCosts(problem, balance, schedule);
-    const { start, end, begin, arrival } = run(problem, order, costs, problem.schedules[schedule].launches);
+    const { start, end, begin, arrival } = run(problem, order, costs, problem.schedules[schedule].hosts);
     const last = new Array(stages).fill(0), busy = new Array(stages).fill(0);
     order.forEach((action, i) => {
       last[action.stage] = Math.max(last[action.stage], end[i]);

@@ -110,7 +110,7 @@ def random_assemblies(seed: int) -> tuple[list[Assembly], str]:
         "optimizer": str(rng.choice(["sgd", "adam", "adamw"])),
         "dtype": "float32",
         "precision": precisions[seed % 3],
-        "launches": bool(rng.random() < 0.4),
+        "hosts": "one" if rng.random() < 0.4 else "each",
     }
     ends = [random_ends(rng, layers, stages) for _ in range(2)]
     pairs = [list(pairwise(own)) for own in ends]

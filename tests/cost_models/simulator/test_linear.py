@@ -25,6 +25,7 @@ def random_costs(rng: np.random.Generator, stages: int, candidates: int = 3) -> 
         links[stage + 1, stage] = (stage + 1 if kind == 1 else stage + 100) if kind < 3 else 7
     occupancy = traffic * rng.random(cuts)
     occupancy[rng.random(stages - 1) < 0.2] = 0.0
+    hosts = {f"{name}_launch": 1.5 * rng.random((stages, candidates)) for name in ("forward", "backward")}
     return LinearCosts(
         forward=rng.random((stages, candidates)),
         backward=rng.random((stages, candidates)) + 0.5,
@@ -32,6 +33,7 @@ def random_costs(rng: np.random.Generator, stages: int, candidates: int = 3) -> 
         occupancy=occupancy,
         latency=0.2 * rng.random(cuts),
         links=None if kind == 0 else links,
+        **(hosts if kind % 2 else {}),
     )
 
 
@@ -45,6 +47,9 @@ def engine_ends(schedule: str, micro_batches: int, own: LinearCosts) -> np.ndarr
         occupancy=own.occupancy,
         latency=own.latency,
         accumulation=own.accumulation,
+        forward_launch=None if own.forward_launch is None else each(own.forward_launch),
+        backward_launch=None if own.backward_launch is None else each(own.backward_launch),
+        hosts="each",
     ).general()
     program = find_schedule(schedule).program(len(own.forward), micro_batches)
     return device_ends(program, replace(costs, links=own.links))

@@ -130,9 +130,10 @@ class BruteForce:
             backward=backward,
             occupancy=occupancy.reshape(stages - 1, len(plans)),
             latency=latency.reshape(stages - 1, len(plans)),
-            forward_launch=row("forward_launch") if one_process else None,
-            backward_launch=row("backward_launch", "forward_launch") if one_process else None,
+            forward_launch=row("forward_launch"),
+            backward_launch=row("backward_launch", "forward_launch"),
             all_reduce=known["tail"],
+            hosts="one" if one_process else "each",
         )
         steps = step_seconds(config.schedule, costs)
         return steps, self._fit(config, list(names), ids, modes)

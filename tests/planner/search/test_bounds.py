@@ -68,6 +68,7 @@ def test_unfinished_plans(
     rng = np.random.default_rng(seed)
     adding = [1.0, 0.3, 0.0][seed % 3]
     chain = make_chain(seed, 6, traffic=[0, 0.1, 1, 10][seed % 4], cuts=0.9, adding=adding)
+    chain = with_hosts(chain, [1.0, 5.0, 20.0][seed // 2 % 3])
     topology = make_topology(
         4, per_node=[8, 2][seed % 2], latency=[0, 0.05, 0.5][seed % 3], memory=[None, 700, 1200][seed % 3]
     )
@@ -92,6 +93,27 @@ def test_unfinished_plans(
         assert max(bounds) <= step * SLACK
         (whole,) = WHOLE_BOUNDS[family.config.schedule](pipelines(space, [proposal]))
         assert whole <= step * SLACK
+
+
+def with_hosts(chain: Chain, times: float) -> Chain:
+    """Layers that take so many times as long to launch: from 5 times on hosts may decide."""
+    return replace(
+        chain,
+        forward_host_seconds=times * chain.forward_host_seconds,
+        backward_host_seconds=times * chain.backward_host_seconds,
+    )
+
+
+def test_the_bound_of_late_hosts_is_the_step(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    """Where a launch takes a hundred times as long as what it launches: but for what follows the last one."""
+    for one in (False, True):
+        runtime = RUNTIMES["torchgpipe"] if one else None
+        space = Space(with_hosts(make_chain(5, 7, cuts=1.1), 500), make_topology(4), "sgd", runtime=runtime)
+        for config in EVERY:
+            plans = pipelines(space, every_cut(space, config, 3))
+            bounds, steps = WHOLE_BOUNDS[config.schedule](plans), plans.step_seconds()
+            assert (bounds <= steps * SLACK).all()
+            assert (bounds >= 0.9 * steps).all()
 
 
 def pipelines(space: Space, proposals: list[Proposal]) -> Pipelines:

@@ -91,6 +91,15 @@ def some_configs(
 MEMORIES = (None, 400, 700, 850, 1000, 1200, 1500, 2500)
 
 
+def with_hosts(chain: Chain, times: float) -> Chain:
+    """Layers that take so many times as long to launch: from 5 times on hosts may decide."""
+    return replace(
+        chain,
+        forward_host_seconds=times * chain.forward_host_seconds,
+        backward_host_seconds=times * chain.backward_host_seconds,
+    )
+
+
 def a_space(
     rng: np.random.Generator,
     make_chain: MakeChain,
@@ -100,7 +109,8 @@ def a_space(
     gpus: int = 6,
     **more: Any,
 ) -> Space:
-    """Up to so many layers on up to so many GPUs, with slow links and fast, and memory that bites."""
+    """Up to so many layers on up to so many GPUs, with slow links and fast, memory that bites, and hosts that
+    devices wait for."""
     chain = make_chain(
         int(rng.integers(2**31)),
         int(rng.integers(1, layers + 1)),
@@ -108,6 +118,7 @@ def a_space(
         cuts=float(rng.choice([0.5, 0.9, 1.1])),
         adding=float(rng.spawn(1)[0].choice([0, 0.3, 1])),
     )
+    chain = with_hosts(chain, float(rng.spawn(1)[0].choice([1, 1, 6, 25])))
     topology = make_topology(
         int(rng.integers(1, gpus + 1)),
         per_node=int(rng.choice([2, 3, 8])),
@@ -192,17 +203,36 @@ def test_best_that_a_runtime_runs(
     assert (seen.replicated_pipeline > 0) is (name == "deepspeed")
 
 
-def test_launches_of_one_process_count_where_nothing_else_takes_time(
-    make_chain: MakeChain, make_topology: MakeTopology, families_of: FamiliesOf, checked: Callable[..., Any]
+@pytest.mark.parametrize("runtime", ["torchgpipe", "torch"])
+def test_launches_count_where_nothing_else_takes_time(
+    runtime: str,
+    make_chain: MakeChain,
+    make_topology: MakeTopology,
+    families_of: FamiliesOf,
+    checked: Callable[..., Any],
 ) -> None:
     """Layers without forward seconds are launched again, too, where they recompute."""
     chain = make_chain(5, 4, traffic=0.1, cuts=1.1)
     half = np.array([1.0, 0.0, 1.0, 0.0])[:, None]
     chain = replace(chain, forward_seconds=chain.forward_seconds * half)
-    space = Space(chain, make_topology(3), "sgd", runtime=RUNTIMES["torchgpipe"])
-    own = [config for config in WHOLE if config.schedule == "gpipe"]
+    space = Space(chain, make_topology(3, memory=900), "sgd", runtime=RUNTIMES[runtime])
+    own = [config for config in WHOLE if config.schedule == "gpipe" or runtime == "torch"]
     for config in own:
-        checked(space, families_of(space, [config], (1,)))
+        checked(space, families_of(space, [config], (1,) if runtime == "torchgpipe" else (1, 2)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_plans_whose_hosts_are_late(
+    seed: int,
+    make_chain: MakeChain,
+    make_topology: MakeTopology,
+    families_of: FamiliesOf,
+    checked: Callable[..., Any],
+) -> None:
+    chain = with_hosts(make_chain(seed, 5, traffic=0.3, cuts=1.1, adding=0.5), [4, 8, 25][seed % 3])
+    space = Space(chain, make_topology(4, latency=0.05, memory=[None, 800][seed % 2]), "sgd")
+    own = [config for config in WHOLE if config.micro_batches > 1]
+    checked(space, families_of(space, own[seed::6], (1, 2)))
 
 
 @pytest.mark.slow

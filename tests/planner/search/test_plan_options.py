@@ -179,7 +179,9 @@ def test_wishes_that_cannot_be(
 def test_pinned_neighbours_of_a_long_chain(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     """Where not all cuts are searched, those that the pins need are."""
     chain, topology = make_chain(3, 230, cuts=1.1, traffic=0.05), make_topology(8)
-    problem = Problem(chain, topology, PlanOptions(mini_batch=16, pins=(("layer150", 0), ("layer151", 1))))
+    pins = (("layer150", 0), ("layer151", 1))
+    options = PlanOptions(mini_batch=16, schedule="1f1b", micro_batches=4, pins=pins)
+    problem = Problem(chain, topology, options)
     found = find_best_plan(problem, []).result
     own = [config for config in problem.configs if config.schedule == "1f1b"]
     simple = fastest(problem.space, [replicated_pipeline(config, (151, 230), (4, 4)) for config in own])

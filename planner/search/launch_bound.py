@@ -1,0 +1,123 @@
+"""Proven lower bounds on the step of 1F1B and GPipe pipelines from what their hosts launch.
+
+A host launches one action after another from the beginning of the step on, whatever its device waits for. So
+the last B of stage s ends no earlier than the sum H of all its launches; the same micro-batch's B of the
+stage before follows when the gradients are there (c seconds) and takes b, and its all-reduce takes e:
+
+    L(s) = max(H(s), L(s + 1) + c + b(s))        step >= L(s) + e(s)
+
+and L(s) + back, with `back` the seconds through the stages before s. Where one process launches for all, H is
+the sum over all stages. For an unfinished plan L is minimised over the missing stages from the last one back.
+
+Of GPipe all forwards are launched before a stage's first B: see `bounds_gpipe`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from ..stage_table import Floats
+from .partial import Expansion
+from .pipelines import Pipelines
+from .stage_choices import GroupChoices, StageChoices
+
+
+class LaunchBound:
+    """The bounds of the module's docstring, of the plans that are made of these choices."""
+
+    def __init__(self, choices: StageChoices) -> None:
+        self.choices = choices
+        self._rows = [(choices.after_last, choices.after_last)]
+
+    @cached_property
+    def is_late(self) -> bool:
+        """Whether a stage may wait for its own host."""
+        return not self.choices.space.one_process and any(own.is_late for own in self.choices.groups)
+
+    def root(self, stages: int) -> float:
+        """A bound on every plan of so many stages."""
+        if not self.is_late:
+            return self.choices.launches
+        return float(self.rows(stages)[1][0, 0])
+
+    def rows(self, stages: int) -> tuple[Floats, Floats]:
+        """(positions + 1, cut points) each, for the last so many stages after one that ends there: the least
+        L of the first of them, and the least seconds of the step."""
+        while len(self._rows) <= stages:
+            self._rows.append(self._before(len(self._rows)))
+        return self._rows[stages]
+
+    def extend(self, least: Floats, stage: Expansion, back: Floats) -> tuple[Floats, Floats]:
+        """(expansions,): the bound with a further stage, after which the step takes `back`; and what of it
+        holds whatever follows, `least` with the stages before."""
+        if not self.is_late:
+            return np.maximum(least, self.choices.launches), least
+        inward, whole = (row[stage.end_position, stage.end] for row in self.rows(stage.remaining - 1))
+        config = self.choices.config
+        backward = stage.plain if config.recompute == "except_last" else stage.backward
+        own = self._host_seconds(stage.forward_launch, stage.plain_launch, stage.recompute)
+        after = np.maximum(back, stage.least_after)
+        later = np.maximum(own, inward + stage.least_cut + backward)
+        least = np.maximum(least, own + after)
+        return np.maximum(np.maximum(later + after, whole), least), least
+
+    def _before(self, remaining: int) -> tuple[Floats, Floats]:
+        rows = np.full(self.choices.shape, np.inf), np.full(self.choices.shape, np.inf)
+        reachable = np.isfinite(self._rows[-1][0])
+        if reachable.any():
+            for group in self.choices.groups:
+                self.choices.space.budget.check()
+                self._fill(rows, group, reachable, remaining)
+        inward, whole = (self.choices.ranges.least_reachable(values) for values in rows)
+        return inward, whole
+
+    def _fill(
+        self,
+        rows: tuple[Floats, Floats],
+        group: GroupChoices,
+        reachable: npt.NDArray[np.bool_],
+        remaining: int,
+    ) -> None:
+        stages = group.before(reachable)
+        if stages is None:
+            return
+        pairs, at = stages.pair, (stages.after, stages.end)
+        usual, recompute = group.backward(self.choices.in_flight(remaining))
+        plain = np.where(np.isinf(usual), np.inf, group.plain)
+        backward = plain if self.choices.config.recompute == "except_last" else usual
+        own = self._host_seconds(group.forward_launch, group.plain_launch, recompute)
+        latency, slowness = self.choices.ranges.least_pace(group.replicas, stages.key, stages.after)
+        cut = slowness * group.sent[pairs] + latency * group.inner[pairs]
+        ahead, end = (row[at] for row in self.rows(remaining - 1))
+        inward = np.maximum(own[pairs], ahead + cut + backward[pairs])
+        stages.least_into(rows[0], inward)
+        stages.least_into(rows[1], np.maximum(inward + group.least_after[pairs], end))
+
+    def _host_seconds(self, forward: Floats, plain: Floats, recompute: npt.NDArray[np.bool_]) -> Floats:
+        """H of stages that launch for so long, `recompute`: whose forwards run again."""
+        config = self.choices.config
+        again = config.micro_batches - (config.recompute == "except_last")
+        seconds: Floats = config.micro_batches * (forward + plain) + again * recompute * forward
+        return seconds
+
+
+def launch_bound(plans: Pipelines) -> Floats:
+    """(plans,): the bound of whole plans."""
+    count, stages = plans.config.micro_batches, plans.stages
+    last_differs = plans.config.recompute == "except_last"
+    last = plans.plain_launch if last_differs else plans.backward_launch
+    hosts = count * plans.forward_launch + (count - 1) * plans.backward_launch + last
+    if plans.hosts == "one":
+        return np.asarray(hosts.sum(axis=1))
+    backward = plans.plain if last_differs else plans.backward
+    cut = np.hstack([plans.occupancy + plans.latency, np.zeros((len(plans), 1))])
+    inward = np.zeros(len(plans))
+    ends = np.zeros((stages, len(plans)))
+    for stage in reversed(range(stages)):
+        inward = np.maximum(hosts[:, stage], inward + cut[:, stage] + backward[:, stage])
+        ends[stage] = inward + plans.exposed_allreduce[:, stage]
+    latest: Floats = plans.after_tied_sums(ends).max(axis=0)
+    return latest

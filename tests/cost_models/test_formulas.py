@@ -1,0 +1,133 @@
+"""Single lines of the cost models against the same worked out by hand: `benchmarks/mutation.py` found that no
+other quick test tells them from their opposites."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pplan.cost_models.errors import UsageError
+from pplan.cost_models.option_fields import Option
+from pplan.cost_models.schedules.schedule_text import read_schedule
+from pplan.cost_models.simulator.pipeline_costs import PipelineCosts
+from pplan.cost_models.text_files import write_whole
+from pplan.cost_models.transformer.attention_kernels import _attention_kernel
+from pplan.cost_models.transformer.configuration import transformer_shape
+from pplan.cost_models.transformer.kernel_table import KernelTable, Matmul
+from pplan.cost_models.transformer.layer_work import Tokens
+from pplan.cost_models.transformer.rank_costs import DeviceLimits
+from pplan.cost_models.transformer.training_setting import TrainingSetting
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 1,
+    "vocab_size": 100,
+}
+
+
+def test_whole_numbers_are_read_and_other_values_stay() -> None:
+    value = Option(lambda *_: None, least=1).value
+    assert value("3", "--n") == 3
+    with pytest.raises(UsageError):
+        value("0", "--n")
+    assert Option(lambda *_: None).value("3", "--n") == "3"
+
+
+@pytest.mark.parametrize(("source", "told"), [("", "the user's own"), ("source: a paper\n", "a paper")])
+def test_where_an_order_comes_from(source: str, told: str) -> None:
+    assert read_schedule(f"name: mine\n{source}device i: (F B)*m\n").schedule.source == told
+
+
+def test_costs_have_an_entry_for_every_stage() -> None:
+    """Transfers one a boundary."""
+    whole = PipelineCosts(
+        forward=np.ones((3, 2)), backward=np.ones((3, 2)), occupancy=np.ones(2), latency=np.ones(2)
+    )
+    whole.check(3, 2)
+    for wrong in ({"occupancy": np.ones(3)}, {"latency": np.ones(1)}, {"accumulation": np.ones((2, 2))}):
+        with pytest.raises(UsageError, match=f"{next(iter(wrong))} has {len(next(iter(wrong.values())))}"):
+            replace(whole, **wrong).check(3, 2)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such permissions")
+def test_a_file_may_be_read_by_whom_the_user_lets(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_whole(tmp_path / "a.txt", "a", force=False)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a.txt").stat().st_mode & 0o777 == 0o640
+
+
+def test_devices_share_the_heads_of_attention() -> None:
+    shape = transformer_shape({"model_type": "llama", **SIZES})
+    kernel = _attention_kernel(shape, 16, Tokens(16), 2, False)
+    assert (kernel.heads, kernel.key_value_heads) == (4, 2)
+
+
+def test_all_experts_may_take_every_token() -> None:
+    keys = {"model_type": "mixtral", **SIZES, "num_local_experts": 4}
+    experts = transformer_shape(keys | {"num_experts_per_tok": 4}).experts
+    assert experts is not None
+    assert experts.per_token == experts.number == 4
+    with pytest.raises(UsageError, match="num_experts_per_tok=5: there are 4 experts"):
+        transformer_shape(keys | {"num_experts_per_tok": 5})
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "vectors"),
+    [
+        # Two norms, of the heads of queries and keys one each; the last norm.
+        ("gemma3_text", {"head_dim": 8}, 4 * 64 + 2 * 8 + 64),
+        ("llama", {}, 2 * 64 + 64),
+        # A bias of each head's query, key and value, none of the output.
+        ("qwen2", {}, 2 * 64 + (8 + 2 * 4) * 8 + 64),
+    ],
+)
+def test_vectors_of_a_model(family: str, more: dict[str, Any], vectors: int) -> None:
+    """That are in no matrix: one layer of attention 64 to 64 + 2 x 32 to 64, three matrices of 64 x 96."""
+    shape = transformer_shape({"model_type": family, "tie_word_embeddings": True, **SIZES, **more})
+    matrices = 100 * 64 + 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96
+    assert shape.parameters() - matrices == vectors
+
+
+def test_vectors_of_a_model_of_experts() -> None:
+    """As above, and a gate of the expert for all tokens; four experts of 32, one for all of 48, a router."""
+    keys = SIZES | {"model_type": "qwen2_moe", "tie_word_embeddings": True, "num_experts": 4}
+    keys |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+    experts = 3 * 64 * (4 * 32 + 48) + 64 * 4
+    matrices = 100 * 64 + 64 * (64 + 2 * 32) + 64 * 64 + experts
+    assert transformer_shape(keys).parameters() - matrices == 2 * 64 + (8 + 2 * 4) * 8 + 64 + 64
+
+
+def test_the_nearer_row_of_a_table_weighs_more() -> None:
+    """By one over the squares of the distances, log 1.1 and log 3.7."""
+    table = KernelTable(1e12, {"matmul TN": {(64.0, 128.0, 100.0): 0.2, (64.0, 128.0, 407.0): 0.8}})
+    near, far = 1 / np.log(1.1) ** 2, 1 / np.log(3.7) ** 2
+    share = (0.2 * near + 0.8 * far) / (near + far)
+    kernel = Matmul(64, 128, 110, "TN")
+    assert table.seconds(kernel) == pytest.approx(kernel.flops / (1e12 * share))
+
+
+def test_a_narrow_product_takes_as_long_as_its_bytes() -> None:
+    limits = DeviceLimits(1e15, 1e9, memory_share=0.5)
+    kernel = Matmul(1, 1000, 1000, "TN")
+    bytes_moved = 2 * (1000 + 1000 * 1000 + 1000)
+    assert limits.product_seconds(kernel) == pytest.approx(bytes_moved / 0.5e9)
+
+
+def test_no_block_is_behind_the_predictors() -> None:
+    setting = TrainingSetting(4, Tokens(16), predictors=1, predictor_offset=2)
+    blocks = setting.even_blocks(9, 5)
+    assert blocks[3:] == [0, 0]
+    assert sum(blocks) == 9
+    assert max(blocks[:3]) - min(blocks[:3]) <= 1

@@ -1,0 +1,133 @@
+"""Single lines of the planner against the same worked out by hand: `benchmarks/mutation.py` found that no
+other quick test tells them from their opposites."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from pplan.cost_models.layer import Chain, list_cut_points
+from pplan.cost_models.optimizers import Precision
+from pplan.cost_models.topology import Topology
+from pplan.planner.candidate import linear_pipeline
+from pplan.planner.coverage import _any_plan
+from pplan.planner.explanation.explanation import _WorkShare
+from pplan.planner.explanation.resolve import with_memory
+from pplan.planner.mini_batch import _neighbours
+from pplan.planner.pipeline_config import PipelineConfig, abbreviate
+from pplan.planner.plan_options import PlanOptions
+from pplan.planner.planners.asteroid_shares import _next_receiver
+from pplan.planner.planners.replica_groups import thin_cuts
+from pplan.planner.problem import Problem
+from pplan.planner.replica_exchange import bytes_at_end
+from pplan.planner.search.coarse import _spread
+from pplan.planner.search.pipelines import cheapest_mode
+from pplan.planner.search.space import Space
+from pplan.planner.stage_table import StageTable
+from pplan.planner.synthesis.synthesize import _near
+from pplan.planner.universal_bound import _least_backward
+
+MakeChain = Callable[..., Chain]
+MakeTopology = Callable[..., Topology]
+
+
+@pytest.fixture
+def even(make_chain: MakeChain) -> Chain:
+    """Twelve layers of equal costs."""
+    chain = make_chain(0, 12, cuts=1.1)
+    ones = np.ones_like(chain.forward_seconds)
+    return replace(chain, forward_seconds=ones, backward_seconds=ones)
+
+
+def test_long_lists_say_their_end() -> None:
+    assert abbreviate(range(1, 13)) == "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12"
+    assert abbreviate([*range(1, 13), 20, 30]).endswith("11, 12, … 30")
+
+
+@pytest.mark.parametrize(("batch", "others"), [(6, [3, 12]), (5, [10]), (1, [2])])
+def test_mini_batches_beside_one(batch: int, others: list[int]) -> None:
+    assert list(_neighbours(cast(Any, SimpleNamespace(mini_batch=batch)))) == others
+
+
+@pytest.mark.parametrize(("gpus", "replicas"), [(1, False), (2, True), (3, True)])
+def test_several_devices_have_replicas_in_any_order(
+    even: Chain, make_topology: MakeTopology, gpus: int, replicas: bool
+) -> None:
+    words = _any_plan(Problem(even, make_topology(gpus), PlanOptions(mini_batch=12)), ("1f1b",))
+    assert ("replicas" in words) == ("any order of the devices" in words) == replicas
+
+
+def test_other_memory_is_of_devices_and_of_the_limit(even: Chain, make_topology: MakeTopology) -> None:
+    options = PlanOptions(mini_batch=12, memory_limit=500)
+    problem = Problem(even, make_topology(2, memory=1000), options)
+    twice, any_ = with_memory(problem, 2.0), with_memory(problem, None)
+    assert [group.device.memory_bytes for group in twice.topology.groups] == [2000]
+    assert twice.options.memory_limit == 1000
+    assert [group.device.memory_bytes for group in any_.topology.groups] == [None]
+    assert any_.options.memory_limit is None
+
+
+@pytest.mark.parametrize(("zero", "amount"), [(0, 100.0), (1, 150.0), (2, 100.0), (3, 0.0)])
+def test_bytes_of_gradients_and_weights_at_the_end_of_a_step(zero: int, amount: float) -> None:
+    """200 bytes of weights of 4, gradients of 2: an all-reduce of 100; half of one for each of the gradients'
+    reduce-scatter and the weights' all-gather; the latter alone; nothing."""
+    assert bytes_at_end(np.array([200.0]), Precision(4, 2), zero).tolist() == [amount]
+
+
+def test_work_that_is_done_is_told() -> None:
+    told: list[float] = []
+    share = _WorkShare(told.append)
+    assert list(share.each("abc", 2)) == ["a", "b", "c"]
+    assert share.done == 6
+    assert told == sorted(set(told))
+    assert len(told) == 3
+
+
+def test_fewer_cuts_stand_at_equal_work(even: Chain, make_topology: MakeTopology) -> None:
+    space = Space(even, make_topology(2), "sgd")
+    assert list_cut_points(thin_cuts(space, 4).chain) == (0, 3, 6, 9, 12)
+    assert np.flatnonzero(_spread(space, 4)).tolist() == [2, 5, 8]
+    whole = replace(even, cut_after=np.zeros(12, dtype=np.bool_))
+    assert not _spread(Space(whole, make_topology(2), "sgd"), 4).any()
+
+
+def test_a_stage_that_fills_its_device_fits() -> None:
+    room = {"never": 2.0, "always": 3.0}
+    group: Any = SimpleNamespace(most_in_flight=lambda mode: np.full((1, 2), room[mode]))
+    config = PipelineConfig("1f1b", "by_stage", 4, 1)
+    modes = [cheapest_mode(group, config, 0, 1, in_flight) for in_flight in (2.0, 3.0, 3.5)]
+    assert modes == ["never", "always", None]
+
+
+def test_memory_is_of_one_replica_where_none_is_said(even: Chain) -> None:
+    table = StageTable.of(even, 1)
+    alone, own, two = (
+        table.memory(1, "never", "adam", *replicas, zero=1)[0, -1] for replicas in ((), (1,), (2,))
+    )
+    assert alone == own > two
+
+
+def test_one_cut_at_the_next_place(even: Chain, make_topology: MakeTopology) -> None:
+    problem = Problem(even, make_topology(3), PlanOptions(mini_batch=4, micro_batches=4))
+    config = next(own for own in problem.configs if own.schedule == "1f1b")
+    near = {proposal.ends for proposal in _near(problem, linear_pipeline(config, [4, 8, 12]))}
+    assert near == {(3, 8, 12), (5, 8, 12), (4, 7, 12), (4, 9, 12)}
+
+
+def test_a_part_more_goes_to_who_ends_first() -> None:
+    """Two devices of one stage that take 1 and 2 s a part; the first has room for two parts, then none."""
+    seconds = np.array([[0.0, 1.0, 2.0], [0.0, 2.0, 4.0]])[:, :, None]
+    for shares, receiver, ends in (((1, 1), 0, 2.0), ((2, 1), 1, 4.0)):
+        found = _next_receiver(seconds, np.array([[2], [2]]), np.array(shares)[:, None])
+        assert [float(own[0]) for own in found] == [receiver, ends]
+
+
+def test_a_backward_that_recomputes_takes_a_forward_more(even: Chain) -> None:
+    costs = replace(even, forward_seconds=3.0 * even.forward_seconds).at(1)
+    alone, again = (_least_backward(costs, recompute=own) for own in (False, True))
+    assert again - alone == pytest.approx(costs.forward_seconds)
