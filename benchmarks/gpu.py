@@ -4,19 +4,22 @@
 step, predicted over measured, at every micro-batch size. Sizes at which the device waited for its host in the
 untouched model are marked with *: there the sum is the better figure.
 `estimate`: seconds that are estimated for the same GPU (`--device analytic:...`) over the measured ones.
-`stages`: a plan of four stages (as many layers each, 1F1B, 8 micro-batches, AdamW) whose stages run one
-after another on this device, each alone with the micro-batches that its schedule holds: seconds of its
-forwards and backwards and the most bytes allocated in a whole step, each predicted over measured.
+`stages`: torchgpipe's balance by time on four devices, 8 micro-batches, AdamW, nothing recomputed. The stages
+run one after another on this device, each alone, all forwards before all backwards: seconds of those and the
+most bytes allocated in a whole step, predicted over measured, at the largest size; and the seconds at the
+smallest, which are the longer of what the host and the device take.
+`--profiles FOLDER` keeps the profiles.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import deque
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -53,6 +56,8 @@ CASES: dict[str, tuple[list[int], dict[str, str]]] = {
 }
 """Micro-batch sizes, and how the model is computed."""
 STAGES, MICRO_BATCHES = 4, 8
+HOLD = 100_000_000
+"""Cycles: some fiftieth of a second."""
 PARTS = ("layers", "estimate", "stages")
 ROUNDS = 5
 HEADS = ("size", "whole ms", "launch ms", "forward", "backward", "both", "peak")
@@ -74,12 +79,17 @@ def main() -> None:
     )
     parser.add_argument("models", nargs="*", default=list(CASES))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--profiles", type=Path)
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for name in options.models:
         sizes, how = CASES[name]
         loaded = built(name.split()[0])
         profile = measured(loaded, sizes, how)
+        if options.profiles is not None:
+            profile.save(
+                options.profiles / f"{name.replace(' ', '-').replace(':', '-')}.profile.json", force=True
+            )
         print(f"\n{name}: {len(profile.layers)} layers, {profile.dtype}, amp {profile.amp}")
         if "layers" in options.parts:
             print_layers(profile)
@@ -129,83 +139,99 @@ def print_estimate(profile: Profile, loaded: LoadedModel, sizes: Sequence[int], 
 
 
 def print_stages(profile: Profile, loaded: LoadedModel, how: dict[str, str]) -> None:
-    """Each stage of the plan: predicted over measured."""
-    size = profile.micro_batch_sizes[1]
-    plan = pplan.solve(
+    """Each stage: predicted over measured."""
+    layers = as_sequential(build_chain(loaded.module, loaded.example_input_for(1), verify=False))
+    loss = load_loss(loaded.loss)
+    autocast = partial(torch.autocast, "cuda", torch.bfloat16, enabled="amp" in how)
+    sizes = profile.micro_batch_sizes
+    plan = plan_for(profile, sizes[-1])
+    values = [
+        loaded.example_input_for(size).to(torch.device("cuda")).layer_input for size in (sizes[0], sizes[-1])
+    ]
+    for index, stage in enumerate(plan.stages):
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        module = layers[stage.first_layer : stage.last_layer + 1].to("cuda")
+        own_loss = loss if index == len(plan.stages) - 1 else None
+        small = run_stage(module, values[0], autocast, own_loss, trained=index > 0, hold=0)
+        torch.cuda.empty_cache()
+        large = run_stage(module, values[1], autocast, own_loss, trained=index > 0, hold=HOLD)
+        print(f"  stage {index}: {ratios_of(profile, plan, stage, small, large, before)}", flush=True)
+        with torch.no_grad(), autocast():
+            values = [module(tree_map_only(Tensor, torch.clone, value)) for value in values]
+        module.to("cpu")
+
+
+def plan_for(profile: Profile, size: int) -> Plan:
+    """Four stages by torchgpipe's rule."""
+    return pplan.solve(
         profile,
         gpus=STAGES,
         mini_batch=size * MICRO_BATCHES,
         micro_batches=MICRO_BATCHES,
-        schedule="1f1b",
+        schedule="gpipe",
         recompute="never",
         optimizer="adamw",
-        planner="even",
+        planner="torchgpipe-time",
     )
-    example = loaded.example_input_for(size)
-    layers = as_sequential(build_chain(loaded.module, example, verify=False))
-    value = example.to(torch.device("cuda")).layer_input
-    loss = load_loss(loaded.loss)
-    for index, stage in enumerate(plan.stages):
-        module = layers[stage.first_layer : stage.last_layer + 1].to("cuda")
-        autocast = partial(torch.autocast, "cuda", torch.bfloat16, enabled="amp" in how)
-        with torch.no_grad(), autocast():
-            following = module(tree_map_only(Tensor, torch.clone, value))
-        is_last = index == len(plan.stages) - 1
-        if is_last and loss is not None:
-            loss.prepare(following.requires_grad_())
-        run = run_stage(module, value, len(plan.stages) - index, autocast, loss if is_last else None)
-        print(f"  stage {index}: {ratios_of(plan, stage, run)}", flush=True)
-        value = following
-        module.to("cpu")
-        module.zero_grad()
 
 
-def ratios_of(plan: Plan, stage: PlannedStage, run: StageRun) -> str:
-    """Predicted over measured, and what was measured."""
+def ratios_of(
+    profile: Profile, plan: Plan, stage: PlannedStage, small: StageRun, large: StageRun, before: int
+) -> str:
+    """Predicted over measured, and what was measured; `before`: bytes that were allocated all along."""
     predicted = sum(size for term, size in stage.memory.items() if term not in ("reserve", "context"))
+    measured = large.peak_bytes - before
     seconds = plan.micro_batches * (stage.forward_seconds + stage.backward_seconds)
+    costs = [layer.costs[0] for layer in profile.layers[stage.first_layer : stage.last_layer + 1]]
+    device, host = (
+        plan.micro_batches * sum(getattr(cost, forward) + (getattr(cost, backward) or 0.0) for cost in costs)
+        for forward, backward in zip(FIGURES[::2], FIGURES[1::2], strict=True)
+    )
     return (
-        f"layers {stage.first_layer}-{stage.last_layer}, seconds {seconds / run.seconds:.3f} of "
-        f"{1e3 * run.seconds:.1f} ms, bytes {predicted / run.peak_bytes:.3f} of "
-        f"{run.peak_bytes / 2**30:.3f} GiB"
+        f"layers {stage.first_layer}-{stage.last_layer}, bytes {predicted / measured:.3f} of "
+        f"{measured / 2**30:.3f} GiB, seconds {seconds / large.seconds:.3f} of {1e3 * large.seconds:.1f} ms, "
+        f"at the smallest size {max(device, host) / small.seconds:.2f} of {1e3 * small.seconds:.1f} ms "
+        f"(device {1e3 * device:.1f}, host {1e3 * host:.1f})"
     )
 
 
 def run_stage(
-    module: nn.Module, given: Any, in_flight: int, autocast: Autocast, loss: Loss | None
+    module: nn.Module, given: Any, autocast: Autocast, loss: Loss | None, *, trained: bool, hold: int
 ) -> StageRun:
-    """Steps of 1F1B's order on this device alone: forwards ahead as the schedule has them, then one of each.
-
-    `given`: what a forward takes; `loss`: what ends the last stage.
-    """
+    """Steps on this device alone, all forwards first. `given`: what a forward takes; `loss`: what ends the
+    last stage; `trained`: whether an earlier stage needs its gradient; `hold`: cycles that the device is kept
+    busy before, so that its host is ahead."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5)
-    ahead = min(in_flight, MICRO_BATCHES)
     seconds, peaks = [], []
-    for _ in range(5):
+    if loss is not None:
+        with torch.no_grad(), autocast():
+            loss.prepare(module(tree_map_only(Tensor, torch.clone, given)).requires_grad_())
+    for _ in range(6):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        held: deque[Any] = deque()
-        # The host is ahead, as it is where devices wait for each other.
-        sleep_on_gpu(200_000_000)
+        if hold:
+            sleep_on_gpu(hold)
         start.record()
-        for number in range(MICRO_BATCHES + ahead - 1):
-            if number < MICRO_BATCHES:
-                held.append(forward(module, given, autocast, loss))
-            if number >= ahead - 1:
-                backward(held.popleft())
+        held = [forward(module, given, autocast, loss, trained=trained) for _ in range(MICRO_BATCHES)]
+        while held:
+            backward(held.pop())
         end.record()
         optimizer.step()
         optimizer.zero_grad()
         torch.cuda.synchronize()
         seconds.append(start.elapsed_time(end) / 1e3)
         peaks.append(torch.cuda.max_memory_allocated())
-    return StageRun(median(seconds[1:]), max(peaks[1:]))
+    return StageRun(median(seconds[2:]), max(peaks[1:]))
 
 
-def forward(module: nn.Module, given: Any, autocast: Autocast, loss: Loss | None) -> tuple[Any, Any]:
+def forward(
+    module: nn.Module, given: Any, autocast: Autocast, loss: Loss | None, *, trained: bool
+) -> tuple[Any, Any]:
     """What came in, as from another device, and what goes out."""
-    received = tree_map_only(Tensor, _received, given)
+    received = tree_map_only(Tensor, partial(_received, trained=trained), given)
     with autocast():
         output = module(received)
         return received, output if loss is None else loss.of(output)
@@ -217,9 +243,9 @@ def backward(held: tuple[Any, Any]) -> None:
     torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
 
 
-def _received(tensor: Tensor) -> Tensor:
+def _received(tensor: Tensor, *, trained: bool) -> Tensor:
     copy = tensor.detach().clone()
-    return copy.requires_grad_(tensor.is_floating_point())
+    return copy.requires_grad_(trained and tensor.is_floating_point())
 
 
 if __name__ == "__main__":
