@@ -8,8 +8,7 @@ on 2 GPUs with 1 and with 16 micro-batches. Set as the study says: SGD; all micr
 recomputed in torchgpipe and FairScale (their default); DeepSpeed with 16 micro-batches, without
 recomputation; balances by pplan's versions of the three tools' rules.
 
-The simulator counts launches where one process drives all devices. For DeepSpeed, a process a stage, a layer
-is taken here to take as long as its launches at least.
+The simulator counts the launches of one process that drives all devices, and of DeepSpeed's process a stage.
 """
 
 from __future__ import annotations
@@ -83,19 +82,12 @@ def estimate() -> Profile:
 
 
 @cache
-def slower_host(factor: float, *, device_waits: bool = False) -> Profile:
-    """The estimate with launches that take so many times as long; with `device_waits` a layer does not take
-    less than they do."""
+def slower_host(factor: float) -> Profile:
+    """The estimate with launches that take so many times as long."""
 
     def change(cost: LayerMeasurement) -> LayerMeasurement:
-        forward, backward = (
-            factor * (host or 0.0) for host in (cost.forward_host_seconds, cost.backward_host_seconds)
-        )
-        seconds = {"forward_host_seconds": forward, "backward_host_seconds": backward}
-        if device_waits:
-            seconds["forward_seconds"] = max(cost.forward_seconds, forward)
-            seconds["backward_seconds"] = max(cost.backward_seconds or 0.0, backward)
-        return cost.model_copy(update=seconds)
+        names = ("forward_host_seconds", "backward_host_seconds")
+        return cost.model_copy(update={name: factor * (getattr(cost, name) or 0.0) for name in names})
 
     profile = estimate()
     layers = [
@@ -126,7 +118,7 @@ def step_seconds(cell: Cell, factor: float) -> float:
     one_process = cell.runtime != "deepspeed"
     plan = pplan.import_plan(
         balance_by(cell.rule, cell.gpus, cell.micro_batches),
-        slower_host(factor, device_waits=not one_process),
+        slower_host(factor),
         gpus=cell.gpus,
         topology="dgx-a100",
         mini_batch=128,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 from rich.console import Console
 
 from ..cost_models.number_format import compare_steps, percent, ranges, three_digits
 from ..cost_models.quantities import format_bytes, format_count, format_rate, format_seconds
-from ..runtimes.checking.check_report import PLAN, SAME_LOSS, Check, CheckedCase, CheckedDevice
+from ..runtimes.checking.check_report import PLAN, SAME_LOSS, Check, CheckedCase, CheckedDevice, CheckedStage
+from ..runtimes.checking.job import StageSeconds
 from .table import Column, line, number, print_table, text, word
 
 
@@ -78,39 +79,43 @@ def _spread(case: CheckedCase) -> float:
     return (max(case.step_seconds) - min(case.step_seconds)) / case.measured_step_seconds
 
 
+class _PassRow(NamedTuple):
+    """A stage's forward, or its backward."""
+
+    number: int
+    name: str
+    stage: CheckedStage
+    planned: float
+    alone: float
+    measured: float
+
+
 def _print_stages(case: CheckedCase, console: Console) -> None:
-    stages = case.stages
-    columns: list[Column[int]] = [
-        number("stage", lambda row: row),
-        word("layers", lambda row: f"{stages[row].first_layer}-{stages[row].last_layer}", drop=3),
-        word("devices", lambda row: stages[row].devices, ranges, drop=2),
-        *_direction(
-            "forward",
-            [(stage.planned.forward, stage.alone.forward, stage.measured.forward) for stage in stages],
-        ),
-        *_direction(
-            "backward",
-            [(stage.planned.backward, stage.alone.backward, stage.measured.backward) for stage in stages],
-        ),
+    rows = [
+        row
+        for number, stage in enumerate(case.stages)
+        for row in (
+            _PassRow(number, "forward", stage, *(own.forward for own in _seconds(stage))),
+            _PassRow(number, "backward", stage, *(own.backward for own in _seconds(stage))),
+        )
+    ]
+    columns: list[Column[_PassRow]] = [
+        number("stage", lambda row: row.number),
+        word("layers", lambda row: f"{row.stage.first_layer}-{row.stage.last_layer}", drop=1),
+        word("devices", lambda row: row.stage.devices, ranges),
+        word("pass", lambda row: row.name),
+        number("plan says", lambda row: row.planned, format_seconds, drop=2),
+        number("alone", lambda row: row.alone, format_seconds),
+        number("measured", lambda row: row.measured, format_seconds),
+        number("error", lambda row: row.alone / row.measured - 1 if row.measured else None, signed),
     ]
     name = "the plan" if case.name == PLAN else case.name
     title = f"Stages of {name}; time per micro-batch per replica"
-    print_table(console, columns, range(len(stages)), title=title)
+    print_table(console, columns, rows, title=title)
 
 
-def _direction(name: str, seconds: Sequence[tuple[float, float, float]]) -> list[Column[int]]:
-    """The columns of what each stage takes forward, or backward: planned, alone, and measured."""
-
-    def error(row: int) -> float | None:
-        _, alone, measured = seconds[row]
-        return alone / measured - 1 if measured else None
-
-    return [
-        number(f"{name}\nplan says", lambda row: seconds[row][0], format_seconds, drop=4),
-        number("\nalone", lambda row: seconds[row][1], format_seconds),
-        number("\nmeasured", lambda row: seconds[row][2], format_seconds),
-        number("\nerror", error, signed, drop=5),
-    ]
+def _seconds(stage: CheckedStage) -> tuple[StageSeconds, StageSeconds, StageSeconds]:
+    return stage.planned, stage.alone, stage.measured
 
 
 def _print_memory(case: CheckedCase, console: Console) -> None:

@@ -120,6 +120,16 @@ def export_command(
     if script_text is not None and script is not None:
         write_whole(script, script_text.text, force=force)
         remark(f"Wrote {script}. Run it where it is: {printable(script_text.command)}")
+        _remark_missing(name)
+
+
+def _remark_missing(runtime: str) -> None:
+    """Says how the runtime is installed where it is not here: the script imports it."""
+    from ..api.doctor import missing_extra
+
+    extra = missing_extra(runtime)
+    if extra is not None:
+        remark(f"{runtime} is not installed here, and the script needs it: {extra}")
 
 
 def _check_script(script: Path, others: tuple[Path, ...], *, force: bool) -> None:

@@ -206,7 +206,8 @@ def planned_memory(plan: Plan) -> list[StageMemory]:
 
 def print_ledger(stages: Sequence[StageMemory], console: Console) -> None:
     """Prints the memory of every stage by term: one device of it, a column a stage."""
-    terms = list(dict.fromkeys(term for stage in stages for term, amount in stage.terms.items() if amount))
+    every = dict.fromkeys(term for stage in stages for term in stage.terms)
+    terms = [term for term in every if any(stage.terms.get(term) for stage in stages)]
     if not terms:
         return
     rows = [_LedgerRow(term.replace("_", " "), [stage.terms.get(term) for stage in stages]) for term in terms]

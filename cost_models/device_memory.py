@@ -8,7 +8,17 @@ has no W, and holds meanwhile:
     always        its input, all the time; from the start of B also what its layers save
     except_last   as always; the last micro-batch as never
 
-So where a W follows later, what B built again stays until then.
+Where some backwards are in two parts, as torch.distributed.pipelining runs them (`stage_backward_input`,
+`stage_backward_weight`; read and counted in torch 2.14), that is not all:
+
+    F to the end  what the chunk hands on stays, too
+    B             frees nothing while it runs, so that its workspace comes on top of all, and leaves the
+                  gradients that W needs. Then it frees the part of the graph behind the last weight: counted
+                  is the loss of the last chunk. On the first chunk it does nothing: W does all
+    W             frees the rest as it goes; counted at its end
+
+and PyTorch has, of every micro-batch of the step, a buffer for what each chunk receives, and one for its
+gradient; and it keeps the gradients of the inputs to the end of the step.
 """
 
 from __future__ import annotations
@@ -39,7 +49,8 @@ class InFlightBytes(NamedTuple):
 @dataclass(frozen=True)
 class DeviceLedger:
     """Bytes by term as a device holds most; `action`: the first one during which it does; `alive`: the
-    micro-batches in flight then, whose bytes add up to the terms `activations` and `stage_inputs`."""
+    micro-batches in flight then, whose bytes add up to the terms `activations`, `stage_inputs` and
+    `pending_gradients`."""
 
     terms: dict[str, float]
     action: Action
@@ -56,12 +67,13 @@ class ActionBytes(NamedTuple):
 
     activations: Floats
     stage_inputs: Floats
+    pending_gradients: Floats
     workspace: Floats
 
     @property
     def bytes(self) -> Floats:
         """All of it."""
-        return self.activations + self.stage_inputs + self.workspace
+        return self.activations + self.stage_inputs + self.pending_gradients + self.workspace
 
 
 def bytes_by_action(
@@ -71,8 +83,15 @@ def bytes_by_action(
     `device_ledger`."""
     _check(program, device, chunk_bytes, recompute)
     own, stays = program.actions[device], _lifetimes(program, device, recompute)
-    sizes = [_sizes(chunk) for chunk in chunk_bytes]
-    workspace = np.array([float(chunk_bytes[action.chunk].workspace) for action in own])
+    sizes = [micro_batch_bytes(chunk, program) for chunk in chunk_bytes]
+    split = {action[1:] for action in own if action.kind == "W"}
+    workspace = np.array(
+        [
+            float(chunk.layer_workspace if action.kind != "F" and action[1:] in split else chunk.workspace)
+            for action in own
+            for chunk in (chunk_bytes[action.chunk],)
+        ]
+    )
     return ActionBytes(*_over_time(len(own), stays, sizes), workspace)
 
 
@@ -107,6 +126,7 @@ def device_ledger(
         "weight_versions": _versions(program, chunk_bytes, training, weight_versions, copies),
         "activations": float(usage.activations[peak]),
         "stage_inputs": float(usage.stage_inputs[peak]),
+        **({"pending_gradients": float(usage.pending_gradients[peak])} if program.splits_backward else {}),
         "communication": _transfers(program, device, chunk_bytes) + training.exchange_bytes(whole),
         "workspace": float(usage.workspace[peak]),
     }
@@ -125,23 +145,31 @@ def _alive(
     program: Program, device: int, chunks: Sequence[StageBytes], recompute: str, position: int
 ) -> Iterator[InFlightBytes]:
     """The micro-batches in flight at a position in the list, in the order of their forwards."""
-    sizes = [_sizes(chunk) for chunk in chunks]
+    sizes = [micro_batch_bytes(chunk, program) for chunk in chunks]
     for stay in _lifetimes(program, device, recompute):
         if stay.start <= position <= stay.end:
             own = sizes[stay.chunk][stay.saves]
-            amount = own.activations + own.inputs
-            if position >= stay.backward:
-                amount += own.rebuilt
+            phases = [True, position >= stay.backward, *(position > before for before in stay.part_starts)]
+            amount = sum(sum(size) for size, is_on in zip(own, phases, strict=False) if is_on)
             yield InFlightBytes(stay.micro_batch, stay.chunk, stay.share * amount)
 
 
-class _Sizes(NamedTuple):
-    """Of a whole micro-batch on a chunk: bytes of activations and of stage inputs while it waits, and of what
-    B builds again."""
+class TermBytes(NamedTuple):
+    """Bytes of activations, of stage inputs and of pending gradients."""
 
     activations: float
-    inputs: float
-    rebuilt: float
+    inputs: float = 0.0
+    pending: float = 0.0
+
+
+class MicroBatchBytes(NamedTuple):
+    """Of a whole micro-batch on a chunk: what it holds from its F on; what its B adds as it begins; and,
+    where the backward is in two parts, what the first adds then, and at its end."""
+
+    forward: TermBytes
+    backward: TermBytes
+    first_part: TermBytes = TermBytes(0.0)
+    behind_first_part: TermBytes = TermBytes(0.0)
 
 
 class _Lifetime(NamedTuple):
@@ -155,6 +183,11 @@ class _Lifetime(NamedTuple):
     end: int
     saves: bool
     """Whether it saves all in forward."""
+
+    @property
+    def part_starts(self) -> tuple[int, ...]:
+        """The last positions before the third and the fourth of `MicroBatchBytes` are there."""
+        return (self.backward - 1, self.backward) if self.end > self.backward else ()
 
 
 def _lifetimes(program: Program, device: int, recompute: str) -> list[_Lifetime]:
@@ -171,33 +204,37 @@ def _lifetimes(program: Program, device: int, recompute: str) -> list[_Lifetime]
     return stays
 
 
-def _sizes(stage: StageBytes) -> tuple[_Sizes, _Sizes]:
-    """Of a micro-batch that recomputes, and of one that saves all in forward."""
+def micro_batch_bytes(stage: StageBytes, program: Program) -> tuple[MicroBatchBytes, MicroBatchBytes]:
+    """Of a micro-batch of `program` that recomputes, and of one that saves all in forward."""
     saved = float(stage.saved + stage.saved_input)
-    saving = _Sizes(saved, 0.0, 0.0)
-    return _Sizes(0.0, float(stage.input), saved), saving
+    if not program.splits_backward:
+        recomputing = MicroBatchBytes(TermBytes(0.0, float(stage.input)), TermBytes(saved))
+        return recomputing, MicroBatchBytes(TermBytes(saved), TermBytes(0.0))
+    output = float(stage.output)
+    parts = TermBytes(0.0, 0.0, float(stage.pending)), TermBytes(-float(stage.released))
+    return (
+        MicroBatchBytes(TermBytes(output, float(stage.input)), TermBytes(saved), *parts),
+        MicroBatchBytes(TermBytes(saved + output), TermBytes(0.0), *parts),
+    )
 
 
 def _over_time(
-    count: int, stays: Sequence[_Lifetime], sizes: Sequence[tuple[_Sizes, _Sizes]]
-) -> tuple[Floats, Floats]:
-    """(actions,) each: bytes of activations and of stage inputs during every action.
+    count: int, stays: Sequence[_Lifetime], sizes: Sequence[tuple[MicroBatchBytes, MicroBatchBytes]]
+) -> tuple[Floats, Floats, Floats]:
+    """(actions,) each: bytes of activations, stage inputs and pending gradients during every action.
 
     Micro-batches are counted, by chunk and by what they hold, before bytes are taken: counts are exact.
     """
-    changes = np.zeros((count + 1, len(sizes), 2, 2))  # by chunk, by whether it saves, and:
-    waiting, again = range(2)
+    changes = np.zeros((count + 1, len(sizes), 2, 4))  # by chunk, whether it saves, and as MicroBatchBytes
     for stay in stays:
         counts = changes[:, stay.chunk, int(stay.saves)]
-        for kind, start in ((waiting, stay.start), (again, stay.backward)):
-            counts[start, kind] += stay.share
-            counts[stay.end + 1, kind] -= stay.share
+        starts = (stay.start, stay.backward, *(position + 1 for position in stay.part_starts))
+        for phase, start in enumerate(starts):
+            counts[start, phase] += stay.share
+            counts[stay.end + 1, phase] -= stay.share
     totals = np.cumsum(changes, axis=0)[:-1]
-    table = np.array(sizes)
-    activations = np.stack([table[..., 0], table[..., 2]], axis=-1)
-    return np.tensordot(totals, activations, axes=3), np.tensordot(
-        totals[..., waiting], table[..., 1], axes=2
-    )
+    activations, inputs, pending = np.moveaxis(np.array(sizes), -1, 0)
+    return tuple(np.tensordot(totals, table, axes=3) for table in (activations, inputs, pending))  # type: ignore[return-value]
 
 
 def _merge_chunks(chunks: Sequence[StageBytes]) -> StageBytes:
@@ -234,7 +271,11 @@ def _versions(
 
 
 def _transfers(program: Program, device: int, chunks: Sequence[StageBytes]) -> float:
-    """The largest tensor that comes from the device before, and the largest that goes to the one after."""
+    """The largest tensor that comes from the device before, and the largest that goes to the one after; with
+    a backward in two parts PyTorch's buffers (see above), those of every chunk and micro-batch."""
+    if program.splits_backward:
+        shares = sum(program.share(micro_batch) for micro_batch in range(program.micro_batches))
+        return shares * sum(float(2 * chunk.received + chunk.sent) for chunk in chunks)
     received, sent = [0.0], [0.0]
     for pipe in program.pipes:
         for before, after in pairwise(pipe):

@@ -25,6 +25,7 @@ MEASURED = (
 
 
 _PARTS = ("backward_input_seconds", "backward_weight_seconds")
+_OPTIONAL = (*_PARTS, "pending_gradient_bytes", "loss_saved_bytes")
 _OF_THE_DEVICE = ("forward_seconds", "backward_seconds", *_PARTS)
 _OF_THE_HOST = ("forward_host_seconds", "backward_host_seconds")
 """The same for any number of samples: launching a kernel takes as long for a small one."""
@@ -63,6 +64,23 @@ class LayerCosts:
     largest_parameters: Vector | None = None
     """As of `Chain`."""
     shared_buffers: tuple[SharedBuffer, ...] = ()
+    pending_gradient_bytes: Vector | None = None
+    loss_saved_bytes: Vector | None = None
+    """As of `Chain`."""
+
+    @property
+    def pending_bytes(self) -> Vector:
+        """(layers,): gradients that the first part of a backward leaves for the second. Where they were not
+        counted, the larger of what a layer saves and what it hands on: a gradient that a weight waits for is
+        as large as what was computed with that weight, which the next operation mostly saves."""
+        if self.pending_gradient_bytes is not None:
+            return self.pending_gradient_bytes
+        return np.maximum(self.saved_bytes, self.output_bytes)
+
+    @property
+    def loss_bytes(self) -> float:
+        """Of what the last layer saves, the loss' own."""
+        return 0.0 if self.loss_saved_bytes is None else float(self.loss_saved_bytes[-1])
 
     @property
     def largest_bytes(self) -> Vector:
@@ -124,6 +142,11 @@ class Chain:
     """Bytes of each layer's largest trainable parameter, shape (layers,); None: not known."""
     shared_buffers: tuple[SharedBuffer, ...] = ()
     """Buffers likewise, which each stage with a user has."""
+    pending_gradient_bytes: Vector | None = None
+    """Gradients that the first part of a backward leaves for the second, each storage once, with the last
+    layer that needs it, shape (layers, sizes); None: not counted."""
+    loss_saved_bytes: Vector | None = None
+    """Of what the last layer saves, the loss' own, shape (layers, sizes), 0 of the others; None: no loss."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -161,7 +184,7 @@ class Chain:
                 f"micro-batch size {size:g} lies outside the measured sizes ({measured})",
                 f"Measure it: pplan profile MODEL micro_batch_sizes='{measured.replace(' ', '')},{size:g}'",
             )
-        names = [*MEASURED, *(name for name in _PARTS if getattr(self, name) is not None)]
+        names = [*MEASURED, *(name for name in _OPTIONAL if getattr(self, name) is not None)]
         values = {name: self._value(name, size) for name in names}
         return LayerCosts(
             size=size,

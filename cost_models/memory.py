@@ -42,6 +42,10 @@ class StageBytes:
     most, which ZeRO has whole at a time (None: all of the stage). `copies`: of the trainable bytes those of
     tied weights that an earlier stage has, too: replicas do not add up their gradients among themselves (see
     `tied_weights`). `largest`: of the trainable parameters the largest.
+
+    Of a backward in two parts (see `device_memory`): `pending`: gradients that the first leaves for the
+    second; `output`: what the stage hands on; `released`: of `saved` and `output` what the first frees;
+    `layer_workspace`: the largest of a layer.
     """
 
     parameters: Amount
@@ -56,6 +60,10 @@ class StageBytes:
     gathered: Amount | None = None
     copies: Amount = 0.0
     largest: Amount = 0.0
+    pending: Amount = 0.0
+    output: Amount = 0.0
+    released: Amount = 0.0
+    layer_workspace: Amount = 0.0
 
 
 def stage_bytes(costs: LayerCosts, first: int, last: int) -> StageBytes:
@@ -71,6 +79,7 @@ def stage_bytes(costs: LayerCosts, first: int, last: int) -> StageBytes:
     copied = [weight for weight in costs.tied if weight.is_copied(first, last + 1)]
     copies = sum(weight.trainable_bytes for weight in copied)
     buffers = sum(shared.bytes for shared in costs.shared_buffers if shared.is_copied(first, last + 1))
+    output, is_last = float(costs.output_bytes[last]), last == layers - 1
     return StageBytes(
         parameters=float(costs.parameter_bytes[own].sum()) + sum(weight.bytes for weight in copied),
         trainable=float(costs.trainable_bytes[own].sum()) + copies,
@@ -79,11 +88,15 @@ def stage_bytes(costs: LayerCosts, first: int, last: int) -> StageBytes:
         saved_input=float(costs.saved_input_bytes[first]),
         input=received if first else costs.input_bytes,
         received=received,
-        sent=float(costs.output_bytes[last]) if last < layers - 1 else 0.0,
+        sent=0.0 if is_last else output,
         workspace=stage_workspace(costs.saved_bytes[own].tolist(), costs.workspace_bytes[own].tolist()),
         gathered=neighbours(costs.parameter_bytes[own].tolist()),
         copies=copies,
         largest=max([float(costs.largest_bytes[own].max()), *(own.trainable_bytes for own in copied)]),
+        pending=float(costs.pending_bytes[own].sum()) if first else 0.0,
+        output=output,
+        released=costs.loss_bytes + output if first and is_last else 0.0,
+        layer_workspace=float(costs.workspace_bytes[own].max()),
     )
 
 

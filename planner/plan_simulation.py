@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..cost_models.device_memory import micro_batch_bytes
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.quantities import format_bytes, format_count
@@ -21,13 +22,15 @@ from .plan_stages import list_prediction_limits
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of a device: the ledger as it holds most; and, over time, what it keeps always and what each
-    micro-batch in flight adds on each of its chunks."""
+    """Bytes of a device: the ledger as it holds most; and, over time, what it keeps always, what each
+    micro-batch in flight adds on each of its chunks, and what the first of two parts of its backward adds
+    besides, as it begins and as it ends."""
 
     terms: dict[str, int]
     resident_bytes: float
     bytes_in_flight: tuple[float, ...]
     limit_bytes: int | None
+    first_part: tuple[tuple[float, float], ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -36,19 +39,21 @@ class DeviceMemory:
 
     def over_time(self, timeline: Timeline, stage: int) -> list[tuple[float, float]]:
         """(second, bytes from then on) of the device as `stage` of its timeline."""
-        return timeline.memory_over_time(stage, self.resident_bytes, self.bytes_in_flight)
+        return timeline.memory_over_time(stage, self.resident_bytes, self.bytes_in_flight, self.first_part)
 
 
 def device_memory(assembly: Assembly, device: int, timeline: Timeline) -> DeviceMemory:
     """The ledger of a device, and its bytes over time; the limit is that of its replica with the least
     memory."""
     terms = {name: round(amount) for name, amount in assembly.ledger(device).items()}
-    recompute = assembly.recompute[device] != "never"
-    chunks = assembly.chunk_bytes(device)
-    in_flight = tuple(float(own.input if recompute else own.saved + own.saved_input) for own in chunks)
-    most = timeline.peak_memory(device, 0.0, in_flight).bytes
+    saves = assembly.recompute[device] == "never"
+    chunks = [micro_batch_bytes(own, assembly.program)[saves] for own in assembly.chunk_bytes(device)]
+    in_flight = tuple(sum(own.forward) for own in chunks)
+    # What a recomputing micro-batch makes again in B is taken as there all the time, of the one at work.
+    parts = tuple((sum(own.first_part), sum(own.behind_first_part)) for own in chunks)
+    most = timeline.peak_memory(device, 0.0, in_flight, parts).bytes
     limit = assembly.smallest_device(device).memory_bytes
-    return DeviceMemory(terms, sum(terms.values()) - most, in_flight, limit)
+    return DeviceMemory(terms, sum(terms.values()) - most, in_flight, limit, parts)
 
 
 @dataclass(frozen=True, eq=False)

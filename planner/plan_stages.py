@@ -165,10 +165,10 @@ def list_prediction_limits(assembly: Assembly) -> Iterator[str]:
             f"the profile holds whole backwards: {100 * WEIGHT_SHARE:.0f} % of a layer with weights is "
             "taken as the weight gradient"
         )
-    if assembly.program.splits_backward:
+    if assembly.program.splits_backward and chain.pending_gradient_bytes is None:
         yield (
-            "what a micro-batch holds between the two parts of its backward is not in the memory: PyTorch "
-            "adds some 0.4 to 1 times what its forward keeps, until the weight gradients are made"
+            "the profile does not say which gradients the first part of a backward leaves for the second: of "
+            "each layer as many bytes are taken as it saves, or hands on"
         )
     if assembly.program.splits_backward and set(assembly.recompute) != {"never"}:
         yield (

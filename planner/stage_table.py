@@ -121,7 +121,22 @@ class StageTable:
             workspace=self._workspace,
             copies=copies,
             largest=self._largest_parameter,
+            **self._split_bytes(),
         )
+
+    def _split_bytes(self) -> dict[str, Floats]:
+        """What a backward in two parts makes of them: the first stage's has one part in PyTorch, and only the
+        last stage's first part frees something."""
+        costs, ends = self.costs, np.array(self.cut_points[1:], dtype=int) - 1
+        is_inner = (np.arange(self.blocks + 1) > 0).astype(np.float64)[:, None]
+        output = np.append(0.0, costs.output_bytes[ends])
+        released = np.append(np.zeros(self.blocks), costs.loss_bytes + output[-1])
+        return {
+            "pending": self.stage_sums(costs.pending_bytes) * is_inner,
+            "output": output[None, :],
+            "released": released[None, :] * is_inner,
+            "layer_workspace": self._largest(costs.workspace_bytes),
+        }
 
     @cached_property
     def _largest_parameter(self) -> Floats:

@@ -118,6 +118,7 @@ def _costs(result: SizeResult, layers: int) -> list[LayerMeasurement]:
     spreads = rounds.spreads().tolist() if timed else zeros
     own_forward = result.forward_workspace_bytes
     own_backward = result.backward_workspace_bytes
+    pending = result.pending_gradient_bytes or nothing
     return [
         LayerMeasurement(
             micro_batch_size=result.size,
@@ -134,6 +135,7 @@ def _costs(result: SizeResult, layers: int) -> list[LayerMeasurement]:
             backward_host_seconds=host[1][index],
             backward_input_seconds=parts[0][index],
             backward_weight_seconds=parts[1][index],
+            pending_gradient_bytes=pending[index],
             forward_workspace_bytes=own_forward[index] if own_forward else None,
             backward_workspace_bytes=own_backward[index] if own_backward else None,
         )

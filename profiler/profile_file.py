@@ -11,7 +11,6 @@ from ..cost_models.document import Bytes, DeviceCount, Dimension, Document, Made
 from ..cost_models.drawing import CostRow, Drawing, draw_costs
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
-from ..cost_models.memory import workspace_before_loss
 from ..cost_models.number_format import html_table
 from ..cost_models.quantities import MOST_LAYERS, format_count
 from ..cost_models.text_files import sha256
@@ -204,11 +203,16 @@ class Profile(Document):
     @property
     def has_parts(self) -> bool:
         """Whether the backward was measured in two parts, at every size."""
-        costs = (cost for layer in self.layers for cost in layer.costs)
-        return all(
-            cost.backward_input_seconds is not None and cost.backward_weight_seconds is not None
-            for cost in costs
-        )
+        return self._all_have("backward_input_seconds", "backward_weight_seconds")
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether it was counted what a backward's first part leaves for its second, at every size."""
+        return self._all_have("pending_gradient_bytes")
+
+    def _all_have(self, *names: str) -> bool:
+        costs = [cost for layer in self.layers for cost in layer.costs]
+        return all(getattr(cost, name) is not None for cost in costs for name in names)
 
     @property
     def layers_sha256(self) -> str:
@@ -234,7 +238,7 @@ class Profile(Document):
 
         workspace = [[cost.workspace_bytes for cost in layer.costs] for layer in self.layers]
         if self.loss is not None:
-            workspace[-1] = self._last_workspace(self.loss)
+            workspace[-1] = self.loss.workspace_with(self.layers[-1])
 
         def table(key: str) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
             values = np.array(
@@ -277,6 +281,8 @@ class Profile(Document):
             tied=self._tied(),
             largest_parameters=self._largest_parameters(),
             shared_buffers=self._shared_buffers(),
+            pending_gradient_bytes=table("pending_gradient_bytes") if self.has_pending else None,
+            loss_saved_bytes=None if self.loss is None else self.loss.saved_rows(len(self.layers)),
         )
 
     def _shared_buffers(self) -> tuple[SharedBuffer, ...]:
@@ -305,15 +311,6 @@ class Profile(Document):
             if own.bytes is not None
         ]
         return tuple(sorted(weights, key=lambda own: own.layers[0]))
-
-    def _last_workspace(self, loss: MeasuredLoss) -> list[int]:
-        """The last layer's with the loss; its own where the loss' is not known."""
-        return [
-            int(workspace_before_loss(own.workspace_bytes, behind.saved_bytes, behind.workspace_bytes))
-            if behind.forward_workspace_bytes is not None
-            else own.workspace_bytes
-            for own, behind in zip(self.layers[-1].costs, loss.costs, strict=True)
-        ]
 
     def _spread(self) -> np.ndarray[tuple[int, int], np.dtype[np.float64]] | None:
         """Of every layer at every size; None where nothing was timed twice: an estimate, say, or an import.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import Field
 
 from ..cost_models.document import Bytes, Dimension, LayerBound, Record, Samples, Seconds
+from ..cost_models.memory import workspace_before_loss
 
 Spread = Annotated[float, Field(ge=0, le=1e9)]
 ClosingRatio = Annotated[float, Field(gt=0, le=1e9)]
@@ -39,6 +41,9 @@ class LayerMeasurement(Record):
     """Seconds of the gradient of the layer's input alone; None: not measured apart."""
     backward_weight_seconds: Seconds | None = None
     """Seconds of the gradients of the layer's weights alone, from what the pass before kept."""
+    pending_gradient_bytes: Bytes | None = None
+    """Of the gradients that the first part of a backward leaves for the second, each storage once, with the
+    last layer that needs it; None: not counted, and taken for the larger of saved and output bytes."""
     forward_workspace_bytes: Bytes | None = None
     backward_workspace_bytes: Bytes | None = None
 
@@ -101,6 +106,21 @@ class MeasuredLoss(Record):
 
     name: str
     costs: Annotated[list[LayerMeasurement], Field(min_length=1)]
+
+    def saved_rows(self, layers: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+        """(layers, sizes): what it saves, with the last layer."""
+        rows = np.zeros((layers, len(self.costs)))
+        rows[-1] = [cost.saved_bytes for cost in self.costs]
+        return rows
+
+    def workspace_with(self, last: ProfiledLayer) -> list[int]:
+        """The last layer's workspace with the loss behind it; its own where the loss' is not known."""
+        return [
+            int(workspace_before_loss(own.workspace_bytes, behind.saved_bytes, behind.workspace_bytes))
+            if behind.forward_workspace_bytes is not None
+            else own.workspace_bytes
+            for own, behind in zip(last.costs, self.costs, strict=True)
+        ]
 
 
 class Tied(Record):

@@ -29,6 +29,8 @@ class SizeResult:
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
     predicted_peak_bytes: int | None = None
+    pending_gradient_bytes: Sequence[int] | None = None
+    """None: not counted."""
 
     @classmethod
     def of_run(cls, run: SizeRun) -> SizeResult:
@@ -48,6 +50,7 @@ class SizeResult:
             peak_bytes=run.peak_bytes,
             reserved_bytes=run.reserved_bytes,
             predicted_peak_bytes=memory.predicted_peak if memory else None,
+            pending_gradient_bytes=run.pending_bytes or run.rounds.pending_bytes(),
         )
 
     @classmethod
@@ -68,8 +71,12 @@ class SizeResult:
 
     def for_layers(self, by_layer: Callable[[Sequence[int]], list[int]]) -> SizeResult:
         """Of all layers, from those that were counted for others too; without a step's peak."""
-        workspaces = [self.forward_workspace_bytes, self.backward_workspace_bytes]
-        forward, backward = (None if each is None else by_layer(each) for each in workspaces)
+        counts = [
+            self.forward_workspace_bytes,
+            self.backward_workspace_bytes,
+            self.pending_gradient_bytes,
+        ]
+        forward, backward, pending = (None if each is None else by_layer(each) for each in counts)
         return replace(
             self,
             saved_bytes=by_layer(self.saved_bytes),
@@ -78,4 +85,5 @@ class SizeResult:
             forward_workspace_bytes=forward,
             backward_workspace_bytes=backward,
             predicted_peak_bytes=None,
+            pending_gradient_bytes=pending,
         )

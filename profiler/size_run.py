@@ -53,6 +53,8 @@ class SizeRun:
         self.saved = SavedBytes(subject.loaded.module, len(subject.chain))
         self.memory: StepMemory | None = None
         self.loss_workspace: LossWorkspace | None = None
+        self.pending_bytes: list[int] | None = None
+        """Of the meta device; elsewhere the timed passes in two parts count them."""
         self.peak_bytes: int | None = None
         self.reserved_bytes: int | None = None
         self.rounds = TimedPasses()
@@ -95,6 +97,7 @@ class SizeRun:
             return
         self.loss_workspace = self._passes.loss_workspace(self.saved)
         if self._subject.device.type == "meta":
+            self.pending_bytes = self._count_pending()
             return
         self.peak_bytes = self._passes.peak_bytes()
         if self._subject.device.type == "cuda":
@@ -265,6 +268,13 @@ class SizeRun:
             loss_workspace=self.loss_workspace,
             peak_bytes=self.peak_bytes,
         )
+
+    def _count_pending(self) -> list[int] | None:
+        """What a backward in two parts leaves for its second; None where the model does not run so."""
+        try:
+            return TimedPasses(parts=[self._passes.time_parts()]).pending_bytes()
+        except Exception:  # as in `_timed_parts`: whatever a model does
+            return None
 
     def _warm_up_again(self) -> None:
         """As `warm_up`, for a size whose bytes are known."""

@@ -73,6 +73,7 @@ BOUNDS: dict[str, str] = {
     "search/subproblem.py:Subproblem.extend": STEP,
     "search/subproblem.py:_chunks": STEP,
     "search/subproblem.py:quick_bound": STEP,
+    "search/subproblem.py:shared_work": RELAXED,
     "search/pipelines.py:Pipelines.step_seconds": STEP,
     "search/relaxed_problem.py:RelaxedProblem.weights": RELAXED,
     "search/relaxed_problem.py:RelaxedProblem.coefficient": RELAXED,

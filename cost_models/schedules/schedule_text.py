@@ -78,14 +78,26 @@ class ScheduleText:
                 "Use fewer micro-batches.",
             )
         lines, actions = [], []
+        values = {"p": stages, "m": micro_batches, "v": chunks}
+        self._check_devices(values)
         for device in range(stages):
-            line, own = self._list(device, {"p": stages, "m": micro_batches, "v": chunks})
+            line, own = self._list(device, values)
             _check_complete(own, device, line, micro_batches, chunks)
             lines.append(line)
             actions.append(tuple(own))
         pipe = _pipe(self.places, stages, chunks)
         _check_progress(actions, pipe, lines)
         return Program(tuple(actions), (pipe,), (0,) * micro_batches)
+
+    def _check_devices(self, values: Values) -> None:
+        """Raises ScheduleTextError for a line of a device that there is not."""
+        for line, which, _ in self.rows:
+            if which is not None and not 0 <= (device := which(values)) < values["p"]:
+                raise ScheduleTextError(
+                    f"line {line}: device {device}, of devices 0 to {values['p'] - 1}",
+                    "Remove the line, or use more stages; `device i:` is of every device without a line of "
+                    "its own.",
+                )
 
     def _list(self, device: int, values: Values) -> tuple[int, list[Action]]:
         values = {**values, "i": device}

@@ -201,46 +201,63 @@ class Timeline:
         return tuple(int(peak) if peak == int(peak) else peak for peak in peaks)
 
     def memory_over_time(
-        self, stage: int, resident_bytes: float, bytes_in_flight: float | Sequence[float]
+        self,
+        stage: int,
+        resident_bytes: float,
+        bytes_in_flight: float | Sequence[float],
+        first_part: Sequence[tuple[float, float]] | None = None,
     ) -> list[tuple[float, float]]:
         """(second, bytes from then on) of a stage that keeps `resident_bytes`, and for every micro-batch in
-        flight `bytes_in_flight`: of the whole stage, or one value a chunk. Where one ends as another starts,
-        the end comes first."""
+        flight `bytes_in_flight`: of the whole stage, or one value a chunk. `first_part`: by chunk, what a B
+        that a W follows adds as it begins, and as it ends. Where one ends as another starts, the end comes
+        first."""
         level, points = float(resident_bytes), [(0.0, float(resident_bytes))]
-        for second, change, _ in self._changes(stage, bytes_in_flight):
+        for second, change, *_ in self._changes(stage, bytes_in_flight, first_part):
             level += change
             points.append((second, level))
         return points
 
     def peak_memory(
-        self, stage: int, resident_bytes: float, bytes_in_flight: float | Sequence[float]
+        self,
+        stage: int,
+        resident_bytes: float,
+        bytes_in_flight: float | Sequence[float],
+        first_part: Sequence[tuple[float, float]] | None = None,
     ) -> PeakMemory:
         """When a stage first holds most, and what is alive then. Arguments as of `memory_over_time`."""
         level, alive = float(resident_bytes), dict[tuple[int, int], Action]()
         peak = PeakMemory(0.0, level, ())
-        for second, change, action in self._changes(stage, bytes_in_flight):
+        for second, change, action, ends in self._changes(stage, bytes_in_flight, first_part):
             level += change
             if action.kind == "F":
                 alive[action.micro_batch, action.chunk] = action
-            else:
+            elif ends:
                 del alive[action.micro_batch, action.chunk]
             if level > peak.bytes:
                 peak = PeakMemory(second, level, tuple(alive.values()))
         return peak
 
     def _changes(
-        self, stage: int, bytes_in_flight: float | Sequence[float]
-    ) -> list[tuple[float, float, Action]]:
-        """(second, change of bytes, action) as activations of a stage come and go."""
+        self,
+        stage: int,
+        bytes_in_flight: float | Sequence[float],
+        first_part: Sequence[tuple[float, float]] | None,
+    ) -> list[tuple[float, float, Action, bool]]:
+        """(second, change of bytes, action, whether the micro-batch's stay ends) on a stage."""
         sizes = self._bytes_by_chunk(bytes_in_flight)
+        parts = first_part or [(0.0, 0.0)] * len(sizes)
         changes = []
         for i in self._own[stage].tolist():
-            action = self.order.actions[i]
-            bytes = sizes[action.chunk] * self.program.share(action.micro_batch)
+            action, share = self.order.actions[i], self.program.share(self.order.actions[i].micro_batch)
+            start, end = float(self.run.start[i]), float(self.run.end[i])
             if action.kind == "F":
-                changes.append((float(self.run.start[i]), bytes, action))
+                changes.append((start, sizes[action.chunk] * share, action, False))
             elif self.order.finishing[i]:
-                changes.append((float(self.run.end[i]), -bytes, action))
+                amount = sizes[action.chunk] + (sum(parts[action.chunk]) if action.kind == "W" else 0.0)
+                changes.append((end, -amount * share, action, True))
+            elif first_part is not None:
+                begins, ends = parts[action.chunk]
+                changes += [(start, begins * share, action, False), (end, ends * share, action, False)]
         return changes
 
     def _bytes_by_chunk(self, bytes_in_flight: float | Sequence[float]) -> list[float]:

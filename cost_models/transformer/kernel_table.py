@@ -122,6 +122,8 @@ _Key = tuple[str, tuple[float, ...]]
 NEIGHBOURS = 3
 """Shapes of the table between which one that is not in it lies."""
 TERA = 1e12
+LEAST_NUMBER = 1e-9
+"""Of a table: what is slower takes seconds that no sum holds."""
 
 _STAGES = {"fwd": "forward", "bwd_grad_act": "input_gradient", "bwd_grad_w": "weight_gradient"}
 
@@ -265,9 +267,9 @@ def _number(text: str | None, where: str, largest: float) -> float:
         value = float(text or "")
     except ValueError:
         value = math.nan
-    if not 0 < value <= largest:
+    if not LEAST_NUMBER <= value <= largest:
         raise FileError(
-            f"{where}: {(text or '')[:40]!r}", f"Give a number above 0, at most {largest:g}. {_HINT}"
+            f"{where}: {(text or '')[:40]!r}", f"Give a number from {LEAST_NUMBER:g} to {largest:g}. {_HINT}"
         )
     return value
 

@@ -39,7 +39,7 @@ import numpy as np
 from ..stage_table import Floats
 from .relaxed_problem import SAFE
 from .space import Space, divide_batch
-from .subproblem import Family, bounded_counts, quick_bound
+from .subproblem import Family, bounded_counts, quick_bound, shared_work
 
 NARROW = 1.0005
 """Ranges that end so near their beginning are not halved."""
@@ -59,14 +59,15 @@ def fill_bound(space: Space, family: Family, step: float) -> float:
     if few or not 0 < quick < step or any(kind.profile is not None for kind in kinds):
         return min(quick, step)
     discounts = DISCOUNTS if len({kind.speed for kind in kinds}) > 1 else DISCOUNTS[:1]
-    return max(_least(_FillProgramme(space, family, discount), quick, step) for discount in discounts)
+    work = shared_work(space, family)
+    return max(_least(_FillProgramme(space, family, own), quick, work, step) for own in discounts)
 
 
-def _least(programme: _FillProgramme, quick: float, step: float) -> float:
+def _least(programme: _FillProgramme, quick: float, work: float, step: float) -> float:
     """The least over the ranges of the longest stage: it takes no less than its part of all work, and M - 1
     times as long is no more than a step."""
     count = programme.family.config.micro_batches
-    low, high = quick / count, step / (count - 1)
+    low, high = work / count, step / (count - 1)
     heap = [(quick, low, high, quick / programme.paid_devices)]
     while heap:
         bound, low, high, price = heappop(heap)

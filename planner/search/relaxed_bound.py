@@ -25,7 +25,7 @@ from .relaxed_programme import CheapestStage, PricedSums, price_stages
 from .relaxed_stages import RelaxedStages, make_relaxed_stages
 from .rounding import round_stages
 from .space import Space
-from .subproblem import Family, quick_bound
+from .subproblem import Family, quick_bound, shared_work
 
 LOOKS = 4
 """Prices that are tried for a range, for each of the sums."""
@@ -161,7 +161,7 @@ class RelaxedBound:
         if most == 1:
             return
         count = family.config.micro_batches
-        low, high = bound / count, self._longest(problem)
+        low, high = shared_work(self.space, family) / count, self._longest(problem)
         if low <= high:
             bounds = np.full(problem.depth, bound)
             bounds[0] = inf

@@ -28,7 +28,8 @@ The bound is the least over ranges of x, the weakest of which are halved again a
 
 To show that no plan is below T seconds, stages are left out that no such plan has: on its way to a stage
 the first micro-batch takes the least that the layers before it do on any devices, then the stage's M
-micro-batches follow, and its all-reduce e.
+micro-batches follow, and its all-reduce e. Nor does a stage end before its host launched M micro-batches,
+after which e follows, or the backwards before it.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ class RelaxedProblem:
     def single_stage_step(self) -> float:
         """The least step of one stage."""
         x = self.seconds(self.in_flight(1))[:, 0, -1]
-        return float(self._own_seconds(x, np.s_[:, 0, -1]).min()) * SAFE
+        of = np.s_[:, 0, -1]
+        return float(np.maximum(self._own_seconds(x, of), self._hosts_seconds(of)).min()) * SAFE
 
     def _own_seconds(self, x: Floats, of: Any) -> Floats:
         """From the first forward of stages, which take x a micro-batch, until their gradients are summed."""
@@ -138,6 +140,14 @@ class RelaxedProblem:
         with np.errstate(invalid="ignore"):
             own = self.config.micro_batches * x - once + stages.exposed_allreduce[of]
         return np.where(np.isfinite(x), own, np.inf)
+
+    def _hosts_seconds(self, of: Any, trail: Floats | float = 0.0) -> Floats:
+        """Until a stage's host launched all, and its gradients are summed, or those of the stages before are
+        there, which takes `trail`. Where layers around the stage are left out, they may hide its sum."""
+        reduced = self.stages.exposed_allreduce[of] if self.stages.exact else 0.0
+        after = np.maximum(reduced, trail)
+        seconds: Floats = self.config.micro_batches * self.stages.launches[of] + after
+        return seconds
 
     @cached_property
     def _lead(self) -> Floats:
@@ -153,7 +163,20 @@ class RelaxedProblem:
         if not np.isfinite(self.limit):
             return x
         seconds = self._own_seconds(x, np.s_[:]) + self._lead[None, :, None]
+        seconds = np.maximum(seconds, self._hosts_seconds(np.s_[:], self._trail[None, :, None]))
         return np.where(seconds * SAFE < self.limit, x, np.inf)
+
+    @cached_property
+    def _trail(self) -> Floats:
+        """(cut points,): seconds of the last micro-batch's gradients from there on, on any devices."""
+        once = self.stages.accumulation if self.config.micro_batches == 1 else 0.0
+        with np.errstate(invalid="ignore"):
+            own = self.stages.backward - once + self.stages.cut[:, None, :]
+        least = np.where(np.isfinite(self.stages.backward), own, np.inf).min(axis=0)
+        trail = np.zeros(self.cut_points)
+        for end in range(1, self.cut_points):
+            trail[end] = (trail[:end] + least[:end, end]).min()
+        return trail
 
     def entries(self, in_flight: float, high: float) -> StageEntries:
         """The stages that hold so many micro-batches and take no longer than `high`."""

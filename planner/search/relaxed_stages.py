@@ -50,9 +50,10 @@ class RelaxedStages:
 
     `kind`, `replicas` (choices,): which kind, and the fewest devices. Seconds of a micro-batch: `forward`,
     `backward` without recomputation, `accumulation` the part of it that the first of a step does not take;
-    `exposed_allreduce`: of the all-reduce that follows; `cut` (choices,
-    cut points): of the transfer to the next stage, by where it starts. `room`: by mode of recomputation, how
-    many micro-batches may be in flight. `exact`: whether cut points are all cuts.
+    `exposed_allreduce`: of the all-reduce that follows; `launches`: of its host, without recomputation (0
+    where one process launches for all stages); `cut` (choices, cut points): of the transfer to the next
+    stage, by where it starts. `room`: by mode of recomputation, how many micro-batches may be in flight.
+    `exact`: whether cut points are all cuts.
     """
 
     kinds: tuple[Device, ...]
@@ -63,6 +64,7 @@ class RelaxedStages:
     backward: Floats
     accumulation: Floats
     exposed_allreduce: Floats
+    launches: Floats
     cut: Floats
     room: dict[str, Floats]
     cut_points: tuple[int, ...]
@@ -101,12 +103,19 @@ def make_relaxed_stages(space: Space, family: Family) -> RelaxedStages | None:
         backward=table("backward"),
         accumulation=table("accumulation"),
         exposed_allreduce=table("exposed_allreduce"),
+        launches=np.array([_launch_seconds(own, choice.table) for choice in choices]),
         cut=np.array([_cut_seconds(topology, choice.table) for choice in choices]),
         room={mode: np.array([choice.most_in_flight(mode) for choice in choices]) for mode in modes},
         cut_points=choices[0].table.cut_points,
         exact=exact,
     )
     return stages if exact else _inner(stages)
+
+
+def _launch_seconds(space: Space, table: StageTable) -> Floats:
+    """(cut points, cut points): what each stage's host takes for a micro-batch, at the least."""
+    seconds = table.forward_launch + table.backward_launch
+    return np.zeros_like(seconds) if space.one_process else seconds
 
 
 def replica_counts(space: Space, family: Family) -> Iterator[ReplicaRange]:
@@ -272,6 +281,7 @@ def _inner(stages: RelaxedStages) -> RelaxedStages:
         backward=shift(stages.backward, 0.0),
         accumulation=shift(stages.accumulation, 0.0),
         exposed_allreduce=shift(stages.exposed_allreduce, 0.0),
+        launches=shift(stages.launches, 0.0),
         cut=np.zeros_like(stages.cut),
         room={mode: shift(values, inf) for mode, values in stages.room.items()},
     )

@@ -301,20 +301,27 @@ def _cut(
 
 
 def quick_bound(space: Space, family: Family) -> float:
-    """A bound that needs no tables of stages: the work, as cheap as any number of replicas that is allowed
-    makes each layer, shared over all devices by their speed. A replica of a stage does its share of the work
-    in no more than a step, so that a device of half the speed does half of it at the most. And the launches,
-    shared over as many hosts as there can be."""
+    """A bound that needs no tables of stages: the work shared by all devices, and the launches by as many
+    hosts as there can be."""
+    config, devices = family.config, len(family.placement.ranks)
+    launches = space.least_launch_seconds(
+        config.micro_batch_size,
+        bounded_counts(family),
+        devices,
+        recompute=config.recompute == "always",
+    )
+    return max(shared_work(space, family), config.micro_batches * max(launches))
+
+
+def shared_work(space: Space, family: Family) -> float:
+    """A bound on the work of the stage that has most: all work, as cheap as any number of replicas that is
+    allowed makes each layer, shared over all devices by their speed. A replica of a stage does its share of
+    the work in no more than a step, so that a device of half the speed does half of it at the most."""
     config, devices = family.config, _fast_devices(space, family)
     counts, recompute = bounded_counts(family), config.recompute == "always"
     share = 1 / config.micro_batches
     work = space.cheapest_work(config.micro_batch_size, counts, recompute=recompute, first_share=share)
-    if work is None:
-        return np.inf
-    busiest, longest = space.least_launch_seconds(
-        config.micro_batch_size, counts, len(family.placement.ranks), recompute=recompute
-    )
-    return config.micro_batches * max(float(work.sum() / devices), busiest, longest)
+    return np.inf if work is None else float(config.micro_batches * work.sum() / devices)
 
 
 def _fast_devices(space: Space, family: Family) -> float:

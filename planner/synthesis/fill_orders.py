@@ -103,20 +103,30 @@ class _Filler:
         times = self.arrivals[part][kind]
         return times[number] if number < len(times) else NEVER
 
-    def _has_room(self, device: int, part: int) -> bool:
-        """Whether an F fits, and after it one of a later part of the device: else nothing would end."""
+    def _has_room(self, device: int, kind: int, part: int) -> bool:
+        """Whether an action fits, and after an F one of a later part of the device and a B: else nothing
+        would end."""
         problem = self.problem
-        later = [problem.micro_batch_bytes[own] for own in problem.own_parts[device] if own > part]
-        level = self.level[device] + problem.micro_batch_bytes[part] + max(later, default=0.0)
-        return level <= problem.room[device] * (1 + 1e-12)
+        level = self.level[device] + problem.level_change(kind, part)[0]
+        needed = problem.workspace_bytes(kind, part)
+        if kind == F:
+            own = problem.own_parts[device]
+            level += max((problem.micro_batch_bytes[later] for later in own if later > part), default=0.0)
+            for other in own:
+                needed = max(needed, problem.level_change(B, other)[0] + problem.workspace_bytes(B, other))
+        return level + needed <= problem.room[device] * (1 + 1e-12)
 
     def _choose(self, device: int, now: float) -> tuple[Step | None, float]:
         """What is done next, or until when to wait."""
         parts = self.problem.own_parts[device]
-        backwards = [(self._arrives(B, part), part) for part in reversed(parts)]
-        forwards = [
-            (self._arrives(F, part), part) for part in reversed(parts) if self._has_room(device, part)
-        ]
+        backwards, forwards = (
+            [
+                (self._arrives(kind, part), part)
+                for part in reversed(parts)
+                if self._has_room(device, kind, part)
+            ]
+            for kind in (B, F)
+        )
         ready_backward = next((part for at, part in backwards if at <= now), None)
         ready_forward = next((part for at, part in forwards if at <= now), None)
         few = self.in_flight[device] < self.rule.ahead[device]
@@ -140,8 +150,8 @@ class _Filler:
         number = self.done[kind][part]
         self.done[kind][part] += 1
         end = now + problem.duration(kind, part, number == 0)
+        self.level[device] += sum(problem.level_change(kind, part))
         if kind == F:
-            self.level[device] += problem.micro_batch_bytes[part]
             self.in_flight[device] += 1
             if part + 1 < problem.parts:
                 self.arrivals[part + 1][F].append(end + problem.forward_wait[part])
@@ -150,6 +160,5 @@ class _Filler:
         elif kind == B and part:
             self.arrivals[part - 1][B].append(end + problem.backward_wait[part])
         if kind == problem.release:
-            self.level[device] -= problem.micro_batch_bytes[part]
             self.in_flight[device] -= 1
         return end

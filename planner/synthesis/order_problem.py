@@ -55,7 +55,8 @@ class OrderProblem:
     not take. `forward_wait`: from the end of an F to its arrival at the part after, of which `forward_busy`
     seconds occupy the link; `backward_wait`: of a B at the part before; both 0 to a part on the same device.
     `end`: by device, what follows its last action. `micro_batch_bytes`: of a micro-batch in flight, by part;
-    `room`: by device, bytes for all of them.
+    `room`: by device, bytes for all of them. By part, where it is split: `first_part` bytes that B adds as it
+    begins and, mostly less than 0, as it ends; `workspace` bytes while an F, and while another action runs.
     """
 
     micro_batches: int
@@ -72,6 +73,8 @@ class OrderProblem:
     micro_batch_bytes: tuple[float, ...]
     room: tuple[float, ...]
     split: bool = True
+    first_part: tuple[tuple[float, float], ...] = ()
+    workspace: tuple[tuple[float, float], ...] = ()
 
     @property
     def parts(self) -> int:
@@ -103,16 +106,49 @@ class OrderProblem:
 
     @cached_property
     def most_in_flight(self) -> tuple[int, ...]:
-        """By part of a line, the micro-batches that its device has room for: M at the most."""
+        """By part of a line, the micro-batches that its device may have room for: M at the most."""
         return tuple(
-            self.micro_batches
-            if self.micro_batch_bytes[part] <= 0 or self.room[device] == float("inf")
-            else max(
-                0,
-                min(self.micro_batches, int(self.room[device] / self.micro_batch_bytes[part] * (1 + 1e-12))),
-            )
+            self._most(device, self.workspace_bytes(F, part), self.least_bytes(part))
             for part, device in enumerate(self.device)
         )
+
+    @cached_property
+    def most_behind_backward(self) -> tuple[int, ...]:
+        """By part of a line, the micro-batches that may have had their B and not their W, one at its B
+        included: M at the most, and 1 at the least."""
+        most = []
+        for part, device in enumerate(self.device):
+            own, (begins, ends) = self.micro_batch_bytes[part], self.parts_held[part]
+            last = self.workspace_bytes(B, part) + own + begins
+            most.append(min(self.micro_batches, 1 + self._most(device, last, own + begins + ends)))
+        return tuple(most)
+
+    def _most(self, device: int, besides: float, each: float) -> int:
+        """Micro-batches of so many bytes for which a device has room, beside others: M at the most."""
+        room = (self.room[device] - besides) * (1 + 1e-12)
+        if each <= 0 or room == float("inf"):
+            return self.micro_batches
+        return max(0, min(self.micro_batches, int(room / each)))
+
+    def least_bytes(self, part: int) -> float:
+        """What a micro-batch in flight holds at the least: behind its B that may be less than before."""
+        return self.micro_batch_bytes[part] + min(0.0, sum(self.parts_held[part]))
+
+    @cached_property
+    def parts_held(self) -> tuple[tuple[float, float], ...]:
+        """`first_part`, of all parts."""
+        return self.first_part if self.split and self.first_part else ((0.0, 0.0),) * self.parts
+
+    def workspace_bytes(self, kind: int, part: int) -> float:
+        """While an action runs."""
+        return self.workspace[part][int(kind != F)] if self.workspace else 0.0
+
+    def level_change(self, kind: int, part: int) -> tuple[float, float]:
+        """Bytes that a device holds more as an action begins, and as it has ended."""
+        own, (begins, ends) = self.micro_batch_bytes[part], self.parts_held[part]
+        if kind == F:
+            return own, 0.0
+        return (0.0, -own - begins - ends) if kind == self.release else (begins, ends)
 
     def duration(self, kind: int, part: int, first: bool) -> float:
         """Seconds of an action; `first`: of the first backward of its part."""
@@ -128,12 +164,11 @@ class OrderProblem:
         """Whether a device with this list never holds more than it has room for."""
         level, room = 0.0, self.room[device] * (1 + 1e-12)
         for kind, part in own:
-            if kind == F:
-                level += self.micro_batch_bytes[part]
-                if level > room:
-                    return False
-            elif kind == self.release:
-                level -= self.micro_batch_bytes[part]
+            before, after = self.level_change(kind, part)
+            level += before
+            if level + self.workspace_bytes(kind, part) > room:
+                return False
+            level += after
         return True
 
     def bound(self) -> float:
@@ -248,9 +283,14 @@ def list_steps(program: Program) -> Lists | None:
 
 
 def order_problem(
-    assembly: Assembly, costs: Costs, room: Sequence[float], micro_batch_bytes: Sequence[float]
+    assembly: Assembly,
+    costs: Costs,
+    room: Sequence[float],
+    micro_batch_bytes: Sequence[float],
+    first_part: Sequence[tuple[float, float]] = (),
+    workspace: Sequence[tuple[float, float]] = (),
 ) -> OrderProblem:
-    """The numbers of a program's costs, those of the assembly; `room` and `micro_batch_bytes` as above."""
+    """The numbers of a program's costs, those of the assembly; what is held as above."""
     pipe = assembly.program.pipes[0]
     split = costs.weight is not None
 
@@ -292,6 +332,8 @@ def order_problem(
         micro_batch_bytes=tuple(micro_batch_bytes),
         room=tuple(room),
         split=split,
+        first_part=tuple(first_part),
+        workspace=tuple(workspace),
     )
 
 

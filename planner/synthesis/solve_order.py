@@ -1,10 +1,11 @@
 """The fastest order by a constraint solver (OR-tools CP-SAT, an extra): proven, or with a bound.
 
 Each action is an interval on its device, which runs one at a time; those of one kind and part follow one
-another (see `order_problem`). What a device holds is a cumulative demand from the start of an F to the end of
-the same micro-batch's release; on a line that says no more than that the F of micro-batch i begins after the
-release of i - K. Seconds are rounded down to a fine unit, and links are taken to carry any number of
-transfers at a time: so what the solver proves holds for the seconds as they are.
+another (see `order_problem`). What a device holds is a cumulative demand from the start of an F to the end
+of the same micro-batch's release; on a line that says no more than that the F of micro-batch i begins after
+the release of i - K, and its B after that of i - K'. What a backward in two parts holds besides is not in the
+demand, so that an order of the solver's may not fit. Seconds are rounded down to a fine unit, and links are
+taken to carry any number of transfers at a time: so what the solver proves holds for the problem as it is.
 """
 
 from __future__ import annotations
@@ -130,11 +131,17 @@ class _Variables:
         for part in parts:
             model.add(self.step >= self._end(problem.release, part, count - 1) + after)
         if problem.is_line:
-            most = problem.most_in_flight[parts[0]]
-            for number in range(most, count):
-                self._after((F, parts[0], number), (problem.release, parts[0], number - most))
+            self._windows(parts[0])
         elif problem.room[device] != float("inf"):
             self._room(device, parts)
+
+    def _windows(self, part: int) -> None:
+        """The F of a micro-batch waits until there may be room for it, and so does its B."""
+        problem = self.problem
+        waits = ((F, problem.most_in_flight[part]), (B, problem.most_behind_backward[part]))
+        for kind, most in waits if problem.split else waits[:1]:
+            for number in range(most, problem.micro_batches):
+                self._after((kind, part, number), (problem.release, part, number - most))
 
     def _room(self, device: int, parts: tuple[int, ...]) -> None:
         """Bytes in thousandths of the room, rounded down: what is proven holds."""
@@ -145,7 +152,7 @@ class _Variables:
                 begin, end = self.start[F, part, number], self._end(problem.release, part, number)
                 size = model.new_int_var(0, self.horizon, f"for {part}.{number}")
                 intervals.append(model.new_interval_var(begin, size, end, f"held {part}.{number}"))
-                demands.append(int(problem.micro_batch_bytes[part] / problem.room[device] * 1000))
+                demands.append(int(problem.least_bytes(part) / problem.room[device] * 1000))
         model.add_cumulative(intervals, demands, 1000)
 
     def hint(self, lists: Lists, starts: list[float]) -> None:

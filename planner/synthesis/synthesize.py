@@ -17,19 +17,17 @@ from hashlib import sha256
 from math import inf
 from typing import TYPE_CHECKING
 
+from ...cost_models.device_memory import micro_batch_bytes
 from ...cost_models.errors import UsageError
-from ...cost_models.memory import Recompute
+from ...cost_models.memory import FRAGMENTATION_RESERVE, Recompute
 from ...cost_models.quantities import MOST_ACTIONS
 from ...cost_models.schedules import Program, StageSlot, find_schedule
 from ...cost_models.schedules.registration import register_order
 from ...cost_models.schedules.schedule_text import read_schedule, write_program
-from ...cost_models.simulator.costs import Costs
-from ...cost_models.timeline import simulate
 from ..assembly import Assembly
 from ..candidate import Proposal, ScoredPlan
 from ..other_schedules import propose_other_schedules
 from ..pipeline_config import SYNTHESIZED
-from ..plan_simulation import device_memory
 from ..scoring import assemble, fastest, possible
 from ..search.budget import SearchBudget
 from .fill_orders import fill_orders
@@ -52,6 +50,16 @@ SAME_PLACES = {
     "interleaved": ("interleaved",),
 }
 """By schedule, the bases whose parts lie on the same places."""
+COMING = (
+    "activations",
+    "stage_inputs",
+    "pending_gradients",
+    "workspace",
+    "optimizer_step",
+    "reserve",
+    "context",
+)
+"""Terms of the ledger that an order changes, or that are not bytes of a device's allocator."""
 MOST_OF_BASE = 6
 """Plans with searched cuts, by base."""
 STARTS = {
@@ -202,21 +210,36 @@ def make_candidate(problem: Problem, proposal: Proposal, modes: Sequence[Recompu
     """The numbers of a shape's orders, with what its parts recompute."""
     assembly = assemble(problem.space, proposal, modes)
     costs = assembly.costs()
-    numbers = order_problem(assembly, costs, *_memory(problem, assembly, costs))
+    numbers = order_problem(assembly, costs, *_memory(problem, assembly))
     return OrderCandidate(proposal, assembly.program, tuple(modes), numbers, numbers.bound())
 
 
-def _memory(problem: Problem, assembly: Assembly, costs: Costs) -> tuple[list[float], list[float]]:
-    """By device, the room for micro-batches in flight; by part, the bytes of one."""
+Pairs = list[tuple[float, float]]
+
+
+def _memory(problem: Problem, assembly: Assembly) -> tuple[list[float], list[float], Pairs, Pairs]:
+    """By device, the room for micro-batches in flight and workspace, the optimizer's step left out; by part,
+    the bytes of one, what the first part of a backward adds, and workspaces."""
     program = assembly.program
-    timeline = simulate(program, costs)
-    room, sizes = [], [0.0] * program.slots
+    room: list[float] = []
+    sizes = [0.0] * program.slots
+    first_part, workspace = ([(0.0, 0.0)] * program.slots for _ in range(2))
     for device in range(program.devices):
-        own = device_memory(assembly, device, timeline)
-        room.append(problem.space.limit(assembly.ranks[device]) - own.resident_bytes)
-        for chunk, amount in enumerate(own.bytes_in_flight):
-            sizes[program.parts_by_slot[StageSlot(device, chunk)]] = amount
-    return room, sizes
+        terms = assembly.ledger(device)
+        lasting = sum(amount for name, amount in terms.items() if name not in COMING)
+        limit = problem.space.limit(assembly.ranks[device]) - terms.get("context", 0.0)
+        room.append(limit / (1 + FRAGMENTATION_RESERVE) - lasting)
+        saves = assembly.recompute[device] == "never"
+        for chunk, own in enumerate(assembly.chunk_bytes(device)):
+            part = program.parts_by_slot[StageSlot(device, chunk)]
+            amounts = micro_batch_bytes(own, program)[saves]
+            sizes[part] = sum(amounts.forward)
+            again, split = sum(amounts.backward), program.splits_backward
+            if split:
+                first_part[part] = again + sum(amounts.first_part), sum(amounts.behind_first_part)
+            behind = float(own.layer_workspace) if split else float(own.workspace) + again
+            workspace[part] = float(own.workspace), behind
+    return room, sizes, first_part, workspace
 
 
 def _fill(own: OrderCandidate, budget: SearchBudget) -> OrderCandidate:

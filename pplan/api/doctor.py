@@ -116,18 +116,26 @@ def _devices() -> Iterator[Finding]:
 
 
 def _runtimes() -> Iterator[Finding]:
-    for package, (extra, purpose) in EXTRAS.items():
-        if find_spec(package) is None:
+    for package, (_, purpose) in EXTRAS.items():
+        command = missing_extra(package)
+        if command is not None:
             yield Finding(
                 subject=package,
                 state="optional",
                 text=f"not installed; for {purpose}",
-                advice=f'pip install "pplan[{extra}]"',
+                advice=command,
             )
         else:
             yield Finding(
                 subject=package, state="ok", text=f"{installed(package) or 'installed'}; for {purpose}"
             )
+
+
+def missing_extra(package: str) -> str | None:
+    """The command that installs a package of `EXTRAS` that is not here; None of any other."""
+    if package not in EXTRAS or find_spec(package) is not None:
+        return None
+    return f'pip install "pplan[{EXTRAS[package][0]}]"'
 
 
 def _cache() -> Iterator[Finding]:

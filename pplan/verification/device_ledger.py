@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .layer_costs import Layers
+from .layer_costs import PENDING, Layers
 from .orders import ScheduleOrder
 from .stated_training import StatedTraining
 
@@ -24,7 +24,9 @@ class PartBytes:
     """Of a part of the layers at a replica's micro-batch size: `waiting` what a micro-batch in flight holds,
     `input` what it holds instead where it recomputes; `copied`: of the trainable bytes those of weights whose
     first user is in an earlier part; `neighbours` the parameters of two layers in a row at
-    most, which ZeRO has whole at a time where it spreads them."""
+    most, which ZeRO has whole at a time where it spreads them. Where backwards are in two parts: `output`
+    what the part hands on, which stays; `pending` the gradients that B leaves for W, `dropped` what B frees
+    of `waiting` and `output`, and `layer_workspace` the most that one layer needs."""
 
     parameters: float
     trainable: float
@@ -38,6 +40,10 @@ class PartBytes:
     copied: float = 0.0
     largest: float = 0.0
     """Of the trainable parameters; where they are not known one by one, of the layers."""
+    output: float = 0.0
+    pending: float = 0.0
+    dropped: float = 0.0
+    layer_workspace: float = 0.0
 
 
 def part_bytes(layers: Layers, first: int, end: int, size: int) -> PartBytes:
@@ -53,6 +59,7 @@ def part_bytes(layers: Layers, first: int, end: int, size: int) -> PartBytes:
         own.bytes for own in layers.shared_buffers if own.users[0] < first and own.is_used(first, end)
     )
     pairs = parameters[1:] + parameters[:-1]
+    output = float(costs["output_bytes"][end - 1])
     return PartBytes(
         parameters=float(parameters.sum()) + sum(weight.bytes for weight in copies),
         trainable=float(layers.trainable[own].sum()) + copied,
@@ -60,22 +67,26 @@ def part_bytes(layers: Layers, first: int, end: int, size: int) -> PartBytes:
         waiting=float(saved.sum() + costs["saved_input_bytes"][first]),
         input=received if first else layers.input_bytes_per_sample * size,
         received=received,
-        sent=float(costs["output_bytes"][end - 1]) if end < len(layers) else 0.0,
+        sent=output if end < len(layers) else 0.0,
         workspace=max(float((saved_before + workspace).max() - saved_before[-1]), 0.0),
         neighbours=float(pairs.max() if len(pairs) else parameters[0]),
         copied=copied,
         largest=max([float(largest[own].max()), *(weight.bytes for weight in copies if weight.trains)]),
+        output=output,
+        pending=float(costs[PENDING][own].sum()) if first > 0 else 0.0,
+        dropped=output + float(costs["loss_bytes"][-1]) if first > 0 and end == len(layers) else 0.0,
+        layer_workspace=float(workspace.max()),
     )
 
 
-HeldBytes = tuple[float, float, float]
-"""Bytes of activations, of stage inputs, and of the workspace."""
+HeldBytes = tuple[float, float, float, float]
+"""Bytes of activations, of stage inputs, of pending gradients, and of the workspace."""
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """Bytes by term. Where several actions hold equally much, `others` has what else the three terms that
-    come and go may be."""
+    """Bytes by term. Where several actions hold equally much, `others` has what else the terms that come and
+    go may be."""
 
     terms: dict[str, float]
     others: list[HeldBytes]
@@ -119,23 +130,25 @@ def compute_ledger(
         "stage_inputs": most[0][1],
         "communication": _at_cuts(order, device, chunks)
         + _exchange_bytes(chunks, training, replicas, gradients),
-        "workspace": most[0][2],
+        "workspace": most[0][3],
     }
+    if _is_split(order):
+        terms["pending_gradients"] = most[0][2]
     if training.master:
         master = trainable * training.master / training.weight
         terms["master_weights"] = training.spread(master, replicas, 1)
     largest = max(own.largest for own in chunks)
     temporaries = training.step_temporaries(trainable, largest, gpu=context_bytes > 0)
     if temporaries is not None:
-        waiting, inputs, _, alive = most[0]
+        waiting, inputs, _, _, alive = most[0]
         waiting_bytes = waiting if recompute == "never" else inputs
         waits = waiting_bytes * (alive - 1) / alive if weight_versions > 1 else 0.0
         needed = training.spread(temporaries, replicas, 1) + waits
-        terms["optimizer_step"] = max(needed - sum(most[0][:3]), 0.0)
+        terms["optimizer_step"] = max(needed - sum(most[0][:4]), 0.0)
     terms["reserve"] = RESERVE * sum(terms.values())
     if context_bytes:
         terms["context"] = float(context_bytes)
-    return Ledger(terms, [moment[:3] for moment in most[1:]])
+    return Ledger(terms, [moment[:4] for moment in most[1:]])
 
 
 def _exchange_bytes(
@@ -152,8 +165,17 @@ def _exchange_bytes(
     return whole * training.gradient / training.weight + (whole if training.zero == 3 else 0.0)
 
 
+def _is_split(order: ScheduleOrder) -> bool:
+    """Whether some backward of some device is in two parts."""
+    return any(kind == "W" for own in order.lists for kind, _, _ in own)
+
+
 def _at_cuts(order: ScheduleOrder, device: int, chunks: list[PartBytes]) -> float:
-    """The largest tensor that comes from another device, and the largest that goes to one."""
+    """The largest tensor that comes from another device, and the largest that goes to one. Where backwards
+    are in two parts, PyTorch has for every micro-batch of the step and every part of the device what comes
+    in, its gradient, and the gradient of what goes out."""
+    if _is_split(order):
+        return sum(order.shares) * sum(own.received * 2 + own.sent for own in chunks)
     received = sent = 0.0
     for route in order.routes:
         for (before, left), (after, right) in pairwise(route):
@@ -166,32 +188,50 @@ def _at_cuts(order: ScheduleOrder, device: int, chunks: list[PartBytes]) -> floa
 
 def _largest_terms(
     order: ScheduleOrder, device: int, chunks: list[PartBytes], recompute: str
-) -> list[tuple[float, float, float, int]]:
+) -> list[tuple[float, float, float, float, int]]:
     """The terms that come and go, at each action during which they are the largest together (without
     repeats, the first one first), and the micro-batches in flight then.
 
     A micro-batch is in flight from its F to its W, to its B without one. It holds what its layers save; where
     they recompute its input, and from its B on what they save besides. `except_last`: the last saves all.
+    Where the order splits backwards, it holds its output, too; from a B before a W on the gradients that are
+    pending, and behind that B no more what it drops.
     """
     own, last = order.lists[device], len(order.route_of) - 1
     split = {(batch, chunk) for kind, batch, chunk in own if kind == "W"}
-    waiting, inputs = [0.0] * len(chunks), [0.0] * len(chunks)
+    outputs = _is_split(order)
+    waiting, inputs, pending, dropped, flying = ([0.0] * len(chunks) for _ in range(5))
     moments: dict[HeldBytes, int] = {}
     alive = 0
     for kind, batch, chunk in own:
         share = order.shares[batch]
         saves = recompute == "never" or (recompute == "except_last" and batch == last)
+        in_parts = (batch, chunk) in split
         if kind == "F":
             alive += 1
+            flying[chunk] += share
             (waiting if saves else inputs)[chunk] += share
-        elif kind == "B" and not saves:
-            waiting[chunk] += share
-        moment = (_sum(waiting, chunks, "waiting"), _sum(inputs, chunks, "input"), chunks[chunk].workspace)
+        elif kind == "B":
+            waiting[chunk] += 0.0 if saves else share
+            pending[chunk] += share if in_parts else 0.0
+        activations = _sum(waiting, chunks, "waiting") - _sum(dropped, chunks, "dropped")
+        moment = (
+            activations + (_sum(flying, chunks, "output") if outputs else 0.0),
+            _sum(inputs, chunks, "input"),
+            _sum(pending, chunks, "pending"),
+            chunks[chunk].layer_workspace if in_parts and kind != "F" else chunks[chunk].workspace,
+        )
         moments.setdefault(moment, alive)
-        if kind == "W" or (kind == "B" and (batch, chunk) not in split):
+        if kind == "B" and in_parts:
+            dropped[chunk] += share
+        if kind == "W" or (kind == "B" and not in_parts):
             alive -= 1
+            flying[chunk] -= share
             waiting[chunk] -= share
             inputs[chunk] -= 0.0 if saves else share
+            if in_parts:
+                pending[chunk] -= share
+                dropped[chunk] -= share
     most = max(sum(moment) for moment in moments)
     return [(*moment, count) for moment, count in moments.items() if sum(moment) >= most * (1 - SAME)]
 

@@ -14,7 +14,7 @@ from .wiring import check_order, most_in_flight
 if TYPE_CHECKING:
     from .device_ledger import Ledger
 
-MOVING = ("activations", "stage_inputs", "workspace")
+MOVING = ("activations", "stage_inputs", "pending_gradients", "workspace")
 
 
 def check_figures(builder: ReportBuilder, inputs: VerificationInputs) -> None:
@@ -72,7 +72,7 @@ def _stage_memory(check: LineCheck, part: int, stage: StatedStage, ledger: Ledge
     if stage.memory:
         unknown = sorted(set(stage.memory) ^ set(ledger.terms))
         check.require(f"terms of stage {part}: {', '.join(unknown)}", not unknown)
-        moving = tuple(stage.memory[name] for name in MOVING)
+        moving = tuple(stage.memory.get(name, 0) for name in MOVING)
         also = any(
             all(abs(a - b) <= 1 for a, b in zip(moving, other, strict=True)) for other in ledger.others
         )

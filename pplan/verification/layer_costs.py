@@ -27,6 +27,7 @@ SECONDS = ("forward_seconds", "backward_seconds")
 HOST = ("forward_host_seconds", "backward_host_seconds")
 PARTS = ("backward_input_seconds", "backward_weight_seconds")
 BYTES = ("output_bytes", "saved_bytes", "saved_input_bytes", "workspace_bytes")
+PENDING = "pending_gradient_bytes"
 WITH_LOSS = (*SECONDS, *HOST, "backward_input_seconds", "saved_bytes")
 """What the loss adds to the last layer: its own figures, and its whole backward to the input's gradient."""
 WEIGHT_SHARE = 0.5
@@ -110,6 +111,8 @@ class Layers:
         costs["first_backward_seconds"] = costs["backward_seconds"] - adding
         weight = costs["backward_weight_seconds"]
         costs["first_backward_weight_seconds"] = weight - np.minimum(adding, weight)
+        costs.setdefault(PENDING, np.maximum(costs["saved_bytes"], costs["output_bytes"]))
+        costs.setdefault("loss_bytes", np.zeros(len(self)))
         return costs
 
     def _at(self, name: str, values: Vector, size: int) -> Vector:
@@ -149,6 +152,8 @@ def read_layers(table: Table) -> Layers:
         name: np.array([[_figure(cost, name) for cost in row] for row in measured])
         for name in (*SECONDS, *HOST, *BYTES, *optional)
     }
+    if all(cost.has(PENDING) for row in measured for cost in row):
+        figures[PENDING] = np.array([[_figure(cost, PENDING) for cost in row] for row in measured])
     if table.has("loss"):
         _add_loss(figures, _costs(table.table("loss"), sizes))
     parameters = _column(own, "parameter_bytes", None)
@@ -217,16 +222,19 @@ def _costs(layer: Table, sizes: tuple[int, ...]) -> list[Table]:
 
 
 def _figure(cost: Table, name: str) -> float:
-    if name in BYTES:
+    if name in (*BYTES, PENDING):
         needed = name in ("output_bytes", "saved_bytes")
         return float(cost.count(name, None if needed else 0, most=LARGEST))
     return cost.number(name, None if name in SECONDS else 0.0, most=MOST_SECONDS)
 
 
 def _add_loss(figures: dict[str, Any], loss: list[Table]) -> None:
-    """The last layer computes the loss, too. Nothing of the loss is held while the layer itself runs: of its
-    workspace counts what exceeds the loss' saved bytes, or what the loss needs above them."""
+    """The last layer computes the loss, too; `loss_bytes` are what that saves. Nothing of the loss is held
+    while the layer itself runs: of its workspace counts what exceeds the loss' saved bytes, or what the loss
+    needs above them."""
+    figures["loss_bytes"] = np.zeros_like(figures["saved_bytes"])
     for column, cost in enumerate(loss):
+        figures["loss_bytes"][-1, column] = _figure(cost, "saved_bytes")
         if cost.has("forward_workspace_bytes"):
             own = figures["workspace_bytes"][-1, column] - _figure(cost, "saved_bytes")
             figures["workspace_bytes"][-1, column] = max(own, _figure(cost, "workspace_bytes"), 0.0)

@@ -101,6 +101,11 @@ class TimedPasses:
             return [None] * len(self.layers[0].forward)
         return list(map(float, _median([getattr(times, part) for times in self.parts])))
 
+    def pending_bytes(self) -> list[int] | None:
+        """By layer; None where it was not counted. Every pass counts the same."""
+        counted = [times.pending_bytes for times in self.parts if times.pending_bytes is not None]
+        return list(map(int, counted[0])) if counted else None
+
     def backward_parts_ratio(self) -> float | None:
         """Both parts of all layers over the whole model's backward; None where either was not measured."""
         _, backward = self.whole_medians()

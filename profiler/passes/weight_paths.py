@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from ..torch_internals import sequence_number
+from ..memory.live_bytes import storages
+from ..torch_internals import sequence_number, storage_key
 
 
 @dataclass(eq=False)
@@ -210,6 +211,16 @@ class WeightPaths:
                 if branch.node is not None:
                     stack.callback(branch.node.register_prehook(branch.catch).remove)
             yield
+
+    def pending_bytes(self) -> list[int]:
+        """By layer, bytes of what its branches caught, each storage once: with the last layer that did."""
+        counted: set[int] = set()
+        rows = []
+        for branches in reversed(self.branches):
+            own = storages(gradient for branch in branches for gradient in branch.caught)
+            rows.append(sum(one.nbytes() for one in own if storage_key(one) not in counted))
+            counted.update(map(storage_key, own))
+        return rows[::-1]
 
     def catch_targets(self, gradients: Sequence[Tensor | None]) -> None:
         """The gradients of `targets`, as autograd returned them."""

@@ -236,7 +236,7 @@ def _hanging(folder: Path, doing: Mapping[str, object], seconds: float) -> Pplan
                 f"Find what sent process {pid} a signal to stop (SIGSTOP): a debugger, or a job manager.",
             )
     stacks = _stacks(folder)
-    busy = {rank: where for rank, where in stacks.items() if where and not _waits(where)}
+    busy = {rank: where for rank, where in stacks.items() if where and not waits(where)}
     rank = min(busy or stacks or doing or {"0": ""}, key=int)
     stack = busy.get(rank) or stacks.get(rank) or []
     return MachineError(
@@ -276,7 +276,7 @@ def busy_frames(dump: str) -> list[str]:
     return (busy or threads or [[]])[0]
 
 
-def _waits(frames: list[str]) -> bool:
+def waits(frames: list[str]) -> bool:
     """Whether it waits for another process."""
     return any("/torch/distributed/" in frame and "pipelining" not in frame for frame in frames[:3]) or any(
         re.search(r"in (wait|_wait_batch_p2p|barrier)$", frame) for frame in frames[:3]

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ...cost_models.errors import ExportError
 from ...profiler.torch_internals import tensor_version
 from ...profiler.user_model.loaded_model import copy_to_meta
 from .cut_tensors import CutTensor
 from .input_form import InputForm
+from .runtime_internals import backward_parts
 from .stage_module import StageModule
 
 
@@ -44,6 +47,8 @@ def trace_shapes(
     PyTorch computes weight gradients apart only on what lies between an input with a gradient and the output:
     where `splits_backward`, a stage behind frozen ones has such an input all the same, and its gradient is
     zero.
+
+    Raises ExportError where PyTorch cannot run the two parts of a stage's backward.
     """
     try:
         meta_layers = copy_to_meta(layers, "the model")
@@ -51,6 +56,8 @@ def trace_shapes(
             meta_layers, parts, tuple(tensor.to("meta") for tensor in inputs), form, splits_backward
         )
         return list(stages)
+    except ExportError:
+        raise
     except Exception:
         # Whatever a model does on the meta device that it does not do elsewhere; PyTorch finds out itself.
         return None
@@ -64,16 +71,41 @@ def _trace_stages(
     splits_backward: bool,
 ) -> Iterator[StageShapes]:
     crossings = tuple(CutTensor.of(tensor) for tensor in inputs)
-    for first, end in pairwise(parts):
+    for number, (first, end) in enumerate(pairwise(parts)):
         layers = layers_on_meta[first:end]
         crossings = _mark_overwritten(layers, crossings, inputs, form)
         stage = StageModule(layers, crossings, form=form, is_last=end == parts[-1])
+        if splits_backward and number:
+            _check_parts(stage, inputs, number)
         outputs = stage(*inputs)
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
         frozen = splits_backward and not any(tensor.requires_grad for tensor in outputs)
         leaves = tuple(_leaf(tensor, always=frozen) for tensor in outputs)
         yield StageShapes(inputs, leaves, crossings)
         crossings, inputs, form = stage.output_tensors, leaves, None
+
+
+_TWICE = "backward through the graph a second time"
+
+
+def _check_parts(stage: StageModule, inputs: tuple[Tensor, ...], number: int) -> None:
+    """Raises ExportError where PyTorch would go twice through a part of the stage for its weights' gradients:
+    it groups weights by the operations at which their ways meet, and overlooks that a weight with ways to
+    several of them makes these one group (torch 2.14)."""
+    input_part, weight_part = backward_parts()
+    outputs = stage(*inputs)
+    outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+    starts = [tensor for tensor in outputs if tensor.requires_grad]
+    try:
+        _, groups = input_part(starts, list(map(torch.empty_like, starts)), list(inputs), stage.parameters())
+        weight_part(stage.parameters(), groups)
+    except RuntimeError as error:
+        if _TWICE in str(error):
+            raise ExportError(
+                f"stage {number} uses a weight in several places, together with others: PyTorch's backward "
+                "in two parts (stage_backward_weight) fails for it",
+                "Use a schedule whose backward is whole: 1f1b, gpipe, interleaved.",
+            ) from error
 
 
 def _mark_overwritten(

@@ -298,7 +298,7 @@ def test_a_plan_overridden(found: Found, planned: Plan) -> None:
     made = found("toy.plan.json --schedule zb-h1 --micro-batches 4 --stages 4")
     assert (made["schedule"], made["micro_batches"], len(made["stages"])) == ("zb-h1", 4, 4)
     assert made["plan_step_seconds"] == pytest.approx(planned.prediction.step_seconds)
-    assert [note.split()[1] for note in made["notes"]] == ["layers", "profile", "a"]
+    assert [note.split()[1] for note in made["notes"]] == ["layers", "profile", "profile"]
 
 
 def test_a_plan_overridden_printed(run: Run, planned: Plan, golden: Golden) -> None:

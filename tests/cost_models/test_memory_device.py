@@ -34,7 +34,15 @@ def chunk(number: int) -> StageBytes:
         workspace=[170.0, 7.0][number % 2],
         gathered=300.0 * scale,
         largest=400.0 * scale,
+        pending=131.0 * scale,
+        output=59.0 * scale,
+        released=(59.0 + 17.0) * scale,
+        layer_workspace=[180.0, 19.0][number % 2],
     )
+
+
+LOSS = 17.0
+"""Of what a chunk saves, times its scale: what a B before a W frees besides the output."""
 
 
 def chunks_of(program: Program) -> list[StageBytes]:
@@ -42,12 +50,23 @@ def chunks_of(program: Program) -> list[StageBytes]:
 
 
 class Walk:
-    """A device that runs its list: what is allocated, by name, during each action."""
+    """A device that runs its list: what is allocated, by name, during each action. Where some backward is in
+    two parts, outputs stay, a B before a W leaves gradients, and frees the loss and the output at its end."""
 
     def __init__(self, program: Program, device: int, chunks: Sequence[StageBytes], recompute: str) -> None:
         self.program, self.chunks, self.recompute = program, chunks, recompute
         self.own = program.actions[device]
         self.live: dict[tuple[str, int, int], float] = {}
+        self.is_split = any(action.kind == "W" for own in program.actions for action in own)
+
+    def in_parts(self, action: Action) -> bool:
+        """Whether the micro-batch has a W here."""
+        return Action("W", *action[1:]) in self.own
+
+    def workspace(self, action: Action) -> float:
+        stage = self.chunks[action.chunk]
+        last = action.kind != "F" and self.in_parts(action)
+        return float(stage.layer_workspace if last else stage.workspace)
 
     def __iter__(self) -> Iterator[tuple[Action, dict[tuple[str, int, int], float]]]:
         for position, action in enumerate(self.own):
@@ -66,12 +85,16 @@ class Walk:
             self._allocate("saved input", action, stage.saved_input)
         else:
             self._allocate("input", action, stage.input)
+        if self.is_split:
+            self._allocate("output", action, stage.output)
 
     def _backward(self, action: Action) -> None:
         stage = self.chunks[action.chunk]
         if ("input", *action[1:]) in self.live:
             self._allocate("saved", action, stage.saved)
             self._allocate("saved input", action, stage.saved_input)
+        if self.in_parts(action):
+            self._allocate("pending", action, stage.pending)
 
     def _allocate(self, what: str, action: Action, amount: object) -> None:
         name = (what, action.micro_batch, action.chunk)
@@ -84,18 +107,29 @@ class Walk:
         if action.kind != "F" and not any(other[1:] == action[1:] for other in later):
             for name in [name for name in self.live if name[1:] == action[1:]]:
                 del self.live[name]
+        elif action.kind == "B":
+            del self.live["output", *action[1:]]
+            loss = LOSS * 3**action.chunk * self.program.share(action.micro_batch)
+            self.live["saved", *action[1:]] -= loss
 
 
-def peak_of(walk: Walk) -> tuple[float, float, float, Action]:
-    """Activations, stage inputs and workspace at the first action with the largest sum, and the action."""
-    best = (-1.0, 0.0, 0.0, 0.0, walk.own[0])
+TERMS = ("activations", "stage_inputs", "pending_gradients", "workspace")
+
+
+def amount_of(live: dict[tuple[str, int, int], float], kind: str) -> float:
+    return sum(amount for (what, *_), amount in live.items() if what == kind)
+
+
+def peak_of(walk: Walk) -> tuple[list[float], Action]:
+    """TERMS at the first action with the largest sum, and the action."""
+    best: tuple[list[float], Action] = [-1.0], walk.own[0]
     for action, live in walk:
-        inputs = sum(amount for (what, *_), amount in live.items() if what == "input")
-        held = sum(live.values())
-        workspace = float(walk.chunks[action.chunk].workspace)
-        if held + workspace > best[0]:
-            best = (held + workspace, held - inputs, inputs, workspace, action)
-    return best[1:]
+        inputs, pending = amount_of(live, "input"), amount_of(live, "pending")
+        held = sum(live.values()) - inputs - pending
+        amounts = [held, inputs, pending, walk.workspace(action)]
+        if sum(amounts) > sum(best[0]):
+            best = amounts, action
+    return best
 
 
 @pytest.mark.parametrize("recompute", MODES)
@@ -107,11 +141,15 @@ def test_every_schedule_against_the_walk(name: str, recompute: str) -> None:
         for device in range(stages):
             found = device_ledger(program, device, chunks, Training("adam"), recompute=recompute)
             walk = Walk(program, device, chunks, recompute)
-            *amounts, action = peak_of(walk)
-            assert [found.terms[term] for term in ("activations", "stage_inputs", "workspace")] == amounts
+            amounts, action = peak_of(walk)
+            assert [found.terms.get(term, 0.0) for term in TERMS] == amounts
+            assert ("pending_gradients" in found.terms) == program.splits_backward
             assert found.action == action
             assert not walk.live, "all is free after the list"
-            assert sum(alive.bytes for alive in found.alive) == amounts[0] + amounts[1]
+            assert sum(alive.bytes for alive in found.alive) == sum(amounts[:3])
+            if program.splits_backward:
+                crossing = micro_batches * sum(2 * own.received + own.sent for own in chunks)
+                assert found.terms["communication"] == crossing
 
 
 @pytest.mark.parametrize("recompute", MODES)
@@ -122,10 +160,11 @@ def test_every_action_against_the_walk(name: str, recompute: str) -> None:
     for device in range(4):
         found = bytes_by_action(program, device, chunks, recompute)
         steps = list(Walk(program, device, chunks, recompute))
-        assert (found.activations + found.stage_inputs).tolist() == [sum(live.values()) for _, live in steps]
-        inputs = [sum(size for (what, *_), size in live.items() if what == "input") for _, live in steps]
-        assert found.stage_inputs.tolist() == inputs
-        workspace = [chunks[action.chunk].workspace for action, _ in steps]
+        walk = Walk(program, device, chunks, recompute)
+        workspace = [walk.workspace(action) for action, _ in steps]
+        assert (found.bytes - workspace).tolist() == [sum(live.values()) for _, live in steps]
+        assert found.stage_inputs.tolist() == [amount_of(live, "input") for _, live in steps]
+        assert found.pending_gradients.tolist() == [amount_of(live, "pending") for _, live in steps]
         assert found.workspace.tolist() == workspace
         assert found.bytes.max() > 0
 
@@ -186,6 +225,7 @@ def test_straight_schedules_have_the_planners_ledger(
 def held(program: Program, device: int, recompute: str) -> tuple[float, float]:
     """Whole micro-batches and stage inputs at the peak."""
     unit = replace(chunk(0), saved=1000.0, saved_input=0.0, input=1.0, workspace=0.0)
+    unit = replace(unit, output=0.0, released=0.0, pending=0.0, layer_workspace=0.0)
     terms = device_ledger(program, device, [unit], Training(), recompute=recompute).terms
     return terms["activations"] / 1000, terms["stage_inputs"]
 
@@ -254,10 +294,14 @@ def test_two_chunks_by_hand() -> None:
 
 def test_chunks_of_one_device_send_each_other_nothing() -> None:
     """The last device of a V hands its first chunk's output to its second: device 1 receives and sends at
-    its two outer cuts only."""
-    program = find_schedule("zb-v").program(2, 4)
+    its two outer cuts only. With backwards in two parts it has PyTorch's buffers all the same."""
+    split = find_schedule("zb-v").program(2, 4)
+    whole = [tuple(action for action in own if action.kind != "W") for own in split.actions]
+    program = Program(tuple(whole), split.pipes, split.pipe_of)
     found = device_ledger(program, 1, [chunk(0), chunk(1)], Training())
     assert found.terms["communication"] == 41 + 3 * 53
+    found = device_ledger(split, 1, [chunk(0), chunk(1)], Training())
+    assert found.terms["communication"] == 4 * (2 * (41 + 3 * 41) + 53 + 3 * 53)
     alone = find_schedule("interleaved").program(1, 4)
     assert device_ledger(alone, 0, [chunk(0), chunk(1)], Training()).terms["communication"] == 0
 

@@ -50,7 +50,22 @@ def test_the_bytes_of_a_stage_by_hand() -> None:
         workspace=4,  # 16, 9 and 4 while 10, 20 and 30 are saved: at most 34, of which 30 are saved
         gathered=4000 + 5000,
         largest=4500,
+        pending=13 + 14 + 15,  # which are handed on, more than is saved
+        output=out[4],
+        released=0,
+        layer_workspace=16,
     )
+
+
+def test_a_backward_in_two_parts() -> None:
+    """The first stage's has one part in PyTorch; the last stage's first frees its loss and its output."""
+    costs = replace(measured(), pending_gradient_bytes=np.arange(6.0), loss_saved_bytes=np.full(6, 7.0))
+    assert stage_bytes(costs, 2, 4).pending == 2 + 3 + 4
+    first, last = stage_bytes(costs, 0, 2), stage_bytes(costs, 3, 5)
+    assert (first.pending, first.released, first.output) == (0, 0, costs.output_bytes[2])
+    assert (last.pending, last.released, last.sent) == (3 + 4 + 5, 7 + costs.output_bytes[5], 0)
+    whole = stage_bytes(costs, 0, 5)
+    assert (whole.pending, whole.released) == (0, 0)
 
 
 def test_the_ends_of_the_model_have_no_cut() -> None:

@@ -110,6 +110,21 @@ def test_no_plan_is_below_it(schedule: str, make_chain: MakeChain) -> None:
     assert bounded > 0
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_the_way_over_a_slow_cut_and_back(schedule: str, make_chain: MakeChain) -> None:
+    """Layers that must be parted: a micro-batch takes both transfers, and no more of them is claimed."""
+    for seed, (count, traffic) in enumerate(product((1, 2, 3), (0.5, 2.0, 10.0))):
+        chain = make_chain(seed, 2, traffic=traffic, cuts=1.1)
+        options = PlanOptions(
+            mini_batch=count, micro_batches=count, schedule=schedule, recompute="never", cut_after=("layer0",)
+        )
+        topology = Topology((Group(Device("a", None), 2),), (Level("network", None, Link(5.0, 0.1)),))
+        problem = Problem(chain, topology, options)
+        best = min(every_step(problem))
+        bound = universal_bound(problem, [schedule], 1.5 * best)
+        assert bound <= best * (1 + 1e-9)
+
+
 def test_the_least_of_several_schedules(make_chain: MakeChain) -> None:
     problem = random_problem(3, "1f1b", make_chain)
     assert problem is not None

@@ -326,3 +326,55 @@ def test_loading_is_of_the_budget() -> None:
     assert [cost.micro_batch_size for cost in slow.layers[0].costs] == [1]
     assert [left.reason for left in slow.unmeasured] == ["budget"]
     assert any("1000 s of it loading and tracing" in note for note in slow.notes)
+
+
+@pytest.mark.parametrize("seconds", [3600.0, -3600.0])
+@pytest.mark.parametrize("at", [30, 60])
+def test_a_clock_that_jumps_in_a_pass_changes_no_cost(
+    clock: Any, takes: Any, monkeypatch: pytest.MonkeyPatch, seconds: float, at: int
+) -> None:
+    """Forwards, as where a machine slept, and backwards, which no monotonic clock does: medians of five."""
+
+    def measured() -> Profile:
+        model = nn.Sequential(takes(clock, 1, 2), takes(clock, 3, 4))
+        options = ProfileOptions(micro_batch_sizes=[1], device="cpu", budget_seconds=10**6)
+        return profile_model((model, torch.ones(1, 4)), options, rounds=5, clock=clock)
+
+    plain, stamp, stamps = measured(), clock.stamp, 0
+
+    def jumping() -> Any:
+        nonlocal stamps
+        stamps += 1
+        if stamps == at:
+            clock.advance(seconds, seconds)
+        return stamp()
+
+    monkeypatch.setattr(clock, "stamp", jumping)
+    jumped = measured()
+    assert stamps > 60
+    for own, expected in zip(jumped.layers, plain.layers, strict=True):
+        for cost, other in zip(own.costs, expected.costs, strict=True):
+            assert (cost.forward_seconds, cost.backward_seconds) == pytest.approx(
+                (other.forward_seconds, other.backward_seconds)
+            )
+    assert jumped.whole[0].forward_seconds == pytest.approx(plain.whole[0].forward_seconds)
+    assert jumped.whole[0].closing_ratio == pytest.approx(1.0)
+
+
+def test_values_that_are_no_numbers_take_as_long(clock: Any, takes: Any) -> None:
+    """From some pass on, as where a model diverges: seconds and bytes are measured, not values."""
+    calls = 0
+
+    class Diverges(nn.Module):
+        def forward(self, given: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return given * (float("nan") if calls > 6 else 1.0)
+
+    model = nn.Sequential(takes(clock, 1, 2), Diverges(), takes(clock, 3, 4))
+    options = ProfileOptions(micro_batch_sizes=[1], device="cpu")
+    profile = profile_model((model, torch.ones(1, 4)), options, rounds=5, clock=clock)
+    assert calls > 10
+    assert [layer.costs[0].forward_seconds for layer in profile.layers] == [1, 0, 3]
+    assert [layer.costs[0].backward_seconds for layer in profile.layers] == [2, 0, 4]
+    assert Profile.model_validate_json(profile.to_json()) == profile

@@ -22,6 +22,7 @@ from pplan.runtimes.formats.torch_export import TorchExport
 from pplan.runtimes.pipelining.cut_tensors import CutTensor, add_zero_gradients, pack_tensor, pass_on
 from pplan.runtimes.pipelining.input_form import InputForm
 from pplan.runtimes.pipelining.process import PipelineProcess
+from pplan.runtimes.pipelining.runtime_internals import backward_parts
 from pplan.runtimes.pipelining.stage_module import StageModule, stage_loss
 from pplan.runtimes.pipelining.stage_shapes import trace_shapes
 from pplan.runtimes.torch_pipelining import build, split_spec
@@ -324,3 +325,34 @@ def test_scripts_of_earlier_versions_ask_for_their_seat() -> None:
     object.__setattr__(process, "coordinates", coordinates)
     with pytest.warns(DeprecationWarning, match="coordinates"):
         assert process.seat is coordinates
+
+
+class SharedTwice(nn.Module):
+    """A weight of two operations, each with a weight of its own besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.both = (nn.Parameter(torch.ones(3)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.first * self.both).exp() * (self.second * self.both).exp()
+
+
+def test_a_weight_that_pytorch_cannot_part_is_refused_before_training() -> None:
+    """As T5's is, whose stages of decoder and encoder have the embedding in several places."""
+    inputs, form = (torch.randn(5, 3),), InputForm((False,))
+    layers = nn.Sequential(nn.Linear(3, 3), SharedTwice())
+    assert trace_shapes(layers, [0, 1, 2], inputs, form) is not None
+    assert trace_shapes(layers, [0, 2], inputs, form, splits_backward=True) is not None, "W does all"
+    with pytest.raises(ExportError, match="stage 1 uses a weight in several places") as error:
+        trace_shapes(layers, [0, 1, 2], inputs, form, splits_backward=True)
+    assert "1f1b" in error.value.hint
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    assert trace_shapes(plain, [0, 1, 2], inputs, form, splits_backward=True) is not None
+    parameters = list(layers[1].parameters())
+    received = torch.randn(5, 3, requires_grad=True)
+    output = layers[1](received)
+    input_part, weight_part = backward_parts()
+    _, groups = input_part([output], [torch.ones_like(output)], [received], iter(parameters))
+    with pytest.raises(RuntimeError, match="a second time"):
+        weight_part(iter(parameters), groups)

@@ -27,18 +27,30 @@
     drawMemory();
   }
 
-  // Memory over time of one stage.
+  // Memory over time of one stage: of the cuts as they are moved, as the simulator has it.
+  function movedMemoryPoints(stage) {
+    const own = shown.devices[stage], { resident, during, after } = shown.levels[stage], points = [[0, resident]];
+    own.start.forEach((start, i) => points.push([start, during[i]], [own.end[i], after[i]]));
+    return points.concat([[shown.step, resident]]);
+  }
+
   function memoryPoints(stage) {
-    const own = shown.devices[stage], [resident, inFlight] = data.memory[stage];
+    if (shown.levels) return movedMemoryPoints(stage);
+    const own = shown.devices[stage], [resident, inFlight, , firstPart] = data.memory[stage];
     const finished = new Set();
     for (let i = 0; i < own.m.length; i++) if (own.kinds[i] === "W") finished.add(`${own.m[i]}.${own.c[i] || 0}`);
     const points = [[0, resident]];
     let level = resident;
     for (let i = 0; i < own.m.length; i++) {
       const chunk = own.c[i] || 0, kind = own.kinds[i];
+      const [begins, ends] = firstPart[chunk];
       if (kind === "F") level += inFlight[chunk];
-      else if (kind === "W" || !finished.has(`${own.m[i]}.${chunk}`)) level -= inFlight[chunk];
-      else continue;
+      else if (kind === "W") level -= inFlight[chunk] + begins + ends;
+      else if (!finished.has(`${own.m[i]}.${chunk}`)) level -= inFlight[chunk];
+      else {
+        points.push([own.start[i], level += begins]);
+        level += ends;
+      }
       points.push([kind === "F" ? own.start[i] : own.end[i], level]);
     }
     points.push([shown.step, level]);
@@ -46,7 +58,7 @@
   }
 
   function drawMemory() {
-    if (!data.memory.length || shown !== planned) {
+    if (!data.memory.length) {
       byId("over-time").hidden = true;
       return;
     }
@@ -65,8 +77,8 @@
     };
     let path = `M0 ${y(points[0][1])}`;
     for (const [second, bytes] of points) path += `H${x(second)}V${y(bytes)}`;
-    add("path", { d: path, class: "memory-line" });
-    if (limit) add("line", { x1: 0, x2: 1000, y1: y(limit), y2: y(limit), class: "memory-limit" });
+    add("path", { d: path, class: "memory-line", "vector-effect": "non-scaling-stroke" });
+    if (limit) add("line", { x1: 0, x2: 1000, y1: y(limit), y2: y(limit), class: "memory-limit", "vector-effect": "non-scaling-stroke" });
     const text = `Stage ${stage}: at most ${formatBytes(most)} over the step` + (limit ? ` of ${formatBytes(limit)} (dashed)` : "") + ".";
     svg.setAttribute("aria-label", text);
     byId("memory-drawing").replaceChildren(svg);
@@ -206,6 +218,24 @@
     if (moved) showTimeline(isPlan ? planned : simulatedTimeline(result, `${schedule} with the cuts as moved`));
   }
 
+  /** Takes a list that was typed; says what is wrong with one that it cannot take. */
+  function setBalance(text) {
+    const wanted = text.split(/[\s,]+/).filter(Boolean).map(Number), ends = [], count = data.balance.reduce((a, b) => a + b, 0);
+    wanted.reduce((end, layers) => (ends.push(end + layers), end + layers), 0);
+    const forbidden = ends.slice(0, -1).find((end) => !Simulator.mayCut(data.cuts, end));
+    let problem = "";
+    if (wanted.some((layers) => !Number.isInteger(layers) || layers < 1)) problem = "numbers of layers, with commas between them";
+    else if (wanted.length !== balance.length) problem = `${balance.length} numbers, one a stage, not ${wanted.length}`;
+    else if (ends[ends.length - 1] !== count) problem = `numbers that add up to ${count} layers, not ${ends[ends.length - 1]}`;
+    else if (forbidden !== undefined) problem = `another cut: none may be after layer ${layerName(forbidden - 1)}`;
+    if (problem) {
+      byId("editor-answer").textContent = `The balance needs ${problem}.`;
+      return;
+    }
+    balance = wanted;
+    update();
+  }
+
   function startEditor() {
     if (!data.cuts) {
       byId("editor-reason").hidden = false;
@@ -223,6 +253,7 @@
       select.value = schedule;
       update();
     });
+    byId("editor-balance").addEventListener("change", () => setBalance(byId("editor-balance").value));
     byId("editor-copy").addEventListener("click", async () => {
       const text = byId("editor-balance").value;
       try {

@@ -165,7 +165,12 @@ def _data(sources: PageSources, simulation: Simulation | None) -> dict[str, Any]
     return data | {
         "timeline": timeline_data(simulation),
         "memory": [
-            [round(own.resident_bytes), [round(each) for each in own.bytes_in_flight], own.limit_bytes]
+            [
+                round(own.resident_bytes),
+                [round(each) for each in own.bytes_in_flight],
+                own.limit_bytes,
+                [[round(begins), round(ends)] for begins, ends in own.first_part],
+            ]
             for own in simulation.memory or ()
         ],
         "weights": [float(f"{value:.6g}") for value in seconds[: tables.MOST_LAYERS]],

@@ -310,19 +310,20 @@
     };
   }
 
-  /** Bytes of a device as it holds most: all terms of the ledger; and by a stage's action what comes and goes. */
+  /** Bytes of a device as it holds most, all terms of the ledger; and as each of its actions runs and is done. */
   function stageMemory(problem, schedule, list, stage, first, last) {
     const own = problem.stages[stage], factors = own.memory, bytes = stageBytes(problem, stage, first, last);
     const mode = problem.schedules[schedule].recompute[stage], microBatches = problem.micro_batches;
-    const usage = [];
+    const during = [], after = [];
     let saving = 0, waiting = 0, peak = -1;
     for (const [kind, m] of list) {
       const again = recomputes(mode, m, microBatches);
       if (kind === FORWARD) { if (again) waiting++; else saving++; }
       const now = (saving + (kind === BACKWARD && again ? 1 : 0)) * bytes.whole + waiting * bytes.input;
-      usage.push(now);
+      during.push(now);
       peak = Math.max(peak, now);
       if (kind === BACKWARD) { if (again) waiting--; else saving--; }
+      after.push(saving * bytes.whole + waiting * bytes.input);
     }
     const gradients = bytes.trainable * factors.gradient;
     const step = factors.step_trainable * bytes.trainable + factors.step_largest * bytes.largest;
@@ -332,7 +333,9 @@
       Math.max(step - peak - bytes.workspace, 0),
     ];
     const held = terms.reduce((total, term) => total + term, 0);
-    return { bytes: held * (1 + problem.reserve) + factors.context, inFlight: usage, peak };
+    const most = held * (1 + problem.reserve) + factors.context;
+    const level = (usage) => most - (peak - usage) * (1 + problem.reserve);
+    return { bytes: most, resident: level(0), during: during.map(level), after: after.map(level) };
   }
 
   /** A step: its seconds, bubble, actions, transfers, and the bytes of every stage. */
@@ -347,10 +350,10 @@
     });
     const ends = stageEnds(problem, balance, costs, last);
     const step = Math.max(...ends, portSeconds(problem, balance, costs));
-    const memory = stageRanges(balance).map(([first, end_], stage) =>
-      stageMemory(problem, schedule, lists[stage], stage, first, end_).bytes);
+    const levels = stageRanges(balance).map(([first, end_], stage) =>
+      stageMemory(problem, schedule, lists[stage], stage, first, end_));
     return {
-      step, ends, busy, memory, order, start, end, begin, arrival,
+      step, ends, busy, memory: levels.map((own) => own.bytes), levels, order, start, end, begin, arrival,
       bubble: step ? 1 - busy.reduce((a, b) => a + b, 0) / (stages * step) : 0,
     };
   }

@@ -43,7 +43,7 @@
       const last = devices[stage].end[devices[stage].end.length - 1];
       if (end > last) sums.push({ stages: [stage], start: last, end });
     });
-    return { step: result.step, devices, sums, title };
+    return { step: result.step, devices, sums, title, levels: result.levels };
   }
 
   /** The first of ascending numbers that is above a value. */

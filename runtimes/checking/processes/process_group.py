@@ -17,6 +17,8 @@ from .rank_journal import RankJournal
 
 LAST_SECONDS = 30
 """By which the processes are more patient than their parent, who knows which of them hangs."""
+LONGER_SECONDS = 5
+"""By which, without a parent, those that wait are more patient than one that hangs (see hang_watch.py)."""
 REPEATS, WARM_UPS = 10, 3
 """Of each transfer."""
 ELEMENT = 4
@@ -39,7 +41,8 @@ def choose_backend(device: torch.device) -> str:
 def choose_timeout(job: Job, journal: RankJournal) -> timedelta:
     """The time that a process waits for another."""
     alone = journal.folder is None
-    return timedelta(seconds=job.timeout_seconds if alone else 2 * job.timeout_seconds + LAST_SECONDS)
+    times, more = (1, LONGER_SECONDS) if alone else (2, LAST_SECONDS)
+    return timedelta(seconds=times * job.timeout_seconds + more)
 
 
 def new_control_group(backend: str, wait: timedelta) -> Any:

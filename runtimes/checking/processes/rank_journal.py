@@ -26,6 +26,7 @@ class RankJournal:
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self.folder, self.rank = folder, rank
+        self.doing, self.since = "", time.monotonic()
         self._predictions = 0
         self._steps = 0
 
@@ -44,10 +45,12 @@ class RankJournal:
 
     def begin(self, doing: str) -> None:
         """Says what is being done."""
+        self.doing, self.since = doing, time.monotonic()
         self.write(f"{self.rank}.doing", {"doing": doing, "steps_done": self._steps})
 
     def add_steps(self, count: int = 1) -> None:
         """So many steps are done, by all processes."""
+        self.since = time.monotonic()
         self._steps += count
 
     def write_prediction(self, name: str, prediction: CasePrediction) -> None:

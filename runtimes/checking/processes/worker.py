@@ -25,9 +25,17 @@ from ..calibration import fit_corrections
 from ..job import Case, CaseResult, CheckMeasurements, Corrections, Job, RuntimeCase
 from .case_run import CaseRun, CheckGroup
 from .deepspeed_adapter import DeepspeedAdapter, join_deepspeed, prepare_deepspeed
+from .hang_watch import HangWatch
 from .pipe_adapter import PipeAdapter
 from .pipeline_adapter import PipelineAdapter
-from .process_group import choose_backend, choose_timeout, measure_links, new_control_group, take_device
+from .process_group import (
+    LONGER_SECONDS,
+    choose_backend,
+    choose_timeout,
+    measure_links,
+    new_control_group,
+    take_device,
+)
 from .rank_journal import RankJournal, describe_failure
 from .torch_adapter import TorchAdapter
 from .training_target import TrainingTarget
@@ -141,8 +149,10 @@ def run_in_torchrun(job: Job, process: TorchrunEnv) -> CheckMeasurements | None:
 
     Raises RankFailedError in the process that fails, LostRankError in those that lose it.
     """
+    journal = RankJournal(None, process.rank)
     try:
-        return run_job(job, process, RankJournal(None, process.rank))
+        with HangWatch(journal, job.timeout_seconds):
+            return run_job(job, process, journal)
     except Exception as error:
         failure = describe_failure(error)
         kind = LostRankError if failure["lost"] else RankFailedError
@@ -163,4 +173,5 @@ class LostRankError(MachineError):
 def _hint(what: str, job: Job) -> str:
     if "EADDRINUSE" in what or "in use" in what:
         return "Another program has this port: name another with torchrun --master-port."
-    return f"See what the other processes printed; each waits {job.timeout_seconds:g} s (`timeout`)."
+    waited = job.timeout_seconds + LONGER_SECONDS
+    return f"See what the other processes printed; each waits {waited:g} s (`timeout`)."

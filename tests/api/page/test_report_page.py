@@ -235,13 +235,20 @@ def test_cuts_move_by_the_keyboard_and_all_follows(
             document.getElementById("timeline-canvas").getAttribute("aria-label")];
         press("Home");
         const first = document.getElementById("editor-balance").value;
+        const type = (list) => {
+            const field = document.getElementById("editor-balance");
+            field.value = list;
+            field.dispatchEvent(new Event("change"));
+            return [field.value, text("editor-answer"), text("memory-text")];
+        };
+        const typed = ["5, 2 3", "3,7", "3,3,5", "0,6,4", "x,3,3"].map(type);
         document.getElementById("editor-reset").click();
         const canvas = document.getElementById("timeline-canvas");
         canvas.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
         const heading = [...document.querySelectorAll("table[data-sortable] th button")][4];
         heading.click();
         const rows = [...document.querySelectorAll("table[data-sortable] tbody tr")];
-        return {before, moved, first, after: text("editor-answer"), action: text("timeline-text"),
+        return {before, moved, first, typed, after: text("editor-answer"), action: text("timeline-text"),
             sorted: rows.map((row) => Number(row.cells[0].textContent)),
             wide: document.documentElement.scrollWidth <= innerWidth};
         """,
@@ -254,6 +261,17 @@ def test_cuts_move_by_the_keyboard_and_all_follows(
     assert cut == "after layer 3 layers.3"
     assert format_seconds(other.step_seconds) in label
     assert result["first"] == "1,5,4"
+    taken, *refused = result["typed"]
+    typed = planned(profile, (5, 2, 3), 8)
+    step = format_seconds(pplan.simulate(typed, profile).step_seconds)
+    assert taken[0] == "5,2,3"
+    assert taken[1].startswith(f"Step {step} (")
+    assert f"at most {format_bytes(typed.stages[0].memory_bytes)} over" in taken[2]
+    for (_, answer, _), words in zip(
+        refused, ("3 numbers", "10 layers, not 11", "numbers of", "numbers of"), strict=True
+    ):
+        assert answer.startswith("The balance needs ")
+        assert words in answer
     assert result["after"] == result["before"]
     first = next(span for span in pplan.simulate(plan, profile).spans if span.stage == 0)
     assert result["action"].startswith(

@@ -98,6 +98,8 @@ WRONG = {
     "name: mine\ndevice i: F9 F*m B*m": "line 2: F9: there are 8 micro-batches",
     "name: mine\ndevice i: B*m F*m": "line 2: device 0 waits for ever at B0",
     "name: mine\ndevice 0: F*m B*m": "device 1 of 3 has no line",
+    "name: mine\ndevice i: F*m B*m\ndevice 7: F*m B*m": "line 3: device 7, of devices 0 to 2",
+    "name: mine\ndevice i: F*m B*m\ndevice p-4: F": "line 3: device -1, of devices 0 to 2",
     "name: mine\ndevice i: ((F*9999)*9999)*9999 B*m": "actions and repetitions",
     "name: mine\ndevice i: " + "(" * 50 + "F" + ")" * 50: "brackets",
     "name: mine\ndevice i: F*" + "-" * 5000 + "1": "brackets",

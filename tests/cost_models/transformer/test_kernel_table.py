@@ -82,6 +82,8 @@ def test_a_share_between_those_of_the_rows(m: int, k: int, n: int) -> None:
         (ROWS.replace("0.2", "nan"), "line 4: efficiency"),
         (ROWS.replace("0.2", "0"), "line 4: efficiency"),
         (ROWS.replace("0.2", "1e400"), "line 4: efficiency"),
+        (ROWS.replace("0.2", "1e-300"), "line 4: efficiency"),
+        (ROWS.replace(",25,", ",1e-10,"), "line 3: achieved_tflops"),
         (ROWS.replace("M=64", "M=1e300"), "line 5: M"),
         (ROWS.replace("sdp_bwd", "sdp"), "line 6: operation"),
         (ROWS.replace('layout=NT",100', 'layout=NT",200'), "several peaks"),

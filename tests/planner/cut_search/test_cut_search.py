@@ -19,7 +19,7 @@ from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.cut_search.cut_bound import CutBound
-from pplan.planner.cut_search.part_tables import PipelineShape, make_part_tables
+from pplan.planner.cut_search.part_tables import PipelineShape, make_part_tables, most_pairs
 from pplan.planner.cut_search.schedule_search import search_schedules
 from pplan.planner.joint_search import find_best_plan
 from pplan.planner.pipeline_config import PipelineConfig
@@ -235,3 +235,13 @@ def test_no_cut_is_below_the_bound_of_its_shape(
         bounds.append(game.bound)
     assert bounds == sorted(bounds)
     assert 0.7 * steps[usable].min() < game.bound <= steps[usable].min() * (1 + TOLERANCE)
+
+
+def test_the_pairs_that_are_left_out_never_hold_the_most() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        pairs = {(float(a), float(b)) for a, b in random.integers(0, 6, (random.integers(1, 12), 2))}
+        a, b = random.uniform(0, 2), random.uniform(-2, 2)
+        few = most_pairs(pairs)
+        assert few <= pairs
+        assert max(a * x + b * y for x, y in few) == max(a * x + b * y for x, y in pairs)

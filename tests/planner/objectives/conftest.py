@@ -35,7 +35,7 @@ def make_problem(make_chain: MakeChain) -> Callable[..., Problem]:
         scaled = {
             name: np.asarray(values) * SCALE
             for name, values in vars(chain).items()
-            if name.endswith("_bytes")
+            if name.endswith("_bytes") and values is not None
         }
         chain = replace(chain, **scaled, input_bytes_per_sample=5.0 * SCALE)  # type: ignore[arg-type]
         device = Device("toy", None if memory is None else round(memory * SCALE))

@@ -35,7 +35,11 @@ def make_problem(make_chain: Callable[..., Chain]) -> Callable[..., Problem]:
         **options: Any,
     ) -> Problem:
         chain = make_chain(seed, layers, cuts=0.9)
-        scaled = {name: SCALE * values for name, values in vars(chain).items() if name.endswith("_bytes")}
+        scaled = {
+            name: SCALE * values
+            for name, values in vars(chain).items()
+            if name.endswith("_bytes") and values is not None
+        }
         own = spread * np.random.default_rng(seed + 1000).random((layers, 1))
         chain = replace(
             chain,

@@ -35,7 +35,9 @@ WAYS: tuple[tuple[str, Mode], ...] = (
 
 
 def random_chain(rng: np.random.Generator, layers: int) -> Chain:
-    """Layers of which some cost a start at every size, and some nothing."""
+    """Layers of which some cost a start at every size, and some nothing; their hosts are late, or not."""
+    own = rng.spawn(1)[0]
+    launches = own.choice([0, 2e-3, 2e-2]) * own.random((2, layers, 1)) * np.ones(len(SIZES))
     sizes = np.array(SIZES, dtype=np.float64)
 
     def line(each: float, start: float = 0.0) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
@@ -57,8 +59,8 @@ def random_chain(rng: np.random.Generator, layers: int) -> Chain:
         saved_bytes=line(3e7),
         saved_input_bytes=line(1e6),
         workspace_bytes=line(1e7),
-        forward_host_seconds=np.zeros((layers, len(SIZES))),
-        backward_host_seconds=np.zeros((layers, len(SIZES))),
+        forward_host_seconds=launches[0],
+        backward_host_seconds=launches[1],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -11,9 +12,10 @@ from math import inf
 import numpy as np
 import pytest
 
+from pplan.cost_models.device_memory import bytes_by_action
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.memory import Recompute
+from pplan.cost_models.memory import Recompute, StageBytes
 from pplan.cost_models.schedules import SCHEDULES, Action, Program, StageSlot
 from pplan.cost_models.simulator.costs import Costs
 from pplan.cost_models.timeline import simulate, step_seconds
@@ -207,6 +209,79 @@ def test_against_every_order(base: str, devices: int, micro_batches: int, room: 
             assert solved.bound == pytest.approx(least, rel=1e-4)
             assert solved.lists is not None
             assert step_of(problem, solved.lists) == pytest.approx(least, rel=1e-4)
+
+
+def uneven(problem: OrderProblem, seed: int, room: float) -> OrderProblem:
+    """With what the two parts of a backward hold besides, and workspaces."""
+    random = np.random.default_rng(seed)
+    parts = range(problem.parts)
+    return replace(
+        problem,
+        first_part=tuple((random.uniform(0, 1), -random.uniform(0, 1.2)) for _ in parts),
+        workspace=tuple(tuple(random.uniform(0, 0.4, 2)) for _ in parts),
+        room=(room,) * problem.devices,
+    )
+
+
+@pytest.mark.parametrize(("base", "room"), [("zb-h1", 2.0), ("zb-h1", 3.0), ("1f1b", 2.6), ("zb-v", 4.5)])
+def test_what_fits_is_what_the_ledger_holds(base: str, room: float) -> None:
+    """Random sequences of a device against the ledger's count of the same bytes."""
+    fitting = 0
+    for seed in range(60):
+        problem, program, _ = random_problem(base, 2, 4, seed)
+        problem = uneven(problem, seed, room)
+        random, device = np.random.default_rng(seed), seed % 2
+        chunks = [
+            StageBytes(
+                *(0.0,) * 3, saved=1.0, saved_input=0.0, input=0.0, received=0.0, sent=0.0,
+                workspace=problem.workspace[part][0], layer_workspace=problem.workspace[part][1],
+                pending=problem.parts_held[part][0], released=-problem.parts_held[part][1],
+            )
+            for part in problem.own_parts[device]
+        ]  # fmt: skip
+        if not problem.split:
+            chunks = [replace(own, workspace=max(problem.workspace[0])) for own in chunks]
+            problem = replace(problem, workspace=((max(problem.workspace[0]),) * 2,) * problem.parts)
+        lists = [next(random_lists(problem, own, random)) for own in range(2)]
+        own = problem.program(tuple(lists), program)
+        most = bytes_by_action(own, device, chunks).bytes.max()
+        assert problem.fits_device(device, lists[device]) == bool(most <= room)
+        fitting += int(most <= room)
+    assert 0 < fitting < 60
+
+
+def random_lists(
+    problem: OrderProblem, device: int, random: np.random.Generator
+) -> Iterator[tuple[Step, ...]]:
+    """Sequences of a device in which no B stands before its F and no W before its B."""
+    kinds = (F, B, W) if problem.split else (F, B)
+    while True:
+        done, own = Counter[Step](), list[Step]()
+        steps = [(kind, part) for kind in kinds for part in problem.own_parts[device]]
+        while len(own) < len(steps) * problem.micro_batches:
+            kind, part = steps[random.integers(len(steps))]
+            if done[kind, part] < (problem.micro_batches if kind == F else done[kind - 1, part]):
+                done[kind, part] += 1
+                own.append((kind, part))
+        yield tuple(own)
+
+
+@pytest.mark.parametrize(("micro_batches", "room"), [(2, 2.0), (3, 3.0)])
+def test_against_every_order_that_holds_more_between_the_parts(micro_batches: int, room: float) -> None:
+    """No order that fits is below the bound; orders by rule fit; the solver proves no more."""
+    for seed in range(3 if micro_batches == 2 else 1):
+        problem = uneven(random_problem("zb-h1", 2, micro_batches, seed)[0], seed, room)
+        least = best_of_all(problem)
+        assert least >= problem.bound() * (1 - TOLERANCE)
+        starts = list(fill_orders(problem))
+        assert all(problem.fits(lists) for lists in starts)
+        assert bool(starts) <= (least < inf)
+        if starts and has_solver():
+            start = min(starts, key=lambda lists: step_of(problem, lists))
+            solved = solve_order(problem, start, problem.bound(), 1.0)
+            assert solved.bound <= least * (1 + TOLERANCE)
+            fits = solved.lists is not None and problem.fits(solved.lists)
+            assert not fits or step_of(problem, solved.lists or ()) >= least * (1 - 1e-4)
 
 
 def test_memory_alone_may_prove_an_order() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -377,3 +378,38 @@ def test_the_device_is_held_back_before_each_part(clock: Any, parted: Any) -> No
     leads.inputs.holds, leads.weights.holds = np.array([1.0, 2.0]), np.array([3.0, 4.0])
     run_parts(layers, torch.ones(2, 4), OutputGradients(0), clock, leads=leads)
     assert clock.held_back == [1, 2, 3, 4]
+
+
+def residual_block(width: int) -> nn.Module:
+    return nn.TransformerEncoderLayer(width, 2, 3 * width, 0.0, batch_first=True, norm_first=True)
+
+
+@pytest.mark.parametrize(
+    ("modules", "given"),
+    [
+        ([nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 5), nn.Linear(5, 5)], image(3, 6)),
+        ([nn.Linear(8, 8), residual_block(8), residual_block(8), nn.LayerNorm(8)], image(2, 4, 8)),
+        ([nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU()], image(2, 3, 8, 8)),
+    ],
+)
+def test_pending_gradients_are_those_that_pytorchs_pipelining_keeps(
+    modules: list[nn.Module], given: Tensor
+) -> None:
+    """Of each stage behind the first layer to the end, cut at every place."""
+    model = nn.Sequential(*modules).double()
+    times = run_parts(in_order(*model), given.clone(), OutputGradients(0), CpuClock())
+    assert times.pending_bytes is not None
+    for first in range(1, len(model)):
+        stage = model[first:]
+        received = model[:first](given).detach().requires_grad_()
+        output = stage(received)
+        gradient = torch.randn_like(output)
+        _, groups = stage_backward_input([output], [gradient], [received], stage.parameters())
+        kept = {
+            one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+            for group in groups
+            for of_node in group["grads"]
+            for one in of_node
+            if one is not None
+        }
+        assert times.pending_bytes[first:].sum() == sum(kept.values())

@@ -1,0 +1,75 @@
+"""Under the user's own torchrun, where no parent watches the processes of a check: each watches itself.
+
+A process that waits for the others ends by itself, with the timeout of torch.distributed, and cannot tell
+which of them it is that hangs. The one that hangs in the model, or in its data, can: it says what it was
+doing and where it stands, and ends, upon which torchrun ends the others.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import tempfile
+import threading
+import time
+from types import TracebackType
+
+from ....cost_models.text_files import escape_text
+from ..launching import STARTING_SECONDS, busy_frames, waits
+from .rank_journal import RankJournal
+
+STATUS = 2
+"""Of what the user or the machine must change."""
+POLL_SECONDS = 0.5
+
+
+class HangWatch:
+    """While it is entered, a thread that ends the process as soon as it has begun nothing anew for `seconds`
+    and does not wait for another process.
+
+    A process that waits for its GPU is left alone: what that waits for may be another process.
+    """
+
+    def __init__(self, journal: RankJournal, seconds: float) -> None:
+        self._journal, self._seconds = journal, seconds
+        self._over = threading.Event()
+
+    def __enter__(self) -> None:
+        threading.Thread(target=self.watch, daemon=True).start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+
+    def watch(self) -> None:
+        """Runs in a thread of its own, beside the one that computes."""
+        while not self._over.wait(min(POLL_SECONDS, self._seconds / 4)):
+            least = 0.0 if self._journal.doing else STARTING_SECONDS
+            if time.monotonic() - self._journal.since <= max(self._seconds, least):
+                continue
+            frames = _frames()
+            if frames and not _waits_for_others(frames):
+                self._end(frames[0])
+
+    def _end(self, where: str) -> None:
+        """Ends the process, whatever its main thread is in, with two lines as of any other error."""
+        rank, doing = self._journal.rank, self._journal.doing
+        started = f"while {doing}" if doing else "before it began"
+        what = f"check: rank {rank} hangs {started}: nothing went on for {self._seconds:g} s"
+        for line in (f"pplan: {what}", f"  It stands at {where}."):
+            print(escape_text(line.replace("\n", " ")), file=sys.stderr, flush=True)
+        os._exit(STATUS)
+
+
+def _frames() -> list[str]:
+    """Of the thread that computes (torchgpipe's main thread waits for one of its own), innermost first."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return busy_frames(file.read())
+
+
+def _waits_for_others(frames: list[str]) -> bool:
+    return waits(frames) or "/torch/cuda/" in frames[0]

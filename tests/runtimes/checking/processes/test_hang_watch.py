@@ -1,0 +1,74 @@
+"""A process of the user's own torchrun that hangs says so itself; one that waits for another does not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from pplan.runtimes.checking.processes import hang_watch
+from pplan.runtimes.checking.processes.hang_watch import HangWatch
+from pplan.runtimes.checking.processes.rank_journal import RankJournal
+
+HANGS = """
+    import sys, time
+    from pplan.runtimes.checking.processes.hang_watch import HangWatch
+    from pplan.runtimes.checking.processes.rank_journal import RankJournal
+
+    def stuck_in_the_model():
+        time.sleep(100)
+
+    journal = RankJournal(None, 1)
+    with HangWatch(journal, 0.4):
+        for step in range(4):
+            journal.begin(f"step {step} (plan)")
+            time.sleep(0.2)
+        stuck_in_the_model()
+"""
+
+
+def test_it_says_where_it_stands_and_ends(tmp_path: Path, forked_python: Callable[..., Any]) -> None:
+    """The steps before it, each shorter than the time but not all together, are no hang."""
+    (tmp_path / "hangs.py").write_text(dedent(HANGS))
+    ended = forked_python(tmp_path / "output", tmp_path, "hangs.py").wait(60)
+    assert ended.returncode == 2
+    what, hint = ended.stderr.splitlines()
+    assert what == "pplan: check: rank 1 hangs while step 3 (plan): nothing went on for 0.4 s"
+    assert hint.startswith("  It stands at ")
+    assert hint.endswith("hangs.py:7, in stuck_in_the_model.")
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "/torch/distributed/distributed_c10d.py:2000, in recv",
+        "/torch/cuda/__init__.py:900, in synchronize",
+        "/models/mine.py:3, in wait",
+    ],
+)
+def test_one_that_waits_for_another_stays(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    asked = threading.Event()
+
+    def frames(*_: object) -> list[str]:
+        asked.set()
+        return [where]
+
+    monkeypatch.setattr(hang_watch, "_frames", frames)
+    monkeypatch.setattr(HangWatch, "_end", lambda *_: pytest.fail("it was ended"))
+    journal = RankJournal(None, 0)
+    journal.begin("step 1 (plan)")
+    with HangWatch(journal, 0.05):
+        assert asked.wait(30)
+        time.sleep(0.05)
+
+
+def test_a_slow_start_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that import torch, all at once."""
+    monkeypatch.setattr(hang_watch, "_frames", lambda *_: pytest.fail("it was looked at"))
+    with HangWatch(RankJournal(None, 0), 0.02):
+        time.sleep(0.2)
