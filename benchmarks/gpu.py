@@ -87,9 +87,7 @@ def main() -> None:
         loaded = built(name.split()[0])
         profile = measured(loaded, sizes, how)
         if options.profiles is not None:
-            profile.save(
-                options.profiles / f"{name.replace(' ', '-').replace(':', '-')}.profile.json", force=True
-            )
+            profile.save(options.profiles / profile_file(name), force=True)
         print(f"\n{name}: {len(profile.layers)} layers, {profile.dtype}, amp {profile.amp}")
         if "layers" in options.parts:
             print_layers(profile)
@@ -97,6 +95,11 @@ def main() -> None:
             print_estimate(profile, loaded, sizes, how)
         if "stages" in options.parts:
             print_stages(profile, loaded, how)
+
+
+def profile_file(name: str) -> str:
+    """What a case's profile is kept as."""
+    return f"{name.replace(' ', '-').replace(':', '-')}.profile.json"
 
 
 def measured(loaded: LoadedModel, sizes: Sequence[int], how: dict[str, str]) -> Profile:

@@ -1,13 +1,14 @@
 """The shares of a GPU's limits that layers reach: python benchmarks/gpu_curves.py FOLDER [--gpu h100]
 
 Reads the profiles that `python benchmarks/gpu.py --profiles FOLDER` keeps, fits the two curves of an estimate
-(profiler/efficiency.py) to the layers of four of the models, at all sizes, and prints the seconds of the other
-models, estimated over measured, with the default curves and with the fitted ones.
+(profiler/efficiency.py) to the layers of four of the models, at all sizes, and prints the seconds of the
+other models, estimated over measured, with the default curves and with the fitted ones.
 """
 
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,11 +42,8 @@ def works_of(name: str, measured: Profile, target: AnalyticTarget) -> Works:
 
     _, how = CASES[name]
     options = ProfileOptions(micro_batch_sizes=list(measured.micro_batch_sizes), **how)  # type: ignore[arg-type]
-    with patch.object(measure, "estimate", count):
-        try:
-            measure.profile_model(built(name.split()[0]), options, estimate_for=target)
-        except _Counted:
-            pass
+    with patch.object(measure, "estimate", count), suppress(_Counted):
+        measure.profile_model(built(name.split()[0]), options, estimate_for=target)
     return found[0]
 
 
