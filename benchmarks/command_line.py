@@ -45,6 +45,8 @@ def main() -> None:
             ["solve", "--gpus", "16"],
             ["solve", "--gpus", "8", "--mini-batch", "1024", "--memory", "4GiB"],
             ["show"],
+            ["simulate"],
+            ["report", "-o", "vgg19.html", "--force"],
             ["export", "torchgpipe"],
         ):
             runs = [processor_seconds(arguments, folder) for _ in range(REPEATS + 1)][1:]

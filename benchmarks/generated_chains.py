@@ -36,8 +36,8 @@ def generated_profile(layers: int, seed: int = 0, *, most: int | None = None) ->
                 saved_bytes=round(saved[layer, at]),
                 saved_input_bytes=round(saved_input[layer, at]),
                 workspace_bytes=round(workspace[layer, at]),
-                forward_host_seconds=1e-4,
-                backward_host_seconds=2e-4,
+                forward_host_seconds=part * 1e-4,
+                backward_host_seconds=part * 2e-4,
             )
             for at, size in enumerate(SIZES)
         ]

@@ -49,6 +49,8 @@ _VALUE = r"""\([^()]*\)|\{[^{}]*\}|'[^']*'|"[^"]*"|[^\s,;:()\[\]{}"'`]+(?<![.])"
 _SETTING = re.compile(rf"(?:, )?(?<![\w.\-`/{{])settings(?:=(\{{[^{{}}]*\}})|\['(\w+)'\](?:=({_VALUE}))?)")
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _QUOTES = "'\""
+_MARKS = ("=", "`", "pplan.", "settings[")
+"""A text without any of these names no field. Most have none, and the pattern takes long to compile."""
 _CALL = re.compile(r"\bpplan\.([a-z_]+)\(([^()]*)\)")
 
 
@@ -62,6 +64,8 @@ def _field_pattern(names: frozenset[str]) -> re.Pattern[str]:
 def as_options(text: str) -> str:
     """The text with each `field=value` and each field in backquotes as an option of the command line, and
     each `pplan.solve(field=value)` as its command."""
+    if not any(mark in text for mark in _MARKS):
+        return text
     pattern = _field_pattern(frozenset(FIELDS) or frozenset(["no field"]))
     return pattern.sub(_option, _SETTING.sub(_settings, _CALL.sub(_command, text)))
 

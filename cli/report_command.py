@@ -39,7 +39,6 @@ def report_command(
     force: Force = False,
 ) -> None:
     """Write a plan as one HTML page to look at and send on: cuts to move, timeline, memory, comparisons."""
-    from ..api.explain import explain
     from ..api.html_report import find_beside, report
     from ..api.load import read_plan
     from ..cost_models.text_files import REPORT
@@ -57,13 +56,18 @@ def report_command(
     stem = path.name.removesuffix(".json").removesuffix(".plan")
     target = choose_target(output, f"{stem}.html", force=force, kind=REPORT)
     target.check(path, profile, frontier_file, check_file)
+    explanation = None
     with waiting("Making the page"):
+        if explain_too and profile is not None:
+            from ..api.explain import explain
+
+            explanation = explain(path, profile)
         page = report(
             path,
             profile,
             frontier=frontier_file or beside.frontier,
             check=check_file or beside.check,
-            explanation=explain(path, profile) if explain_too and profile else None,
+            explanation=explanation,
         )
     target.write_text(page.html)
     remark(f"Wrote {target.path}")

@@ -1,4 +1,5 @@
-"""The drawings of how-it-works.md and tutorial-schedules.md, from the example of getting-started.md.
+"""The drawings of how-it-works.md and tutorial-schedules.md, from the example of getting-started.md; and that
+of benchmarks.md, from the rows of benchmarks/scale.py.
 
 `python docs/draw_images.py` writes them to docs/images; a test compares.
 """
@@ -6,6 +7,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +35,7 @@ def drawings() -> dict[str, str]:
         "bound": _steps("The bound, the plan and what others would do", _rivals(plan)),
         "search": _steps("The fastest plan of so many stages", _by_stages(plan, profile)),
         "schedules": compared.plot(),
+        "scale": runpy.run_path(str(DOCS / "draw_scale.py"))["draw_scale"](DOCS / "scale.csv"),
     }
     return {f"{name}.svg": drawing.svg for name, drawing in drawn.items()}
 

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
 
-from ..cost_models.errors import DefectError, UsageError
+from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
-from ..cost_models.machines.catalogue import is_gpu
-from ..cost_models.machines.topology_text import to_toml
 from ..cost_models.quantities import format_count
 from ..cost_models.topology import Topology
 from .alternatives import find_alternatives, score_baselines
-from .candidate import ScoredPlan
-from .coverage import describe_coverage, describe_search
 from .infeasible import no_plan_fits
 from .joint_search import JointSearchResult, find_best_plan
-from .mini_batch import choose_mini_batch
+from .plan_document import list_problem_warnings, plan_without_comparison
 from .plan_file import Plan
 from .plan_options import PlanOptions
-from .plan_records import TIE, Prediction, ProfileReference
+from .plan_records import ProfileReference
 from .plan_simulation import align_profiles
-from .plan_stages import bubble, list_prediction_limits, plan_recompute, plan_stages, shared_weights
+from .plan_stages import list_prediction_limits
 from .problem import Problem
-from .robust.resampling import estimate_interval
-from .scoring import assemble, write_order
-from .search.branch_and_bound import SearchResult
+from .scoring import assemble
 from .search.space import divide_batch
 
 
@@ -98,97 +91,6 @@ def build_plan(
             "notes": list(dict.fromkeys([*notes, *_notes(problem), *others])),
         }
     )
-
-
-def plan_without_comparison(
-    problem: Problem, best: ScoredPlan, result: SearchResult, *, model: str, profile: ProfileReference
-) -> Plan:
-    """A candidate as a plan, without what it is compared with."""
-    topology, config = problem.topology, best.config
-    stages = plan_stages(problem.space, best)
-    return Plan(
-        model=model,
-        balance=_balance(best),
-        mini_batch=problem.mini_batch,
-        micro_batches=config.micro_batches,
-        micro_batch_size=config.micro_batch_size,
-        schedule=config.schedule,
-        order=write_order(best.proposal),
-        virtual_stages=config.virtual_stages,
-        optimizer=problem.options.optimizer,
-        precision=problem.precision.name,
-        gradient_dtype=problem.precision.gradient_dtype,
-        zero=problem.options.zero,
-        recompute=plan_recompute(best),
-        runtime=problem.options.runtime,
-        gpus=topology.gpus,
-        gpus_per_node=topology.gpus_per_node,
-        device_kind=_device_kind(topology, profile),
-        topology=topology.describe(),
-        machine=to_toml(topology),
-        stages=stages,
-        tied=shared_weights(problem.space, best),
-        prediction=_prediction(problem, best, result),
-        options=problem.options,
-        searched=describe_search(problem),
-        default_mini_batch=choose_mini_batch(problem, try_others=False),
-        layer_names=list(problem.chain.names),
-        profile=profile,
-    )
-
-
-def _device_kind(topology: Topology, profile: ProfileReference) -> Literal["GPU", "CPU"]:
-    measured_on_cpu = profile.device.split(":")[0] == "cpu"
-    return "CPU" if measured_on_cpu and not any(is_gpu(kind.name) for kind in topology.kinds) else "GPU"
-
-
-def _balance(best: ScoredPlan) -> list[int]:
-    return [end - first for first, end in best.proposal.bounds]
-
-
-def _prediction(problem: Problem, best: ScoredPlan, result: SearchResult) -> Prediction:
-    step, bound = best.step_seconds, _bound(best, result.bound_seconds)
-    sizes = {divide_batch(best.config.micro_batch_size, count) for count in best.proposal.replicas}
-    off = [problem.chain.uncertainty_at(size) for size in sizes]
-    shares = [share for share in off if share is not None]
-    interval = estimate_interval(problem.space, best)
-    return Prediction(
-        step_seconds=step,
-        samples_per_second=problem.mini_batch / step,
-        bubble=bubble(problem.space, best),
-        lower_bound_seconds=bound,
-        gap=step / bound - 1,
-        exact=result.exact,
-        bound_covers=describe_coverage(problem, result),
-        root_bound_seconds=_bound(best, result.root_bound_seconds),
-        uncertainty=max(shares) if shares else None,
-        low_seconds=None if interval is None else interval.low_seconds,
-        high_seconds=None if interval is None else interval.high_seconds,
-    )
-
-
-def _bound(best: ScoredPlan, bound: float) -> float:
-    """The bound, less what is rounding. Raises DefectError for one above the step."""
-    if bound > best.step_seconds * (1 + TIE):
-        raise DefectError(f"a bound of {bound!r} s for a plan ({best.config}) of {best.step_seconds!r} s")
-    return min(bound, best.step_seconds)
-
-
-def list_problem_warnings(problem: Problem) -> list[str]:
-    """Warnings about unknown figures of the machine, and about a search that the time limit ended."""
-    warnings = []
-    if problem.options.memory_limit is None:
-        warnings += [
-            f"the memory of {kind.name} is not known: no plan is refused for what it holds; `memory` gives it"
-            for kind in problem.topology.kinds
-            if kind.memory_bytes is None
-        ]
-    if problem.budget.was_interrupted:
-        warnings.append(
-            f"the time limit of {problem.options.time_limit:g} s ended the search: on another run or machine "
-            "the answer may be another; `time_limit` gives more"
-        )
-    return warnings
 
 
 def _notes(problem: Problem) -> list[str]:

@@ -10,9 +10,9 @@ from ..cost_models.quantities import format_bytes, format_count
 from ..cost_models.schedules import find_schedule
 from ..cost_models.timeline import step_seconds
 from .assembly import Assembly
-from .build_plan import list_problem_warnings, plan_without_comparison
 from .candidate import Proposal, ScoredPlan
 from .pipeline_config import PipelineConfig
+from .plan_document import list_problem_warnings, plan_without_comparison
 from .plan_file import FIXED_PARTITION, Plan
 from .plan_records import ProfileReference
 from .plan_stages import list_prediction_limits

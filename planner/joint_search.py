@@ -83,7 +83,10 @@ def find_best_plan(
     others = [name for name in planners if name not in first]
     if others:
         by_planner |= {
-            name: plan_with(find_planner(name), _problem_for_planner(name, problem)) for name in others
+            name: plan_with(
+                find_planner(name), _problem_for_planner(name, problem), required=result.best is None
+            )
+            for name in others
         }
         result = _faster_of(problem, result, _allowed_plans(problem, by_planner))
     if not result.exact and problem.families:
@@ -148,9 +151,10 @@ def _faster_of(problem: Problem, result: SearchResult, plans: Iterable[ScoredPla
     return with_bound(problem, best, result)
 
 
-def plan_with(planner: Planner, problem: Problem) -> ScoredPlan | str:
+def plan_with(planner: Planner, problem: Problem, *, required: bool = True) -> ScoredPlan | str:
     """The planner's best plan under the problem's costs and limits, or why there is none. Where the time is
-    over only the simple ones still make one, so that there is a plan."""
+    over only the simple ones still make one, so that there is a plan, and those of which one is `required`
+    once they have proposals."""
     if problem.budget.over and planner.name not in SIMPLE:
         return OUT_OF_TIME
     budget = problem.budget.part(share=PLANNER_SHARE)
@@ -166,7 +170,10 @@ def plan_with(planner: Planner, problem: Problem) -> ScoredPlan | str:
             return OUT_OF_TIME
     if not proposals:
         return refusal_reason(planner, problem)
-    return fastest(problem.space, proposals, budget=budget) or _misfit_reason(problem.space)
+    plan = fastest(problem.space, proposals, budget=budget, required=required)
+    if plan is None and not required and budget.over:
+        return OUT_OF_TIME
+    return plan or _misfit_reason(problem.space)
 
 
 def _misfit_reason(space: Space) -> str:

@@ -34,24 +34,30 @@ MOST_SCORED, MOST_TRIED = 6, 60
 
 
 def fastest(
-    space: Space, proposals: Iterable[Proposal], limit: float = inf, budget: SearchBudget | None = None
+    space: Space,
+    proposals: Iterable[Proposal],
+    limit: float = inf,
+    budget: SearchBudget | None = None,
+    *,
+    required: bool = True,
 ) -> ScoredPlan | None:
     """The fastest of the proposals that fit and take less than `limit` seconds; None where there is none.
 
     Among equals the one that is proposed first. Where the time of the `budget`, else of the space's, is over:
-    of those that were scored by then, one at least.
+    of those that were scored by then; one at least where that is `required` and there is no limit yet.
     """
     space = space if budget is None else space.within(budget)
     unique = list(dict.fromkeys(proposals))
+    optional = not required or limit < inf
     if space.is_long:
-        return _score_long(space, unique, limit)
+        return _score_long(space, unique, limit, optional=optional)
     key: Callable[[Proposal], tuple[str, int]] = lambda p: (str(p.config), len(p.ends))  # noqa: E731
     trials: list[_Trial] = []
     for _, alike in groupby(sorted(unique, key=key), key=key):
-        if trials and space.budget.over:
+        if (trials or optional) and space.budget.over:
             break
-        trials += _trials(space, list(alike))
-    return _score_trials(space, sorted(trials, key=lambda trial: trial.bound), limit)
+        trials += _trials(space, list(alike), optional=optional)
+    return _score_trials(space, sorted(trials, key=lambda trial: trial.bound), limit, optional=optional)
 
 
 @dataclass(frozen=True)
@@ -64,13 +70,15 @@ class _Trial:
     score: Callable[[float], ScoredPlan | None]
 
 
-def _score_trials(space: Space, trials: Iterable[_Trial], limit: float) -> ScoredPlan | None:
+def _score_trials(
+    space: Space, trials: Iterable[_Trial], limit: float, *, optional: bool
+) -> ScoredPlan | None:
     """The fastest of them, which stand with the lowest bounds first; where the time is over, of those that
-    were scored by then, one at least."""
+    were scored by then, one at least unless that is `optional`."""
     best: ScoredPlan | None = None
     loose = 0
     for trial in trials:
-        if trial.bound >= limit or (best is not None and space.budget.over):
+        if trial.bound >= limit or ((optional or best is not None) and space.budget.over):
             break
         loose += not trial.tight
         if not trial.tight and loose > MOST_TRIED:
@@ -81,15 +89,18 @@ def _score_trials(space: Space, trials: Iterable[_Trial], limit: float) -> Score
     return best
 
 
-def _trials(space: Space, proposals: Sequence[Proposal]) -> Iterator[_Trial]:
+def _trials(space: Space, proposals: Sequence[Proposal], *, optional: bool) -> Iterator[_Trial]:
     """Of proposals of one configuration with as many parts."""
     if proposals[0].config.schedule in SEARCHED:
         yield from _linear_trials(space, proposals)
     else:
-        yield from (trial for proposal in proposals if (trial := _trial(space, proposal)) is not None)
+        own = (_trial(space, proposal, optional=optional) for proposal in proposals)
+        yield from (trial for trial in own if trial is not None)
 
 
-def _score_long(space: Space, proposals: Sequence[Proposal], limit: float) -> ScoredPlan | None:
+def _score_long(
+    space: Space, proposals: Sequence[Proposal], limit: float, *, optional: bool
+) -> ScoredPlan | None:
     """Of pipelines of a long chain, whose tables of all stages are too large: those with the least work on
     their busiest stage, each by itself."""
     allowed = set(np.flatnonzero(space.chain.cut_after) + 1) | {len(space.chain)}
@@ -98,12 +109,15 @@ def _score_long(space: Space, proposals: Sequence[Proposal], limit: float) -> Sc
     best: ScoredPlan | None = None
     fitting = 0
     for index in np.argsort(works, kind="stable")[:MOST_TRIED].tolist():
-        if works[index] >= limit or fitting == MOST_SCORED or (best is not None and space.budget.over):
+        if works[index] >= limit or fitting == MOST_SCORED:
+            break
+        if (optional or best is not None) and space.budget.over:
             break
         narrow = narrow_space(space, own[index].ends)
         linear = own[index].config.schedule in SEARCHED
         fitting += not linear or choose_modes(narrow, own[index]) is not None
-        plan = _score_trials(space, _trials(narrow, [own[index]]), limit)
+        trials = _trials(narrow, [own[index]], optional=optional)
+        plan = _score_trials(space, trials, limit, optional=optional)
         if plan is not None:
             best, limit = plan, plan.step_seconds
     return best
@@ -132,21 +146,23 @@ def _score_linear(
     return ScoredPlan(proposal, modes, step) if step < limit else None
 
 
-def _trial(space: Space, proposal: Proposal) -> _Trial | None:
+def _trial(space: Space, proposal: Proposal, *, optional: bool) -> _Trial | None:
     """Of a pipeline of any schedule; None where its cuts or its shares cannot be."""
     if not possible(space, proposal):
         return None
-    return _Trial(busiest_seconds(space, proposal), False, partial(_score_any, space, proposal))
+    score = partial(_score_any, space, proposal, optional=optional)
+    return _Trial(busiest_seconds(space, proposal), False, score)
 
 
-def _score_any(space: Space, proposal: Proposal, limit: float) -> ScoredPlan | None:
+def _score_any(space: Space, proposal: Proposal, limit: float, *, optional: bool) -> ScoredPlan | None:
+    """Where the plan is `optional`, None if the time is over meanwhile."""
     try:
         whole: list[Recompute] = ["never" for _ in proposal.ends]
         assembly = assemble(space, proposal, whole)
     except UsageError:
         return None  # the schedule does not run with these numbers
-    modes = _device_modes(space, assembly, proposal)
-    if modes is None:
+    modes = _device_modes(space, assembly, proposal, optional=optional)
+    if modes is None or (optional and space.budget.over):
         return None
     step = float(step_seconds(assembly.program, replace(assembly, recompute=modes).costs())[0])
     by_part = tuple(modes[place.device] for place in assembly.program.pipes[0])
@@ -222,10 +238,15 @@ def assemble(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> As
     )
 
 
-def _device_modes(space: Space, assembly: Assembly, proposal: Proposal) -> tuple[Recompute, ...] | None:
-    """By device, the cheapest way to recompute that fits; None where none does."""
+def _device_modes(
+    space: Space, assembly: Assembly, proposal: Proposal, *, optional: bool
+) -> tuple[Recompute, ...] | None:
+    """By device, the cheapest way to recompute that fits; None where none does, or where the plan is
+    `optional` and the time is over."""
     modes = []
     for device in range(assembly.program.devices):
+        if optional and space.budget.over:
+            return None
         limit = space.limit(assembly.ranks[device])
         fitting = (
             mode

@@ -73,7 +73,7 @@ def test_it_starts_with_the_two_commands() -> None:
 @pytest.mark.slow
 def test_drawings_are_those_of_the_code() -> None:
     made = runpy.run_path(str(ROOT / "docs/draw_images.py"))["drawings"]()
-    assert len(made) == 5
+    assert len(made) == 6
     for name, svg in made.items():
         assert (ROOT / "docs/images" / name).read_text() == svg, f"{name}: run python docs/draw_images.py"
 

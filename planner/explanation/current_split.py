@@ -11,10 +11,10 @@ from ...cost_models.errors import UsageError
 from ...cost_models.quantities import format_count
 from ...cost_models.simulator.costs import Array
 from ...cost_models.simulator.result import Timeline
-from ..build_plan import list_problem_warnings
 from ..candidate import ScoredPlan
 from ..fixed_partition import FixedPartition, plan_partition
 from ..pipeline_config import SEARCHED
+from ..plan_document import list_problem_warnings
 from ..plan_records import PlannedStage, ProfileReference
 from ..plan_stages import PlanSummary, bubble, plan_stages, summarize
 from ..problem import Problem

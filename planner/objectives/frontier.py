@@ -16,10 +16,10 @@ from pydantic import Field
 
 from ...cost_models.document import Document, MadeBy, Record, StepSeconds, TotalBytes
 from ...cost_models.errors import UsageError
-from ..build_plan import list_problem_warnings
 from ..candidate import ScoredPlan
 from ..infeasible import no_plan_fits
 from ..joint_search import BEST, find_best_plan
+from ..plan_document import list_problem_warnings
 from ..plan_file import Plan
 from ..plan_records import TIE, ProfileReference
 from ..plan_stages import list_prediction_limits

@@ -45,6 +45,8 @@ NARROW = 1.0005
 """Ranges that end so near their beginning are not halved."""
 DISCOUNTS = (0.0, 0.1)
 """By which a kind of half the speed is cheaper than by its speed."""
+MOST_RANGES = 100
+"""That are halved."""
 MOST_MOVES = 6
 """Steps to a better price, each way."""
 WORK = 2.5
@@ -69,15 +71,17 @@ def _least(programme: _FillProgramme, quick: float, work: float, step: float) ->
     count = programme.family.config.micro_batches
     low, high = work / count, step / (count - 1)
     heap = [(quick, low, high, quick / programme.paid_devices)]
-    while heap:
+    for _ in range(MOST_RANGES):
         bound, low, high, price = heappop(heap)
         if bound >= step or high <= low * NARROW:
-            return min(bound, step)
+            break
         middle = sqrt(low * high)
         for own in ((low, middle), (middle, high)):
             least, better = programme.improve_price(*own, price)
             heappush(heap, (max(bound, least), *own, better))
-    return step
+    else:
+        bound = heap[0][0]
+    return min(bound, step)
 
 
 @dataclass(frozen=True, eq=False)

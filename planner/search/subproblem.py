@@ -159,7 +159,9 @@ class Subproblem:
             return []
         plans, lowest = join_plans(parts), np.concatenate(bounds)
         if remaining == 1:
-            lowest = np.maximum(lowest, bound.finished(self._pipelines(choices, plans)))
+            # Of where they run, the bound looks at the stages that share a weight alone.
+            whole = self._pipelines(choices, plans, routed=bool(self.space.chain.tied))
+            lowest = np.maximum(lowest, bound.finished(whole))
         return list(_chunks(plans, lowest, chunk.stages, remaining - 1, limit, width))
 
     def score_chunk(self, chunk: Chunk, limit: float) -> tuple[ScoredPlan | None, Chunk | None]:
@@ -208,15 +210,18 @@ class Subproblem:
                     best = ScoredPlan(proposals[first], plan.recompute, limit)
         return best
 
-    def _pipelines(self, choices: StageChoices, plans: PartialPlans) -> Pipelines:
+    def _pipelines(self, choices: StageChoices, plans: PartialPlans, *, routed: bool = True) -> Pipelines:
+        """Of whole plans; without `routed` as if no stages shared a port."""
         runtime, columns = self.space.runtime, dict(plans.columns)
         starts = np.concatenate([np.zeros_like(plans.ends[:, :1]), plans.ends[:, :-1]], axis=1)
         for name in ("occupancy", "latency"):
             columns[name] = columns[name][:, 1:]
         columns |= _launches(choices, plans, starts)
         transfers = "overlapped" if runtime is None else runtime.transfers
-        devices = [self._devices(choices, plans, row) for row in range(len(plans))]
-        routes = find_routes(self.space, self.family.config, devices, starts, plans.ends)
+        routes = None
+        if routed:
+            devices = [self._devices(choices, plans, row) for row in range(len(plans))]
+            routes = find_routes(self.space, self.family.config, devices, starts, plans.ends)
         return Pipelines(
             self.family.config, **columns, transfers=transfers, hosts=self.space.hosts, routes=routes
         )

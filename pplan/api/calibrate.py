@@ -10,8 +10,9 @@ from ..cost_models.errors import PplanError
 from ..cost_models.layer import Chain
 from ..cost_models.machines.topology_text import to_toml
 from ..cost_models.topology import Device, Group, Topology
-from ..planner.build_plan import build_problem, plan_without_comparison
+from ..planner.build_plan import build_problem
 from ..planner.joint_search import find_best_plan
+from ..planner.plan_document import plan_without_comparison
 from ..planner.plan_file import Plan
 from ..runtimes.checking.calibration import Calibration
 from ..runtimes.checking.check_report import Check

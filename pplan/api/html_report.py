@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ..cost_models import arguments
 from ..cost_models.document import Document
 from ..cost_models.errors import FileError, UsageError
 from ..cost_models.quantities import format_bytes
 from ..cost_models.text_files import read_text, sha256, write_whole
-from ..planner.explanation.explanation import Explanation
-from ..planner.objectives.frontier import Frontier
 from ..planner.plan_file import Plan
 from ..profiler.profile_file import Profile
 from ..runtimes.checking.check_report import Check
@@ -21,6 +19,10 @@ from .load import as_plan, check_layers, profile_and_reference
 from .machine import planned_machine
 from .page.page_content import PageSources, page_content
 from .page.render import render_page
+
+if TYPE_CHECKING:
+    from ..planner.explanation.explanation import Explanation
+    from ..planner.objectives.frontier import Frontier
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,12 +77,11 @@ def report(
             f"report: the plan has {len(document.layer_names)} layers, at most {MOST_DRAWN_LAYERS} are drawn",
             "Use pplan explain and pplan show, or profile the model in blocks.",
         )
-    _check_instance("explanation", explanation, Explanation, "pplan.explain(plan, profile)")
     sources = PageSources(
         document,
         Path(plan).name if isinstance(plan, str | Path) else "",
-        explanation=explanation,
-        frontier=_document("frontier", frontier, Frontier, "pplan.frontier(profile, gpus=8)"),
+        explanation=None if explanation is None else _explanation(explanation),
+        frontier=None if frontier is None else _frontier(frontier),
         check=_document("check", check, Check, "pplan.check(plan, profile)"),
     )
     if profile is not None:
@@ -93,6 +94,20 @@ def report(
 
 
 Kind = TypeVar("Kind", bound=Document)
+
+
+def _explanation(source: Explanation) -> Explanation:
+    # Imported where there is one: the search stands behind it, and behind frontiers.
+    from ..planner.explanation.explanation import Explanation
+
+    _check_instance("explanation", source, Explanation, "pplan.explain(plan, profile)")
+    return source
+
+
+def _frontier(source: Frontier | str | Path) -> Frontier | None:
+    from ..planner.objectives.frontier import Frontier
+
+    return _document("frontier", source, Frontier, "pplan.frontier(profile, gpus=8)")
 
 
 def _document(name: str, source: Kind | str | Path | None, kind: type[Kind], maker: str) -> Kind | None:
@@ -143,5 +158,7 @@ def _newest(folder: Path, kind: str, suits: Callable[[Path], bool]) -> Path | No
 
 def _same_frontier(file: Path, plan: Plan) -> bool:
     """Whether it is of the plan's profile and global batch."""
+    from ..planner.objectives.frontier import Frontier
+
     first = Frontier.load(file).points[0].plan
     return first.profile.sha256 == plan.profile.sha256 and first.mini_batch == plan.mini_batch

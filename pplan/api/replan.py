@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Unpack
 
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
-from ..planner.build_plan import plan_without_comparison
 from ..planner.device_loss import ReplannedPlan, replan_problem
 from ..planner.explanation.explain_context import make_context
+from ..planner.plan_document import plan_without_comparison
 from ..planner.plan_file import REPLANNED, Plan
 from ..planner.search.branch_and_bound import SearchResult
 from ..planner.universal_bound import universal_bound

@@ -11,10 +11,10 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.schedules import SCHEDULES, find_schedule
 from pplan.cost_models.topology import Topology
-from pplan.planner.build_plan import plan_without_comparison
 from pplan.planner.candidate import Proposal, ScoredPlan, replicated_pipeline
 from pplan.planner.joint_search import find_best_plan
 from pplan.planner.pipeline_config import SEARCHED, PipelineConfig
+from pplan.planner.plan_document import plan_without_comparison
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import ASYNCHRONOUS, PlanOptions
 from pplan.planner.plan_records import ProfileReference

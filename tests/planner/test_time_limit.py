@@ -17,7 +17,9 @@ from pplan.planner.joint_search import find_best_plan
 from pplan.planner.objectives.throughput import throughput
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.plan_records import ProfileReference
+from pplan.planner.planners import find_planner
 from pplan.planner.problem import Problem
+from pplan.planner.scoring import fastest
 from pplan.planner.search.budget import SearchBudget
 
 
@@ -92,6 +94,23 @@ def test_a_plan_for_very_many_devices_needs_no_time_at_all() -> None:
     plan = build_plan(problem, answer, model="m", profile=ProfileReference(file="p", sha256=""))
     assert any("the time limit of 1 s ended the search" in said for said in plan.warnings)
     assert plan.prediction.lower_bound_seconds <= plan.prediction.step_seconds
+
+
+@pytest.mark.parametrize("planner", ["interleaved", "even"])
+def test_where_a_plan_is_known_no_other_is_scored_once_the_time_is_over(planner: str) -> None:
+    problem = problem_of(4)
+    proposals = list(find_planner(planner).propose(problem))
+    plan = fastest(problem.space, proposals)
+    assert plan is not None
+    for looks in (1, 2, 3):
+        clock = Reading(looks)
+        over = SearchBudget.of_seconds(1.0, clock)
+        late = fastest(problem.space, proposals, budget=over, required=False)
+        assert late is None or late.step_seconds >= plan.step_seconds
+        assert clock.looks < 3 * looks + 5
+        assert fastest(problem.space, proposals, budget=over, limit=plan.step_seconds) is None
+        assert fastest(problem.space, proposals, budget=over) is not None
+    assert fastest(problem.space, proposals, budget=over, required=False) is None
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...cost_models.document import MadeBy
 from ...cost_models.errors import PplanError, UsageError
@@ -13,9 +13,7 @@ from ...cost_models.schedules import SCHEDULES
 from ...cost_models.timeline import simulate
 from ...cost_models.topology import Topology
 from ...planner.assembly import Assembly
-from ...planner.explanation.explanation import Explanation
 from ...planner.layout import Layout
-from ...planner.objectives.frontier import Frontier
 from ...planner.overrides import Overrides
 from ...planner.plan_file import Plan
 from ...planner.plan_simulation import align_profiles, assemble_layout, simulate_plan
@@ -28,6 +26,10 @@ from . import page_extras as extras
 from . import page_tables as tables
 from .cut_problem import EDITED, cut_problem, refuse_cuts
 from .page_timeline import timeline_data
+
+if TYPE_CHECKING:
+    from ...planner.explanation.explanation import Explanation
+    from ...planner.objectives.frontier import Frontier
 
 MOST_SIMULATED = 20_000
 """Actions of a step up to which every other schedule is simulated as well."""

@@ -6,14 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import isclose
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...cost_models.number_format import compare_percent, percent
 from ...cost_models.quantities import format_bytes, format_seconds
 from ...planner.explanation.critical_path import KINDS
-from ...planner.explanation.explanation import Explanation
-from ...planner.explanation.sensitivity import Crossover, Sensitivity
-from ...planner.objectives.frontier import Frontier, Point
 from ...planner.plan_stages import PlanSummary
 from ...runtimes.checking.check_report import Check, CheckedCase
 from .page_tables import (
@@ -26,6 +23,11 @@ from .page_tables import (
     seconds_cell,
     share_cell,
 )
+
+if TYPE_CHECKING:
+    from ...planner.explanation.explanation import Explanation
+    from ...planner.explanation.sensitivity import Crossover, Sensitivity
+    from ...planner.objectives.frontier import Frontier, Point
 
 
 def summary_text(plan: PlanSummary | None, reason: str = "none fits") -> str:
