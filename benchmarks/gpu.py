@@ -7,7 +7,7 @@ untouched model are marked with *: there the sum is the better figure.
 `stages`: torchgpipe's balance by time on four devices, 8 micro-batches, AdamW, nothing recomputed. The stages
 run one after another on this device, each alone, all forwards before all backwards: seconds of those and the
 most bytes allocated in a whole step, predicted over measured, at the largest size; and the seconds at the
-smallest, which are the longer of what the host and the device take.
+smallest, which are the longer of what the host and the device take. Models with tied weights are left out.
 `--profiles FOLDER` keeps the profiles.
 """
 
@@ -93,7 +93,7 @@ def main() -> None:
             print_layers(profile)
         if "estimate" in options.parts:
             print_estimate(profile, loaded, sizes, how)
-        if "stages" in options.parts:
+        if "stages" in options.parts and not profile.tied:
             print_stages(profile, loaded, how)
 
 
