@@ -171,6 +171,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests measure on the CPU, on a machine with a CUDA device too, unless `-m gpu` asks for that."""
+    if "gpu" not in str(config.getoption("markexpr")).split():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files come first, a slow test taken for a hundred others: workers then end together."""
     tests = Counter(item.path for item in items)
@@ -182,14 +188,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-@pytest.fixture(autouse=True)
-def _no_cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test measures on the CPU, on a machine with a CUDA device too, unless it is marked `gpu`."""
-    if request.node.get_closest_marker("gpu") is None and _has_cuda():
-        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-
-
-@functools.cache
 def _has_cuda() -> bool:
     if importlib.util.find_spec("torch") is None:
         return False

@@ -51,7 +51,7 @@ _TRIALS = 6
 
 
 @dataclass(frozen=True)
-class Timeline:
+class DirectionTimes:
     """One direction of a pass: seconds, an entry for each part (layer, loss) in the order they run.
 
     `host`: to launch it. `gap`: of the host between the part before and this one. `device`: between its two
@@ -96,26 +96,26 @@ class Direction:
         self._host = self._gap = self._device = self._limits = np.zeros(0)
         self._stops = np.zeros(0, dtype=np.int64)
         """How often the host of each part was stopped."""
-        self._before: Timeline | None = None
+        self._before: DirectionTimes | None = None
         self._late = np.zeros(0)
         self._passes = 0
         self._margin = _MARGIN
         self._trials = 0
 
-    def observe(self, seen: Timeline) -> None:
+    def observe(self, times: DirectionTimes) -> None:
         """What a pass showed that was held back by `holds`."""
         if self.holds is None:
-            self._host, self._gap = seen.host, seen.gap
-            self._device, self._late = np.zeros_like(seen.host), np.zeros_like(seen.host)
+            self._host, self._gap = times.host, times.gap
+            self._device, self._late = np.zeros_like(times.host), np.zeros_like(times.host)
             self._limits, self._stops = (
-                np.full(len(seen.host), LONGEST),
-                np.zeros(len(seen.host), dtype=np.int64),
+                np.full(len(times.host), LONGEST),
+                np.zeros(len(times.host), dtype=np.int64),
             )
-            self.is_settled = not seen.host.any()
+            self.is_settled = not times.host.any()
         else:
-            self._judge(seen, self.holds)
-        self.late = ~seen.is_ahead
-        self._keep_least(seen)
+            self._judge(times, self.holds)
+        self.late = ~times.is_ahead
+        self._keep_least(times)
         self.holds = self._needed()
 
     def keep(self, late: Mask) -> None:
@@ -154,33 +154,33 @@ class Direction:
         """Seconds of the host, at the least."""
         return float((self._gap + self._host).sum())
 
-    def _judge(self, seen: Timeline, holds: Vector) -> None:
-        stopped, waits = self._stopped(seen), bool((~seen.is_ahead & self.adjustable).any())
-        waiting = seen.host - self._host
+    def _judge(self, times: DirectionTimes, holds: Vector) -> None:
+        stopped, waits = self._stopped(times), bool((~times.is_ahead & self.adjustable).any())
+        waiting = times.host - self._host
         less = np.where(self._stops > 0, 0.0, _BELOW_FULL * np.maximum(holds - waiting, 0.0))
         self._limits = np.where(stopped, less, self._limits)
         self._stops += stopped
-        self._before = None if stopped.any() else seen
+        self._before = None if stopped.any() else times
         self._trials += 1
         if waits:
             self._margin = min(_GROWTH * self._margin, _MOST_MARGIN)
         self.is_settled = self.is_settled or not (waits or stopped.any()) or self._trials >= _TRIALS
 
-    def _stopped(self, seen: Timeline) -> Mask:
+    def _stopped(self, times: DirectionTimes) -> Mask:
         """Where the host waited for the device: the longer, the later the device began."""
         before = self._before
         if before is None:
-            return np.zeros(len(seen.host), dtype=np.bool_)
-        waiting, waited_before = seen.host - self._host, before.host - self._host
+            return np.zeros(len(times.host), dtype=np.bool_)
+        waiting, waited_before = times.host - self._host, before.host - self._host
         is_longer = (waiting > _UNSTEADY * self._host) & (waited_before > _UNSTEADY * self._host)
-        later = seen.lag - before.lag
+        later = times.lag - before.lag
         grows = (later > _UNSTEADY * before.lag) & (waiting - waited_before > _MOST_OF * later)
         return is_longer & grows
 
-    def _keep_least(self, seen: Timeline) -> None:
-        self._host, self._gap = np.minimum(self._host, seen.host), np.minimum(self._gap, seen.gap)
-        known = np.where(self._device > 0, np.minimum(self._device, seen.device), seen.device)
-        self._device = np.where(seen.is_ahead, known, self._device)
+    def _keep_least(self, times: DirectionTimes) -> None:
+        self._host, self._gap = np.minimum(self._host, times.host), np.minimum(self._gap, times.gap)
+        least = np.where(self._device > 0, np.minimum(self._device, times.device), times.device)
+        self._device = np.where(times.is_ahead, least, self._device)
 
     def _needed(self) -> Vector:
         """With these the device begins each part once it was launched; what is not known takes no time."""
@@ -306,17 +306,17 @@ class LeadTuner:
         for way in self._whole:
             way.keep()
 
-    def observe(self, forward: Timeline, backward: Timeline) -> None:
+    def observe(self, forward: DirectionTimes, backward: DirectionTimes) -> None:
         """What a pass of the layers showed: the first was not held back."""
         self.forward.observe(forward)
         self.backward.observe(backward)
         for way in self._whole:
             way.update()
 
-    def observe_parts(self, inputs: Timeline, weights: Timeline) -> None:
+    def observe_parts(self, inputs: DirectionTimes, weights: DirectionTimes) -> None:
         """What a pass with a backward in two parts showed."""
-        for way, seen in zip(self._parts, (inputs, weights), strict=True):
-            way.observe(seen)
+        for way, times in zip(self._parts, (inputs, weights), strict=True):
+            way.observe(times)
 
     def keep_parts(self) -> None:
         """The seconds of the last pass with a backward in two parts are kept."""

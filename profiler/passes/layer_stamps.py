@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from .clocks import Clock
-from .launch_lead import LeadTuner, Mask, Timeline, Vector
+from .launch_lead import DirectionTimes, LeadTuner, Mask, Vector
 
 _KINDS = ("forward", "backward", "forward_host", "backward_host")
 AGAIN = 4
@@ -61,7 +61,7 @@ class Holds:
     backward: Vector | None = None
 
 
-def timeline(clock: Clock, both_idle: Any, spans: list[tuple[Any, Any]]) -> Timeline:
+def timeline(clock: Clock, both_idle: Any, spans: list[tuple[Any, Any]]) -> DirectionTimes:
     """Of parts between stamps, in the order they ran; `both_idle`: a stamp set while both were idle."""
     columns = []
     until = spans[0][0] if spans else None
@@ -70,7 +70,7 @@ def timeline(clock: Clock, both_idle: Any, spans: list[tuple[Any, Any]]) -> Time
         lag = clock.seconds(both_idle, start) - clock.host_seconds(both_idle, start)
         columns.append((host, clock.host_seconds(until, start), device, lag))
         until = end
-    return Timeline(*np.array(columns, dtype=np.float64).reshape(len(spans), 4).T)
+    return DirectionTimes(*np.array(columns, dtype=np.float64).reshape(len(spans), 4).T)
 
 
 class LayerStamps:
@@ -119,7 +119,7 @@ class LayerStamps:
             return self._layers_and_loss(*self._between(seconds))
         return self._layers_and_loss(*self._between(seconds), *self._between(host))
 
-    def timelines(self) -> tuple[Timeline, Timeline]:
+    def timelines(self) -> tuple[DirectionTimes, DirectionTimes]:
         """Of forward and of backward, after `times` and before another stamp is set."""
         forward = list(zip(self._starts, self._ends, strict=True))
         return (
@@ -168,14 +168,14 @@ def stamped_layers(
 
     Layers whose launches came late, as after an interruption of the host, have theirs of another pass.
     """
-    times, seen = _stamped(run, clock, layers, leads)
+    times, timelines = _stamped(run, clock, layers, leads)
     late = [way.late for way in leads.directions]
     for _ in range(AGAIN - 1):
         able = [mask & way.adjustable for mask, way in zip(late, leads.directions, strict=False)]
         if not leads.is_settled or not any(mask.any() for mask in able):
             break
-        other, seen = _stamped(run, clock, layers, leads)
-        better = [mask & one.is_ahead for mask, one in zip(late, seen, strict=True)]
+        other, timelines = _stamped(run, clock, layers, leads)
+        better = [mask & one.is_ahead for mask, one in zip(late, timelines, strict=True)]
         times = times.with_parts(other, better[0], better[1][::-1])
         late = [mask & ~mended for mask, mended in zip(late, better, strict=True)]
     if times.forward_host is None or times.backward_host is None:
@@ -190,13 +190,13 @@ def stamped_layers(
 
 def _stamped(
     run: Callable[[LayerStamps], None], clock: Clock, layers: int, leads: LeadTuner
-) -> tuple[LayerTimes, tuple[Timeline, ...]]:
+) -> tuple[LayerTimes, tuple[DirectionTimes, ...]]:
     """The timelines of forward and backward; none where the clock has no host."""
     stamps = LayerStamps(clock, layers, Holds(leads.forward.holds, leads.backward.holds))
     run(stamps)
     times = stamps.times()
     if not clock.has_host:
         return times, ()
-    seen = stamps.timelines()
-    leads.observe(*seen)
-    return times, seen
+    timelines = stamps.timelines()
+    leads.observe(*timelines)
+    return times, timelines

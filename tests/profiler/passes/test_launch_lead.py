@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.passes import launch_lead
-from pplan.profiler.passes.launch_lead import Direction, LeadTuner, Timeline
+from pplan.profiler.passes.launch_lead import Direction, DirectionTimes, LeadTuner
 from pplan.profiler.passes.layer_stamps import LayerStamps, LayerTimes, stamped_layers
 from pplan.profiler.passes.timed_passes import link_sizes
 from pplan.profiler.passes.timing import OutputGradients, run_layers
@@ -394,7 +394,7 @@ def test_a_layer_that_stops_its_host_again_is_not_held_back() -> None:
     for _ in range(8):
         begun = np.zeros(3) if way.holds is None else np.cumsum(way.holds) - 0.3 * np.arange(3)
         waiting = np.array([0.0, max(begun[1] - 0.2, 0.0), 0.0])
-        way.observe(Timeline(plain + waiting, np.zeros(3), np.full(3, 0.1), begun))
+        way.observe(DirectionTimes(plain + waiting, np.zeros(3), np.full(3, 0.1), begun))
         holds.append(float(way.holds[1]) if way.holds is not None else 0.0)
     assert holds[-1] == 0
     assert way.is_settled
@@ -402,7 +402,7 @@ def test_a_layer_that_stops_its_host_again_is_not_held_back() -> None:
 
 def test_a_direction_without_launches_needs_no_lead() -> None:
     way = Direction()
-    way.observe(Timeline(*np.zeros((4, 2))))
+    way.observe(DirectionTimes(*np.zeros((4, 2))))
     assert way.is_settled
     assert (way.lead(), way.is_short) == (0, False)
 
