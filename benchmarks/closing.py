@@ -41,6 +41,8 @@ def main() -> None:
                 + f"{whole.spread:>9.1%}{whole.rounds or 0:>9}",
                 flush=True,
             )
+        for note in profile.notes:
+            print(f"  {note}")
         print(f"  on {profile.device_name or profile.device}, {profile.threads} threads, {profile.dtype}")
 
 

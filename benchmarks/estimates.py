@@ -115,7 +115,7 @@ def print_measured() -> None:
     print("{:<28} {:>4} {:>17} {:>17} {:>17} {:>17} {:>8}".format(*_HEADS))
     for name, make, sizes, options in MEASURED:
         asked = {"micro_batch_sizes": sizes, **options}
-        real = make(device="cuda", budget_seconds=15, **asked)
+        real = make(device="cuda", budget_seconds=40, **asked)
         estimate = make(device=f"analytic:{gpu.name}", **asked)
         for position, size in enumerate(real.micro_batch_sizes):
             pairs = [

@@ -21,7 +21,7 @@ from ..cost_models.machines.rooflines import ROOFLINES, Roofline, find_roofline,
 from .build_profile import build_profile
 from .chain.layers import Layer
 from .counting_operations import LayerOperations, Operation, count_operations
-from .efficiency import Curves, Efficiency, OperationWork, Vector, fit_efficiency
+from .efficiency import MEASURED_CURVES, Curves, Efficiency, OperationWork, Vector, fit_efficiency
 from .equal_layers import EqualLayers
 from .measurement_target import MeasurementTarget
 from .passes.layer_stamps import LayerTimes, LossTimes
@@ -84,6 +84,9 @@ def estimate(
     """
     subject = blocks.subject
     curves, efficiency_note = Curves(), "the efficiencies are assumptions"
+    name = target.roofline.name
+    if target.measured is None and target.roofline is ROOFLINES.get(name) and name in MEASURED_CURVES:
+        curves, efficiency_note = MEASURED_CURVES[name], "the efficiencies are those of other models on it"
     if target.measured is not None:
         curves, measured_on = _calibrated(blocks, target.measured, target.roofline)
         efficiency_note = f"the efficiencies are calibrated from a profile measured on {measured_on}"
@@ -159,16 +162,23 @@ def _calibrated(blocks: EqualLayers, measured: Profile, roofline: Roofline) -> t
     subject = blocks.subject
     _check_same(subject, measured)
     own = _roofline_of(measured, roofline)
+    works, seconds = measured_works(blocks, measured, own)
+    return fit_efficiency(works, seconds, own.launch.value), measured.device_name
+
+
+def measured_works(
+    blocks: EqualLayers, measured: Profile, roofline: Roofline
+) -> tuple[list[OperationWork], Vector]:
+    """The work of each layer's forward and backward at each size, and the seconds that were measured."""
     works: list[OperationWork] = []
     seconds: list[float] = []
     for position, size in enumerate(measured.micro_batch_sizes):
-        layers = count_operations(blocks, size, AnalyticTarget(own).kernels)[: len(subject.chain)]
+        layers = count_operations(blocks, size, AnalyticTarget(roofline).kernels)[: len(blocks.subject.chain)]
         costs = [layer.costs[position] for layer in measured.layers]
         for layer, cost in zip(layers, costs, strict=True):
-            works += _works(layer, own, tf32=measured.tf32)
+            works += _works(layer, roofline, tf32=measured.tf32)
             seconds += [cost.forward_seconds, cost.backward_seconds]
-    row: Vector = np.array(seconds, dtype=np.float64)
-    return fit_efficiency(works, row, own.launch.value), measured.device_name
+    return works, np.array(seconds, dtype=np.float64)
 
 
 def _works(layer: LayerOperations, roofline: Roofline, *, tf32: bool) -> list[OperationWork]:

@@ -15,7 +15,7 @@ from .memory.live_bytes import build_meter
 from .memory.workspace import LossWorkspace, StepMemory, Workspace, peak_of_step
 from .passes.backward_parts import PartTimes, run_parts
 from .passes.launch_lead import LeadTuner
-from .passes.layer_stamps import LayerStamps, LayerTimes, update_leads
+from .passes.layer_stamps import AGAIN, LayerStamps, LayerTimes, stamped_layers
 from .passes.timing import OutputGradients, WholeTimes, run_layers, run_whole
 from .passes.watchers import SavedBytes, Watcher
 from .user_model.flat_output import tensors_in
@@ -49,11 +49,12 @@ class SizePasses:
 
     def time_layers(self) -> LayerTimes:
         """The seconds of each layer, and of the loss that ends the pass."""
-        stamps = LayerStamps(self._subject.clock, len(self.layers), self.leads.leads)
-        self.run_layers(stamps, self._subject.loss)
-        times = stamps.times()
-        update_leads(self.leads, times)
-        return times
+        return stamped_layers(
+            lambda stamps: self.run_layers(stamps, self._subject.loss),
+            self._subject.clock,
+            len(self.layers),
+            self.leads,
+        )
 
     def warm_up_layers(self) -> None:
         """A pass as `time_layers` makes it, without holding the device back: to warm up."""
@@ -61,21 +62,35 @@ class SizePasses:
 
     def time_whole(self) -> WholeTimes:
         """The seconds of the untouched model."""
+        for _ in range(AGAIN):
+            leads = self.leads.leads
+            times = self._time_whole()
+            if not self.leads.has_whole_waited or self.leads.leads == leads:
+                break
+        self.leads.keep_whole()
+        return times
+
+    def _time_whole(self) -> WholeTimes:
         inputs, clock = self._fresh_input(), self._subject.clock
         clock.settle()
-        return run_whole(
+        times = run_whole(
             self._model, inputs, self._gradients, clock, leads=self.leads.leads, context=self._context
         )
+        if times.forward_host is not None and times.backward_host is not None:
+            self.leads.observe_whole(times.forward_host, times.backward_host)
+        return times
 
     def time_parts(self) -> PartTimes:
         """The seconds of each layer's backward in two parts: gradients of the input, and of the weights."""
-        inputs, clock = self._fresh_input().layer_input, self._subject.clock
-        clock.settle()
-        times = run_parts(
-            self.layers, inputs, self._gradients, clock, leads=self.leads.leads, context=self._context
-        )
-        if times.weight_host is not None:
-            self.leads.observe_weights(times.weight_host[::-1], times.weight[::-1])
+        for _ in range(AGAIN):
+            inputs, clock = self._fresh_input().layer_input, self._subject.clock
+            clock.settle()
+            times = run_parts(
+                self.layers, inputs, self._gradients, clock, leads=self.leads, context=self._context
+            )
+            if not self.leads.parts_can_wait_less:
+                break
+        self.leads.keep_parts()
         return times
 
     def find_leads(self) -> None:

@@ -89,6 +89,8 @@ class SizeRun:
             # What the libraries allocate once and keep (cuBLAS' workspaces, cuDNN's plans) is no layer's.
             self._passes.warm_up_layers()
             self._passes.time_whole()
+            # What is only waiting for Python's collector (a copy that was compared) is nothing static.
+            release(self._subject.device)
         self.memory = self._passes.step_memory(self.saved)
         if not has_time(LATER_PASSES * a_pass):
             self.counts_less = True
@@ -152,7 +154,7 @@ class SizeRun:
         if not self._parts:
             return
         self._timed_parts()
-        while self._parts and self._subject.clock.has_host and not self._passes.leads.has_settled_weights:
+        while self._parts and self._subject.clock.has_host and not self._passes.leads.has_settled_parts:
             self._timed_parts()
         self.rounds.parts.clear()
 
@@ -230,13 +232,18 @@ class SizeRun:
     @property
     def lead_note(self) -> str | None:
         """What to say where the device could not be held back for as long as its host needs."""
-        short = " and ".join(self._passes.leads.short)
-        if not short:
-            return None
-        return (
-            f"micro-batch size {self.size}: the host cannot launch all of {short} "
-            "before the device begins; seconds there hold some of the device's waiting for the host"
-        )
+        leads = self._passes.leads
+        if leads.short:
+            return (
+                f"micro-batch size {self.size}: the device waited for the host in "
+                f"{' and '.join(leads.short)}, whose seconds hold some of that"
+            )
+        if leads.is_whole_short:
+            return (
+                f"micro-batch size {self.size}: the device waited for the host in the untouched model, which "
+                "launches more than a stream takes ahead; the layers did not wait, and add up to less"
+            )
+        return None
 
     def leave_parts_out(self, why: str) -> None:
         """From now on there is no pass in two parts, and what was measured of them is forgotten."""

@@ -167,7 +167,10 @@ def pytest_sessionfinish() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """xdist hands out files in the order of `pytest_collection_modifyitems`: its own ends with those of the
-    fewest tests, some of which take a minute."""
+    fewest tests, some of which take a minute. Tests measure on the CPU, where there is a CUDA device too,
+    unless `-m gpu` asks for that."""
+    if "gpu" not in str(config.getoption("markexpr")).split():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     config.option.loadscopereorder = False
 
 

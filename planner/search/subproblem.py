@@ -1,5 +1,4 @@
-"""The plans of one configuration on one order of the devices: their bounds, and their extension stage by
-stage."""
+"""The plans of one configuration on one order of the devices: bounds, and extension stage by stage."""
 
 from __future__ import annotations
 
@@ -310,10 +309,7 @@ def quick_bound(space: Space, family: Family) -> float:
     hosts as there can be."""
     config, devices = family.config, len(family.placement.ranks)
     launches = space.least_launch_seconds(
-        config.micro_batch_size,
-        bounded_counts(family),
-        devices,
-        recompute=config.recompute == "always",
+        config.micro_batch_size, bounded_counts(family), devices, recompute=config.recompute == "always"
     )
     return max(shared_work(space, family), config.micro_batches * max(launches))
 

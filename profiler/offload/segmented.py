@@ -18,7 +18,7 @@ from ..memory.live_bytes import Meter, build_meter, storages
 from ..memory.workspace import LossWorkspace, Workspace
 from ..passes.clocks import Clock
 from ..passes.launch_lead import LeadTuner
-from ..passes.layer_stamps import LayerStamps, LayerTimes, update_leads
+from ..passes.layer_stamps import LayerTimes, stamped_layers
 from ..passes.timing import Context, OutputGradients, run_layers, warm_until_stable
 from ..passes.watchers import CompositeWatcher, SavedBytes, Watcher
 from ..torch_internals import storage_key, tree_leaves, tree_map_only
@@ -235,11 +235,12 @@ class _Segment:
         return [self._stamped() for _ in range(rounds)]
 
     def _stamped(self) -> LayerTimes:
-        stamps = LayerStamps(self._whole.clock, len(self._layers), self._ahead.leads)
-        self._pass([self._fresh()], stamps, loss=self._loss)
-        times = stamps.times()
-        update_leads(self._ahead, times)
-        return times
+        return stamped_layers(
+            lambda stamps: self._pass([self._fresh()], stamps, loss=self._loss),
+            self._whole.clock,
+            len(self._layers),
+            self._ahead,
+        )
 
     def _fresh(self) -> Any:
         return self._boundary.on(self._whole.device)

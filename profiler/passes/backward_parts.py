@@ -23,8 +23,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from ..user_model.flat_output import tensors_in
 from .clocks import Clock
-from .launch_lead import LaunchLead, Vector
-from .layer_stamps import LayerStamps, LayerTimes
+from .launch_lead import LeadTuner, Vector
+from .layer_stamps import Holds, LayerStamps, LayerTimes, timeline
 from .timing import Context, OutputGradients, backward_failures, forward_layers, hook_first
 from .weight_paths import WeightPaths
 
@@ -55,15 +55,17 @@ def run_parts(
     gradients: OutputGradients,
     clock: Clock,
     *,
-    leads: LaunchLead = LaunchLead(),  # noqa: B008
+    leads: LeadTuner | None = None,
     context: Context = nullcontext,
 ) -> PartTimes:
     """One pass: forward, input gradients, weight gradients, which accumulate as in any backward.
 
     Afterwards every parameter has the same gradient as after a backward in one. Where layers share a
-    parameter, each computes its own share of the gradient. Raises as `run_layers` does.
+    parameter, each computes its own share of the gradient. `leads`: how long a device is held back, and is
+    told what the pass showed. Raises as `run_layers` does.
     """
-    stamps = LayerStamps(clock, len(layers), leads)
+    leads = leads or LeadTuner()
+    stamps = LayerStamps(clock, len(layers), Holds(backward=leads.inputs.holds))
     paths = WeightPaths(len(layers), tensors_in(model_inputs))
 
     def add_targets(index: int, tensors: list[Tensor]) -> None:
@@ -85,20 +87,25 @@ def run_parts(
     del caught
     # Read before the next stamp is set: the clock uses what it settled again.
     inputs = stamps.times()
+    behind = stamps.timelines()[1] if clock.has_host else None
     pending = np.array(paths.pending_bytes(), dtype=np.float64)
-    clock.hold_back(leads.weights)
+    both_idle = clock.stamp()
     with backward_failures():
-        marks = _weight_gradients(paths, clock)
+        marks = _weight_gradients(paths, clock, leads.weights.holds)
     clock.settle()
+    if behind is not None:
+        leads.observe_parts(behind, timeline(clock, both_idle, list(marks.values())))
     return replace(_times(inputs, marks, paths.first, clock), pending_bytes=pending)
 
 
-def _weight_gradients(paths: WeightPaths, clock: Clock) -> dict[int, tuple[Any, Any]]:
-    """Stamps around each layer that has any."""
+def _weight_gradients(paths: WeightPaths, clock: Clock, holds: Vector | None) -> dict[int, tuple[Any, Any]]:
+    """Stamps around each layer that has any, before each of which the device is held back."""
     marks: dict[int, tuple[Any, Any]] = {}
     for layer in reversed(range(len(paths.branches))):
         branches = paths.branches[layer]
         if branches:
+            if holds is not None:
+                clock.hold_back(float(holds[len(marks)]))
             start = clock.stamp()
             while branches:
                 branches.pop(0).run()

@@ -20,7 +20,7 @@ from ..user_model.loaded_model import ModelInput
 from ..user_model.losses import Loss
 from ..user_model.seeding import normal_like
 from .clocks import Clock
-from .launch_lead import LaunchLead
+from .launch_lead import Leads
 from .modes import compiler_failure
 from .watchers import Watcher
 
@@ -144,7 +144,7 @@ def run_whole(
     gradients: OutputGradients,
     clock: Clock,
     *,
-    leads: LaunchLead = LaunchLead(),  # noqa: B008
+    leads: Leads = Leads(),  # noqa: B008
     context: Context = nullcontext,
 ) -> WholeTimes:
     """Forward and backward of the untouched model, between stamps at its ends only."""
@@ -158,6 +158,10 @@ def run_whole(
             raise
         raise layer_failure("(all)", type(model).__name__, inputs.layer_input, error) from error
     middle = clock.stamp()
+    # Read before the next stamp is set; and backward's launches have the stream for themselves.
+    clock.settle()
+    forward = clock.seconds(start, middle)
+    host = [clock.host_seconds(start, middle)]
     tensors, starts = gradients.of(output)
     del output
     clock.hold_back(leads.backward)
@@ -165,7 +169,8 @@ def run_whole(
     backward(tensors, starts)
     end = clock.stamp()
     clock.settle()
-    return WholeTimes(clock.seconds(start, middle), clock.seconds(again, end))
+    host.append(clock.host_seconds(again, end))
+    return WholeTimes(forward, clock.seconds(again, end), *(host if clock.has_host else ()))
 
 
 def backward(tensors: Sequence[Tensor], starts: Sequence[Tensor | None]) -> None:
@@ -202,10 +207,12 @@ def warm_until_stable(one_pass: Callable[[], float], clock: Clock, seconds: floa
 
 @dataclass(frozen=True)
 class WholeTimes:
-    """Seconds of one pass through the untouched model."""
+    """Seconds of one pass through the untouched model; the host's where the clock has its own."""
 
     forward: float
     backward: float
+    forward_host: float | None = None
+    backward_host: float | None = None
 
 
 def time_gradient_adding(layers: Sequence[Layer], clock: Clock, repeats: int) -> list[float]:

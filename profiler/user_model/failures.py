@@ -128,5 +128,5 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def refusal(error: BaseException) -> str:
-    """What the allocator said, in one line."""
-    return str(error).split("\n", 1)[0][:300] or type(error).__name__
+    """What the allocator said first: which memory ran out, and what it was asked for."""
+    return str(error).split("\n", 1)[0].split(" GPU ", 1)[0][:300] or type(error).__name__

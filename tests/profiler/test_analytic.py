@@ -60,11 +60,11 @@ def test_a_layer_by_hand() -> None:
     profile = estimate(loss="mse")
     cost = profile.layers[0].costs[0]
     # One product, which is so small that its half_seconds are most of it.
-    assert cost.forward_seconds == pytest.approx((2 * 4 * 64 * 256 / 67e12 + 2e-6) / 0.75 + 1.5e-6)
+    assert cost.forward_seconds == pytest.approx((2 * 4 * 64 * 256 / 67e12 + 7.8e-6) / 0.575 + 1.5e-6)
     assert cost.forward_host_seconds == 40e-6
     # What has no FLOPs is bound by the memory: 4x256 read and written.
     relu = profile.layers[1].costs[0]
-    assert relu.forward_seconds == pytest.approx((2 * 4 * 4 * 256 / 3.35e12 + 1e-6) / 0.85 + 1.5e-6)
+    assert relu.forward_seconds == pytest.approx((2 * 4 * 4 * 256 / 3.35e12 + 1.24e-6) / 0.98 + 1.5e-6)
     assert profile.loss is not None
     assert profile.loss.costs[0].forward_seconds > 0
 
@@ -87,7 +87,8 @@ def test_it_says_what_it_is() -> None:
     assert profile.device_memory_bytes == 85_017_755_648
     assert profile.whole == []
     assert profile.notes[0].startswith("an estimate from FLOPs and bytes")
-    assert "the efficiencies are assumptions" in profile.notes[0]
+    assert "the efficiencies are those of other models on it" in profile.notes[0]
+    assert "the efficiencies are assumptions" in estimate("analytic:a100-40gb").notes[0]
     assert Profile.parse(profile.to_json(), "again") == profile
 
 
@@ -116,8 +117,8 @@ def test_dtypes_have_peaks_of_their_own() -> None:
         made = pplan.profile(model, given, device="analytic:h100", dtype=dtype, micro_batch_sizes=[8192])
         found[dtype] = made.layers[0].costs[0].forward_seconds
     flops = 2 * 8192 * 4096 * 4096
-    assert found["float32"] == pytest.approx((flops / 67e12 + 2e-6) / 0.75 + 1.5e-6)
-    assert found["bfloat16"] == pytest.approx((flops / 989.5e12 + 2e-6) / 0.75 + 1.5e-6)
+    assert found["float32"] == pytest.approx((flops / 67e12 + 7.8e-6) / 0.575 + 1.5e-6)
+    assert found["bfloat16"] == pytest.approx((flops / 989.5e12 + 7.8e-6) / 0.575 + 1.5e-6)
 
 
 def test_tf32_is_of_the_estimate() -> None:
@@ -125,7 +126,9 @@ def test_tf32_is_of_the_estimate() -> None:
     made = pplan.profile(model, given, device="analytic:h100", tf32=True, micro_batch_sizes=[8192])
     flops = 2 * 8192 * 4096 * 4096
     assert made.tf32
-    assert made.layers[0].costs[0].forward_seconds == pytest.approx((flops / 494.5e12 + 2e-6) / 0.75 + 1.5e-6)
+    assert made.layers[0].costs[0].forward_seconds == pytest.approx(
+        (flops / 494.5e12 + 7.8e-6) / 0.575 + 1.5e-6
+    )
     with pytest.raises(UsageError, match="tf32"):
         pplan.profile(model, given, device="analytic:v100-16gb", tf32=True, micro_batch_sizes=[1])
 

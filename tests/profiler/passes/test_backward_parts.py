@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchvision
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pplan.profiler.chain.layers import Layer, build_chain
 from pplan.profiler.passes.backward_parts import PartTimes, run_parts
 from pplan.profiler.passes.clocks import CpuClock
-from pplan.profiler.passes.launch_lead import LaunchLead
+from pplan.profiler.passes.launch_lead import LeadTuner
 from pplan.profiler.passes.timing import OutputGradients, run_whole
 from pplan.profiler.user_model.loaded_model import ModelInput
 
@@ -373,8 +374,10 @@ def test_a_shared_weight_is_each_layers_own(clock: Any, parted: Any) -> None:
 
 def test_the_device_is_held_back_before_each_part(clock: Any, parted: Any) -> None:
     layers = in_order(parted(clock, 1, 2, 4), parted(clock, 8, 16, 32))
-    run_parts(layers, torch.ones(2, 4), OutputGradients(0), clock, leads=LaunchLead(1.0, 2.0, 3.0))
-    assert clock.held_back == [1, 2, 3]
+    leads = LeadTuner()
+    leads.inputs.holds, leads.weights.holds = np.array([1.0, 2.0]), np.array([3.0, 4.0])
+    run_parts(layers, torch.ones(2, 4), OutputGradients(0), clock, leads=leads)
+    assert clock.held_back == [1, 2, 3, 4]
 
 
 def residual_block(width: int) -> nn.Module:

@@ -1,4 +1,4 @@
-"""A device that only starts what was launched, by a clock that both move: seconds with and without a lead."""
+"""A device that only starts what was launched, by a clock that both move: seconds held back and not."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.measurement_target import MeasurementTarget
 from pplan.profiler.passes import launch_lead
-from pplan.profiler.passes.launch_lead import Direction, LaunchLead, LeadTuner, lead
-from pplan.profiler.passes.layer_stamps import LayerStamps, LayerTimes, update_leads
+from pplan.profiler.passes.launch_lead import Direction, DirectionTimes, LeadTuner
+from pplan.profiler.passes.layer_stamps import LayerStamps, LayerTimes, stamped_layers
 from pplan.profiler.passes.timed_passes import link_sizes
 from pplan.profiler.passes.timing import OutputGradients, run_layers
+from pplan.profiler.size_passes import SizePasses
 from pplan.profiler.size_run import SizeRun
 from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
 from pplan.profiler.whole_sweep import WholeSweep
@@ -129,21 +130,23 @@ def host_bound(queue: Queue) -> nn.Module:
     )
 
 
-def one_pass(model: nn.Module, queue: Queue, leads: LaunchLead = LaunchLead()) -> LayerTimes:  # noqa: B008
+def one_pass(model: nn.Module, queue: Queue, leads: LeadTuner | None = None) -> LayerTimes:
     layers = build_chain(model, torch.ones(1, 4)).layers
-    stamps = LayerStamps(queue, len(layers), leads)
-    queue.settle()
-    run_layers(layers, torch.ones(1, 4), OutputGradients(0), stamps)
-    return stamps.times()
+
+    def run(stamps: LayerStamps) -> None:
+        queue.settle()
+        run_layers(layers, torch.ones(1, 4), OutputGradients(0), stamps)
+
+    return stamped_layers(run, queue, len(layers), leads or LeadTuner())
 
 
 def settled(model: nn.Module, queue: Queue) -> LeadTuner:
-    ahead = LeadTuner()
-    for _ in range(5):
-        if not ahead.is_settled:
-            update_leads(ahead, one_pass(model, queue, ahead.leads))
-    assert ahead.is_settled
-    return ahead
+    leads = LeadTuner()
+    for _ in range(9):
+        if not leads.is_settled:
+            one_pass(model, queue, leads)
+    assert leads.is_settled
+    return leads
 
 
 def subject_of(model: nn.Module, queue: Queue) -> MeasurementTarget:
@@ -189,32 +192,33 @@ def test_without_a_lead_waiting_for_the_host_counts_as_the_layers() -> None:
     assert times.forward_host.tolist() == [4, 4, 8]
 
 
-def test_with_leads_the_device_has_its_own_seconds_and_the_host_its_own() -> None:
-    queue, ahead = Queue(), LeadTuner()
+def test_held_back_the_device_has_its_own_seconds_and_the_host_its_own() -> None:
+    queue, leads = Queue(), LeadTuner()
     model = host_bound(queue)
-    update_leads(ahead, one_pass(model, queue))
-    assert ahead.leads == LaunchLead(1.2 * 16, 1.2 * 24)
+    one_pass(model, queue, leads)
     for number in range(4):
-        times = one_pass(model, queue, ahead.leads)
+        times = one_pass(model, queue, leads)
         assert times.forward == pytest.approx([1, 6, 1])
         assert times.backward == pytest.approx([2, 3, 5])
         assert times.forward_host == pytest.approx([4, 4, 8])
         assert times.backward_host == pytest.approx([8, 9, 7])
-        update_leads(ahead, times)
-        assert ahead.is_settled == (number > 0)
-    # TorchrunEnv after 4, 8, 16; begun after 0, 1, 7. Backward: 7, 16, 24; 0, 5, 8.
-    assert ahead.leads.forward == pytest.approx(1.2 * 9)
-    assert ahead.leads.backward == pytest.approx(1.2 * 16)
-    assert ahead.short == ()
+        assert leads.is_settled, number
+    # Launched after 4, 8, 16, and done after 0, 1, 7; backward 7, 16, 24 and 0, 5, 8.
+    assert leads.forward.lead() == pytest.approx(9)
+    assert leads.backward.lead() == pytest.approx(16)
+    assert leads.leads.forward == pytest.approx(1.3 * 16, abs=1e-4)
+    assert leads.forward.holds is not None
+    assert leads.forward.holds == pytest.approx([1.2 * 4, 1.2 * 8 - 1.2 * 4 - 1, 1.2 * 8 - 6], abs=1e-4)
+    assert leads.short == ()
 
 
 def test_a_device_that_is_the_limit_is_hardly_held_back() -> None:
     queue = Queue()
     model = nn.Sequential(*(Launches(queue, (10, 1), (20, 2)) for _ in range(3)))
-    ahead = settled(model, queue)
-    assert ahead.leads.forward == pytest.approx(1.2 * 1)
-    assert ahead.leads.backward == pytest.approx(1.2 * 2)
-    assert one_pass(model, queue, ahead.leads).forward == pytest.approx([10, 10, 10])
+    leads = settled(model, queue)
+    assert leads.forward.holds == pytest.approx([1.2 * 1, 0, 0], abs=1e-4)
+    assert leads.backward.holds == pytest.approx([1.2 * 2, 0, 0], abs=1e-4)
+    assert one_pass(model, queue, leads).forward == pytest.approx([10, 10, 10])
 
 
 def test_a_whole_size_by_hand() -> None:
@@ -251,20 +255,33 @@ def test_a_lead_fills_no_more_than_the_queue() -> None:
     assert run.lead_note is None
 
 
-def test_a_direction_that_is_too_long_keeps_a_lead_and_the_other_all_of_its_own() -> None:
+def test_layers_of_more_launches_than_a_queue_takes_have_their_own_seconds_and_the_whole_has_not() -> None:
     queue = Queue(DEPTH)
-    model = many(queue, FAST, 400, 4000)
+    run = measured(many(queue, FAST, 400, 4000), queue)
+    assert sums(run) == pytest.approx(
+        {
+            "forward": 400 * FAST,
+            "backward": 4000 * FAST,
+            "forward host": 400 * HOST,
+            "backward host": 4000 * HOST,
+        }
+    )
+    assert run.rounds.whole_medians()[0] == pytest.approx(400 * FAST)
+    assert run.rounds.whole_medians()[1] > 1.5 * 4000 * FAST
+    assert run.lead_note is not None
+    assert run.lead_note.startswith(
+        "micro-batch size 1: the device waited for the host in the untouched model"
+    )
+
+
+def test_a_layer_of_more_launches_than_a_queue_takes_waits_and_that_is_told() -> None:
+    queue = Queue(DEPTH)
+    model = many(queue, FAST, 400, 4000, layers=1)
     waiting = float(one_pass(model, queue).backward.sum())
     run = measured(model, queue)
-    seen = sums(run)
-    assert seen["forward"] == pytest.approx(400 * FAST)
-    assert seen["forward host"] == pytest.approx(400 * HOST)
-    assert seen["backward host"] == pytest.approx(4000 * HOST)
-    assert 4000 * FAST < seen["backward"] < 0.85 * waiting
-    # What the lead reaches has its own seconds: the layers that backward comes by first.
-    assert run.rounds.medians("backward")[-4:] == pytest.approx([200 * FAST] * 4)
+    assert 4000 * FAST < sums(run)["backward"] < 0.85 * waiting
     assert run.lead_note is not None
-    assert run.lead_note.startswith("micro-batch size 1: the host cannot launch all of backward before ")
+    assert "waited for the host in backward, " in run.lead_note
 
 
 def test_a_sweep_tells_of_leads_and_its_sizes_of_each_other() -> None:
@@ -300,99 +317,120 @@ def test_a_model_that_waits_for_the_device_keeps_the_hosts_seconds() -> None:
     assert run.rounds.medians("backward") == pytest.approx([2, 2])
 
 
-def test_a_model_that_waits_for_a_slow_device_is_hardly_held_back() -> None:
+def test_a_layer_that_waits_for_the_device_is_not_held_back_and_the_others_are() -> None:
     queue = Queue()
     model = nn.Sequential(
-        Launches(queue, (8, 4, 8), (2, 8)), Waits(queue, (1, 4), (2, 8)), Launches(queue, (1, 9), (1, 1))
+        Launches(queue, (1, 4), (2, 8)), Waits(queue, (1, 4), (2, 8)), Launches(queue, (1, 9), (1, 1))
     )
     plain = one_pass(model, queue)
-    ahead = settled(model, queue)
-    # It waited until half a second after the first launch, when the device had all the same to do.
-    assert ahead.leads.forward == pytest.approx(0.9 * 0.5)
-    assert ahead.leads.backward > 1
-    assert ahead.short == ("forward",)
-    held = one_pass(model, queue, ahead.leads)
-    assert held.forward_host == pytest.approx(plain.forward_host)
+    leads = settled(model, queue)
+    held = one_pass(model, queue, leads)
+    assert held.forward[[0, 2]] == pytest.approx([1, 1])
+    assert held.forward_host is not None
+    assert plain.forward_host is not None
+    assert held.forward_host[[0, 2]] == pytest.approx(plain.forward_host[[0, 2]])
+    assert leads.backward.holds is not None
+    assert leads.backward.holds.all()
+    assert leads.short == ("forward",)
 
 
-def test_a_direction_that_is_stopped_again_is_not_held_back() -> None:
-    way, host = Direction(), np.array([1.0, 1.0, 1.0])
-    way.observe(host, host)
-    for _ in range(2):
-        assert way.lead == pytest.approx(3.6)
-        way.observe(np.array([1.0, 3.0, 1.0]), np.array([0.1, 0.1, 0.1]))
-    for _ in range(2):
-        assert way.lead == pytest.approx(0.9 * 1.6)
-        way.observe(np.array([1.0, 2.0, 1.0]), np.array([0.1, 0.1, 0.1]))
+@pytest.mark.parametrize("disturbed", range(2, 6))
+def test_one_disturbed_pass_is_made_again(disturbed: int) -> None:
+    queue, leads = Queue(), LeadTuner()
+    layers = build_chain(host_bound(queue), torch.ones(1, 4)).layers
+
+    def run(stamps: LayerStamps) -> None:
+        queue.settle()
+        run_layers(layers, torch.ones(1, 4), OutputGradients(0), stamps)
+        queue.slower = 1.0
+
+    for number in range(6):
+        queue.slower = 4.0 if number == disturbed else 1.0
+        times = stamped_layers(run, queue, 3, leads)
+        if number:
+            assert times.forward == pytest.approx([1, 6, 1])
+            assert times.backward == pytest.approx([2, 3, 5])
+    assert leads.is_settled
+
+
+def test_a_host_that_does_more_between_the_layers_than_in_them() -> None:
+    """As hooks and stamps do: what counts is when a layer is launched, not for how long."""
+
+    queue = Queue()
+    model = nn.Sequential(*(Launches(queue, (1, 2), (1, 2)) for _ in range(5)))
+    layers = build_chain(model, torch.ones(1, 4)).layers
+    leads = LeadTuner()
+
+    class Slow(LayerStamps):
+        def before(self, index: int, layer_input: Any) -> None:
+            queue.host += 3.0
+            super().before(index, layer_input)
+
+    def run(stamps: LayerStamps) -> None:
+        queue.settle()
+        stamps.__class__ = Slow
+        run_layers(layers, torch.ones(1, 4), OutputGradients(0), stamps)
+
     for _ in range(3):
-        assert way.is_settled
-        assert (way.lead, way.is_short) == (0, True)
-        way.observe(host, host)
+        times = stamped_layers(run, queue, 5, leads)
+    assert times.forward == pytest.approx([1] * 5)
+    assert times.forward_host == pytest.approx([2] * 5)
+    assert leads.forward.lead() == pytest.approx(5 * 5 - 3 - 4)
 
 
-def test_one_disturbed_pass_changes_no_lead() -> None:
-    for disturbed in range(1, 6):
-        queue, ahead = Queue(), LeadTuner()
-        model = host_bound(queue)
-        for number in range(6):
-            queue.slower = 4.0 if number == disturbed else 1.0
-            update_leads(ahead, one_pass(model, queue, ahead.leads))
-        assert ahead.is_settled
-        assert ahead.leads.forward == pytest.approx(1.2 * 9), disturbed
-        assert ahead.leads.backward == pytest.approx(1.2 * 16), disturbed
-
-
-def test_a_lead_has_an_end_and_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_lead, "LONGEST", 1.0)
+def test_a_hold_has_an_end_and_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_lead, "LONGEST", 0.5)
     queue = Queue()
     model = nn.Sequential(*(Launches(queue, (0.1, 1), (0.01, 0.1)) for _ in range(3)))
-    ahead = settled(model, queue)
-    assert ahead.leads.forward == 1
-    assert ahead.leads.backward < 1
-    assert ahead.short == ("forward",)
+    leads = settled(model, queue)
+    assert leads.forward.holds == pytest.approx([0.5] * 3)
+    assert leads.short == ("forward",)
 
 
-def test_lead_by_hand() -> None:
-    assert lead([]) == 0
-    assert lead([2, 3, 1]) == pytest.approx(1.2 * 6)
-    assert lead([2, 3, 1], [1, 9, 9]) == pytest.approx(1.2 * 4)
-    assert lead([0, 0], [5, 5]) == 0
-
-
-def test_the_first_pass_of_a_direction_tells_of_the_host_only() -> None:
-    way = Direction()
-    way.observe(np.array([0.1, 0.2]), np.array([0.25, 0.5]))
-    assert way.lead == pytest.approx(0.36)
-    way.observe(np.array([0.1, 0.2]), np.array([0.25, 0.1]))
-    assert way.lead == pytest.approx(0.36)
-    way.observe(np.array([0.1, 0.2]), np.array([0.25, 0.1]))
-    assert way.lead == pytest.approx(0.12)
+def test_a_layer_that_stops_its_host_again_is_not_held_back() -> None:
+    """It launches two thirds, then waits until the device has begun."""
+    way, holds = Direction(), []
+    plain = np.array([0.3, 0.3, 0.3])
+    for _ in range(8):
+        begun = np.zeros(3) if way.holds is None else np.cumsum(way.holds) - 0.3 * np.arange(3)
+        waiting = np.array([0.0, max(begun[1] - 0.2, 0.0), 0.0])
+        way.observe(DirectionTimes(plain + waiting, np.zeros(3), np.full(3, 0.1), begun))
+        holds.append(float(way.holds[1]) if way.holds is not None else 0.0)
+    assert holds[-1] == 0
+    assert way.is_settled
 
 
 def test_a_direction_without_launches_needs_no_lead() -> None:
     way = Direction()
-    way.observe(np.zeros(2), np.zeros(2))
+    way.observe(DirectionTimes(*np.zeros((4, 2))))
     assert way.is_settled
-    assert (way.lead, way.is_short) == (0, False)
+    assert (way.lead(), way.is_short) == (0, False)
 
 
 def test_a_host_that_is_not_equally_fast_every_time() -> None:
     """Forty layers whose host takes 1 to 1.6 times its least, drawn anew for every pass: nearly all passes
-    show the device's own seconds once the lead has grown."""
+    show the device's own seconds once they are held back for longer."""
     generator = np.random.default_rng(0)
-    host, own = np.full(40, 0.3), np.full(40, 0.1)
-    direction = Direction()
-    sums: list[float] = []
-    for _ in range(60):
-        slower = host * generator.uniform(1.0, 1.6)
-        launched = np.cumsum(slower)
-        end = max(direction.lead, float(launched[0]))
-        ends = [end]
-        for at in launched:
-            end = max(end, float(at)) + 0.1
-            ends.append(end)
-        # Between two events, as a stream records them: from the end of the layer before.
-        device = np.diff(ends)
-        direction.observe(slower, device)
-        sums.append(float(device.sum()))
-    assert np.mean(np.array(sums[20:]) < 1.02 * own.sum()) > 0.9
+    queue, leads = Queue(), LeadTuner()
+    layers = [Launches(queue, (0.1, 0.3), (0.1, 0.3)) for _ in range(40)]
+    chain = build_chain(nn.Sequential(*layers), torch.ones(1, 4)).layers
+
+    def run(stamps: LayerStamps) -> None:
+        queue.settle()
+        for layer in layers:
+            layer.forwards = (0.1, 0.3 * generator.uniform(1.0, 1.6))
+        run_layers(chain, torch.ones(1, 4), OutputGradients(0), stamps)
+
+    sums = [float(stamped_layers(run, queue, 40, leads).forward.sum()) for _ in range(30)]
+    assert np.mean(np.array(sums[5:]) < 1.001 * 4) > 0.9
+
+
+def test_a_whole_whose_host_is_slower_than_its_layers_is_held_back_for_longer() -> None:
+    queue = Queue(DEPTH)
+    passes = SizePasses(subject_of(many(queue, FAST, 400, 400), queue), 1)
+    queue.settle()
+    passes.find_leads()
+    queue.slower = 1.6
+    times = passes.time_whole()
+    assert (times.forward, times.backward) == pytest.approx((400 * FAST, 400 * FAST))
+    assert not passes.leads.has_whole_waited
