@@ -47,7 +47,7 @@ class _Form:
         return cls(tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves), structure)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Form:
-        """A structure never changes, and torch 2.11 warns where one is copied: an error under `python -W error`."""
+        """A structure never changes; torch 2.11 warns of a copy, an error under `python -W error`."""
         return _Form(copy.deepcopy(self.leaves, memo), self.structure)
 
     @property
