@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import product
 from typing import Any, ClassVar
 
@@ -14,6 +18,8 @@ PROCESSES = "processes"
 BACKENDS = {PROCESSES: "joblib", "dask": "distributed", "ray": "ray"}
 """What runs the points, and the package that it needs."""
 MOST_POINTS = 10_000
+_WATCH_SECONDS = 1.0
+"""Between two looks of a process whether the one that started it still runs."""
 LOST_WORKER = ("TerminatedWorkerError", "KilledWorker", "WorkerCrashedError", "NodeDiedError")
 """What joblib, Dask and Ray raise where a worker is lost, the clusters' more than a few times."""
 
@@ -159,6 +165,26 @@ def _run(
         ) from None
 
 
+def _solve_in_process(
+    parent: int, solve: Callable[..., Plan], point: Point
+) -> tuple[SweepRow, PplanError | None]:
+    """In a process that `parent`, by its id, started, and that ends with it: joblib leaves the processes of
+    one that is killed behind for minutes."""
+    if os.getpid() != parent:
+        _end_with(parent)
+    return _solve_point(solve, point)
+
+
+@cache
+def _end_with(parent: int) -> None:
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_WATCH_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _run_by_joblib(
     solve: Callable[..., Plan], points: Sequence[Point], backend: str, jobs: int | None
 ) -> Iterator[tuple[SweepRow, PplanError | None]]:
@@ -166,14 +192,15 @@ def _run_by_joblib(
     Dask runs a point again whose worker is lost."""
     from joblib import Parallel, cpu_count, delayed, parallel_config
 
-    tasks = (delayed(_solve_point)(solve, point) for point in points)
     if backend == PROCESSES:
-        yield from Parallel(n_jobs=min(jobs or cpu_count(), len(points)), return_as="generator")(tasks)
+        tasks = (delayed(_solve_in_process)(os.getpid(), solve, point) for point in points)
+        workers = min(jobs or cpu_count(), len(points))
+        yield from Parallel(n_jobs=workers, backend="loky", return_as="generator")(tasks)
         return
     from distributed import Client
 
     with Client(), parallel_config(backend=backend, n_jobs=-1 if jobs is None else jobs):
-        yield from Parallel()(tasks)
+        yield from Parallel()(delayed(_solve_point)(solve, point) for point in points)
 
 
 def _run_on_ray(

@@ -13,7 +13,8 @@ out. Where a micro-batch has a W, its B computes the gradient of the input alone
     ( ... )*n          so many times; none where n is below 1
     each c from 0 to v-1 ( ... )     for every value, upwards or downwards
     let f = F.0*p F.1*p              a list that starts again at its end: `f*3` takes the next three of it
-    device 0: ...      of one device: stands instead of what `device i:` says
+    device 0: ...      of one device: stands instead of what `device i:` says; where several lines come
+                       to be of one device (0 and p-1, of p = 1) the first counts
 
 Numbers are p, m, i, v (chunks), the names of `each`, with + - * // % ( ) min max. `places: line` (the
 default: one chunk a device), `loop` (all devices with their first chunk, then with their second, as
@@ -227,6 +228,7 @@ def read_schedule(text: str) -> ScheduleText:
     splits = False
     lists: dict[str, Writer] = {}
     rows: list[tuple[int, Number | None, Writer]] = []
+    line_of_devices: dict[str, int] = {}
     for line, content in _logical_lines(text):
         word = content.split(None, 1)[0]
         splits |= word in ("let", "device") and _WEIGHTS.search(content) is not None
@@ -235,6 +237,7 @@ def read_schedule(text: str) -> ScheduleText:
             lists[name] = write
         elif word == "device":
             rows.append((line, *LineReader(content[6:], line, set(lists)).read_row()))
+            _refuse_second_line(content, line, line_of_devices)
         else:
             key, colon, value = content.partition(":")
             if not colon or key.strip() not in _KEYS or key.strip() in fields:
@@ -254,6 +257,18 @@ def read_schedule(text: str) -> ScheduleText:
             "A line has 1 chunk a device, a v has 2, a loop any number.",
         )
     return ScheduleText(fields["name"], fields.get("source", ""), places, chunks, lists, rows, splits)
+
+
+def _refuse_second_line(content: str, line: int, earlier: dict[str, int]) -> None:
+    """Raises ScheduleTextError for a line of `device`s that an earlier one is of, in the same words."""
+    devices = "".join(content.split(":")[0].split()[1:])
+    first = earlier.setdefault(devices, line)
+    if first != line:
+        raise ScheduleTextError(
+            f"line {line}: {short_repr(content)}: line {first} is of device {devices} already",
+            "Write one line for a device, or make one of both: a line that begins with a blank continues the "
+            "one above.",
+        )
 
 
 def _checked(key: str, value: str, line: int) -> str:

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,41 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _SHORTEST = 2
 """Modules of a row that ends before the last of those named."""
 _HINT = "Name modules that are called one after another, each with what the one before returned."
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A value without its tensors."""
+
+    leaves: tuple[Any, ...]
+    """In order; `Tensor` stands for each tensor."""
+    structure: Any
+    """As tree_flatten names it."""
+
+    @classmethod
+    def of(cls, value: Any) -> _Form:
+        leaves, structure = tree_flatten(value)
+        return cls(tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves), structure)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Form:
+        """A structure never changes; torch 2.11 warns of a copy, an error under `python -W error`."""
+        return _Form(copy.deepcopy(self.leaves, memo), self.structure)
+
+    @property
+    def count(self) -> int:
+        """Of its tensors."""
+        return sum(leaf is Tensor for leaf in self.leaves)
+
+    def fill(self, tensors: Iterable[Tensor]) -> Any:
+        """The value with these tensors."""
+        left = iter(tensors)
+        return tree_unflatten(
+            [next(left) if leaf is Tensor else leaf for leaf in self.leaves], self.structure
+        )
+
+
+def _form_of(example: ModelInput) -> _Form:
+    return _Form.of((example.args, example.kwargs))
 
 
 class _RowStart(Exception):
@@ -55,7 +91,7 @@ class _RecordedResults:
         self._left: list[str] = []
         self._tensors: tuple[Tensor, ...] = ()
         self._idle: contextlib.ExitStack | None = None
-        self.count = sum(leaf is Tensor for leaf in returned[0])
+        self.count = returned.count
 
     @contextlib.contextmanager
     def supply(self, tensors: tuple[Tensor, ...]) -> Iterator[None]:
@@ -76,9 +112,7 @@ class _RecordedResults:
         del self._left[0]
         if not self._left and self._idle is not None:
             self._idle.close()
-        leaves, structure = self._returned
-        tensors = iter(self._tensors)
-        return tree_unflatten([next(tensors) if leaf is Tensor else leaf for leaf in leaves], structure)
+        return self._returned.fill(self._tensors)
 
 
 class _Answer(nn.Module):
@@ -128,24 +162,8 @@ class AfterModules(nn.Module):
             return _called(self.model, self._form, inputs[count:])
 
 
-_Form = tuple[list[Any], Any]
-"""Leaves, where `Tensor` stands for each tensor, and their structure."""
-
-
-def _marked(value: Any) -> _Form:
-    leaves, structure = tree_flatten(value)
-    return [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
-
-
-def _form_of(example: ModelInput) -> _Form:
-    return _marked((example.args, example.kwargs))
-
-
 def _called(model: nn.Module, form: _Form, inputs: Sequence[Tensor]) -> Any:
-    leaves, structure = form
-    tensors = iter(inputs)
-    filled = [next(tensors) if leaf is Tensor else leaf for leaf in leaves]
-    args, kwargs = tree_unflatten(filled, structure)
+    args, kwargs = form.fill(inputs)
     return model(*args, **kwargs)
 
 
@@ -188,7 +206,7 @@ def call_in_a_row(model: nn.Module, example: ModelInput, name: str, row: Sequenc
     last = graph.call_module(after, (*results, *inputs))
     placed[last] = ""
     graph.output(last)
-    returned = _marked(calls[-1][2])
+    returned = _Form.of(calls[-1][2])
 
     def parts(of: nn.Module) -> nn.Module:
         holder = nn.Module()

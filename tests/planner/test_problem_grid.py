@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
@@ -160,6 +163,48 @@ def test_a_cluster_that_loses_a_worker_has_all_rows(
     rows = solve_points(partial(_kill_itself_at_three, 1, str(tmp_path)), points, backend=backend, jobs=2)
     assert len(list(tmp_path.iterdir())) == 1
     assert rows == [make_row(point, made(point["gpus"] + 10)) for point in points]
+
+
+_SWEEP = """
+import fcntl, sys, time
+from pplan.cost_models.errors import InfeasibleError
+from pplan.planner.problem_grid import solve_points
+
+def solve(gpus):
+    lock = open(f"{sys.argv[1]}/{gpus}", "w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    print(gpus, flush=True)
+    time.sleep(120 * (gpus == 2))
+    solve.lock = lock  # as long as the process is there
+    raise InfeasibleError("no plan", "None.")
+
+solve_points(solve, [{"gpus": 1}, {"gpus": 2}], jobs=2)
+"""
+
+
+@pytest.mark.slow
+def test_processes_end_with_the_one_that_is_killed(tmp_path: Path) -> None:
+    """The one that has nothing more to do, and the one that solves a point."""
+    sweep = subprocess.Popen([sys.executable, "-c", _SWEEP, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert sweep.stdout is not None
+    with sweep, sweep.stdout:
+        assert {sweep.stdout.readline() for _ in range(2)} == {"1\n", "2\n"}
+        sweep.kill()
+    end = time.monotonic() + 20
+    for name in ("1", "2"):
+        with (tmp_path / name).open() as file:
+            while not _is_free(file):
+                assert time.monotonic() < end, f"the process of point {name} is still there"
+                time.sleep(0.05)
+
+
+def _is_free(file: TextIO) -> bool:
+    """Whether no process holds its lock."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @pytest.mark.slow

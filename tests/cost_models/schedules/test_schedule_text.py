@@ -78,6 +78,11 @@ def test_a_device_may_have_a_line_of_its_own() -> None:
     assert [" ".join(map(str, own)) for own in program.actions] == ["F0 F1 B0 B1"] * 2 + ["F0 B0 F1 B1"]
 
 
+def test_of_lines_of_one_device_by_their_numbers_the_first_counts() -> None:
+    program = read_schedule("name: mine\ndevice 0: (F B)*m\ndevice p-1: F*m B*m\n").program(1, 2)
+    assert " ".join(map(str, program.actions[0])) == "F0 B0 F1 B1"
+
+
 WRONG = {
     "device i: (F B)*m": "no line `name",
     "name: mine": "no line `device",
@@ -100,6 +105,8 @@ WRONG = {
     "name: mine\ndevice 0: F*m B*m": "device 1 of 3 has no line",
     "name: mine\ndevice i: F*m B*m\ndevice 7: F*m B*m": "line 3: device 7, of devices 0 to 2",
     "name: mine\ndevice i: F*m B*m\ndevice p-4: F": "line 3: device -1, of devices 0 to 2",
+    "name: mine\ndevice i: F*m B*m\n\ndevice i: F": "line 4: 'device i: F': line 2 is of device i already",
+    "name: mine\ndevice p-1: F*m\ndevice p - 1 : B*m": "line 2 is of device p-1 already",
     "name: mine\ndevice i: ((F*9999)*9999)*9999 B*m": "actions and repetitions",
     "name: mine\ndevice i: " + "(" * 50 + "F" + ")" * 50: "brackets",
     "name: mine\ndevice i: F*" + "-" * 5000 + "1": "brackets",
