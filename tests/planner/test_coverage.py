@@ -112,8 +112,8 @@ class TestTheReadmesExample:
     def test_cuts_of_other_schedules_are_searched(
         self, options: dict[str, Any], schedule: str, seconds: float
     ) -> None:
-        """Faster than 1F1B's best plan. ZB-H1 would take 0.4073 s with [3, 5, 1] layers, if there were 6.5 GiB
-        instead of 6 for what lies between the two parts of a backward."""
+        """Faster than 1F1B's best plan. ZB-H1 would take 0.4073 s with [3, 5, 1] layers, if there were
+        6.5 GiB instead of 6 for what lies between the two parts of a backward."""
         plan = solved(gpt(), four_gpus(6), **TRAINING, **options)
         predicted = plan.prediction
         assert plan.schedule == schedule
