@@ -135,6 +135,7 @@
       number.style.left = `${(position(first) + position(end)) / 2}%`;
       if ((position(end) - position(first)) * chain.clientWidth / 100 > 14) chain.append(number);
     });
+    chain.classList.toggle("tight", at.slice(1, -1).some((end, cut) => (position(end) - position(at[cut])) * chain.clientWidth / 100 < 24));
     handles.forEach((handle, cut) => {
       handle.style.left = `${position(at[cut])}%`;
       if (!data.cuts) return;
