@@ -44,8 +44,6 @@ _STOPPED = 4
 """So many leads in a row, each longer, that were too short: the host was stopped."""
 _BELOW_FULL = 0.9
 """Share of a queue that is filled: about 900 launches of a thousand."""
-_AGREEING = 2
-"""Passes that must show the same, as any one may be disturbed."""
 _TRIALS = 6
 """Passes that look for how long to hold back before what they found has to do."""
 
@@ -55,7 +53,7 @@ class DirectionTimes:
     """One direction of a pass: seconds, an entry for each part (layer, loss) in the order they run.
 
     `host`: to launch it. `gap`: of the host between the part before and this one. `device`: between its two
-    events. `begun`, `ended`: by how much later than the host the device came by these events.
+    events. `lag`: by how much later than the host the device came by the first of these.
     """
 
     host: Vector

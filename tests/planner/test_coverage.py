@@ -103,7 +103,7 @@ class TestTheReadmesExample:
     @pytest.mark.parametrize(
         ("options", "schedule", "seconds"),
         [
-            ({"schedule": "zb-h1"}, "zb-h1", 0.4073),
+            ({"schedule": "zb-h1"}, "zb-h1", 0.4152),
             ({"runtime": "torch"}, "dualpipe-v", 0.3992),
             ({"schedule": "any"}, "dualpipe-v", 0.3932),
         ],
@@ -112,7 +112,8 @@ class TestTheReadmesExample:
     def test_cuts_of_other_schedules_are_searched(
         self, options: dict[str, Any], schedule: str, seconds: float
     ) -> None:
-        """Faster than with the cuts of 1F1B's best plan, or balanced ones: 0.415 s."""
+        """Faster than 1F1B's best plan. ZB-H1 would take 0.4073 s with [3, 5, 1] layers, if there were
+        6.5 GiB instead of 6 for what lies between the two parts of a backward."""
         plan = solved(gpt(), four_gpus(6), **TRAINING, **options)
         predicted = plan.prediction
         assert plan.schedule == schedule

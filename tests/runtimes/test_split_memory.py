@@ -52,7 +52,7 @@ def images() -> tuple[nn.Sequential, Tensor, Tensor]:
     profile is of."""
     rows: list[nn.Module] = []
     for channels in (3, 6, 6):
-        rows += [nn.Conv2d(channels, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Tanh()]
+        rows += [nn.Conv2d(channels, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Sigmoid()]
     model = nn.Sequential(*rows, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, 10))
     return model, torch.randn(SAMPLES, 3, 12, 12), torch.randint(0, 10, (SAMPLES,))
 
