@@ -87,9 +87,8 @@ def counted_peak(plan: Plan, model: nn.Module, inputs: Tensor, target: Tensor) -
     buffers = []
     for stage in process.stages:
         for received in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
-            several = (
-                getattr(one, "buffer", None) for one in received
-            )  # PyTorch 2.11: not of the first stage
+            # With PyTorch 2.11 what the first stage receives has none.
+            several = (getattr(one, "buffer", None) for one in received)
             buffers += [buffer for buffer in several if buffer is not None]
     for buffer in buffers:
         buffer.grad = None
