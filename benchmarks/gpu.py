@@ -110,7 +110,7 @@ def measured(loaded: LoadedModel, sizes: Sequence[int], how: dict[str, str]) -> 
 
 def print_layers(profile: Profile) -> None:
     """A row for each size."""
-    waited = [note for note in profile.notes if "in the untouched model, which" in note]
+    waited = [note for note in profile.notes if "in the untouched model, " in note]
     print("  {:>5} {:>9} {:>9} {:>8} {:>8} {:>7} {:>7}".format(*HEADS))
     for position, whole in enumerate(profile.whole):
         size = whole.micro_batch_size

@@ -85,11 +85,11 @@ def estimate(
     subject = blocks.subject
     curves, efficiency_note = Curves(), "the efficiencies are assumptions"
     name = target.roofline.name
-    if target.measured is None and target.roofline is ROOFLINES.get(name) and name in MEASURED_CURVES:
-        curves, efficiency_note = MEASURED_CURVES[name], "the efficiencies are those of other models on it"
     if target.measured is not None:
         curves, measured_on = _calibrated(blocks, target.measured, target.roofline)
         efficiency_note = f"the efficiencies are calibrated from a profile measured on {measured_on}"
+    elif name in MEASURED_CURVES and target.roofline is ROOFLINES[name]:
+        curves, efficiency_note = MEASURED_CURVES[name], "the efficiencies are those of other models on it"
     timed = [
         dataclasses.replace(result, rounds=TimedPasses(layers=[_times(blocks, result.size, target, curves)]))
         for result in results

@@ -240,8 +240,8 @@ class SizeRun:
             )
         if leads.is_whole_short:
             return (
-                f"micro-batch size {self.size}: the device waited for the host in the untouched model, which "
-                "launches more than a stream takes ahead; the layers did not wait, and add up to less"
+                f"micro-batch size {self.size}: the device waited for the host in the untouched model, whose "
+                "seconds hold some of that; the layers did not wait, and add up to less"
             )
         return None
 

@@ -173,6 +173,16 @@ def many(queue: Queue, device: float, forward: int, backward: int, layers: int =
     return nn.Sequential(*(Launches(queue, each[0], each[1]) for _ in range(layers)))
 
 
+def launches_alone(forward: int, backward: int) -> dict[str, float]:
+    """The sums of so many launches that wait for nothing."""
+    return {
+        "forward": forward * FAST,
+        "backward": backward * FAST,
+        "forward host": forward * HOST,
+        "backward host": backward * HOST,
+    }
+
+
 def sums(run: SizeRun) -> dict[str, float]:
     """Seconds of all layers."""
     rounds = run.rounds
@@ -244,28 +254,14 @@ def test_a_whole_size_by_hand() -> None:
 def test_a_lead_fills_no_more_than_the_queue() -> None:
     queue = Queue(DEPTH)
     run = measured(many(queue, FAST, 1200, 1200), queue)
-    assert sums(run) == pytest.approx(
-        {
-            "forward": 1200 * FAST,
-            "backward": 1200 * FAST,
-            "forward host": 1200 * HOST,
-            "backward host": 1200 * HOST,
-        }
-    )
+    assert sums(run) == pytest.approx(launches_alone(1200, 1200))
     assert run.lead_note is None
 
 
 def test_layers_of_more_launches_than_a_queue_takes_have_their_own_seconds_and_the_whole_has_not() -> None:
     queue = Queue(DEPTH)
     run = measured(many(queue, FAST, 400, 4000), queue)
-    assert sums(run) == pytest.approx(
-        {
-            "forward": 400 * FAST,
-            "backward": 4000 * FAST,
-            "forward host": 400 * HOST,
-            "backward host": 4000 * HOST,
-        }
-    )
+    assert sums(run) == pytest.approx(launches_alone(400, 4000))
     assert run.rounds.whole_medians()[0] == pytest.approx(400 * FAST)
     assert run.rounds.whole_medians()[1] > 1.5 * 4000 * FAST
     assert run.lead_note is not None
