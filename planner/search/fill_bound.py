@@ -36,6 +36,7 @@ from math import inf, sqrt
 
 import numpy as np
 
+from ...cost_models.hardware import Device
 from ..stage_table import Floats
 from .relaxed_problem import SAFE
 from .space import Space, divide_batch
@@ -113,32 +114,33 @@ class _FillProgramme:
     discount: float
 
     @cached_property
+    def _kinds(self) -> dict[Device, int]:
+        """With how many devices each has."""
+        return self.space.topology.count_kinds(self.family.placement.ranks)
+
+    @cached_property
     def _prices(self) -> Floats:
         """By kind, of a device."""
-        speeds = np.array(
-            [kind.speed for kind in self.space.topology.count_kinds(self.family.placement.ranks)]
-        )
+        speeds = np.array([kind.speed for kind in self._kinds])
         relative: Floats = (speeds / speeds.max()) ** (1 + self.discount)
         return relative
 
     @cached_property
     def paid_devices(self) -> float:
         """What all devices cost, in the fastest."""
-        counts = self.space.topology.count_kinds(self.family.placement.ranks)
-        return float(self._prices @ np.array(list(counts.values()), dtype=np.float64))
+        return float(self._prices @ np.array(list(self._kinds.values()), dtype=np.float64))
 
     @cached_property
     def _choices(self) -> Sequence[_Replicas]:
         """The numbers of replicas on each kind, those with the same share of a micro-batch once."""
         config, size = self.family.config, self.family.config.micro_batch_size
-        kinds = self.space.topology.count_kinds(self.family.placement.ranks)
         recompute = int(config.recompute == "always")
         choices = []
         for count in bounded_counts(self.family):
             if count > size or not self.space.fits_someone(size, count):
                 continue
             self.space.budget.check()
-            for kind, price in zip(kinds, self._prices.tolist(), strict=True):
+            for kind, price in zip(self._kinds, self._prices.tolist(), strict=True):
                 costs = self.space.kind_table(kind, divide_batch(size, count)).costs
                 forward = (1 + recompute) * costs.forward_seconds
                 x = (forward + costs.backward_seconds) * kind.seconds_scale
