@@ -36,6 +36,22 @@ class Covering:
     files: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     @classmethod
+    def kept(
+        cls, path: Path | None, folder: Path, python: Sequence[str], tests: Sequence[str], marks: str
+    ) -> Covering:
+        """As it was written to `path`, or measured and written there."""
+        if path is not None and path.is_file():
+            content = json.loads(path.read_text())
+            lines = {(file, int(line)): set(own) for file, line, own in content["lines"]}
+            return cls(content["seconds"], lines, {file: set(own) for file, own in content["files"].items()})
+        covering = cls.measure(folder, python, tests, marks)
+        if path is not None:
+            lines = [[file, line, sorted(own)] for (file, line), own in covering.lines.items()]
+            files = {file: sorted(own) for file, own in covering.files.items()}
+            path.write_text(json.dumps({"seconds": covering.seconds, "lines": lines, "files": files}))
+        return covering
+
+    @classmethod
     def measure(cls, folder: Path, python: Sequence[str], tests: Sequence[str], marks: str) -> Covering:
         """Runs the tests once, in `folder`, a copy of the repository."""
         with tempfile.TemporaryDirectory(prefix="covering-") as name:
