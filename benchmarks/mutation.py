@@ -43,7 +43,7 @@ from mutants.operators import Mutant, mutants, mutated_code
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("cost_models", "planner")
-TESTS = ("tests/cost_models", "tests/planner", "tests/verification")
+TESTS = ("tests/cost_models", "tests/planner", "tests/verification", "tests/proofs")
 WARM = ("numpy", "pydantic", "networkx", "torch", "typer", "rich.console")
 """Imported once; nothing of pplan."""
 TIMES, LEAST_SECONDS, MOST_BYTES = 3, 30, 12 * 2**30
@@ -226,8 +226,12 @@ def main() -> None:
     parser.add_argument("--marks", default="not slow", help="the tests (default: %(default)s)")
     parser.add_argument("--results", type=Path, help="a file of one line a mutant, which is gone on with")
     parser.add_argument("--again", action="store_true", help="only run anew what survived in --results")
-    parser.add_argument("--file", action="append", help="of these alone, as planner/search/*bound*.py; repeatable")
-    parser.add_argument("--covering", type=Path, help="a file that keeps which tests run which lines; read if there")
+    parser.add_argument(
+        "--file", action="append", help="of these alone, as planner/search/*bound*.py; repeatable"
+    )
+    parser.add_argument(
+        "--covering", type=Path, help="a file that keeps which tests run which lines; read if there"
+    )
     arguments = parser.parse_args()
     for name in WARM:
         importlib.import_module(name)
@@ -238,7 +242,7 @@ def main() -> None:
             mutant
             for folder in FOLDERS
             for file in sorted((copy / folder).rglob("*.py"))
-            if arguments.file is None or any(fnmatch(str(file.relative_to(copy)), each) for each in arguments.file)
+            if any(fnmatch(str(file.relative_to(copy)), each) for each in arguments.file or ["*"])
             for mutant in mutants(copy, str(file.relative_to(copy)))
         ]
         drawn = random.Random(arguments.seed).sample(everything, min(arguments.mutants, len(everything)))

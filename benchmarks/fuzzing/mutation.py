@@ -103,6 +103,8 @@ WORDS = (
     ),
 )
 ENCODINGS = ("utf-16", "utf-32", "utf-8-sig", "latin-1", "cp1252", "utf-16-be")
+LARGEST = 10**7
+"""Characters that a line repeated may have."""
 _WORD = re.compile(r"[\w.+]+|[^\w\s]")
 
 
@@ -277,8 +279,8 @@ def _text_edited(text: str, edit: Edit) -> str:
         return text[:position] + other + text[position:]
     if name == "line":
         lines = text.splitlines(keepends=True)
-        if lines:
-            lines[where % len(lines)] *= more[0]
+        if lines and len(line := lines[where % len(lines)]) * more[0] <= LARGEST:
+            lines[where % len(lines)] = line * more[0]
         return "".join(lines)
     found = list(_WORD.finditer(text)) if name == "word" else []
     if not found:

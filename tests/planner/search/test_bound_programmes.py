@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import combinations, pairwise, product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,21 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
-from pplan.planner.search import fluid_bound, relaxed_stages
+from pplan.planner.search import fluid_bound, relaxed_problem, relaxed_programme, relaxed_stages
 from pplan.planner.search.fill_bound import _FillProgramme
 from pplan.planner.search.fluid_bound import _FluidProgramme
+from pplan.planner.search.least_collectives import all_reduce_pace
+from pplan.planner.search.relaxed_bound import _by_speed
 from pplan.planner.search.relaxed_problem import RelaxedProblem, Weights
 from pplan.planner.search.relaxed_programme import price_stages
-from pplan.planner.search.relaxed_stages import make_relaxed_stages
+from pplan.planner.search.relaxed_stages import (
+    _as_fast,
+    _cut_seconds,
+    _exposed_exchange,
+    _smaller,
+    make_relaxed_stages,
+)
+from pplan.planner.search.space import Space
 from pplan.planner.search.subproblem import Family
 
 MakeChain = Callable[..., Chain]
@@ -97,8 +107,8 @@ class TestFluid:
             assert tight >= len(programme._runs)
 
     def test_what_a_layer_costs(self, make_chain: MakeChain) -> None:
-        """The fewest devices with a share, priced, times seconds of a micro-batch; what the first backward of a step does not
-        take is left out of the mean."""
+        """The fewest devices with a share, priced, times seconds of a micro-batch; what the first backward of
+        a step does not take is left out of the mean."""
         problem = next(problems(make_chain, 3))
         for family in problem.families:
             programme = _FluidProgramme(problem.space, family, (0.5,))
@@ -128,7 +138,7 @@ class TestFill:
                 prices = {kind: (kind.speed / fastest) ** 1.1 for kind in kinds}
                 paid = sum(prices[kind] * count for kind, count in kinds.items())
                 assert programme.paid_devices == pytest.approx(paid)
-                for low, high, price in product((0.5, 2.0), (3.0, 9.0), (0.5, 4.0, 40.0)):
+                for low, high, price in ((0.5, 3.0, 4.0), (2.0, 9.0, 0.5), (2.0, 9.0, 40.0)):
                     least = self.least(problem, family, prices, high, price)
                     expected = (family.config.micro_batches - 1) * low + sum(least) - price * paid
                     assert programme.bound(low, high, price) == pytest.approx(expected, rel=1e-8)
@@ -159,11 +169,18 @@ class TestFill:
 class TestRelaxed:
     """The least sums of `relaxed_problem`, over all pipelines of the relaxed stages."""
 
-    @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-    def test_the_least_of_all_pipelines(self, make_chain: MakeChain, schedule: str) -> None:
+    @pytest.mark.parametrize(("schedule", "most"), [("1f1b", 8), ("1f1b", 1), ("gpipe", 8)])
+    def test_the_least_of_all_pipelines(
+        self, make_chain: MakeChain, schedule: str, most: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """`most`: micro-batches in flight up to which the longest stage's own seconds count."""
+        for module in (relaxed_problem, relaxed_programme):
+            monkeypatch.setattr(module, "EVERY_IN_FLIGHT", most)
         finite = 0
         for problem in problems(make_chain, 3):
-            for family in [own for own in problem.families if own.config.schedule == schedule][::3]:
+            families = [own for own in problem.families if own.config.schedule == schedule]
+            several = [own for own in families if own.config.micro_batches > 3]
+            for family in {own.config.recompute: own for own in several}.values():
                 stages = make_relaxed_stages(problem.space, family)
                 assert stages is not None
                 own = RelaxedProblem(family.config, stages, 3, np.inf)
@@ -222,7 +239,10 @@ class TestRelaxed:
         plain = x - f if config.recompute == "except_last" else x
         held = count if config.schedule == "gpipe" else min(count, remaining)
         longest = max(x, low)
-        if config.schedule == "gpipe":
+        if config.schedule == "1f1b" and held > relaxed_problem.EVERY_IN_FLIGHT:
+            double = weights.name == "double"
+            busy = (count - held + 1 + (0 if double else (held - 1) / 2)) * low
+        elif config.schedule == "gpipe":
             busy = (count - (0.5 if config.recompute == "except_last" else 0.0)) * longest
         elif weights.name == "double":
             busy = (count - held + 1) * longest
@@ -236,12 +256,42 @@ class TestRelaxed:
             f + c if weights.reduced else plain + 2 * c - a,
         )
 
+    def test_what_a_stage_of_a_kind_takes(self, make_chain: MakeChain) -> None:
+        """Devices as fast, transfers, and what of an all-reduce may be left where other layers lie around."""
+        kinds = tuple(Device(f"{speed}", None, speed=speed) for speed in (1.0, 2.0, 0.5))
+        own = Device("own", None, profile="own.profile.json")
+        assert [_as_fast(kind, kinds, [3, 4, 5]) for kind in kinds] == [7, 4, 12]
+        assert _as_fast(own, (*kinds, own), [3, 4, 5, 1]) == 13
+        chain = make_chain(1, 4, cuts=1.1, traffic=3.0)
+        chain = replace(chain, trainable_bytes=20 * chain.parameter_bytes)
+        levels = (Level("node", 2, Link(40.0, 0.2)), Level("network", None, Link(10.0, 0.3)))
+        space = Space(chain, Topology((Group(kinds[0], 4),), levels), "sgd")
+        table, costs = space.table(2), chain.at(2)
+        sent = np.append(0.0, costs.output_bytes)
+        sent[0], sent[-1] = table.crossing[[0, -1]]
+        assert _cut_seconds(space.topology, table) == pytest.approx(sent / 50 + [0, 0.2, 0.2, 0.2, 0])
+        left = _exposed_exchange(space, 4, table, costs.backward_seconds, exact=False)
+        pace = all_reduce_pace(space.topology, 4)
+        for start, end in combinations(range(5), 2):
+            gradients = costs.trainable_bytes[start:end].sum()
+            backward = costs.backward_seconds[start:end].sum()
+            assert left[start, end] == pytest.approx(max(pace * gradients - backward, 0.0))
+        small, large = chain.at(1), chain.at(4)
+        assert _smaller(large, small).input_bytes == _smaller(small, large).input_bytes == small.input_bytes
+
+    def test_faster_kinds_are_no_cheaper(self) -> None:
+        speeds = (1.0, 2.0, 1.0, 0.5)
+        kinds = [SimpleNamespace(speed=speed) for speed in speeds]
+        problem: Any = SimpleNamespace(stages=SimpleNamespace(kinds=kinds))
+        assert _by_speed(problem, np.array([3.0, 2.0, 1.0, 2.5])).tolist() == [3.0, 3.0, 3.0, 2.5]
+
     def test_cuts_of_a_long_chain(self, make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of 24 equal layers between seven places: every fourth cut, and stages without the outer layers."""
         monkeypatch.setattr(relaxed_stages, "MOST_PLACES", 7)
         chain = make_chain(0, 24, cuts=1.1, sizes=(1,))
         ones = np.ones_like(chain.forward_seconds)
-        chain = replace(chain, forward_seconds=ones, backward_seconds=ones, forward_host_seconds=ones, backward_host_seconds=0 * ones)
+        chain = replace(chain, forward_seconds=ones, backward_seconds=ones)
+        chain = replace(chain, forward_host_seconds=ones, backward_host_seconds=0 * ones)
         problem = Problem(chain, SPACE, PlanOptions(mini_batch=2, micro_batches=2, schedule="1f1b"))
         stages = make_relaxed_stages(problem.space, problem.families[0])
         assert stages is not None

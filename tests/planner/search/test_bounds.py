@@ -180,6 +180,8 @@ def test_where_there_is_one_plan_nothing_is_left_to_minimise(
         if config.micro_batch_size < replicas:
             continue
         chain = with_hosts(make_chain(seed, 3, traffic=[0.1, 3][seed % 2], cuts=1.1, adding=0.5), times)
+        weights = chain.trainable_bytes * np.array([1.0, 1.0, [1.0, 30.0][seed // 2 % 2]])
+        chain = replace(chain, parameter_bytes=weights, trainable_bytes=weights)
         space = Space(chain, make_topology(3 * replicas, latency=0.3), "sgd")
         (family,) = families_of(space, [config], (replicas,))
         ranges = DeviceRanges(space, family.placement, family.replicas)

@@ -50,7 +50,8 @@ def rows(plans: Pipelines) -> Iterator[Row]:
 
 def launches(plans: Pipelines, row: Row) -> float:
     """A stage's last B waits for its host, and for the stage after it."""
-    count, late, latest, differs = plans.config.micro_batches, 0.0, 0.0, plans.config.recompute == "except_last"
+    count, late, latest = plans.config.micro_batches, 0.0, 0.0
+    differs = plans.config.recompute == "except_last"
     last = row["plain_launch" if differs else "backward_launch"]
     backward = row["plain" if differs else "backward"]
     hosts = [
@@ -68,8 +69,7 @@ def launches(plans: Pipelines, row: Row) -> float:
 def round_trips(plans: Pipelines, row: Row) -> float:
     """The terms of 1F1B's module, the largest over the stages."""
     f, b, a, e, c, o = (
-        row[name]
-        for name in ("forward", "backward", "accumulation", "exposed_allreduce", "cut", "occupancy")
+        row[name] for name in ("forward", "backward", "accumulation", "exposed_allreduce", "cut", "occupancy")
     )
     count, stages, bounds = plans.config.micro_batches, plans.stages, []
     for s in range(stages):
@@ -98,8 +98,7 @@ def round_trips(plans: Pipelines, row: Row) -> float:
 def flow_shops(plans: Pipelines, row: Row) -> float:
     """The terms of GPipe's module."""
     f, b, a, e, c, o = (
-        row[name]
-        for name in ("forward", "backward", "accumulation", "exposed_allreduce", "cut", "occupancy")
+        row[name] for name in ("forward", "backward", "accumulation", "exposed_allreduce", "cut", "occupancy")
     )
     first = row["plain"] if plans.config.recompute == "except_last" else b
     first = [own - less for own, less in zip(first, a, strict=True)]
@@ -109,9 +108,7 @@ def flow_shops(plans: Pipelines, row: Row) -> float:
     forwards = max(sum(f) + sum(c) + more * most_f, (more + 1) * max(row["forward_launch"]))
     if plans.hosts == "one":
         forwards = max(sum(f) + sum(c) + more * most_f, (more + 1) * sum(row["forward_launch"]))
-    gradients = [
-        sum(first[t] + c[t] for t in stages[s:]) + more * max(*b[s:], *o[s:]) + e[s] for s in stages
-    ]
+    gradients = [sum(first[t] + c[t] for t in stages[s:]) + more * max(*b[s:], *o[s:]) + e[s] for s in stages]
     bounds = [forwards + max(gradients), launches(plans, row)]
     span = sum(f) + 2 * sum(c)
     bounds += [span + sum(first) + more * (most_f + most_b), span + sum(first) + more * most_both]
