@@ -18,7 +18,7 @@ from .size_sweep import Progress, left_out_note
 
 SIZES = (1, 2, 4, 8)
 _FACTOR, _LARGEST, _STATES = 4, 128, 4
-"""From size to size of an estimate beyond those, the largest, and copies of the weights that training holds."""
+"""From size to size of an estimate beyond those, the largest, copies of the weights that training holds."""
 
 Kernels = Callable[[], AbstractContextManager[str | None]]
 """Entered, passes on the meta device run as on some device. Yields None, or what is left out of that."""
