@@ -14,6 +14,7 @@ where there is one.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import math
 import multiprocessing
@@ -152,6 +153,8 @@ def main() -> int:
     parser.add_argument("--read", action="store_true", help="readers alone")
     parser.add_argument("--again", type=Path, help="run the cases of this corpus instead")
     arguments = parser.parse_args()
+    if arguments.read and COMMAND_LINE in (arguments.kind or ()):
+        parser.error("--read is of files")
     with tempfile.TemporaryDirectory(prefix="seeds-") as folder:
         make_seeds(Path(folder))
         seeds = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
@@ -162,17 +165,18 @@ def main() -> int:
     began = time.monotonic()
     until = began + 60 * arguments.minutes
     numbers = range(arguments.first, arguments.first + arguments.cases)
-    for number, kind, ran, fine, told in results(run, seeds, numbers, list(rows), arguments.seed, until):
-        rows[kind] = [a + b for a, b in zip(rows[kind], (1, ran, fine, told is not None), strict=True)]
-        if told is None:
-            continue
-        name, text, case = told
-        found[name] += 1
-        if found[name] == 1:
-            print(f"--- {name} (case {number})\n{case}\n{text}\n", flush=True)
-            if arguments.corpus is not None and case:
-                with arguments.corpus.open("a") as corpus:
-                    corpus.write(f"{case}\n")
+    with contextlib.suppress(KeyboardInterrupt):  # the table of what was done is printed
+        for number, kind, ran, fine, told in results(run, seeds, numbers, list(rows), arguments.seed, until):
+            rows[kind] = [a + b for a, b in zip(rows[kind], (1, ran, fine, told is not None), strict=True)]
+            if told is None:
+                continue
+            name, text, case = told
+            found[name] += 1
+            if found[name] == 1:
+                print(f"--- {name} (case {number})\n{case}\n{text}\n", flush=True)
+                if arguments.corpus is not None and case:
+                    with arguments.corpus.open("a") as corpus:
+                        corpus.write(f"{case}\n")
     cases = sum(row[0] for row in rows.values())
     print(f"\n{report(found, rows)}\n\n{cases:,} cases, {time.monotonic() - began:,.0f} s")
     return 1 if found else 0

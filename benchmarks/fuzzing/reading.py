@@ -54,8 +54,7 @@ def _read_profile(path: Path) -> object:
 
 
 def _read_schedule(path: Path) -> object:
-    text = read_schedule(read_text(path, "schedule"))
-    return [text.program(2, 4), text.program(3, 2)]
+    return read_schedule(read_text(path, "schedule")).program(4, 8)
 
 
 def _read_defaults(_: Path) -> object:

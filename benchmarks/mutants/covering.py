@@ -51,9 +51,9 @@ class Covering:
             return cls(content["seconds"], lines, {file: set(own) for file, own in content["files"].items()})
         covering = cls.measure(folder, python, tests, marks)
         if path is not None:
-            lines = [[file, line, sorted(own)] for (file, line), own in covering.lines.items()]
+            rows = [[file, line, sorted(own)] for (file, line), own in covering.lines.items()]
             files = {file: sorted(own) for file, own in covering.files.items()}
-            path.write_text(json.dumps({"seconds": covering.seconds, "lines": lines, "files": files}))
+            path.write_text(json.dumps({"seconds": covering.seconds, "lines": rows, "files": files}))
         return covering
 
     @classmethod
