@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil, inf
+from typing import Any
 
 import numpy as np
 import pytest
 
+from pplan.cost_models.simulator.costs import Hosts
 from pplan.planner.pipeline_config import Mode, PipelineConfig
 from pplan.planner.search.bounds_1f1b import whole_bound_1f1b
 from pplan.planner.search.bounds_gpipe import whole_bound_gpipe
@@ -26,7 +28,9 @@ def random_plans(seed: int, schedule: str, mode: Mode, micro_batches: int) -> Pi
     """Of four stages, in which any of the costs may be what a step waits for."""
     rng, plans, stages = np.random.default_rng(seed), 12, 4
     names = ("forward", "backward", "exposed_allreduce", "forward_launch", "backward_launch")
-    own = {name: rng.random((plans, stages)) * 10.0 ** rng.integers(-1, 2, (plans, 1)) for name in names}
+    own: dict[str, Any] = {
+        name: rng.random((plans, stages)) * 10.0 ** rng.integers(-1, 2, (plans, 1)) for name in names
+    }
     cuts = rng.random((2, plans, stages - 1)) * 10.0 ** rng.integers(-2, 2, (2, plans, 1))
     return Pipelines(
         config=PipelineConfig(schedule, mode, micro_batches, 1),
@@ -124,7 +128,7 @@ MODES: tuple[Mode, ...] = ("never", "except_last")
 
 @pytest.mark.parametrize("hosts", ["each", "one"])
 @pytest.mark.parametrize("count", [1, 2, 4, 9])
-def test_the_largest_of_their_terms(count: int, hosts: str) -> None:
+def test_the_largest_of_their_terms(count: int, hosts: Hosts) -> None:
     deciding = {"launches": 0, "others": 0}
     for seed, mode in enumerate(MODES):
         for schedule, bound, formula in (
