@@ -60,7 +60,7 @@ class _Timeline:
             index += 1
         return start
 
-    def put(self, start: float, seconds: float, step: Step) -> None:
+    def insert(self, start: float, seconds: float, step: Step) -> None:
         """An action into a gap."""
         index = bisect_right(self.starts, start + NEAR)
         self.starts.insert(index, start)
@@ -127,7 +127,7 @@ class _Inserter:
                 best, way = key, steps
             begin = max(begin, first) + self.apart
         for (kind, part), start, seconds in way:
-            self._put((kind, part), start, seconds)
+            self._insert_step((kind, part), start, seconds)
 
     def _may_start(self, part: int, number: int) -> tuple[float, float]:
         """When there is room for the F of a micro-batch on a part, and for its B."""
@@ -165,9 +165,9 @@ class _Inserter:
             number = len(done)
             seconds = self.problem.duration(W, part, number == 0)
             ready = max(backwards[number], done[-1] if done else 0.0)
-            self._put((W, part), self.timelines[part].gap(ready, seconds), seconds)
+            self._insert_step((W, part), self.timelines[part].gap(ready, seconds), seconds)
 
-    def _put(self, step: Step, start: float, seconds: float) -> None:
+    def _insert_step(self, step: Step, start: float, seconds: float) -> None:
         kind, part = step
-        self.timelines[part].put(start, seconds, step)
+        self.timelines[part].insert(start, seconds, step)
         self.ends[kind][part].append(start + seconds)
