@@ -111,7 +111,7 @@ def export_command(
         remark(note)
     if options.device is None and plan.device_kind == "CPU" and name in _NAMING_DEVICES:
         remark("the plan is for processors, by seconds measured on one: the export is for the CPU")
-    devices = getattr(document, "devices", ()) if name in _ONE_PROCESS else ()
+    devices: list[str] = getattr(document, "devices", []) if name in _ONE_PROCESS else []
     if len(devices) > 1 and devices[0] == "cpu":
         remark(
             "run it with OMP_NUM_THREADS=1: its stages, threads of one process, otherwise take all cores each"

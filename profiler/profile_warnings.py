@@ -55,8 +55,8 @@ def misses_whole(profile: Profile) -> bool:
 
 def _closing_warnings(profile: Profile) -> set[str]:
     """All that may be among its notes."""
-    notes = ([], profile.notes)
-    return {text for own in notes for whole in profile.whole for text in closing_warning(whole, own)}
+    measured: tuple[list[str], ...] = ([], profile.notes)
+    return {text for own in measured for whole in profile.whole for text in closing_warning(whole, own)}
 
 
 def closing_warning(whole: WholeMeasurement, notes: Sequence[str]) -> list[str]:
