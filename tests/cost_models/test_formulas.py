@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.cost_models.arguments import slow_devices
+from pplan.cost_models.arguments import settings, slow_devices
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.option_fields import Option
+from pplan.cost_models.quantities import format_rate
 from pplan.cost_models.schedules.schedule_text import read_schedule
 from pplan.cost_models.simulator.pipeline_costs import PipelineCosts
 from pplan.cost_models.text_files import write_whole
@@ -161,3 +162,18 @@ def test_biases_that_a_configuration_leaves_out_are_as_its_own_class_says() -> N
                 assert bool(getattr(own, flag[0])) == flag[1], (name, flag)
                 compared += 1
     assert compared > 20
+
+
+@pytest.mark.parametrize(
+    ("rate", "words"),
+    [(999.0, "999 B/s"), (1e3, "1 kB/s"), (2e4, "20 kB/s"), (1e6, "1 MB/s"), (3e9, "3 GB/s")],
+)
+def test_rates_have_decimal_units(rate: float, words: str) -> None:
+    assert format_rate(rate) == words
+
+
+def test_settings_are_values_by_names() -> None:
+    assert settings("settings", {"depth": 24}) == {"depth": 24}
+    for wrong in (["depth"], {1: 2}):
+        with pytest.raises(UsageError, match="values by their names"):
+            settings("settings", wrong)
