@@ -40,7 +40,7 @@ from pplan.api.options import MachineOptions, PlanOptions, options_from
 from pplan.api.solve import make_problem
 from pplan.planner.candidate import ScoredPlan
 from pplan.planner.joint_search import OUT_OF_TIME, find_best_plan, plan_with
-from pplan.planner.planners import ALWAYS, PLANNERS, find_planner
+from pplan.planner.planners import PLANNERS, find_planner
 from pplan.planner.problem import Problem
 
 GPUS = (2, 4, 8, 16, 64)

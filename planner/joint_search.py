@@ -16,7 +16,7 @@ from .candidate import Proposal, ScoredPlan
 from .coverage import is_searched, to_searched_devices
 from .cut_search.schedule_search import search_schedules
 from .other_placements import reassign, search_other_orders
-from .other_schedules import propose_other_schedules
+from .other_schedules import propose_other_schedules, propose_parts
 from .pipeline_config import SEARCHED, SYNTHESIZED
 from .plan_records import TIE
 from .planners import ALWAYS, find_planner
@@ -190,15 +190,17 @@ def joint_search(
     seeds = [_to_searched_devices(problem, seed) for seed in seeds]
     result = run_search(problem, seeds)
     others = _on_other_devices(problem, [*seeds, *([] if result.best is None else [result.best])])
-    transplanted = fastest(
-        problem.space, propose_other_schedules(problem, problem.heuristic_schedules, result.best)
-    )
-    earlier = [*seeds, *(plan for plan in (result.best, others, transplanted) if plan is not None)]
+    earlier = [*seeds, *(plan for plan in (result.best, others) if plan is not None)]
     limit = min((plan.step_seconds for plan in earlier), default=inf)
+    proposals = propose_other_schedules(problem, problem.heuristic_schedules, result.best)
+    transplanted = fastest(problem.space, proposals, limit)
+    limit = limit if transplanted is None else transplanted.step_seconds
+    parted = fastest(problem.space, propose_parts(problem, problem.heuristic_schedules), limit)
+    limit = limit if parted is None else parted.step_seconds
     cut = search_schedules(problem, problem.heuristic_schedules if cuts_others else (), limit)
     if cuts_others:
         result = replace(result, other_bound=cut.bound_seconds, other_plans=cut.plans)
-    more = [plan for plan in (others, transplanted, cut.best) if plan is not None]
+    more = [plan for plan in (others, transplanted, parted, cut.best) if plan is not None]
     # Among equals the one of the searched space.
     best = result.best
     for plan in sorted((*seeds, *more), key=lambda plan: plan.step_seconds):

@@ -128,8 +128,8 @@ def partition(
     def simulate(ends: Ends) -> tuple[float, int]:
         check()
         bounds = list(zip((0, *ends), ends, strict=False))
-        own = [[float(seconds[a:b].sum()) for a, b in bounds] for seconds in (forward, backward)]
-        return simulate_parts(order, *own, [float(sent[end]) for end in ends])
+        first, second = ([float(own[a:b].sum()) for a, b in bounds] for own in (forward, backward))
+        return simulate_parts(order, first, second, [float(sent[end]) for end in ends])
 
     first = _balanced(work, parts)
     seconds, critical = simulate(first)
