@@ -102,7 +102,9 @@ class Galvatron:
 
     def refusal(self, problem: Problem) -> str:
         """Why it proposes nothing."""
-        return "too many layers" if problem.space.is_long else "does not fit"
+        if problem.space.is_long:
+            return "too many layers"
+        return "no depth that is a power of two divides devices and batch, and fits"
 
 
 GALVATRON = Galvatron()
