@@ -1,8 +1,9 @@
 """Pipelines that are never flushed: their program, their steady state in the simulator, and their plan.
 
 PipeDream's micro-batches are whole global batches, and every one of them updates the weights; PipeDream-2BW
-updates after all micro-batches of a global batch. Replicas share every micro-batch, as in all plans here. The
-step of such a plan is what a further global batch takes, once the pipeline is full.
+and XPipe update after all micro-batches of a global batch, of which 2BW needs one a stage. Replicas share
+every micro-batch, as in all plans here. The step of such a plan is what a further global batch takes, once
+the pipeline is full.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ import numpy as np
 from ..cost_models.collectives import all_reduce_seconds
 from ..cost_models.memory import Recompute
 from ..cost_models.quantities import format_count
-from ..cost_models.schedules import find_schedule
+from ..cost_models.schedules import find_schedule, xpipe
 from ..cost_models.simulator.steady import steady_state
 from .assembly import Assembly
 from .candidate import Proposal, ScoredPlan
+from .pipeline_config import PipelineConfig
 from .plan_records import PlannedStage
 from .plan_stages import make_stages
 from .scoring import assemble
 from .search.space import Space
 from .stage_table import Floats
 
-PIPEDREAM, TWO_VERSIONS = "pipedream", "pipedream-2bw"
-ASYNCHRONOUS = (PIPEDREAM, TWO_VERSIONS)
+PIPEDREAM, TWO_VERSIONS, XPIPE = "pipedream", "pipedream-2bw", "xpipe"
+ASYNCHRONOUS = (PIPEDREAM, TWO_VERSIONS, XPIPE)
+PREDICTING = ("adam", "adamw", "adamw-8bit")
+"""Optimizers with the two moments that XPipe predicts weights with."""
 ROUNDS = 12
 """Micro-batches a stage that are simulated to see the steady state; twice as many, and again, until it is."""
 MOST_ROUNDS = 96
@@ -73,18 +77,26 @@ def steady_bubble(space: Space, plan: ScoredPlan) -> float:
 
 def asynchronous_notes(plan: ScoredPlan) -> list[str]:
     """What a user must know before training so."""
-    name, stages = plan.config.schedule, len(plan.proposal.ends)
-    schedule, count = find_schedule(name), max(plan.config.micro_batches, stages)
+    config, stages = plan.config, len(plan.proposal.ends)
+    schedule, count = find_schedule(config.schedule), max(config.micro_batches, stages)
     versions = [int(schedule.weight_versions(stage, stages, count)) for stage in range(stages)]
-    stale = [schedule.staleness(stage, stages, count) for stage in range(stages)]
+    predicted = ", two of them predicted" if config.schedule == XPIPE else ""
+    stale = [_updates_late(config, stage, stages) for stage in range(stages)]
     return [
-        f"{name} never waits for all gradients of a global batch: by stage it keeps "
-        f"{_join_words(versions)} weight versions, and gradients are {_join_words(stale)} "
+        f"{config.schedule} never waits for all gradients of a global batch: by stage it keeps "
+        f"{_join_words(versions)} weight versions{predicted}, and gradients are {_join_words(stale)} "
         f"{'update' if set(stale) == {1} else 'updates'} late; "
         "training may need other learning rates",
         f"the step is what a further global batch takes in the steady state; filling "
         f"{format_count(stages, 'stage')} once is not counted",
     ]
+
+
+def _updates_late(config: PipelineConfig, stage: int, stages: int) -> int:
+    """Updates that a gradient of the stage misses, in the steady state."""
+    if config.schedule == XPIPE:
+        return xpipe.staleness(stage, stages, (stages + 1) * config.micro_batches, config.micro_batches)
+    return find_schedule(config.schedule).staleness(stage, stages, max(config.micro_batches, stages))
 
 
 def _join_words(values: Sequence[int]) -> str:

@@ -240,7 +240,8 @@ def _structure(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> 
     with (kernels or as_on_the_cpu)():
         # Not at size 1, which batch norm refuses.
         blocks = find_equal_layers(subject, (limits.sizes or SIZES)[-1])
-    results, notes = count_structure(blocks, limits.sizes, kernels, limits.progress)
+    memory = None if target is None else target.roofline.memory_bytes
+    results, notes = count_structure(blocks, limits.sizes, kernels, limits.progress, memory)
     if target is not None:
         return estimate(blocks, results, notes, target)
     return build_profile(subject, results, (), notes)

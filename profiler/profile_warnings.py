@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..cost_models.machines.catalogue import is_gpu, same_device
-from ..cost_models.machines.topology_options import ProfiledDevice, gpus_as_profiled
+from ..cost_models.machines.topology_options import UNNAMED, ProfiledDevice, gpus_as_profiled
 from ..cost_models.topology import Topology
 from .profile_file import Profile
 from .profile_records import WholeMeasurement
@@ -71,7 +71,7 @@ def _of_the_device(profile: Profile, topology: Topology) -> Iterator[str]:
         if kinds:
             yield (
                 "the profile does not say which device its seconds are of: they are taken to be those of "
-                f"{' and '.join(kinds)}"
+                + ("the devices of the plan" if kinds == [UNNAMED] else " and ".join(kinds))
             )
     elif others := [kind for kind in kinds if measured.name and not same_device(kind, measured.name)]:
         yield f"the layers' seconds are those of {name}: for {' and '.join(others)}, profile the model on one"

@@ -32,7 +32,7 @@ ASKED = ("plain", "levels", "ports", "kinds", "tied", "long")
 TERMS = ("plain", "options", "memory", "tied")
 """Kinds of problems of which the search's own bounds are attacked, too."""
 SEARCHED = ("1f1b", "gpipe")
-LATE = ("pipedream", "pipedream-2bw")
+LATE = ("pipedream", "pipedream-2bw", "xpipe")
 
 Solver = Callable[[Case, Problem], Plan]
 

@@ -114,7 +114,7 @@ class Enumeration:
             for parts in self.rules.virtual_stages(name):
                 if devices * parts > len(self.rules.cut_points) + 1 or (devices == 1 and parts > 1):
                     continue
-                if name in ASYNCHRONOUS and not _runs_late(name, devices, count):
+                if name in ASYNCHRONOUS and not self._runs_late(name, devices, count):
                     continue
                 try:
                     program = find_schedule(name).program(devices, count, parts)
@@ -222,18 +222,21 @@ class Enumeration:
             for index, (bounds, ranks, mode) in enumerate(stages)
         ]
 
+    def _runs_late(self, schedule: str, stages: int, micro_batches: int) -> bool:
+        """Whether an asynchronous pipeline is in the running: of two stages or more; micro-batches are whole
+        mini-batches (PipeDream), one for every stage (2BW), or any (XPipe, with Adam)."""
+        fits = {
+            "pipedream": micro_batches == 1,
+            "pipedream-2bw": micro_batches >= max(2, stages),
+            "xpipe": self.problem.options.optimizer.startswith("adam"),
+        }
+        return stages > 1 and fits[schedule]
+
     def _limit(self, ranks: Sequence[int]) -> float:
         """Bytes that each of these devices may hold."""
         own = [self.problem.options.memory_limit]
         own += [self.problem.topology.device(rank).memory_bytes for rank in ranks]
         return min((limit for limit in own if limit is not None), default=inf)
-
-
-def _runs_late(schedule: str, stages: int, micro_batches: int) -> bool:
-    """Whether an asynchronous pipeline is in the running: of two stages or more; micro-batches are whole
-    mini-batches (PipeDream), or one for every stage (2BW)."""
-    fits = micro_batches == 1 if schedule == "pipedream" else micro_batches >= max(2, stages)
-    return stages > 1 and fits
 
 
 def _one_wide(gpus: int, stages: int) -> list[Shape]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...cost_models.errors import UsageError
 from ...cost_models.quantities import format_count, format_seconds
-from ..asynchronous import ASYNCHRONOUS, steady_bubble, steady_stages
+from ..asynchronous import ASYNCHRONOUS, PREDICTING, XPIPE, steady_bubble, steady_stages
 from ..build_plan import build_plan
 from ..candidate import ScoredPlan
 from ..coverage import describe_order, describe_search
@@ -37,7 +37,9 @@ def _additional_space(objective: Objective, problem: Problem) -> str:
     if objective.name != THROUGHPUT:
         return ""
     order = f", {words}" if (words := describe_order(problem)) else ""
-    return f"; and {' and '.join(ASYNCHRONOUS)} of two stages or more{order}"
+    predicts = problem.options.optimizer in PREDICTING
+    names = [name for name in ASYNCHRONOUS if predicts or name != XPIPE]
+    return f"; and {', '.join(names[:-1])} and {names[-1]} of two stages or more{order}"
 
 
 def optimize(objective: Objective, problem: Problem) -> ObjectiveResult:

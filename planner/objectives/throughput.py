@@ -1,8 +1,8 @@
 """The highest throughput, of plans that flush and of those that never do.
 
-Where gradients may be an update or more late, PipeDream and PipeDream-2BW leave no bubble. Both are searched
-exactly (`steady_search`), from two stages on, with every micro-batch size that the profile reaches and the
-same orders of devices and replicas as the other plans; their weight versions count in the memory.
+Where gradients may be an update or more late, PipeDream, PipeDream-2BW and XPipe leave no bubble. They are
+searched exactly (`steady_search`), from two stages on, with every micro-batch size that the profile reaches
+and the same orders of devices and replicas as the other plans; their weight versions count in the memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from math import inf
 from typing import Literal
 
 from ...cost_models.errors import DefectError, UsageError
-from ..asynchronous import ASYNCHRONOUS, PIPEDREAM, TWO_VERSIONS, asynchronous_notes, steady_seconds
+from ..asynchronous import (
+    ASYNCHRONOUS,
+    PIPEDREAM,
+    PREDICTING,
+    TWO_VERSIONS,
+    XPIPE,
+    asynchronous_notes,
+    steady_seconds,
+)
 from ..candidate import Proposal, ScoredPlan
 from ..joint_search import BEST, find_best_plan
 from ..pipeline_config import Mode, PipelineConfig
@@ -157,7 +165,8 @@ def _entries(problem: Problem, space: Space, counts: tuple[int, ...]) -> float:
 
 def asynchronous_configs(problem: Problem) -> list[PipelineConfig]:
     """Schedules and micro-batches: of PipeDream the whole global batch, which updates at once; of 2BW as many
-    as there are stages, or more."""
+    as there are stages, or more; of XPipe fewer than there are stages, as with more 2BW is as fast and holds
+    a version less, and where the optimizer has moments to predict with."""
     batch = problem.mini_batch
     configs = [
         PipelineConfig(TWO_VERSIONS, mode, batch // size, size)
@@ -166,7 +175,13 @@ def asynchronous_configs(problem: Problem) -> list[PipelineConfig]:
         if batch // size > 1
     ]
     whole = [PipelineConfig(PIPEDREAM, mode, 1, batch) for mode in _modes(problem) if batch in problem.sizes]
-    return whole + configs
+    few = [
+        PipelineConfig(XPIPE, mode, batch // size, size)
+        for mode in _modes(problem)
+        for size in problem.sizes
+        if batch // size < problem.stage_counts[-1] and problem.options.optimizer in PREDICTING
+    ]
+    return whole + configs + few
 
 
 def _modes(problem: Problem) -> tuple[Mode, ...]:
@@ -235,5 +250,5 @@ def plan_asynchronous(
 
 def _allows(problem: Problem, config: PipelineConfig, ends: tuple[int, ...]) -> bool:
     bounds = list(zip((0, *ends), ends, strict=False))
-    few = config.schedule == PIPEDREAM or len(ends) <= config.micro_batches
-    return 2 <= len(ends) <= problem.stage_counts[-1] and few and problem.space.limits.allow(bounds)
+    enough = config.schedule != TWO_VERSIONS or len(ends) <= config.micro_batches
+    return 2 <= len(ends) <= problem.stage_counts[-1] and enough and problem.space.limits.allow(bounds)

@@ -64,8 +64,9 @@ def _memory(check: LineCheck, inputs: VerificationInputs) -> None:
 
 
 def _weight_versions(schedule: str, device: int, devices: int) -> int:
-    """On a device: PipeDream keeps one for each micro-batch in flight, 2BW two."""
-    return {"pipedream": devices - device, "pipedream-2bw": 2}.get(schedule, 1)
+    """On a device: PipeDream keeps one for each micro-batch in flight, 2BW two, XPipe two predicted ones
+    besides."""
+    return {"pipedream": devices - device, "pipedream-2bw": 2, "xpipe": 3}.get(schedule, 1)
 
 
 def _stage_memory(check: LineCheck, part: int, stage: StatedStage, ledger: Ledger, limit: float) -> None:

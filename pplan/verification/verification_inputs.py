@@ -96,7 +96,7 @@ def check_runtime_rules(
     )
 
 
-STASHING = ("pipedream", "pipedream-2bw")
+STASHING = ("pipedream", "pipedream-2bw", "xpipe")
 """Asynchronous schedules whose weight versions are known: 1f1b's lists without an end."""
 
 

@@ -154,3 +154,14 @@ def test_a_profile_without_device_says_whose_seconds_they_are_taken_for(profile:
     assert plan.warnings[0] == (
         "the profile does not say which device its seconds are of: they are taken to be those of H100"
     )
+
+
+def test_devices_that_nobody_named(profile: Profile) -> None:
+    unknown = profile.model_copy(update={"device": "unknown", "device_name": "", "device_memory_bytes": None})
+    plan = pplan.solve(unknown, gpus=2, mini_batch=64)
+    assert plan.warnings[:2] == [
+        "the profile does not say which device its seconds are of: they are taken to be those of the devices "
+        "of the plan",
+        "the memory of the devices is not known: no plan is refused for what it holds; `memory` gives it",
+    ]
+    assert plan.topology.startswith("2 x device")
