@@ -94,7 +94,7 @@ class Galvatron:
                     continue
                 space.budget.check()
                 tables = stage_tables(space, choice, depth, replicas)
-                ends = best_partition(tables, choice.micro_batches)
+                ends = partition_for_memory(tables, choice.micro_batches)
                 if ends is not None:
                     seconds = tables.estimate(ends, choice.micro_batches)
                     own, config = [cut_points[end] for end in ends], choice.config(recomputes=False)
@@ -125,36 +125,36 @@ def stage_tables(space: Space, choice: MicroBatchChoice, depth: int, replicas: i
     work = cost_replicas(space, group, choice.modes, reduced)
     seconds, sizes = list[Floats](), list[Floats]()
     for stage in range(depth):
-        held = choice.in_flight(depth - stage)
-        never, always = group.bytes(held, "never"), group.bytes(held, "always")
-        own = np.where(held <= work.never, never, np.where(held <= work.always, always, inf))
-        seconds.append(work.work(held))
+        in_flight = choice.in_flight(depth - stage)
+        never, always = group.bytes(in_flight, "never"), group.bytes(in_flight, "always")
+        own = np.where(in_flight <= work.never, never, np.where(in_flight <= work.always, always, inf))
+        seconds.append(work.work(in_flight))
         sizes.append(np.broadcast_to(own, seconds[-1].shape))
     return StageTables(seconds, sizes, np.broadcast_to(reduced, seconds[0].shape))
 
 
-def best_partition(tables: StageTables, micro_batches: int) -> Ends | None:
+def partition_for_memory(tables: StageTables, micro_batches: int) -> Ends | None:
     """Of the partitions on the way from even memory to even time the one of the least estimate; None where
     none fits."""
     depth = len(tables.seconds)
     try:
         first, by_time = (
-            tuple(balance_table(tables_.__getitem__, depth)) for tables_ in (tables.bytes, tables.seconds)
+            tuple(balance_table(own.__getitem__, depth)) for own in (tables.bytes, tables.seconds)
         )
     except InfeasibleError:
         return None
     most = tables.fullest(by_time)
-    made, queue = {first, by_time}, deque([first])
+    seen, queue = {first, by_time}, deque([first])
     while queue:
         ends = queue.popleft()
         seconds, slowest = tables.slowest(ends)
         for other, taker in _moves(ends, slowest):
             at = _places(other)[taker]
             fits = tables.fullest(other) <= most and float(tables.seconds[taker][at]) <= seconds
-            if other not in made and fits and len(made) < MOST_PARTITIONS:
-                made.add(other)
+            if other not in seen and fits and len(seen) < MOST_PARTITIONS:
+                seen.add(other)
                 queue.append(other)
-    return min(made, key=lambda own: (tables.estimate(own, micro_batches), own))
+    return min(seen, key=lambda own: (tables.estimate(own, micro_batches), own))
 
 
 def _moves(ends: Ends, stage: int) -> Iterator[tuple[Ends, int]]:

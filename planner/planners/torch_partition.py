@@ -134,13 +134,13 @@ def partition(
     first = _balanced(work, parts)
     seconds, critical = simulate(first)
     best = seconds, first
-    made, queue = {first}, deque([(first, critical)])
-    while queue and len(made) < MOST_PARTITIONS:
+    seen, queue = {first}, deque([(first, critical)])
+    while queue and len(seen) < MOST_PARTITIONS:
         ends, critical = queue.popleft()
         for other in _next_partitions(work, ends, critical):
-            if other in made or len(made) == MOST_PARTITIONS:
+            if other in seen or len(seen) == MOST_PARTITIONS:
                 continue
-            made.add(other)
+            seen.add(other)
             seconds, part = simulate(other)
             best = min(best, (seconds, other))
             if part <= critical:

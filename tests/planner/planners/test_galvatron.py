@@ -12,7 +12,7 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.planners.galvatron import GALVATRON, StageTables, best_partition, stage_tables
+from pplan.planner.planners.galvatron import GALVATRON, StageTables, partition_for_memory, stage_tables
 from pplan.planner.planners.replica_groups import micro_batch_choices
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
@@ -40,7 +40,7 @@ def test_partition_by_brute_force() -> None:
     ratios = []
     for seed in range(30):
         tables = random_tables(seed, 10, 3)
-        found = best_partition(tables, 6)
+        found = partition_for_memory(tables, 6)
         assert found is not None
         every = [(*cuts, 10) for cuts in combinations(range(1, 10), 2)]
         by_time = min(every, key=lambda ends: tables.slowest(ends)[0])
@@ -95,4 +95,4 @@ def test_no_memory(make_chain: MakeChain, make_topology: Callable[..., Topology]
     problem = Problem(make_chain(3, 8), make_topology(4), PlanOptions(mini_batch=16, memory_limit=10))
     assert not list(GALVATRON.propose(problem))
     assert GALVATRON.refusal(problem).startswith("no depth that is a power of two")
-    assert best_partition(random_tables(0, 3, 3), 4) == (1, 2, 3)
+    assert partition_for_memory(random_tables(0, 3, 3), 4) == (1, 2, 3)
