@@ -144,17 +144,17 @@ def partition_for_memory(tables: StageTables, micro_batches: int) -> Ends | None
     except InfeasibleError:
         return None
     most = tables.fullest(by_time)
-    seen, queue = {first, by_time}, deque([first])
+    partitions, queue = {first, by_time}, deque([first])
     while queue:
         ends = queue.popleft()
         seconds, slowest = tables.slowest(ends)
         for other, taker in _moves(ends, slowest):
             at = _places(other)[taker]
             fits = tables.fullest(other) <= most and float(tables.seconds[taker][at]) <= seconds
-            if other not in seen and fits and len(seen) < MOST_PARTITIONS:
-                seen.add(other)
+            if other not in partitions and fits and len(partitions) < MOST_PARTITIONS:
+                partitions.add(other)
                 queue.append(other)
-    return min(seen, key=lambda own: (tables.estimate(own, micro_batches), own))
+    return min(partitions, key=lambda own: (tables.estimate(own, micro_batches), own))
 
 
 def _moves(ends: Ends, stage: int) -> Iterator[tuple[Ends, int]]:

@@ -134,13 +134,13 @@ def partition(
     first = _balanced(work, parts)
     seconds, critical = simulate(first)
     best = seconds, first
-    seen, queue = {first}, deque([(first, critical)])
-    while queue and len(seen) < MOST_PARTITIONS:
+    partitions, queue = {first}, deque([(first, critical)])
+    while queue and len(partitions) < MOST_PARTITIONS:
         ends, critical = queue.popleft()
         for other in _next_partitions(work, ends, critical):
-            if other in seen or len(seen) == MOST_PARTITIONS:
+            if other in partitions or len(partitions) == MOST_PARTITIONS:
                 continue
-            seen.add(other)
+            partitions.add(other)
             seconds, part = simulate(other)
             best = min(best, (seconds, other))
             if part <= critical:

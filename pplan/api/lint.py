@@ -182,10 +182,10 @@ def _even_stages(
     stages = _pipeline_size(options, 0) * virtual
     each, rest = divmod(blocks, stages)
     if rest or not each:
-        asked = (
+        words = (
             f"{format_count(blocks, 'transformer block')} do not divide by {format_count(stages, 'stage')}"
         )
-        return ("",) * stages, (f"{asked}: a layout is needed",)
+        return ("",) * stages, (f"{words}: a layout is needed",)
     own = ["t" * each] * stages
     own[0], own[-1] = "E" + own[0], own[-1] + "L"
     return tuple(own), ()
