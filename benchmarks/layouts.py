@@ -244,63 +244,62 @@ def check_mended() -> Iterator[tuple[Mended, tuple[str, ...], tuple[str, ...]]]:
 
 
 def cost(recipe: Recipe) -> dict[str, Any]:
-    """Seconds of a step and bytes: of the recipe, of the best layout at its degrees, and of the best of all;
-    None where nothing fits."""
-    model = MODELS[recipe.model]
-    degrees = {
+    """Seconds of a step and bytes: of the recipe, with its recomputation and with any; of the best layout at
+    its degrees, and of the best of all; `refused` where there is none."""
+    degrees: dict[str, Any] = {
         "tp": (recipe.tensor,),
         "cp": (recipe.context,),
         "ep": (recipe.expert,),
         "pp": (recipe.pipeline,),
     }
-    row: dict[str, Any] = {"model": recipe.model, "gpus": recipe.gpus, "layout": recipe.layout}
-    for recompute in dict.fromkeys((recipe.recompute, "auto")):
-        name = "recipe" if recompute == recipe.recompute else "recipe, any recomputation"
-        try:
-            report = pplan.lint(
-                recipe.layout,
-                model,
-                **recipe.options,
-                **degrees,
-                virtual_stages=(recipe.virtual,),
-                micro_batch_size=(1,),
-                recompute=recompute,
-            )
-        except UsageError as error:
-            row[name] = {"refused": error.what}
-            continue
-        plan = report.plan
-        row[name] = (
-            {"problems": report.problems}
-            if plan is None
-            else {
-                "step": plan.estimate.step_seconds,
-                "bytes": plan.estimate.peak_bytes,
-                "fits": report.fits,
-                "recompute": plan.setting.recompute,
-                "limit": report.limit_bytes,
-            }
+    return {
+        "model": recipe.model,
+        "source": recipe.source,
+        "gpus": recipe.gpus,
+        "layout": recipe.layout,
+        "recipe": _cost_layout(recipe, degrees, recipe.recompute),
+        "any recomputation": _cost_layout(recipe, degrees, "auto"),
+        "same degrees": _best(recipe, degrees),
+        "any degrees": _best(recipe, {}),
+    }
+
+
+def _cost_layout(recipe: Recipe, degrees: dict[str, Any], recompute: str) -> dict[str, Any]:
+    try:
+        report = pplan.lint(
+            recipe.layout,
+            MODELS[recipe.model],
+            **recipe.options,
+            **degrees,
+            virtual_stages=(recipe.virtual,),
+            micro_batch_size=(1,),
+            recompute=recompute,
         )
+    except UsageError as error:
+        return {"refused": error.what}
+    if report.plan is None:
+        return {"refused": "; ".join(report.problems)}
+    return {"fits": report.fits, **_figures(report.plan)}
+
+
+def _best(recipe: Recipe, degrees: dict[str, Any]) -> dict[str, Any]:
     predictors = recipe.layout.count("m")
-    for name, own in (("same degrees", degrees), ("any degrees", {})):
-        try:
-            best = pplan.degrees(model, **recipe.options, **own, predictors=predictors)
-        except (InfeasibleError, UsageError) as error:
-            row[name] = {"refused": error.what}
-            continue
-        plan = best.plans[0]
-        row[name] = {
-            "step": plan.estimate.step_seconds,
-            "bytes": plan.estimate.peak_bytes,
-            "gap": best.gap,
-            "degrees": plan.degrees.describe(),
-            "virtual": plan.virtual_stages
-            if hasattr(plan, "virtual_stages")
-            else plan.setting.virtual_stages,
-            "size": plan.micro_batch_size,
-            "recompute": plan.setting.recompute,
-        }
-    return row
+    try:
+        best = pplan.degrees(MODELS[recipe.model], **recipe.options, **degrees, predictors=predictors)
+    except (InfeasibleError, UsageError) as error:
+        return {"refused": error.what}
+    plan = best.plans[0]
+    return {"gap": best.gap, "degrees": plan.degrees.describe(), **_figures(plan)}
+
+
+def _figures(plan: Any) -> dict[str, Any]:
+    return {
+        "step": plan.estimate.step_seconds,
+        "bytes": plan.estimate.peak_bytes,
+        "recompute": plan.setting.recompute,
+        "virtual": plan.setting.virtual_stages,
+        "size": plan.micro_batch_size,
+    }
 
 
 def main() -> int:
