@@ -166,7 +166,7 @@ def test_biases_that_a_configuration_leaves_out_are_as_its_own_class_says() -> N
 
 @pytest.mark.parametrize(
     ("rate", "words"),
-    [(999.0, "999 B/s"), (1e3, "1 kB/s"), (2e4, "20 kB/s"), (1e6, "1 MB/s"), (3e9, "3 GB/s")],
+    [(999.0, "999 B/s"), (1e3, "1 kB/s"), (1e6, "1 MB/s"), (3e9, "3 GB/s")],
 )
 def test_rates_have_decimal_units(rate: float, words: str) -> None:
     assert format_rate(rate) == words
