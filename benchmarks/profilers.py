@@ -15,11 +15,13 @@ that are not installed are left out.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from statistics import median
+from typing import Any
 
 import torch
 from counted_training import Setup, held_bytes
@@ -151,9 +153,8 @@ def memory_rows(name: str) -> Iterator[str]:
     if importlib.util.find_spec("torchinfo") is None:
         yield f"{name:<12} {'torchinfo':<15} not installed"
         return
-    from torchinfo import summary
-
-    found = summary(deepcopy(model), input_data=given, mode="train", verbose=0)
+    torchinfo: Any = importlib.import_module("torchinfo")
+    found = torchinfo.summary(deepcopy(model), input_data=given, mode="train", verbose=0)
     other = 2 * found.total_param_bytes + found.total_output_bytes + found.total_input
     yield f"{name:<12} {'torchinfo':<15} {other / real - 1:+8.1%}"
 
