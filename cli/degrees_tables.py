@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from ..planner.degrees.degree_file import BaselineEntry, DegreesFile, PlanEntry, StageEntry
 
 
+MOST_PRINTED = 1000
+"""Characters of what a trainer takes."""
+
+
 def print_degrees(document: DegreesFile, console: Console) -> None:
     """The best plan, the fastest of all degrees, the stages, and the arguments of training programs."""
     best, step = document.plans[0], document.plans[0].step_seconds
@@ -71,17 +75,28 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
         number("memory", lambda stage: stage.bytes, format_bytes),
     ]
     print_table(console, stages, best.stages, title="Stages of the fastest, on each of their devices")
-    console.print()
-    line(console, "Megatron-LM: " + shlex.join(best.megatron))
-    console.print()
-    if best.megatron_bridge:
-        line(console, "Megatron-Bridge: " + shlex.join(best.megatron_bridge))
-        console.print()
-    line(console, "torchtitan: " + shlex.join(best.torchtitan))
-    if best.nemo_automodel:
-        console.print()
-        line(console, "NeMo AutoModel, sections of a recipe: " + json.dumps(best.nemo_automodel))
+    _print_arguments(best, console)
     print_notes(console, [*best.remarks, *document.notes])
+
+
+def _print_arguments(best: PlanEntry, console: Console) -> None:
+    """What the trainers take; of what fills a screen, as where each block of many is named, the place in the
+    file."""
+    texts = {
+        "megatron": ("Megatron-LM", shlex.join(best.megatron)),
+        "megatron_bridge": ("Megatron-Bridge", shlex.join(best.megatron_bridge)),
+        "torchtitan": ("torchtitan", shlex.join(best.torchtitan)),
+        "nemo_automodel": (
+            "NeMo AutoModel, sections of a recipe",
+            json.dumps(best.nemo_automodel) if best.nemo_automodel else "",
+        ),
+    }
+    for field, (trainer, words) in texts.items():
+        if len(words) > MOST_PRINTED:
+            words = f"{len(words):,} characters, plans[0].{field} of --json or of the file that -o writes"
+        if words:
+            console.print()
+            line(console, f"{trainer}: {words}")
 
 
 def _schedule(plan: PlanEntry) -> str:

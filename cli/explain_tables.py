@@ -41,12 +41,12 @@ def print_explanation(explanation: Explanation, console: Console) -> None:
 def answer_lines(explanation: Explanation) -> list[str]:
     """What limits the plan, in words."""
     limits, plan = explanation.limits, explanation.plan
-    main = max(limits.kinds, key=lambda share: share.seconds)
+    main, busiest = max(limits.kinds, key=lambda share: share.seconds), limits.busiest
     lines = [
         f"A step of {explanation.model} takes {format_seconds(plan.step_seconds)}: "
         f"{percent(main.share)} of it waits for {KINDS[main.kind]}.",
         f"The plan: {describe_plan(plan)}.",
-        f"Stage {limits.busiest.stage} is the busiest: it computes for {percent(limits.busiest.busy)} of it.",
+        f"Stage {busiest.stage} is the busiest: it is at work for {percent(busiest.busy)} of it.",
     ]
     unlimited = limits.without_memory_limit
     if unlimited is not None:

@@ -143,7 +143,7 @@ Output = Annotated[
         "-o",
         "--output",
         metavar="FILE",
-        help="Where to write; default: named after the model, as MODEL.plan.json.",
+        help="Where to write; default: after the model and the kind of file, as in MODEL.profile.json.",
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file of the same kind.")]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..cost_models.errors import UsageError
 from ..cost_models.precision import step_kernels
-from ..cost_models.quantities import format_count
+from ..cost_models.quantities import format_count, format_seconds
 from ..cost_models.runtime import RUNTIMES, Runtime
 from .candidate import ScoredPlan
 from .joint_search import OUT_OF_TIME, JointSearchResult, is_small_problem, plan_with, run_search
@@ -26,6 +26,8 @@ from .search.space import divide_batch
 
 WORK = 2e9
 """Counted work of each search, see `SearchBudget`."""
+WORTH, DOUBLINGS = 0.05, 4
+"""Share of the step that larger micro-batches than the profile holds must save, and how often they double."""
 
 
 def find_alternatives(problem: Problem, answer: JointSearchResult) -> list[Alternative]:
@@ -247,3 +249,29 @@ def _in_words(plan: ScoredPlan) -> str:
     if max(replicas) > 1:
         return f"{stages}, replicas {'-'.join(map(str, replicas[:16]))}; {run}"
     return f"{stages}; {run}" if len(replicas) > 1 else run
+
+
+def larger_micro_batches(problem: Problem, best: ScoredPlan) -> list[str]:
+    """A sentence on the same stages with larger micro-batches than the profile holds, which the search leaves
+    out: where they would be faster and fit, by the straight line through the two largest sizes."""
+    sizes, config = problem.chain.sizes, best.config
+    if problem.options.micro_batches is not None or len(sizes) == 1 or config.schedule not in SEARCHED:
+        return []
+    replicas = min(best.proposal.replicas)
+    larger = [
+        replace(config, micro_batches=config.micro_batches // times, micro_batch_size=size)
+        for times in (2**power for power in range(1, DOUBLINGS + 1))
+        if config.micro_batches % times == 0
+        and divide_batch(size := config.micro_batch_size * times, replicas) > sizes[-1]
+    ]
+    space, limit = replace(problem.space, past_largest=True), best.step_seconds * (1 - WORTH)
+    plan = fastest(space, [replace(best.proposal, config=own) for own in larger], limit, required=False)
+    if plan is None:
+        return []
+    step = plan.step_seconds
+    return [
+        f"the profile holds micro-batches of at most {format_count(sizes[-1], 'sample')}: with "
+        f"{divide_batch(plan.config.micro_batch_size, replicas)}, extrapolated, these stages would take "
+        f"{format_seconds(step)} a step, {best.step_seconds / step:.3g} x faster; `micro_batch_sizes` of "
+        "pplan profile adds such sizes"
+    ]

@@ -289,9 +289,8 @@ class Assembly:
                 self.zero,
             ),
             recompute=recompute or self.recompute[device],
-            weight_versions=self.schedule.weight_versions(
-                device, self.program.devices, self.program.micro_batches
-            ),
+            weight_versions=self.schedule.chunk_versions
+            or self.schedule.weight_versions(device, self.program.devices, self.program.micro_batches),
             copies=self.schedule.copies,
             context_bytes=options["context_bytes"],
         )

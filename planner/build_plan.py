@@ -9,7 +9,7 @@ from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.quantities import format_count
 from ..cost_models.topology import Topology
-from .alternatives import find_alternatives, score_baselines
+from .alternatives import find_alternatives, larger_micro_batches, score_baselines
 from .infeasible import no_plan_fits
 from .joint_search import JointSearchResult, find_best_plan
 from .plan_document import list_problem_warnings, plan_without_comparison
@@ -80,6 +80,7 @@ def build_plan(
     baselines, alternatives = score_baselines(problem, answer), find_alternatives(problem, answer)
     plan = plan_without_comparison(problem, best, answer.result, model=model, profile=profile)
     own = list(list_prediction_limits(assemble(problem.space, best.proposal, best.recompute)))
+    of_sizes = larger_micro_batches(problem, best)
     compared = {row.size for row in baselines if row.size is not None}
     compared |= {divide_batch(other.micro_batch_size, other.replicas) for other in alternatives}
     others = [text for text in _outside(problem, compared) if text not in own]
@@ -87,7 +88,7 @@ def build_plan(
         update={
             "baselines": [row.record for row in baselines],
             "alternatives": alternatives,
-            "warnings": list(dict.fromkeys([*warnings, *list_problem_warnings(problem), *own])),
+            "warnings": list(dict.fromkeys([*warnings, *list_problem_warnings(problem), *of_sizes, *own])),
             "notes": list(dict.fromkeys([*notes, *_notes(problem), *others])),
         }
     )

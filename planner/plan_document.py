@@ -6,6 +6,7 @@ from typing import Literal
 
 from ..cost_models.errors import DefectError
 from ..cost_models.machines.catalogue import is_gpu
+from ..cost_models.machines.topology_options import UNNAMED
 from ..cost_models.machines.topology_text import to_toml
 from ..cost_models.topology import Topology
 from .candidate import ScoredPlan
@@ -99,7 +100,8 @@ def list_problem_warnings(problem: Problem) -> list[str]:
     warnings = []
     if problem.options.memory_limit is None:
         warnings += [
-            f"the memory of {kind.name} is not known: no plan is refused for what it holds; `memory` gives it"
+            f"the memory of {'the devices' if kind.name == UNNAMED else kind.name} is not known: no plan is "
+            "refused for what it holds; `memory` gives it"
             for kind in problem.topology.kinds
             if kind.memory_bytes is None
         ]

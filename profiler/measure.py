@@ -246,7 +246,8 @@ def _structure(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> 
         if blocks is not None:
             break
     blocks = blocks or all_different(subject)
-    results, notes = count_structure(blocks, limits.sizes, kernels, limits.progress)
+    memory = None if target is None else target.roofline.memory_bytes
+    results, notes = count_structure(blocks, limits.sizes, kernels, limits.progress, memory)
     if target is not None:
         return estimate(blocks, results, notes, target)
     return build_profile(subject, results, (), notes)

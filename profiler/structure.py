@@ -17,6 +17,8 @@ from .size_run import SizeRun
 from .size_sweep import Progress, left_out_note
 
 SIZES = (1, 2, 4, 8)
+_FACTOR, _LARGEST, _STATES = 4, 128, 4
+"""From size to size of an estimate beyond those, the largest, copies of the weights that training holds."""
 
 Kernels = Callable[[], AbstractContextManager[str | None]]
 """Entered, passes on the meta device run as on some device. Yields None, or what is left out of that."""
@@ -27,22 +29,25 @@ def count_structure(
     sizes: Sequence[int] | None,
     kernels: Kernels | None = None,
     progress: Callable[[Progress], None] | None = None,
+    memory_bytes: int | None = None,
 ) -> tuple[list[SizeResult], list[str]]:
     """The bytes at `sizes` (None: a few), as `kernels` save them (None: the CPU's), and notes.
 
-    Raises ModelError as a pass through the layers does.
+    `memory_bytes` of a device: without `sizes`, 32 and 128 too where it can hold the training of the whole
+    model with them. Raises ModelError as a pass through the layers does.
     """
-    subject, all_sizes = blocks.shortened, sizes or SIZES
+    subject = blocks.shortened
     results: list[SizeResult] = []
     notes = _recurrent(blocks.subject.chain)
     with (kernels or as_on_the_cpu)() as missing:
         if missing is not None:
             notes.append(f"attention is counted with its whole matrix, which is more: {missing}")
-        for number, size in enumerate(all_sizes):
+        for number, size in enumerate(sizes or _sizes(blocks, results, memory_bytes)):
 
             def tell(layer: Layer, size: int = size, number: int = number) -> None:
                 if progress is not None:
-                    progress(Progress("counting bytes", size, layer.name, number / len(all_sizes)))
+                    share = number / len(sizes or SIZES)
+                    progress(Progress("counting bytes", size, layer.name, min(share, 1.0)))
 
             run = SizeRun(subject, size)
             try:
@@ -55,6 +60,18 @@ def count_structure(
                 continue
             results.append(SizeResult.of_run(run).for_layers(blocks.by_layer))
     return results, notes
+
+
+def _sizes(blocks: EqualLayers, results: list[SizeResult], memory_bytes: int | None) -> Iterator[int]:
+    """The sizes to count where none is named; those past `SIZES` as the `results` so far let them fit."""
+    yield from SIZES
+    if memory_bytes is None:
+        return
+    states = _STATES * sum(layer.parameter_bytes for layer in blocks.subject.chain.layers)
+    while results and results[-1].size < _LARGEST:
+        if states + _FACTOR * sum(results[-1].saved_bytes) > memory_bytes:
+            return
+        yield _FACTOR * results[-1].size
 
 
 def _recurrent(chain: LayerChain) -> list[str]:

@@ -21,9 +21,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
+
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before PyTorch is imported: several workers share the cores, and threads that wait for small work spin.

@@ -26,6 +26,9 @@ from .catalogue import (
 from .presets import PRESETS, Preset, PresetLink
 from .topology_file import Kind, TopologyFile, load_topology
 
+UNNAMED = "device"
+"""The name of devices of which neither the profile nor the user says what they are."""
+
 
 @dataclass(frozen=True)
 class ProfiledDevice:
@@ -148,7 +151,8 @@ def _device_and_server(
     memory, source = (None, "") if profiled.is_cpu else (profiled.memory_bytes, "the profile")
     if memory is None and like is not None:
         memory, source = int(like.memory_bytes.value), like.memory_bytes.source
-    device = Device(profiled.name or profiled.device.upper(), memory, memory_source=source)
+    unnamed = profiled.device.upper() if profiled.is_known else UNNAMED
+    device = Device(profiled.name or unnamed, memory, memory_source=source)
     device = _with_memory(device, memory_in_file, read.origin)
     if like is not None:
         return device, like, ""

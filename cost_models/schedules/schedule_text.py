@@ -42,6 +42,10 @@ NAME = re.compile(r"[a-z][a-z0-9_-]{0,59}")
 PLACES = ("line", "loop", "v")
 _WEIGHTS = re.compile(r"\bW\d*\b")
 _KEYS = ("name", "source", "places", "chunks")
+SECOND_LINE = (
+    "Write one line for a device, or make one of both: a line that begins with a blank continues the one "
+    "above."
+)
 
 
 @dataclass(frozen=True)
@@ -91,13 +95,23 @@ class ScheduleText:
         return Program(tuple(actions), (pipe,), (0,) * micro_batches)
 
     def _check_devices(self, values: Values) -> None:
-        """Raises ScheduleTextError for a line of a device that there is not."""
+        """Raises ScheduleTextError for a line of a device that there is not, or that an earlier line is of;
+        `device 0` and `device p-1`, which are one with one stage alone, may stand beside each other."""
+        earlier: dict[tuple[int, int], int] = {}
         for line, which, _ in self.rows:
-            if which is not None and not 0 <= (device := which(values)) < values["p"]:
+            if which is None:
+                continue
+            device = which(values)
+            if not 0 <= device < values["p"]:
                 raise ScheduleTextError(
                     f"line {line}: device {device}, of devices 0 to {values['p'] - 1}",
                     "Remove the line, or use more stages; `device i:` is of every device without a line of "
                     "its own.",
+                )
+            first = earlier.setdefault((device, which({**values, "p": values["p"] + 1})), line)
+            if first != line:
+                raise ScheduleTextError(
+                    f"line {line}: device {device}: line {first} is of it already", SECOND_LINE
                 )
 
     def _list(self, device: int, values: Values) -> tuple[int, list[Action]]:
@@ -265,9 +279,7 @@ def _refuse_second_line(content: str, line: int, earlier: dict[str, int]) -> Non
     first = earlier.setdefault(devices, line)
     if first != line:
         raise ScheduleTextError(
-            f"line {line}: {short_repr(content)}: line {first} is of device {devices} already",
-            "Write one line for a device, or make one of both: a line that begins with a blank continues the "
-            "one above.",
+            f"line {line}: {short_repr(content)}: line {first} is of device {devices} already", SECOND_LINE
         )
 
 

@@ -8,15 +8,25 @@ Global batches of T micro-batches, here two; the first of each (F0, F2, F4) pred
 
 A stage updates its weights after the last backward of a global batch (|). Between the forward of a global
 batch and its own update others come: the weights are predicted over that many with Adam's moments, for the
-forward and again for the backward, and no version is kept.
+forward and again for the backward, and no earlier version is kept. The first micro-batch of a global batch
+predicts and the others take its prediction, while forwards of one global batch and backwards of another take
+turns: so both predictions are there, beside the weights that the update changes, whatever T is.
 Guan et al., "XPipe", arXiv 1911.04610.
 Needs of the runtime: Adam-like moments to predict with, a prediction per global batch and pass. Weight
-versions: 1. Staleness: ceil((p - 1 - i) / T) updates on stage i, for which the prediction makes up.
+versions: 3, two of them predicted. Staleness: ceil((p - 1 - i) / T) updates on stage i, for which the
+prediction makes up.
 """
 
 from __future__ import annotations
 
-from .action import Program, Schedule, check_at_least, check_virtual_stages, linear_program
+from .action import (
+    Program,
+    Schedule,
+    check_at_least,
+    check_virtual_stages,
+    linear_program,
+    same_on_every_stage,
+)
 from .one_f_one_b import in_flight, stage_lists
 
 
@@ -49,6 +59,7 @@ SCHEDULE = Schedule(
     bubble="none in steady state",
     in_flight_formula="min(m, p-i)",
     synchronous=False,
+    weight_versions=same_on_every_stage(3),
     staleness=staleness,
     closed_in_flight=in_flight,
 )

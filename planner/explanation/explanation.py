@@ -1,7 +1,7 @@
 """Why a plan is as it is: its limits, the runner-up plans, its sensitivity, what-ifs and a split in use.
 
 A what-if solves the problem again with one change: one more GPU, double the bandwidth or memory,
-recomputation forced or forbidden.
+recomputation forced or forbidden; where the step waits for launches, launches that take no time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..problem import Problem
 from .current_split import SplitComparison, compare_split
 from .explain_context import ExplainContext, make_context
 from .explain_options import ExplainOptions
-from .resolve import SECONDS, resolve, with_bandwidth, with_memory, with_topology
+from .resolve import SECONDS, resolve, with_bandwidth, with_memory, with_topology, without_launches
 from .runner_up import RunnerUp, runners_up
 from .sensitivity import Sensitivity, sensitivities
 from .step_limits import StepLimits, find_limits
@@ -45,12 +45,14 @@ Change = Callable[[Problem], Problem]
 Part = TypeVar("Part")
 _SEARCHES = 23
 """Those of a plan on several nodes: the plan's, its limits', four of runners-up, three times four of
-sensitivities, five of what-ifs."""
+sensitivities, five of what-ifs (six where it waits for launches)."""
 
 
-def solve_what_ifs(context: ExplainContext, seeds: Sequence[ScoredPlan]) -> Iterator[WhatIf]:
-    """Each change by itself; the searches start from the seeds, so that a change for the better is never
-    answered with a slower plan."""
+def solve_what_ifs(
+    context: ExplainContext, seeds: Sequence[ScoredPlan], *, launches: bool
+) -> Iterator[WhatIf]:
+    """Each change by itself, that of `launches` where the step waits for some; the searches start from the
+    seeds, so that a change for the better is never answered with a slower plan."""
     changes: list[tuple[str, Change]] = [
         ("one more GPU", _one_more),
         ("double the bandwidth", lambda p: with_topology(p, with_bandwidth(p.topology, 2))),
@@ -58,6 +60,8 @@ def solve_what_ifs(context: ExplainContext, seeds: Sequence[ScoredPlan]) -> Iter
         ("recompute always", lambda p: _recomputing(p, "always")),
         ("recompute never", lambda p: _recomputing(p, "never")),
     ]
+    if launches:
+        changes.append(("launches in no time", without_launches))
     return (_solve_what_if(context, seeds, words, change) for words, change in changes)
 
 
@@ -136,6 +140,7 @@ def explain_plan(
     rivals = runners_up(context, seeds, busiest)
     done.add(4)
     pool = [*seeds, *rivals.plans]
+    launches = any(share.kind == "host" for share in limits.kinds)
     holds = sensitivities(context, pool, busiest) if better is None and context.fits else iter(())
     return Explanation(
         model=plan.model,
@@ -146,7 +151,7 @@ def explain_plan(
         as_fast=None if rivals.as_fast is None else summarize(rivals.as_fast),
         other_stages=rivals.other_stages,
         holds=list(done.each(holds, 4)),
-        what_if=list(done.each(solve_what_ifs(context, pool), 1)),
+        what_if=list(done.each(solve_what_ifs(context, pool, launches=launches), 1)),
         current=split,
         notes=_notes(context, plan),
     )

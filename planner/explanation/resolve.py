@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
+import numpy as np
+
 from ...cost_models.layer import Chain, Vector
 from ...cost_models.quantities import LEAST_RATE, MOST_RATE
 from ...cost_models.topology import Topology
@@ -133,6 +135,17 @@ def with_memory(problem: Problem, factor: float | None) -> Problem:
     )
     options = replace(problem.options, memory_limit=more(problem.options.memory_limit))
     return replace(problem, topology=replace(problem.topology, groups=groups), options=options)
+
+
+def without_launches(problem: Problem) -> Problem:
+    """The same where the hosts launch in no time, as with a step that is one CUDA graph."""
+
+    def without(chain: Chain) -> Chain:
+        nothing = np.zeros_like(chain.forward_host_seconds)
+        return replace(chain, forward_host_seconds=nothing, backward_host_seconds=nothing)
+
+    profiles = {name: without(own) for name, own in problem.profiles.items()}
+    return replace(problem, chain=without(problem.chain), profiles=profiles)
 
 
 _SECONDS_OF_LAYERS = (

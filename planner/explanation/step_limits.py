@@ -26,7 +26,8 @@ class PathShare(Record):
 
 
 class BusiestStage(Record):
-    """The stage that computes longest, recomputation included; `busy` is its share of the step."""
+    """The stage that computes longest, recomputation and waits for launches included; `busy`: its share
+    of the step."""
 
     stage: int
     seconds: float

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from ...cost_models.memory import LedgerOptions, Recompute
 from ...cost_models.schedules import find_schedule
-from ..asynchronous import TWO_VERSIONS, pace, reduced_seconds
+from ..asynchronous import TWO_VERSIONS, XPIPE, pace, reduced_seconds
 from ..candidate import Proposal, ScoredPlan
 from ..pipeline_config import PipelineConfig
 from ..search.pipelines import stage_modes
@@ -94,11 +94,12 @@ class SteadySearch:
 
     @cached_property
     def counts(self) -> range:
-        """Numbers of stages: of 2BW no more than micro-batches between two updates."""
+        """Numbers of stages: of 2BW no more than micro-batches between two updates, of XPipe more."""
         most = min(self.stage_counts[-1], self.devices)
+        least = self.config.micro_batches + 1 if self.config.schedule == XPIPE else 2
         if self.config.schedule == TWO_VERSIONS:
             most = min(most, self.config.micro_batches)
-        return range(max(2, self.stage_counts[0]), most + 1)
+        return range(max(2, least, self.stage_counts[0]), most + 1)
 
     @property
     def devices(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import inf
@@ -144,8 +144,9 @@ class Figures:
         own = [requested, *(kind.memory_bytes for kind in self._kinds(device))]
         return min((float(size) for size in own if size is not None), default=inf)
 
-    def ledger(self, device: int, weight_versions: float = 1) -> Ledger:
-        """Of a device of the pipeline with all its parts; of several kinds the one with the least memory."""
+    def ledger(self, device: int, weight_versions: Sequence[float] = (1,)) -> Ledger:
+        """Of a device of the pipeline with all its parts; of several kinds the one with the least memory.
+        `weight_versions`: of each part, or one value for all."""
         parts = self.order.device_parts(device)
         kinds = self._kinds(device)
         least = min(kinds, key=lambda own: inf if own.memory_bytes is None else own.memory_bytes)

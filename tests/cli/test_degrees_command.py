@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,21 @@ def test_the_answer_and_its_arguments(config: Path, capsys: pytest.CaptureFixtur
     assert "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4" in printed
     assert "no kernels are measured" in printed
     assert "--kernels" in printed
+
+
+def test_arguments_that_fill_a_screen_are_in_the_file(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--tp", "8", "--pp", "2", "--micro-batch-size", "1", "--recompute", "full", "--cp", "1"]
+    options = ["--gpus", "16", "--gpu", "h100", "--mini-batch", "8", *sizes, "--virtual-stages", "1"]
+    file = tmp_path / "answer.json"
+    for layers, whole in ((8, True), (80, False)):
+        own = [*options, "--layers", str(layers), "-o", str(file), "--force"]
+        assert main(["degrees", str(config), *own]) == 0
+        printed = capsys.readouterr().out
+        words = shlex.join(json.loads(file.read_text())["plans"][0]["torchtitan"])
+        shown = words if whole else f"{len(words):,} characters, plans[0].torchtitan of --json"
+        assert f"\ntorchtitan: {shown}" in printed
 
 
 @pytest.mark.slow

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pplan.cost_models.hardware import Device, Link
 from pplan.cost_models.layer import Chain
+from pplan.cost_models.quantities import format_seconds
 from pplan.cost_models.topology import Topology, two_level_topology
+from pplan.planner.build_plan import solve_problem
 from pplan.planner.mini_batch import choose_mini_batch
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.objectives.solve_objective import solve_objective
@@ -124,3 +129,31 @@ def test_it_is_lessened_where_nothing_fits_and_that_is_said() -> None:
     assert "no plan with 32 samples a device fits: the global batch is 8, not 32" in plan.warnings
     assert plan.default_mini_batch is not None
     assert plan.default_mini_batch.samples_per_device == 8
+
+
+SENTENCE = re.compile(
+    r"at most 2 samples: with (\d+), extrapolated, these stages would take (\S+ m?s) a step"
+)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_sizes_beyond_the_profile_that_would_pay_are_told(
+    gpus: int, make_chain: Callable[..., Chain], make_topology: Callable[..., Topology]
+) -> None:
+    """The layers' costs are lines: a profile that holds the larger sizes gives the step that is told."""
+
+    def solved(sizes: tuple[int, ...], **options: Any) -> Plan:
+        chain = replace(make_chain(1, 4, sizes=sizes), cut_after=np.zeros(4, dtype=np.bool_))
+        chain = replace(chain, parameter_bytes=np.zeros(4), trainable_bytes=np.full(4, 1e-6))
+        limits = PlanOptions(mini_batch=16 * gpus, **options)
+        return solve_problem(chain, make_topology(gpus), limits, model="toy", profile=REFERENCE)
+
+    def told(plan: Plan) -> list[tuple[str | Any, ...]]:
+        return [found.groups() for text in plan.warnings if (found := SENTENCE.search(text))]
+
+    small, large = solved((1, 2)), solved((1, 2, 16))
+    assert large.prediction.step_seconds < 0.95 * small.prediction.step_seconds
+    assert told(small) == [("16", format_seconds(large.prediction.step_seconds))]
+    assert told(large) == told(solved((1, 2), micro_batches=8)) == []
+    tight = 1.1 * max(stage.memory_bytes for stage in small.stages)
+    assert told(solved((1, 2), memory_limit=tight)) == []

@@ -144,6 +144,26 @@ def test_a_file_of_figures(tmp_path: Path) -> None:
         estimate(f"analytic:{tmp_path / 'none.toml'}")
 
 
+def test_an_estimate_goes_on_to_the_sizes_that_a_device_holds(tmp_path: Path) -> None:
+    """Past 8 by four, where four copies of the weights and what is saved at the next size fit."""
+
+    def sized(memory_bytes: int) -> Profile:
+        path = tmp_path / "my.toml"
+        path.write_text(f'name = "Mine"\nmemory = "{memory_bytes}B"\nbandwidth = "1GB/s"\nfloat32 = 1e15')
+        return pplan.profile(small(), torch.ones(1, 64), device=f"analytic:{path}")
+
+    large = sized(2**40)
+    assert large.micro_batch_sizes == [1, 2, 4, 8, 32, 128]
+    saved = {cost.micro_batch_size: 0 for cost in large.layers[0].costs}
+    for layer in large.layers:
+        for cost in layer.costs:
+            saved[cost.micro_batch_size] += cost.saved_bytes
+    states = 4 * sum(layer.parameter_bytes for layer in large.layers)
+    assert saved[128] == 4 * saved[32]
+    assert sized(states + saved[32]).micro_batch_sizes == [1, 2, 4, 8, 32]
+    assert sized(states + 4 * saved[8] - 1).micro_batch_sizes == [1, 2, 4, 8]
+
+
 @pytest.mark.slow
 def test_a_measured_profile_gives_its_curves(measured: Profile) -> None:
     again = of_convolutions("analytic:a100-40gb", measured)

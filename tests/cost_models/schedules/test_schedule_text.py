@@ -107,6 +107,7 @@ WRONG = {
     "name: mine\ndevice i: F*m B*m\ndevice p-4: F": "line 3: device -1, of devices 0 to 2",
     "name: mine\ndevice i: F*m B*m\n\ndevice i: F": "line 4: 'device i: F': line 2 is of device i already",
     "name: mine\ndevice p-1: F*m\ndevice p - 1 : B*m": "line 2 is of device p-1 already",
+    "name: mine\ndevice i: F*m B*m\ndevice 1: F*m B*m\ndevice 2-1: B*m": "line 4: device 1: line 3 is of it",
     "name: mine\ndevice i: ((F*9999)*9999)*9999 B*m": "actions and repetitions",
     "name: mine\ndevice i: " + "(" * 50 + "F" + ")" * 50: "brackets",
     "name: mine\ndevice i: F*" + "-" * 5000 + "1": "brackets",

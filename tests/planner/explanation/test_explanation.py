@@ -196,6 +196,25 @@ def test_a_change_for_the_better_is_never_worse(
     assert sum(share.share for share in explained.limits.places) == pytest.approx(1)
 
 
+def test_what_launches_that_take_no_time_would_bring(
+    make_chain: MakeChain, make_topology: MakeTopology, solved: Solve
+) -> None:
+    chain = make_chain(1, 3)
+
+    def explained(seconds: float) -> Any:
+        hosts = np.full_like(chain.forward_seconds, seconds)
+        slow = replace(chain, forward_host_seconds=hosts, backward_host_seconds=hosts)
+        return solved(slow, make_topology(2), mini_batch=4).explained()
+
+    waits, free = explained(20.0), explained(0.0)
+    row = waits.what_if[-1]
+    assert row.change == "launches in no time"
+    assert row.plan is not None
+    assert row.plan.step_seconds == pytest.approx(free.plan.step_seconds)
+    assert row.faster == pytest.approx(waits.plan.step_seconds / free.plan.step_seconds - 1)
+    assert "launches in no time" not in [other.change for other in free.what_if]
+
+
 @pytest.mark.slow
 def test_memory_that_forbids_a_faster_plan(
     make_chain: MakeChain, make_topology: MakeTopology, solved: Solve

@@ -11,8 +11,9 @@ import pytest
 
 from pplan.cost_models.memory import Recompute
 from pplan.cost_models.simulator.steady import steady_state
-from pplan.planner.asynchronous import assemble_endless, pace, steady_seconds
+from pplan.planner.asynchronous import assemble_endless, asynchronous_notes, pace, steady_seconds
 from pplan.planner.candidate import Proposal
+from pplan.planner.objectives import throughput as throughput_module
 from pplan.planner.objectives.throughput import fastest_asynchronous, throughput
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.problem import Problem
@@ -22,26 +23,38 @@ Shapes = Callable[[Problem, int], list[tuple[tuple[int, ...], tuple[tuple[int, .
 MODES: tuple[Recompute, Recompute] = ("never", "always")
 
 
+@pytest.fixture(autouse=True)
+def lines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without WPipe, whose search has tests of its own."""
+    monkeypatch.setattr(throughput_module, "paired_searches", lambda problem: [])  # noqa: ARG005 - called with it
+
+
 def asynchronous(problem: Problem, shapes: Shapes) -> Iterator[tuple[Proposal, tuple[Recompute, ...]]]:
     """Every asynchronous plan that fits."""
     for size in (1, 2, 4):
         for ends, devices in shapes(problem, size):
             count = 4 // size
-            if len(ends) < 2 or 1 < count < len(ends):
-                continue
-            schedule = "pipedream" if count == 1 else "pipedream-2bw"
-            proposal = Proposal(PipelineConfig(schedule, "by_stage", count, size), ends, devices)
-            for modes in product(MODES, repeat=len(ends)):
-                made = assemble_endless(problem.space, proposal, modes)
-                in_flight = [sum(made.ledger(device).values()) for device in range(len(ends))]
-                if max(in_flight) <= problem.space.limit(range(problem.gpus)):
-                    yield proposal, modes
+            names = ["xpipe"] if problem.options.optimizer == "adam" else []
+            names += ["pipedream"] if count == 1 else ["pipedream-2bw"] if count >= len(ends) else []
+            for schedule in names if len(ends) > 1 else ():
+                proposal = Proposal(PipelineConfig(schedule, "by_stage", count, size), ends, devices)
+                for modes in product(MODES, repeat=len(ends)):
+                    made = assemble_endless(problem.space, proposal, modes)
+                    in_flight = [sum(made.ledger(device).values()) for device in range(len(ends))]
+                    if max(in_flight) <= problem.space.limit(range(problem.gpus)):
+                        yield proposal, modes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(15))
 def test_best_of_all_asynchronous_plans(seed: int, make_problem: MakeProblem, every_shape: Shapes) -> None:
-    problem = make_problem(seed, 2 + seed % 4, 2 + seed % 3, memory=[None, 1500, 900, 600][seed % 4])
+    problem = make_problem(
+        seed,
+        2 + seed % 4,
+        2 + seed % 3,
+        memory=[None, 1500, 900, 600][seed % 4],
+        optimizer=["momentum", "adam"][seed % 2],
+    )
     paces = [
         (pace(problem.space, proposal, modes) * proposal.config.micro_batches, proposal, modes)
         for proposal, modes in asynchronous(problem, every_shape)
@@ -90,6 +103,20 @@ def test_the_formula_is_the_simulators_steady_state(
         own_ports = replace(made.costs(), links=None, port_seconds=0.0)
         alone = steady_state(made.program, own_ports).seconds_per_micro_batch * count
         assert alone == pytest.approx(formula, rel=1e-5), proposal
+
+
+def test_xpipe_is_the_answer_where_micro_batches_are_fewer_than_stages(make_problem: MakeProblem) -> None:
+    """Of two micro-batches 2BW has two stages at the most, and XPipe, with Adam's moments, three."""
+    options = {"mini_batch": 2, "micro_batches": 2}
+    best, bound = fastest_asynchronous(make_problem(1, 5, 3, optimizer="adam", **options), inf)
+    assert best is not None
+    assert (best.config.schedule, len(best.proposal.ends)) == ("xpipe", 3)
+    notes = asynchronous_notes(best)
+    assert "3 weight versions, two of them predicted, and gradients are 1-1-0 updates late" in notes[0]
+    without, _ = fastest_asynchronous(make_problem(1, 5, 3, optimizer="momentum", **options), inf)
+    assert without is not None
+    assert (without.config.schedule, len(without.proposal.ends)) == ("pipedream-2bw", 2)
+    assert without.step_seconds > bound
 
 
 def test_memory_counts_weight_versions(make_problem: MakeProblem) -> None:
