@@ -120,12 +120,11 @@ def shorten(model: nn.Module, example: ModelInput, granularity: str) -> Iterator
     if row is None:
         yield None
         return
-    blocks = model.get_submodule(row.path)
-    _set_entries(blocks, [row.blocks[index] for index in row.left])
+    _set_entries(model, row.path, [row.blocks[index] for index in row.left])
     try:
         yield row
     finally:
-        _set_entries(blocks, row.blocks)
+        _set_entries(model, row.path, row.blocks)
 
 
 def _find_row(model: nn.Module, example: ModelInput, granularity: Granularity) -> BlockRow | None:
@@ -135,12 +134,11 @@ def _find_row(model: nn.Module, example: ModelInput, granularity: Granularity) -
         row = None if record is None else _longest_row(path, blocks, record)
         if row is None or _has_tensors_of_others(model, row):
             continue
-        holder = model.get_submodule(path)
-        _set_entries(holder, [blocks[index] for index in row.left])
+        _set_entries(model, path, [blocks[index] for index in row.left])
         try:
             short = _run(model, [blocks[index] for index in row.left], example)
         finally:
-            _set_entries(holder, blocks)
+            _set_entries(model, path, blocks)
         if short is not None and short == _without(record or [], row):
             return row
     return None
@@ -172,10 +170,11 @@ def _has_tensors_of_others(model: nn.Module, row: BlockRow) -> bool:
     return any(users[tensor] != 1 for tensor in own)
 
 
-def _set_entries(blocks: nn.Module, entries: Sequence[nn.Module]) -> None:
-    blocks._modules.clear()
-    for place, entry in enumerate(entries):
-        blocks._modules[str(place)] = entry
+def _set_entries(model: nn.Module, path: str, entries: Sequence[nn.Module]) -> None:
+    blocks = model.get_submodule(path)
+    if isinstance(blocks, nn.ModuleList):
+        del blocks[:]
+        blocks.extend(entries)
 
 
 def _run(model: nn.Module, blocks: Sequence[nn.Module], example: ModelInput) -> list[Description] | None:
