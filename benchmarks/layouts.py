@@ -6,8 +6,8 @@ it finds nothing wrong with one of them, or something with one that is right.
 
 With `--costs`: recipes for H100 in bfloat16 (github.com/NVIDIA-NeMo/Megatron-Bridge, figures only; `source`
 is the file), with the recipe's degrees, micro-batches, recomputation and layout; the best layout at these
-degrees; and the best of all degrees, as `pplan degrees` finds it: all of 8 H100 a server, with NVLink of
-450 GB/s and 50 GB/s a GPU between. Seconds are estimates of one cost model, from the GPU's limits; what
+degrees; and with `--any-degrees`, which takes long, the best of all degrees, as `pplan degrees` finds it: all
+on servers of 8 (`--topology dgx-h100`). Seconds are estimates of one cost model, from the GPU's limits; what
 overlaps in a recipe (expert exchange, gradients), and moments in bfloat16, are not in it.
 """
 
@@ -243,9 +243,9 @@ def check_mended() -> Iterator[tuple[Mended, tuple[str, ...], tuple[str, ...]]]:
         yield own, found[0], found[1]
 
 
-def cost(recipe: Recipe) -> dict[str, Any]:
+def cost(recipe: Recipe, *, any_degrees: bool) -> dict[str, Any]:
     """Seconds of a step and bytes: of the recipe, with its recomputation and with any; of the best layout at
-    its degrees, and of the best of all; `refused` where there is none."""
+    its degrees, and, with `any_degrees`, of the best of all; `refused` where there is none."""
     degrees: dict[str, Any] = {
         "tp": (recipe.tensor,),
         "cp": (recipe.context,),
@@ -260,7 +260,7 @@ def cost(recipe: Recipe) -> dict[str, Any]:
         "recipe": _cost_layout(recipe, degrees, recipe.recompute),
         "any recomputation": _cost_layout(recipe, degrees, "auto"),
         "same degrees": _best(recipe, degrees),
-        "any degrees": _best(recipe, {}),
+        **({"any degrees": _best(recipe, {})} if any_degrees else {}),
     }
 
 
@@ -308,11 +308,15 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--costs", action="store_true", help="cost the recipes, which takes some minutes")
+    parser.add_argument("--any-degrees", action="store_true", help="and search all degrees, which takes long")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), help="only the recipes of these")
     parser.add_argument("--results", type=Path, help="keep the costs, a JSON object a line")
     chosen = parser.parse_args()
     if chosen.costs:
         for recipe in RECIPES:
-            row = cost(recipe)
+            if chosen.models and recipe.model not in chosen.models:
+                continue
+            row = cost(recipe, any_degrees=chosen.any_degrees)
             print(json.dumps(row, default=str), flush=True)
             if chosen.results:
                 with chosen.results.open("a") as file:

@@ -105,7 +105,8 @@ def with_hosts(chain: Chain, times: float) -> Chain:
 
 
 def test_the_bound_of_late_hosts_is_the_step(make_chain: MakeChain, make_topology: MakeTopology) -> None:
-    """Where a launch takes a hundred times as long as what it launches: but for what follows the last one."""
+    """Where a launch takes a hundred times as long as what it launches: but for what follows the last one. Of
+    one process it is where nothing is run again in GPipe; else its threads wait for each other."""
     for one in (False, True):
         runtime = RUNTIMES["torchgpipe"] if one else None
         space = Space(with_hosts(make_chain(5, 7, cuts=1.1), 500), make_topology(4), "sgd", runtime=runtime)
@@ -113,7 +114,8 @@ def test_the_bound_of_late_hosts_is_the_step(make_chain: MakeChain, make_topolog
             plans = pipelines(space, every_cut(space, config, 3))
             bounds, steps = WHOLE_BOUNDS[config.schedule](plans), plans.step_seconds()
             assert (bounds <= steps * SLACK).all()
-            assert (bounds >= 0.9 * steps).all()
+            alone = one and (config.schedule == "1f1b" or config.recompute != "by_stage")
+            assert (bounds >= (0.75 if alone else 0.9) * steps).all()
 
 
 def pipelines(space: Space, proposals: list[Proposal]) -> Pipelines:

@@ -223,6 +223,22 @@ def test_launches_count_where_nothing_else_takes_time(
         checked(space, families_of(space, [config], (1,) if runtime == "torchgpipe" else (1, 2)))
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_that_one_late_process_launches(
+    seed: int,
+    make_chain: MakeChain,
+    make_topology: MakeTopology,
+    families_of: FamiliesOf,
+    checked: Callable[..., Any],
+) -> None:
+    """Forwards one after another, backwards beside each other, what they run again in turn."""
+    chain = with_hosts(make_chain(seed, 6, traffic=0.3, cuts=1.1, adding=0.5), [4, 8, 25, 100][seed])
+    runtime = RUNTIMES["torchgpipe"]
+    space = Space(chain, make_topology(4, latency=0.05, memory=[None, 800][seed % 2]), "sgd", runtime=runtime)
+    own = [config for config in WHOLE if config.micro_batches > 1 and config.schedule == "gpipe"]
+    checked(space, families_of(space, own, (1,)))
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_plans_whose_hosts_are_late(
     seed: int,
