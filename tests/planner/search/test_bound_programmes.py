@@ -198,6 +198,25 @@ class TestRelaxed:
                         finite += bool(np.isfinite(least))
         assert finite > 20
 
+    def test_the_least_step_of_one_stage(self, make_chain: MakeChain) -> None:
+        """All micro-batches, what the first backward does not take, and the all-reduce; or its launches."""
+        for problem in problems(make_chain, 3):
+            for family in problem.families:
+                stages = make_relaxed_stages(problem.space, family)
+                assert stages is not None
+                config, own = family.config, RelaxedProblem(family.config, stages, 3, np.inf)
+                x = own.seconds(own.in_flight(1))[:, 0, -1]
+                f, a, e, host = (
+                    getattr(stages, name)[:, 0, -1]
+                    for name in ("forward", "accumulation", "exposed_allreduce", "launches")
+                )
+                once = a + f if config.recompute == "except_last" else a
+                steps = [
+                    max(config.micro_batches * x[i] - once[i], config.micro_batches * host[i]) + e[i]
+                    for i in np.flatnonzero(np.isfinite(x))
+                ]
+                assert own.single_stage_step == pytest.approx(min(steps, default=np.inf), rel=1e-8)
+
     def sums(
         self,
         problem: RelaxedProblem,

@@ -63,11 +63,21 @@ def launches(plans: Pipelines, row: Row) -> float:
         for f, b, end in zip(row["forward_launch"], row["backward_launch"], last, strict=True)
     ]
     if plans.hosts == "one":
-        return sum(hosts)
+        return count * sum(row["forward_launch"]) + one_process(plans, row, last)
     for stage in reversed(range(plans.stages)):
         late = max(hosts[stage], late + row["cut"][stage] + backward[stage])
         latest = max(latest, late + row["exposed_allreduce"][stage])
     return latest
+
+
+def one_process(plans: Pipelines, row: Row, last: list[float]) -> float:
+    """Of the backwards: a thread launches all of its own, and one of every other before or behind them; what
+    is run again is launched by one thread at a time, beside what the first and the last of all launch."""
+    count, differs = plans.config.micro_batches, plans.config.recompute == "except_last"
+    forward, backward, plain = (row[f"{name}_launch"] for name in ("forward", "backward", "plain"))
+    own = [(count - 1) * more + sum(last) for more in backward]
+    again = sum(f for f, b, p in zip(forward, backward, plain, strict=True) if b > p)
+    return max(*own, (count - differs) * again + plain[0] + plain[-1])
 
 
 def round_trips(plans: Pipelines, row: Row) -> float:
