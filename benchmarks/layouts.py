@@ -5,10 +5,11 @@ not match their model or their pipeline, as they were before, each given to `ppl
 it finds nothing wrong with one of them, or something with one that is right.
 
 With `--costs`: recipes for H100 in bfloat16 (github.com/NVIDIA-NeMo/Megatron-Bridge, figures only; `source`
-is the file), with the recipe's degrees, micro-batches, recomputation and layout; the best layout at these
-degrees; and with `--any-degrees`, which takes long, the best of all degrees, as `pplan degrees` finds it: all
-on servers of 8 (`--topology dgx-h100`). Seconds are estimates of one cost model, from the GPU's limits; what
-overlaps in a recipe (expert exchange, gradients), and moments in bfloat16, are not in it.
+is the file), with the recipe's degrees, micro-batches, recomputation and layout; the best layout with the
+same degrees and micro-batches; and with `--any-degrees`, which takes long, the best of all degrees, as
+`pplan degrees` finds it: all on servers of 8 (`--topology dgx-h100`). Seconds are estimates of one cost
+model, from the GPU's limits; what overlaps in a recipe (expert exchange, gradients), and moments in bfloat16,
+are not in it.
 """
 
 from __future__ import annotations
@@ -206,10 +207,6 @@ RECIPES = (
         "Ett|(ttt|)*30ttL",
     ),
     Recipe(
-        *("Qwen3 235B-A22B", "recipes/qwen/h100/qwen3_moe.py", 256, 4, 16, 2, 8, 1, 8192, 4096),
-        "Et*5|(t*6|)*14t*5L",
-    ),
-    Recipe(
         *("DeepSeek-V3", "perf_recipes/deepseek/h100/deepseek_v3.py", 1024, 2, 8, 1, 64, 4, 16384, 4096),
         *("Et|(tt|)*30mL", "selective"),
     ),
@@ -245,7 +242,7 @@ def check_mended() -> Iterator[tuple[Mended, tuple[str, ...], tuple[str, ...]]]:
 
 def cost(recipe: Recipe, *, any_degrees: bool) -> dict[str, Any]:
     """Seconds of a step and bytes: of the recipe, with its recomputation and with any; of the best layout at
-    its degrees, and, with `any_degrees`, of the best of all; `refused` where there is none."""
+    its degrees and micro-batches, and, with `any_degrees`, of the best of all; `refused`: why none."""
     degrees: dict[str, Any] = {
         "tp": (recipe.tensor,),
         "cp": (recipe.context,),
@@ -259,7 +256,7 @@ def cost(recipe: Recipe, *, any_degrees: bool) -> dict[str, Any]:
         "layout": recipe.layout,
         "recipe": _cost_layout(recipe, degrees, recipe.recompute),
         "any recomputation": _cost_layout(recipe, degrees, "auto"),
-        "same degrees": _best(recipe, degrees),
+        "same degrees": _best(recipe, {**degrees, "micro_batch_size": (1,)}),
         **({"any degrees": _best(recipe, {})} if any_degrees else {}),
     }
 

@@ -33,6 +33,7 @@ def insert_orders(problem: OrderProblem) -> Iterator[Lists]:
     lags = (
         tuple(problem.devices - part for part in range(problem.parts)),
         (problem.micro_batches,) * problem.parts,
+        (0,) * problem.parts,
     )
     orders = set()
     for lag, (apart, count), way_weight in product(lags if problem.split else lags[:1], STARTS, WAY_WEIGHTS):

@@ -35,8 +35,8 @@ from .deep_orders import deep_orders
 from .fill_orders import fill_orders
 from .insert_orders import insert_orders
 from .local_search import improve_order
-from .order_problem import Lists, OrderProblem, list_steps, order_problem
-from .run_order import run_order
+from .order_problem import Lists, OrderProblem, order_problem
+from .run_order import list_steps, run_order
 from .solve_order import MOST_ACTIONS as MOST_SOLVED
 from .solve_order import has_solver, solve_order
 
