@@ -30,6 +30,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from fnmatch import fnmatch
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
@@ -42,7 +43,7 @@ from mutants.operators import Mutant, mutants, mutated_code
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("cost_models", "planner")
-TESTS = ("tests/cost_models", "tests/planner", "tests/verification")
+TESTS = ("tests/cost_models", "tests/planner", "tests/verification", "tests/proofs")
 WARM = ("numpy", "pydantic", "networkx", "torch", "typer", "rich.console")
 """Imported once; nothing of pplan."""
 TIMES, LEAST_SECONDS, MOST_BYTES = 3, 30, 12 * 2**30
@@ -225,6 +226,12 @@ def main() -> None:
     parser.add_argument("--marks", default="not slow", help="the tests (default: %(default)s)")
     parser.add_argument("--results", type=Path, help="a file of one line a mutant, which is gone on with")
     parser.add_argument("--again", action="store_true", help="only run anew what survived in --results")
+    parser.add_argument(
+        "--file", action="append", help="of these alone, as planner/search/*bound*.py; repeatable"
+    )
+    parser.add_argument(
+        "--covering", type=Path, help="a file that keeps which tests run which lines; read if there"
+    )
     arguments = parser.parse_args()
     for name in WARM:
         importlib.import_module(name)
@@ -235,11 +242,12 @@ def main() -> None:
             mutant
             for folder in FOLDERS
             for file in sorted((copy / folder).rglob("*.py"))
+            if any(fnmatch(str(file.relative_to(copy)), each) for each in arguments.file or ["*"])
             for mutant in mutants(copy, str(file.relative_to(copy)))
         ]
-        drawn = random.Random(arguments.seed).sample(everything, arguments.mutants)
+        drawn = random.Random(arguments.seed).sample(everything, min(arguments.mutants, len(everything)))
         python = [sys.executable, "-c", _START, str(Path(__file__).parent), str(copy)]
-        covering = Covering.measure(copy, python, TESTS, arguments.marks)
+        covering = Covering.kept(arguments.covering, copy, python, TESTS, arguments.marks)
         for number, mutant in enumerate(drawn):
             known = results.get((mutant.file, mutant.number))
             if known is not None and not (arguments.again and not known["verdict"].startswith("killed")):

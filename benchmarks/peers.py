@@ -1,11 +1,12 @@
 """pplan against the planners of others: python benchmarks/peers.py [--jobs N] [--results FILE] [MODEL ...]
 
 Every model on 2, 4, 8, 16 and 64 devices, eight to a node, with three speeds of links inside and between
-nodes, and with loose (80 GB) and tight memory. pplan's plan is that of `pplan solve`; the others are the
-named planners' fastest under the same simulator and memory (docs/planners.md says what each is, and where it
-differs from its original). A ratio is a planner's step over pplan's; cases that do not fit are counted and
-left out. torchgpipe's and DeepSpeed's partitions are re-implementations, compared with the originals in the
-tests; not here are Galvatron's search and the partition of PyTorch's pull request 179212.
+nodes, and with loose (80 GB) and tight memory. pplan's plans are those of `pplan solve`, which searches 1F1B
+and GPipe, and of `pplan solve --schedule any`; the others are the named planners' fastest under the same
+simulator and memory (docs/planners.md says what each is, and where it differs from its original). A planner
+that knows more schedules than those two may propose them. A ratio is a planner's step over pplan's; cases
+that do not fit are counted and left out. torchgpipe's and DeepSpeed's partitions are re-implementations,
+compared with the originals in the tests.
 
 All cases take hours: they run in a fixed random order, and after `--minutes` none is begun, and the table is
 of those that are done. `--jobs N` runs so many at a time, a process of one thread each; N should not be more
@@ -31,15 +32,16 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from gap_models import MODELS, profile_of
+from gap_models import PEERS_MODELS, profile_of
 
 import pplan
 from pplan.api.load import profile_and_reference
 from pplan.api.options import MachineOptions, PlanOptions, options_from
 from pplan.api.solve import make_problem
 from pplan.planner.candidate import ScoredPlan
-from pplan.planner.joint_search import find_best_plan, plan_with
-from pplan.planner.planners import ALWAYS, PLANNERS, find_planner
+from pplan.planner.joint_search import OUT_OF_TIME, find_best_plan, plan_with
+from pplan.planner.planners import PLANNERS, find_planner
+from pplan.planner.problem import Problem
 
 GPUS = (2, 4, 8, 16, 64)
 LINKS = {"NVLink": (300e9, 25e9), "PCIe": (16e9, 12.5e9), "10 GbE": (1.25e9, 1.25e9)}
@@ -56,8 +58,16 @@ def memory_bytes(profile: pplan.Profile, gpus: int, memory: str) -> int:
     return round(LOOSE if memory == "loose" else min(LOOSE, 1.5 * states / gpus + 2e9))
 
 
-def steps_by_planner(profile: pplan.Profile, gpus: int, link: str, memory: str) -> dict[str, float | None]:
-    """Simulated seconds of pplan's plan and of each planner's; None where none fits."""
+OWN, ANY = "pplan", "pplan --schedule any"
+"""The two answers of pplan, as the results name them."""
+MANY_SCHEDULES = ("torch-partition", "interleaved")
+"""Planners that propose the schedules of `--schedule any` that they know."""
+
+
+def problem_for(
+    profile: pplan.Profile, gpus: int, link: str, memory: str, schedule: str, limit: float = TIME_LIMIT
+) -> Problem:
+    """A case with this option of the schedule, not begun."""
     options: dict[str, Any] = {
         "gpus": gpus,
         "gpus_per_node": min(gpus, NODE),
@@ -65,35 +75,74 @@ def steps_by_planner(profile: pplan.Profile, gpus: int, link: str, memory: str) 
         "memory_bytes": memory_bytes(profile, gpus, memory),
         "optimizer": "adam",
         "mini_batch": 16 * gpus,
-        "time_limit": TIME_LIMIT,
+        "time_limit": limit,
+        "schedule": schedule,
     }
     machine, plan_options = options_from(options, MachineOptions, PlanOptions)
     own, reference = profile_and_reference(profile, "", "")
-    problem = make_problem(own, reference, machine, plan_options)
-    answer = find_best_plan(problem.with_time_limit())
-    plans: dict[str, ScoredPlan | str | None] = {"pplan": answer.best, **answer.by_planner}
+    return make_problem(own, reference, machine, plan_options)
+
+
+def plans_by_planner(
+    profile: pplan.Profile, gpus: int, link: str, memory: str
+) -> dict[str, ScoredPlan | None]:
+    """pplan's plans and each planner's; None where none fits."""
+    by_schedule = {
+        schedule: problem_for(profile, gpus, link, memory, schedule) for schedule in ("auto", "any")
+    }
+    answers = {
+        schedule: find_best_plan(problem.with_time_limit()) for schedule, problem in by_schedule.items()
+    }
+    plans: dict[str, ScoredPlan | str | None] = {
+        OWN: answers["auto"].best,
+        ANY: answers["any"].best,
+        **answers["auto"].by_planner,
+    }
     for name in PLANNERS:
-        if name not in ALWAYS:
+        if plans.get(name, OUT_OF_TIME) == OUT_OF_TIME:
+            problem = by_schedule["any" if name in MANY_SCHEDULES else "auto"]
             plans[name] = plan_with(find_planner(name), problem.with_time_limit())
-    return {name: plan.step_seconds if isinstance(plan, ScoredPlan) else None for name, plan in plans.items()}
+    return {name: plan if isinstance(plan, ScoredPlan) else None for name, plan in plans.items()}
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """A row for every planner."""
-    fitting = [row["steps"] for row in rows if row["steps"]["pplan"] is not None]
+    """A row for every planner: its step over each of pplan's two, and how often it is the faster."""
+    fitting = [row["steps"] for row in rows if row["steps"][OWN] is not None]
     models = len({row["model"] for row in rows})
     print(f"{len(rows)} cases of {models} models, {len(fitting)} that fit")
-    print(f"{'planner':<20} {'mean':>6} {'worst':>7} {'faster than pplan':>18} {'infeasible':>11}")
-    for name in PLANNERS:
-        ratios = [own[name] / own["pplan"] for own in fitting if own.get(name) is not None]
+    heads = ("planner", "mean", "worst", "faster", "mean of any", "faster than any", "infeasible")
+    print("{:<22} {:>6} {:>7} {:>7} {:>12} {:>16} {:>11}".format(*heads))
+    for name in (ANY, *PLANNERS):
+        ratios, of_any = ratios_to(fitting, name, OWN), ratios_to(fitting, name, ANY)
         if ratios:
-            mean = exp(sum(map(log, ratios)) / len(ratios))
-            faster, lacking = sum(ratio < 1 - 1e-9 for ratio in ratios), len(fitting) - len(ratios)
-            print(f"{name:<20} {mean:6.2f} {max(ratios):7.2f} {faster:18} {lacking:11}")
-    others = [[own[name] for name in own if name != "pplan" and own[name] is not None] for own in fitting]
-    best = [min(steps) / own["pplan"] for steps, own in zip(others, fitting, strict=True) if steps]
-    if best:
-        print(f"the best of all others in each case: {exp(sum(map(log, best)) / len(best)):.3f} in the mean")
+            print(
+                f"{name:<22} {mean_of(ratios):6.3f} {max(ratios):7.2f} {count_faster(ratios):7} "
+                f"{mean_of(of_any):12.3f} {count_faster(of_any):16} {len(fitting) - len(ratios):11}"
+            )
+    for own in (OWN, ANY):
+        best = [
+            min(others) / steps[own]
+            for steps in fitting
+            if (others := [steps[name] for name in PLANNERS if steps.get(name) is not None])
+        ]
+        if best:
+            print(f"the best of all others in each case: {mean_of(best):.3f} of {own}'s step in the mean")
+
+
+def ratios_to(cases: list[dict[str, float | None]], name: str, own: str) -> list[float]:
+    """Of a planner's step to pplan's, in the cases in which both fit."""
+    pairs = [(steps.get(name), steps[own]) for steps in cases]
+    return [other / step for other, step in pairs if other is not None and step is not None]
+
+
+def mean_of(ratios: list[float]) -> float:
+    """The geometric mean."""
+    return exp(sum(map(log, ratios)) / len(ratios))
+
+
+def count_faster(ratios: list[float]) -> int:
+    """Those below 1, but for rounding."""
+    return sum(ratio < 1 - 1e-9 for ratio in ratios)
 
 
 Case = tuple[str, int, str, str]
@@ -106,9 +155,16 @@ def run_case(case: Case, *, folder: Path, end: float) -> dict[str, Any] | None:
         return None
     model, gpus, link, memory = case
     begin = time.monotonic()
-    steps = steps_by_planner(profile_of(model, folder), gpus, link, memory)
-    seconds = round(time.monotonic() - begin, 1)
-    return {"model": model, "gpus": gpus, "link": link, "memory": memory, "steps": steps, "seconds": seconds}
+    plans = plans_by_planner(profile_of(model, folder), gpus, link, memory)
+    return {
+        "model": model,
+        "gpus": gpus,
+        "link": link,
+        "memory": memory,
+        "steps": {name: None if plan is None else plan.step_seconds for name, plan in plans.items()},
+        "configs": {name: None if plan is None else str(plan.config) for name, plan in plans.items()},
+        "seconds": round(time.monotonic() - begin, 1),
+    }
 
 
 def run_cases(cases: Sequence[Case], folder: Path, seconds: float, jobs: int) -> Iterator[dict[str, Any]]:
@@ -138,7 +194,7 @@ def read_rows(results: Path | None) -> list[dict[str, Any]]:
 def main() -> None:
     """Runs the cases, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("models", nargs="*", default=list(MODELS))
+    parser.add_argument("models", nargs="*", default=list(PEERS_MODELS))
     parser.add_argument("--profiles", type=Path)
     parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--jobs", type=int, default=1)

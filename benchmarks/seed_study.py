@@ -8,7 +8,8 @@ on 2 GPUs with 1 and with 16 micro-batches. Set as the study says: SGD; all micr
 recomputed in torchgpipe and FairScale (their default); DeepSpeed with 16 micro-batches, without
 recomputation; balances by pplan's versions of the three tools' rules.
 
-The simulator counts the launches of one process that drives all devices, and of DeepSpeed's process a stage.
+The simulator counts the launches of one process that drives all devices, whose backwards are launched from a
+thread a device, and of DeepSpeed's process a stage.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def slower_host(factor: float) -> Profile:
 
 @cache
 def balance_by(rule: str, gpus: int, micro_batches: int) -> str:
-    """The layers of each stage, one a GPU."""
+    """The layers of each stage, one a GPU. The rule's own plan: the time limit is that of what is proven
+    beside it."""
     plan = pplan.solve(
         estimate(),
         gpus=gpus,
@@ -109,6 +111,7 @@ def balance_by(rule: str, gpus: int, micro_batches: int) -> str:
         recompute="never",
         planner=rule,
         use_all=True,
+        time_limit=1,
     )
     return ",".join(map(str, plan.balance))
 

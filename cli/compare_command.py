@@ -72,6 +72,10 @@ Watts = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
+LONGEST_WHOLE = 20
+"""Characters of a name that is not folded: of any planner's."""
+
+
 def compare_command(
     plan_files: Plans = [],  # noqa: B006  typer takes a list
     planners: Planners = False,
@@ -109,8 +113,10 @@ def print_comparison(comparison: PlanComparison, console: Console) -> None:
     from .table import Column, number, print_notes, print_table, text
 
     first = comparison.rows[0]
+    # Names of planners stay whole; a long one of a file may take several lines.
+    longest = max((len(row.name) for row in comparison.rows if len(row.name) <= LONGEST_WHOLE), default=0)
     columns: list[Column[ComparisonRow]] = [
-        text("plan\n", lambda row: row.name, min_width=10),
+        text("plan\n", lambda row: row.name, min_width=max(longest, 10)),
         number("step\n", lambda row: row.step_seconds, format_seconds),
         number(
             "own\nestimate",

@@ -26,6 +26,8 @@ _HIDDEN_FIELDS = {
 """What the table of an export leaves to its file."""
 _NAMING_DEVICES = ("torchgpipe", "fairscale", "huggingface")
 """Runtimes of which the export names the devices; those of the others are given by their launchers."""
+_ONE_PROCESS = ("torchgpipe", "fairscale")
+"""Runtimes whose stages are threads; the launchers of the others give each process one thread unasked."""
 _BUILD = {
     "deepspeed": ("deepspeed", "stage = build({file}, model, loss_fn, example_input)"),
     "torch": (
@@ -109,6 +111,11 @@ def export_command(
         remark(note)
     if options.device is None and plan.device_kind == "CPU" and name in _NAMING_DEVICES:
         remark("the plan is for processors, by seconds measured on one: the export is for the CPU")
+    devices: list[str] = getattr(document, "devices", []) if name in _ONE_PROCESS else []
+    if len(devices) > 1 and devices[0] == "cpu":
+        remark(
+            "run it with OMP_NUM_THREADS=1: its stages, threads of one process, otherwise take all cores each"
+        )
     if name == "deepspeed" and options.device == "cpu":
         remark("--device cpu changes nothing here: DeepSpeed takes its devices from its launcher")
     script_text, script = None, options.script

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 Layout = Annotated[
     str,
     typer.Argument(
-        metavar="LAYOUT", help="Megatron-LM's layout, such as 'Et*3|(tt|)*29m|L'.", show_default=False
+        metavar="LAYOUT",
+        help="Megatron-LM's layout, such as 'Et*3|(tt|)*29m|L'; even: none, as many blocks on every stage.",
+        show_default=False,
     ),
 ]
 Model = Annotated[

@@ -95,6 +95,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "lint": (
         "pplan lint 'Et*3|(tt|)*29m|L' --model config.json --pp 16",
         "pplan lint 'Et*15|t*16|t*16|t*17|t*16L' --model config.json --gpus 40 --gpu h100 --tp 8",
+        "pplan lint even --model config.json --pp 8 --virtual-stages 4",
     ),
     "profile-kernels": ("pplan profile-kernels config.json --device cuda:0",),
     "doctor": ("pplan doctor",),

@@ -138,7 +138,8 @@ class Assembly:
         occupancy, latency = self._transfers()
         sharing, all_reduce = self.sharing(occupancy), self._all_reduce()
         launch = self.launch_seconds("forward_launch")
-        relaunch = self.launch_seconds("backward_launch") + (0.0 if shares is None else shares * launch)
+        repeat = None if shares is None else shares * launch
+        relaunch = self.launch_seconds("backward_launch") + (0.0 if repeat is None else repeat)
         return Costs(
             forward=forward,
             backward=backward if weight is None else self.by_place("input"),
@@ -147,6 +148,7 @@ class Assembly:
             recompute=shares,
             forward_launch=launch,
             backward_launch=relaunch,
+            recompute_launch=repeat if self.hosts == "one" else None,
             forward_occupancy=occupancy,
             forward_latency=latency,
             backward_occupancy=occupancy,
@@ -289,9 +291,8 @@ class Assembly:
                 self.zero,
             ),
             recompute=recompute or self.recompute[device],
-            weight_versions=self.schedule.weight_versions(
-                device, self.program.devices, self.program.micro_batches
-            ),
+            weight_versions=self.schedule.chunk_versions
+            or self.schedule.weight_versions(device, self.program.devices, self.program.micro_batches),
             copies=self.schedule.copies,
             context_bytes=options["context_bytes"],
         )

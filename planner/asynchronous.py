@@ -1,9 +1,10 @@
 """Pipelines that are never flushed: their program, their steady state in the simulator, and their plan.
 
-PipeDream's micro-batches are whole global batches, and every one of them updates the weights; PipeDream-2BW
-and XPipe update after all micro-batches of a global batch, of which 2BW needs one a stage. Replicas share
-every micro-batch, as in all plans here. The step of such a plan is what a further global batch takes, once
-the pipeline is full.
+PipeDream's micro-batches are whole global batches, and every one of them updates the weights; PipeDream-2BW,
+XPipe and WPipe update after all micro-batches of a global batch, of which 2BW needs one a stage, and WPipe so
+many or a multiple: it runs rounds of as many as there are stages, and updates a group of layers between two.
+Replicas share every micro-batch, as in all plans here. The step of such a plan is what a further global batch
+takes, once the pipeline is full.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from .scoring import assemble
 from .search.space import Space
 from .stage_table import Floats
 
-PIPEDREAM, TWO_VERSIONS, XPIPE = "pipedream", "pipedream-2bw", "xpipe"
-ASYNCHRONOUS = (PIPEDREAM, TWO_VERSIONS, XPIPE)
+PIPEDREAM, TWO_VERSIONS, XPIPE, WPIPE = "pipedream", "pipedream-2bw", "xpipe", "wpipe"
+ASYNCHRONOUS = (PIPEDREAM, TWO_VERSIONS, XPIPE, WPIPE)
 PREDICTING = ("adam", "adamw", "adamw-8bit")
 """Optimizers with the two moments that XPipe predicts weights with."""
 ROUNDS = 12
@@ -41,9 +42,10 @@ def assemble_endless(
 ) -> Assembly:
     """The pipeline as it runs on and on, made ready for the simulator."""
     assembly, config = assemble(space, proposal, modes), proposal.config
-    stages = len(proposal.ends)
-    count = max(rounds * stages, 4 * config.micro_batches)
-    program = find_schedule(config.schedule).program(stages, count)
+    stages = len(proposal.ends) // config.virtual_stages
+    # Whole rounds of WPipe, which are of as many micro-batches as there are stages.
+    count = -(-max(rounds * stages, 4 * config.micro_batches) // stages) * stages
+    program = find_schedule(config.schedule).program(stages, count, config.virtual_stages)
     return replace(assembly, program=replace(program, update_every=config.micro_batches))
 
 
@@ -68,24 +70,25 @@ def steady_stages(space: Space, plan: ScoredPlan) -> list[PlannedStage]:
 def steady_bubble(space: Space, plan: ScoredPlan) -> float:
     """Idle share of the stages' time in the steady state."""
     assembly = assemble_endless(space, plan.proposal, plan.recompute)
-    costs, stages = assembly.costs(), len(plan.proposal.ends)
+    costs, stages = assembly.costs(), assembly.program.devices
     forward, backward = np.asarray(costs.forward), np.asarray(costs.backward)
     recompute = 0.0 if costs.recompute is None else costs.recompute * forward
-    busy = float((forward + backward + recompute)[:, 0, 0].sum()) * plan.config.micro_batches
+    busy = float((forward + backward + recompute)[:, :, 0].sum()) * plan.config.micro_batches
     return 1 - busy / (stages * plan.step_seconds)
 
 
 def asynchronous_notes(plan: ScoredPlan) -> list[str]:
     """What a user must know before training so."""
-    config, stages = plan.config, len(plan.proposal.ends)
+    config, stages = plan.config, len(plan.proposal.ends) // plan.config.virtual_stages
     schedule, count = find_schedule(config.schedule), max(config.micro_batches, stages)
-    versions = [int(schedule.weight_versions(stage, stages, count)) for stage in range(stages)]
+    versions = [schedule.weight_versions(stage, stages, count) for stage in range(stages)]
     predicted = ", two of them predicted" if config.schedule == XPIPE else ""
+    first = " in the first group of layers and never in the second" if config.schedule == WPIPE else ""
     stale = [_updates_late(config, stage, stages) for stage in range(stages)]
     return [
         f"{config.schedule} never waits for all gradients of a global batch: by stage it keeps "
         f"{_join_words(versions)} weight versions{predicted}, and gradients are {_join_words(stale)} "
-        f"{'update' if set(stale) == {1} else 'updates'} late; "
+        f"{'update' if set(stale) == {1} else 'updates'} late{first}; "
         "training may need other learning rates",
         f"the step is what a further global batch takes in the steady state; filling "
         f"{format_count(stages, 'stage')} once is not counted",
@@ -99,8 +102,9 @@ def _updates_late(config: PipelineConfig, stage: int, stages: int) -> int:
     return find_schedule(config.schedule).staleness(stage, stages, max(config.micro_batches, stages))
 
 
-def _join_words(values: Sequence[int]) -> str:
-    return str(values[0]) if len(set(values)) == 1 else "-".join(map(str, values))
+def _join_words(values: Sequence[float]) -> str:
+    words = [f"{value:g}" for value in values]
+    return words[0] if len(set(words)) == 1 else "-".join(words)
 
 
 def reduced_seconds(space: Space, ranks: Sequence[int], trainable: Floats) -> Floats:

@@ -15,8 +15,9 @@ from ..cost_models.errors import DefectError, UsageError
 from .candidate import Proposal, ScoredPlan
 from .coverage import is_searched, to_searched_devices
 from .cut_search.schedule_search import search_schedules
+from .cut_search.shape_search import FAR
 from .other_placements import reassign, search_other_orders
-from .other_schedules import propose_other_schedules
+from .other_schedules import propose_other_schedules, propose_parts
 from .pipeline_config import SEARCHED, SYNTHESIZED
 from .plan_records import TIE
 from .planners import ALWAYS, find_planner
@@ -43,6 +44,8 @@ SIMPLE = ("one-gpu", "data-parallel", "even")
 OUT_OF_TIME = "the time limit was reached before it made a plan"
 PLANNER_SHARE = 0.2
 """Share of the remaining time that the proposals of one planner may take."""
+MOST_NEAR = 4
+"""Plans of other schedules whose shapes are the first that cuts are searched of."""
 SMALL = 1_000
 """Devices times blocks between cuts, up to which a problem is small."""
 
@@ -190,15 +193,18 @@ def joint_search(
     seeds = [_to_searched_devices(problem, seed) for seed in seeds]
     result = run_search(problem, seeds)
     others = _on_other_devices(problem, [*seeds, *([] if result.best is None else [result.best])])
-    transplanted = fastest(
-        problem.space, propose_other_schedules(problem, problem.heuristic_schedules, result.best)
-    )
-    earlier = [*seeds, *(plan for plan in (result.best, others, transplanted) if plan is not None)]
-    limit = min((plan.step_seconds for plan in earlier), default=inf)
-    cut = search_schedules(problem, problem.heuristic_schedules if cuts_others else (), limit)
+    earlier = [*seeds, *(plan for plan in (result.best, others) if plan is not None)]
+    limit, own = min((plan.step_seconds for plan in earlier), default=inf), problem.heuristic_schedules
+    near = [seed for seed in seeds if seed.config.schedule in own]
+    for proposals in (propose_other_schedules(problem, own, result.best), propose_parts(problem, own)):
+        plan = fastest(problem.space, proposals, FAR * limit)
+        near += [] if plan is None else [plan]
+        limit = limit if plan is None else min(limit, plan.step_seconds)
+    near.sort(key=lambda plan: plan.step_seconds)
+    cut = search_schedules(problem, own if cuts_others else (), limit, near=near[:MOST_NEAR])
     if cuts_others:
         result = replace(result, other_bound=cut.bound_seconds, other_plans=cut.plans)
-    more = [plan for plan in (others, transplanted, cut.best) if plan is not None]
+    more = [*near, *(plan for plan in (others, cut.best) if plan is not None)]
     # Among equals the one of the searched space.
     best = result.best
     for plan in sorted((*seeds, *more), key=lambda plan: plan.step_seconds):

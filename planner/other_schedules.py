@@ -1,4 +1,4 @@
-"""Plans of schedules that the search does not know: shapes of other plans."""
+"""Plans of schedules that the search does not know: shapes of other plans, and balanced parts."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ..cost_models.errors import UsageError
 from ..cost_models.schedules import find_schedule
 from .balance import balance
 from .candidate import Proposal, ScoredPlan, linear_pipeline
+from .cut_search.schedule_search import MOST_ACTIONS
 from .pipeline_config import PipelineConfig
-from .planners.base import add_counts, work_seconds
+from .planners.base import add_counts, replicated_shapes, shared_configs, work_seconds
 from .problem import Problem
 
 
 def propose_other_schedules(
     problem: Problem, schedules: Iterable[str], best: ScoredPlan | None
 ) -> Iterator[Proposal]:
-    """The shape of the best plan, and of balanced ones, under other schedules with one stage a device; and
-    balanced ones with as many as a schedule is made for."""
+    """The shape of the best plan, and of balanced ones, under other schedules with one stage a device."""
     own = [config for config in problem.configs if config.schedule in set(schedules)]
     linear_configs = [s for s in own if find_schedule(s.schedule).default_virtual_stages == 1]
     shapes: list[Proposal] = [] if best is None else [best.proposal]
@@ -28,25 +28,37 @@ def propose_other_schedules(
             proposal = replace(shape, config=config)
             if problem.allows(proposal):
                 yield proposal
-    for config in own:
-        yield from filter(problem.allows, _in_parts(problem, config))
+
+
+def propose_parts(problem: Problem, schedules: Iterable[str]) -> Iterator[Proposal]:
+    """Balanced pipelines under schedules that have several parts of the layers on each device: on one device
+    each, and on as many replicas of each as make all devices. Of programs that are not too long."""
+    names = set(schedules)
+    for config in problem.configs:
+        if config.schedule in names:
+            yield from filter(problem.allows, _in_parts(problem, config))
 
 
 def _in_parts(problem: Problem, config: PipelineConfig) -> Iterator[Proposal]:
-    """Balanced pipelines with several parts of the layers on each device, where the schedule has them so."""
     space, schedule = problem.space, find_schedule(config.schedule)
     parts = schedule.default_virtual_stages
-    if parts == 1 or config.virtual_stages > 1 or not space.fits_someone(config.micro_batch_size, 1):
+    if parts == 1 or config.virtual_stages > 1:
         return
-    work = work_seconds(problem, config.micro_batch_size)
-    for stages in problem.stage_counts:
-        if stages * parts > space.chain.max_stages:
+    single = [(stages, 1) for stages in problem.stage_counts]
+    for stages, replicas in (*single, *replicated_shapes(problem)):
+        if space.budget.over:
             return
+        actions = 3 * stages * parts * config.micro_batches
+        if stages * parts > space.chain.max_stages or actions > MOST_ACTIONS:
+            continue
+        if not shared_configs(problem, [config], replicas):
+            continue
         with suppress(UsageError):  # the schedule does not run with these numbers
             pipe = schedule.program(stages, config.micro_batches, parts).pipes[0]
+            work = work_seconds(problem, config.micro_batch_size // replicas)
             ends = add_counts(balance(work, stages * parts, cut_after=space.chain.cut_after))
-            devices = tuple((place.device,) for place in pipe)
-            yield Proposal(replace(config, virtual_stages=parts), ends, devices)
+            devices = [range(place.device * replicas, (place.device + 1) * replicas) for place in pipe]
+            yield Proposal(replace(config, virtual_stages=parts), ends, tuple(map(tuple, devices)))
 
 
 def _balanced(problem: Problem, size: int, best: ScoredPlan | None) -> Iterator[Proposal]:

@@ -260,8 +260,8 @@ class PlanOptions(Options):
         if self.schedule in ASYNCHRONOUS:
             raise UsageError(
                 f"schedule={self.schedule!r}: it is asynchronous, with late gradients and without a step",
-                "Omit it: objective='throughput' chooses the best of pipedream, pipedream-2bw, xpipe and the "
-                "synchronous ones.",
+                "Omit it: objective='throughput' chooses the best of pipedream, pipedream-2bw, xpipe, wpipe "
+                "and the synchronous ones.",
             )
         modes = tuple(mode for mode in MODES if mode != "by_stage")
         for field, word, words in (

@@ -96,7 +96,7 @@ def build_profile(
             *subject.notes,
             *notes,
             *_evaluation_note(subject),
-            *(note for each in whole for note in closing_warning(each)),
+            *(note for each in whole for note in closing_warning(each, notes)),
             *_first_backward_note(whole, accumulation),
             *_reserved_note(whole),
             *_dominating_note(loaded.module, chain, layers),

@@ -17,7 +17,7 @@ from ..cost_models.errors import ModelError, UsageError
 from ..cost_models.quantities import format_bytes
 from .analytic import AnalyticTarget, estimate
 from .build_profile import build_profile
-from .equal_layers import find_equal_layers
+from .equal_layers import all_different, find_equal_layers
 from .journal import Journal
 from .local_machine import free_bytes, parse_device
 from .measurement_target import MeasurementTarget, Setup, build_target
@@ -235,11 +235,17 @@ def _usable_bytes(device: torch.device, memory_bytes: int | None) -> int:
 
 def _structure(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> Profile:
     """On the meta device."""
-    subject, target = build_target(loaded, setup, limits.smallest), limits.estimate_for
+    target = limits.estimate_for
     kernels = None if target is None else target.kernels
-    with (kernels or as_on_the_cpu)():
-        # Not at size 1, which batch norm refuses.
-        blocks = find_equal_layers(subject, (limits.sizes or SIZES)[-1])
+    # Not at size 1, which batch norm refuses.
+    size = (limits.sizes or SIZES)[-1]
+    for few in (True, False):
+        subject = build_target(loaded, setup, limits.smallest, few_blocks=few)
+        with (kernels or as_on_the_cpu)():
+            blocks = find_equal_layers(subject, size)
+        if blocks is not None:
+            break
+    blocks = blocks or all_different(subject)
     memory = None if target is None else target.roofline.memory_bytes
     results, notes = count_structure(blocks, limits.sizes, kernels, limits.progress, memory)
     if target is not None:

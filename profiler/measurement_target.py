@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 
 import torch
 from torch import nn
 
 from ..cost_models.errors import ModelError
+from .chain.block_rows import shorten
 from .chain.layers import LayerChain, build_chain
 from .comparison.model_check import left_alone
 from .local_machine import DTYPES, parse_dtype
@@ -19,6 +22,7 @@ from .passes.modes import Modes
 from .user_model.failures import DoesNotFit, is_out_of_memory, refusal
 from .user_model.loaded_model import (
     LoadedModel,
+    ModelInput,
     copy_model,
     copy_to_host,
     copy_to_meta,
@@ -44,6 +48,8 @@ class MeasurementTarget:
     modes: Modes = field(default_factory=Modes)
     """The working copy is converted already."""
     loss: Loss | None = None
+    representatives: tuple[int, ...] | None = None
+    """By layer: itself, or, for one that cannot be run, an equal one. None: each itself."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +69,10 @@ class Setup:
 
 
 def build_target(
-    loaded: LoadedModel, setup: Setup, smallest: int, *, host: bool = False
+    loaded: LoadedModel, setup: Setup, smallest: int, *, host: bool = False, few_blocks: bool = False
 ) -> MeasurementTarget:
-    """The working copy on the device (`host`: left on the CPU), and its layers. Raises DoesNotFit."""
+    """The working copy on the device (`host`: left on the CPU), and its layers. `few_blocks`: of many equal
+    blocks only some need be traced. Raises DoesNotFit."""
     kind, notes = dtype_for(loaded, setup.dtype)
     place = torch.device("cpu") if host else setup.device
     try:
@@ -74,16 +81,7 @@ def build_target(
             parameter.grad = None
         example = loaded.example_input_for(smallest).to(dtype=kind)
         with left_alone(loaded.module, loaded.name):
-            chain = build_chain(
-                copy,
-                example,
-                name=loaded.name,
-                granularity=setup.granularity,
-                keep_together=setup.keep_together,
-                aliases=storage_aliases(loaded.module),
-                verify=True,
-                verify_seconds=setup.verify_seconds,
-            )
+            chain, representatives = _chain(copy, example, loaded, setup, few_blocks=few_blocks)
         layouts = setup.modes.notes((*copy.parameters(), *copy.buffers(), *example.tensors))
         return MeasurementTarget(
             dataclasses.replace(loaded, module=copy),
@@ -95,6 +93,7 @@ def build_target(
             (*loaded.notes, *notes, *layouts),
             setup.modes,
             load_loss(setup.loss, setup.seed),
+            representatives,
         )
     except Exception as error:
         if not is_out_of_memory(error):
@@ -104,6 +103,31 @@ def build_target(
         f"{loaded.name}: the model does not fit on {place}: {reason}",
         "Use a smaller `dtype`, a smaller model, or a device of more memory.",
     )
+
+
+def _chain(
+    copy: nn.Module, example: ModelInput, loaded: LoadedModel, setup: Setup, *, few_blocks: bool
+) -> tuple[LayerChain, tuple[int, ...] | None]:
+    """The layers, and their `representatives`."""
+    aliases = storage_aliases(loaded.module)
+    build = partial(
+        build_chain,
+        copy,
+        example,
+        name=loaded.name,
+        granularity=setup.granularity,
+        keep_together=setup.keep_together,
+        aliases=aliases,
+        verify=True,
+        verify_seconds=setup.verify_seconds,
+    )
+    if few_blocks and not (aliases or setup.keep_together):
+        with shorten(copy, example, setup.granularity) as row, suppress(ModelError):
+            chain = None if row is None else build()
+        whole = None if row is None or chain is None else row.complete(chain, copy)
+        if whole is not None:
+            return whole
+    return build(), None
 
 
 def _copied_to(place: torch.device, loaded: LoadedModel) -> nn.Module:

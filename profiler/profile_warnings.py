@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..cost_models.machines.catalogue import is_gpu, same_device
 from ..cost_models.machines.topology_options import UNNAMED, ProfiledDevice, gpus_as_profiled
@@ -15,6 +15,8 @@ CLOSES = 0.05
 
 MISSES = 0.1
 """Share from which on such a profile is not kept for later: measuring again may do better."""
+WAITED = "the device waited for the host"
+"""How a note begins, behind its micro-batch size, of a device that had nothing to do."""
 STAMPS_SECONDS = 1e-3
 """What reading the clock between layers may add to a pass of a model, however small that is."""
 
@@ -26,7 +28,7 @@ def profiled_device(profile: Profile) -> ProfiledDevice:
 
 def list_warnings(profile: Profile, topology: Topology) -> list[str]:
     """Warnings about planning this machine with these seconds, the gravest first."""
-    own = {text for whole in profile.whole for text in closing_warning(whole)}
+    own = _closing_warnings(profile)
     return [
         *_of_the_device(profile, topology),
         *(note for note in profile.notes if note in own),
@@ -38,7 +40,7 @@ def list_warnings(profile: Profile, topology: Topology) -> list[str]:
 
 def list_notes(profile: Profile) -> list[str]:
     """What else the profile says."""
-    own = {text for whole in profile.whole for text in closing_warning(whole)}
+    own = _closing_warnings(profile)
     return [*profile.remarks(), *(note for note in profile.notes if note not in own)]
 
 
@@ -51,13 +53,25 @@ def misses_whole(profile: Profile) -> bool:
     )
 
 
-def closing_warning(whole: WholeMeasurement) -> list[str]:
-    """The warning that the layers do not add up to the whole model."""
+def _closing_warnings(profile: Profile) -> set[str]:
+    """All that may be among its notes."""
+    measured: tuple[list[str], ...] = ([], profile.notes)
+    return {text for own in measured for whole in profile.whole for text in closing_warning(whole, own)}
+
+
+def closing_warning(whole: WholeMeasurement, notes: Sequence[str]) -> list[str]:
+    """The warning that the layers do not add up to the whole model; `notes`: of the measurement, which say
+    where a device waited for its host."""
     if abs(whole.closing_ratio - 1) <= CLOSES:
         return []
+    size = f"micro-batch size {whole.micro_batch_size}"
+    if any(note.startswith(f"{size}: {WAITED}") for note in notes):
+        advice = "a larger micro-batch keeps the device busy, a quiet machine changes little"
+    else:
+        advice = "measure again on a quiet machine"
     return [
-        f"micro-batch size {whole.micro_batch_size}: the layers add up to {whole.closing_ratio:.3f} of the "
-        f"whole model's time, more than {CLOSES:.0%} off; measure again on a quiet machine"
+        f"{size}: the layers add up to {whole.closing_ratio:.3f} of the whole model's time, more than "
+        f"{CLOSES:.0%} off; {advice}"
     ]
 
 

@@ -23,6 +23,14 @@ from .user_model.loaded_model import ModelInput
 from .user_model.losses import Loss
 
 
+def _tries(may_do_better: Callable[[], bool]) -> Iterator[None]:
+    """A pass, and further ones while another may do better: a few at the most, of which the last counts."""
+    for _ in range(AGAIN):
+        yield
+        if not may_do_better():
+            break
+
+
 class SizePasses:
     """Runs the model that is measured, and its layers, at one micro-batch size.
 
@@ -40,6 +48,8 @@ class SizePasses:
         self._gradients = OutputGradients(subject.seed)
         self._context = partial(modes.forward_context, subject.device)
         self.leads = LeadTuner()
+        self._used_leads = self.leads.leads
+        """Of the last pass of the untouched model."""
 
     def run_layers(self, watcher: Watcher, loss: Loss | None = None) -> None:
         """One layer after another, forward and backward."""
@@ -62,34 +72,28 @@ class SizePasses:
 
     def time_whole(self) -> WholeTimes:
         """The seconds of the untouched model."""
-        for _ in range(AGAIN):
-            leads = self.leads.leads
+        for _ in _tries(lambda: self.leads.has_whole_waited and self.leads.leads != self._used_leads):
             times = self._time_whole()
-            if not self.leads.has_whole_waited or self.leads.leads == leads:
-                break
         self.leads.keep_whole()
         return times
 
     def _time_whole(self) -> WholeTimes:
         inputs, clock = self._fresh_input(), self._subject.clock
         clock.settle()
-        times = run_whole(
-            self._model, inputs, self._gradients, clock, leads=self.leads.leads, context=self._context
-        )
+        leads = self._used_leads = self.leads.leads
+        times = run_whole(self._model, inputs, self._gradients, clock, leads=leads, context=self._context)
         if times.forward_host is not None and times.backward_host is not None:
             self.leads.observe_whole(times.forward_host, times.backward_host)
         return times
 
     def time_parts(self) -> PartTimes:
         """The seconds of each layer's backward in two parts: gradients of the input, and of the weights."""
-        for _ in range(AGAIN):
+        for _ in _tries(lambda: self.leads.parts_can_wait_less):
             inputs, clock = self._fresh_input().layer_input, self._subject.clock
             clock.settle()
             times = run_parts(
                 self.layers, inputs, self._gradients, clock, leads=self.leads, context=self._context
             )
-            if not self.leads.parts_can_wait_less:
-                break
         self.leads.keep_parts()
         return times
 

@@ -16,6 +16,7 @@ from .memory.workspace import LossWorkspace, StepMemory
 from .passes.timed_passes import TimedPasses
 from .passes.timing import warm_until_stable
 from .passes.watchers import SavedBytes
+from .profile_warnings import WAITED
 from .size_passes import SizePasses, VisitingWatcher, no_collection, release
 from .user_model.failures import first_line, is_out_of_memory, refusal
 
@@ -235,12 +236,12 @@ class SizeRun:
         leads = self._passes.leads
         if leads.short:
             return (
-                f"micro-batch size {self.size}: the device waited for the host in "
+                f"micro-batch size {self.size}: {WAITED} in "
                 f"{' and '.join(leads.short)}, whose seconds hold some of that"
             )
         if leads.is_whole_short:
             return (
-                f"micro-batch size {self.size}: the device waited for the host in the untouched model, whose "
+                f"micro-batch size {self.size}: {WAITED} in the untouched model, whose "
                 "seconds hold some of that; the layers did not wait, and add up to less"
             )
         return None

@@ -32,7 +32,7 @@ ASKED = ("plain", "levels", "ports", "kinds", "tied", "long")
 TERMS = ("plain", "options", "memory", "tied")
 """Kinds of problems of which the search's own bounds are attacked, too."""
 SEARCHED = ("1f1b", "gpipe")
-LATE = ("pipedream", "pipedream-2bw", "xpipe")
+LATE = ("pipedream", "pipedream-2bw", "xpipe", "wpipe")
 
 Solver = Callable[[Case, Problem], Plan]
 
@@ -143,7 +143,8 @@ class _Attack:
             self._objective(name)
         if name in ("step-time", THROUGHPUT):
             late = LATE if name == THROUGHPUT and self.case.options.schedule == "auto" else ()
-            self._bound([*problem_schedules(self.problem), *late])
+            own = [other for other in late if other != "wpipe" or "wpipe" in self.plan.searched]
+            self._bound([*problem_schedules(self.problem), *own])
             self._alternatives()
             self._planners()
         if self.case.kind == "explain":

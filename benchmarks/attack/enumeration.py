@@ -127,7 +127,8 @@ class Enumeration:
     ) -> Iterator[tuple[Proposal, tuple[Recompute, ...], float]]:
         """Plans, what their parts recompute, and seconds that they take at the least."""
         rules, size = self.rules, config.micro_batch_size
-        shapes = [shape for shape in self._shapes(program.devices) if rules.may_have(size, shape)]
+        places = _even_shapes if config.schedule == "wpipe" else Enumeration._shapes
+        shapes = [shape for shape in places(self, program.devices) if rules.may_have(size, shape)]
         ends = list(rules.ends(program.slots)) if shapes else []
         modes = rules.recomputations(config.schedule, program.devices, config.micro_batches)
         if self.mode is not None:
@@ -224,11 +225,13 @@ class Enumeration:
 
     def _runs_late(self, schedule: str, stages: int, micro_batches: int) -> bool:
         """Whether an asynchronous pipeline is in the running: of two stages or more; micro-batches are whole
-        mini-batches (PipeDream), one for every stage (2BW), or any (XPipe, with Adam)."""
+        mini-batches (PipeDream), one for every stage (2BW), any (XPipe, with Adam), or rounds of one for
+        every stage (WPipe)."""
         fits = {
             "pipedream": micro_batches == 1,
             "pipedream-2bw": micro_batches >= max(2, stages),
             "xpipe": self.problem.options.optimizer.startswith("adam"),
+            "wpipe": micro_batches % stages == 0,
         }
         return stages > 1 and fits[schedule]
 
@@ -237,6 +240,16 @@ class Enumeration:
         own = [self.problem.options.memory_limit]
         own += [self.problem.topology.device(rank).memory_bytes for rank in ranks]
         return min((limit for limit in own if limit is not None), default=inf)
+
+
+def _even_shapes(every: Enumeration, stages: int) -> list[Shape]:
+    """On the first devices of each order, of every stage as many replicas."""
+    shapes = dict.fromkeys(
+        tuple(placement.ranks[stage * count : (stage + 1) * count] for stage in range(stages))
+        for placement in every.problem.placements
+        for count in range(1, every.rules.reached // stages + 1)
+    )
+    return list(shapes)
 
 
 def _one_wide(gpus: int, stages: int) -> list[Shape]:

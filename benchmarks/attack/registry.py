@@ -46,6 +46,8 @@ BOUNDS: dict[str, str] = {
     "objectives/throughput.py:_join_bounds": LATE,
     "objectives/throughput.py:fastest_asynchronous": LATE,
     "objectives/steady_search.py:SteadySearch.fastest": LATE,
+    "objectives/paired_search.py:PairedSearch.fastest": LATE,
+    "objectives/paired_search.py:PairedSearch._cuts": LATE,
     "search/branch_and_bound.py:search": STEP,
     "search/branch_and_bound.py:_BranchAndBound.run": STEP,
     "search/branch_and_bound.py:_BranchAndBound._explore": STEP,

@@ -99,7 +99,10 @@ class Workspace:
         if kind == "command line":
             return Case("", [], [random_command(rng) for _ in range(3)])
         file = rng.choice(KINDS[kind])
-        edits = random_edits(self.seeds[file].decode(), rng)
+        return self.case_behind(rng, file, random_edits(self.seeds[file].decode(), rng))
+
+    def case_behind(self, rng: random.Random, file: str, edits: Sequence[Edit]) -> Case:
+        """Verbs that read the file, and what they make of it."""
         first, *others = [command for command in readers(file) if _goes_with(command, file)]
         case = Case(file, edits, [first])
         self.write(case)

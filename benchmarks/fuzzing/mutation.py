@@ -16,7 +16,9 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from functools import lru_cache
 from typing import Any
 
 Edit = list[Any]
@@ -101,6 +103,8 @@ WORDS = (
     ),
 )
 ENCODINGS = ("utf-16", "utf-32", "utf-8-sig", "latin-1", "cp1252", "utf-16-be")
+LARGEST = 10**7
+"""Characters that a line repeated may have."""
 _WORD = re.compile(r"[\w.+]+|[^\w\s]")
 
 
@@ -125,20 +129,25 @@ def value_at(content: Any, path: Path) -> Any:
 
 def random_edits(text: str, rng: random.Random) -> list[Edit]:
     """One to four, of the structure where the text has one."""
-    content = _document(text)
+    content, by_name = _paths_by_name(text)
     structured = content is not None and rng.random() < 0.9
     return [
-        _of_document(content, rng) if structured else _of_text(text, rng)
+        _of_document(content, by_name, rng) if structured else _of_text(text, rng)
         for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4)))
     ]
 
 
-def _of_document(content: Any, rng: random.Random) -> Edit:
-    every = list(paths(content))
-    # A field of a list of equal objects is not more often changed than one at the top.
-    by_name: dict[str | int, list[Path]] = {}
-    for path in every:
+@lru_cache(64)
+def _paths_by_name(text: str) -> tuple[Any, dict[str | int, list[Path]]]:
+    """The document, if it is one, and the paths in it by the last name in each: so a field of a list of equal
+    objects is not more often changed than one at the top."""
+    content, by_name = _document(text), dict[str | int, list[Path]]()
+    for path in paths(content):
         by_name.setdefault(next((key for key in reversed(path) if isinstance(key, str)), 0), []).append(path)
+    return content, by_name
+
+
+def _of_document(content: Any, by_name: Mapping[str | int, Sequence[Path]], rng: random.Random) -> Edit:
     path = rng.choice(by_name[rng.choice(list(by_name))])
     old = value_at(content, path)
     kind = rng.random()
@@ -247,7 +256,7 @@ def _change(content: Any, edit: Edit) -> None:
     try:
         inside = value_at(content, path[:-1])
         if name == "set":
-            inside[path[-1]] = more[0]
+            inside[path[-1]] = deepcopy(more[0])  # which later edits may change
         elif name == "drop":
             del inside[path[-1]]
         elif name == "wrap":
@@ -270,8 +279,8 @@ def _text_edited(text: str, edit: Edit) -> str:
         return text[:position] + other + text[position:]
     if name == "line":
         lines = text.splitlines(keepends=True)
-        if lines:
-            lines[where % len(lines)] *= more[0]
+        if lines and len(line := lines[where % len(lines)]) * more[0] <= LARGEST:
+            lines[where % len(lines)] = line * more[0]
         return "".join(lines)
     found = list(_WORD.finditer(text)) if name == "word" else []
     if not found:

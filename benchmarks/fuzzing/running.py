@@ -10,7 +10,7 @@ import resource
 import signal
 import sys
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,26 +47,33 @@ def run(command: list[str], *, debug: bool = True) -> tuple[int | None, str, str
     """Status (None: it took too long), standard output and standard error."""
     out, err = io.StringIO(), io.StringIO()
     given = ["--debug", *command] if debug else command
-    signal.signal(signal.SIGPROF, _give_up)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             warnings.simplefilter("error", RuntimeWarning)
             sys.argv = ["pplan", *given]
-            signal.setitimer(signal.ITIMER_PROF, LONGEST)
-            try:
+            with limited_time():
                 status: int | None = main(given)
-            finally:
-                signal.setitimer(signal.ITIMER_PROF, 0)
     except TooLong as error:
         err.write(_where(error))
         status = None
     return status, out.getvalue(), err.getvalue()
 
 
+@contextlib.contextmanager
+def limited_time() -> Iterator[None]:
+    """Raises TooLong after LONGEST seconds of processor time."""
+    signal.signal(signal.SIGPROF, _give_up)
+    signal.setitimer(signal.ITIMER_PROF, LONGEST)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
 def judge(command: list[str], folder: Path, inputs: Collection[str]) -> tuple[int | None, Finding | None]:
     """Runs the command in the folder, which is the working directory; the status, and what is wrong with it.
     Without --force it may change no file of `inputs`."""
-    before, memory = {name: (folder / name).read_bytes() for name in inputs}, _memory()
+    before, memory = {name: (folder / name).read_bytes() for name in inputs}, peak_memory()
     status, out, err = run(command)
     return status, _finding(command, status, out, err, before, folder, memory)
 
@@ -81,17 +88,17 @@ def _finding(
     memory: int,
 ) -> Finding | None:
     if status is None:
-        return Finding(f"time: {command[0]}: {_last_frame(err)}", err[-3000:])
+        return Finding(f"time: {command[0]}: {last_frame(err)}", err[-3000:])
     if status not in STATUSES:
-        return Finding(f"{_error_name(err)}: {_last_frame(err)}", err[-3000:])
-    if _memory() - memory > LARGEST:
-        return Finding(f"memory: {command[0]}", f"{(_memory() - memory) / 2**30:.1f} GiB more")
+        return Finding(f"{_error_name(err)}: {last_frame(err)}", err[-3000:])
+    if peak_memory() - memory > LARGEST:
+        return Finding(f"memory: {command[0]}", f"{(peak_memory() - memory) / 2**30:.1f} GiB more")
     told = err[err.rfind("\npplan: ") + 1 :] if "\npplan: " in err or err.startswith("pplan: ") else ""
     if status == 2 and not told.startswith("pplan: "):
         return Finding(f"silent: {command[0]}", err[-500:])
     longest = max(map(len, told.splitlines()), default=0)
     if longest > LONGEST_LINE:
-        return Finding(f"long message: {command[0]}: {_last_frame(err)}", f"{longest}: {told[:300]}")
+        return Finding(f"long message: {command[0]}: {last_frame(err)}", f"{longest}: {told[:300]}")
     if (wrong := _nonsense(command, status, out, before)) is not None:
         return wrong
     changed = [name for name, content in before.items() if not _same(folder / name, content)]
@@ -122,7 +129,8 @@ def _same(path: Path, content: bytes) -> bool:
     return path.is_file() and path.read_bytes() == content
 
 
-def _memory() -> int:
+def peak_memory() -> int:
+    """Bytes, of this process until now."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -136,7 +144,7 @@ def _where(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def _last_frame(err: str) -> str:
+def last_frame(err: str) -> str:
     """The innermost of pplan's own."""
     frames = _FRAME.findall(err)
     return ":".join(frames[-1]) if frames else "nowhere"

@@ -102,9 +102,11 @@ sdp_bwd,"seq_len=4096, head_num=16, kv_head_num=4, qk_head_dim=64, v_head_dim=64
 PARTITIONS = {
     "balance.txt": "balance = [3, 4]\n",
     "parts.txt": "0,3,7\n",
-    "layout.txt": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'E(t|)*2t*2L' "
+    "layout.txt": "--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout 'E(t|)*2t*2L' "
     "--global-batch-size 16 --micro-batch-size 2\n",
-    "device_map.json": json.dumps({"transformer": 0, "transformer.h.2": 1, "lm_head": 1}),
+    "device_map.json": json.dumps(
+        {"transformer": 0, **{f"transformer.{name}": 1 for name in ("h.2", "h.3", "ln_f")}, "lm_head": 1}
+    ),
     "recipe.yaml": "pp_size: 2\nmodule_fqns_per_model_part:\n  - [transformer.wte, transformer.h.0]\n"
     "  - - transformer.h.1\n    - transformer.h.2\n    - transformer.h.3\n    - transformer.ln_f\n"
     "    - lm_head\n",

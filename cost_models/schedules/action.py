@@ -140,7 +140,8 @@ class Schedule:
     through in a row without a flush. `trains_one_model`: whether the copies have the same weights.
     `splits_backward`: whether some weight gradients are actions of their own.
     `weight_versions` and `staleness` (in updates) take stage, stages,
-    micro-batches. `closed_in_flight`: the most micro-batches that a stage holds, where a formula says it.
+    micro-batches; `chunk_versions`: by chunk, where they differ.
+    `closed_in_flight`: the most micro-batches that a stage holds, where a formula says it.
     `bubble` and `in_flight_formula`, to be read: the idle share of equal stages without transfers, and the
     micro-batches that stage i of p (0-based) holds, of m micro-batches and v virtual stages; F, B, W are
     seconds.
@@ -159,6 +160,7 @@ class Schedule:
     copies: int = 1
     default_virtual_stages: int = 1
     weight_versions: Callable[[int, int, int], float] = _ONE_VERSION
+    chunk_versions: tuple[float, ...] = ()
     staleness: Callable[[int, int, int], int] = _NONE_STALE
     closed_in_flight: Callable[[int, int, int], int] | None = None
 

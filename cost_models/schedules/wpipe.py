@@ -56,5 +56,6 @@ SCHEDULE = Schedule(
     synchronous=False,
     default_virtual_stages=2,
     weight_versions=same_on_every_stage(1.5),
+    chunk_versions=(2, 1),
     staleness=same_on_every_stage(1),
 )

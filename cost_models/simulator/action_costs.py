@@ -8,6 +8,7 @@ import numpy as np
 
 from .costs import Array, Costs
 from .dependencies import Indices, Order
+from .launches import Launches, time_launches
 
 FREE = -1
 
@@ -17,7 +18,7 @@ class ActionCosts:
     """Arrays of one entry an action; for many candidates, a second axis.
 
     `link`: what the action's transfer occupies, -1 nothing; `cut`: the row of its `occupancy` and `latency`.
-    `launched` and `launch_end`: when its launch starts and ends; None where the host is never late.
+    `launches`: when its launch starts and ends; None where the host is never late.
     """
 
     order: Order
@@ -28,8 +29,7 @@ class ActionCosts:
     latency: Array
     link: Indices
     links: int
-    launch_start: Array | None
-    launch_end: Array | None
+    launches: Launches | None
 
 
 def lower_costs(order: Order, costs: Costs) -> ActionCosts:
@@ -37,7 +37,6 @@ def lower_costs(order: Order, costs: Costs) -> ActionCosts:
     costs.check(order.program)
     cut, occupancy, latency = _transfers(order, costs)
     link = _links(order, costs, cut, occupancy)
-    launch_start, launch_end = _launches(order, costs)
     return ActionCosts(
         order=order,
         costs=costs,
@@ -47,8 +46,7 @@ def lower_costs(order: Order, costs: Costs) -> ActionCosts:
         latency=latency,
         link=link,
         links=int(link.max(initial=FREE)) + 1,
-        launch_start=launch_start,
-        launch_end=launch_end,
+        launches=_launches(order, costs),
     )
 
 
@@ -158,9 +156,9 @@ def _links(order: Order, costs: Costs, cut: Indices, occupancy: Array) -> Indice
     return np.where(matches & (link >= 0), numbers, FREE)
 
 
-def _launches(order: Order, costs: Costs) -> tuple[Array | None, Array | None]:
+def _launches(order: Order, costs: Costs) -> Launches | None:
     if costs.forward_launch is None or costs.backward_launch is None or _is_never_late(order, costs):
-        return None, None
+        return None
     seconds = _empty(order, costs)
     forwards, backwards, weights = order.of_kind
     seconds[forwards] = _at(order, costs.forward_launch, forwards)
@@ -169,15 +167,11 @@ def _launches(order: Order, costs: Costs) -> tuple[Array | None, Array | None]:
         whole = backwards[~order.splits[backwards]]
         seconds[whole] += _at(order, costs.weight_launch, whole)
         seconds[weights] = _at(order, costs.weight_launch, weights)
-    if costs.hosts == "one":
-        ends = np.cumsum(seconds, axis=0)
-        return _before(ends), ends
-    launch_start, ends = np.zeros_like(seconds), np.zeros_like(seconds)
-    for device in range(order.program.devices):
-        own = np.flatnonzero(order.device == device)
-        ends[own] = np.cumsum(seconds[own], axis=0)
-        launch_start[own] = _before(ends[own])
-    return launch_start, ends
+    repeat = None
+    if costs.recompute_launch is not None:
+        repeat = _empty(order, costs)
+        repeat[backwards] = _at(order, costs.recompute_launch, backwards)
+    return time_launches(order, costs, seconds, repeat)
 
 
 def _is_never_late(order: Order, costs: Costs) -> bool:
@@ -195,11 +189,6 @@ def _is_never_late(order: Order, costs: Costs) -> bool:
         backward = backward + costs.recompute * costs.forward
     is_short = (costs.forward_launch <= costs.forward).all() and (costs.backward_launch <= backward).all()
     return bool(is_short) and costs.weight is None
-
-
-def _before(ends: Array) -> Array:
-    """The starts of what follows one another without a pause."""
-    return np.concatenate([np.zeros_like(ends[:1]), ends[:-1]])
 
 
 def has_static_link_order(values: ActionCosts) -> bool:

@@ -37,6 +37,7 @@ _BY_ACTION = (
     "forward_launch",
     "backward_launch",
     "weight_launch",
+    "recompute_launch",
 )
 _BY_CUT = ("forward_occupancy", "forward_latency", "backward_occupancy", "backward_latency")
 
@@ -52,6 +53,8 @@ class Costs:
       where there is one) the first backward of a chunk does not take, as there are no gradients to add to.
       `recompute`: the share of the forward that is run again at the beginning of B (0 to 1).
       `forward_launch`, `backward_launch`, `weight_launch`: host seconds; None: the host is never late.
+      `recompute_launch`: what of `backward_launch`, at its beginning, launches the forward again; None:
+      nothing.
     By (pipe, cut), the cut after each place but the last; the pipe's axis may be 1 long:
       `forward_occupancy` (bytes / bandwidth) and `forward_latency` of activations, `backward_...` of their
       gradients. A transfer between chunks of one device is free.
@@ -76,9 +79,9 @@ class Costs:
         the former ends (as by torch.distributed.batch_isend_irecv); a transfer begins when both sides have
         posted it, and the next action when both have arrived. Some schedules hang so, and are refused.
 
-    `hosts`: launches follow one another, ahead of the devices, in the order of the clock on "one" host that
-    drives all devices, or in the order of its own list on the host of "each" device. An action neither starts
-    before its launch starts nor ends before its launch ends.
+    `hosts`: actions are launched ahead of the devices, by "one" process that drives all of them, forwards one
+    after another and backwards from a thread a device, or by the host of "each" device in the order of its
+    list; see `launches`. An action neither starts before its launch starts nor ends before its launch ends.
 
     All-reduces go on beside all else. A chunk's gradients are ready when its last backward ends, or in
     `buckets` equal parts while it runs; each device has one all-reduce under way at a time. Where several
@@ -95,6 +98,7 @@ class Costs:
     forward_launch: Array | None = None
     backward_launch: Array | None = None
     weight_launch: Array | None = None
+    recompute_launch: Array | None = None
     forward_occupancy: Array | None = None
     forward_latency: Array | None = None
     backward_occupancy: Array | None = None
@@ -174,6 +178,13 @@ class Costs:
                 )
         if (self.forward_launch is None) != (self.backward_launch is None):
             raise UsageError("one of forward_launch and backward_launch is None", "Give both or neither.")
+        if self.recompute_launch is not None and (
+            self.backward_launch is None or (self.recompute_launch > self.backward_launch).any()
+        ):
+            raise UsageError(
+                "recompute_launch is a part of backward_launch, and longer",
+                "Give what backward_launch has of it.",
+            )
         if self.links is not None and self.links.shape != (program.devices,) * 2:
             raise UsageError(
                 f"links of shape {self.links.shape} for {program.devices} stages",

@@ -72,11 +72,10 @@ def run_many(values: ActionCosts, engine: Engine = "auto") -> Array:
 
 def _hosted(values: ActionCosts, fast: bool) -> tuple[Any, Any]:
     """The launches, empty where no host is late."""
-    none = np.zeros((0, *values.duration.shape[1:]))
-    launch_start, ends = values.launch_start, values.launch_end
-    if launch_start is None or ends is None:
-        launch_start = ends = none
-    return (launch_start, ends) if fast else (launch_start.tolist(), ends.tolist())
+    launches = values.launches
+    start = np.zeros((0, *values.duration.shape[1:])) if launches is None else launches.start
+    end = start if launches is None else launches.end
+    return (start, end) if fast else (start.tolist(), end.tolist())
 
 
 def _blank(count: int, fast: bool) -> Any:
@@ -206,12 +205,12 @@ def _side_by_side(values: ActionCosts) -> Array:
     links, cut = values.link.tolist(), values.cut.tolist()
     occupancy, latency = list(values.occupancy), list(values.latency)
     waits = values.costs.transfers == "blocking"
-    launch_start, launch_end = values.launch_start, values.launch_end
+    launches = values.launches
     for i, (own, sender, line) in enumerate(zip(lists["device"], lists["source"], links, strict=True)):
         begins = free[own] if sender < 0 else np.maximum(free[own], arrived.pop(sender))
-        if launch_start is not None and launch_end is not None:
-            begins = np.maximum(begins, launch_start[i])
-            ends = np.maximum(begins + values.duration[i], launch_end[i])
+        if launches is not None:
+            begins = np.maximum(begins, launches.start[i])
+            ends = np.maximum(begins + values.duration[i], launches.end[i])
         else:
             ends = begins + values.duration[i]
         free[own] = ends

@@ -19,9 +19,9 @@ class PipelineCosts:
 
     `forward` and `backward` have shape (stages, micro-batches), `occupancy` and `latency` of the transfers
     between neighbours shape (stages - 1,), the same both ways; a further last axis holds candidates.
-    `forward_launch` and `backward_launch` (shape as `forward`) are host seconds, of `hosts` as of `Costs`;
-    None: no host is late. `all_reduce` (stages,) follows the last backward of a stage; `accumulation`
-    (stages,) is what its first backward does not take.
+    `forward_launch`, `backward_launch` and `recompute_launch` (shape as `forward`) are host seconds, of
+    `hosts`, as of `Costs`; None: no host is late. `all_reduce` (stages,) follows the last backward of a
+    stage; `accumulation` (stages,) is what its first backward does not take.
     """
 
     forward: Array
@@ -30,6 +30,7 @@ class PipelineCosts:
     latency: Array
     forward_launch: Array | None = None
     backward_launch: Array | None = None
+    recompute_launch: Array | None = None
     all_reduce: Array | None = None
     accumulation: Array | None = None
     hosts: Hosts = "one"
@@ -76,6 +77,7 @@ class PipelineCosts:
             backward=self.backward[:, None],
             forward_launch=chunk(self.forward_launch),
             backward_launch=chunk(self.backward_launch),
+            recompute_launch=chunk(self.recompute_launch),
             forward_occupancy=self.occupancy[None],
             forward_latency=self.latency[None],
             backward_occupancy=self.occupancy[None],

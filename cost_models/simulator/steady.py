@@ -51,7 +51,7 @@ def steady_state(program: Program, costs: Costs) -> SteadyState:
     period = _period(late)
     count = period or len(late) - 1
     seconds = float(late[-1] - late[-1 - count]) / count
-    launches = 0.0 if values.launch_end is None else float(values.launch_end.max())
+    launches = 0.0 if values.launches is None else float(values.launches.end.max())
     least = max(_reduction_seconds(order, costs), max(costs.port_seconds, launches) / program.micro_batches)
     return SteadyState(max(seconds, least), count, period is not None)
 

@@ -84,14 +84,14 @@ def work_paths(program: Program) -> list[PathCounts]:
 
 
 def launch_paths(program: Program, hosts: Hosts) -> list[PathCounts]:
-    """By host, all of its launches."""
+    """By device, what its host launches; of one process all forwards, and the backwards of a device."""
     order = resolve_order(program)
     slot, paths = np.array(_columns(order).slot), []
     transfers = np.zeros((2, max(program.slots - 1, 0)))
-    for host in range(program.devices if hosts == "each" else 1):
+    for device in range(program.devices):
         counts = np.zeros((program.devices * program.chunks, FIGURES))
         for kind in (0, 1):
-            own = (order.kind == kind) & ((order.device == host) | (hosts == "one"))
+            own = (order.kind == kind) & ((order.device == device) | (hosts == "one" and kind == 0))
             np.add.at(counts[:, 4 + kind], slot[own], 1.0)
         paths.append(PathCounts(counts, transfers))
     return paths

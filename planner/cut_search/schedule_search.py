@@ -52,10 +52,14 @@ class ScheduleResult:
 
 
 def search_schedules(
-    problem: Problem, schedules: Iterable[str], limit: float = inf, work: float | None = None
+    problem: Problem,
+    schedules: Iterable[str],
+    limit: float = inf,
+    work: float | None = None,
+    near: Iterable[ScoredPlan] = (),
 ) -> ScheduleResult:
     """Plans of these schedules that take less than `limit` seconds, with a bound on all that do not; a bound
-    at the limit says no more than that."""
+    at the limit says no more than that. The shapes of the plans `near` the fastest are looked at first."""
     names = tuple(dict.fromkeys(schedules))
     if not names:
         return ScheduleResult(None, inf)
@@ -63,7 +67,7 @@ def search_schedules(
     if problem.space.is_long or low >= limit:
         return ScheduleResult(None, low)
     amount = SHARE * problem.options.time_limit * WORK_A_SECOND if work is None else work
-    return _ScheduleSearch(problem, names, limit, low, amount).run()
+    return _ScheduleSearch(problem, names, limit, low, amount).run(near)
 
 
 class _ScheduleSearch:
@@ -80,10 +84,15 @@ class _ScheduleSearch:
         self.is_complete = reaches and problem.usable_gpus <= EVERY_COUNT
         self.bounds: dict[object, float] = {}
 
-    def run(self) -> ScheduleResult:
+    def run(self, near: Iterable[ScoredPlan] = ()) -> ScheduleResult:
         """The answer."""
-        shapes = sorted(self._shapes(), key=lambda own: own.bound)
         best: ScoredPlan | None = None
+        first = [self._search(shape, self._simple_bound(shape)) for shape in self._shapes_near(near)]
+        for own in first:
+            while own.stage < SearchStage.IMPROVED and not self.budget.spent:
+                self.limit = own.advance(self.limit)
+            best = _faster(best, own.best)
+        shapes = [*first, *sorted(self._shapes(), key=lambda own: own.bound)]
         for stage in (SearchStage.QUICK, SearchStage.IMPROVED):
             for own in sorted(shapes, key=lambda own: own.step):
                 if own.bound < self.limit * (1 - TIE) and not self.budget.spent and own.stage < stage:
@@ -117,9 +126,22 @@ class _ScheduleSearch:
                 self.is_complete = False
                 return
             self.budget.spend(100_000)
-            yield ShapeSearch(
-                self.problem.space, shape, bound, self.is_alike, self.problem.allows, self.budget
-            )
+            yield self._search(shape, bound)
+
+    def _search(self, shape: PipelineShape, bound: float) -> ShapeSearch:
+        allows = self.problem.allows
+        return ShapeSearch(self.problem.space, shape, bound, self.is_alike, allows, self.budget)
+
+    def _shapes_near(self, plans: Iterable[ScoredPlan]) -> Iterator[PipelineShape]:
+        """Those of the plans whose schedules are searched."""
+        for plan in plans:
+            config, proposal = plan.config, plan.proposal
+            stages = len(proposal.ends) // config.virtual_stages
+            program = self._program(config, stages) if config.schedule in self.names else None
+            if program is not None:
+                slots = zip(program.pipes[0], proposal.devices, strict=True)
+                ranks = {slot.device: own for slot, own in slots}
+                yield PipelineShape(config, program, tuple(ranks[device] for device in range(stages)))
 
     def _simple_bound(self, shape: PipelineShape) -> float:
         config, counts = shape.config, [len(own) for own in shape.ranks]

@@ -17,6 +17,7 @@ import numpy as np
 
 from ...cost_models.simulator.action_costs import FREE, lower_costs, recompute_seconds
 from ...cost_models.simulator.dependencies import NONE, Indices
+from ...cost_models.simulator.launches import preceding_launches
 from ...cost_models.simulator.result import Timeline
 
 Kind = Literal["compute", "recompute", "transfer", "host", "all_reduce", "optimizer", "port"]
@@ -108,11 +109,12 @@ class _Walk:
         order, values, stage = self.order, self.values, int(self.order.device[i])
         start, end = float(self.run.start[i]), float(self.run.end[i])
         upto = end if until is None else until
-        late = values.launch_end is not None and values.launch_end[i] > start + values.duration[i]
+        launches = values.launches
+        late = launches is not None and launches.end[i] > start + values.duration[i]
 
         def follow() -> tuple[list[Segment], _Cause | None]:
             if late and until is None:
-                return [], self._host(i + 1)
+                return [], self._launch(i, end)
             recompute = min(start + float(self._again[i]), upto)
             parts: list[Segment] = [
                 Segment("compute", stage, None, recompute, upto),
@@ -126,8 +128,8 @@ class _Walk:
                     causes.append(self._transfer(before))
             if source != NONE:
                 causes.append(self._transfer(source))
-            if values.launch_start is not None and values.launch_start[i] > 0:
-                causes.append(self._host(i, i))
+            if launches is not None and launches.start[i] > 0:
+                causes.append(self._launch(int(self._launched_after[i]), float(launches.start[i])))
             return parts, _latest(*causes)
 
         return _Cause(upto, follow)
@@ -186,23 +188,23 @@ class _Walk:
     def _links(self) -> dict[int, tuple[np.ndarray[tuple[int], np.dtype[np.float64]], Indices]]:
         return {}
 
-    def _host(self, upto: int, of: int | None = None) -> _Cause:
-        """The launches before position `upto` in the order of the clock, one after another from 0 on: of all
-        devices, or where each has its host of one: that of action `of`, which waits, else of the last."""
-        order, values = self.order, self.values
-        assert values.launch_start is not None
-        assert values.launch_end is not None
-        own = np.arange(upto)
-        if self.timeline.costs.hosts == "each":
-            device = order.device[upto - 1 if of is None else of]
-            own = own[order.device[:upto] == device]
-        launch_start, ends = values.launch_start[own], values.launch_end[own]
-        parts = [
-            Segment("host", int(order.device[i]), None, float(start), float(end))
-            for i, start, end in zip(own.tolist(), launch_start, ends, strict=True)
-        ]
-        until = parts[-1].end if parts else 0.0
-        return _Cause(until, lambda: (parts[::-1], None))
+    @cached_property
+    def _launched_after(self) -> Indices:
+        """By action, the launch that its own follows."""
+        assert self.values.launches is not None
+        return preceding_launches(self.order, self.timeline.costs, self.values.launches)
+
+    def _launch(self, i: int, until: float) -> _Cause:
+        """The launch of action i up to a second, and those that it follows, from the beginning of the step
+        on."""
+        launches = self.values.launches
+        assert launches is not None
+        parts, upto = [], until
+        while i != NONE:
+            start = float(launches.start[i])
+            parts.append(Segment("host", int(self.order.device[i]), None, start, upto))
+            i, upto = int(self._launched_after[i]), start
+        return _Cause(until, lambda: (parts, None))
 
     def _reduction(self, k: int) -> _Cause:
         """An all-reduce."""

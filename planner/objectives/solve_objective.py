@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...cost_models.errors import UsageError
 from ...cost_models.quantities import format_count, format_seconds
-from ..asynchronous import ASYNCHRONOUS, PREDICTING, XPIPE, steady_bubble, steady_stages
+from ..asynchronous import ASYNCHRONOUS, WPIPE, steady_bubble, steady_stages
 from ..build_plan import build_plan
 from ..candidate import ScoredPlan
 from ..coverage import describe_order, describe_search
@@ -26,7 +26,7 @@ from .least_cost import least_cost
 from .least_memory import least_memory
 from .objective import COST, MEMORY, STEP_TIME, THROUGHPUT, Objective
 from .objective_result import ObjectiveResult
-from .throughput import asynchronous_refusal, throughput
+from .throughput import asynchronous_names, asynchronous_refusal, throughput
 
 
 def _additional_space(objective: Objective, problem: Problem) -> str:
@@ -37,9 +37,11 @@ def _additional_space(objective: Objective, problem: Problem) -> str:
     if objective.name != THROUGHPUT:
         return ""
     order = f", {words}" if (words := describe_order(problem)) else ""
-    predicts = problem.options.optimizer in PREDICTING
-    names = [name for name in ASYNCHRONOUS if predicts or name != XPIPE]
-    return f"; and {', '.join(names[:-1])} and {names[-1]} of two stages or more{order}"
+    names = asynchronous_names(problem)
+    lines = [name for name in names if name != WPIPE]
+    pairs = f", and {WPIPE} on the first so many devices, of every stage as many replicas"
+    late = f"; and {', '.join(lines[:-1])} and {lines[-1]} of two stages or more{order}"
+    return late + (pairs if WPIPE in names else "")
 
 
 def optimize(objective: Objective, problem: Problem) -> ObjectiveResult:

@@ -3,6 +3,8 @@
 Where gradients may be an update or more late, PipeDream, PipeDream-2BW and XPipe leave no bubble. They are
 searched exactly (`steady_search`), from two stages on, with every micro-batch size that the profile reaches
 and the same orders of devices and replicas as the other plans; their weight versions count in the memory.
+WPipe is searched besides (`paired_search`) where there are few places to cut, with as many replicas of every
+stage.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from ..asynchronous import (
     PIPEDREAM,
     PREDICTING,
     TWO_VERSIONS,
+    WPIPE,
     XPIPE,
     asynchronous_notes,
     steady_seconds,
@@ -36,12 +39,15 @@ from ..search.budget import OutOfTime
 from ..search.space import Space
 from ..universal_bound import work_bound
 from .objective_result import ObjectiveResult
+from .paired_search import MOST_PLACES, PairedSearch
 from .steady_search import SteadySearch
 
 TRIED_PACES = 15
 """About so many paces are tried by a search."""
 ENTRIES_A_SECOND = 1e8
 """Of tables: about what one core goes through."""
+PAIRED_PASSES = 30
+"""Over the tables of a search of WPipe, about."""
 ENDLESS = 2**62
 """Micro-batches of a run that does not end."""
 COARSE = (48, 24)
@@ -78,6 +84,13 @@ def asynchronous_refusal(problem: Problem) -> str:
     return ""
 
 
+def asynchronous_names(problem: Problem) -> list[str]:
+    """The schedules that are in the running."""
+    names = [PIPEDREAM, TWO_VERSIONS]
+    names += [XPIPE] if problem.options.optimizer in PREDICTING else []
+    return names + ([WPIPE] if paired_searches(problem) else [])
+
+
 def _join_bounds(result: SearchResult, best: ScoredPlan | None, bound: float) -> SearchResult:
     """Of all plans what was found of the two kinds."""
     plan = result.best if best is None else best
@@ -96,6 +109,7 @@ def fastest_asynchronous(problem: Problem, limit: float) -> tuple[ScoredPlan | N
     # Each stage updates its weights at its own time: those that share one stay together.
     problem = replace(problem, chain=problem.chain.without_tied_cuts())
     searches = list(_searches(problem)) if problem.options.planner == BEST else []
+    pairs = [_ConfigSearch(search, whole=True) for search in paired_searches(problem)]
     plans = (
         [plan for plan in _by_planner(problem) if plan.step_seconds < limit]
         if not _cover_everything(searches)
@@ -103,7 +117,7 @@ def fastest_asynchronous(problem: Problem, limit: float) -> tuple[ScoredPlan | N
     )
     best = min(plans, key=lambda plan: plan.step_seconds, default=None)
     bound = inf if searches else work_bound(problem)
-    for search in searches:
+    for search in (*searches, *pairs):
         below = limit if best is None else best.step_seconds
         try:
             faster, proven = search.of.fastest(below)
@@ -120,7 +134,7 @@ def fastest_asynchronous(problem: Problem, limit: float) -> tuple[ScoredPlan | N
 class _ConfigSearch:
     """A search, and whether it looks at all plans of its configuration."""
 
-    of: SteadySearch
+    of: SteadySearch | PairedSearch
     whole: bool
 
 
@@ -143,13 +157,53 @@ def _searches(problem: Problem) -> Iterator[_ConfigSearch]:
             return
 
 
+def paired_searches(problem: Problem) -> list[PairedSearch]:
+    """Those of WPipe, by micro-batch size, order, stages and replicas; none where they take too long."""
+    places = len(problem.space.table(problem.space.chain.sizes[0]).cut_points)
+    runtime, batch = problem.runtime, problem.mini_batch
+    unknown = runtime is not None and WPIPE not in runtime.schedules
+    if problem.options.planner != BEST or problem.space.is_long or places > MOST_PLACES or unknown:
+        return []
+    searches = [
+        PairedSearch(
+            problem.space,
+            PipelineConfig(WPIPE, mode, batch // size, size, 2),
+            placement,
+            stages,
+            replicas,
+        )
+        for mode in _modes(problem)
+        for size in problem.sizes
+        for placement in problem.placements
+        for stages in problem.stage_counts
+        for replicas in _replica_counts(problem)
+        if stages > 1
+        and 2 * stages < places
+        and batch // size % stages == 0
+        and _fits_devices(problem, size, stages, replicas)
+    ]
+    entries = sum(search.stages for search in searches) * places**4
+    return searches if PAIRED_PASSES * entries <= problem.options.time_limit * ENTRIES_A_SECOND else []
+
+
+def _fits_devices(problem: Problem, size: int, stages: int, replicas: int) -> bool:
+    used, usable = stages * replicas, problem.usable_gpus
+    enough = used == usable if problem.options.use_all else used <= usable
+    return enough and replicas <= size and problem.space.fits_someone(size, replicas)
+
+
+def _replica_counts(problem: Problem) -> tuple[int, ...]:
+    """Numbers of replicas that a stage may have."""
+    if problem.families:
+        return tuple(sorted({count for family in problem.families for count in family.replicas}))
+    return tuple(range(1, problem.usable_gpus + 1))
+
+
 def _spaces(problem: Problem) -> Iterator[tuple[Space, tuple[int, ...], bool]]:
     """Stages and numbers of replicas to search, and whether these are all: fewer and fewer."""
-    space, every = problem.space, tuple(range(1, problem.usable_gpus + 1))
+    space, every = problem.space, _replica_counts(problem)
     if space.is_long:
         return
-    if problem.families:
-        every = tuple(sorted({count for family in problem.families for count in family.replicas}))
     few = tuple(count for count in every if count & (count - 1) == 0)
     yield space, every, problem.every_replica_count
     yield space, few, few == every

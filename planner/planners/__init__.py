@@ -12,9 +12,11 @@ from . import (
     dapple_planner,
     deepspeed_partition,
     equal_replicas,
+    galvatron,
     megatron,
     pipedream_planner,
     rules,
+    torch_partition,
     torchgpipe_balance,
 )
 from .base import Planner
@@ -42,6 +44,8 @@ _FURTHER: tuple[Planner, ...] = (
     bottleneck_planners.SPP,
     bottleneck_planners.PIPER,
     asteroid.ASTEROID,
+    galvatron.GALVATRON,
+    torch_partition.TORCH_PARTITION,
 )
 
 PLANNERS: dict[str, Planner] = {planner.name: planner for planner in (*_ALWAYS, *_FURTHER)}

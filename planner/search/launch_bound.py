@@ -6,8 +6,19 @@ stage before follows when the gradients are there (c seconds) and takes b, and i
 
     L(s) = max(H(s), L(s + 1) + c + b(s))        step >= L(s) + e(s)
 
-and L(s) + back, with `back` the seconds through the stages before s. Where one process launches for all, H is
-the sum over all stages. For an unfinished plan L is minimised over the missing stages from the last one back.
+and L(s) + back, with `back` the seconds through the stages before s. For an unfinished plan L is minimised
+over the missing stages from the last one back.
+
+Where one process launches for all (`cost_models.simulator.launches`), no forward is launched while a backward
+is. On a thread M backwards b(s), with what they run again, are launched one after another; the first waits
+for a launch on each thread after it, and so does one on each before it for the last:
+
+    step >= M F + sum over the other stages of b(t) + M b(s)
+
+with F the launches of all forwards of a micro-batch. In the sum what is run again is left out where not known
+to be. What is run again is launched one after another, of all stages, but for the first backward of all and
+the last, beside which there is no other: step >= M F + all that is run again + what else these two launch.
+For an unfinished plan the largest M b(s) is minimised over the missing stages.
 
 Of GPipe all forwards are launched before a stage's first B: see `bounds_gpipe`.
 """
@@ -39,13 +50,14 @@ class LaunchBound:
 
     def root(self, stages: int) -> float:
         """A bound on every plan of so many stages."""
-        if not self.is_late:
-            return self.choices.launches
-        return float(self.rows(stages)[1][0, 0])
+        if self.choices.space.one_process:
+            return self._least_of_process + float(self.rows(stages)[0][0, 0])
+        return float(self.rows(stages)[1][0, 0]) if self.is_late else 0.0
 
     def rows(self, stages: int) -> tuple[Floats, Floats]:
         """(positions + 1, cut points) each, for the last so many stages after one that ends there: the least
-        L of the first of them, and the least seconds of the step."""
+        L of the first of them, and the least seconds of the step. Of one process the least that the largest
+        M - 1 backwards of them launch, twice."""
         while len(self._rows) <= stages:
             self._rows.append(self._before(len(self._rows)))
         return self._rows[stages]
@@ -53,8 +65,13 @@ class LaunchBound:
     def extend(self, least: Floats, stage: Expansion, back: Floats) -> tuple[Floats, Floats]:
         """(expansions,): the bound with a further stage, after which the step takes `back`; and what of it
         holds whatever follows, `least` with the stages before."""
+        if self.choices.space.one_process:
+            more = self._later_launches(stage.forward_launch, stage.plain_launch, stage.recompute)
+            least = np.maximum(least, self._least_of_process + more)
+            ahead = self.rows(stage.remaining - 1)[0][stage.end_position, stage.end]
+            return np.maximum(least, self._least_of_process + ahead), least
         if not self.is_late:
-            return np.maximum(least, self.choices.launches), least
+            return least, least
         inward, whole = (row[stage.end_position, stage.end] for row in self.rows(stage.remaining - 1))
         config = self.choices.config
         backward = stage.plain if config.recompute == "except_last" else stage.backward
@@ -63,6 +80,17 @@ class LaunchBound:
         later = np.maximum(own, inward + stage.least_cut + backward)
         least = np.maximum(least, own + after)
         return np.maximum(np.maximum(later + after, whole), least), least
+
+    @cached_property
+    def _least_of_process(self) -> float:
+        """M F, and one backward of each stage."""
+        forward, plain = self.choices.launches
+        return self.choices.config.micro_batches * forward + plain
+
+    def _later_launches(self, forward: Floats, plain: Floats, recompute: npt.NDArray[np.bool_]) -> Floats:
+        """Of the backwards of a stage on its thread, but for one that runs nothing again."""
+        seconds = self._host_seconds(forward, plain, recompute)
+        return np.asarray(seconds - self.choices.config.micro_batches * forward - plain)
 
     def _before(self, remaining: int) -> tuple[Floats, Floats]:
         rows = np.full(self.choices.shape, np.inf), np.full(self.choices.shape, np.inf)
@@ -88,6 +116,12 @@ class LaunchBound:
         usual, recompute = group.backward(self.choices.in_flight(remaining))
         plain = np.where(np.isinf(usual), np.inf, group.plain)
         backward = plain if self.choices.config.recompute == "except_last" else usual
+        if self.choices.space.one_process:
+            more = self._later_launches(group.forward_launch, group.plain_launch, recompute)
+            own = np.where(np.isinf(usual), np.inf, more)
+            for row in rows:
+                stages.least_into(row, np.maximum(own[pairs], self.rows(remaining - 1)[0][at]))
+            return
         own = self._host_seconds(group.forward_launch, group.plain_launch, recompute)
         latency, slowness = self.choices.ranges.least_pace(group.replicas, stages.key, stages.after)
         cut = slowness * group.sent[pairs] + latency * group.inner[pairs]
@@ -109,9 +143,10 @@ def launch_bound(plans: Pipelines) -> Floats:
     count, stages = plans.config.micro_batches, plans.stages
     last_differs = plans.config.recompute == "except_last"
     last = plans.plain_launch if last_differs else plans.backward_launch
-    hosts = count * plans.forward_launch + (count - 1) * plans.backward_launch + last
+    backwards = (count - 1) * plans.backward_launch + last
     if plans.hosts == "one":
-        return np.asarray(hosts.sum(axis=1))
+        return _process_bound(plans, backwards, last)
+    hosts = count * plans.forward_launch + backwards
     backward = plans.plain if last_differs else plans.backward
     cut = np.hstack([plans.occupancy + plans.latency, np.zeros((len(plans), 1))])
     inward = np.zeros(len(plans))
@@ -121,3 +156,17 @@ def launch_bound(plans: Pipelines) -> Floats:
         ends[stage] = inward + plans.exposed_allreduce[:, stage]
     latest: Floats = plans.after_tied_sums(ends).max(axis=0)
     return latest
+
+
+def _process_bound(plans: Pipelines, backwards: Floats, last: Floats) -> Floats:
+    """`backwards` (plans, stages): launches of all of a stage; `last`: of the shortest."""
+    count, plain = plans.config.micro_batches, plans.plain_launch
+    forwards = count * plans.forward_launch.sum(axis=1)
+    threads = (last.sum(axis=1)[:, None] - last + backwards).max(axis=1)
+    repeated = np.where(plans.backward_launch > plain, plans.forward_launch, 0.0).sum(axis=1)
+    repeats = (count - (plans.config.recompute == "except_last")) * repeated
+    if count * plans.stages > 1:
+        # Alone are the last stage's first backward, for which all others wait, and the first stage's last.
+        repeats = repeats + plain[:, -1] + plain[:, 0]
+    bound: Floats = forwards + np.maximum(threads, repeats)
+    return bound

@@ -101,8 +101,7 @@ class Pipelines:
         bound that is not below it, nor below the limit."""
         if self.routes is None:
             if (ends := self._linear_ends(None)) is not None:
-                latest: Floats = (ends + self.exposed_allreduce.T).max(axis=0)
-                return latest
+                return np.asarray((ends + self.exposed_allreduce.T).max(axis=0))
             return step_seconds(self._program, self._general())
         sharings = self._sharings(self.routes)
         steps = np.array([own.port_seconds for own in sharings])
@@ -173,10 +172,9 @@ class Pipelines:
 
     def _linear_ends(self, links: npt.NDArray[np.int64] | None) -> Floats | None:
         """`device_ends` with all stages side by side, where that is worth it and can be."""
-        if self.transfers != "overlapped" or (self.hosts == "one" and self._is_late):
-            return None
-        count = self.config.micro_batches
-        if 2 * self.stages * count <= MANY_ACTIONS or self.config.recompute == "except_last":
+        count, threads = self.config.micro_batches, self.hosts == "one" and self._is_late
+        few = 2 * self.stages * count <= MANY_ACTIONS or self.config.recompute == "except_last"
+        if few or threads or self.transfers != "overlapped":
             return None
         stages = (self.forward.T, self.backward.T, self.accumulation.T)
         launches = (self.forward_launch.T, self.backward_launch.T) if self._is_late else (None, None)
@@ -203,6 +201,7 @@ class Pipelines:
     def costs(self) -> PipelineCosts:
         """For the simulator."""
         late = self._is_late
+        again = np.where(self.backward_launch > self.plain_launch, self.forward_launch, 0.0)
         return PipelineCosts(
             forward=self._over(self.forward, self.forward),
             backward=self._over(self.backward, self.plain),
@@ -210,6 +209,7 @@ class Pipelines:
             latency=self.latency.T,
             forward_launch=self._over(self.forward_launch, self.forward_launch) if late else None,
             backward_launch=self._over(self.backward_launch, self.plain_launch) if late else None,
+            recompute_launch=self._over(again, 0 * again) if late and self.hosts == "one" else None,
             all_reduce=self.exposed_allreduce.T if self.exposed_allreduce.any() else None,
             accumulation=self.accumulation.T,
             hosts=self.hosts,
@@ -239,8 +239,7 @@ def _reductions(
                 device_ends[:, row].tolist(), exposed_allreduce[row].tolist(), own.reduce_loads
             )
         ends[:, row] = ends_after_sums(ends[:, row], tied[row])
-    latest: Floats = ends.max(axis=0)
-    return latest
+    return np.asarray(ends.max(axis=0))
 
 
 def stage_modes(config: PipelineConfig) -> tuple[Recompute, ...]:

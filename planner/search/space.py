@@ -220,11 +220,16 @@ class Space:
         tables = [self.table(divide_batch(size, count)).costs for count in fitting]
         if not tables:
             return 0.0, 0.0
+        forward = np.minimum.reduce([own.forward_host_seconds for own in tables])
         each = np.minimum.reduce(
             [(1 + recompute) * own.forward_host_seconds + own.backward_host_seconds for own in tables]
         )
-        hosts = 1 if self.one_process else max(devices // min(fitting), 1)
-        return float(each.sum()) / hosts, float(each.max())
+        hosts = max(devices // min(fitting), 1)
+        if not self.one_process:
+            return float(each.sum()) / hosts, float(each.max())
+        # Forwards one after another, and backwards on the threads of the devices.
+        busiest = forward.sum() + max(float((each - forward).sum()) / hosts, recompute * float(forward.sum()))
+        return float(busiest), float(each.max())
 
     def replica_group(self, size: int, devices: Sequence[int]) -> ReplicaGroupCosts:
         """What stages cost on these devices, which share micro-batches of `size` samples."""

@@ -217,21 +217,18 @@ class StageChoices:
         return schedule.in_flight(0, remaining, count)
 
     @cached_property
-    def launches(self) -> float:
-        """Host seconds of all launches of a step, where one process makes them; else 0, see `LaunchBound`."""
+    def launches(self) -> tuple[float, float]:
+        """Host seconds of a micro-batch forward, and backward without what is run again, where one process
+        launches all layers; else 0, see `LaunchBound`."""
         if not self.space.one_process or not self.groups:
-            return 0.0
-        table, config = self.groups[0].costs.table, self.config
-        forward, backward = float(table.forward_launch[0, -1]), float(table.backward_launch[0, -1])
-        recompute = {"always": config.micro_batches, "except_last": config.micro_batches - 1}
-        return config.micro_batches * (forward + backward) + recompute.get(config.recompute, 0) * forward
+            return 0.0, 0.0
+        table = self.groups[0].costs.table
+        return float(table.forward_launch[0, -1]), float(table.backward_launch[0, -1])
 
-    @cached_property
+    @property
     def forward_launches(self) -> float:
-        """The same of the forwards alone."""
-        if not self.space.one_process or not self.groups:
-            return 0.0
-        return self.config.micro_batches * float(self.groups[0].costs.table.forward_launch[0, -1])
+        """Host seconds of all forwards of a step, where one process launches them."""
+        return self.config.micro_batches * self.launches[0]
 
     @cached_property
     def prefixes(self) -> tuple[Floats, Floats, Floats]:

@@ -27,7 +27,6 @@ of an F to that of the same micro-batch's B; k: micro-batches that s holds, at m
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,7 +34,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from ...cost_models.schedules.action import Kind, Program, StageSlot
+from ...cost_models.schedules.action import Kind, Program
 from ...cost_models.schedules.zb_v import number_actions
 from ...cost_models.simulator.costs import Costs
 from ..assembly import Assembly
@@ -99,18 +98,23 @@ class OrderProblem:
             for device in range(self.devices)
         )
 
-    @cached_property
+    @property
     def is_line(self) -> bool:
         """Whether every part has a device of its own."""
         return self.parts == self.devices
 
     @cached_property
     def most_in_flight(self) -> tuple[int, ...]:
-        """By part of a line, the micro-batches that its device may have room for: M at the most."""
-        return tuple(
-            self._most(device, self.workspace_bytes(F, part), self.least_bytes(part))
-            for part, device in enumerate(self.device)
-        )
+        """By part of a line, the micro-batches that its device may have room for: M at the most. As an F
+        begins, one of those in flight has had its B and not its W, or the next B begins with all of them."""
+        most = []
+        for part, device in enumerate(self.device):
+            begins, behind = self.parts_held[part][0], sum(self.parts_held[part])
+            forward, backward = (self.workspace_bytes(kind, part) for kind in (F, B))
+            own = self._most(device, max(forward, backward + begins), self.micro_batch_bytes[part])
+            later = self._most(device, forward + max(0.0, behind), self.least_bytes(part))
+            most.append(max(own, later) if self.split else own)
+        return tuple(most)
 
     @cached_property
     def most_behind_backward(self) -> tuple[int, ...]:
@@ -259,27 +263,6 @@ class OrderProblem:
         chunk = {part: place.chunk for part, place in enumerate(like.pipes[0])}
         turns = [[(KINDS[kind], chunk[part]) for kind, part in own] for own in lists]
         return Program(tuple(tuple(number_actions(own)) for own in turns), like.pipes, like.pipe_of)
-
-
-def list_steps(program: Program) -> Lists | None:
-    """The kinds and parts of a program in their order; None where its micro-batches are not in order, or some
-    backwards are in two parts and others whole."""
-    of_kind = Counter(action.kind for own in program.actions for action in own)
-    if of_kind["W"] not in (0, of_kind["B"]):
-        return None
-    part_of = program.parts_by_slot
-    lists = []
-    for device, own in enumerate(program.actions):
-        done: dict[Step, int] = {}
-        row = []
-        for action in own:
-            step = (KINDS.index(action.kind), part_of[StageSlot(device, action.chunk)])
-            if action.micro_batch != done.get(step, 0):
-                return None
-            done[step] = action.micro_batch + 1
-            row.append(step)
-        lists.append(tuple(row))
-    return tuple(lists)
 
 
 def order_problem(

@@ -1,11 +1,13 @@
-"""The run of an order: when each action starts and ends, and what made it wait."""
+"""The run of an order: when each action starts and ends, and what made it wait; the order of a program."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from math import inf
 
-from .order_problem import KINDS, B, F, Lists, OrderProblem, W
+from ...cost_models.schedules.action import Program, StageSlot
+from .order_problem import KINDS, B, F, Lists, OrderProblem, Step, W
 
 NONE, NEVER = -1, inf
 
@@ -111,3 +113,24 @@ def _arrival(
     begins = max(now, link_free.get(link, 0.0))
     link_free[link] = begins + busy
     return begins + wait
+
+
+def list_steps(program: Program) -> Lists | None:
+    """The kinds and parts of a program in their order; None where its micro-batches are not in order, or some
+    backwards are in two parts and others whole."""
+    of_kind = Counter(action.kind for own in program.actions for action in own)
+    if of_kind["W"] not in (0, of_kind["B"]):
+        return None
+    part_of = program.parts_by_slot
+    lists = []
+    for device, own in enumerate(program.actions):
+        done: dict[Step, int] = {}
+        row = []
+        for action in own:
+            step = (KINDS.index(action.kind), part_of[StageSlot(device, action.chunk)])
+            if action.micro_batch != done.get(step, 0):
+                return None
+            done[step] = action.micro_batch + 1
+            row.append(step)
+        lists.append(tuple(row))
+    return tuple(lists)

@@ -1,17 +1,20 @@
 """The fastest order by a constraint solver (OR-tools CP-SAT, an extra): proven, or with a bound.
 
 Each action is an interval on its device, which runs one at a time; those of one kind and part follow one
-another (see `order_problem`). What a device holds is a cumulative demand from the start of an F to the end
-of the same micro-batch's release; on a line that says no more than that the F of micro-batch i begins after
-the release of i - K, and its B after that of i - K'. What a backward in two parts holds besides is not in the
-demand, so that an order of the solver's may not fit. Seconds are rounded down to a fine unit, and links are
-taken to carry any number of transfers at a time: so what the solver proves holds for the problem as it is.
+another (see `order_problem`). What a device holds is a cumulative demand: of a micro-batch from the start of
+its F to the end of its B, of what B adds meanwhile, of what is left from then to the end of its W, and of
+each action's workspace. Where a micro-batch holds the same until its release, and a device has one part, that
+says no more than that the F of micro-batch i begins after the release of i - K. Seconds and bytes are rounded
+down to units, and links are taken to carry any number of transfers at a time: so what the solver proves holds
+for the problem as it is, and an order of its may need some thousandths more than there is room for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import product
 from math import inf
 from typing import Any
 
@@ -24,6 +27,8 @@ WORK_A_SECOND = 0.3
 """Of the solver's deterministic time, about."""
 STRATEGIES = 8
 """Of the solver, side by side."""
+BYTE_UNITS = 1_000
+"""Of a device's room; a million takes the solver a hundred times as long."""
 MOST_ACTIONS = 4_000
 """Of all devices, for which a model is made."""
 
@@ -130,9 +135,10 @@ class _Variables:
         after = int(problem.end[device] / self.unit)
         for part in parts:
             model.add(self.step >= self._end(problem.release, part, count - 1) + after)
+        changes = (problem.split and any(map(any, problem.parts_held))) or problem.workspace
         if problem.is_line:
             self._windows(parts[0])
-        elif problem.room[device] != float("inf"):
+        if problem.room[device] != inf and (changes or not problem.is_line):
             self._room(device, parts)
 
     def _windows(self, part: int) -> None:
@@ -144,16 +150,28 @@ class _Variables:
                 self._after((kind, part, number), (problem.release, part, number - most))
 
     def _room(self, device: int, parts: tuple[int, ...]) -> None:
-        """Bytes in thousandths of the room, rounded down: what is proven holds."""
-        problem, model = self.problem, self.model
+        """Bytes in parts of the room, rounded down: what is proven holds."""
         demands, intervals = [], []
-        for part in parts:
-            for number in range(problem.micro_batches):
-                begin, end = self.start[F, part, number], self._end(problem.release, part, number)
-                size = model.new_int_var(0, self.horizon, f"for {part}.{number}")
-                intervals.append(model.new_interval_var(begin, size, end, f"held {part}.{number}"))
-                demands.append(int(problem.least_bytes(part) / problem.room[device] * 1000))
-        model.add_cumulative(intervals, demands, 1000)
+        for part, number, kind in product(parts, range(self.problem.micro_batches), self.kinds):
+            for begin, end, needed in self._stays(part, number, kind):
+                demand = int(needed / self.problem.room[device] * BYTE_UNITS)
+                if demand > 0:
+                    size = self.model.new_int_var(0, self.horizon, f"for {kind}.{part}.{number}")
+                    name = f"stays {kind}.{part}.{number}"
+                    intervals.append(self.model.new_interval_var(begin, size, end, name))
+                    demands.append(demand)
+        self.model.add_cumulative(intervals, demands, BYTE_UNITS)
+
+    def _stays(self, part: int, number: int, kind: int) -> Iterator[tuple[Any, Any, float]]:
+        """From when to when what an action brings stays, and how much; its workspace."""
+        problem, (begins, ends) = self.problem, self.problem.parts_held[part]
+        own, start, end = problem.micro_batch_bytes[part], self.start, self._end(kind, part, number)
+        yield start[kind, part, number], end, problem.workspace_bytes(kind, part)
+        if kind == F:
+            yield start[kind, part, number], self._end(B, part, number), own
+        elif kind == B and problem.split:
+            yield start[kind, part, number], end, begins
+            yield end, self._end(W, part, number), own + begins + ends
 
     def hint(self, lists: Lists, starts: list[float]) -> None:
         """The start's own times."""

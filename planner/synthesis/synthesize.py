@@ -1,11 +1,11 @@
 """Plans with an order of actions of their own, on the cuts and devices of good plans, and cuts near them.
 
 The orders start from the best known ones, each with the cuts that were searched for it, and from those that
-a rule makes (`fill_orders`). With the best of them in hand cuts are moved as long as the order runs faster;
-then the order is improved (`local_search`) and, where OR-tools is installed, handed to its solver
-(`solve_order`), and cuts are moved again. None is slower than the best plan of the known schedules that was
-found before. Each is a schedule like any other, named by the hash of its actions, and scored by the simulator
-and the ledger.
+rules make (`deep_orders`, `insert_orders`, `fill_orders`). With the best of them in hand cuts are moved as
+long as the order runs faster; then the order is improved (`local_search`) and, where OR-tools is installed,
+handed to its solver (`solve_order`), and cuts are moved again. None is slower than the best plan of the known
+schedules that was found before. Each is a schedule like any other, named by the hash of its actions, and
+scored by the simulator and the ledger.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -30,10 +31,12 @@ from ..other_schedules import propose_other_schedules
 from ..pipeline_config import SYNTHESIZED
 from ..scoring import assemble, fastest, possible
 from ..search.budget import SearchBudget
+from .deep_orders import deep_orders
 from .fill_orders import fill_orders
+from .insert_orders import insert_orders
 from .local_search import improve_order
-from .order_problem import Lists, OrderProblem, list_steps, order_problem
-from .run_order import run_order
+from .order_problem import Lists, OrderProblem, order_problem
+from .run_order import list_steps, run_order
 from .solve_order import MOST_ACTIONS as MOST_SOLVED
 from .solve_order import has_solver, solve_order
 
@@ -246,7 +249,8 @@ def _fill(own: OrderCandidate, budget: SearchBudget) -> OrderCandidate:
     """With the best of the known orders and of those made by rule."""
     numbers = own.problem
     best, lists = inf, None
-    for order in (*_published_orders(own), *(fill_orders(numbers) if _actions(own) <= MOST_FILLED else ())):
+    rules = (deep_orders, insert_orders, fill_orders) if _actions(own) <= MOST_FILLED else ()
+    for order in chain(_published_orders(own), *(rule(numbers) for rule in rules)):
         run = run_order(numbers, order) if numbers.fits(order) else None
         if run is not None and run.step < best:
             best, lists = run.step, order

@@ -21,6 +21,9 @@ from ..runtimes.reading.megatron_layout import layout_problems, split_layout
 from .degrees import machine_costs, read_shape
 from .options import DegreesKeywords, options_from
 
+EVEN = "even"
+"""In the place of a layout: none is given, and Megatron-LM divides the blocks evenly."""
+
 
 @dataclass(frozen=True)
 class LayoutReport:
@@ -106,10 +109,11 @@ def lint(
 ) -> LayoutReport:
     """What is wrong with a pipeline layout of Megatron-LM, such as `Et*3|(tt|)*29m|L`, for a model.
 
+    "even": no layout, as many blocks on every (virtual) stage.
     `config`: the model's config.json (its path, or what it says). `pp`: the pipeline's size; default: as many
-    as the layout has stages. With `gpus` and a machine, memory and step are estimated, at the degrees that
-    suit the layout best of those that the options allow (as of `degrees`), and compared with the best layout
-    at the same degrees.
+    as the layout has stages. `virtual_stages`: of a device; default: as many as the layout makes.
+    With `gpus` and a machine, memory and step are estimated, at the degrees that suit the layout best of
+    those that the options allow (as of `degrees`), and compared with the best layout at the same degrees.
 
     >>> import pplan
     >>> llama = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000}
@@ -135,19 +139,56 @@ def lint_layout(
     """The same, of what is read."""
     if options.layers is not None:
         shape = shape.with_blocks(options.layers)
-    stages = tuple(split_layout(layout, "layout"))
+    virtual = _virtual_stages(options)
+    if layout == EVEN:
+        stages, problems = _even_stages(shape.blocks, options, virtual or 1)
+    else:
+        stages, problems = tuple(split_layout(layout, "layout")), ()
     pipeline = _pipeline_size(options, len(stages))
-    report = LayoutReport(
-        layout,
-        shape.name,
-        stages,
-        pipeline,
-        tuple(layout_problems(stages, pipeline, shape.blocks, shape.predictors)),
-        tuple(_remarks(stages, shape)),
-    )
+    if virtual is not None and not problems and len(stages) != pipeline * virtual:
+        problems = (
+            f"{format_count(len(stages), 'stage')}: not the {pipeline * virtual} of a pipeline of {pipeline} "
+            f"with {format_count(virtual, 'virtual stage')} a device",
+        )
+    if layout != EVEN:
+        problems += tuple(layout_problems(stages, pipeline, shape.blocks, shape.predictors))
+    remarks = tuple(_remarks(stages, shape)) if any(stages) else ()
+    report = LayoutReport(layout, shape.name, stages, pipeline, problems, remarks)
     if machine.gpus is None or report.problems:
         return report
     return _with_estimate(report, shape, machine, options, kernels)
+
+
+def _virtual_stages(options: DegreeOptions) -> int | None:
+    """Of a device, where they are given."""
+    if options.virtual_stages is None:
+        return None
+    if len(options.virtual_stages) > 1:
+        raise UsageError(
+            f"virtual_stages={tuple(options.virtual_stages)}: a layout has one number of them",
+            "Give it, as virtual_stages=(2,), or omit it.",
+        )
+    return options.virtual_stages[0]
+
+
+def _even_stages(
+    blocks: int, options: DegreeOptions, virtual: int
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The stages that Megatron-LM makes where it is given no layout, and why it makes none."""
+    if options.pp is None:
+        raise UsageError(
+            f"layout={EVEN!r}: of how many stages is not known", "Give the pipeline's size, as pp=(8,)."
+        )
+    stages = _pipeline_size(options, 0) * virtual
+    each, rest = divmod(blocks, stages)
+    if rest or not each:
+        words = (
+            f"{format_count(blocks, 'transformer block')} do not divide by {format_count(stages, 'stage')}"
+        )
+        return ("",) * stages, (f"{words}: a layout is needed",)
+    own = ["t" * each] * stages
+    own[0], own[-1] = "E" + own[0], own[-1] + "L"
+    return tuple(own), ()
 
 
 def _pipeline_size(options: DegreeOptions, stages: int) -> int:

@@ -7,6 +7,7 @@ together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -110,22 +111,26 @@ def compute_ledger(
     *,
     recompute: str,
     replicas: int,
-    weight_versions: float,
+    weight_versions: Sequence[float],
     copies: int,
     context_bytes: float,
 ) -> Ledger:
     """The ledger of one device. `chunks`: the parts of the layers that it has. `replicas`: devices that sum
-    the same gradients. `copies`: of the weights that the schedule keeps, of which each route trains one."""
+    the same gradients. `weight_versions`: of each part, or one for all. `copies`: of the weights that the
+    schedule keeps, of which each route trains one."""
     parameters, trainable = (sum(getattr(own, key) for own in chunks) for key in ("parameters", "trainable"))
     gradients = trainable * training.gradient / training.weight
     most = _largest_terms(order, device, chunks, recompute)
     routes = len(order.routes)
     weights = training.spread(parameters, replicas, 3)
+    each = weight_versions if len(weight_versions) > 1 else [*weight_versions] * len(chunks)
+    spare = sum(own.parameters * (number - 1) for own, number in zip(chunks, each, strict=True))
+    older = training.spread(spare, replicas, 3)
     terms = {
         "weights": weights + sum(own.buffers for own in chunks),
         "gradients": training.spread(gradients, replicas, 2),
         "optimizer": training.spread(trainable * training.state / training.weight, replicas, 1),
-        "weight_versions": weights * (weight_versions - 1) + parameters / routes * max(copies - routes, 0),
+        "weight_versions": older + parameters / routes * max(copies - routes, 0),
         "activations": most[0][0],
         "stage_inputs": most[0][1],
         "communication": _at_cuts(order, device, chunks)
@@ -142,7 +147,7 @@ def compute_ledger(
     if temporaries is not None:
         waiting, inputs, _, _, alive = most[0]
         waiting_bytes = waiting if recompute == "never" else inputs
-        waits = waiting_bytes * (alive - 1) / alive if weight_versions > 1 else 0.0
+        waits = waiting_bytes * (alive - 1) / alive if max(weight_versions) > 1 else 0.0
         needed = training.spread(temporaries, replicas, 1) + waits
         terms["optimizer_step"] = max(needed - sum(most[0][:4]), 0.0)
     terms["reserve"] = RESERVE * sum(terms.values())

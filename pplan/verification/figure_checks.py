@@ -63,10 +63,12 @@ def _memory(check: LineCheck, inputs: VerificationInputs) -> None:
         check.at_most(f"memory of stage {device}, above its limit", ledger.bytes, inf if lacking else limit)
 
 
-def _weight_versions(schedule: str, device: int, devices: int) -> int:
-    """On a device: PipeDream keeps one for each micro-batch in flight, 2BW two, XPipe two predicted ones
-    besides."""
-    return {"pipedream": devices - device, "pipedream-2bw": 2, "xpipe": 3}.get(schedule, 1)
+def _weight_versions(schedule: str, device: int, devices: int) -> list[int]:
+    """Of a device's parts: PipeDream keeps one for each micro-batch in flight, 2BW two, XPipe two predicted
+    ones besides, WPipe two of the first part and one of the second."""
+    if schedule == "wpipe":
+        return [2, 1]
+    return [{"pipedream": devices - device, "pipedream-2bw": 2, "xpipe": 3}.get(schedule, 1)]
 
 
 def _stage_memory(check: LineCheck, part: int, stage: StatedStage, ledger: Ledger, limit: float) -> None:

@@ -155,9 +155,21 @@ def _looped_bfs(p: int, m: int, v: int) -> OrderParts:
 
 
 def _interleaved(p: int, m: int, v: int) -> OrderParts:
+    lists = _in_rounds(p, m, v, [(v - 1) * p + 2 * (p - 1 - i) for i in range(p)])
+    most_in_flight = [min(v * m, 2 * (p - i - 1) + (v - 1) * p + 1) / v for i in range(p)]
+    return lists, _looped_places(p, v), [0] * m, [1.0] * m, most_in_flight
+
+
+def _wpipe(p: int, m: int, v: int) -> OrderParts:
+    lists = _in_rounds(p, m, v, [2 * p - 1 - i for i in range(p)])
+    return lists, _looped_places(p, v), [0] * m, [1.0] * m, [p - i / 2 for i in range(p)]
+
+
+def _in_rounds(p: int, m: int, v: int, ahead_of: list[int]) -> list[list[Action]]:
+    """Of p micro-batches through all parts of a device, with so many F ahead on each."""
     if m % p:
-        raise ImpossiblePlan(f"interleaved goes in rounds of {p} micro-batches, and there are {m}")
-    lists, turns = [], m * v
+        raise ImpossiblePlan(f"the schedule goes in rounds of {p} micro-batches, and there are {m}")
+    lists, turns = list[list[Action]](), m * v
 
     def forward(turn: int) -> Action:
         return "F", turn // (p * v) * p + turn % p, turn // p % v
@@ -165,14 +177,13 @@ def _interleaved(p: int, m: int, v: int) -> OrderParts:
     def backward(turn: int) -> Action:
         return "B", turn // (p * v) * p + turn % p, v - 1 - turn // p % v
 
-    for i in range(p):
-        ahead = min((v - 1) * p + 2 * (p - 1 - i), turns)
+    for most in ahead_of:
+        ahead = min(most, turns)
         own = [forward(turn) for turn in range(ahead)]
         for turn in range(turns - ahead):
             own += [forward(turn + ahead), backward(turn)]
         lists.append(own + [backward(turn) for turn in range(turns - ahead, turns)])
-    most_in_flight = [min(v * m, 2 * (p - i - 1) + (v - 1) * p + 1) / v for i in range(p)]
-    return lists, _looped_places(p, v), [0] * m, [1.0] * m, most_in_flight
+    return lists
 
 
 def _chimera(p: int, m: int, v: int) -> OrderParts:  # noqa: ARG001
@@ -257,6 +268,7 @@ _RULES: dict[str, tuple[str, int, Callable[[int, int, int], OrderParts]]] = {
         0,
         _interleaved,
     ),
+    "wpipe": ("rounds of p micro-batches; 2p - 1 - i F ahead, then F and B, without an end", 2, _wpipe),
     "looped-bfs": ("all F chunk by chunk, then all B the other way round", 0, _looped_bfs),
     "chimera": (
         "halves of each p micro-batches in opposite directions, by the clock of equal F and B",
@@ -267,9 +279,10 @@ _RULES: dict[str, tuple[str, int, Callable[[int, int, int], OrderParts]]] = {
     "dualpipe-v": ("the turns of torch.distributed.pipelining's ScheduleDualPipeV", 2, _dualpipe_v),
 }
 """By schedule the rule in words, the parts of a device (0: any number), and what builds it."""
-SYNCHRONOUS = tuple(_RULES)
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "wpipe", "xpipe")
-"""Never flushed: their step is that of a steady state, which is not checked."""
+"""Never flushed: their step is that of a steady state, which is not checked. All but WPipe run 1f1b's lists
+without an end."""
+SYNCHRONOUS = tuple(name for name in _RULES if name not in ASYNCHRONOUS)
 
 
 _ACTION = re.compile(r"([FBW])(\d{1,7})(?:\.(\d{1,3}))?")

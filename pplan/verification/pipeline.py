@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import inf
 
 from .device_ledger import Ledger, PartBytes, compute_ledger, part_bytes
+from .launch_times import LaunchWork, launch_times
 from .layer_costs import HOST, Layers
 from .orders import ScheduleOrder
 from .report import ImpossiblePlan, NotChecked
@@ -144,8 +145,9 @@ class Figures:
         own = [requested, *(kind.memory_bytes for kind in self._kinds(device))]
         return min((float(size) for size in own if size is not None), default=inf)
 
-    def ledger(self, device: int, weight_versions: float = 1) -> Ledger:
-        """Of a device of the pipeline with all its parts; of several kinds the one with the least memory."""
+    def ledger(self, device: int, weight_versions: Sequence[float] = (1,)) -> Ledger:
+        """Of a device of the pipeline with all its parts; of several kinds the one with the least memory.
+        `weight_versions`: of each part, or one value for all."""
         parts = self.order.device_parts(device)
         kinds = self._kinds(device)
         least = min(kinds, key=lambda own: inf if own.memory_bytes is None else own.memory_bytes)
@@ -261,8 +263,7 @@ def _work(figures: Figures, wiring: WiredOrder) -> StepWork:
     split = {
         (device, *own[1:]) for device, actions in enumerate(order.lists) for own in actions if own[0] == "W"
     }
-    seconds, launch_start, launch_end = [], list[float](), list[float]()
-    clocks = dict[int, float]()
+    seconds, launches = [], LaunchWork([], [])
     begun: set[tuple[int, int]] = set()
     figure = cache(figures.seconds)
     for device, (kind, batch, chunk), part in zip(wiring.device, wiring.action, wiring.part, strict=True):
@@ -284,13 +285,11 @@ def _work(figures: Figures, wiring: WiredOrder) -> StepWork:
             begun.add((device, chunk))
             own -= figures.saved_first(part, device, f"backward_{'weight_' if splits else ''}seconds")
         seconds.append(own * share)
-        launch = figure(part, device, "forward_host_seconds")
-        if kind != "F":
-            launch = 0.0 if kind == "W" else figure(part, device, "backward_host_seconds") + repeat * launch
-        host = 0 if figures.one_process else device
-        launch_start.append(clocks.get(host, 0.0))
-        clocks[host] = launch_start[-1] + launch
-        launch_end.append(clocks[host])
+        host = "" if kind == "W" else f"{'forward' if kind == 'F' else 'backward'}_host_seconds"
+        launches.rest.append(figure(part, device, host) if host else 0.0)
+        again = figure(part, device, "forward_host_seconds") if kind == "B" else 0.0
+        launches.again.append(repeat * again)
+    launch_start, launch_end = launch_times(wiring, launches, one_process=figures.one_process)
     ports, occupancy, latency = _transfers(figures, wiring)
     return StepWork(
         wiring,

@@ -9,7 +9,7 @@ from .documents import Table
 from .layer_costs import Layers
 from .orders import ASYNCHRONOUS, SYNCHRONOUS, ScheduleOrder, make_order, read_written_order
 from .pipeline import Figures
-from .report import ImpossiblePlan, LineCheck, NotChecked
+from .report import ImpossiblePlan, LineCheck
 from .stated_machine import StatedMachine
 from .stated_plan import StatedPlan
 from .stated_training import read_training
@@ -96,10 +96,6 @@ def check_runtime_rules(
     )
 
 
-STASHING = ("pipedream", "pipedream-2bw", "xpipe")
-"""Asynchronous schedules whose weight versions are known: 1f1b's lists without an end."""
-
-
 @dataclass(frozen=True, eq=False)
 class VerificationInputs:
     """A plan, and what its profile and its machine say; None where there is no profile (`no_profile` says
@@ -168,9 +164,9 @@ def planned_order(plan: StatedPlan) -> ScheduleOrder:
         raise ImpossiblePlan(
             f"{len(plan.stages)} parts do not divide into {plan.virtual_stages} on every device"
         )
-    if plan.schedule in ASYNCHRONOUS and plan.schedule not in STASHING:
-        raise NotChecked(f"{plan.schedule} is asynchronous")
-    if plan.schedule in STASHING:
+    if plan.schedule == "wpipe":
+        return make_order("wpipe", devices, 4 * devices, plan.virtual_stages)
+    if plan.schedule in ASYNCHRONOUS:
         return make_order("1f1b", devices, 2 * devices + 2, plan.virtual_stages)
     if plan.order:
         return read_written_order(plan.order, devices, plan.micro_batches, plan.virtual_stages)

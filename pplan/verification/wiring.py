@@ -5,9 +5,8 @@ own; each for the action before it on its device. They are sorted on a clock on 
 
 A device runs its list in order, one action at a time. What an action sends is ready when it ends; it leaves
 through a port, which serves one transfer at a time, in the order in which they are ready (of several at once
-the first by the clock), each for its occupancy; it arrives its latency later. Launches follow one another, of
-one process for all devices in the order of the clock, else of each device's own; an action neither starts
-before its launch starts nor ends before it ends.
+the first by the clock), each for its occupancy; it arrives its latency later. An action neither starts before
+its launch starts nor ends before it ends (`launch_times`).
 """
 
 from __future__ import annotations

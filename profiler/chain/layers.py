@@ -185,7 +185,7 @@ def build_chain(
         flow.traced.recomputes,
         flow.traced.tool,
         comparison,
-        _unused(model, modules),
+        list_unused(model, modules),
         tuple(users),
         tuple(_own_modes(model)),
     )
@@ -198,7 +198,8 @@ def _own_modes(model: nn.Module) -> Iterator[str]:
             yield path or type(module).__name__
 
 
-def _unused(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
+def list_unused(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[str, ...]:
+    """Names of the model's parameters and buffers that none of the modules uses."""
     used = {id(tensor) for module in modules for tensor in tensors_used(module)}
     state = model.state_dict(keep_vars=True)
     own = (*model.named_parameters(), *model.named_buffers())

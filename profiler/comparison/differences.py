@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ _LAST_BITS = 16
 large terms cancel out, as in the gradient of a bias before batch norm."""
 _AMPLIFIED = 8
 """Times what a change of the last bit of every parameter and input makes of a value."""
+_NOISE = 0.5
+"""Where a change of the last bits changes so much of a value, nothing is known of it."""
 _SMALL = 1e-2
 """A gradient that is small beside the largest of its pass is a difference of large ones."""
 
@@ -61,16 +63,16 @@ def differences(expected: PassResult, actual: PassResult) -> list[Difference]:
 
 
 def split_by_cause(
-    several: list[Difference], expected: PassResult, varied: PassResult
+    several: list[Difference], expected: PassResult, variants: Sequence[PassResult]
 ) -> tuple[list[Difference], list[Difference]]:
     """The differences too large for rounding; and those that rounding alone may explain.
 
-    `varied`: of the model with the last bit of every parameter and input changed, a change as large as any
-    operation's rounding. What it makes of a value tells how much the model amplifies rounding; sums in
-    another order may cost a few times that. Where it reaches half of a dtype's digits (batch norm of two
-    samples, say), it may hide any difference.
+    `variants`: of the model with the last bit of every parameter and input changed, a change as large as any
+    operation's rounding, in another direction each. The most that they make of a value tells how much the
+    model amplifies rounding; sums in another order may cost a few times that. Where it reaches half of a
+    dtype's digits (batch norm of two samples, say), it may hide any difference.
     """
-    own = {(kind, name): value for kind, name, value in varied.values()}
+    own = [{(kind, name): value for kind, name, value in varied.values()} for varied in variants]
     scales = _scales(expected)
     real: list[Difference] = []
     unsure: list[Difference] = []
@@ -80,18 +82,20 @@ def split_by_cause(
             continue
         value: Tensor = difference.expected
         epsilon, scale = torch.finfo(value.dtype).eps, scales[difference.kind]
-        amplified = _amplified(value, own.get((difference.kind, difference.name)))
-        if not difference.size <= max(amplified, _LAST_BITS * epsilon * scale):
+        key = difference.kind, difference.name
+        change = max((_change(value, varied.get(key)) for varied in own), default=0.0)
+        is_noise = change >= _NOISE * _largest(value) > 0
+        if not (is_noise or difference.size <= max(_AMPLIFIED * change, _LAST_BITS * epsilon * scale)):
             real.append(difference)
         elif difference.size > math.sqrt(epsilon) * max(_largest(value), _SMALL * scale):
             unsure.append(difference)
     return real, unsure
 
 
-def _amplified(value: Tensor, varied: Any) -> float:
+def _change(value: Tensor, varied: Any) -> float:
     if not isinstance(varied, Tensor) or not _comparable(value, varied):
         return 0.0
-    return _AMPLIFIED * _distance(value, varied)
+    return _distance(value, varied)
 
 
 def relative_size(several: list[Difference], expected: PassResult) -> float:

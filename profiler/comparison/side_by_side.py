@@ -29,6 +29,8 @@ Bind = Callable[[nn.Module], nn.Sequential]
 
 _REPETITIONS = 4
 """Of a model that may decide by a number that nobody can set: it could decide so again by chance."""
+_VARIANTS = 5
+"""Directions in which the last bits are changed, at the most."""
 
 
 class ModelFails(ModelError):
@@ -189,7 +191,12 @@ class SideBySide:
         several = differences(expected, actual)
         if not several:
             return
-        real, unsure = split_by_cause(several, expected, self._varied())
+        variants = [self._varied(0)]
+        real, unsure = split_by_cause(several, expected, variants)
+        while real and len(variants) < _VARIANTS:
+            # One direction may be one to which a value happens to be insensitive.
+            variants.append(self._varied(len(variants)))
+            real, unsure = split_by_cause(several, expected, variants)
         if real:
             raise LayersDiffer(real, self.batches)
         if unsure:
@@ -215,9 +222,10 @@ class SideBySide:
                 "outside of the model? Keep counters and generators as attributes of its modules.",
             )
 
-    def _varied(self) -> PassResult:
+    def _varied(self, variant: int) -> PassResult:
         """What the model leaves by now with the last bit of parameters and inputs changed."""
-        return self._repeated(_change_last_bits)
+        generator = torch.Generator().manual_seed(variant)
+        return self._repeated(lambda tensor: _change_last_bits(tensor, generator if variant else None))
 
     def _repeated(self, change: Callable[[Tensor], None]) -> PassResult:
         """What another copy of the model leaves by now, with `change` made to parameters and inputs."""
@@ -266,10 +274,12 @@ def _perturb_parameters(model: nn.Module) -> None:
                 parameter.copy_(changed.reshape(parameter.shape))
 
 
-def _change_last_bits(tensor: Tensor) -> None:
-    """In place: every other element a step up, the others a step down."""
+def _change_last_bits(tensor: Tensor, generator: torch.Generator | None) -> None:
+    """In place: every other element a step up, the others a step down; or as the generator draws."""
     if tensor.is_floating_point():
         flat = tensor.detach().flatten()
         steps = torch.ones_like(flat)
         steps[::2] = -1
+        if generator is not None:
+            steps = (2 * torch.randint(2, flat.shape, generator=generator) - 1).to(steps)
         tensor.copy_((flat * (1 + steps * torch.finfo(flat.dtype).eps)).reshape(tensor.shape))

@@ -116,11 +116,12 @@ def _pipe_program(case: RuntimeCase, stages: int) -> Program:
 def _runtime_costs(case: RuntimeCase, stages: Sequence[StageSeconds]) -> Costs:
     document = case.document
     runtime = find_runtime(document.runtime)
-    shares = launch = relaunch = None
+    shares = launch = relaunch = repeat = None
     if not isinstance(document, DeepspeedExport):
         shares = recompute_shares(document.checkpoint, _pipe_program(case, len(stages)))
         launch = _by_stage([stage.forward_launch for stage in stages])
-        relaunch = _by_stage([stage.backward_launch for stage in stages]) + shares * launch
+        repeat = shares * launch
+        relaunch = _by_stage([stage.backward_launch for stage in stages]) + repeat
     latency, occupancy = (
         np.array([[getattr(link, name) for link in case.links]]) for name in ("latency", "occupancy")
     )
@@ -131,6 +132,7 @@ def _runtime_costs(case: RuntimeCase, stages: Sequence[StageSeconds]) -> Costs:
         recompute=shares,
         forward_launch=launch,
         backward_launch=relaunch,
+        recompute_launch=repeat,
         forward_latency=latency,
         forward_occupancy=occupancy,
         backward_latency=latency,

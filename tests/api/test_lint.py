@@ -65,6 +65,38 @@ def test_what_megatron_refuses_is_a_problem(layout_class: Any) -> None:
     assert min(seen.values()) > 300
 
 
+def test_as_many_stages_as_the_pipeline_has() -> None:
+    """With the virtual stages given, a layout of another pipeline is found; without, it has more of them."""
+    layout = "Et*4|(tttt|)*14tmL"
+    assert pplan.lint(layout, DEEP, pp=(16,), virtual_stages=(1,)).agrees
+    assert pplan.lint(layout, DEEP, pp=(8,), virtual_stages=(2,)).agrees
+    assert pplan.lint(layout, DEEP, pp=(8,)).virtual_stages == 2
+    stale = pplan.lint(layout, DEEP, pp=(8,), virtual_stages=(1,))
+    assert stale.problems == ("16 stages: not the 8 of a pipeline of 8 with 1 virtual stage a device",)
+    with pytest.raises(pplan.UsageError, match="a layout has one number of them"):
+        pplan.lint(layout, DEEP, pp=(8,), virtual_stages=(1, 2))
+
+
+def test_no_layout() -> None:
+    """`even`: as many blocks on every stage, as Megatron-LM does it, or a problem."""
+    six = pplan.lint("even", MODEL, pp=(3,))
+    assert (six.agrees, six.stages) == (True, ("Ett", "tt", "ttL"))
+    assert pplan.lint("even", MODEL, pp=(3,), virtual_stages=(2,)).stages == ("Et", *["t"] * 4, "tL")
+    for pipeline in (4, 12):
+        report = pplan.lint("even", MODEL, pp=(pipeline,))
+        assert report.problems == (
+            f"6 transformer blocks do not divide by {pipeline} stages: a layout is needed",
+        )
+        assert not report.remarks
+    with pytest.raises(pplan.UsageError, match="of how many stages"):
+        pplan.lint("even", MODEL)
+    costed = pplan.lint("even", MODEL, pp=(2,), gpus=2, gpu="h100", mini_batch=8)
+    same = pplan.lint("Ettt|tttL", MODEL, pp=(2,), gpus=2, gpu="h100", mini_batch=8)
+    assert costed.plan is not None
+    assert same.plan is not None
+    assert costed.plan.estimate.step_seconds == same.plan.estimate.step_seconds
+
+
 def test_a_published_layout_and_one_that_no_longer_matches() -> None:
     """DeepSeek-V3 on 16 ranks, from megatron-core's documentation; with the blocks of an earlier model."""
     good = pplan.lint("Et*3|(tt|)*29,m|L", DEEP, pp=(16,))

@@ -50,6 +50,17 @@ def test_table(plan: Plan, golden: Golden, width: int, terminal: Terminal) -> No
     golden(f"compare_{width}.txt", console.text)
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_names_of_planners_are_whole(plan: Plan, width: int, terminal: Terminal) -> None:
+    made = pplan.compare(plan, with_step(plan, 0.52))
+    rows = [made.rows[0].model_copy(update={"name": name}) for name in PLANNERS]
+    console = terminal(width)
+    print_comparison(made.model_copy(update={"rows": [*made.rows, *rows]}), console)
+    first_words = {line.split()[0] for line in console.text.splitlines() if line.strip()}
+    assert set(PLANNERS) <= first_words
+    assert max(map(len, console.text.splitlines())) <= width
+
+
 def test_files(run: Run, files: Plan) -> None:
     ran = run("compare", "a.plan.json", "b.plan.json", "--json")
     assert (ran.status, ran.err) == (0, "")

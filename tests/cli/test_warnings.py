@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 import pplan
+from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.profiler.profile_file import Profile
-from pplan.profiler.profile_warnings import closing_warning
+from pplan.profiler.profile_warnings import WAITED, closing_warning, list_notes, list_warnings
+
+TOPOLOGY = Topology((Group(Device("toy", None), 2),), (Level("node", None, Link(1e9, 0.0)),))
 
 Run = Callable[..., Any]
 
@@ -20,7 +23,7 @@ Run = Callable[..., Any]
 def doubtful(profile: Profile, here: Path) -> Profile:
     """A profile whose layers do not add up to the model, and whose passes vary."""
     whole = [each.model_copy(update={"closing_ratio": 1.2, "spread": 0.3}) for each in profile.whole]
-    notes = [*profile.notes, *(text for each in whole for text in closing_warning(each))]
+    notes = [*profile.notes, *(text for each in whole for text in closing_warning(each, []))]
     made = profile.model_copy(update={"whole": whole, "notes": notes})
     made.save(here / "toy.profile.json", force=True)
     return made
@@ -39,6 +42,21 @@ def test_they_stand_under_the_answer_and_before_the_tables(doubtful: Profile, ru
     assert not {*plan.warnings} & {*plan.notes}
     assert "The machine was busy." in plan.notes
     assert doubtful.notes[0] in plan.notes
+
+
+def test_a_device_that_waited_is_told_no_quiet_machine_helps(profile: Profile) -> None:
+    """Whether measured before or after pplan told them apart."""
+    whole = profile.whole[0].model_copy(update={"closing_ratio": 0.8})
+    waited = f"micro-batch size {whole.micro_batch_size}: {WAITED} in the untouched model"
+    (quiet,), (busy,) = closing_warning(whole, []), closing_warning(whole, [waited])
+    assert quiet.endswith("5% off; measure again on a quiet machine")
+    assert "quiet machine changes little" in busy
+    assert closing_warning(whole, ["micro-batch size 77: " + WAITED]) == [quiet]
+    for text in (quiet, busy):
+        doubtful = profile.model_copy(update={"whole": [whole], "notes": [waited, text]})
+        assert text in list_warnings(doubtful, TOPOLOGY)
+        assert text not in list_notes(doubtful)
+        assert waited in list_notes(doubtful)
 
 
 @pytest.mark.slow

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pplan.cost_models.arguments import settings, slow_devices
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.option_fields import Option
+from pplan.cost_models.quantities import format_rate
 from pplan.cost_models.schedules.schedule_text import read_schedule
 from pplan.cost_models.simulator.pipeline_costs import PipelineCosts
 from pplan.cost_models.text_files import write_whole
@@ -21,8 +23,9 @@ from pplan.cost_models.transformer.attention_kernels import _attention_kernel
 from pplan.cost_models.transformer.configuration import transformer_shape
 from pplan.cost_models.transformer.kernel_table import KernelTable, Matmul
 from pplan.cost_models.transformer.layer_work import Tokens
+from pplan.cost_models.transformer.model_families import FAMILIES
 from pplan.cost_models.transformer.rank_costs import DeviceLimits
-from pplan.cost_models.transformer.training_setting import TrainingSetting
+from pplan.cost_models.transformer.training_setting import TrainingSetting, even_blocks
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -131,3 +134,46 @@ def test_no_block_is_behind_the_predictors() -> None:
     assert blocks[3:] == [0, 0]
     assert sum(blocks) == 9
     assert max(blocks[:3]) - min(blocks[:3]) <= 1
+
+
+@pytest.mark.parametrize(
+    ("blocks", "counts"), [(4, [1, 1, 1, 1]), (5, [1, 2, 1, 1]), (6, [1, 2, 2, 1]), (7, [2, 2, 2, 1])]
+)
+def test_blocks_that_are_left_over_are_not_of_the_ends(blocks: int, counts: list[int]) -> None:
+    assert even_blocks(blocks, 4) == counts
+
+
+def test_devices_that_take_as_long_are_not_slow() -> None:
+    assert slow_devices("slow_devices", (0.1, 1.5)) == (0.1, 1.5)
+    with pytest.raises(UsageError, match="must be above 1"):
+        slow_devices("slow_devices", (0.1, 1.0))
+
+
+@pytest.mark.slow
+def test_biases_that_a_configuration_leaves_out_are_as_its_own_class_says() -> None:
+    auto = pytest.importorskip("transformers.models.auto.configuration_auto")
+    compared = 0
+    for name, family in FAMILIES.items():
+        if name not in auto.CONFIG_MAPPING:
+            continue
+        own = auto.CONFIG_MAPPING[name]()
+        for flag in vars(family).values():
+            if isinstance(flag, tuple) and hasattr(own, flag[0]):
+                assert bool(getattr(own, flag[0])) == flag[1], (name, flag)
+                compared += 1
+    assert compared > 20
+
+
+@pytest.mark.parametrize(
+    ("rate", "words"),
+    [(999.0, "999 B/s"), (1e3, "1 kB/s"), (1e6, "1 MB/s"), (3e9, "3 GB/s")],
+)
+def test_rates_have_decimal_units(rate: float, words: str) -> None:
+    assert format_rate(rate) == words
+
+
+def test_settings_are_values_by_names() -> None:
+    assert settings("settings", {"depth": 24}) == {"depth": 24}
+    for wrong in (["depth"], {1: 2}):
+        with pytest.raises(UsageError, match="values by their names"):
+            settings("settings", wrong)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from fuzzing.cases import KINDS, Workspace, case_of
 from fuzzing.mutation import edited, random_edits
+from fuzzing.reading import Inputs
 from fuzzing.running import run
 from fuzzing.seeds import make_seeds
 from hypothesis import HealthCheck, given, settings
@@ -46,6 +47,19 @@ def test_what_was_found_once(name: str, workspace: Workspace) -> None:
         case = case_of(line)
         found = workspace.run(case)[2]
         assert found is None, f"{found.kind}\n{line[:600]}\n{found.text}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_readers_alone(kind: str, workspace: Workspace) -> None:
+    """Each reads its seed, in which nothing is unlike what was read before when it is read again."""
+    inputs = Inputs(workspace.folder, workspace.seeds)
+    for file in KINDS[kind]:
+        assert inputs.read(file, []) == (True, True, None)
+        assert inputs.read(file, []) == (True, False, None)
+    for number in range(30):
+        file, edits = inputs.edits(97 * number, kind, random.Random(number))
+        found = inputs.read(file, edits)[2]
+        assert found is None, f"{file}: {found.kind}\n{edits}\n{found.text}"
 
 
 @pytest.mark.slow

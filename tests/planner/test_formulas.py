@@ -14,13 +14,18 @@ import pytest
 from pplan.cost_models.layer import Chain, list_cut_points
 from pplan.cost_models.optimizers import Precision
 from pplan.cost_models.topology import Topology
+from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.planner.candidate import linear_pipeline
-from pplan.planner.coverage import _any_plan
+from pplan.planner.coverage import _any_plan, _runs
+from pplan.planner.degrees.degree_baselines import _megatron
+from pplan.planner.degrees.degree_options import _read_zero
+from pplan.planner.degrees.degree_search import DegreeAnswer
 from pplan.planner.explanation.explanation import _WorkShare
-from pplan.planner.explanation.resolve import with_memory
+from pplan.planner.explanation.resolve import resolve, with_memory
+from pplan.planner.joint_search import joint_search
 from pplan.planner.mini_batch import _neighbours
 from pplan.planner.pipeline_config import PipelineConfig, abbreviate
-from pplan.planner.plan_options import PlanOptions
+from pplan.planner.plan_options import CutLimits, PlanOptions
 from pplan.planner.planners.asteroid_shares import _next_receiver
 from pplan.planner.planners.replica_groups import thin_cuts
 from pplan.planner.problem import Problem
@@ -29,6 +34,7 @@ from pplan.planner.search.coarse import _spread
 from pplan.planner.search.pipelines import cheapest_mode
 from pplan.planner.search.space import Space
 from pplan.planner.stage_table import StageTable
+from pplan.planner.synthesis.order_problem import _after
 from pplan.planner.synthesis.synthesize import _near
 from pplan.planner.universal_bound import _least_backward
 
@@ -131,3 +137,61 @@ def test_a_backward_that_recomputes_takes_a_forward_more(even: Chain) -> None:
     costs = replace(even, forward_seconds=3.0 * even.forward_seconds).at(1)
     alone, again = (_least_backward(costs, recompute=own) for own in (False, True))
     assert again - alone == pytest.approx(costs.forward_seconds)
+
+
+def test_a_pinned_layer_is_of_its_own_stage_alone() -> None:
+    """Stages of layers 0 to 2 and 3 to 5."""
+    bounds = [(0, 3), (3, 6)]
+    fitting = [CutLimits(pins=((layer, 0),)).allow(bounds) for layer in range(6)]
+    assert fitting == [True, True, True, False, False, False]
+    assert not CutLimits(pins=((5, 2),)).allow(bounds)
+    assert [CutLimits(must_cut=(layer,)).allow(bounds) for layer in (1, 2, 5)] == [False, True, True]
+
+
+def test_zero_may_be_none() -> None:
+    assert _read_zero("0, 1", "zero") == (0, 1)
+
+
+def test_what_follows_a_devices_last_action_adds_up() -> None:
+    assembly: Any = SimpleNamespace(program=SimpleNamespace(devices=2, chunks=1))
+    reduce, optimizer = np.array([[1.0], [2.0]]), np.array([[3.0], [5.0]])
+    assert _after(assembly, reduce, optimizer) == (4.0, 7.0)
+    assert _after(assembly, None, optimizer) == (3.0, 5.0)
+
+
+def test_what_a_narrow_search_finds_again_is_proven_by_nothing(
+    even: Chain, make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = Problem(even, make_topology(2), PlanOptions(mini_batch=4, schedule="gpipe"))
+    best = joint_search(problem, [])
+    assert best.exact
+    assert best.best is not None
+    assert resolve(problem, [best.best]).exact
+    monkeypatch.setattr("pplan.planner.explanation.resolve.MANY", 1)
+    assert not resolve(problem, [best.best]).exact
+
+
+def test_kernels_without_a_table_are_all_assumed() -> None:
+    known: Any = SimpleNamespace(has=lambda kernel: kernel == "known")
+    kernels = ("known", "unknown")
+    for table, assumed in ((None, ["known", "unknown"]), (known, ["unknown"])):
+        plan: Any = SimpleNamespace(kernels=kernels, costs=SimpleNamespace(table=table))
+        assert DegreeAnswer.assumed_kernels.fget(plan) == assumed  # type: ignore[attr-defined]
+
+
+def test_megatron_shares_matrices_in_all_of_a_node_before_it_makes_stages() -> None:
+    def one(tensor: int, pipeline: int) -> Any:
+        degrees = ParallelDegrees(tensor=tensor, pipeline=pipeline, zero=1)
+        return SimpleNamespace(degrees=degrees, micro_batch_size=1)
+
+    every = [one(1, 1), one(2, 1), one(1, 2), one(2, 2)]
+    chosen = [(own.degrees.tensor, own.degrees.pipeline) for own in _megatron(every)]
+    assert chosen == [(1, 1), (2, 1), (2, 2)]
+
+
+def test_devices_of_stages_on_all_devices_leave_none() -> None:
+    placement = SimpleNamespace(ranks=(0, 1, 2), starts_after=lambda position: range(position, 3))
+    some, whole = (cast(Any, SimpleNamespace(placement=placement, on_all=on_all)) for on_all in (False, True))
+    assert list(_runs(some, (2,))) == [((0, 1),), ((1, 2),)]
+    assert list(_runs(whole, (2,))) == []
+    assert list(_runs(whole, (1, 2))) == [((0,), (1, 2))]

@@ -61,6 +61,7 @@ def both(monkeypatch: pytest.MonkeyPatch, model: nn.Module | str, **options: Any
 
     def noted(*args: Any) -> equal_layers.EqualLayers:
         blocks = find(*args)
+        assert blocks is not None
         counted.append(len(blocks.shortened.chain))
         return blocks
 

@@ -1,9 +1,10 @@
-"""A process of test_tensor_parallel.py: trains a small Llama, or plain blocks, in a pipeline whose stages
-share matrices, and plainly."""
+"""A process of test_tensor_parallel.py and test_tensor_parallel_profile.py: trains a small Llama, or plain
+blocks, in a pipeline whose stages share matrices, and plainly; or profiles both with shared matrices."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
+import pplan
 from pplan.profiler.models import load_model
 from pplan.profiler.sequential import sequential
 from pplan.runtimes.formats.torch_export import TorchExport
@@ -75,6 +77,37 @@ def main(folder: Path, rank: int, world: int, kind: str) -> None:
     dist.init_process_group(
         "gloo", f"file://{folder}/meeting", timedelta(seconds=60), rank=rank, world_size=world
     )
+    result = profile(rank) if kind == "profile" else train_both(folder, rank, kind)
+    (folder / f"{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def profile(rank: int) -> dict[str, Any]:
+    """The layers of both models, each of which both processes have a part of."""
+    os.environ["RANK"] = str(rank)
+    blocks = nn.Sequential(Block(), Block(), nn.Linear(16, 4))
+    profiles = {
+        "blocks": pplan.profile(
+            blocks,
+            torch.zeros(1, 8, 16),
+            tensor_parallel=2,
+            tensor_plan={"up": "colwise", "down": "rowwise"},
+            micro_batch_sizes=(1, 2),
+            budget_seconds=0.2,
+        ),
+        "llama": pplan.profile(
+            "hf:llama",
+            settings=LLAMA | {"num_hidden_layers": 2},
+            tensor_parallel=2,
+            micro_batch_sizes=(1, 2),
+            budget_seconds=0.2,
+        ),
+    }
+    return {name: json.loads(own.to_json()) for name, own in profiles.items()}
+
+
+def train_both(folder: Path, rank: int, kind: str) -> dict[str, Any]:
+    """Losses of the pipeline and of the plain model, and how far apart their gradients and weights are."""
     document = TorchExport.load(folder / "small.torch.json")
     layers, example, plan = make(kind, 3 if rank % 2 == 0 else 4)  # those of the first that share count
     torch.manual_seed(5)
@@ -112,9 +145,7 @@ def main(folder: Path, rank: int, world: int, kind: str) -> None:
             off = max(off, (whole - theirs).abs().max().item())
         parts = 2 * document.replicas
         split += isinstance(own, DTensor) and own.to_local().numel() * parts == own.numel()
-    result = {"losses": losses, "plain_losses": plain_losses, "off": off, "split": split}
-    (folder / f"{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    return {"losses": losses, "plain_losses": plain_losses, "off": off, "split": split}
 
 
 if __name__ == "__main__":

@@ -19,14 +19,14 @@ from pplan.profiler.profile_records import LayerMeasurement, ProfiledLayer
 from pplan.runtimes.formats.exporters import export
 
 RunProcesses = Callable[..., None]
-WORKER = Path(__file__).with_name("shared_profile_worker.py")
+WORKER = Path(__file__).with_name("tensor_worker.py")
 
 
 @pytest.mark.slow
 def test_bytes_and_seconds_of_one_of_two(run_processes: RunProcesses, tmp_path: Path) -> None:
     """Plain blocks and a small Llama by its own plan, both processes the same; the bytes counted by hand."""
     pytest.importorskip("transformers")
-    run_processes(tmp_path, 2, str(WORKER))
+    run_processes(tmp_path, 2, str(WORKER), "profile")
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     for kind in ("blocks", "llama"):
         profiles = [Profile.model_validate(own[kind]) for own in (first, second)]

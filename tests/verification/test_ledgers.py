@@ -84,7 +84,7 @@ def test_stages_of_1f1b_by_hand() -> None:
         StatedTraining("adam", 4, 4),
         recompute="never",
         replicas=2,
-        weight_versions=1,
+        weight_versions=[1],
         copies=1,
         context_bytes=50,
     )
@@ -118,7 +118,7 @@ def test_what_comes_and_goes(
         StatedTraining("sgd", 4, 4),
         recompute=recompute,
         replicas=1,
-        weight_versions=1,
+        weight_versions=[1],
         copies=1,
         context_bytes=0,
     )
@@ -162,7 +162,7 @@ def test_what_zero_spreads(
         StatedTraining("adam", 2, 4, 4, zero),
         recompute="never",
         replicas=4,
-        weight_versions=1,
+        weight_versions=[1],
         copies=1,
         context_bytes=0,
     ).terms

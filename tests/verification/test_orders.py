@@ -48,7 +48,7 @@ def test_every_schedule_is_known() -> None:
     assert set(ASYNCHRONOUS) == {name for name, own in SCHEDULES.items() if not own.synchronous}
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("name", [*SYNCHRONOUS, "wpipe"])
 def test_the_same_as_the_programs(name: str) -> None:
     """Two ways to say the same: for every number, both run it or neither does."""
     ran = 0

@@ -181,22 +181,29 @@
     }
   }
 
-  /** When each launch starts and ends, one after another in the order of the clock: of one host that drives all
-   * devices, or of each device's own. */
+  /** When each launch starts and ends: of each device's own host, one after another in the order of the clock; of
+   * one process that drives all devices, forwards one after another, backwards from a thread a device, each after
+   * the one its gradients come from, and what they run again of their forwards one after another, too. */
   function launchTimes(order, costs, microBatches, hosts) {
     const starts = new Float64Array(order.length), ends = new Float64Array(order.length);
-    const now = new Array(costs.length).fill(0);
-    order.forEach((action, i) => {
-      const own = costs[action.stage];
-      let seconds = own.forwardLaunch;
-      if (action.kind === BACKWARD) {
-        seconds = own.backwardLaunch;
-        if (recomputes(own.recompute, action.microBatch, microBatches)) seconds += own.forwardLaunch;
+    const threads = new Array(costs.length).fill(0), one = hosts === "one";
+    let called = 0, done = 0, python = 0;
+    order.forEach(({ stage, kind, microBatch, source }, i) => {
+      const own = costs[stage], forward = kind !== BACKWARD;
+      const again = !forward && recomputes(own.recompute, microBatch, microBatches) ? own.forwardLaunch : 0;
+      let start = threads[stage];
+      if (one && forward) start = Math.max(called, done);
+      if (one && !forward) {
+        start = Math.max(start, called, source === NONE ? 0 : ends[source]);
+        if (again) python = (start = Math.max(start, python)) + again;
       }
-      const host = hosts === "one" ? 0 : action.stage;
-      starts[i] = now[host];
-      now[host] += seconds;
-      ends[i] = now[host];
+      starts[i] = start;
+      ends[i] = start + (forward ? own.forwardLaunch : own.backwardLaunch + again);
+      if (one && forward) called = python = ends[i];
+      else {
+        threads[stage] = ends[i];
+        done = Math.max(done, ends[i]);
+      }
     });
     return [starts, ends];
   }

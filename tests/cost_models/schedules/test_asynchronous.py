@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -97,6 +98,17 @@ def test_wpipe_versions_and_staleness(stages: int, micro_batches: int, more: int
         assert seen(program, i, 1) == (1, 0)
         assert schedule.weight_versions(i, stages, micro_batches) == 1.5
         assert schedule.staleness(i, stages, micro_batches) == 1
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_wpipe_may_update_after_several_rounds(stages: int, rounds: int) -> None:
+    """Rounds of as many micro-batches as there are stages, whatever the updates, keep as many versions."""
+    program = replace(wpipe.program(stages, 4 * rounds * stages), update_every=rounds * stages)
+    for i in range(stages):
+        assert seen(program, i, 0) == (2, 1)
+        assert seen(program, i, 1) == (1, 0)
+        assert find_schedule("wpipe").chunk_versions == (2, 1)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)

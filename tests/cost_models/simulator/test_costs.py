@@ -53,6 +53,7 @@ def test_impossible_values_are_refused(name: str, shape: tuple[int, ...], bad: f
         ({"buckets": 0}, "buckets 0: must be at least 1"),
         ({"links": np.zeros((2, 2), dtype=np.int64)}, r"links of shape \(2, 2\) for 3 stages"),
         ({"forward_launch": np.ones((3, 1, 4))}, "one of forward_launch and backward_launch is None"),
+        ({"recompute_launch": np.ones((3, 1, 4))}, "recompute_launch is a part of backward_launch"),
     ],
 )
 def test_wrong_arguments_are_refused(changed: dict[str, Any], message: str) -> None:

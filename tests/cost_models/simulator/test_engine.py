@@ -3,7 +3,7 @@ from event to event where transfers share links or devices wait for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -74,6 +74,8 @@ def random_costs(
     hosts: dict[str, Any] = {
         f"{name}_launch": rng.random(by_action) for name in ("forward", "backward", "weight")
     }
+    if rng.random() < 0.6:
+        hosts["recompute_launch"] = hosts["backward_launch"] * rng.choice([0, 0.3, 1], size=by_action)
     table = rng.integers(-1, links, size=(program.devices,) * 2) if links else None
     return Costs(
         forward=rng.random(by_action),
@@ -134,6 +136,11 @@ class Described:
         whole = node[0] == "B" and ("W", *node[1:]) not in self.device
         return float(own[at]) + (float(weight[at]) if whole else 0.0)
 
+    def repeat_seconds(self, node: Node) -> float:
+        """What of its launch launches a forward again."""
+        own = self.costs.recompute_launch
+        return 0.0 if own is None or node[0] != "B" else float(own[self._chunk(node)])
+
     def target(self, node: Node) -> Node | None:
         kind, m, p = node
         other = {"F": ("F", m, p + 1), "B": ("B", m, p - 1), "W": None}[kind]
@@ -191,19 +198,37 @@ def longest_path(program: Program, costs: Costs) -> dict[Node, float]:
             if costs.transfers == "blocking" and index + 1 < len(own):
                 after((own[index + 1], "start"), (node, "there"))
     if costs.forward_launch is not None:
-        hosted = words.lists if costs.hosts == "each" else [clock_order(program)]
-        for own in hosted:
-            for index, node in enumerate(own):
-                after((node, "launched"), (node, "launch"), words.launch_seconds(node))
-                after((node, "launch"), "begin" if index == 0 else (own[index - 1], "launched"))
-                after((node, "start"), (node, "launch"))
-                after((node, "end"), (node, "launched"))
+        for node in words.device:
+            after((node, "launched"), (node, "launch"), words.launch_seconds(node))
+            after((node, "repeated"), (node, "launch"), words.repeat_seconds(node))
+            after((node, "start"), (node, "launch"))
+            after((node, "end"), (node, "launched"))
+        for later, earlier in launch_waits(words, program):
+            after((later, "launch"), earlier)
     times: dict[object, float] = {}
     for point in nx.topological_sort(graph):
         times[point] = max(
             (times[p] + graph[p][point]["weight"] for p in graph.predecessors(point)), default=0.0
         )
     return {node: times[node, "end"] for node in words.device}
+
+
+def launch_waits(words: Described, program: Program) -> Iterator[tuple[Node, object]]:
+    """Each launch, and what it waits for: everything that comes before, not the last of it alone."""
+    for own in filter(None, words.lists):
+        yield own[0], "begin"
+        if words.costs.hosts == "each":
+            yield from ((later, (earlier, "launched")) for earlier, later in pairwise(own))
+    if words.costs.hosts == "each":
+        return
+    clock = clock_order(program)
+    for index, node in enumerate(clock):
+        for earlier in clock[:index]:
+            same_thread = words.device[earlier] == words.device[node]
+            if "F" in (node[0], earlier[0]) or same_thread or earlier in needs(node, program.slots):
+                yield node, (earlier, "launched")
+            elif words.repeat_seconds(earlier) and words.repeat_seconds(node):
+                yield node, (earlier, "repeated")
 
 
 def clock_order(program: Program) -> list[Node]:
@@ -394,6 +419,8 @@ def test_no_cost_is_better_larger(seed: int, data: st.DataObject) -> None:
     larger = arrays[name].copy()
     larger.flat[int(rng.integers(larger.size))] += rng.random() * 5
     more: dict[str, Any] = {name: larger}
+    if name == "recompute_launch":
+        more[name] = np.minimum(larger, arrays["backward_launch"])
     before, after = ends_of(simulate(program, costs)), ends_of(simulate(program, replace(costs, **more)))
     assert all(after[node] >= end for node, end in before.items())
 
@@ -411,6 +438,8 @@ def test_candidates_side_by_side_are_the_single_ones(
         arrays: dict[str, Any] = {
             name: values * rng.random(values.shape) for name, values in first.arrays().items()
         }
+        if "recompute_launch" in arrays:
+            arrays["backward_launch"] = arrays["backward_launch"] + arrays["recompute_launch"]
         singles.append(replace(first, **arrays))
     together = Costs.side_by_side(singles)
     expected = [simulate(program, costs, "python").step_seconds for costs in singles]

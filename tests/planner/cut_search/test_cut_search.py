@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import combinations, pairwise, product
+from itertools import combinations, islice, pairwise, product
 from math import inf
 
 import numpy as np
@@ -17,11 +17,12 @@ from pplan.cost_models.schedules import SCHEDULES
 from pplan.cost_models.schedules.registration import register_schedule
 from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
-from pplan.planner.candidate import Proposal, ScoredPlan
+from pplan.planner.candidate import Proposal, ScoredPlan, linear_pipeline
 from pplan.planner.cut_search.cut_bound import CutBound
 from pplan.planner.cut_search.part_tables import PipelineShape, make_part_tables, most_pairs
-from pplan.planner.cut_search.schedule_search import search_schedules
+from pplan.planner.cut_search.schedule_search import MOST_ACTIONS, search_schedules
 from pplan.planner.joint_search import find_best_plan
+from pplan.planner.other_schedules import propose_parts
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
@@ -96,10 +97,41 @@ def test_against_every_cut(make_chain: MakeChain, make_topology: MakeTopology, n
         assert (result.best.step_seconds if result.best else inf) == pytest.approx(best, rel=TOLERANCE)
         assert result.bound_seconds == pytest.approx(best, rel=TOLERANCE)
         proven += best < inf
+        near = known_plans(problem, name) if seed == 1 else []
         for work in (0.0, 3e7, 1e8):
-            less = search_schedules(problem, [name], work=work)
+            less = search_schedules(problem, [name], work=work, near=near)
             assert less.bound_seconds <= best * (1 + TOLERANCE)
+        if near:
+            known = search_schedules(problem, [name], near=near)
+            assert known.best is not None
+            assert known.best.step_seconds == pytest.approx(best, rel=TOLERANCE)
     assert proven > 1
+
+
+def known_plans(problem: Problem, name: str) -> list[ScoredPlan]:
+    """Two plans that fit, of any cuts."""
+    plans = (fastest(problem.space, [own]) for own in every_plan(problem, name))
+    return list(islice((plan for plan in plans if plan is not None), 2))
+
+
+def test_the_shape_of_a_known_plan_is_looked_at_first(
+    make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    """With work for little more than one shape: near a plan that is known it is made faster."""
+    faster = 0
+    for seed in range(4):
+        chain = in_two_parts(make_chain(seed, 8, traffic=0.1, cuts=1.0), seed)
+        options = PlanOptions(mini_batch=8, schedule="zb-h1")
+        problem = Problem(chain, make_topology(4), options)
+        config = next(own for own in problem.configs if own.micro_batches == 8)
+        known = fastest(problem.space, [linear_pipeline(config, (2, 4, 6, 8))])
+        assert known is not None
+        limit = known.step_seconds
+        near, far = (search_schedules(problem, ["zb-h1"], limit, 3e7, plans) for plans in ([known], []))
+        best, without = (inf if own.best is None else own.best.step_seconds for own in (near, far))
+        assert best <= limit
+        faster += best < without
+    assert faster > 1
 
 
 @pytest.mark.slow
@@ -245,3 +277,24 @@ def test_the_pairs_that_are_left_out_never_hold_the_most() -> None:
         few = most_pairs(pairs)
         assert few <= pairs
         assert max(a * x + b * y for x, y in few) == max(a * x + b * y for x, y in pairs)
+
+
+def test_virtual_stages_with_replicas_are_proposed(
+    make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    """Balanced parts on one device each, and on as many replicas as make all devices; of programs that are
+    not too long."""
+    chain = make_chain(2, 8, cuts=1.1)
+    problem = Problem(chain, make_topology(4), PlanOptions(mini_batch=8, schedule="any"))
+    proposals = list(propose_parts(problem, ["interleaved", "zb-v"]))
+    shapes = {(own.config.schedule, own.device_count, own.replicas[0]) for own in proposals}
+    assert shapes >= {("interleaved", 2, 1), ("interleaved", 4, 1), ("interleaved", 4, 2), ("zb-v", 4, 2)}
+    for own in proposals:
+        assert len(own.ends) == 2 * own.device_count // own.replicas[0]
+        assert own.config.micro_batch_size % own.replicas[0] == 0
+        actions = 3 * len(own.ends) * own.config.micro_batches
+        assert actions <= MOST_ACTIONS
+    many = Problem(chain, make_topology(4), PlanOptions(mini_batch=4096, schedule="any"))
+    counts = {own.config.micro_batches for own in propose_parts(many, ["interleaved"])}
+    assert counts
+    assert max(counts) * 3 * 4 <= MOST_ACTIONS

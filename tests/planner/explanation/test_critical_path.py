@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -72,7 +73,8 @@ def test_latency_counts_once_where_transfers_follow_one_another() -> None:
 
 
 def test_a_slow_host() -> None:
-    """One host launches forwards in 5 s and backwards in 7 s, which run in 1 s: the step is its launches."""
+    """One process launches forwards in 5 s, and on a thread a device backwards in 7 s, of which 5 may be
+    forwards launched again, one after another. All run in 1 s: the step is launches."""
     program = find_schedule("gpipe").program(2, 3)
     costs = Costs(
         forward=by_stage([1, 1]),
@@ -81,8 +83,16 @@ def test_a_slow_host() -> None:
         backward_launch=by_stage([7, 7]),
     )
     timeline = simulate(program, costs)
-    assert timeline.step_seconds == 6 * 5 + 6 * 7
-    assert spent(critical_path(timeline)) == {("host", 0, None): 36, ("host", 1, None): 36}
+    assert timeline.step_seconds == 6 * 5 + 4 * 7
+    path = spent(critical_path(timeline))
+    assert path == {("host", 0, None): 3 * 5 + 3 * 7, ("host", 1, None): 3 * 5 + 7}
+    timeline = simulate(program, replace(costs, recompute_launch=by_stage([5, 5])))
+    # B2 and B1 of stage 1 from 30 and 42 on, B2 of stage 0 from 37 on; B1 of stage 0 waits for B1 of stage 1
+    # until 49, B0 of stage 1 for what that launches again until 54, and B0 of stage 0 for it until 61.
+    assert timeline.step_seconds == 61 + 7
+    path = spent(critical_path(timeline))
+    assert sum(path.values()) == timeline.step_seconds
+    assert {kind for kind, *_ in path} == {"host"}
 
 
 def test_a_host_that_delays_the_start_alone() -> None:
@@ -129,14 +139,16 @@ def random_costs(program: Program, rng: np.random.Generator, transfers: str, hos
         return rng.integers(0, 4, shape).astype(np.float64)
 
     split, launched = program.splits_backward, hosts is not None
+    relaunch = some(devices, chunks, 1)
     return Costs(
         forward=some(devices, chunks, 1) + 1,
         backward=some(devices, chunks, 1) + 1,
         weight=some(devices, chunks, 1) if split else None,
         recompute=np.full((devices, chunks, 1), 0.5) if rng.random() < 0.5 else None,
         forward_launch=some(devices, chunks, 1) if launched else None,
-        backward_launch=some(devices, chunks, 1) if launched else None,
+        backward_launch=relaunch if launched else None,
         weight_launch=some(devices, chunks, 1) if launched and split else None,
+        recompute_launch=relaunch * rng.integers(0, 3, relaunch.shape) / 2 if launched else None,
         forward_occupancy=some(pipes, cuts),
         forward_latency=some(pipes, cuts),
         backward_occupancy=some(pipes, cuts),

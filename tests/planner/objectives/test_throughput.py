@@ -13,6 +13,7 @@ from pplan.cost_models.memory import Recompute
 from pplan.cost_models.simulator.steady import steady_state
 from pplan.planner.asynchronous import assemble_endless, asynchronous_notes, pace, steady_seconds
 from pplan.planner.candidate import Proposal
+from pplan.planner.objectives import throughput as throughput_module
 from pplan.planner.objectives.throughput import fastest_asynchronous, throughput
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.problem import Problem
@@ -20,6 +21,12 @@ from pplan.planner.problem import Problem
 MakeProblem = Callable[..., Problem]
 Shapes = Callable[[Problem, int], list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]]
 MODES: tuple[Recompute, Recompute] = ("never", "always")
+
+
+@pytest.fixture(autouse=True)
+def lines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without WPipe, whose search has tests of its own."""
+    monkeypatch.setattr(throughput_module, "paired_searches", lambda problem: [])  # noqa: ARG005 - called with it
 
 
 def asynchronous(problem: Problem, shapes: Shapes) -> Iterator[tuple[Proposal, tuple[Recompute, ...]]]:

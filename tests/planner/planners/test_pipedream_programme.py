@@ -117,6 +117,7 @@ def random_limits(rng: np.random.Generator, blocks: int, tightness: float) -> Ca
     return lambda replicas, behind: need * (0.3 + 0.7 / replicas) + each * behind <= limit
 
 
+FEW = range(8)
 LEVELS = {
     "one": (6, (5,)),
     "two": (4, (3, 2)),
@@ -158,6 +159,18 @@ def test_no_plan_is_faster(levels: str, published: bool) -> None:
         bitten += free is not None and free.seconds < found.seconds
     assert feasible >= 15
     assert bitten >= 3
+
+
+@pytest.mark.parametrize("published", [False, True], ids=["paper", "published"])
+@pytest.mark.parametrize("levels", ["one", "two", "two, outer wider"])
+def test_no_plan_is_faster_of_a_few(levels: str, published: bool) -> None:
+    for seed in FEW:
+        at = random_instance(seed, levels, published)
+        expected, found = best_of_all(at, published), shortest_bottleneck(at)
+        if found is None:
+            assert expected == inf
+        else:
+            check(at, found, expected, published)
 
 
 def check(at: Instance, found: Solution, expected: float, published: bool) -> None:

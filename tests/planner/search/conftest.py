@@ -132,6 +132,7 @@ class BruteForce:
             latency=latency.reshape(stages - 1, len(plans)),
             forward_launch=row("forward_launch"),
             backward_launch=row("backward_launch", "forward_launch"),
+            recompute_launch=recompute * row("forward_launch"),
             all_reduce=known["tail"],
             hosts="one" if one_process else "each",
         )

@@ -105,7 +105,8 @@ def with_hosts(chain: Chain, times: float) -> Chain:
 
 
 def test_the_bound_of_late_hosts_is_the_step(make_chain: MakeChain, make_topology: MakeTopology) -> None:
-    """Where a launch takes a hundred times as long as what it launches: but for what follows the last one."""
+    """Where a launch takes a hundred times as long as what it launches: but for what follows the last one. Of
+    one process it is where nothing is run again in GPipe; else its threads wait for each other."""
     for one in (False, True):
         runtime = RUNTIMES["torchgpipe"] if one else None
         space = Space(with_hosts(make_chain(5, 7, cuts=1.1), 500), make_topology(4), "sgd", runtime=runtime)
@@ -113,7 +114,8 @@ def test_the_bound_of_late_hosts_is_the_step(make_chain: MakeChain, make_topolog
             plans = pipelines(space, every_cut(space, config, 3))
             bounds, steps = WHOLE_BOUNDS[config.schedule](plans), plans.step_seconds()
             assert (bounds <= steps * SLACK).all()
-            assert (bounds >= 0.9 * steps).all()
+            alone = one and (config.schedule == "1f1b" or config.recompute != "by_stage")
+            assert (bounds >= (0.75 if alone else 0.9) * steps).all()
 
 
 def pipelines(space: Space, proposals: list[Proposal]) -> Pipelines:
@@ -162,3 +164,37 @@ def test_the_bound_counts_all_reduces(make_chain: MakeChain, make_topology: Make
         (bound,), (step,) = WHOLE_BOUNDS[schedule](plans), plans.step_seconds()
         assert bound == pytest.approx(step)
         assert step > 1000
+
+
+@pytest.mark.parametrize("times", [1.0, 20.0])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_where_there_is_one_plan_nothing_is_left_to_minimise(
+    replicas: int,
+    times: float,
+    make_chain: MakeChain,
+    make_topology: MakeTopology,
+    families_of: FamiliesOf,
+) -> None:
+    """Of three layers on three stages, all devices taken, the bound of the unfinished plan is that of the
+    whole one from the beginning on. GPipe's begins with the larger of its own and 1F1B's, and forgets terms
+    of stages before the last that was chosen."""
+    for seed, config in enumerate(EVERY):
+        if config.micro_batch_size < replicas:
+            continue
+        chain = with_hosts(make_chain(seed, 3, traffic=[0.1, 3][seed % 2], cuts=1.1, adding=0.5), times)
+        weights = chain.trainable_bytes * np.array([1.0, 1.0, [1.0, 30.0][seed // 2 % 2]])
+        chain = replace(chain, parameter_bytes=weights, trainable_bytes=weights)
+        space = Space(chain, make_topology(3 * replicas, latency=0.3), "sgd")
+        (family,) = families_of(space, [config], (replicas,))
+        ranges = DeviceRanges(space, family.placement, family.replicas)
+        options = list_stage_choices(space, config, ranges, np.inf)
+        devices = tuple(tuple(range(s * replicas, (s + 1) * replicas)) for s in range(3))
+        proposal = Proposal(config, (1, 2, 3), devices)
+        (whole,) = WHOLE_BOUNDS[config.schedule](pipelines(space, [proposal]))
+        bounds = bounds_of(options, proposal)
+        if config.schedule == "gpipe":
+            trips = BOUNDS["1f1b"](options).root(3)
+            assert bounds[0] == pytest.approx(max(whole, trips), rel=1e-12)
+            assert min(bounds) > 0.8 * whole
+        else:
+            assert bounds == pytest.approx([whole] * 4, rel=1e-12)

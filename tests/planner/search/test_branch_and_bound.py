@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
 from pplan.planner.scoring import fastest
 from pplan.planner.search.branch_and_bound import SearchResult, search
+from pplan.planner.search.budget import SearchBudget
 from pplan.planner.search.space import Space
 from pplan.planner.search.subproblem import Family
 
@@ -221,6 +223,22 @@ def test_launches_count_where_nothing_else_takes_time(
         checked(space, families_of(space, [config], (1,) if runtime == "torchgpipe" else (1, 2)))
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_that_one_late_process_launches(
+    seed: int,
+    make_chain: MakeChain,
+    make_topology: MakeTopology,
+    families_of: FamiliesOf,
+    checked: Callable[..., Any],
+) -> None:
+    """Forwards one after another, backwards beside each other, what they run again in turn."""
+    chain = with_hosts(make_chain(seed, 6, traffic=0.3, cuts=1.1, adding=0.5), [4, 8, 25, 100][seed])
+    runtime = RUNTIMES["torchgpipe"]
+    space = Space(chain, make_topology(4, latency=0.05, memory=[None, 800][seed % 2]), "sgd", runtime=runtime)
+    own = [config for config in WHOLE if config.micro_batches > 1 and config.schedule == "gpipe"]
+    checked(space, families_of(space, own, (1,)))
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_plans_whose_hosts_are_late(
     seed: int,
@@ -339,6 +357,31 @@ def searched_twice(
             patched.setattr(f"{module}.subproblem.CHUNK", 8)
             patched.setattr(f"{module}.branch_and_bound.MOST_UNFINISHED", narrow[1])
             yield whole, search(space, families, range(1, 6), work=narrow[2])
+
+
+def test_a_bound_holds_wherever_the_search_ends(
+    make_chain: MakeChain,
+    make_topology: MakeTopology,
+    families_of: FamiliesOf,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At any look at the clock, at any work, and with room for no unfinished plan."""
+    space = Space(make_chain(2, 6, cuts=1.1, traffic=0.3), make_topology(3, latency=0.3), "sgd")
+    families = families_of(space, [BY_STAGE[0], BY_STAGE[3], WHOLE[2]], (1, 2, 3))
+    whole = search(space, families, range(1, 4))
+    assert whole.exact
+    best, bounds = whole.bound_seconds, set()
+    for looks in (1, 2, 4, 8, 12, 16, 24, 40, 60, 90):
+        budget = SearchBudget(seconds=looks, clock=itertools.count().__next__)
+        bounds.add(search(replace(space, budget=budget), families, range(1, 4)).bound_seconds)
+    for module, value in (("branch_and_bound.FOR_ROOTS", 0.0), ("subproblem.CHUNK", 2)):
+        monkeypatch.setattr(f"pplan.planner.search.{module}", value)
+    for work in (0, 1e4, 1e6, 3e6):
+        bounds.add(search(space, families, range(1, 4), work=work).bound_seconds)
+    monkeypatch.setattr("pplan.planner.search.branch_and_bound.MOST_UNFINISHED", 0)
+    bounds.add(search(space, families, range(1, 4), work=1e6).bound_seconds)
+    assert max(bounds) <= best * (1 + 1e-9)
+    assert len(bounds) > 2
 
 
 def test_a_proposal_is_never_lost(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 
 from pplan.cost_models.errors import ModelError
 from pplan.profiler.chain.layers import build_chain
+from pplan.profiler.comparison.hidden_state import find_reader
+from pplan.profiler.comparison.side_by_side import SideBySide
 from pplan.profiler.graphs.frontends import ELEMENTS
 from pplan.profiler.sequential import as_sequential
+from pplan.profiler.user_model.loaded_model import ModelInput
 
 X = torch.linspace(-1, 1, 24).reshape(3, 8)
 
@@ -126,3 +130,17 @@ def test_buffers_are_no_hidden_state() -> None:
     shared = Counts()
     chain = build_chain(nn.Sequential(shared, nn.Tanh(), shared, Counts()), X, verify=True)
     assert (chain.tool, len(chain)) == (ELEMENTS, 4)
+
+
+def with_a_lock(model: nn.Module) -> nn.Sequential:
+    """Its two layers; the second holds what cannot be copied, and says nothing about what it reads."""
+    first, second = model.children()
+    second.lock = threading.Lock()  # type: ignore[assignment]
+    return nn.Sequential(first, second)
+
+
+def test_what_cannot_be_copied_is_looked_at_itself() -> None:
+    first = ReadsNeighbour()
+    for second, reader in ((Counts(), ""), (ReadsNeighbour(first), "second")):
+        side = SideBySide(nn.Sequential(first, second), ModelInput.of(X), "model", with_a_lock)
+        assert find_reader(side, ["first", "second"]) == reader

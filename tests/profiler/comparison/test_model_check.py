@@ -108,6 +108,19 @@ def test_where_rounding_would_hide_a_difference_nothing_is_claimed() -> None:
     assert compare(model, Deep, given=alike) == Comparison(batches=(2, 2, 3))
 
 
+@pytest.mark.parametrize("seed", [5, 6])
+def test_no_one_change_of_the_last_bits_is_the_measure(seed: int) -> None:
+    """Four of them: of seed 6 one direction of the change leaves the output as it is and another does not, of
+    seed 5 all change gradients by as much as these are."""
+    model, alike = Deep(), GIVEN[:1] + 1e-5 * GIVEN
+    torch.manual_seed(seed)
+    for part in model.parts:
+        assert isinstance(part, nn.Linear)
+        part.reset_parameters()
+    model.norm = nn.BatchNorm1d(64, eps=1e-8)
+    assert "rounding alone changes" in compare(model, InHalves, given=alike).notes[0]
+
+
 def test_what_has_no_values_is_not_compared() -> None:
     with torch.device("meta"):
         model = Deep()

@@ -34,12 +34,14 @@ def test_on_gpus_stages_run_side_by_side(
     assert step == pytest.approx((4 + 3 - 1) * (1.0 + 2.0 + again))
 
 
-@pytest.mark.parametrize(("checkpoint", "again"), [("never", 0), ("except_last", 3)])
+@pytest.mark.parametrize(("checkpoint", "again"), [("never", 0), ("except_last", 6)])
 def test_one_host_launches_for_all(make_runtime_case: MakeRuntimeCase, checkpoint: str, again: int) -> None:
-    """Where launching takes longer than computing, the step is all launches in turn."""
+    """Where launching takes longer than computing, the step is all forwards in turn, then five backwards: two
+    stages launch them on a thread each. Four of the five run a forward again, and two of them wait for
+    what the other stage launches again."""
     case = make_runtime_case("torchgpipe", [1, 1], micro_batches=4, checkpoint=checkpoint, device="cuda")
     own = StageSeconds(forward=1e-6, backward=1e-6, forward_launch=1.0, backward_launch=2.0)
-    assert predict_seconds(case, [own] * 2) == pytest.approx(2 * (4 * 3.0 + again * 1.0), rel=1e-4)
+    assert predict_seconds(case, [own] * 2) == pytest.approx(2 * 4 * 1.0 + 5 * 2.0 + again * 1.0, rel=1e-4)
 
 
 def test_deepspeed_is_1f1b(make_runtime_case: MakeRuntimeCase) -> None:

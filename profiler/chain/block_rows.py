@@ -1,0 +1,241 @@
+"""Blocks that a model repeats: on the meta device a model of few of them is traced in its place.
+
+The blocks of an nn.ModuleList that are layers by themselves are dropped, but for some at each end of a row of
+equal ones; what they run tells, of the whole model and of the shortened one, which has to run the same
+besides.
+The chain of the shortened model then gets them back. Where anything else leads from layer to layer than what
+each block returns to the next, something forbids a cut, or the configuration names layers of several types,
+the model is traced whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby, pairwise
+
+from torch import Tensor, nn
+
+from ..graphs.cutting import Granularity
+from ..graphs.tracing_patches import masks_as_in_training
+from ..graphs.trial import trial_run
+from ..torch_internals import tree_leaves
+from ..user_model.failures import is_out_of_memory
+from ..user_model.loaded_model import ModelInput
+from ..user_model.shared_parameters import registered, tensors_used
+from .cut_reasons import find_tensor_users
+from .layers import Layer, LayerChain, list_unused
+from .operation_record import Description, OperationRecord
+
+LEFT = 8
+"""Blocks at each end of a row that stay: sixteen in all, which are still taken whole (frontends.py)."""
+_WORTH_IT = 8
+"""From so many that can be dropped on."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockRow:
+    """The blocks of the list at `path`; those of `dropped` are equal to the one before them."""
+
+    path: str
+    blocks: tuple[nn.Module, ...]
+    dropped: range
+
+    @property
+    def left(self) -> list[int]:
+        """The blocks that stay."""
+        return [index for index in range(len(self.blocks)) if index not in self.dropped]
+
+    @property
+    def representative(self) -> int:
+        """The block that is looked at for those dropped."""
+        return self.dropped.start - 1
+
+    def complete(self, chain: LayerChain, model: nn.Module) -> tuple[LayerChain, tuple[int, ...]] | None:
+        """The chain of the whole model from the shortened one's, and of each layer the one that is looked at
+        for it; None where the layers hang together otherwise than each with the next."""
+        if any(layer.cut_reason for layer in chain.layers):
+            return None
+        if list(chain.edges) != list(pairwise(range(len(chain)))):
+            return None
+        names = {f"{self.path}.{place}": index for place, index in enumerate(self.left)}
+        if [names[layer.name] for layer in chain.layers if layer.name in names] != self.left:
+            return None
+        layers: list[Layer] = []
+        origins: list[int] = []
+        for place, layer in enumerate(chain.layers):
+            index = names.get(layer.name)
+            layers.append(layer if index is None else self._renamed(layer, index))
+            origins.append(place)
+            if index == self.representative:
+                layers += [self._copied(layer, own) for own in self.dropped]
+                origins += [place] * len(self.dropped)
+        positions = {origin: position for position, origin in reversed(list(enumerate(origins)))}
+        modules = [layer.module for layer in layers]
+        written = {id(user.tensor) for user in chain.users if user.is_written}
+        whole = replace(
+            chain,
+            layers=tuple(layers),
+            edges=tuple(pairwise(range(len(layers)))),
+            users=tuple(find_tensor_users(model, modules, (), written)),
+            unused=list_unused(model, modules),
+        )
+        return whole, tuple(positions[origin] for origin in origins)
+
+    def _renamed(self, layer: Layer, index: int) -> Layer:
+        name = f"{self.path}.{index}"
+        return replace(layer, name=name, path=None if layer.path is None else name)
+
+    def _copied(self, layer: Layer, index: int) -> Layer:
+        """The layer of a dropped block, as that of the `layer` that is equal. It cannot be run."""
+        block, own = self.blocks[index], self.blocks[self.representative]
+        inside = {id(tensor) for tensor in tensors_used(own)}
+        outside = [tensor for tensor in tensors_used(layer.module) if id(tensor) not in inside]
+        module = block if layer.path is not None else _BlockWithTensors(block, outside)
+        parameters, buffers = tuple(block.parameters()), tuple(block.buffers())
+        return replace(self._renamed(layer, index), module=module, parameters=parameters, buffers=buffers)
+
+
+class _BlockWithTensors(nn.Module):
+    """A block and the tensors of the model that its layer uses besides."""
+
+    def __init__(self, block: nn.Module, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.block = block
+        for number, tensor in enumerate(tensors):
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(f"parameter_{number}", tensor)
+            else:
+                self.register_buffer(f"buffer_{number}", tensor)
+
+
+@contextmanager
+def shorten(model: nn.Module, example: ModelInput, granularity: str) -> Iterator[BlockRow | None]:
+    """While entered, `model`, on the meta device, has few blocks; yields what it lacks, or None where it
+    lacks nothing."""
+    row = _find_row(model, example.to("meta"), Granularity.parse(granularity))
+    if row is None:
+        yield None
+        return
+    _set_entries(model, row.path, [row.blocks[index] for index in row.left])
+    try:
+        yield row
+    finally:
+        _set_entries(model, row.path, row.blocks)
+
+
+def _find_row(model: nn.Module, example: ModelInput, granularity: Granularity) -> BlockRow | None:
+    for path in _long_lists(model, granularity):
+        blocks = tuple(model.get_submodule(path).children())
+        record = _run(model, blocks, example)
+        row = None if record is None else _longest_row(path, blocks, record)
+        if row is None or _has_tensors_of_others(model, row):
+            continue
+        _set_entries(model, path, [blocks[index] for index in row.left])
+        try:
+            short = _run(model, [blocks[index] for index in row.left], example)
+        finally:
+            _set_entries(model, path, blocks)
+        if short is not None and short == _without(record or [], row):
+            return row
+    return None
+
+
+def _long_lists(model: nn.Module, granularity: Granularity) -> Iterator[str]:
+    """Of blocks each of which is a layer."""
+    types = getattr(getattr(model, "config", None), "layer_types", None) or ()
+    if granularity.kind != "module" or len(set(types)) > 1:
+        return
+    for path, module in model.named_modules():
+        if type(module) is nn.ModuleList and len(module) >= 2 * LEFT + _WORTH_IT:
+            entries = [f"{path}.{index}" for index in range(len(module))]
+            if len(set(map(id, module))) == len(module) and all(
+                granularity.outermost(e) == e for e in entries
+            ):
+                yield path
+
+
+def _has_tensors_of_others(model: nn.Module, row: BlockRow) -> bool:
+    """Whether what is dropped uses a parameter or buffer that something else uses, too."""
+    dropped = [row.blocks[index] for index in row.dropped]
+    own = {id(tensor) for block in dropped for tensor in tensors_used(block)}
+    users = Counter(
+        id(tensor)
+        for _, module in model.named_modules(remove_duplicate=False)
+        for _, tensor in registered(module)
+    )
+    return any(users[tensor] != 1 for tensor in own)
+
+
+def _set_entries(model: nn.Module, path: str, entries: Sequence[nn.Module]) -> None:
+    blocks = model.get_submodule(path)
+    if isinstance(blocks, nn.ModuleList):
+        del blocks[:]
+        blocks.extend(entries)
+
+
+def _run(model: nn.Module, blocks: Sequence[nn.Module], example: ModelInput) -> list[Description] | None:
+    """What runs before the first block, in it, between it and the second, and so on to what runs behind the
+    last; None where the blocks do not run once each in their order, or the model fails."""
+    record, order = OperationRecord(), list[int]()
+    returned: list[object] = []
+    tables: list[Tensor] = []
+
+    def origin(leaf: object) -> object:
+        """Where a tensor comes from: None for what the block before returns; of others the same for the same
+        tensor, and nothing is equal to one that may skip layers."""
+        if not isinstance(leaf, Tensor) or any(leaf is own for own in returned):
+            return None
+        if leaf.requires_grad:
+            return object()
+        place = next((place for place, table in enumerate(tables) if table is leaf), -1)
+        if place < 0:
+            tables.append(leaf)
+        return place
+
+    def begin(index: int, _module: nn.Module, args: object, kwargs: object) -> None:
+        record.end(())
+        order.append(index)
+        inputs = args, kwargs
+        record.begin(blocks[index], (inputs, list(map(origin, tree_leaves(inputs)))))
+
+    def end(_module: nn.Module, _args: object, output: object) -> None:
+        returned[:] = tree_leaves(output)
+        record.end(output)
+        record.begin(None, ())
+
+    hooks = []
+    for index, block in enumerate(blocks):
+        hooks.append(block.register_forward_pre_hook(partial(begin, index), with_kwargs=True))
+        hooks.append(block.register_forward_hook(end))
+    try:
+        masks = masks_as_in_training(one_text_a_row="position_ids" not in example.kwargs)
+        with trial_run(example, gradients=True), masks, record:
+            record.begin(None, ())
+            record.end(example.clone().call(model))
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return None
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return record.descriptions if order == list(range(len(blocks))) else None
+
+
+def _longest_row(path: str, blocks: tuple[nn.Module, ...], record: Sequence[Description]) -> BlockRow | None:
+    """Of equal blocks, with what runs behind each; None where too few can be dropped."""
+    units = [record[place : place + 2] for place in range(1, len(record) - 1, 2)]
+    rows = [list(row) for _, row in groupby(range(len(units)), key=lambda place: tuple(units[place]))]
+    longest = max(rows, key=len)
+    dropped = range(longest[0] + LEFT, longest[-1] + 1 - LEFT)
+    return BlockRow(path, blocks, dropped) if len(dropped) >= _WORTH_IT else None
+
+
+def _without(record: Sequence[Description], row: BlockRow) -> list[Description]:
+    """What the shortened model has to run."""
+    gone = range(1 + 2 * row.dropped.start, 1 + 2 * row.dropped.stop)
+    return [description for place, description in enumerate(record) if place not in gone]

@@ -1,0 +1,72 @@
+"""What parts of a model run, described so that parts which are equal have equal descriptions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..torch_internals import TorchDispatchMode, storage_key, tree_leaves
+
+Description = tuple[object, ...]
+"""Two parts have the same one where they run the same operations on tensors of the same shapes, dtypes and
+storages, in modules of the same classes with parameters of the same shapes."""
+
+
+class OperationRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Describes each part of what runs while this is entered."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.descriptions: list[Description] = []
+        """By part, in the order in which they ended."""
+        self._lines: list[Description] = []
+        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
+        self._is_inside = False
+
+    def begin(self, module: nn.Module | None, inputs: object) -> None:
+        """The next part begins: the call of a module (None: what runs between two of them)."""
+        self._storages.clear()
+        self._is_inside = True
+        weights = [] if module is None else [*module.parameters(), *module.buffers()]
+        self._lines = [
+            () if module is None else _class_names(module),
+            *((own.requires_grad, *self._describe(own)) for own in weights),
+            tuple(
+                (leaf.requires_grad, *self._describe(leaf)) if isinstance(leaf, Tensor) else ()
+                for leaf in tree_leaves(inputs)
+            ),
+        ]
+
+    def end(self, output: object) -> None:
+        """The part has returned this."""
+        self._is_inside = False
+        self._lines.append(tuple(map(self._describe, tree_leaves(output))))
+        self.descriptions.append(tuple(self._lines))
+        self._lines = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._is_inside:
+            leaves = tree_leaves((args, kwargs or {}, result))
+            self._lines.append((str(func), torch.is_grad_enabled(), *map(self._describe, leaves)))
+        return result
+
+    def _describe(self, leaf: Any) -> Description:
+        """Of a tensor: its layout, and which storage of the part's it lies in, by order of appearance."""
+        if not isinstance(leaf, Tensor):
+            return (repr(leaf),)
+        storage = leaf.untyped_storage()
+        # Kept, so that no other storage takes its identity.
+        number, _ = self._storages.setdefault(storage_key(storage), (len(self._storages), storage))
+        strides = leaf.stride() if leaf.layout is torch.strided else ()
+        return (number, storage.nbytes(), str(leaf.dtype), tuple(leaf.shape), strides, leaf.storage_offset())
+
+
+def _class_names(module: nn.Module) -> Description:
+    return tuple(f"{type(own).__module__}.{type(own).__qualname__}" for own in module.modules())

@@ -1,0 +1,104 @@
+"""The partition of PyTorch's pull request 179212, against the simulator and against all partitions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.schedules import find_schedule
+from pplan.cost_models.simulator.costs import Costs
+from pplan.cost_models.simulator.dependencies import Order, resolve_order
+from pplan.cost_models.timeline import step_seconds
+from pplan.planner.balance import balance
+from pplan.planner.planners.torch_partition import TORCH_PARTITION, partition, simulate_parts
+from pplan.planner.problem import Problem
+
+SHAPES = [("1f1b", 3, 6, 1), ("interleaved", 2, 4, 2), ("interleaved", 3, 6, 2), ("zb-h1", 3, 6, 1)]
+
+
+def make_order(schedule: str, stages: int, micro_batches: int, parts: int) -> Order:
+    return resolve_order(find_schedule(schedule).program(stages, micro_batches, parts))
+
+
+def of_simulator(order: Order, forward: list[float], backward: list[float], sent: list[float]) -> float:
+    """The step by pplan's simulator, with transfers that are latency only."""
+    program = order.program
+    table = np.zeros((2, program.devices, program.chunks, 1))
+    for part, place in enumerate(program.pipes[0]):
+        table[:, place.device, place.chunk, 0] = forward[part], backward[part]
+    splits = bool((order.kind == 2).any())
+    latency = np.array([sent])
+    share = 0.5 if splits else 1.0
+    costs = Costs(
+        forward=table[0],
+        backward=share * table[1],
+        weight=share * table[1] if splits else None,
+        forward_latency=latency,
+        backward_latency=latency,
+    )
+    return float(step_seconds(program, costs)[0])
+
+
+@pytest.mark.parametrize(("schedule", "stages", "micro_batches", "parts"), SHAPES)
+def test_simulation(schedule: str, stages: int, micro_batches: int, parts: int) -> None:
+    order = make_order(schedule, stages, micro_batches, parts)
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        forward, backward = (rng.random(stages * parts).tolist() for _ in range(2))
+        sent = (0.2 * rng.random(stages * parts - 1)).tolist()
+        seconds, critical = simulate_parts(order, forward, backward, sent)
+        assert seconds == pytest.approx(of_simulator(order, forward, backward, sent))
+        assert 0 <= critical < stages * parts
+
+
+def test_the_slow_part_is_critical() -> None:
+    order = make_order("1f1b", 4, 8, 1)
+    for slow in range(4):
+        forward = [3.0 if part == slow else 1.0 for part in range(4)]
+        seconds, critical = simulate_parts(order, forward, forward, [0.0] * 3)
+        assert (round(seconds, 9), critical) == (6 * 8 + 2 * slow, slow)
+
+
+@pytest.mark.parametrize(("schedule", "stages", "micro_batches", "parts"), SHAPES)
+def test_near_the_best_partition(schedule: str, stages: int, micro_batches: int, parts: int) -> None:
+    """Never worse than the balanced partition it starts from, at times better; near the best of all."""
+    order, count = make_order(schedule, stages, micro_batches, parts), stages * parts
+    ratios, improved = [], 0
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        forward = rng.random(8) + 0.2
+        backward, sent = forward * (1 + rng.random(8)), 0.1 * rng.random(9)
+
+        def step(ends: tuple[int, ...]) -> float:
+            bounds = list(pairwise((0, *ends)))
+            first, second = ([float(own[a:b].sum()) for a, b in bounds] for own in (forward, backward))  # noqa: B023
+            return simulate_parts(order, first, second, [float(sent[end]) for end in ends[:-1]])[0]  # noqa: B023
+
+        ends, seconds = partition(order, forward, backward, sent)
+        first = step(tuple(np.cumsum(balance(forward + backward, count)).tolist()))
+        assert seconds == step(ends) <= first
+        improved += seconds < first
+        ratios.append(seconds / min(step((*cuts, 8)) for cuts in combinations(range(1, 8), count - 1)))
+    assert min(ratios) >= 1
+    assert max(ratios) < 1.25
+    assert improved
+
+
+def test_schedules_and_estimates(
+    make_chain: Callable[..., Chain], make_problem: Callable[..., Problem]
+) -> None:
+    """Every schedule it knows of those that are allowed, and an estimate for each."""
+    problem = make_problem(make_chain(1, 8, cuts=1.1), 4, mini_batch=8, schedule="any")
+    proposals = list(TORCH_PARTITION.propose(problem))
+    assert {own.config.schedule for own in proposals} == {"1f1b", "interleaved", "zb-h1"}
+    assert {len(own.ends) for own in proposals if own.config.schedule == "interleaved"} == {4, 8}
+    assert all(own.estimate_seconds for own in proposals)
+    only = make_problem(make_chain(1, 8, cuts=1.1), 4, mini_batch=8)
+    assert {own.config.schedule for own in TORCH_PARTITION.propose(only)} == {"1f1b"}
+    alone = make_problem(make_chain(1, 8), 1, mini_batch=8)
+    assert not list(TORCH_PARTITION.propose(alone))
+    assert TORCH_PARTITION.refusal(alone) == "one device has no pipeline"

@@ -1,0 +1,168 @@
+"""Profiles of models that were traced with few of their blocks, against those traced with all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pplan
+from pplan.profiler import measurement_target
+from pplan.profiler.chain import block_rows, layers
+
+WIDTH = 8
+ODD = 6
+"""The block that is another, where one is."""
+
+
+class Block(nn.Module):
+    """Adds a table that its model has; `t` approximates."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.outer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        hidden = self.outer(x + table)
+        return x + (F.gelu(hidden, approximate="tanh") if self.kind == "t" else F.gelu(hidden))
+
+
+class Model(nn.Module):
+    """A letter a block. `odd`: what is so of one block alone."""
+
+    def __init__(self, kinds: str, odd: str = "") -> None:
+        super().__init__()
+        self.embedding = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(map(Block, kinds))
+        self.head = nn.Linear(WIDTH, 10)
+        self.odd = odd
+        self.table: Tensor
+        self.register_buffer("table", torch.ones(WIDTH))
+        self.behind: nn.Module = nn.Identity()
+        if odd == "tied":
+            self.blocks[ODD].outer.weight = self.blocks[0].outer.weight  # type: ignore[union-attr]
+        if odd == "same":
+            self.behind = self.get_submodule(f"blocks.{ODD}.outer")
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.embedding(x)
+        for place, block in enumerate(self.blocks):
+            x = block(x, self.table.sin())
+            if self.odd == "relu" and place == ODD:
+                x = torch.relu(x)
+            if self.odd == "late" and place == 16:
+                x = torch.relu(x)
+            if self.odd == "skip" and place == ODD:
+                x = x + first
+        if self.odd == "same":
+            x = self.behind(x)
+        scores: Tensor = self.head(x)
+        return scores
+
+
+GRANULARITY = "module:blocks.*,head"
+
+
+def blocks_traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each chain that is built, the blocks that the model has."""
+    counts: list[int] = []
+    build = layers.build_chain
+
+    def noted(model: Any, *args: Any, **options: Any) -> Any:
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        counts.append(len(lists[0]))
+        return build(model, *args, **options)
+
+    monkeypatch.setattr(measurement_target, "build_chain", noted)
+    return counts
+
+
+@pytest.fixture(autouse=True)
+def short_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small models have some to drop."""
+    if "rows_are_found" not in request.node.name:
+        monkeypatch.setattr(block_rows, "LEFT", 4)
+        monkeypatch.setattr(block_rows, "_WORTH_IT", 2)
+
+
+def both(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> tuple[Any, Any, list[int]]:
+    """The profile with blocks dropped and without, and how many blocks were traced for the first."""
+    counts = blocks_traced(monkeypatch)
+    options: Any = {
+        "micro_batch_sizes": [2],
+        "device": "analytic:h100",
+        "granularity": "module:blocks.*,head",
+    }
+    short = pplan.profile(model, torch.ones(2, WIDTH), **options)
+    traced = counts.copy()
+    monkeypatch.setattr(block_rows, "_WORTH_IT", 10**6)
+    whole = pplan.profile(model, torch.ones(2, WIDTH), **options)
+    return short.model_dump(exclude={"made_by"}), whole.model_dump(exclude={"made_by"}), traced
+
+
+@pytest.mark.parametrize(
+    ("kinds", "left"),
+    [
+        # The last block is followed by the head, and in no row.
+        pytest.param("t" + "." * 11, 10, marks=pytest.mark.slow),
+        pytest.param("t." * 6, 12, marks=pytest.mark.slow),
+        pytest.param("." * 10, 10, marks=pytest.mark.slow),
+    ],
+)
+def test_equal_to_a_profile_of_all_blocks(monkeypatch: pytest.MonkeyPatch, kinds: str, left: int) -> None:
+    model = Model(kinds)
+    short, whole, traced = both(monkeypatch, model)
+    assert len(model.blocks) == len(kinds)
+    assert traced == [left]
+    assert [layer["name"] for layer in short["layers"]][1:-1] == [f"blocks.{n}" for n in range(len(kinds))]
+    assert short == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("odd", ["relu", "tied", "same"])
+def test_what_differs_is_traced(monkeypatch: pytest.MonkeyPatch, odd: str) -> None:
+    """A block before which and behind which too few are equal in a row."""
+    short, whole, traced = both(monkeypatch, Model("." * 13, odd))
+    assert traced == [13]
+    assert short == whole
+
+
+@pytest.mark.slow
+def test_a_tensor_that_skips_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the chain tells: then the whole model is traced after all."""
+    short, whole, traced = both(monkeypatch, Model("." * 20, "skip"))
+    assert traced[-1] == 20
+    assert len(traced) == 2
+    assert short == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("odd", "left"), [("relu", ODD + 2 + 8), ("late", 20)])
+def test_places_in_the_list(monkeypatch: pytest.MonkeyPatch, odd: str, left: int) -> None:
+    """Behind a block that is another a row is shortened; a model that asks for a place behind it is not."""
+    short, whole, traced = both(monkeypatch, Model("." * 20, odd))
+    assert traced == [left]
+    assert short == whole
+
+
+def test_rows_are_found() -> None:
+    """By what blocks run, and what runs between them."""
+    blocks = tuple(nn.Module() for _ in range(60))
+
+    def longest(units: str) -> range | None:
+        record: list[Any] = ["first"]
+        for unit in units:
+            record += [unit, "between"]
+        row = block_rows._longest_row("blocks", blocks, record)
+        return None if row is None else row.dropped
+
+    assert longest("a" * 23) is None
+    assert longest("a" * 24) == range(8, 16)
+    assert longest("b" + "a" * 30 + "c") == range(9, 23)
+    assert longest("ab" * 15) is None
+    assert longest("a" * 20 + "b" + "a" * 20) is None
+    assert longest("a" * 24 + "b" + "a" * 35) == range(33, 52)
