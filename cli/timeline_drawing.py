@@ -8,11 +8,11 @@ A column shows what fills most of it. An action that is wide enough carries its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.text import Text
 
@@ -72,28 +72,28 @@ def column_count(timeline: Timeline, most: int) -> int:
 
 def cells(spans: Sequence[Span], seconds: float, columns: int) -> list[Cell]:
     """By column of the drawing, what fills most of it, where `columns` make up these seconds."""
-    filled = np.zeros((IDLE + 1, columns))
-    filled[IDLE] = 1.0
-    longest, span_indices = np.zeros((IDLE, columns)), np.full((IDLE, columns), -1, dtype=np.int64)
+    filled = [*([0.0] * columns for _ in range(IDLE)), [1.0] * columns]
+    longest = [[0.0] * columns for _ in range(IDLE)]
+    span_indices = [[-1] * columns for _ in range(IDLE)]
     for index, span in enumerate(spans):
-        first, parts = _parts(span.start / seconds * columns, span.end / seconds * columns, columns)
-        kind, where = KINDS.index(span.action.kind), slice(first, first + len(parts))
-        filled[kind, where] += parts
-        filled[IDLE, where] -= parts
-        longer = parts > longest[kind, where] + EXACT
-        longest[kind, where][longer] = parts[longer]
-        span_indices[kind, where][longer] = index
+        kind = KINDS.index(span.action.kind)
+        for column, part in _parts(span.start / seconds * columns, span.end / seconds * columns, columns):
+            filled[kind][column] += part
+            filled[IDLE][column] -= part
+            if part > longest[kind][column] + EXACT:
+                longest[kind][column] = part
+                span_indices[kind][column] = index
     # Rounded: of equal ones the first is shown, an action before a pause, whatever the last bits say.
-    winners = np.round(filled / EXACT).argmax(axis=0).tolist()
-    return [Cell(k, -1 if k == IDLE else int(span_indices[k, c])) for c, k in enumerate(winners)]
+    winners = np.round(np.array(filled) / EXACT).argmax(axis=0).tolist()
+    return [Cell(k, -1 if k == IDLE else span_indices[k][c]) for c, k in enumerate(winners)]
 
 
-def _parts(start: float, end: float, columns: int) -> tuple[int, npt.NDArray[np.float64]]:
-    """The first column of a stretch, and how much of this and of each further one it takes."""
+def _parts(start: float, end: float, columns: int) -> Iterator[tuple[int, float]]:
+    """The columns of a stretch, and how much of each it takes. Plain Python: most stretches of a long step
+    lie in one column."""
     first = min(int(start), columns - 1)
-    last = max(min(int(np.ceil(end)), columns), first + 1)
-    edges = np.clip(np.arange(first, last + 1), start, end)
-    return first, np.diff(edges)
+    for column in range(first, max(min(ceil(end), columns), first + 1)):
+        yield column, min(max(column + 1, start), end) - min(max(column, start), end)
 
 
 def draw_row(spans: Sequence[Span], row: Sequence[Cell], *, colour: bool) -> Text:

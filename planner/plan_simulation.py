@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
 
 from ..cost_models.device_memory import micro_batch_bytes
 from ..cost_models.errors import UsageError
-from ..cost_models.layer import Chain
+from ..cost_models.layer import Chain, list_cut_points
 from ..cost_models.quantities import format_bytes, format_count
 from ..cost_models.runtime import find_runtime
 from ..cost_models.schedules import Schedule
@@ -89,7 +92,7 @@ def simulate_plan(
     that cannot stay, and for `profiles` that are missing or of other layers.
     """
     layout = Layout(plan, chain, overrides or Overrides())
-    assembly = assemble_layout(layout, topology, align_profiles(chain, profiles or {}))
+    assembly = with_own_cuts(assemble_layout(layout, topology, align_profiles(chain, profiles or {})))
     timeline = simulate(assembly.program, assembly.costs())
     memory = tuple(device_memory(assembly, device, timeline) for device in range(assembly.program.devices))
     return SimulatedPlan(
@@ -145,6 +148,19 @@ def assemble_layout(layout: Layout, topology: Topology, profiles: Mapping[str, C
         hosts=layout.hosts,
         transfers=layout.overrides.transfers,
         profiles=profiles,
+    )
+
+
+def with_own_cuts(assembly: Assembly) -> Assembly:
+    """The same pipeline of a chain that can be cut nowhere else: its tables of stages are as small."""
+    cut_points = list_cut_points(assembly.chain)
+    cut_after = np.zeros_like(assembly.chain.cut_after)
+    cut_after[[cut_points[end] - 1 for _, end in assembly.bounds[:-1]]] = True
+    return replace(
+        assembly,
+        chain=replace(assembly.chain, cut_after=cut_after),
+        profiles={name: replace(own, cut_after=cut_after) for name, own in assembly.profiles.items()},
+        bounds=list(pairwise(range(len(assembly.bounds) + 1))),
     )
 
 

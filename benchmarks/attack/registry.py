@@ -69,6 +69,7 @@ BOUNDS: dict[str, str] = {
     "search/launch_bound.py:LaunchBound.rows": STEP,
     "search/launch_bound.py:LaunchBound.extend": STEP,
     "search/launch_bound.py:launch_bound": STEP,
+    "search/launch_bound.py:_process_bound": STEP,
     "search/subproblem.py:Subproblem.root": STEP,
     "search/subproblem.py:Subproblem.may_improve": STEP,
     "search/subproblem.py:Subproblem._bound": STEP,
