@@ -41,13 +41,13 @@ from pplan.runtimes.checking.job import CasePrediction, Job
 from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processes
 
 SIZE, MICRO_BATCHES = 4, 8
-STEPS, WARM_UPS, ROUNDS = 3, 2, 2
+STEPS, WARM_UPS, ROUNDS = 3, 1, 2
 PROFILE_SECONDS = 15.0
 PLANNERS = {"pplan": "best", "even": "even", "DeepSpeed": "parameters", "torchgpipe": "torchgpipe-time"}
 RUNTIMES = ("torchgpipe", "fairscale", "deepspeed")
 MEDIAN_TARGET, WORST_TARGET, FASTEST_TARGET = 0.05, 0.15, 7
 _IMAGES = {"input_shape": (3, 96, 96), "classes": 100}
-_TEXTS = {"hidden": 256, "heads": 4, "sequence": 128, "vocabulary": 4096}
+_TEXTS = {"hidden": 256, "heads": 4, "sequence": 64, "vocabulary": 4096}
 MODELS: dict[str, dict[str, Any]] = {
     "vgg11": {"input_shape": (3, 64, 64), "classes": 100},
     "resnet18": _IMAGES,

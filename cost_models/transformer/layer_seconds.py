@@ -130,10 +130,9 @@ class LayerSeconds:
             seconds += self.setting.recomputed(len(blocks)) * again
         return seconds + self.fixed_seconds(slot)
 
-    def least_equal_seconds(self, numbers: np.ndarray, again: np.ndarray) -> np.ndarray:
-        """Of so many blocks of the only kind on a device without embedding and head, of which, where its
-        first blocks run again, at least `again` do."""
-        (kind,) = self.blocks
+    def least_equal_seconds(self, numbers: np.ndarray, again: np.ndarray, kind: bool) -> np.ndarray:
+        """Of so many blocks of a kind on a device without embedding and head, whatever others it has; of its
+        blocks, where the first ones run again, at least `again` do."""
         once, more = self._least_block_seconds
         fewest = np.minimum(numbers, self.setting.recomputed(self.shape.blocks))
         return np.asarray(numbers * once[kind] + np.maximum(fewest, again) * more)

@@ -22,9 +22,10 @@ at least
 
 and the longest update: `interleaved_bound` of a division. Every division takes no less than any weighted mean
 of these, with weights r_d / v that grow by 1 / (1 - 1 / (v m)) from device to device, in which every second
-of a block counts at least as often as where that is least; and, where all blocks are equal, no less than what
-whole blocks allow: device d with n blocks takes m T_d and waits for the embedding and one block of each
-virtual stage between, and there must be room for all blocks (`least_interleaved`).
+of a block counts at least as often as where that is least; and no less than what whole blocks allow: device d
+with n blocks of a kind, whatever others it has, takes m T_d and waits for the embedding and one block of each
+virtual stage between, and there must be room for all blocks of the kind (`least_interleaved`); how many have
+to run again to fit is counted where all blocks are equal.
 """
 
 from __future__ import annotations
@@ -186,16 +187,17 @@ def _mean_times(stages: int, virtual: int, count: int) -> list[float]:
 
 
 def _whole_blocks(layers: LayerTable, memory_bytes: float) -> float:
-    """The least seconds in which all blocks find room, of those that a device can have, with as many of them
-    run again as its memory asks; 0 where blocks differ, inf where there is no room."""
-    if len(layers.blocks) > 1:
-        return 0.0
-    stages, blocks, numbers = (
-        layers.degrees.pipeline,
-        layers.shape.blocks,
-        np.arange(1, layers.shape.blocks + 1),
-    )
-    block = float(layers.least_equal_seconds(numbers[:1], np.zeros(1))[0])
+    """The least seconds in which all blocks of a kind find room, of those that a device can have; of the kind
+    where they are longest. Where all blocks are equal, with as many of them run again as its memory asks; inf
+    where there is no room."""
+    return max(_room_for(layers, kind, memory_bytes) for kind in layers.blocks)
+
+
+def _room_for(layers: LayerTable, kind: bool, memory_bytes: float) -> float:
+    stages, blocks = layers.degrees.pipeline, layers.shape.routed.count(kind)
+    numbers = np.arange(1, blocks + 1)
+    one = np.ones(1, dtype=int)
+    block = min(float(layers.least_equal_seconds(one, np.zeros(1), each)[0]) for each in layers.blocks)
     fixed = [0.0] * stages
     for slot in layers.fixed_slots:
         fixed[slot % stages] += layers.fixed_seconds(slot)
@@ -203,8 +205,10 @@ def _whole_blocks(layers: LayerTable, memory_bytes: float) -> float:
     rooms: list[np.ndarray] = []
     for device in range(stages):
         wait = first + (device - 1) * block if device else 0.0
-        again = layers.least_blocks_again(numbers, device, memory_bytes)
-        middle = layers.least_equal_seconds(numbers, np.where(np.isinf(again), 0, again))
+        again = np.zeros(blocks)
+        if len(layers.blocks) == 1:
+            again = layers.least_blocks_again(numbers, device, memory_bytes)
+        middle = layers.least_equal_seconds(numbers, np.where(np.isinf(again), 0, again), kind)
         own = wait + layers.setting.micro_batches * (middle + fixed[device])
         rooms.append(own[np.isfinite(again)])
     together = np.sort(np.concatenate(rooms))

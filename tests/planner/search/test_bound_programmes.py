@@ -282,7 +282,8 @@ class TestRelaxed:
         assert [_as_fast(kind, kinds, [3, 4, 5]) for kind in kinds] == [7, 4, 12]
         assert _as_fast(own, (*kinds, own), [3, 4, 5, 1]) == 13
         chain = make_chain(1, 4, cuts=1.1, traffic=3.0)
-        chain = replace(chain, trainable_bytes=20 * chain.parameter_bytes)
+        weights = chain.parameter_bytes * np.array([20.0, 0.01, 20.0, 0.01])
+        chain = replace(chain, trainable_bytes=weights)
         levels = (Level("node", 2, Link(40.0, 0.2)), Level("network", None, Link(10.0, 0.3)))
         space = Space(chain, Topology((Group(kinds[0], 4),), levels), "sgd")
         table, costs = space.table(2), chain.at(2)
