@@ -17,7 +17,7 @@ from attack.results import Result
 PLANNER = Path(__file__).parents[2] / "planner"
 EACH = 2
 """Problems of every kind."""
-OTHERWISE = {"many": 2, "long": 1, "throughput": 8, "runtimes": 3, "schedules": 6}
+OTHERWISE = {"many": 2, "long": 1, "throughput": 11, "runtimes": 3, "schedules": 6}
 """Of some kinds: those of many devices take longest; few of the highest throughput name a planner."""
 TRACED = 1
 """Of which it is noted what runs, which takes longer; of some kinds of all."""
