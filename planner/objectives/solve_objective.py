@@ -39,7 +39,7 @@ def _additional_space(objective: Objective, problem: Problem) -> str:
     order = f", {words}" if (words := describe_order(problem)) else ""
     names = asynchronous_names(problem)
     lines = [name for name in names if name != WPIPE]
-    pairs = f", and {WPIPE} on the first so many devices, of every stage as many replicas"
+    pairs = f", and {WPIPE} on the first devices of these orders, with as many replicas of every stage"
     late = f"; and {', '.join(lines[:-1])} and {lines[-1]} of two stages or more{order}"
     return late + (pairs if WPIPE in names else "")
 
