@@ -33,7 +33,7 @@ def import_command(
     """Make a profile of costs from elsewhere: a PipeDream graph, or a table, CSV or JSON, one row a layer.
 
     Columns: name, forward_seconds, backward_seconds, activation_bytes, parameter_bytes; optional saved_bytes,
-    micro_batch_size, backward_input_seconds; times also as forward_ms and so on.
+    micro_batch_size, backward_input_seconds; other units end the name, as in forward_ms or activation_mib.
     """
     from ..api.profiles import import_profile
     from ..api.provenance import made_by

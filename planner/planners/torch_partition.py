@@ -1,12 +1,12 @@
 """The partition of PyTorch's open pull request 179212, `auto_partition` of torch.distributed.pipelining.
 
-github.com/pytorch/pytorch/pull/179212 (April 2026), made again from its description. Stages, of a device
-several with interleaved 1F1B, start as the partition whose slowest stage is fastest. A step is simulated
-under the schedule, with a transfer between two stages, and the stage that is longest on its critical path
-between the first backward and the last forward is the critical one. It gives its first layer to the stages
-before it, or its last one to the stage behind; the stages up to the cut that moved are balanced again. Each
-partition so made is simulated, and goes on where its critical stage is not further back. The shortest step
-counts.
+github.com/pytorch/pytorch/pull/179212 (April 2026), made again from what its description and public code of
+the same algorithm say, none of it copied. Stages, of a device several with interleaved 1F1B, start as the
+partition whose slowest stage is fastest. A step is simulated under the schedule, with a transfer between two
+stages, and the stage that is longest on its critical path between the first backward and the last forward is
+the critical one. It gives its first layer to the stages before it, or its last one to the stage behind; the
+stages up to the cut that moved are balanced again. Each partition so made is simulated, and goes on where its
+critical stage is not further back. The shortest step counts.
 
 Here and not there: a layer is what lies between two allowed cuts; the critical path's middle part is told by
 time, not by the turns of an aligned schedule; 2 p micro-batches are simulated at the most, and at most

@@ -133,9 +133,9 @@ def import_profile(
     of a file that does not say it (default: 128 for a graph, as PipeDream's own; 1 for a table).
     `granularity` of a graph: "block" (cuts that one tensor crosses; the default) or "fine" (each operation a
     layer). Columns of a table: name, forward_seconds, backward_seconds, activation_bytes (the output),
-    parameter_bytes; optional saved_bytes (else the output's), micro_batch_size, backward_input_seconds; times
-    also as forward_ms and so on. With one micro-batch size, costs at any other scale with the samples, and
-    plans say so.
+    parameter_bytes; optional saved_bytes (else the output's), micro_batch_size, backward_input_seconds;
+    other units end the name, as in forward_ms, backward_us or activation_mib. With one micro-batch size,
+    costs at any other scale with the samples, and plans say so.
 
     >>> import pplan
     >>> pplan.import_profile("gpt.csv", micro_batch_size=4)

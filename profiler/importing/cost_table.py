@@ -4,8 +4,8 @@
     embed,1.1e-3,2.3e-3,3145728,154389504
 
 `activation_bytes` is the layer's output. Optional: `saved_bytes`, `micro_batch_size`,
-`backward_input_seconds`. Times may be in milliseconds: `forward_ms`, `backward_ms`, `backward_input_ms`.
-Columns may have other usual names, as `fwd_ms`, `layer` or `output_bytes`.
+`backward_input_seconds`. Other units end the name, as in `forward_ms`, `backward_us` or `activation_mib`, and
+columns may have other usual names, as `fwd_ms`, `Backward (ms)`, `layer` or `output_bytes`.
 Rows of one name with different `micro_batch_size` are one layer at several sizes. JSON: a list of objects
 with these keys, or {"layers": [...]}.
 """
@@ -15,33 +15,48 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ...cost_models.errors import FileError, short_repr
 from .file_numbers import FilePosition, near, samples, seconds, whole_bytes
 
-_TIMES = ("forward", "backward", "backward_input")
-_COLUMNS = (
-    *("name", "forward_seconds", "backward_seconds", "activation_bytes", "parameter_bytes"),
-    *("saved_bytes", "micro_batch_size", "backward_input_seconds"),
-    *(f"{time}_ms" for time in _TIMES),
-)
-_ALIASES = {
+_SECONDS = {"seconds": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+"""Of each unit in a second."""
+_BYTES = {"bytes": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_OTHER_UNITS = {"s": "seconds", "sec": "seconds", "µs": "us", "μs": "us", "b": "bytes"}
+_TIMES = {
+    "forward": ("fwd", "forward_time", "fwd_time"),
+    "backward": ("bwd", "backward_time", "bwd_time"),
+    "backward_input": ("bwd_input",),
+}
+_SIZES = {
+    "activation": ("activations", "act", "output", "outputs", "out"),
+    "parameter": ("parameters", "param", "params", "weight", "weights"),
+    "saved": ("saved_activation", "saved_activations"),
+}
+"""What is measured in seconds, and in bytes, with its other names."""
+_PLAIN = {
     "name": ("layer", "layer_name", "module"),
-    "forward_seconds": ("fwd_seconds", "forward_s", "fwd_s", "fwd_sec", "forward_sec"),
-    "backward_seconds": ("bwd_seconds", "backward_s", "bwd_s", "bwd_sec", "backward_sec"),
-    "forward_ms": ("fwd_ms", "forward_time_ms", "fwd_time_ms"),
-    "backward_ms": ("bwd_ms", "backward_time_ms", "bwd_time_ms"),
-    "activation_bytes": ("output_bytes", "act_bytes", "activations_bytes", "out_bytes"),
-    "parameter_bytes": ("param_bytes", "params_bytes", "parameters_bytes", "weight_bytes"),
     "micro_batch_size": ("batch_size", "mbs", "microbatch_size", "micro_batch"),
 }
-_OTHER_NAMES = {alias: column for column, aliases in _ALIASES.items() for alias in aliases}
+"""Columns without a unit."""
+_OTHER_NAMES = {
+    alias: own for names in (_TIMES, _SIZES, _PLAIN) for own, aliases in names.items() for alias in aliases
+}
+_UNITS = {**dict.fromkeys(_TIMES, tuple(_SECONDS)), **dict.fromkeys(_SIZES, tuple(_BYTES))}
 _REQUIRED = ("name", "forward_seconds", "backward_seconds", "activation_bytes", "parameter_bytes")
+_COLUMNS = (
+    *(*_REQUIRED, "saved_bytes", "micro_batch_size", "backward_input_seconds", "forward_ms", "backward_ms"),
+    *(f"{own}_{unit}" for own, units in _UNITS.items() for unit in units),
+)
+_OFFERED = 10
+"""Of the columns, those that an error names."""
+Number = TypeVar("Number", int, float)
 _DELIMITERS = (",", ";", "\t")
-_EXAMPLE = f"The columns are {', '.join(_REQUIRED)}; forward_ms and backward_ms are allowed, too."
+_EXAMPLE = f"The columns are {', '.join(_REQUIRED)}; other units, as in forward_ms, are allowed, too."
 
 
 @dataclass(frozen=True)
@@ -155,9 +170,12 @@ def _of_json(place: FilePosition, row: object) -> Row:
 
 def _column(written: str) -> str:
     """Our name of a column, however it is written; as it is where it is none of ours."""
-    name = written.lower().replace(" ", "_").replace("-", "_")
-    column = _OTHER_NAMES.get(name, name)
-    return column if column in _COLUMNS else written
+    name = "_".join(re.findall(r"[^\s_()\[\]-]+", written.lower()))
+    if name in _PLAIN or name in _OTHER_NAMES:
+        return _OTHER_NAMES.get(name, name) if _OTHER_NAMES.get(name, name) in _PLAIN else written
+    what, _, unit = name.rpartition("_")
+    what, unit = _OTHER_NAMES.get(what, what), _OTHER_UNITS.get(unit, unit)
+    return f"{what}_{unit}" if unit in _UNITS.get(what, ()) else written
 
 
 def _renamed(written: Sequence[str]) -> tuple[str, ...]:
@@ -167,19 +185,21 @@ def _renamed(written: Sequence[str]) -> tuple[str, ...]:
 def _check_columns(place: FilePosition, columns: Sequence[str]) -> None:
     """Raises FileError for columns that are unknown, missing, or say the same as another."""
     _check_keys(place, columns, _COLUMNS)
-    for time in _TIMES:
-        if f"{time}_seconds" in columns and f"{time}_ms" in columns:
-            raise place.refusal(f"has {time}_seconds and {time}_ms", "Omit one of them.")
-    for column in _REQUIRED:
-        if column not in columns and column.replace("_seconds", "_ms") not in columns:
-            raise place.refusal(f"column {column} is missing", _EXAMPLE)
+    for what, units in _UNITS.items():
+        own = [column for column in (f"{what}_{unit}" for unit in units) if column in columns]
+        if len(own) > 1:
+            raise place.refusal(f"has {' and '.join(own)}", "Omit all but one of them.")
+        if not own and f"{what}_{units[0]}" in _REQUIRED:
+            raise place.refusal(f"column {what}_{units[0]} is missing", _EXAMPLE)
+    if "name" not in columns:
+        raise place.refusal("column name is missing", _EXAMPLE)
 
 
 def _check_keys(place: FilePosition, keys: Sequence[str] | _Pairs, allowed: Sequence[str]) -> None:
     names = [key for key, _ in keys.pairs] if isinstance(keys, _Pairs) else list(keys)
     for position, name in enumerate(names):
         if name not in allowed:
-            raise place.refusal(f"unknown column {short_repr(name)}", near(name, allowed))
+            raise place.refusal(f"unknown column {short_repr(name)}", near(name, allowed[:_OFFERED]))
         if name in names[:position]:
             raise place.refusal(f"column {name} stands twice", "Omit one of them.")
 
@@ -189,18 +209,18 @@ def _row(place: FilePosition, values: Mapping[str, object]) -> Row:
     name = values.get("name", "")
     if not isinstance(name, str) or not name.strip():
         raise place.refusal(f"name is {short_repr(name)}, not a text", "Every layer has a name of its own.")
-    size, saved = values.get("micro_batch_size"), values.get("saved_bytes")
-    backward = _needed_time(place, "backward", values)
+    size = values.get("micro_batch_size")
+    backward = _needed(_time(place, "backward", values), place, "backward_seconds")
     return Row(
         place=place,
         name=name,
         micro_batch_size=None if size is None else samples(place, "micro_batch_size", size),
-        forward_seconds=_needed_time(place, "forward", values),
+        forward_seconds=_needed(_time(place, "forward", values), place, "forward_seconds"),
         backward_seconds=backward,
         backward_input_seconds=_part(place, values, backward),
-        activation_bytes=whole_bytes(place, "activation_bytes", _needed(place, "activation_bytes", values)),
-        saved_bytes=None if saved is None else whole_bytes(place, "saved_bytes", saved),
-        parameter_bytes=whole_bytes(place, "parameter_bytes", _needed(place, "parameter_bytes", values)),
+        activation_bytes=_needed(_size(place, "activation", values), place, "activation_bytes"),
+        saved_bytes=_size(place, "saved", values),
+        parameter_bytes=_needed(_size(place, "parameter", values), place, "parameter_bytes"),
     )
 
 
@@ -214,25 +234,26 @@ def _part(place: FilePosition, values: Mapping[str, object], backward: float) ->
     return part
 
 
-def _needed_time(place: FilePosition, time: str, values: Mapping[str, object]) -> float:
-    seconds = _time(place, time, values)
-    if seconds is None:
-        raise _empty(place, f"{time}_seconds")
-    return seconds
-
-
-def _time(place: FilePosition, time: str, values: Mapping[str, object]) -> float | None:
-    """Seconds, from the column in seconds or in milliseconds; None where it is not there."""
-    for column in (f"{time}_seconds", f"{time}_ms"):
-        if column in values:
-            return seconds(place, column, values[column], milliseconds=column.endswith("_ms"))
+def _time(place: FilePosition, what: str, values: Mapping[str, object]) -> float | None:
+    """Seconds, from the column in any unit; None where it is not there."""
+    for unit, parts in _SECONDS.items():
+        if (column := f"{what}_{unit}") in values:
+            return seconds(place, column, values[column], parts)
     return None
 
 
-def _needed(place: FilePosition, column: str, values: Mapping[str, object]) -> object:
-    if column not in values:
+def _size(place: FilePosition, what: str, values: Mapping[str, object]) -> int | None:
+    """Bytes, likewise."""
+    for unit, size in _BYTES.items():
+        if (column := f"{what}_{unit}") in values:
+            return whole_bytes(place, column, values[column], size)
+    return None
+
+
+def _needed(value: Number | None, place: FilePosition, column: str) -> Number:
+    if value is None:
         raise _empty(place, column)
-    return values[column]
+    return value
 
 
 def _empty(place: FilePosition, column: str) -> FileError:

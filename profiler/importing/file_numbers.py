@@ -26,21 +26,22 @@ class FilePosition:
         return FileError(f"{self.file}: {self.at}: {what}", hint)
 
 
-def seconds(place: FilePosition, key: str, value: object, *, milliseconds: bool = False) -> float:
-    """The duration `value` under `key`. Raises FileError."""
-    number = _number(place, key, value)
+def seconds(place: FilePosition, key: str, value: object, parts: float = 1.0) -> float:
+    """The duration `value` under `key`, in such parts of a second. Raises FileError."""
     # Divided, so that 5 ms is the same float as 5e-3.
-    duration = number / 1e3 if milliseconds else number
+    duration = _number(place, key, value) / parts
     if duration > MOST_SECONDS:
         raise _out_of_bounds(place, key, value, f"at most {MOST_SECONDS:g} s")
     return duration
 
 
-def whole_bytes(place: FilePosition, key: str, value: object) -> int:
-    """The size `value` under `key`, rounded: other tools write floats. Raises FileError."""
-    size = (
-        value if isinstance(value, int) and not isinstance(value, bool) else round(_number(place, key, value))
-    )
+def whole_bytes(place: FilePosition, key: str, value: object, unit: int = 1) -> int:
+    """The size `value` under `key`, in units of so many bytes, rounded: other tools write floats. Raises
+    FileError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value * unit
+    else:
+        size = round(min(_number(place, key, value) * unit, 2.0 * MOST_BYTES))
     if not 0 <= size <= MOST_BYTES:
         raise _out_of_bounds(place, key, value, "at least 0 and less than 2**63 bytes")
     return size

@@ -103,12 +103,8 @@ def _node(place: FilePosition, parts: list[str], line: str, number: int) -> Node
     return Node(
         name=head[0],
         description=" -- ".join(head[1:-1]),
-        forward_seconds=seconds(
-            place, "forward_compute_time", figures["forward_compute_time"], milliseconds=True
-        ),
-        backward_seconds=seconds(
-            place, "backward_compute_time", figures["backward_compute_time"], milliseconds=True
-        ),
+        forward_seconds=seconds(place, "forward_compute_time", figures["forward_compute_time"], 1e3),
+        backward_seconds=seconds(place, "backward_compute_time", figures["backward_compute_time"], 1e3),
         tensors=_sizes(place, "activation_size", figures["activation_size"]),
         parameter_bytes=whole_bytes(place, "parameter_size", figures["parameter_size"]),
         line=number,

@@ -51,6 +51,35 @@ def test_csv_and_json_say_the_same() -> None:
     assert [row.place.at for row in wrapped] == ["layers[0]", "layers[1]"]
 
 
+@pytest.mark.parametrize(
+    ("header", "values"),
+    [
+        ("Layer,Fwd (ms),Bwd [us],Activation (MB),params-KiB", "a,500,1e6,6.4e-5,0.0078125"),
+        ("module,forward_time_s,backward_ns,output MiB,weights_b", "a,0.5,1e9,6.103515625e-5,8"),
+        (
+            "LAYER_NAME,FWD_SEC,backward time (µs),act_gb,param_gib",
+            "a,0.5,1000000,6.4e-8,7.450580596923828e-9",
+        ),
+    ],
+)
+def test_units_and_other_names(header: str, values: str) -> None:
+    (row,) = csv(values, header=header)
+    (plain,) = csv("a,0.5,1,64,8")
+    assert without_place([row])[0] | {"read_as": ()} == without_place([plain])[0]
+    assert len(row.read_as) >= 4
+    assert looks_like_csv(header)
+
+
+def test_a_count_is_not_taken_for_bytes() -> None:
+    for header in ("parameters", "weights", "output", "forward", "saved"):
+        with pytest.raises(FileError, match="unknown column"):
+            csv("a,1,1,1,1,1", header=f"{HEADER},{header}")
+    with pytest.raises(FileError, match="has activation_bytes and activation_mb"):
+        csv("a,1,1,1,1,1", header=f"{HEADER},output (MB)")
+    with pytest.raises(FileError, match="activation_gib is '1e10'"):
+        csv("a,1,1,1e10,1", header=HEADER.replace("activation_bytes", "activation_gib"))
+
+
 @pytest.mark.parametrize("separator", [",", ";", "\t"])
 def test_separators(separator: str) -> None:
     text = f"{HEADER}\r\na,1,2,3,4\r\n".replace(",", separator)
