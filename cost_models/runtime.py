@@ -43,6 +43,8 @@ class Runtime:
     """Whether a device may hold several stages."""
     any_order: bool = False
     """Whether it takes lists of actions: the schedules that are not pplan's own, too."""
+    receives_ahead: bool = False
+    """Whether a stage has buffers for what it receives in a whole step, from its beginning."""
     zero: frozenset[int] = frozenset({0})
     """The stages of ZeRO that it runs over the replicas of a stage of a pipeline."""
     no_zero: str = "it spreads nothing over replicas"
@@ -165,6 +167,7 @@ RUNTIMES: dict[str, Runtime] = {
             no_zero=_WHOLE_GRADIENTS,
             tied="any",
             any_order=True,
+            receives_ahead=True,
         ),
         Runtime(
             "huggingface",
@@ -178,7 +181,13 @@ RUNTIMES: dict[str, Runtime] = {
         _of_transformers("megatron", frozenset({"1f1b", "interleaved"}), **_MEGATRON),
         _of_transformers("megatron-bridge", frozenset({"1f1b", "interleaved"}), **_MEGATRON),
         _of_transformers(
-            "torchtitan", _TORCH, **_STATES_ALONE, no_zero=_WHOLE_GRADIENTS, any_order=True, **_NO_TIED
+            "torchtitan",
+            _TORCH,
+            **_STATES_ALONE,
+            no_zero=_WHOLE_GRADIENTS,
+            any_order=True,
+            receives_ahead=True,
+            **_NO_TIED,
         ),
         _of_transformers(
             "nemo-automodel",
@@ -186,6 +195,7 @@ RUNTIMES: dict[str, Runtime] = {
             **_STATES_ALONE,
             no_zero=_WHOLE_GRADIENTS,
             any_order=True,
+            receives_ahead=True,
             **_NO_TIED,
         ),
     )

@@ -12,7 +12,7 @@ from ..cost_models.topology import Topology
 from .alternatives import find_alternatives, larger_micro_batches, score_baselines
 from .infeasible import no_plan_fits
 from .joint_search import JointSearchResult, find_best_plan
-from .plan_document import list_problem_warnings, plan_without_comparison
+from .plan_document import list_buffer_warnings, list_problem_warnings, plan_without_comparison
 from .plan_file import Plan
 from .plan_options import PlanOptions
 from .plan_records import ProfileReference
@@ -79,8 +79,9 @@ def build_plan(
         raise no_plan_fits(problem)
     baselines, alternatives = score_baselines(problem, answer), find_alternatives(problem, answer)
     plan = plan_without_comparison(problem, best, answer.result, model=model, profile=profile)
-    own = list(list_prediction_limits(assemble(problem.space, best.proposal, best.recompute)))
-    of_sizes = larger_micro_batches(problem, best)
+    assembly = assemble(problem.space, best.proposal, best.recompute)
+    own = list(list_prediction_limits(assembly))
+    told = [*larger_micro_batches(problem, best), *list_buffer_warnings(problem, assembly)]
     compared = {row.size for row in baselines if row.size is not None}
     compared |= {divide_batch(other.micro_batch_size, other.replicas) for other in alternatives}
     others = [text for text in _outside(problem, compared) if text not in own]
@@ -88,7 +89,7 @@ def build_plan(
         update={
             "baselines": [row.record for row in baselines],
             "alternatives": alternatives,
-            "warnings": list(dict.fromkeys([*warnings, *list_problem_warnings(problem), *of_sizes, *own])),
+            "warnings": list(dict.fromkeys([*warnings, *list_problem_warnings(problem), *told, *own])),
             "notes": list(dict.fromkeys([*notes, *_notes(problem), *others])),
         }
     )

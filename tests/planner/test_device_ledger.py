@@ -12,6 +12,7 @@ import pytest
 from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.machines.catalogue import device_context
+from pplan.cost_models.quantities import format_bytes
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.build_plan import solve_problem
 from pplan.planner.plan_file import Plan
@@ -123,3 +124,36 @@ def test_adamw_in_mixed_precision_takes_16_bytes_a_parameter(chain: Chain) -> No
         read = Plan.parse(plan.to_json(), "toy.plan.json")
         found = simulate_plan(read, big, _machine("toy", limit))
         assert [own.terms for own in found.memory] == [stage.memory for stage in plan.stages]
+
+
+@pytest.mark.parametrize("runtime", [None, "torch", "torchtitan", "megatron", "deepspeed"])
+def test_buffers_of_a_whole_step_that_do_not_fit_are_told(make_chain: MakeChain, runtime: str | None) -> None:
+    """Of 1F1B's stage i of p by hand: what it receives of M micro-batches both ways, but for one of each and
+    the inputs of the p - i in flight, which the ledger has."""
+    chain, count = make_chain(3, 8, traffic=1e3, cuts=1.1), 32
+    heavy = replace(chain, cut_after=np.arange(8) % 2 == 1)
+    options: dict[str, Any] = {"mini_batch": count, "micro_batches": count, "schedule": "1f1b"}
+    options["cut_after"] = ("layer1", "layer3", "layer5")
+    free = _solved(heavy, _machine("CPU"), runtime="megatron", **options)
+    stages = len(free.stages)
+    assert stages == 4
+    limit = max(stage.memory_bytes for stage in free.stages)
+    plan = _solved(heavy, _machine("CPU"), runtime=runtime, memory_limit=limit, **options)
+    assert plan.balance == free.balance
+    costs, beyond = heavy.at(1), []
+    for number, stage in enumerate(plan.stages):
+        received = costs.output_bytes[stage.first_layer - 1] if number else 0.0
+        sent = costs.output_bytes[stage.last_layer] if number + 1 < stages else 0.0
+        held = (stages - number) * min(costs.saved_input_bytes[stage.first_layer], received)
+        more = (count - 1) * (received + sent) - held
+        beyond.append(stage.memory_bytes + more - limit)
+    told = [text for text in plan.warnings if "PyTorch's pipelining" in text]
+    if runtime in ("megatron", "deepspeed"):
+        assert not told
+    else:
+        assert max(beyond) > 0
+        assert f"may need {format_bytes(max(beyond))} more" in told[0]
+    roomy = _solved(
+        heavy, _machine("CPU"), runtime=runtime, memory_limit=limit + round(max(beyond)) + 1, **options
+    )
+    assert not [text for text in roomy.warnings if "PyTorch's pipelining" in text]
