@@ -105,6 +105,7 @@ def device_ledger(
     weight_versions: float | Sequence[float] = 1,
     copies: int = 1,
     context_bytes: float = 0,
+    ahead: bool = False,
 ) -> DeviceLedger:
     """The ledger of one device of `program`, with the terms of `memory.ledger`.
 
@@ -116,6 +117,7 @@ def device_ledger(
     (AvgPipe's reference). Activations, stage inputs and the workspace of the chunk at work are taken
     together, at the action at which their sum is largest; the optimizer's step as in `memory.ledger`.
     Transfers: the largest received and the largest sent tensor of a chunk; none between chunks of the device.
+    `ahead`: of all chunks, whose bytes are those of `memory.receive_ahead`.
     Raises UsageError.
     """
     usage = bytes_by_action(program, device, chunk_bytes, recompute)
@@ -127,7 +129,7 @@ def device_ledger(
         "activations": float(usage.activations[peak]),
         "stage_inputs": float(usage.stage_inputs[peak]),
         **({"pending_gradients": float(usage.pending_gradients[peak])} if program.splits_backward else {}),
-        "communication": _transfers(program, device, chunk_bytes) + training.exchange_bytes(whole),
+        "communication": _transfers(program, device, chunk_bytes, ahead) + training.exchange_bytes(whole),
         "workspace": float(usage.workspace[peak]),
     }
     alive = tuple(_alive(program, device, chunk_bytes, recompute, peak))
@@ -270,12 +272,14 @@ def _versions(
     return older + _merge_chunks(chunks).parameters / pipes * max(copies - pipes, 0)
 
 
-def _transfers(program: Program, device: int, chunks: Sequence[StageBytes]) -> float:
+def _transfers(program: Program, device: int, chunks: Sequence[StageBytes], ahead: bool) -> float:
     """The largest tensor that comes from the device before, and the largest that goes to the one after; with
     a backward in two parts PyTorch's buffers (see above), those of every chunk and micro-batch."""
     if program.splits_backward:
         shares = sum(program.share(micro_batch) for micro_batch in range(program.micro_batches))
         return shares * sum(float(2 * chunk.received + chunk.sent) for chunk in chunks)
+    if ahead:
+        return sum(float(chunk.received + chunk.sent) for chunk in chunks)
     received, sent = [0.0], [0.0]
     for pipe in program.pipes:
         for before, after in pairwise(pipe):

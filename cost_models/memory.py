@@ -8,7 +8,7 @@ straight ones, are counted action by action in `device_memory`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypedDict
 
@@ -231,6 +231,7 @@ class LedgerOptions(TypedDict, total=False):
     precision: Precision
     context_bytes: float
     moment: Moment
+    ahead: float
 
 
 def ledger(
@@ -245,6 +246,7 @@ def ledger(
     precision: Precision = FLOAT32,
     context_bytes: float = 0,
     moment: Moment = "any",
+    ahead: float = 0,
 ) -> dict[str, Amount]:
     """Bytes by term; their sum is what the stage needs.
 
@@ -257,6 +259,8 @@ def ledger(
     that wait under an asynchronous schedule (one with several weight versions): its term is what they need
     above them. `moment`: with "passes" without it, with "step" as they are then; both are lines of
     `in_flight`, and the ledger is the larger.
+    `ahead`: micro-batches of a step whose buffers are there from its beginning (see `receive_ahead`); 0: of
+    none but the one at work.
     `replicas`, `zero` and `precision` as of `Training`; `weight_versions` may be an average over layers.
     One micro-batch is at work at a time, whatever is in flight, so that the workspace is there once.
     GPipe runs the last micro-batch's backward first, so `except_last` keeps what `always` does but one stage
@@ -266,6 +270,7 @@ def ledger(
     Raises UsageError.
     """
     training = Training(optimizer, precision, replicas, zero)
+    stage = receive_ahead(stage, ahead) if ahead else stage
     terms = {
         **training.states(stage),
         "weight_versions": training.versions(stage, weight_versions),
@@ -287,6 +292,23 @@ def ledger(
             freed = terms["activations"] + terms["stage_inputs"] + stage.workspace
             terms["optimizer_step"] = step_excess(temporaries, waits, freed)
     return with_reserve(terms, context_bytes)
+
+
+def receive_ahead(stage: StageBytes, micro_batches: float) -> StageBytes:
+    """The bytes of a stage as PyTorch's pipelining has them where backwards are whole.
+
+    From the beginning of a step on it has buffers for what each of the step's micro-batches receives, inputs
+    and gradients (torch/distributed/pipelining/stage.py: `_setup_forward_recv_info`). Of a micro-batch in
+    flight the input lies in them; its output stays until its backward, and then the input's gradient until it
+    is sent, under GPipe with those of all others: each is counted with both, and one gradient besides.
+    """
+    return replace(
+        stage,
+        saved_input=np.maximum(stage.saved_input, stage.received) + stage.output,
+        input=stage.input + stage.output,
+        received=(micro_batches + 1) * stage.received,
+        sent=micro_batches * stage.sent,
+    )
 
 
 def with_reserve(terms: dict[str, Amount], context_bytes: float = 0) -> dict[str, Amount]:

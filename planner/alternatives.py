@@ -129,6 +129,8 @@ def _answers(own: Problem, answer: JointSearchResult) -> bool:
         return False  # it is none of those that are searched for the runtime
     if not _recomputes(runtime, best) or runtime.transfers != "overlapped" or not own.allows(best.proposal):
         return False
+    if runtime.receives_ahead and fastest(own.space, [best.proposal]) != best:
+        return False  # its buffers do not fit, or not without recomputation
     in_order = best.proposal.devices == _in_order(best)
     cut_points = list(own.space.table(own.chain.sizes[0]).cut_points)
     if not set(cut_points).issuperset(best.proposal.ends):

@@ -15,7 +15,7 @@ from ..cost_models.communication import exposed_all_reduce_seconds
 from ..cost_models.device_memory import device_ledger
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
-from ..cost_models.memory import StageBytes, Training
+from ..cost_models.memory import StageBytes, Training, receive_ahead
 from ..cost_models.optimizers import Precision
 from ..cost_models.port_sharing import AllReduceBytes, Hop, PortSharing, TopologyPorts
 from ..cost_models.precision import training_precision
@@ -61,6 +61,8 @@ class Assembly:
     zero: int = 0
     hosts: Hosts = "each"
     transfers: str = "overlapped"
+    receives_ahead: bool = False
+    """Whether the runtime has buffers of all micro-batches, as of `Runtime`."""
     profiles: Mapping[str, Chain] = field(default_factory=dict)
 
     def part_ranks(self, part: int) -> list[int]:
@@ -295,8 +297,14 @@ class Assembly:
             or self.schedule.weight_versions(device, self.program.devices, self.program.micro_batches),
             copies=self.schedule.copies,
             context_bytes=options["context_bytes"],
+            ahead=self._is_ahead,
         )
         return result.terms
+
+    @property
+    def _is_ahead(self) -> bool:
+        """A backward in two parts, which PyTorch alone runs, is counted with its buffers always."""
+        return self.receives_ahead and not self.program.splits_backward
 
     def smallest_device(self, device: int) -> Device:
         """Of replicas of several kinds the one with the least memory, which has to hold it, too."""
@@ -308,7 +316,8 @@ class Assembly:
     def chunk_bytes(self, device: int) -> list[StageBytes]:
         """Of each chunk of a device."""
         parts = [self.program.parts_by_slot[StageSlot(device, chunk)] for chunk in range(self.program.chunks)]
-        return [self.table(device).bytes_between(*self.bounds[part], zero=self.zero) for part in parts]
+        each = [self.table(device).bytes_between(*self.bounds[part], zero=self.zero) for part in parts]
+        return [receive_ahead(own, self.program.micro_batches) for own in each] if self._is_ahead else each
 
 
 @lru_cache(maxsize=16)

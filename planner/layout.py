@@ -157,6 +157,11 @@ class Layout:
         is_one = runtime is not None and runtime.one_process and runtime.runs(self.schedule.name)
         return "one" if is_one else "each"
 
+    @property
+    def receives_ahead(self) -> bool:
+        """Whether the plan is for a runtime with buffers for all micro-batches."""
+        return self.plan.runtime is not None and find_runtime(self.plan.runtime).receives_ahead
+
     @cached_property
     def bounds(self) -> list[tuple[int, int]]:
         """By part, the places it lies between."""

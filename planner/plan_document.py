@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from dataclasses import replace
 from typing import Literal
 
 from ..cost_models.errors import DefectError
@@ -10,7 +10,6 @@ from ..cost_models.machines.catalogue import is_gpu
 from ..cost_models.machines.topology_options import UNNAMED
 from ..cost_models.machines.topology_text import to_toml
 from ..cost_models.quantities import format_bytes
-from ..cost_models.schedules import Program
 from ..cost_models.topology import Topology
 from .assembly import Assembly
 from .candidate import ScoredPlan
@@ -118,43 +117,22 @@ def list_problem_warnings(problem: Problem) -> list[str]:
 
 
 def list_buffer_warnings(problem: Problem, assembly: Assembly) -> list[str]:
-    """That a device may lack room in PyTorch's pipelining, whose buffers for what it receives, activations
-    and gradients, are those of all micro-batches of a step (`PipelineStage._setup_forward_recv_info`), where
-    the runtime is one that has them, or any.
-
-    The ledger counts one micro-batch's, and what is in flight of the inputs. Where backwards are in two parts
-    it counts them all.
-    """
-    program, count = assembly.program, assembly.program.micro_batches
-    if program.splits_backward or not (problem.runtime is None or problem.runtime.receives_ahead):
+    """That a device of a plan for any runtime may lack room in PyTorch's pipelining, which has buffers for
+    what it receives in all micro-batches of a step (see `receive_ahead`)."""
+    if problem.runtime is not None or assembly.program.splits_backward:
         return []
-    most = 0.0, 0, 0.0
-    for device, ranks in enumerate(assembly.ranks):
-        chunks = assembly.chunk_bytes(device)
-        each = [float(own.received + own.sent) for own in chunks]
-        beyond = sum(assembly.ledger(device).values()) - problem.space.limit(ranks) + (count - 1) * sum(each)
-        if beyond > most[0]:
-            saves = assembly.recompute[device] == "never"
-            beyond -= sum(
-                _most_in_flight(program, device, chunk)
-                * min(float(own.saved_input if saves else own.input), float(own.received))
-                for chunk, own in enumerate(chunks)
-            )
-            most = max(most, (beyond, device, count * sum(each)))
-    beyond, device, buffers = most
+    ahead = replace(assembly, receives_ahead=True)
+    beyond, device = max(
+        (sum(ahead.ledger(device).values()) - problem.space.limit(ranks), -device)
+        for device, ranks in enumerate(assembly.ranks)
+    )
     if beyond <= 0:
         return []
     return [
-        f"in PyTorch's pipelining device {assembly.ranks[device][0]} may need {format_bytes(beyond)} more "
-        f"than its limit: it has buffers for what a stage receives in all {count} micro-batches, "
-        f"{format_bytes(buffers)}, of which the ledger counts those in flight; half of the global batch at "
-        "a time, or a plan for less `memory`, leaves room"
+        f"in PyTorch's pipelining device {assembly.ranks[-device][0]} needs {format_bytes(beyond)} more than "
+        f"its limit: it has buffers for what a stage receives in all {assembly.program.micro_batches} "
+        "micro-batches of a step; `runtime` torch plans with them"
     ]
-
-
-def _most_in_flight(program: Program, device: int, chunk: int) -> int:
-    changes = [1 if own.kind == "F" else -1 for own in program.actions[device] if own.chunk == chunk]
-    return max(accumulate(changes), default=0)
 
 
 def _default_mini_batch(problem: Problem) -> DefaultMiniBatch | None:

@@ -147,6 +147,7 @@ def assemble_layout(layout: Layout, topology: Topology, profiles: Mapping[str, C
         zero=layout.plan.zero,
         hosts=layout.hosts,
         transfers=layout.overrides.transfers,
+        receives_ahead=layout.receives_ahead,
         profiles=profiles,
     )
 

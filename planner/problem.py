@@ -175,6 +175,7 @@ class Problem:
             },
             limits=limits,
             budget=self.budget,
+            mini_batch=self.mini_batch if self.runtime is not None and self.runtime.receives_ahead else None,
         )
 
     @cached_property

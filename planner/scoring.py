@@ -234,6 +234,7 @@ def assemble(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> As
         zero=space.zero,
         hosts=space.hosts,
         transfers="overlapped" if runtime is None else runtime.transfers,
+        receives_ahead=space.mini_batch is not None,
         profiles=space.profiles,
     )
 

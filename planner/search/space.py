@@ -64,6 +64,8 @@ class Space:
     limits: CutLimits = field(default_factory=CutLimits)
     budget: SearchBudget = field(default_factory=SearchBudget)
     """What everything that is done with the space may take."""
+    mini_batch: int | None = None
+    """Samples of a step, where the runtime has buffers for all of them; else None."""
     _tables: dict[tuple[str, float], StageTable] = field(default_factory=dict, init=False)
     _group_costs: dict[object, ReplicaGroupCosts] = field(default_factory=dict, init=False)
     _joined: dict[tuple[object, ...], object] = field(default_factory=dict, init=False)
@@ -298,7 +300,10 @@ class Space:
             exposed_allreduce=exposed_allreduce,
             limit=self.limit(devices),
             optimizer=self.optimizer,
-            ledger=ledger_options(least, self.dtype, self.number_bytes, self.zero),
+            ledger={
+                **ledger_options(least, self.dtype, self.number_bytes, self.zero),
+                "ahead": 0 if self.mini_batch is None else self.mini_batch / size,
+            },
             least_tied=self.least_tied(self.table(per_replica_batch), len(devices)),
         )
 

@@ -11,7 +11,7 @@ from .orders import SYNCHRONOUS, make_order
 from .pipeline import Figures
 from .report import EXACT, ROUNDING, TOLERANCE, LineCheck, ReportBuilder
 from .stated_training import optimizer_kernels
-from .verification_inputs import VerificationInputs, check_runtime_rules, one_process
+from .verification_inputs import VerificationInputs, check_runtime_rules, one_process, receives_ahead
 
 _ONE_STAGE = re.compile(
     r"(?:1 stage, replicas (\d{1,9}); )?(\d{1,9}) x (\d{1,9}), ([\w-]+), recompute ([a-z ]+)"
@@ -137,7 +137,18 @@ def _alternative(check: LineCheck, inputs: VerificationInputs, names: list[str],
         check,
         inputs,
         table,
-        _Shape(schedule, balance, replicas, count, size, parts, modes, one_process(names[0]), kernels),
+        _Shape(
+            schedule,
+            balance,
+            replicas,
+            count,
+            size,
+            parts,
+            modes,
+            one_process(names[0]),
+            receives_ahead(plan.runtime if parts > 1 else names[0]),
+            kernels,
+        ),
     )
 
 
@@ -154,8 +165,10 @@ class _Shape:
         parts: int,
         modes: tuple[str, ...],
         launches: bool,
+        ahead: bool,
         kernels: str,
     ) -> None:
+        self.ahead = ahead
         self.schedule, self.replicas, self.size, self.modes = schedule, replicas, size, modes
         self.ends, self.launches, self.kernels = tuple(accumulate(balance)), launches, kernels
         self.order = make_order(schedule, len(balance) // parts, count, parts)
@@ -172,6 +185,7 @@ class _Shape:
             devices=tuple(tuple(range(own * self.replicas, (own + 1) * self.replicas)) for own in places),
             modes=self.modes,
             one_process=self.launches,
+            receives_ahead=self.ahead,
             training=replace(base.training, kernels=self.kernels),
         )
 

@@ -8,7 +8,7 @@ together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from .layer_costs import PENDING, Layers
@@ -45,6 +45,21 @@ class PartBytes:
     pending: float = 0.0
     dropped: float = 0.0
     layer_workspace: float = 0.0
+    saved_input: float = 0.0
+    """Of `waiting`."""
+
+    def with_buffers(self, micro_batches: int) -> PartBytes:
+        """In PyTorch's pipelining, with whole backwards: every micro-batch of a step has a buffer for what
+        comes in, where inputs in flight lie, and one for the gradient of what goes out; what goes out of those
+        in flight, and the gradient of what came in, are there besides, and one gradient more."""
+        again = max(self.received - self.saved_input, 0.0)
+        return replace(
+            self,
+            waiting=self.waiting + again + self.output,
+            input=self.input + self.output,
+            received=self.received * (micro_batches + 1),
+            sent=self.sent * micro_batches,
+        )
 
 
 def part_bytes(layers: Layers, first: int, end: int, size: int) -> PartBytes:
@@ -66,6 +81,7 @@ def part_bytes(layers: Layers, first: int, end: int, size: int) -> PartBytes:
         trainable=float(layers.trainable[own].sum()) + copied,
         buffers=float(layers.buffers[own].sum()) + buffers,
         waiting=float(saved.sum() + costs["saved_input_bytes"][first]),
+        saved_input=float(costs["saved_input_bytes"][first]),
         input=received if first else layers.input_bytes_per_sample * size,
         received=received,
         sent=output if end < len(layers) else 0.0,
@@ -114,10 +130,14 @@ def compute_ledger(
     weight_versions: Sequence[float],
     copies: int,
     context_bytes: float,
+    ahead: bool = False,
 ) -> Ledger:
     """The ledger of one device. `chunks`: the parts of the layers that it has. `replicas`: devices that sum
     the same gradients. `weight_versions`: of each part, or one for all. `copies`: of the weights that the
-    schedule keeps, of which each route trains one."""
+    schedule keeps, of which each route trains one. `ahead`: whether PyTorch runs it."""
+    ahead = ahead and not _is_split(order)
+    if ahead:
+        chunks = [own.with_buffers(len(order.shares)) for own in chunks]
     parameters, trainable = (sum(getattr(own, key) for own in chunks) for key in ("parameters", "trainable"))
     gradients = trainable * training.gradient / training.weight
     most = _largest_terms(order, device, chunks, recompute)
@@ -133,7 +153,7 @@ def compute_ledger(
         "weight_versions": older + parameters / routes * max(copies - routes, 0),
         "activations": most[0][0],
         "stage_inputs": most[0][1],
-        "communication": _at_cuts(order, device, chunks)
+        "communication": _at_cuts(order, device, chunks, ahead=ahead)
         + _exchange_bytes(chunks, training, replicas, gradients),
         "workspace": most[0][3],
     }
@@ -175,12 +195,14 @@ def _is_split(order: ScheduleOrder) -> bool:
     return any(kind == "W" for own in order.lists for kind, _, _ in own)
 
 
-def _at_cuts(order: ScheduleOrder, device: int, chunks: list[PartBytes]) -> float:
+def _at_cuts(order: ScheduleOrder, device: int, chunks: list[PartBytes], *, ahead: bool) -> float:
     """The largest tensor that comes from another device, and the largest that goes to one. Where backwards
     are in two parts, PyTorch has for every micro-batch of the step and every part of the device what comes
     in, its gradient, and the gradient of what goes out."""
     if _is_split(order):
         return sum(order.shares) * sum(own.received * 2 + own.sent for own in chunks)
+    if ahead:
+        return sum(own.received + own.sent for own in chunks)
     received = sent = 0.0
     for route in order.routes:
         for (before, left), (after, right) in pairwise(route):

@@ -47,6 +47,7 @@ class Figures:
     machine: StatedMachine
     training: StatedTraining
     shared_ports: bool = True
+    receives_ahead: bool = False
 
     @cached_property
     def ranks(self) -> list[tuple[int, ...]]:
@@ -161,6 +162,7 @@ class Figures:
             weight_versions=weight_versions,
             copies=COPIES.get(self.schedule, 1),
             context_bytes=least.context_bytes,
+            ahead=self.receives_ahead,
         )
 
     def part_ranks(self, part: int) -> list[int]:

@@ -26,7 +26,8 @@ class Rules:
     stages, and has the devices of one machine. `by_stage`: each stage may recompute or not for itself.
     `trains_all`: a stage without anything to train is refused. `parts`: several of the layers on a device.
     `zero`: the stages of ZeRO over the replicas of a stage. `shares`: weights that several stages may use,
-    any, those of the first and the last stage ("ends"), or none. `lists`: it runs any lists of actions."""
+    any, those of the first and the last stage ("ends"), or none. `lists`: it runs any lists of actions, as
+    PyTorch's pipelining does, which has buffers for what a stage receives in a whole step."""
 
     schedules: frozenset[str]
     recompute: frozenset[str]
@@ -62,6 +63,11 @@ RULES = {
 def one_process(runtime: str | None) -> bool:
     """Whether one process launches the work of all stages."""
     return runtime in RULES and RULES[runtime].one_process
+
+
+def receives_ahead(runtime: str | None) -> bool:
+    """Whether it is PyTorch's pipelining that runs the stages."""
+    return runtime in RULES and RULES[runtime].lists
 
 
 def check_runtime_rules(
@@ -134,6 +140,7 @@ class VerificationInputs:
             devices=tuple(stage.devices for stage in plan.stages),
             modes=plan.modes,
             one_process=one_process(plan.runtime),
+            receives_ahead=receives_ahead(plan.runtime),
             layers=layers,
             profiles=self.profiles,
             machine=machine,

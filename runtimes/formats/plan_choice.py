@@ -55,15 +55,16 @@ def document_fields(plan: Plan, choice: Choice, runtime: str) -> dict[str, Any]:
 def choose(plan: Plan, runtime: Runtime) -> tuple[Choice, str | None]:
     """The plan, or the least step_seconds of its alternatives that `runtime` runs, and then a remark on it.
 
-    Where one process drives all stages, a plan that was not made for such a runtime gives way to the
-    alternative that was: only that one counts the launches of all stages one after another.
+    Where one process drives all stages, or a stage has buffers for all micro-batches, a plan that was not
+    made for such a runtime gives way to the alternative that was: only that one counts them.
 
     The remark is a sentence for standard error: what was taken, its step time, and why not the plan.
     Raises ExportError where there is nothing to take.
     """
     reasons = refusals(plan, runtime)
     usable = [alternative for alternative in plan.alternatives if _runs_alternative(runtime, alternative)]
-    if not reasons and not (usable and _launches_apart(plan, runtime)):
+    uncounted = _uncounted(plan, runtime)
+    if not reasons and not (usable and uncounted):
         return _plan_choice(plan), None
     if not usable:
         raise ExportError(
@@ -77,13 +78,18 @@ def choose(plan: Plan, runtime: Runtime) -> tuple[Choice, str | None]:
     elif _same_cuts(plan, best):
         return _alternative_choice(best), None
     else:
-        why = f"{runtime.name} launches all stages from one process, which the plan's step does not count"
+        why = f"{runtime.name} {uncounted}"
     return _alternative_choice(best), _remark(plan, runtime, why, best)
 
 
-def _launches_apart(plan: Plan, runtime: Runtime) -> bool:
-    """Whether `runtime` drives all stages from one process and the plan counts a process a device."""
-    return runtime.one_process and (plan.runtime is None or not find_runtime(plan.runtime).one_process)
+def _uncounted(plan: Plan, runtime: Runtime) -> str:
+    """What `runtime` does and the plan, made for another or for any, does not count; empty for nothing."""
+    made_for = None if plan.runtime is None else find_runtime(plan.runtime)
+    if runtime.one_process and not (made_for and made_for.one_process):
+        return "launches all stages from one process, which the plan's step does not count"
+    if runtime.receives_ahead and not (made_for and made_for.receives_ahead):
+        return "has buffers for all micro-batches of a step, which the plan's memory does not count"
+    return ""
 
 
 def _same_cuts(plan: Plan, other: Alternative) -> bool:

@@ -127,33 +127,38 @@ def test_adamw_in_mixed_precision_takes_16_bytes_a_parameter(chain: Chain) -> No
 
 
 @pytest.mark.parametrize("runtime", [None, "torch", "torchtitan", "megatron", "deepspeed"])
-def test_buffers_of_a_whole_step_that_do_not_fit_are_told(make_chain: MakeChain, runtime: str | None) -> None:
-    """Of 1F1B's stage i of p by hand: what it receives of M micro-batches both ways, but for one of each and
-    the inputs of the p - i in flight, which the ledger has."""
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_buffers_of_a_whole_step(make_chain: MakeChain, runtime: str | None, recompute: str) -> None:
+    """Of 1F1B's stage i of p by hand, where PyTorch runs it: M buffers of what it receives both ways, in
+    which the p - i inputs in flight lie; of each of these an output and a gradient. Others have one of each.
+    """
     chain, count = make_chain(3, 8, traffic=1e3, cuts=1.1), 32
     heavy = replace(chain, cut_after=np.arange(8) % 2 == 1)
     options: dict[str, Any] = {"mini_batch": count, "micro_batches": count, "schedule": "1f1b"}
-    options["cut_after"] = ("layer1", "layer3", "layer5")
-    free = _solved(heavy, _machine("CPU"), runtime="megatron", **options)
-    stages = len(free.stages)
-    assert stages == 4
-    limit = max(stage.memory_bytes for stage in free.stages)
-    plan = _solved(heavy, _machine("CPU"), runtime=runtime, memory_limit=limit, **options)
-    assert plan.balance == free.balance
-    costs, beyond = heavy.at(1), []
-    for number, stage in enumerate(plan.stages):
-        received = costs.output_bytes[stage.first_layer - 1] if number else 0.0
-        sent = costs.output_bytes[stage.last_layer] if number + 1 < stages else 0.0
-        held = (stages - number) * min(costs.saved_input_bytes[stage.first_layer], received)
-        more = (count - 1) * (received + sent) - held
-        beyond.append(stage.memory_bytes + more - limit)
-    told = [text for text in plan.warnings if "PyTorch's pipelining" in text]
-    if runtime in ("megatron", "deepspeed"):
-        assert not told
-    else:
-        assert max(beyond) > 0
-        assert f"may need {format_bytes(max(beyond))} more" in told[0]
-    roomy = _solved(
-        heavy, _machine("CPU"), runtime=runtime, memory_limit=limit + round(max(beyond)) + 1, **options
-    )
-    assert not [text for text in roomy.warnings if "PyTorch's pipelining" in text]
+    options |= {"cut_after": ("layer1", "layer3", "layer5"), "recompute": recompute}
+    few = [
+        stage.memory_bytes for stage in _solved(heavy, _machine("CPU"), runtime="megatron", **options).stages
+    ]
+    costs, many = heavy.at(1), []
+    for number, own in enumerate(few):
+        first, last = 2 * number, 2 * number + 1
+        received = costs.output_bytes[first - 1] if number else 0.0
+        sent = costs.output_bytes[last] if number < 3 else 0.0
+        held = np.maximum(received - costs.saved_input_bytes[first], 0.0) + costs.output_bytes[last]
+        waits = held if recompute == "never" else costs.output_bytes[last]
+        again = 0.0 if recompute == "never" else held
+        more = count * received + (count - 1) * sent + (4 - number) * waits + again
+        many.append(own + 1.05 * more)
+    plan = _solved(heavy, _machine("CPU"), runtime=runtime, **options)
+    ahead = runtime in ("torch", "torchtitan")
+    assert [own.memory_bytes for own in plan.stages] == pytest.approx(many if ahead else few, abs=8)
+    limit = max(few) + 16
+    assert max(many) > limit + 16
+    if ahead:
+        with pytest.raises(InfeasibleError):
+            _solved(heavy, _machine("CPU"), runtime=runtime, memory_limit=round(max(many)) - 16, **options)
+        return
+    tight = _solved(heavy, _machine("CPU"), runtime=runtime, memory_limit=limit, **options)
+    told = [text for text in tight.warnings if "PyTorch's pipelining" in text]
+    assert bool(told) == (runtime is None)
+    assert all(f"needs {format_bytes(round(max(many) - limit))} more" in text for text in told)

@@ -73,7 +73,8 @@ def cut_problem(assemblies: Mapping[str, Assembly]) -> dict[str, Any]:
         "micro_batches": assembly.program.micro_batches,
         "mini_batch": assembly.program.micro_batches * assembly.size,
         "schedules": {
-            name: {"recompute": list(own.recompute), "hosts": own.hosts} for name, own in assemblies.items()
+            name: {"recompute": list(own.recompute), "hosts": own.hosts, "ahead": own.receives_ahead}
+            for name, own in assemblies.items()
         },
         "cut_after": [int(allowed) for allowed in assembly.chain.cut_after],
         "tables": [_layer_figures(own) for own in tables.costs],

@@ -298,7 +298,7 @@
   }
 
   /** What a micro-batch holds on a stage, and what the stage's weights and passes need besides. */
-  function stageBytes(problem, stage, first, last) {
+  function stageBytes(problem, schedule, stage, first, last) {
     const table = problem.tables[problem.stages[stage].table];
     const saved = sum(table.saved, first, last), received = first ? table.output[first - 1] : 0;
     let peak = 0, before = 0, buffers = sum(problem.buffers, first, last);
@@ -309,17 +309,27 @@
     for (const [bytes, layers] of problem.shared_buffers) {
       if (layers[0] < first && layers.some((layer) => layer >= first && layer <= last)) buffers += bytes;
     }
-    return {
+    const bytes = {
       parameters: sum(problem.parameters, first, last), trainable: sum(problem.trainable, first, last), buffers,
       whole: saved + table.saved_input[first], input: first ? received : table.input_bytes, received,
       sent: last < problem.trainable.length - 1 ? table.output[last] : 0,
       workspace: Math.max(peak - saved, 0), largest: most(problem.largest, first, last),
     };
+    if (!problem.schedules[schedule].ahead) return bytes;
+    return receiveAhead(bytes, table.saved_input[first], table.output[last], problem.micro_batches);
+  }
+
+  /** With buffers for what all micro-batches of a step receive, as in PyTorch's pipelining. */
+  function receiveAhead(bytes, savedInput, output, microBatches) {
+    return {
+      ...bytes, whole: bytes.whole + Math.max(bytes.received - savedInput, 0) + output, input: bytes.input + output,
+      received: (microBatches + 1) * bytes.received, sent: microBatches * bytes.sent,
+    };
   }
 
   /** Bytes of a device as it holds most, all terms of the ledger; and as each of its actions runs and is done. */
   function stageMemory(problem, schedule, list, stage, first, last) {
-    const own = problem.stages[stage], factors = own.memory, bytes = stageBytes(problem, stage, first, last);
+    const own = problem.stages[stage], factors = own.memory, bytes = stageBytes(problem, schedule, stage, first, last);
     const mode = problem.schedules[schedule].recompute[stage], microBatches = problem.micro_batches;
     const during = [], after = [];
     let saving = 0, waiting = 0, peak = -1;
