@@ -81,7 +81,7 @@ def build_plan(
     plan = plan_without_comparison(problem, best, answer.result, model=model, profile=profile)
     assembly = assemble(problem.space, best.proposal, best.recompute)
     own = list(list_prediction_limits(assembly))
-    told = [*larger_micro_batches(problem, best), *list_buffer_warnings(problem, assembly)]
+    limits = [*larger_micro_batches(problem, best), *list_buffer_warnings(problem, assembly)]
     compared = {row.size for row in baselines if row.size is not None}
     compared |= {divide_batch(other.micro_batch_size, other.replicas) for other in alternatives}
     others = [text for text in _outside(problem, compared) if text not in own]
@@ -89,7 +89,7 @@ def build_plan(
         update={
             "baselines": [row.record for row in baselines],
             "alternatives": alternatives,
-            "warnings": list(dict.fromkeys([*warnings, *list_problem_warnings(problem), *told, *own])),
+            "warnings": list(dict.fromkeys([*warnings, *list_problem_warnings(problem), *limits, *own])),
             "notes": list(dict.fromkeys([*notes, *_notes(problem), *others])),
         }
     )

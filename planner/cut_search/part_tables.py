@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.hardware import Device
-from ...cost_models.memory import Amount, Training, receive_ahead, total, with_reserve
+from ...cost_models.memory import Amount, Training, total, with_reserve
 from ...cost_models.schedules import Program, StageSlot
 from ...cost_models.simulator.costs import Costs, Hosts
 from ..candidate import Proposal
@@ -256,9 +256,8 @@ class _TableMaker:
 
     def _least_bytes(self, slot: StageSlot, mode: str, kinds: Sequence[Device]) -> Floats:
         program, space, table = self.shape.program, self.space, self._table(slot.device)
-        stage = replace(table.stage_bytes, gathered=None)
-        if space.mini_batch is not None and not program.splits_backward:
-            stage = receive_ahead(stage, program.micro_batches)
+        count = 0 if program.splits_backward else program.micro_batches
+        stage = space.with_buffers(replace(table.stage_bytes, gathered=None), count)
         part = program.parts_by_slot[slot]
         holders = {rank for pipe in program.pipes for rank in self.shape.ranks[pipe[part].device]}
         context = min(float(ledger_options(kind, space.dtype)["context_bytes"]) for kind in kinds)
@@ -326,8 +325,7 @@ class _TableMaker:
         """By slot, the most micro-batches whose forward has begun and whose last backward has not ended."""
         program, most = self.shape.program, dict[StageSlot, float]()
         if "most_in_flight" in program.derived:
-            counts: dict[StageSlot, float] = program.derived["most_in_flight"]
-            return counts
+            return dict[StageSlot, float](program.derived["most_in_flight"])
         for device, own in enumerate(program.actions):
             split = {action[1:] for action in own if action.kind == "W"}
             level = dict[int, float]()

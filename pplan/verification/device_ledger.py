@@ -50,8 +50,8 @@ class PartBytes:
 
     def with_buffers(self, micro_batches: int) -> PartBytes:
         """In PyTorch's pipelining, with whole backwards: every micro-batch of a step has a buffer for what
-        comes in, where inputs in flight lie, and one for the gradient of what goes out; what goes out of those
-        in flight, and the gradient of what came in, are there besides, and one gradient more."""
+        comes in, where inputs in flight lie, and one for the gradient of what goes out; what goes out of
+        those in flight, and the gradient of what came in, are there besides, and one gradient more."""
         again = max(self.received - self.saved_input, 0.0)
         return replace(
             self,
