@@ -173,8 +173,8 @@ class Space:
         return latency, seconds * min(len(senders), len(receivers))
 
     def with_buffers(self, stage: StageBytes, micro_batches: int) -> StageBytes:
-        """The bytes of a stage as the runtime has them, with buffers for so many micro-batches; 0: for none, as
-        those of a backward in two parts are counted by themselves."""
+        """The bytes of a stage as the runtime has them, with buffers for so many micro-batches; 0: for none,
+        as those of a backward in two parts are counted by themselves."""
         return receive_ahead(stage, micro_batches) if self.mini_batch and micro_batches else stage
 
     def limit(self, devices: Sequence[int]) -> float:
