@@ -87,7 +87,9 @@ def _uncounted(plan: Plan, runtime: Runtime) -> str:
     made_for = None if plan.runtime is None else find_runtime(plan.runtime)
     if runtime.one_process and not (made_for and made_for.one_process):
         return "launches all stages from one process, which the plan's step does not count"
-    if runtime.receives_ahead and not (made_for and made_for.receives_ahead):
+    # The alternative is of these schedules: it is the plan itself where that fits with the buffers.
+    counts = plan.schedule not in LINEAR or (made_for is not None and made_for.receives_ahead)
+    if runtime.receives_ahead and not counts:
         return "has buffers for all micro-batches of a step, which the plan's memory does not count"
     return ""
 
