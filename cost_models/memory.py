@@ -300,12 +300,14 @@ def receive_ahead(stage: StageBytes, micro_batches: float) -> StageBytes:
     From the beginning of a step on it has buffers for what each of the step's micro-batches receives, inputs
     and gradients (torch/distributed/pipelining/stage.py: `_setup_forward_recv_info`). Of a micro-batch in
     flight the input lies in them; its output stays until its backward, and then the input's gradient until it
-    is sent, under GPipe with those of all others: each is counted with both, and one gradient besides.
+    is sent, under GPipe with those of all others: each is counted with both, and one gradient besides. A
+    stage without neighbours is as it was.
     """
+    output = np.where(stage.received + stage.sent > 0, stage.output, 0.0)
     return replace(
         stage,
-        saved_input=np.maximum(stage.saved_input, stage.received) + stage.output,
-        input=stage.input + stage.output,
+        saved_input=np.maximum(stage.saved_input, stage.received) + output,
+        input=stage.input + output,
         received=(micro_batches + 1) * stage.received,
         sent=micro_batches * stage.sent,
     )

@@ -53,10 +53,11 @@ class PartBytes:
         comes in, where inputs in flight lie, and one for the gradient of what goes out; what goes out of
         those in flight, and the gradient of what came in, are there besides, and one gradient more."""
         again = max(self.received - self.saved_input, 0.0)
+        output = self.output if self.received or self.sent else 0.0
         return replace(
             self,
-            waiting=self.waiting + again + self.output,
-            input=self.input + self.output,
+            waiting=self.waiting + again + output,
+            input=self.input + output,
             received=self.received * (micro_batches + 1),
             sent=self.sent * micro_batches,
         )

@@ -162,3 +162,9 @@ def test_buffers_of_a_whole_step(make_chain: MakeChain, runtime: str | None, rec
     told = [text for text in tight.warnings if "PyTorch's pipelining" in text]
     assert bool(told) == (runtime is None)
     assert all(f"needs {format_bytes(round(max(many) - limit))} more" in text for text in told)
+
+
+def test_a_stage_without_neighbours_has_no_buffers(make_chain: MakeChain) -> None:
+    whole = replace(make_chain(3, 4, traffic=1e3), cut_after=np.zeros(4, dtype=np.bool_))
+    plans = [_solved(whole, _machine("CPU"), runtime=name, mini_batch=16) for name in ("torch", "megatron")]
+    assert plans[0].stages[0].memory == plans[1].stages[0].memory

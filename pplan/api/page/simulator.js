@@ -321,6 +321,7 @@
 
   /** With buffers for what all micro-batches of a step receive, as in PyTorch's pipelining. */
   function receiveAhead(bytes, savedInput, output, microBatches) {
+    if (!(bytes.received || bytes.sent)) return bytes;
     return {
       ...bytes, whole: bytes.whole + Math.max(bytes.received - savedInput, 0) + output, input: bytes.input + output,
       received: (microBatches + 1) * bytes.received, sent: microBatches * bytes.sent,
