@@ -62,7 +62,8 @@ def _states(plan: Plan) -> str:
 
 
 def _interval(prediction: Prediction) -> str:
-    """The prediction's interval, ` (80 % interval 12.1 to 12.9 ms)`, where it is wide enough to print."""
+    """Where the step lies as the measured layers vary, ` (12.1 to 12.9 ms in 80 % of draws of its layers'
+    times)`, where that is wide enough to print. What else differs between steps is not in it."""
     if prediction.low_seconds is None or prediction.high_seconds is None:
         return ""
     low, high = format_seconds(prediction.low_seconds), format_seconds(prediction.high_seconds)
@@ -72,7 +73,8 @@ def _interval(prediction: Prediction) -> str:
     ends = f"{number if high.endswith(f' {unit}') else low} to {high}"
     # The step is that of the layers' medians; of many stages some one is late in nearly every step.
     late = prediction.low_seconds > prediction.step_seconds and low != format_seconds(prediction.step_seconds)
-    return f" (80 % interval {ends}{', as some stage is late in most steps' if late else ''})"
+    reason = ", as some stage is late in most" if late else ""
+    return f" ({ends} in 80 % of draws of its layers' times{reason})"
 
 
 def _proof(plan: Plan) -> str:
