@@ -150,6 +150,6 @@ def test_a_table_of_layers_that_several_devices_share(run: Run, here: Path) -> N
     ran = run(*asked, "--tp", "4")
     assert (ran.status, "--tp 4: the profile has no costs of layers that 4 devices" in ran.err) == (2, True)
     ran = run(*asked, "toy.profile.json", "toy.profile.json")
-    assert (ran.status, "two profiles for tp=1" in ran.err) == (2, True)
+    assert (ran.status, "two profiles for --tp 1" in ran.err) == (2, True)
     ran = run(*asked, "toy.profile.json", "toy.profile.json", "--frontier")
     assert (ran.status, "--frontier with 2 profiles: it takes one" in ran.err) == (2, True)
