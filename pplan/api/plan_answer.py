@@ -107,7 +107,7 @@ def _rival_answer(plan: Plan, rival: Baseline) -> str:
     step = rival.step_seconds or 0.0
     unable = rival.name == "data-parallel" and plan.runtime and plan.gpus and not _replicates(plan)
     reason = f"{plan.runtime} does not run it" if unable else "the options given leave it out"
-    return f"{_rival(plan, rival)}{on} is the fastest: {_figures(step, plan.mini_batch / step)}; {reason}."
+    return f"{_rival(plan, rival)}{on} is faster: {_figures(step, plan.mini_batch / step)}; {reason}."
 
 
 def _rival(plan: Plan, rival: Baseline) -> str:
@@ -186,6 +186,6 @@ def _other_batches(default: DefaultMiniBatch) -> str:
 
 def _other_batch(other: OtherMiniBatch) -> str:
     if other.step_seconds is None or other.samples_per_second is None:
-        return f"with {other.mini_batch}: no plan"
+        return f"with {other.mini_batch}: no plan was found"
     step, rate = format_seconds(other.step_seconds), three_digits(other.samples_per_second)
     return f"with {other.mini_batch}: {step}, {rate} samples/s"

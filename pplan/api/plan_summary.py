@@ -91,16 +91,18 @@ def _proof(plan: Plan) -> str:
 
 
 def _objective_proof(plan: Plan, aim: Aim) -> str:
-    """The bound on what is aimed at, and on the step."""
-    step = f"no plan is faster than {format_seconds(plan.prediction.lower_bound_seconds)} a step"
+    """The bound on what is aimed at, and on the step: each with the plans that it is about."""
+    bound = f"is faster than {format_seconds(plan.prediction.lower_bound_seconds)} a step"
+    step = f"none of these plans {bound}"
     if not aim.lower_bound:
-        return f"Best found; not proven: {aim.detail}. Proven: {step}."
+        covers = f" ({plan.prediction.bound_covers})" if plan.prediction.bound_covers else ""
+        return f"Best found; not proven: {aim.detail}. Proven: no plan of the search space{covers} {bound}."
     about = "; ".join(part for part in (aim.covers, aim.detail) if part)
     among = f" ({about})" if about else ""
     if aim.exact:
         return f"Optimal in the search space{among}: none of these plans has less. Proven: {step}."
-    gap, bound = percent(aim.value / aim.lower_bound - 1), _amount(aim, aim.lower_bound)
-    return f"Best found; at most {gap} from the proven bound of {bound}{among}. Proven: {step}."
+    gap, least = percent(aim.value / aim.lower_bound - 1), _amount(aim, aim.lower_bound)
+    return f"Best found; at most {gap} from the proven bound of {least}{among}. Proven: {step}."
 
 
 def objective_value(aim: Aim) -> str:

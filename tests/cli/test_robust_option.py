@@ -53,6 +53,9 @@ def test_the_robust_plan(measured: Path, here: Path, run: Callable[..., Any]) ->
     text = " ".join(ran.out.split())
     assert "is the fastest at the 90th percentile of those scored" in text
     assert "in 80 % of draws" in text
+    covers = plan.prediction.bound_covers
+    assert covers
+    assert f"Proven: no plan of the search space ({covers}) is faster than" in text
     assert "compared at the 90th percentile of their step" in text
     again = pplan.solve(
         Profile.load(measured), gpus=2, mini_batch=8, bandwidth=0.1e9, latency=1e-6, robust=True
