@@ -162,6 +162,20 @@ def test_a_plan_says_where_several_processes_launch_for_longer_than_their_device
     assert not launch_warnings(100.0, runtime="torchgpipe")[1]
 
 
+def test_a_step_that_waits_for_links_is_not_said_to_wait_for_hosts(make_chain: MakeChain) -> None:
+    """Each process launches for longer than its device computes, and each transfer takes far longer."""
+    chain = make_chain(4, 2, cuts=1.1)
+    hosts = 2 * chain.backward_seconds
+    slow = replace(chain, forward_host_seconds=hosts, backward_host_seconds=hosts)
+    options = {"mini_batch": 4, "micro_batches": 4, "schedule": "1f1b", "cut_after": ("layer0",)}
+    for latency, is_said in ((0.0, True), (1e5, False)):
+        link = Link(1e9, latency)
+        topology = two_level_topology(Device("toy", None), 2, 8, link, link)
+        plan = solved(slow, topology, **options)
+        assert len(plan.stages) == 2
+        assert any("waits for the hosts" in text for text in plan.warnings) == is_said
+
+
 @pytest.mark.slow
 def test_fewer_gpus_when_links_are_slow(make_chain: MakeChain) -> None:
     topology = two_level_topology(Device("toy", None), 3, 8, Link(1.0, 10.0), Link(1.0, 10.0))
