@@ -43,7 +43,7 @@ from mutants.operators import Mutant, mutants, mutated_code
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("cost_models", "planner")
-TESTS = ("tests/cost_models", "tests/planner", "tests/verification", "tests/proofs", "tests/api", "tests/cli")
+TESTS = ("tests/cost_models", "tests/planner", "tests/verification", "tests/proofs")
 WARM = ("numpy", "pydantic", "networkx", "torch", "typer", "rich.console")
 """Imported once; nothing of pplan."""
 TIMES, LEAST_SECONDS, MOST_BYTES = 3, 30, 12 * 2**30
