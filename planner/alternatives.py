@@ -89,13 +89,13 @@ def _interleaved_alternatives(problem: Problem, answer: JointSearchResult) -> It
             kinds.setdefault((runtime.receives_ahead, step_kernels(problem.device, name)), []).append(name)
     for names in kinds.values():
         own = _for_runtime(problem, names[0], INTERLEAVED)
-        made = None if own is None else fastest(own.space, [plan.proposal])
-        if own is None or made is None or made.recompute != plan.recompute:
+        own_plan = None if own is None else fastest(own.space, [plan.proposal])
+        if own is None or own_plan is None or own_plan.recompute != plan.recompute:
             continue
-        ratio = made.step_seconds / best.step_seconds
+        ratio = own_plan.step_seconds / best.step_seconds
         than = f"{ratio:.3g} x slower" if ratio > 1 else f"{1 / ratio:.3g} x faster"
         reason = f"a heuristic's proposal, {than} than the plan: schedule={ANY_SCHEDULE!r} searches such, too"
-        yield _alternative(own, SearchResult(made, 0.0, 0.0, exact=False), made, names, reason)
+        yield _alternative(own, SearchResult(own_plan, 0.0, 0.0, exact=False), own_plan, names, reason)
 
 
 def _for_runtime(problem: Problem, name: str, schedule: str) -> Problem | None:
