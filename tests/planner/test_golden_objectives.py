@@ -99,6 +99,7 @@ OBJECTIVES = {
         *(("small memory", own) for own in OBJECTIVES),
         *(("small kinds", own) for own in ("throughput", "cost")),
         *(("fast links", own) for own in ("throughput", "cost")),
+        ("all devices", "throughput"),
     ],
 )
 def test_objectives(name: str, objective: str, cases: Cases, golden: Golden, as_text: AsText) -> None:
