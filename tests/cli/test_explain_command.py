@@ -279,8 +279,8 @@ def test_of_layers_that_devices_share(here: Path, run: Callable[..., Any]) -> No
     """What is changed is a group, and every plan compared shares its layers alike."""
     (here / "table.csv").write_text(SHARED)
     run("import", "table.csv")
-    machine = ("--gpus", 4, "--bandwidth", "50GB/s", "--memory", "2GB")
-    ran = run("solve", "table.profile.json", *machine, "--mini-batch", 4)
+    machine = ("--gpus", "4", "--bandwidth", "50GB/s", "--memory", "2GB")
+    ran = run("solve", "table.profile.json", *machine, "--mini-batch", "4")
     assert "over 2 groups of 2 GPUs" in " ".join(ran.out.split())
     text = " ".join(run("explain", "table.plan.json").out.split())
     assert "one more group of 2 GPUs" in text
