@@ -6,12 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
+from operator import itemgetter
 
 import numpy as np
 
 from ..cost_models.document import Record
 from ..cost_models.errors import UsageError
-from ..cost_models.quantities import format_seconds
+from ..cost_models.machines.rooflines import memory_bandwidth
+from ..cost_models.number_format import percent
+from ..cost_models.optimizers import find_optimizer
+from ..cost_models.quantities import format_bytes, format_rate, format_seconds
 from ..cost_models.simulator.costs import Costs
 from ..cost_models.simulator.steady import steady_state
 from ..cost_models.timeline import simulate, step_seconds
@@ -189,7 +193,32 @@ def list_prediction_limits(assembly: Assembly) -> Iterator[str]:
 
 
 WORTH = 0.01
-"""Share of the step for which it must wait for launches, for that to be said."""
+"""Share of the step that launches, or the optimizer, must take for that to be said."""
+
+
+def optimizer_note(assembly: Assembly, step_seconds: float) -> Iterator[str]:
+    """Of the device whose optimizer takes longest, where its memory's bandwidth is known and the updates that
+    belong to a step take `WORTH` of it at the least."""
+    optimizer, precision = find_optimizer(assembly.optimizer), assembly.number_bytes
+    every, micro_batches = assembly.program.update_every, assembly.program.micro_batches
+    each = list[tuple[float, float, float, int]]()
+    for device, ranks in enumerate(assembly.ranks):
+        parameters = sum(own.trainable for own in assembly.chunk_bytes(device)) / precision.weight
+        share = len(ranks) if assembly.zero else 1
+        amount = float(parameters) / share * optimizer.update_bytes(precision)
+        for rank in ranks:
+            if bandwidth := memory_bandwidth(assembly.topology.device(rank).name):
+                each.append((amount / bandwidth, amount, bandwidth, rank))
+    seconds, amount, bandwidth, rank = max(each, key=itemgetter(0), default=(0.0, 0.0, 0.0, 0))
+    updates = 1 if every is None else micro_batches // every
+    if seconds * updates >= WORTH * step_seconds > 0:
+        often = "" if updates == 1 else f", {updates} times a step"
+        yield (
+            f"the optimizer's step is not in the prediction: {optimizer.name} reads and writes at least "
+            f"{format_bytes(amount)} on device {rank}{often}, which takes its memory of "
+            f"{format_rate(bandwidth)} {format_seconds(seconds * updates)} or more, "
+            f"{percent(seconds * updates / step_seconds)} of the step"
+        )
 
 
 def _slow_host(assembly: Assembly) -> Iterator[str]:
