@@ -46,9 +46,9 @@ class FixedPartition:
         own = replace(config, virtual_stages=self.virtual_stages)
         devices = len(self.ends) // self.virtual_stages
         program = find_schedule(own.schedule).program(devices, own.micro_batches, own.virtual_stages)
-        named, own_replicas = self.devices or range(self.gpus), self.replicas
+        devices_in_order, count = self.devices or range(self.gpus), self.replicas
         ranks = [
-            tuple(sorted(named[place.device * own_replicas : (place.device + 1) * own_replicas]))
+            tuple(sorted(devices_in_order[place.device * count : (place.device + 1) * count]))
             for place in program.pipes[0]
         ]
         return Proposal(own, self.ends, tuple(ranks))

@@ -96,9 +96,9 @@ def _on_devices(
         return fixed, []
     if max(devices) < usable:
         return replace(fixed, devices=devices), []
-    named = ", ".join(map(str, devices[:8])) + (", ..." if len(devices) > 8 else "")
+    ranks = ", ".join(map(str, devices[:8])) + (", ..." if len(devices) > 8 else "")
     return fixed, [
-        f"it names the devices {named}, of a machine with more than {usable}: taken from rank 0 on"
+        f"it names the devices {ranks}, of a machine with more than {usable}: taken from rank 0 on"
     ]
 
 

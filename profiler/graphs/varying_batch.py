@@ -68,19 +68,19 @@ def _sizes_of_branches(value: Tensor, size: Any) -> tuple[str, Any]:
     torch.export states.
     """
     shapes = getattr(getattr(value, "fake_mode", None), "shape_env", None)
-    known = getattr(shapes, "replacements", {})
-    kept = list(range(_LEAST, MOST_SAMPLES + 1))
+    replacements = getattr(shapes, "replacements", {})
+    sizes = list(range(_LEAST, MOST_SAMPLES + 1))
     place: Any = None
     for guard in getattr(shapes, "guards", ()):
-        branch = guard.expr.xreplace(known)
+        branch = guard.expr.xreplace(replacements)
         if branch.free_symbols != {size}:
             continue
-        holds = [samples for samples in kept if branch.xreplace({size: samples}) != False]  # noqa: E712
-        if holds != kept:
-            kept, place = holds, guard.sloc.maybe_user_loc or guard.sloc.framework_loc
+        holds = [samples for samples in sizes if branch.xreplace({size: samples}) != False]  # noqa: E712
+        if holds != sizes:
+            sizes, place = holds, guard.sloc.maybe_user_loc or guard.sloc.framework_loc
     if place is None:
         return "", None
-    return (f"{kept[0]} to {kept[-1]} samples only" if kept else "the example only"), place
+    return (f"{sizes[0]} to {sizes[-1]} samples only" if sizes else "the example only"), place
 
 
 def module_at(model: nn.Module, place: traceback.FrameSummary | None) -> str:
