@@ -26,9 +26,9 @@ from .plan_options import PlanOptions
 from .plan_stages import run_in_words
 from .planners import find_planner
 from .problem import Problem
-from .search.pipelines import stage_modes
 from .search.replica_group import ReplicaGroupCosts
 from .search.space import Space
+from .search.stage_recompute import least_bytes, stage_word
 
 SECONDS = 1.0
 """Of the search for each change, as of `PlanOptions.time_limit`."""
@@ -298,9 +298,9 @@ def _tightest(space: Space, config: PipelineConfig, stages: int, replicas: int) 
         return None
     schedule = find_schedule(config.schedule)
     group = space.replica_group(config.micro_batch_size, range(replicas))
-    mode = stage_modes(config)[-1]
     in_flight = [schedule.in_flight(stage, stages, config.micro_batches) for stage in range(stages)]
-    needs = {count: np.where(space.usable, group.bytes(count, mode), np.inf) for count in set(in_flight)}
+    tables = {count: least_bytes(group, config, count) for count in set(in_flight)}
+    needs = {count: np.where(space.usable, own, np.inf) for count, (own, _) in tables.items()}
     try:
         ends = balance_table(lambda stage: needs[in_flight[stage]], stages)
     except InfeasibleError:
@@ -308,6 +308,8 @@ def _tightest(space: Space, config: PipelineConfig, stages: int, replicas: int) 
     starts = [0, *ends[:-1]]
     excess = [float(needs[in_flight[s]][starts[s], ends[s]]) for s in range(stages)]
     stage = int(np.argmax(excess))
+    again = int(tables[in_flight[stage]][1][starts[stage], ends[stage]])
+    mode = stage_word(config, group.table.cut_points, starts[stage], again, ends[stage])
     ledger = _ledger(group, starts[stage], ends[stage], in_flight[stage], mode)
     limit = group.limit if np.isfinite(group.limit) else 0
     return TightestStage(

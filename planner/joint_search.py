@@ -7,11 +7,12 @@ Neither is lowered to the step of a plan: a step below its bound is a defect, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 from ..cost_models.errors import DefectError, UsageError
+from ..cost_models.first_layers import FIRST_LAYERS
 from .candidate import Proposal, ScoredPlan
 from .coverage import is_searched, to_searched_devices
 from .cut_search.schedule_search import search_schedules
@@ -163,7 +164,7 @@ def plan_with(planner: Planner, problem: Problem, *, required: bool = True) -> S
     budget = problem.budget.part(share=PLANNER_SHARE)
     proposals = list[Proposal]()
     try:
-        for proposal in planner.propose(problem):
+        for proposal in _propose(planner, problem):
             if problem.allows(proposal):
                 proposals.append(proposal)
             if proposals:
@@ -177,6 +178,21 @@ def plan_with(planner: Planner, problem: Problem, *, required: bool = True) -> S
     if plan is None and not required and budget.over:
         return OUT_OF_TIME
     return plan or _misfit_reason(problem.space)
+
+
+def _propose(planner: Planner, problem: Problem) -> Iterator[Proposal]:
+    """Its proposals. Where stages may run their first layers again, those that it makes of whole stages."""
+    if problem.options.recompute != FIRST_LAYERS:
+        yield from planner.propose(problem)
+        return
+    whole = replace(problem, options=replace(problem.options, recompute="auto"))
+    vars(whole)["space"] = problem.space
+    for proposal in planner.propose(whole):
+        if proposal.config.schedule in problem.schedules:
+            own = proposal.config
+            if own.recompute != "except_last":
+                proposal = replace(proposal, config=replace(own, recompute=FIRST_LAYERS))
+            yield proposal
 
 
 def _misfit_reason(space: Space) -> str:
@@ -270,7 +286,9 @@ def run_search(
     of the `whole` space: of plans near good ones, as of a problem that is too large."""
     work = SEARCH_SHARE * problem.options.time_limit * WORK_A_SECOND if work is None else work
     own = [plan for plan in seeds if plan.config.schedule in SEARCHED]
-    large = is_large(problem.space, problem.families) or not whole
+    # Of first layers there is no bound but that of the search.
+    by_layer = problem.options.recompute == FIRST_LAYERS
+    large = is_large(problem.space, problem.families) or not (whole or by_layer)
     if not large:
         return search(problem.space, problem.families, problem.stage_counts, own, work)
     return search_large(

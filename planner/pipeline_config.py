@@ -24,9 +24,11 @@ SEVERAL_PARTS = ("interleaved", "looped-bfs")
 VIRTUAL_STAGES = (2, 3, 4)
 """Of theirs, those that are planned with."""
 
-Mode = Literal["by_stage", "never", "always", "except_last"]
-"""What recomputes: all stages in one way, or each as it must: no stage that fits without recomputes."""
-MODES: tuple[Mode, ...] = ("by_stage", "never", "except_last", "always")
+Mode = Literal["by_stage", "first_layers", "never", "always", "except_last"]
+"""What recomputes: all stages in one way; or each as it must, the whole of it, or its first layers, as few as
+there may be: no stage that fits without recomputes."""
+MODES: tuple[Mode, ...] = ("by_stage", "first_layers", "never", "except_last", "always")
+_MUST = {"by_stage": "where it must", "first_layers": "first layers where it must"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class PipelineConfig:
 
     def __str__(self) -> str:
         chunks = f", {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
-        mode = "where it must" if self.recompute == "by_stage" else self.recompute.replace("_", " ")
+        mode = _MUST.get(self.recompute) or self.recompute.replace("_", " ")
         return f"{self.micro_batches} x {self.micro_batch_size}, {self.schedule}{chunks}, recompute {mode}"
 
 

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import combinations, product
 
+from pplan.cost_models.first_layers import FIRST_LAYERS, count_first_layers, first_layers_word
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import Recompute
 from pplan.cost_models.runtime import Runtime, find_runtime
@@ -53,7 +54,8 @@ class Rules:
         """In the running."""
         requested, runtime = self.options.schedule, self.runtime
         if requested == "any":
-            return tuple(name for name in ANY if runtime is None or name in runtime.schedules)
+            names = ("1f1b", "gpipe") if self.options.recompute == FIRST_LAYERS else ANY
+            return tuple(name for name in names if runtime is None or name in runtime.schedules)
         if requested != "auto":
             return (requested,) if runtime is None or requested in runtime.schedules else ()
         return OPEN if runtime is None else tuple(name for name in SCHEDULES if name in runtime.schedules)
@@ -141,15 +143,27 @@ class Rules:
             whole.append("except_last")
         if runtime is not None:
             whole = [mode for mode in whole if mode in runtime.recompute]
+        if requested == FIRST_LAYERS:
+            first = [first_layers_word(count) for count in range(1, len(self.chain))]
+            made = dict.fromkeys(product(["never", "always", *first], repeat=devices))
+            return [*made, *((mode,) * devices for mode in whole if mode == "except_last")]
         if requested != "auto":
             return [(mode,) * devices for mode in whole if mode == requested]
         if schedule in SPLIT:
             whole, by_stage = ["never"], False
-        made: dict[tuple[Recompute, ...], None] = {(mode,) * devices: None for mode in whole}
+        made = {(mode,) * devices: None for mode in whole}
         if by_stage:
             mixed: list[Recompute] = ["never", "always"]
             made |= dict.fromkeys(product(mixed, repeat=devices))
         return list(made)
+
+    def may_recompute(self, ends: tuple[int, ...], modes: tuple[Recompute, ...]) -> bool:
+        """Whether stages of so many layers may: of first layers not all, and behind them there is a cut."""
+        counts = [count_first_layers(mode) for mode in modes]
+        return all(
+            count is None or (start + count < end and start + count in self.cut_points)
+            for start, end, count in zip((0, *ends), ends, counts, strict=False)
+        )
 
     def virtual_stages(self, schedule: str) -> tuple[int, ...]:
         """Parts of the layers on each device."""

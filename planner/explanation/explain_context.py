@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ...cost_models.errors import UsageError
+from ...cost_models.first_layers import FIRST_LAYERS
 from ...cost_models.layer import Chain
 from ...cost_models.memory import Recompute
 from ...cost_models.schedules import find_schedule
@@ -92,7 +93,7 @@ def score_plan(problem: Problem, plan: Plan) -> ScoredPlan:
     by_device = layout.recompute
     layout.bounds  # noqa: B018  raises
     parts = layout.program.pipes[0]
-    modes: tuple[Recompute, ...] = tuple(by_device[place.device] for place in parts)  # type: ignore[misc]
+    modes: tuple[Recompute, ...] = tuple(by_device[place.device] for place in parts)
     proposals = [_proposal(plan, mode) for mode in _modes(problem, plan)]
     for proposal in proposals:
         scored = fastest(problem.space, [proposal])
@@ -125,7 +126,7 @@ def _proposal(plan: Plan, mode: Mode) -> Proposal:
 def _modes(problem: Problem, plan: Plan) -> Iterator[Mode]:
     """Ways to recompute that the plan may stand for: as its options say, and to the letter."""
     requested = problem.modes(plan.schedule)
-    yield from (mode for mode in requested if mode == "by_stage")
+    yield from (mode for mode in requested if mode in ("by_stage", FIRST_LAYERS))
     yield "by_stage" if plan.recompute == "selective" else plan.recompute
 
 

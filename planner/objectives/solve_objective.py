@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...cost_models.errors import UsageError
+from ...cost_models.first_layers import FIRST_LAYERS
 from ...cost_models.quantities import format_count, format_seconds
 from ..asynchronous import ASYNCHRONOUS, WPIPE, steady_bubble, steady_stages
 from ..build_plan import build_plan
@@ -52,6 +53,11 @@ def optimize(objective: Objective, problem: Problem) -> ObjectiveResult:
             "Omit one of the two.",
         )
     if objective.name == THROUGHPUT:
+        if problem.options.recompute == FIRST_LAYERS:
+            raise UsageError(
+                f"recompute={FIRST_LAYERS!r} with objective={THROUGHPUT!r}: it is searched of 1f1b and gpipe",
+                "Omit one of the two.",
+            )
         return throughput(problem)
     if objective.name == MEMORY:
         return least_memory(problem, objective.slack)
