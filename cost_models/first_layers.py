@@ -77,13 +77,13 @@ def recompute_first(stage: StageBytes, first: StageBytes, rest: StageBytes) -> S
     rest on top of that, or, when the rest is done, what the first layers save and their workspace in place of
     what the rest saved: the larger of both.
     """
-    again, kept = first.saved + first.saved_input, rest.saved + rest.saved_input
-    more = np.maximum(again - kept, 0.0)
-    most = np.maximum(rest.workspace, again - kept + first.workspace)
+    again, besides = first.saved + first.saved_input, rest.saved + rest.saved_input
+    more = np.maximum(again - besides, 0.0)
+    most = np.maximum(rest.workspace, again - besides + first.workspace)
     return replace(
         stage,
         saved=more - first.saved_input,
         saved_input=first.saved_input,
-        kept=kept,
+        besides=besides,
         workspace=most - more,
     )

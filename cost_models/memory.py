@@ -41,8 +41,8 @@ class StageBytes:
     peak besides all it saves (`stage_workspace`). `gathered`: the parameters of two neighbouring layers at
     most, which ZeRO has whole at a time (None: all of the stage). `copies`: of the trainable bytes those of
     tied weights that an earlier stage has, too: replicas do not add up their gradients among themselves (see
-    `tied_weights`). `largest`: of the trainable parameters the largest. `kept`: where it recomputes, what a
-    micro-batch in flight holds besides its input (see `first_layers`).
+    `tied_weights`). `largest`: of the trainable parameters the largest. `besides`: where it recomputes, what
+    a micro-batch in flight holds besides its input (see `first_layers`).
 
     Of a backward in two parts (see `device_memory`): `pending`: gradients that the first leaves for the
     second; `output`: what the stage hands on; `released`: of `saved` and `output` what the first frees;
@@ -65,7 +65,7 @@ class StageBytes:
     output: Amount = 0.0
     released: Amount = 0.0
     layer_workspace: Amount = 0.0
-    kept: Amount = 0.0
+    besides: Amount = 0.0
 
 
 def stage_bytes(costs: LayerCosts, first: int, last: int) -> StageBytes:
@@ -333,7 +333,9 @@ def total(terms: dict[str, Amount]) -> Any:
 
 def _waiting(stage: StageBytes, in_flight: float, recompute: str) -> Amount:
     """Of micro-batches that are in flight and not at work."""
-    return in_flight * (stage.saved + stage.saved_input if recompute == "never" else stage.input + stage.kept)
+    return in_flight * (
+        stage.saved + stage.saved_input if recompute == "never" else stage.input + stage.besides
+    )
 
 
 def _activations(stage: StageBytes, in_flight: float, recompute: str) -> dict[str, Amount]:
@@ -344,5 +346,5 @@ def _activations(stage: StageBytes, in_flight: float, recompute: str) -> dict[st
     if recompute not in RECOMPUTES:
         raise UsageError(f"recompute {recompute!r}: not known", f"Use one of: {', '.join(RECOMPUTES)}.")
     waiting = in_flight - 1 if recompute == "except_last" else in_flight
-    kept = in_flight * stage.kept
-    return {"activations": 1 * whole + kept, "stage_inputs": stage.input * waiting}
+    besides = in_flight * stage.besides
+    return {"activations": 1 * whole + besides, "stage_inputs": stage.input * waiting}

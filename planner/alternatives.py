@@ -118,8 +118,8 @@ def _keeps_weights(runtime: Runtime, problem: Problem, plan: ScoredPlan) -> bool
 def _recomputes(runtime: Runtime, plan: ScoredPlan) -> bool:
     """Whether the runtime recomputes as the plan's stages do."""
     modes = set(plan.recompute)
-    known = recompute_kinds(plan.recompute) <= runtime.recompute
-    return known and (runtime.recompute_by_stage or len(modes) == 1)
+    recomputes = recompute_kinds(plan.recompute) <= runtime.recompute
+    return recomputes and (runtime.recompute_by_stage or len(modes) == 1)
 
 
 def _answers(own: Problem, answer: JointSearchResult) -> bool:

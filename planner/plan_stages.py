@@ -195,8 +195,8 @@ def _slow_host(assembly: Assembly) -> Iterator[str]:
     # Pipes of two directions share the micro-batches: a device has its places in each of them.
     pipes = len(assembly.program.pipes)
     repeats = np.array([float(mode != "never") for mode in assembly.recompute])[:, None, None]
-    launched = 1 + repeats * assembly.first_shares("forward_launch")
-    launches = launched * assembly.launch_seconds("forward_launch")
+    times = 1 + repeats * assembly.first_shares("forward_launch")
+    launches = times * assembly.launch_seconds("forward_launch")
     launching = (launches + assembly.launch_seconds("backward_launch")).sum(axis=(1, 2)) / pipes
     forward = (1 + repeats * assembly.first_shares("forward")) * assembly.by_place("forward")
     passes = forward + assembly.by_place("backward")

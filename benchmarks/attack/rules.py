@@ -54,11 +54,12 @@ class Rules:
         """In the running."""
         requested, runtime = self.options.schedule, self.runtime
         if requested == "any":
-            names = ("1f1b", "gpipe") if self.options.recompute == FIRST_LAYERS else ANY
-            return tuple(name for name in names if runtime is None or name in runtime.schedules)
+            return tuple(name for name in ANY if runtime is None or name in runtime.schedules)
         if requested != "auto":
             return (requested,) if runtime is None or requested in runtime.schedules else ()
-        return OPEN if runtime is None else tuple(name for name in SCHEDULES if name in runtime.schedules)
+        if runtime is None or self.options.recompute == FIRST_LAYERS:
+            return OPEN
+        return tuple(name for name in SCHEDULES if name in runtime.schedules)
 
     @property
     def most_stages(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import islice
 
 import numpy as np
 
@@ -232,14 +232,12 @@ class Subproblem:
 
     def _candidate(self, choices: StageChoices, plans: PartialPlans, row: int, step: float) -> ScoredPlan:
         config, cut_points = self.family.config, choices.groups[0].costs.table.cut_points
-        places = pairwise([0, *plans.ends[row].tolist()])
-        modes = [
-            stage_word(config, cut_points, start, again, end)
-            for (start, end), again in zip(places, plans.again[row].tolist(), strict=True)
-        ]
+        ends_at, again = plans.ends[row].tolist(), plans.again[row].tolist()
+        places = zip([0, *ends_at[:-1]], again, ends_at, strict=True)
+        modes = [stage_word(config, cut_points, *place) for place in places]
         ends = tuple(cut_points[end] for end in plans.ends[row])
-        devices = self._devices(choices, plans, row)
-        return ScoredPlan(Proposal(config, ends, devices), tuple(modes), float(step))
+        proposal = Proposal(config, ends, self._devices(choices, plans, row))
+        return ScoredPlan(proposal, tuple(modes), float(step))
 
 
 def _launches(choices: StageChoices, plans: PartialPlans, starts: Indices) -> dict[str, Floats]:

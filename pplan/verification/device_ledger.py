@@ -48,7 +48,7 @@ class PartBytes:
     layer_workspace: float = 0.0
     saved_input: float = 0.0
     """Of `waiting`."""
-    kept: float = 0.0
+    besides: float = 0.0
     """Where it recomputes its first layers: what it holds besides `input`."""
 
     def with_buffers(self, micro_batches: int) -> PartBytes:
@@ -115,16 +115,16 @@ def _run_first_again(
     )
     peaks, sums = [], []
     for begin, stop in ((first, first + count), (first + count, end)):
-        held = [saved[begin : layer + 1].sum() for layer in range(begin, stop)]
-        peaks.append(max(own + more for own, more in zip(held, workspace[begin:stop], strict=True)))
-        sums.append(float(held[-1]))
-    again, kept = (
+        prefix = [saved[begin : layer + 1].sum() for layer in range(begin, stop)]
+        peaks.append(max(own + more for own, more in zip(prefix, workspace[begin:stop], strict=True)))
+        sums.append(float(prefix[-1]))
+    again, besides = (
         total + float(at_start[begin]) for total, begin in zip(sums, (first, first + count), strict=True)
     )
     # Above what is kept, while the others are at work, and while the first ones are.
-    needed = max(peaks[1] - sums[1], again - kept + max(peaks[0] - sums[0], 0.0), 0.0)
-    more = max(again - kept, 0.0)
-    return replace(part, waiting=more, kept=kept, workspace=needed - more)
+    needed = max(peaks[1] - sums[1], again - besides + max(peaks[0] - sums[0], 0.0), 0.0)
+    more = max(again - besides, 0.0)
+    return replace(part, waiting=more, besides=besides, workspace=needed - more)
 
 
 HeldBytes = tuple[float, float, float, float]
@@ -273,7 +273,7 @@ def _largest_terms(
             waiting[chunk] += 0.0 if saves else share
             pending[chunk] += share if in_parts else 0.0
         activations = _sum(waiting, chunks, "waiting") - _sum(dropped, chunks, "dropped")
-        activations += _sum(inputs, chunks, "kept")
+        activations += _sum(inputs, chunks, "besides")
         moment = (
             activations + (_sum(flying, chunks, "output") if outputs else 0.0),
             _sum(inputs, chunks, "input"),

@@ -161,8 +161,8 @@ def _recompute(check: LineCheck, inputs: VerificationInputs) -> None:
     plan = inputs.plan
     for number, stage in enumerate(plan.stages):
         mixed = plan.recompute == "selective"
-        known = stage.recompute in RECOMPUTES[:3] or _runs_first(inputs, stage)
-        fine = known if mixed else stage.recompute in (None, plan.recompute)
+        may_be = stage.recompute in RECOMPUTES[:3] or _runs_first(inputs, stage)
+        fine = may_be if mixed else stage.recompute in (None, plan.recompute)
         check.require(f"recomputation of stage {number}", fine, stage.recompute, plan.recompute)
     mode = plan.options.text("recompute", "auto")
     check.require(
