@@ -157,6 +157,7 @@ def _kinds(problem: Problem) -> list[list[str]]:
             name="",
             schedules=frozenset(run_search),
             virtual_stages=False,
+            shares_layers=False,
             zero=frozenset(),
             no_zero="",
             no_tied="",

@@ -15,7 +15,7 @@ from .pipeline_config import PipelineConfig
 from .plan_document import list_problem_warnings, plan_without_comparison
 from .plan_file import FIXED_PARTITION, Plan
 from .plan_records import ProfileReference
-from .plan_stages import list_prediction_limits
+from .plan_stages import list_prediction_limits, optimizer_note
 from .problem import Problem
 from .scoring import assemble, fastest, possible
 from .search.branch_and_bound import SearchResult
@@ -88,7 +88,7 @@ def plan_partition(
     texts = dict.fromkeys(
         [*lacking, *warnings, *list_problem_warnings(problem), *list_prediction_limits(assembly)]
     )
-    all_notes = list(dict.fromkeys(notes))
+    all_notes = list(dict.fromkeys([*notes, *optimizer_note(assembly, best.step_seconds)]))
     return plan.model_copy(update={"searched": FIXED_PARTITION, "warnings": list(texts), "notes": all_notes})
 
 

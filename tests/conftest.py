@@ -147,6 +147,8 @@ def verify_plan(plan: Plan, profile: Any, folder: Path) -> None:
 
     if len(plan.stages) * plan.micro_batches > MOST_ACTIONS:
         return
+    if isinstance(profile, list):  # one for each number of devices that share the layers
+        profile = next(own for own in profile if Path(own).name == plan.profile.file)
     is_file = isinstance(profile, str | Path)
     content = Path(profile).read_bytes() if is_file else profile.to_json().encode()
     sources = Sources(plan.to_json().encode(), "plan", content, "profile", is_file, folder)

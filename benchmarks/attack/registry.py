@@ -112,6 +112,8 @@ ATTACKED_BY_TESTS: dict[str, str] = {
     "degrees/stage_divisions.py:least_interleaved": "tests/planner/degrees/test_degree_search.py",
     "degrees/stage_divisions.py:interleaved_bound": "tests/planner/degrees/test_degree_search.py",
     "degrees/degree_search.py:search_degrees": "tests/planner/degrees/test_degree_search.py",
+    "joint_search.py:without_plan": "tests/proofs/test_shared_layers.py",
+    "shared_layers.py:solve_degrees": "tests/proofs/test_shared_layers.py",
     "synthesis/order_problem.py:OrderProblem.bound": "tests/planner/synthesis/test_orders.py",
     "synthesis/local_search.py:improve_order": "tests/planner/synthesis/test_orders.py",
     "synthesis/solve_order.py:solve_order": "tests/planner/synthesis/test_orders.py",
@@ -154,6 +156,7 @@ NOT_BOUNDS: dict[str, str] = {
     "planners/torchgpipe_balance.py:_Blocks.bounds": "items of blocks",
     "planners/pipedream_programme.py:Programme.solution": "PipeDream's own programme, whose plan is scored",
     "problem_grid.py:make_row": "figures of a plan, copied",
+    "shared_layers.py:_row": "figures of an answer, copied",
 }
 """By name, what else is meant."""
 

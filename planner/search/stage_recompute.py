@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from ...cost_models.first_layers import FIRST_LAYERS, count_first_layers, first_layers_word
 from ...cost_models.memory import Recompute
 from ...cost_models.schedules import find_schedule
 from ..candidate import Proposal
 from ..pipeline_config import PipelineConfig
-from ..stage_table import Floats
+from ..stage_table import Floats, Indices
 from .replica_group import ReplicaGroupCosts
 from .space import Space
 
@@ -81,20 +80,21 @@ def repeat_end(cut_points: Sequence[int], start: int, end: int, mode: Recompute)
     return start if mode == "never" else end
 
 
-def least_bytes(
-    group: ReplicaGroupCosts, config: PipelineConfig, in_flight: float
-) -> tuple[Floats, npt.NDArray[np.int64]]:
-    """(cut points, cut points) each: what every stage needs where it recomputes so that it needs least, of
-    whole stages the last of `stage_modes`; and the cut point up to which it runs forward again."""
-    mode = stage_modes(config)[-1]
-    least = np.array(group.bytes(in_flight, mode))
-    again = np.broadcast_to(np.arange(len(least))[None, :], least.shape).copy()
+def least_bytes(group: ReplicaGroupCosts, config: PipelineConfig, in_flight: float) -> tuple[Floats, Indices]:
+    """(cut points, cut points) each: what every stage needs that recomputes so that it needs least; and the
+    cut point up to which it then runs forward again."""
+    modes, places = stage_modes(config), np.arange(group.table.blocks + 1)
+    least = np.array(group.bytes(in_flight, modes[0]))
+    again = np.broadcast_to(places[:, None], least.shape).copy()
+    for mode in modes[1:]:
+        needs = group.bytes(in_flight, mode)
+        least, again = np.minimum(needs, least), np.where(needs < least, places[None, :], again)
     if config.recompute != FIRST_LAYERS:
         return least, again
     start, end = np.nonzero(group.table.valid)
     for blocks in range(1, group.table.blocks):
         start, end = start[start + blocks < end], end[start + blocks < end]
-        needs = group.pair_bytes(in_flight, mode, start, end, start + blocks)
+        needs = group.pair_bytes(in_flight, "always", start, end, start + blocks)
         fewer = needs < least[start, end]
         least[start[fewer], end[fewer]] = needs[fewer]
         again[start[fewer], end[fewer]] = start[fewer] + blocks

@@ -17,7 +17,7 @@ from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import list_notes, list_warnings
 from ..runtimes.reading.partition import Partition
 from ..runtimes.reading.read import read_partition, with_virtual_stages
-from .load import profile_and_reference
+from .degree_profiles import one_degree
 from .options import ImportPlanKeywords, MachineOptions, PartitionOptions, PlanOptions, options_from
 from .provenance import made_by
 from .solve import make_problem
@@ -47,13 +47,13 @@ def import_plan(
     A plan that does not fit says so in its warnings. Raises UsageError, FileError (the source, the profile,
     the topology).
     """
-    measured_profile, reference = profile_and_reference(profile, profile_file, profile_sha256)
     machine, partition, training = options_from(
         options,
         *(MachineOptions, PartitionOptions, PlanOptions),
         of="import_plan",
         takes=ImportPlanKeywords.__annotations__,
     )
+    measured_profile, reference = one_degree(profile, profile_file, profile_sha256, training, "import_plan")
     if not isinstance(source, Path):
         source = arguments.word("source", source)
     plan = _import_partition(source, measured_profile, reference, machine, partition, training)

@@ -151,11 +151,9 @@ class Figures:
         return min((float(size) for size in own if size is not None), default=inf)
 
     def ledger(self, device: int, weight_versions: Sequence[float] = (1,)) -> Ledger:
-        """Of a device of the pipeline with all its parts; of several kinds the one with the least memory.
+        """Of a device of the pipeline with all its parts; of several kinds the one whose context is largest.
         `weight_versions`: of each part, or one value for all."""
         parts = self.order.device_parts(device)
-        kinds = self._kinds(device)
-        least = min(kinds, key=lambda own: inf if own.memory_bytes is None else own.memory_bytes)
         return compute_ledger(
             self.order,
             device,
@@ -165,7 +163,7 @@ class Figures:
             replicas=len(self.part_ranks(parts[0])),
             weight_versions=weight_versions,
             copies=COPIES.get(self.schedule, 1),
-            context_bytes=least.context_bytes,
+            context_bytes=max(kind.context_bytes for kind in self._kinds(device)),
             ahead=self.receives_ahead,
         )
 

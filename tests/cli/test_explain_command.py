@@ -179,9 +179,15 @@ def test_the_answer_says_what_is_better(explanation: Explanation) -> None:
         "It is not the best for its options: 3 stages of 5-4-3 layers, 16 x 4, 1f1b takes 655 ms, "
         "0.8 % slower."
     )
-    limits = explanation.limits.model_copy(update={"without_memory_limit": None})
+    limits = explanation.limits.model_copy(
+        update={"without_memory_limit": None, "memory_forbids_nothing": True}
+    )
     free = explanation.model_copy(update={"limits": limits})
     assert answer_lines(free)[-1] == "Memory forbids no faster plan."
+    unproven = limits.model_copy(update={"memory_forbids_nothing": False})
+    assert answer_lines(explanation.model_copy(update={"limits": unproven}))[-1] == (
+        "Without a memory limit no faster plan was found; there may be one."
+    )
     assert answer_lines(free)[0] == "A step of toy takes 650 ms: 76.9 % of it waits for computing."
 
 
