@@ -12,14 +12,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
 
 import numpy as np
 
 from .memory import StageBytes
 
-FIRST_LAYERS: Final = "first_layers"
-"""What a plan, a request or a runtime calls it, whatever the number of layers."""
 _WORD = re.compile(r"first_([1-9]\d{0,6})")
 
 
@@ -57,7 +54,7 @@ def recompute_kind(word: str) -> str:
     >>> recompute_kind("first_3"), recompute_kind("always")
     ('first_layers', 'always')
     """
-    return word if count_first_layers(word) is None else FIRST_LAYERS
+    return word if count_first_layers(word) is None else "first_layers"
 
 
 def recompute_kinds(words: Sequence[str]) -> set[str]:

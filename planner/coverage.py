@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from ..cost_models.first_layers import FIRST_LAYERS
 from .batch_sizes import divisors
 from .candidate import Proposal
 from .pipeline_config import (
+    FIRST_LAYERS,
     MODES,
     SEARCHED,
     SEVERAL_PARTS,

@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from ..cost_models.errors import DefectError, UsageError
-from ..cost_models.first_layers import FIRST_LAYERS
 from .candidate import Proposal, ScoredPlan
 from .coverage import is_searched, to_searched_devices
 from .cut_search.schedule_search import search_schedules
 from .cut_search.shape_search import FAR
 from .other_placements import reassign, search_other_orders
 from .other_schedules import propose_other_schedules, propose_parts
-from .pipeline_config import SEARCHED, SYNTHESIZED
+from .pipeline_config import FIRST_LAYERS, SEARCHED, SYNTHESIZED
 from .plan_records import TIE
 from .planners import ALWAYS, find_planner
 from .planners.base import Planner, refusal_reason

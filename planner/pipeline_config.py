@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from ..cost_models.errors import UsageError
 from ..cost_models.runtime import Runtime
@@ -19,6 +19,8 @@ ANY_SCHEDULE = "any"
 SYNTHESIZED = "synthesized"
 """The word for those and an order that is made for the plan; that schedule's name has its hash behind it."""
 
+FIRST_LAYERS: Final = "first_layers"
+"""The word for stages that run their first layers again, each as few as it must."""
 SEVERAL_PARTS = ("interleaved", "looped-bfs")
 """Schedules of any number of virtual stages."""
 VIRTUAL_STAGES = (2, 3, 4)

@@ -9,7 +9,6 @@ from typing import Any, Literal, TypedDict
 
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
-from ..cost_models.first_layers import FIRST_LAYERS
 from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.option_fields import Options, option
 from ..cost_models.option_readers import read_choice, read_number_or_auto, read_sizes, read_slow_devices
@@ -24,7 +23,7 @@ from ..cost_models.quantities import (
 from ..cost_models.runtime import RUNTIMES, find_runtime
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.schedules.registration import schedule_word
-from .pipeline_config import MODES, MOST_MICRO_BATCHES, SEARCHED
+from .pipeline_config import FIRST_LAYERS, MODES, MOST_MICRO_BATCHES, SEARCHED
 
 ASYNCHRONOUS = tuple(name for name, schedule in SCHEDULES.items() if not schedule.synchronous)
 

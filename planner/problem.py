@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ..cost_models.first_layers import FIRST_LAYERS
 from ..cost_models.layer import Chain
 from ..cost_models.precision import TrainingPrecision, training_precision
 from ..cost_models.runtime import Runtime, find_runtime
@@ -17,6 +16,7 @@ from .candidate import Proposal
 from .cut_limits import check_layer_count, limit_cuts
 from .pipeline_config import (
     ANY_SCHEDULE,
+    FIRST_LAYERS,
     MODES,
     SEARCHED,
     SYNTHESIZED,

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from pplan.cost_models.first_layers import FIRST_LAYERS
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.objectives.objective import Objective
+from pplan.planner.pipeline_config import FIRST_LAYERS
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.search.space import MOST_BLOCKS
 

@@ -8,12 +8,13 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import combinations, product
 
-from pplan.cost_models.first_layers import FIRST_LAYERS, count_first_layers, first_layers_word
+from pplan.cost_models.first_layers import count_first_layers, first_layers_word
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import Recompute
 from pplan.cost_models.runtime import Runtime, find_runtime
 from pplan.cost_models.schedules import SCHEDULES
 from pplan.cost_models.topology import Topology
+from pplan.planner.pipeline_config import FIRST_LAYERS
 from pplan.planner.plan_options import PlanOptions
 
 OPEN = ("1f1b", "gpipe")

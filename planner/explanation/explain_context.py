@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ...cost_models.errors import UsageError
-from ...cost_models.first_layers import FIRST_LAYERS
 from ...cost_models.layer import Chain
 from ...cost_models.memory import Recompute
 from ...cost_models.schedules import find_schedule
@@ -17,7 +16,7 @@ from ..assembly import Assembly
 from ..candidate import Proposal, ScoredPlan
 from ..layout import Layout
 from ..overrides import Overrides
-from ..pipeline_config import Mode, PipelineConfig
+from ..pipeline_config import FIRST_LAYERS, Mode, PipelineConfig
 from ..plan_file import Plan
 from ..plan_options import PlanOptions
 from ..plan_simulation import align_profiles

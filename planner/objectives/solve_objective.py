@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...cost_models.errors import UsageError
-from ...cost_models.first_layers import FIRST_LAYERS
 from ...cost_models.quantities import format_count, format_seconds
 from ..asynchronous import ASYNCHRONOUS, WPIPE, assemble_endless, steady_bubble, steady_stages
 from ..build_plan import build_plan
@@ -14,6 +13,7 @@ from ..coverage import describe_order, describe_search
 from ..infeasible import no_plan_fits
 from ..joint_search import find_best_plan, with_bound
 from ..mini_batch import choose_mini_batch, smaller_defaults
+from ..pipeline_config import FIRST_LAYERS
 from ..plan_document import list_problem_warnings, plan_without_comparison
 from ..plan_file import Plan
 from ..plan_records import Aim, ProfileReference

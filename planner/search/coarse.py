@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.errors import UsageError
-from ...cost_models.first_layers import FIRST_LAYERS
 from ..candidate import Proposal, ScoredPlan
+from ..pipeline_config import FIRST_LAYERS
 from ..plan_records import TIE
 from .branch_and_bound import WORK, SearchResult, search
 from .budget import OutOfTime, SearchBudget

@@ -124,7 +124,7 @@ class ReplicaGroupCosts:
         if self.limit == inf:
             return np.full(len(start), inf)
 
-        return self._most(lambda held, moment: self.pair_bytes(held, recompute, start, end, again, moment))
+        return self._most(lambda count, moment: self.pair_bytes(count, recompute, start, end, again, moment))
 
     def pair_bytes(
         self,

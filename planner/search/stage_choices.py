@@ -16,10 +16,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...cost_models.first_layers import FIRST_LAYERS
 from ...cost_models.memory import Recompute
 from ...cost_models.schedules import find_schedule
-from ..pipeline_config import PipelineConfig
+from ..pipeline_config import FIRST_LAYERS, PipelineConfig
 from ..stage_table import Floats
 from .device_sets import DeviceSets
 from .placements import DeviceRanges, DeviceRun

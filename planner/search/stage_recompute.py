@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...cost_models.first_layers import FIRST_LAYERS, count_first_layers, first_layers_word
+from ...cost_models.first_layers import count_first_layers, first_layers_word
 from ...cost_models.memory import Recompute
 from ...cost_models.schedules import find_schedule
 from ..candidate import Proposal
-from ..pipeline_config import PipelineConfig
+from ..pipeline_config import FIRST_LAYERS, PipelineConfig
 from ..stage_table import Floats, Indices
 from .replica_group import ReplicaGroupCosts
 from .space import Space
