@@ -236,9 +236,9 @@ class StageTable:
         """(pairs,): bytes that some stages need. `again`: they run the layers up to these cut points, inside
         them, again; then `recompute` is "always". Other arguments as of `ledger`."""
         zero = options.get("zero", 0)
-        stages = self._chosen(start, end, zero)
+        stages = self._stages(start, end, zero)
         if again is not None:
-            first, rest = self._chosen(start, again, zero), self._chosen(again, end, zero)
+            first, rest = self._stages(start, again, zero), self._stages(again, end, zero)
             stages = recompute_first(stages, first, rest)
         terms = ledger(
             stages,
@@ -250,7 +250,7 @@ class StageTable:
         )
         return np.broadcast_to(total(terms), start.shape)
 
-    def _chosen(self, start: Indices, end: Indices, zero: int) -> StageBytes:
+    def _stages(self, start: Indices, end: Indices, zero: int) -> StageBytes:
         """The bytes of some stages, each of shape (pairs,)."""
         own: dict[str, Any] = {
             name: np.broadcast_to(amount, self.valid.shape)[start, end]

@@ -173,9 +173,9 @@ class GroupChoices:
         blocks = 1
         while len(pairs := pairs[self.start[pairs] + blocks < self.end[pairs]]):
             fits = in_flight <= self._first_room(blocks)[pairs]
-            chosen = pairs[fits]
-            again[chosen] = self.start[chosen] + blocks
-            seconds[chosen] = self.plain[chosen] + self.costs.forward[self.start[chosen], again[chosen]]
+            enough = pairs[fits]
+            again[enough] = self.start[enough] + blocks
+            seconds[enough] = self.plain[enough] + self.costs.forward[self.start[enough], again[enough]]
             pairs, blocks = pairs[~fits], blocks + 1
 
     def _first_room(self, blocks: int) -> Floats:
