@@ -259,6 +259,8 @@ def _more_gpus(problem: Problem, limit: int) -> int | None:
     if len(problem.topology.kinds) > 1:
         return None
     most = min(4 * problem.gpus, problem.topology.capacity or 4 * problem.gpus)
+    if problem.runtime is not None and problem.runtime.replicas == "none":
+        most = min(most, len(problem.chain))  # more have no stage, and are refused
     for gpus in range(problem.gpus + 1, most + 1):
         wider = replace(problem, topology=problem.topology.with_gpus(gpus), options=fixed)
         least = find_smallest_plan(wider, equal=True)

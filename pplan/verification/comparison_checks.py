@@ -131,8 +131,7 @@ def _alternative(check: LineCheck, inputs: VerificationInputs, names: list[str],
         table.number("samples_per_second", plan.mini_batch / step),
         plan.mini_batch / step,
     )
-    # An interleaved one is scored as the plan is, for whichever runtime.
-    kernels = optimizer_kernels(plan.profile.text("device", ""), plan.runtime if parts > 1 else names[0])
+    kernels = optimizer_kernels(plan.profile.text("device", ""), names[0])
     _alternative_figures(
         check,
         inputs,
@@ -146,7 +145,7 @@ def _alternative(check: LineCheck, inputs: VerificationInputs, names: list[str],
             parts,
             modes,
             one_process(names[0]),
-            receives_ahead(plan.runtime if parts > 1 else names[0]),
+            receives_ahead(names[0]),
             kernels,
         ),
     )
