@@ -202,8 +202,8 @@ CASES: dict[str, Case] = {
 }
 
 
-LONG = ("many devices", "no time", "torch", "megatron")
-"""Those that take half a second and more."""
+LONG = ("many devices", "no time", "torch", "megatron", "any schedule")
+"""Those that take a third of a second and more."""
 
 
 @pytest.fixture

@@ -108,9 +108,8 @@ def test_answers(
     golden(f"planner/limits/{name.replace(' ', '_')}_{most}.txt", as_text(rows))
 
 
-@pytest.mark.parametrize(
-    "name", ["small nodes", "small kinds", pytest.param("small memory", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["small nodes", "small kinds", "small memory"])
 def test_what_follows_from_answers(
     name: str,
     cases: Cases,

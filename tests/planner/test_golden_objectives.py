@@ -57,7 +57,7 @@ def solved(problem: Problem) -> Plan:
     ("name", "split"),
     [
         ("small nodes", ExplainOptions()),
-        ("small memory", ExplainOptions(current=(3, 2))),
+        pytest.param("small memory", ExplainOptions(current=(3, 2)), marks=pytest.mark.slow),
         ("small and launched", ExplainOptions(current=(2, 2), micro_batches=4, schedule="gpipe")),
         ("small and tied", ExplainOptions(current=(4,), replicas=2)),
     ],
