@@ -209,7 +209,7 @@ def test_few_cut_points_stand_at_equal_seconds_where_least_crosses() -> None:
         seconds = np.full((last + 1, last + 1), np.inf)
         seconds[np.arange(last), np.arange(1, last + 1)] = each
         instance: Any = SimpleNamespace(last=last, seconds=seconds, crossing=np.array(crossing))
-        return _select_points(instance, count).tolist()
+        return list(map(int, _select_points(instance, count)))
 
     crossing = [9.0, 5, 1, 2, 9, 3, 9]
     assert select([1.0] * 6, crossing, 6) == list(range(7))
