@@ -53,7 +53,8 @@ class LayerTable(LayerSeconds):
         """The same layers, of other virtual stages on a device, or with other blocks that run again."""
         other = copy(self)
         other.setting, other._bytes = setting, {}
-        for name in ("_least_block_seconds", "whole_seconds"):
+        names = ("_least_block_seconds", "whole_seconds", "_fixed_parts_by_slot", "_fixed_seconds_by_slot")
+        for name in names:
             other.__dict__.pop(name, None)
         return other
 
