@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from multiprocessing import forkserver
@@ -444,10 +444,12 @@ def _plain(value: Any) -> Any:
             return {key: each for key, each in rows.items() if each not in (None, [], {})}
         case _ if is_dataclass(value):
             return _plain({own.name: getattr(value, own.name) for own in fields(value) if own.compare})
+        case Set():
+            return sorted(map(str, map(_plain, value)))
         case Iterable():
             return ["-" if (own := _plain(each)) is None else own for each in value]
         case _:
-            return str(value)
+            return getattr(value, "__name__", type(value).__name__ if " at 0x" in str(value) else str(value))
 
 
 def _lines(name: str, value: Any) -> Iterator[str]:

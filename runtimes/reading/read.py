@@ -209,11 +209,21 @@ def from_export(text: str, runtime: str, names: Sequence[str], where: str) -> Pa
             format=runtime,
             runtime=runtime,
             replicas=replicas,
+            devices=_devices(document),
             mini_batch=document.mini_batch,
             samples=document.micro_batch_size // replicas,
         ),
         where,
     )
+
+
+def _devices(document: ExportDocument) -> tuple[int, ...] | None:
+    """Ranks of the devices, each once; None where the document does not name them."""
+    names = getattr(document, "devices", [])
+    ranks = [
+        int(name.removeprefix("cuda:")) for name in map(str, names) if name.removeprefix("cuda:").isdecimal()
+    ]
+    return tuple(ranks) if ranks and len(ranks) == len(names) == len(set(ranks)) else None
 
 
 def _partition(document: ExportDocument, names: Sequence[str], where: str) -> Partition:
@@ -241,7 +251,7 @@ def _partition(document: ExportDocument, names: Sequence[str], where: str) -> Pa
             tuple(document.parts[1:]),
             virtual_stages=len(document.stages[0]),
             schedule=document.order,
-            recompute=document.recompute[0] if len(words) == 1 else None,
+            recompute="always" if words == {"always"} else "never" if words == {"never"} else None,
         )
     if isinstance(document, HuggingfaceExport):
         return replace(from_device_map(document.device_map, names, where), virtual_stages=1)

@@ -123,9 +123,23 @@ def test_alternatives_where_an_interleaved_plan_is_the_best(
         problem(chain, topology, mini_batch=8), JointSearchResult(found, {"interleaved": best})
     )
     assert {"deepspeed", "torch"} <= {name for other in made for name in other.runtimes}
-    *searched, proposed = made
-    assert {other.schedule for other in searched} <= set(SEARCHED)
-    assert (proposed.schedule, proposed.exact) == ("interleaved", False)
+    proposed = {tuple(other.runtimes): other for other in made if other.schedule == "interleaved"}
+    assert all(other.schedule in SEARCHED for other in made if other not in proposed.values())
+    assert not any(other.exact for other in proposed.values())
+    plain, ahead = (other for _, other in sorted(proposed.items(), key=lambda item: "torch" in item[0]))
+    assert "megatron" in plain.runtimes
+    # PyTorch's buffers: of every micro-batch, where the others have one.
+    assert min(b - a for a, b in zip(plain.memory_bytes, ahead.memory_bytes, strict=True)) > 0
+    between = (max(plain.memory_bytes) + max(ahead.memory_bytes)) // 2
+    tight = problem(chain, topology, mini_batch=8, memory_limit=between)
+    names = {
+        name
+        for other in find_alternatives(tight, JointSearchResult(found, {"interleaved": best}))
+        for name in other.runtimes
+        if other.schedule == "interleaved"
+    }
+    assert "megatron" in names
+    assert "torch" not in names
 
 
 @pytest.mark.slow

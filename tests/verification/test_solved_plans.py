@@ -32,6 +32,32 @@ name = "network"
 bandwidth = "0.2GB/s"
 latency = "50us"
 """
+FAR = """
+[[device]]
+name = "toy"
+count = 3
+[[level]]
+name = "node"
+size = 2
+bandwidth = "1GB/s"
+[[level]]
+name = "network"
+bandwidth = "inf"
+"""
+"""Two devices of different nodes exchange faster than two of one."""
+SLOW_PORT = """
+[[device]]
+name = "toy"
+count = 4
+[[level]]
+name = "node"
+size = 2
+bandwidth = "100GB/s"
+[[level]]
+name = "network"
+bandwidth = "5GB/s"
+devices_per_port = 2
+"""
 OTHERS = ("objective", "alternative", "baseline")
 
 CASES: dict[str, tuple[Options, Options]] = {
@@ -55,6 +81,26 @@ CASES: dict[str, tuple[Options, Options]] = {
     "kept together": ({"cuts": 1.0}, ONE_LEVEL | {"keep_together": ["layers.[0-3]"]}),
     "even": ({}, ONE_LEVEL | {"planner": "even"}),
     "data-parallel": ({}, TWO_LEVELS | {"planner": "data-parallel"}),
+    "replicas that are not the first": (
+        {"sizes": (3,)},
+        {"gpus": 3, "mini_batch": 5, "topology": FAR, "zero": 3, "recompute": "always"},
+    ),
+    "ports of ZeRO-3": (
+        {"sizes": (2, 4)},
+        {
+            "gpus": 4,
+            "mini_batch": 8,
+            "topology": SLOW_PORT,
+            "zero": 3,
+            "use_all": True,
+            "schedule": "autopipe",
+        }
+        | {"max_stages": 1, "micro_batches": 1, "optimizer": "sgd"},
+    ),
+    "ports of ZeRO-2, both ways": (
+        {"sizes": (2, 4)},
+        {"gpus": 4, "mini_batch": 8, "topology": SLOW_PORT, "zero": 2, "schedule": "chimera"},
+    ),
     "least memory": ({}, ONE_LEVEL | {"objective": "memory"}),
     "throughput": ({"cuts": 1.0}, ONE_LEVEL | {"objective": "throughput"}),
     "cost": ({}, ONE_LEVEL | {"objective": "cost", "price": 2.0}),
@@ -151,3 +197,28 @@ def test_a_given_partition(make_profile: Callable[..., Any], solve_files: Callab
     report = made.verified(json.loads(plan.to_json()))
     assert any("does not fit" in note for note in plan.warnings)
     assert report.agrees, report.differing
+
+
+@pytest.mark.parametrize("options", [{}, {"runtime": "torch"}])
+def test_first_layers_that_run_again(
+    options: Options, make_profile: Callable[..., Any], solve_files: Callable[..., Any]
+) -> None:
+    """Their seconds, launches and bytes are counted a second time; other numbers of layers have others."""
+    wishes = FAST | {"use_all": True, "schedule": "1f1b"} | options
+    profile = make_profile(3, 12, cuts=1.0, host=1.0)
+    for layer in profile["layers"]:
+        layer |= {name: layer[name] // 50 for name in ("parameter_bytes", "trainable_bytes")}
+    most = max(stage["memory_bytes"] for stage in solve_files(profile, **wishes).plan["stages"])
+    solved = solve_files(profile, **wishes, memory_bytes=round(0.7 * most), recompute="first_layers")
+    report = solved.verified()
+    assert report.agrees, report.differing
+    words = [stage["recompute"] or "" for stage in solved.plan["stages"]]
+    number = next(index for index, word in enumerate(words) if word.startswith("first_"))
+    first = int(words[number].removeprefix("first_"))
+    for word in (f"first_{first + 1}", "first_12", "never"):
+        plan = json.loads(json.dumps(solved.plan))
+        plan["stages"][number]["recompute"] = word
+        assert not solved.verified(plan).agrees
+    plan["stages"][number]["recompute"] = "first_0"
+    with pytest.raises(pplan.FileError, match="recompute"):
+        solved.verified(plan)

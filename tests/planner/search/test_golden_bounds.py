@@ -84,6 +84,7 @@ def test_problems_taken_for_large_ones(
 ) -> None:
     monkeypatch.setattr("pplan.planner.search.space.MOST_BLOCKS", 1)
     monkeypatch.setattr("pplan.planner.search.coarse.COARSE_BLOCKS", 3)
+    monkeypatch.setattr("pplan.planner.search.fluid_bound.RUNS", 2)
     problem: Problem = spending(cases[name].problem(), 1e12)
     proposals: list[str] = []
 

@@ -47,6 +47,8 @@ MACHINES = {
     "two kinds in nodes": machine(((FAST, 3), (SLOW, 3)), 2, None),
     "kinds in turn": machine(((FAST, 1), (SLOW, 1), (FAST, 1), (SLOW, 1), (FAST, 1)), None),
     "many": machine(((FAST, 20),), 4, None),
+    "ten in two nodes": machine(((FAST, 10),), 5, None),
+    "ten of two kinds": machine(((FAST, 5), (SLOW, 5)), 5, None),
 }
 
 
