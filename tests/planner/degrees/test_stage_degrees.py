@@ -24,6 +24,7 @@ from pplan.planner.degrees.degree_options import DegreeOptions
 from pplan.planner.degrees.degree_search import search_degrees
 from pplan.planner.degrees.stage_degree_bound import stage_bound
 from pplan.planner.degrees.stage_degree_search import StageAnswer, search_stage_degrees
+from pplan.planner.degrees.stage_degree_table import FIRST, LAST, MIDDLE, BlockRuns, StageDegreeTable
 
 NO_LIMIT = float("inf")
 SEQUENCE, BATCH = 64, 8
@@ -255,3 +256,29 @@ def test_an_answer_against_every_pipeline(seed: int) -> None:
         assert narrow.bound_seconds <= best * (1 + 1e-9)
         assert narrow.plan is None or narrow.plan.estimate.step_seconds >= best * (1 - 1e-9)
         assert search(case, limit, most=best * (1 - 1e-6)).plan is None
+
+
+@pytest.mark.parametrize("seed", [3, 4, 9, 14, 24, 29])
+def test_the_shortest_backward_that_fits(seed: int) -> None:
+    """Of every stage there can be, by the ledger of each recomputation, at each limit that changes it."""
+    case, random = random_case(seed), Random(seed)
+    options = replace(case.options, recompute=random.choice(("partial", "full", "auto")))
+    degrees, runs = ParallelDegrees(tensor=random.choice((1, 2))), BlockRuns(case.shape.routed)
+    for role in (FIRST, MIDDLE, LAST):
+        run = runs.runs[random.choice(runs.places(role))]
+        after = 0 if role == LAST else random.randint(1, 2)
+        place, stages = {FIRST: (0, after + 1), MIDDLE: (1, after + 2), LAST: (2, 3)}[role]
+        own = []
+        for kind, number in recomputations(options.recompute, len(run)):
+            setting = TrainingSetting(2, Tokens(SEQUENCE, 2), kind, 1, number, options.predictors)
+            layers = LayerTable(case.shape, replace(degrees, pipeline=stages), setting, case.costs)
+            stage = layers.stage((run,), place)
+            own.append((stage.bytes, stage.backward_seconds))
+        for limit in {bytes * share for bytes, _ in own for share in (1 - 1e-9, 1 + 1e-9)}:
+            setting = TrainingSetting(2, Tokens(SEQUENCE, 2), predictors=options.predictors)
+            table = StageDegreeTable(
+                case.shape, degrees, setting, case.costs, options.recompute, limit, runs, 3, NO_LIMIT
+            )
+            fitting = [seconds for bytes, seconds in own if bytes <= limit]
+            found = table.backward[role, after, runs.runs.index(run)]
+            assert found == pytest.approx(min(fitting, default=NO_LIMIT), rel=1e-12)
