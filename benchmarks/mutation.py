@@ -3,7 +3,7 @@
 Draws mutants at random, each as likely as any other: a comparison, operator, number, condition, loop or call
 is changed, or a statement left away. Each runs in a process of its own, in a copy of the repository, against
 the tests that run its lines: first those of few files, and where they pass all others, up to `--seconds`. A
-mutant is killed where a test fails, or where they take three times as long as without it and half a minute.
+mutant is killed where a test fails, or where one takes three times as long as without it and half a minute.
 Prints the share killed with its 95 % interval, and the survivors. Takes hours: 10 s a mutant that dies,
 minutes where it survives; `--results` keeps what was done, and goes on from there.
 """
@@ -28,7 +28,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatch
 from importlib.abc import MetaPathFinder
@@ -89,10 +89,20 @@ class _Changed(SourceFileLoader):
 
 
 class Selection:
-    """Of the tests that are collected those that are asked for, in their order."""
+    """Of the tests that are collected those that are asked for, in their order; a test that takes far longer
+    than the seconds that it took ends the process."""
 
-    def __init__(self, tests: Sequence[str]) -> None:
+    def __init__(self, tests: Sequence[str], seconds: Mapping[str, float]) -> None:
         self.order = {test: number for number, test in enumerate(tests)}
+        self.seconds = seconds
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Called by pytest."""
+        signal.setitimer(signal.ITIMER_REAL, LEAST_SECONDS + TIMES * self.seconds.get(nodeid, 0.0))
+
+    def pytest_runtest_logfinish(self) -> None:
+        """Called by pytest."""
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Called by pytest."""
@@ -101,12 +111,16 @@ class Selection:
         )
 
 
-def run_tests(copy: Path, mutant: Mutant | None, tests: Sequence[str], limit: float) -> tuple[str, str]:
-    """How the tests end with the mutant, in a process of its own, and the last of what it printed."""
+def run_tests(
+    copy: Path, mutant: Mutant | None, tests: Sequence[str], seconds: Mapping[str, float]
+) -> tuple[str, str]:
+    """How the tests end with the mutant, in a process of its own, and the last of what it printed; `seconds`
+    that each takes without it."""
     log = copy.parent / "log.txt"
+    limit = LEAST_SECONDS + TIMES * sum(seconds.get(test, 0.0) for test in tests)
     pid = os.fork()
     if not pid:
-        _run_child(copy, mutant, tests, log)
+        _run_child(copy, mutant, tests, seconds, log)
     began = time.monotonic()
     while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
         if time.monotonic() - began > limit:
@@ -116,6 +130,8 @@ def run_tests(copy: Path, mutant: Mutant | None, tests: Sequence[str], limit: fl
             return "killed by time", ""
         time.sleep(0.05)
     code = os.waitstatus_to_exitcode(ended[1])
+    if code == -signal.SIGALRM:
+        return "killed by time", ""
     text = log.read_text(errors="replace").strip().splitlines()
     if code == pytest.ExitCode.NO_TESTS_COLLECTED or (mutant is None and code):
         raise AssertionError("\n".join(text[-20:]))
@@ -123,7 +139,9 @@ def run_tests(copy: Path, mutant: Mutant | None, tests: Sequence[str], limit: fl
     return ("passed" if code == 0 else "killed"), "".join((failures or text)[-1:])[:200]
 
 
-def _run_child(copy: Path, mutant: Mutant | None, tests: Sequence[str], log: Path) -> None:
+def _run_child(
+    copy: Path, mutant: Mutant | None, tests: Sequence[str], seconds: Mapping[str, float], log: Path
+) -> None:
     """Never returns."""
     code = 99
     try:
@@ -136,7 +154,7 @@ def _run_child(copy: Path, mutant: Mutant | None, tests: Sequence[str], log: Pat
         sys.meta_path.insert(0, CopyFinder(copy, mutant))
         files = dict.fromkeys(test.partition("::")[0] for test in tests)
         words = ["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", *files]
-        code = int(pytest.main(words, plugins=[Selection(tests)]))
+        code = int(pytest.main(words, plugins=[Selection(tests, seconds)]))
         sys.stdout.flush()
     except BaseException:
         traceback.print_exc()
@@ -159,8 +177,7 @@ def judge(copy: Path, mutant: Mutant, covering: Covering, most_seconds: float) -
     later = [test for test in chosen if test.partition("::")[0] not in files]
     verdict, by = "not covered", ""
     for part in filter(None, (first, later)):
-        limit = LEAST_SECONDS + TIMES * sum(covering.seconds.get(test, 0.0) for test in part)
-        verdict, by = run_tests(copy, mutant, part, limit)
+        verdict, by = run_tests(copy, mutant, part, covering.seconds)
         if verdict != "passed":
             break
     verdict = "survived" if verdict == "passed" else verdict

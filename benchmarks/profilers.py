@@ -63,6 +63,16 @@ def transformer() -> tuple[nn.Sequential, Tensor]:
 MODELS: dict[str, Model] = {"vgg11": vgg11, "resnet18": resnet18, "transformer": transformer}
 
 
+def prepared(name: str) -> tuple[nn.Sequential, Tensor]:
+    """The model and its input, the same for all tools: torchgpipe's takes no operation in place."""
+    torch.manual_seed(0)
+    model, given = MODELS[name]()
+    for part in model.modules():
+        if isinstance(part, nn.ReLU):
+            part.inplace = False
+    return model, given
+
+
 def run_step(model: nn.Module, given: Tensor) -> None:
     """Forward and backward."""
     output = model(given)
@@ -118,8 +128,7 @@ TOOLS: dict[str, tuple[str, Profiler]] = {
 def time_rows(name: str, share: float) -> Iterator[str]:
     """Of each tool the first budget whose runs agree, or the last that was begun within its `share` of
     seconds."""
-    torch.manual_seed(0)
-    model, given = MODELS[name]()
+    model, given = prepared(name)
     for label, (package, profiler) in TOOLS.items():
         if importlib.util.find_spec(package) is None:
             yield f"{name:<12} {label:<15} not installed"
@@ -140,8 +149,7 @@ def time_rows(name: str, share: float) -> Iterator[str]:
 
 def memory_rows(name: str) -> Iterator[str]:
     """Bytes of a step by each tool over those that are held."""
-    torch.manual_seed(0)
-    model, given = MODELS[name]()
+    model, given = prepared(name)
     real = held_bytes(deepcopy(model), given, Setup("fp32", "sgd", recompute=False))
     profile = pplan.profile(
         model, given, micro_batch_sizes=[BATCH], budget_seconds=1, device="cpu", loss="none"

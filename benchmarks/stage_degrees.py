@@ -11,16 +11,12 @@ of one cost model, from the GPU's limits.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
-if not __package__:  # as a script: its folder is on the path, and not the one above
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from layouts import MODELS
 
 import pplan
-from benchmarks.layouts import MODELS
 
 LLAMA = MODELS["Llama 3 70B"]
 GEMMA = {**LLAMA, "vocab_size": 256000, "num_attention_heads": 16}
@@ -94,9 +90,8 @@ def compare(model: str, gpus: int, machine: dict[str, str]) -> str:
         f"{own.devices.size} x {len(own.blocks)} ({own.devices.degrees.describe()})"
         for own in answer.plan.stages
     )
-    return (
-        f"| {name} | {same:.3f} | {every:.3f} | {step:.3f} | {gain:.1%} | {gap:.1%} | {text} | {seconds:.1f} |"
-    )
+    figures = f"{same:.3f} | {every:.3f} | {step:.3f} | {gain:.1%} | {gap:.1%}"
+    return f"| {name} | {figures} | {text} | {seconds:.1f} |"
 
 
 def main() -> None:

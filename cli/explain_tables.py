@@ -53,8 +53,10 @@ def answer_lines(explanation: Explanation) -> list[str]:
         lines.append(
             f"Memory forbids a faster plan: with as much as it needs, {_compare_plan(unlimited, plan)}."
         )
-    else:
+    elif limits.memory_forbids_nothing:
         lines.append("Memory forbids no faster plan.")
+    else:
+        lines.append("Without a memory limit no faster plan was found; there may be one.")
     if explanation.better is not None:
         lines.append(f"It is not the best for its options: {_compare_plan(explanation.better, plan)}.")
     return lines

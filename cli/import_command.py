@@ -33,7 +33,8 @@ def import_command(
     """Make a profile of costs from elsewhere: a PipeDream graph, or a table, CSV or JSON, one row a layer.
 
     Columns: name, forward_seconds, backward_seconds, activation_bytes, parameter_bytes; optional saved_bytes,
-    micro_batch_size, backward_input_seconds; other units end the name, as in forward_ms or activation_mib.
+    micro_batch_size, backward_input_seconds; other units end the name, as in forward_ms or activation_mib;
+    tp2_forward_ms and so on are those of one of two devices that share the layer.
     """
     from ..api.profiles import import_profile
     from ..api.provenance import made_by

@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 Details = Annotated[
     bool, typer.Option("--details", help="Print everything: the search space, all baselines, other runtimes.")
 ]
-ProfileFile = Annotated[
-    Path | None,
+ProfileFiles = Annotated[
+    list[Path],
     typer.Argument(
-        metavar="PROFILE", help="A profile; default: newest in this directory.", show_default=False
+        metavar="[PROFILE]...",
+        help="A profile, or one for each number of devices that share layers (--tp); default: newest here.",
+        show_default=False,
     ),
 ]
 
@@ -44,7 +46,7 @@ WithFrontier = Annotated[
 
 
 def solve_command(
-    profile_file: ProfileFile = None,
+    profile_files: ProfileFiles = [],  # noqa: B006  typer takes a list
     *,
     machine: MachineOptions,
     plan_options: PlanOptions,
@@ -75,32 +77,26 @@ def solve_command(
         machine = replace(machine, gpus=_count_gpus(machine.topology))
     aim = "--robust" if plan_options.robust else f"--objective {objective.objective}"
     _check_together(bool(grid.sweep), frontier, output, aim)
-    path = choose_input(profile_file, ("profile",))
+    paths = profile_files or [choose_input(None, ("profile",))]
+    path = _only(paths, bool(grid.sweep), frontier)
     content = read_bytes(path, "profile")
     profile = Profile.parse(decode_text(content, path, "profile"), str(path))
-    keywords = {
-        **vars(machine),
-        **vars(plan_options),
-        **vars(objective),
-        "profile_file": path.name,
-        "profile_sha256": sha256(content),
-    }
+    keywords: dict[str, Any] = {**vars(machine), **vars(plan_options), **vars(objective)}
+    about = {"model": profile.model, "profile.layers_sha256": profile.layers_sha256}
+    if len(paths) == 1:
+        keywords |= {"profile_file": path.name, "profile_sha256": sha256(content)}
+        about["profile.file"] = path.name
     if grid.sweep:
         run_sweep(grid, sweep_options, profile, keywords, force=force, as_json=as_json)
         return
-    about = {
-        "model": profile.model,
-        "profile.file": path.name,
-        "profile.layers_sha256": profile.layers_sha256,
-    }
     name = f"{file_stem(profile.model)}.plan.json"
     target = choose_target(output, name, force=force, about=about, kind="plan")
-    target.check(path, machine.topology)
+    target.check(*paths, machine.topology)
     frontier_target = _frontier_target(target)
     if frontier:
         frontier_target.check(path, machine.topology)
     with waiting("Searching", plan_options.time_limit):
-        plan = solve(profile, **keywords)
+        plan = solve(profile if len(paths) == 1 else paths, **keywords)
     origin = made_by(plan.made_by, command=command_line(), measured=profile.made_by)
     plan = plan.model_copy(update={"made_by": origin})
     quiet = frontier and as_json
@@ -141,6 +137,16 @@ def _check_together(sweep: bool, frontier: bool, output: Path | None, aim: str) 
             f"--frontier with {aim}: it is of step time against memory",
             "Omit one of the two.",
         )
+
+
+def _only(paths: Sequence[Path], sweep: bool, frontier: bool) -> Path:
+    """The first profile. Raises UsageError for several of what takes one."""
+    from ..cost_models.errors import UsageError
+
+    if len(paths) > 1 and (sweep or frontier):
+        option = "--sweep" if sweep else "--frontier"
+        raise UsageError(f"{option} with {len(paths)} profiles: it takes one", "Name one profile.")
+    return paths[0]
 
 
 def _frontier_target(plan: Target) -> Target:

@@ -68,6 +68,12 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
+def either(numbers: Sequence[int]) -> str:
+    """`[1, 2, 4]` as `1, 2 or 4`."""
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
 def html_table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table as a notebook shows it."""
     head = "".join(f"<th>{escape(text)}</th>" for text in headings)

@@ -70,6 +70,12 @@ class Optimizer:
         updated = precision.master or precision.weight
         return precision.master + self.states * updated + self.own_bytes
 
+    def update_bytes(self, precision: Precision) -> float:
+        """That a step reads and writes for a parameter at the least: its gradient is read, what is updated
+        and the states are read and written, and weights beside master weights are written."""
+        weight = precision.weight if precision.master else 2 * precision.weight
+        return precision.gradient + weight + 2 * self.bytes_per_parameter(precision)
+
     def has_temporaries(self, precision: Precision) -> bool:
         """Whether a step makes tensors that are gone after it."""
         return precision.kernels != "fused" and bool(self.foreach or self.for_loop)

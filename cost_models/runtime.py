@@ -41,6 +41,8 @@ class Runtime:
     transfers: str = "overlapped"
     virtual_stages: bool = False
     """Whether a device may hold several stages."""
+    shares_layers: bool = False
+    """Whether several devices may share every layer of a stage."""
     any_order: bool = False
     """Whether it takes lists of actions: the schedules that are not pplan's own, too."""
     receives_ahead: bool = False
@@ -111,6 +113,7 @@ def _of_transformers(name: str, schedules: frozenset[str], **more: Any) -> Runti
         one_process=False,
         trains_every_stage=False,
         virtual_stages=True,
+        shares_layers=True,
         **more,
     )
 
@@ -163,6 +166,7 @@ RUNTIMES: dict[str, Runtime] = {
             trains_every_stage=False,
             recompute_by_stage=True,
             virtual_stages=True,
+            shares_layers=True,
             zero=frozenset({0, 1}),
             no_zero=_WHOLE_GRADIENTS,
             tied="any",

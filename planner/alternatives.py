@@ -37,24 +37,12 @@ def find_alternatives(problem: Problem, answer: JointSearchResult) -> list[Alter
     if problem.options.planner != "best" or is_large(problem.space, problem.families):
         return []
     others = [other for names in _kinds(problem) for other in _for_runtimes(problem, answer, names)]
-    return [*others, *_interleaved_alternative(problem, answer)]
+    return [*others, *_interleaved_alternatives(problem, answer)]
 
 
 def _for_runtimes(problem: Problem, answer: JointSearchResult, names: list[str]) -> Iterator[Alternative]:
-    runtime = RUNTIMES[names[0]]
-    try:
-        options = replace(
-            problem.options,
-            runtime=names[0],
-            schedule=_schedule(problem, runtime),
-            precision=problem.precision.name,
-            gradient_dtype=problem.precision.gradient_dtype,
-        )
-        own = replace(problem, options=options)
-        own.space  # noqa: B018  raises where the options cut between layers that it keeps together
-    except UsageError:
-        return  # the options leave nothing that it runs
-    if not own.families:
+    own = _for_runtime(problem, names[0], _schedule(problem, RUNTIMES[names[0]]))
+    if own is None or not own.families:
         return
     # Of an answer for another runtime it is proven that it is the best that one runs, as that one runs it.
     # Fused steps need less memory: then further plans may fit.
@@ -84,26 +72,47 @@ def _schedule(problem: Problem, runtime: Runtime) -> str:
     return names[0] if len(names) == 1 else "auto"
 
 
-def _interleaved_alternative(problem: Problem, answer: JointSearchResult) -> Iterator[Alternative]:
-    """The plan of the planner of that name, where the schedule was left open: no answer, as it is not
-    searched."""
+def _interleaved_alternatives(problem: Problem, answer: JointSearchResult) -> Iterator[Alternative]:
+    """The plan of the planner of that name, where the schedule was left open and it fits: no answer, as it is
+    not searched. Runtimes that hold the same for it are together."""
     plan, best = answer.by_planner.get(INTERLEAVED), answer.best
-    if isinstance(plan, ScoredPlan) and best is not None and INTERLEAVED not in problem.schedules:
-        names = [
-            name
-            for name, runtime in RUNTIMES.items()
-            if INTERLEAVED in runtime.schedules
+    if not isinstance(plan, ScoredPlan) or best is None or INTERLEAVED in problem.schedules:
+        return
+    kinds: dict[tuple[bool, str], list[str]] = {}
+    for name, runtime in RUNTIMES.items():
+        if (
+            INTERLEAVED in runtime.schedules
             and runtime.trains(problem.precision.name, problem.options.zero)
             and _recomputes(runtime, plan)
             and _keeps_weights(runtime, problem, plan)
-        ]
-        if not names:
-            return
-        result = SearchResult(plan, 0.0, 0.0, exact=False)
-        ratio = plan.step_seconds / best.step_seconds
+        ):
+            kinds.setdefault((runtime.receives_ahead, step_kernels(problem.device, name)), []).append(name)
+    for names in kinds.values():
+        own = _for_runtime(problem, names[0], INTERLEAVED)
+        own_plan = None if own is None else fastest(own.space, [plan.proposal])
+        if own is None or own_plan is None or own_plan.recompute != plan.recompute:
+            continue
+        ratio = own_plan.step_seconds / best.step_seconds
         than = f"{ratio:.3g} x slower" if ratio > 1 else f"{1 / ratio:.3g} x faster"
         reason = f"a heuristic's proposal, {than} than the plan: schedule={ANY_SCHEDULE!r} searches such, too"
-        yield _alternative(problem, result, plan, names, reason)
+        yield _alternative(own, SearchResult(own_plan, 0.0, 0.0, exact=False), own_plan, names, reason)
+
+
+def _for_runtime(problem: Problem, name: str, schedule: str) -> Problem | None:
+    """The problem for a runtime; None where its options leave nothing that it runs."""
+    try:
+        options = replace(
+            problem.options,
+            runtime=name,
+            schedule=schedule,
+            precision=problem.precision.name,
+            gradient_dtype=problem.precision.gradient_dtype,
+        )
+        own = replace(problem, options=options)
+        own.space  # noqa: B018  raises where the options cut between layers that it keeps together
+    except UsageError:
+        return None
+    return own
 
 
 def _keeps_weights(runtime: Runtime, problem: Problem, plan: ScoredPlan) -> bool:
@@ -155,6 +164,7 @@ def _kinds(problem: Problem) -> list[list[str]]:
             name="",
             schedules=frozenset(run_search),
             virtual_stages=False,
+            shares_layers=False,
             zero=frozenset(),
             no_zero="",
             no_tied="",

@@ -15,7 +15,7 @@ from ..cost_models.communication import exposed_all_reduce_seconds
 from ..cost_models.device_memory import device_ledger
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
-from ..cost_models.memory import StageBytes, Training, receive_ahead
+from ..cost_models.memory import LedgerOptions, StageBytes, Training, receive_ahead
 from ..cost_models.optimizers import Precision
 from ..cost_models.port_sharing import AllReduceBytes, Hop, PortSharing, TopologyPorts
 from ..cost_models.precision import training_precision
@@ -32,7 +32,7 @@ from .replica_exchange import (
     tied_exchanges,
 )
 from .search.space import divide_batch
-from .stage_table import Floats, StageTable, ledger_options
+from .stage_table import Floats, StageTable, fullest_kind, ledger_options
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,7 +281,7 @@ class Assembly:
     def ledger(self, device: int, recompute: str | None = None) -> dict[str, float]:
         """Bytes by term of a device with all its chunks, as it holds most; under another recomputation, where
         it is given."""
-        options = ledger_options(self.smallest_device(device), self.dtype, self.number_bytes, self.zero)
+        options = self.ledger_options(device)
         result = device_ledger(
             self.program,
             device,
@@ -306,8 +306,13 @@ class Assembly:
         """A backward in two parts, which PyTorch alone runs, is counted with its buffers always."""
         return self.receives_ahead and not self.program.splits_backward
 
+    def ledger_options(self, device: int) -> LedgerOptions:
+        """Of replicas of several kinds those of the one that takes most by itself."""
+        kind = fullest_kind(map(self.topology.device, self.ranks[device]))
+        return ledger_options(kind, self.dtype, self.number_bytes, self.zero)
+
     def smallest_device(self, device: int) -> Device:
-        """Of replicas of several kinds the one with the least memory, which has to hold it, too."""
+        """Of replicas of several kinds the one with the least memory, whose limit holds for all."""
         return min(
             (self.topology.device(rank) for rank in self.ranks[device]),
             key=lambda kind: inf if kind.memory_bytes is None else kind.memory_bytes,

@@ -17,7 +17,7 @@ from .plan_file import Plan
 from .plan_options import PlanOptions
 from .plan_records import ProfileReference
 from .plan_simulation import align_profiles
-from .plan_stages import list_prediction_limits
+from .plan_stages import list_prediction_limits, optimizer_note
 from .problem import Problem
 from .scoring import assemble
 from .search.space import divide_batch
@@ -85,12 +85,13 @@ def build_plan(
     compared = {row.size for row in baselines if row.size is not None}
     compared |= {divide_batch(other.micro_batch_size, other.replicas) for other in alternatives}
     others = [text for text in _outside(problem, compared) if text not in own]
+    update = optimizer_note(assembly, best.step_seconds)
     return plan.model_copy(
         update={
             "baselines": [row.record for row in baselines],
             "alternatives": alternatives,
             "warnings": list(dict.fromkeys([*warnings, *list_problem_warnings(problem), *limits, *own])),
-            "notes": list(dict.fromkeys([*notes, *_notes(problem), *others])),
+            "notes": list(dict.fromkeys([*notes, *_notes(problem), *others, *update])),
         }
     )
 

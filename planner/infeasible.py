@@ -7,48 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil, inf
 from typing import Any
 
-import numpy as np
-
 from ..cost_models.errors import InfeasibleError, UsageError
-from ..cost_models.memory import Recompute
 from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.quantities import format_bytes
-from ..cost_models.schedules import find_schedule
-from .balance import balance_table
 from .candidate import ScoredPlan
 from .joint_search import BEST, find_best_plan, plan_with
-from .pipeline_config import SEARCHED, PipelineConfig
+from .pipeline_config import SEARCHED
 from .plan_options import PlanOptions
 from .plan_stages import run_in_words
 from .planners import find_planner
 from .problem import Problem
-from .search.pipelines import stage_modes
-from .search.replica_group import ReplicaGroupCosts
-from .search.space import Space
+from .smallest_plan import TightestStage, find_smallest_plan
 
 SECONDS = 1.0
 """Of the search for each change, as of `PlanOptions.time_limit`."""
-
-
-@dataclass(frozen=True)
-class TightestStage:
-    """The stage that needs most, of the plan that needs least: cut points `start` to `end`, on `replicas`
-    devices."""
-
-    config: PipelineConfig
-    recompute: Recompute
-    replicas: int
-    stages: int
-    stage: int
-    start: int
-    end: int
-    memory_bytes: int
-    limit_bytes: int
-    ledger: dict[str, int]
 
 
 def no_plan_fits(problem: Problem) -> InfeasibleError:
@@ -67,13 +43,17 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
     space = problem.space
     names, cut_points = space.chain.names, space.table(space.chain.sizes[0]).cut_points
     first, last = names[cut_points[tightest.start]], names[cut_points[tightest.end] - 1]
-    limit, missing = tightest.limit_bytes, tightest.memory_bytes - tightest.limit_bytes
-    searched = _of_searched(problem)
+    limit = _smallest_limit(problem)
+    missing, searched, room = tightest.memory_bytes - limit, _of_searched(problem), _room(problem)
+    fields = _narrowing(problem.options)
+    if missing <= 0 and fields:
+        return InfeasibleError(
+            f"no plan{searched} that the options allow fits into {room}; without them one does",
+            f"Leave out {_either_field(fields)}.",
+        )
     if missing <= 0:
         return InfeasibleError(
-            f"no plan{searched} that the options allow fits into {format_bytes(limit)} a GPU; without them "
-            "one does",
-            f"Leave out {_either_field(_narrowing(problem.options))}.",
+            f"no plan{searched} was found that fits into {room}; there is one", "Give `time_limit` more."
         )
     terms = ", ".join(
         f"{name.replace('_', ' ')} {format_bytes(amount)}"
@@ -81,17 +61,42 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
         if amount
     )
     shared = f", {tightest.replicas} replicas" if tightest.replicas > 1 else ""
+    of_smallest = " on the smallest" if len(_limits(problem)) > 1 else ""
     what = (
-        f"no plan{searched} fits into {format_bytes(limit)} a GPU: at the least, stage {tightest.stage} "
+        f"no plan{searched} fits into {room}: {_least_of(tightest)}, stage {tightest.stage} "
         f"of {tightest.stages} ({first} to {last}{shared}; {_in_words(tightest)}) needs "
-        f"{format_bytes(tightest.memory_bytes)} ({terms}); {format_bytes(missing)} are missing"
+        f"{format_bytes(tightest.memory_bytes)} ({terms}); {format_bytes(missing)} are missing{of_smallest}"
     )
     changes = _changes(problem, tightest)
-    details = _details(tightest, first, last) | {"would_fit": changes}
+    details = _details(tightest, limit, first, last) | {"would_fit": changes}
     return InfeasibleError(what, "What would fit: " + "; or ".join(changes) + ".", details)
 
 
-def _details(tightest: TightestStage, first: str, last: str) -> dict[str, Any]:
+def _limits(problem: Problem) -> list[float]:
+    """Bytes that devices may hold, each once, ascending; inf of those whose memory is not known."""
+    topology, offset, limits = problem.topology, 0, set[float]()
+    for group in topology.groups:
+        limits.add(problem.space.limit([offset]))
+        offset += group.number
+    return sorted(limits)
+
+
+def _smallest_limit(problem: Problem) -> int:
+    return int(_limits(problem)[0])
+
+
+def _room(problem: Problem) -> str:
+    """What devices have, in words."""
+    least, *more = map(format_bytes, (limit for limit in _limits(problem) if limit < inf))
+    return f"{least} to {more[-1]} a GPU" if more else f"{least} a GPU"
+
+
+def _least_of(tightest: TightestStage) -> str:
+    """Of which plans the one that is named needs least."""
+    return "at the least" if tightest.is_least else "at the least with as many replicas of every stage"
+
+
+def _details(tightest: TightestStage, limit: int, first: str, last: str) -> dict[str, Any]:
     """Of the stage that is too large, as JSON says it."""
     return {
         "stage": {
@@ -103,8 +108,8 @@ def _details(tightest: TightestStage, first: str, last: str) -> dict[str, Any]:
             "memory_bytes": tightest.memory_bytes,
         },
         "ledger": dict(tightest.ledger),
-        "limit_bytes": tightest.limit_bytes,
-        "missing_bytes": tightest.memory_bytes - tightest.limit_bytes,
+        "limit_bytes": limit,
+        "missing_bytes": tightest.memory_bytes - limit,
     }
 
 
@@ -171,34 +176,11 @@ def _in_words(tightest: TightestStage) -> str:
     return f"{config.micro_batches} x {config.micro_batch_size}, {config.schedule}, recompute {mode}"
 
 
-def find_smallest_plan(problem: Problem) -> TightestStage | None:
-    """The plan with as many replicas of every stage whose largest stage is smallest; None where no plan is
-    allowed whatever the memory."""
-    plans = (
-        _tightest(problem.space, config, stages, replicas)
-        for config in problem.configs
-        if config.schedule in SEARCHED and config.virtual_stages == 1
-        for stages in problem.stage_counts
-        for replicas in _replicas(problem, config, stages)
-    )
-    return min((plan for plan in plans if plan), key=lambda plan: plan.memory_bytes, default=None)
-
-
-def _replicas(problem: Problem, config: PipelineConfig, stages: int) -> list[int]:
-    """One of each stage, and as many as there are devices for."""
-    runtime, most = problem.runtime, problem.usable_gpus // stages
-    if runtime is not None and runtime.replicas == "none":
-        return [1] if most else []
-    size = config.micro_batch_size
-    shared = [count for count in range(1, min(most, size) + 1) if problem.may_share(size, [count])]
-    return sorted({1, shared[-1]}) if shared else []
-
-
 def _changes(problem: Problem, tightest: TightestStage) -> list[str]:
     """Single changes with which a plan was found, the cheapest for the user first."""
     changes = _other_runs(problem)
     changes += [f"optimizer={name!r}" for name in _lighter_optimizers(problem)]
-    more = _more_gpus(problem, tightest.limit_bytes)
+    more = _more_gpus(problem, _smallest_limit(problem))
     if more is not None:
         # Where no global batch is requested the global batch grows with the GPUs, and so may what a stage
         # holds.
@@ -277,56 +259,12 @@ def _more_gpus(problem: Problem, limit: int) -> int | None:
     if len(problem.topology.kinds) > 1:
         return None
     most = min(4 * problem.gpus, problem.topology.capacity or 4 * problem.gpus)
+    if problem.runtime is not None and problem.runtime.replicas == "none":
+        most = min(most, len(problem.chain))  # more have no stage, and are refused
     for gpus in range(problem.gpus + 1, most + 1):
         wider = replace(problem, topology=problem.topology.with_gpus(gpus), options=fixed)
-        stages = wider.stage_counts[-1]
-        plans = (
-            _tightest(wider.space, config, stages, replicas)
-            for config in wider.configs
-            if config.schedule in SEARCHED
-            for replicas in _replicas(wider, config, stages)
-        )
-        fits = any(plan is not None and plan.memory_bytes <= limit for plan in plans)
+        least = find_smallest_plan(wider, equal=True)
+        fits = least is not None and least.memory_bytes <= limit
         if fits and _solve_quickly(wider) is not None:
             return gpus
     return None
-
-
-def _tightest(space: Space, config: PipelineConfig, stages: int, replicas: int) -> TightestStage | None:
-    """The plan of so many stages that needs least; None where no such plan is allowed whatever the memory."""
-    if replicas > config.micro_batch_size or not space.fits_someone(config.micro_batch_size, replicas):
-        return None
-    schedule = find_schedule(config.schedule)
-    group = space.replica_group(config.micro_batch_size, range(replicas))
-    mode = stage_modes(config)[-1]
-    in_flight = [schedule.in_flight(stage, stages, config.micro_batches) for stage in range(stages)]
-    needs = {count: np.where(space.usable, group.bytes(count, mode), np.inf) for count in set(in_flight)}
-    try:
-        ends = balance_table(lambda stage: needs[in_flight[stage]], stages)
-    except InfeasibleError:
-        return None
-    starts = [0, *ends[:-1]]
-    excess = [float(needs[in_flight[s]][starts[s], ends[s]]) for s in range(stages)]
-    stage = int(np.argmax(excess))
-    ledger = _ledger(group, starts[stage], ends[stage], in_flight[stage], mode)
-    limit = group.limit if np.isfinite(group.limit) else 0
-    return TightestStage(
-        config,
-        mode,
-        replicas,
-        stages,
-        stage,
-        starts[stage],
-        ends[stage],
-        sum(ledger.values()),
-        int(min(limit, space.limit(range(space.topology.gpus)))),
-        ledger,
-    )
-
-
-def _ledger(
-    group: ReplicaGroupCosts, start: int, end: int, in_flight: float, mode: Recompute
-) -> dict[str, int]:
-    return group.table.stage_ledger(
-        start, end, in_flight, mode, group.optimizer, group.replicas, **group.ledger
-    )

@@ -255,6 +255,18 @@ def with_bound(problem: Problem, best: ScoredPlan | None, result: SearchResult) 
     )
 
 
+def without_plan(problem: Problem, result: SearchResult) -> SearchResult:
+    """What a search proved that found no plan that fits: its bound is of all plans that were allowed, those
+    under schedules that it does not search, too; inf where it is proven that there is none."""
+    own, universal = problem.heuristic_schedules, result.universal or not problem.families
+    bound = result.bound_seconds
+    if universal:
+        bound = universal_bound(problem, [name for name in problem.allowed_schedules if name not in own])
+    if own:
+        bound = min(bound, _bound_others(problem, result, inf))
+    return replace(result, best=None, bound_seconds=bound, exact=bound == inf, universal=universal)
+
+
 def _bound_others(problem: Problem, result: SearchResult, step: float) -> float:
     """On the plans of other schedules than the searched ones; where an order may be made for a plan, on all
     that may be."""

@@ -33,6 +33,7 @@ from .plan_records import (
     Alternative,
     Baseline,
     DefaultMiniBatch,
+    DegreeResult,
     PlannedStage,
     Prediction,
     ProfileReference,
@@ -101,6 +102,8 @@ class Plan(Document):
     objective: Aim | None = None
     baselines: list[Baseline] = []
     alternatives: list[Alternative] = []
+    degrees: list[DegreeResult] = []
+    """By how many devices share every layer, where that was chosen with the plan; the profile says which."""
     options: Annotated[PlanOptions, BeforeValidator(_read_options)] = PlanOptions()
     """What was asked for."""
     searched: str = ""

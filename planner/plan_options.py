@@ -11,7 +11,7 @@ from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.option_fields import Options, option
-from ..cost_models.option_readers import read_choice, read_number_or_auto, read_slow_devices
+from ..cost_models.option_readers import read_choice, read_number_or_auto, read_sizes, read_slow_devices
 from ..cost_models.precision import GRADIENT_DTYPES, PRECISIONS, ZERO_STAGES, check_word
 from ..cost_models.quantities import (
     MOST_DEVICES,
@@ -38,6 +38,7 @@ class TrainingKeywords(TypedDict, total=False):
     gradient_dtype: Literal["auto", "fp32", "bf16", "fp16"] | str
     zero: int
     runtime: str | None
+    tp: Sequence[int] | int | None
     seconds_of: Literal["cpu"] | str | None
 
 
@@ -70,6 +71,11 @@ def _stage_of_zero(name: str, value: Any) -> int:
     return arguments.whole(name, value, at_least=0)
 
 
+def _sharers(name: str, value: Any) -> tuple[int, ...] | None:
+    numbers = arguments.wholes(name, [value] if isinstance(value, int) else value)
+    return tuple(sorted(set(numbers))) if numbers else None
+
+
 def _recompute(name: str, value: Any) -> str:
     return arguments.word(name, value).replace("-", "_")
 
@@ -97,7 +103,9 @@ class PlanOptions(Options):
     `mini_batch`: 32 samples a GPU, as nearly as micro-batches make it, where it is None. `precision`: auto is
     mixed for a profile in 16 bits or under autocast. `gradient_dtype`: in which micro-batches add up. `zero`:
     what the replicas of a stage spread over them: 1 the optimizer's states, 2 the gradients too, 3 the
-    weights too. `planner`: "best", the joint search, or a named planner. `use_all`: no device may stay free.
+    weights too. `tp`: of the numbers of devices that share every layer, for which the profile has costs,
+    those that are allowed. `planner`: "best", the joint search, or a named planner. `use_all`: no device may
+    stay free.
     `cut_after`: names of layers after which a stage must end; `keep_together`: patterns of names, no cut
     between neighbours that match the same; `pins`: (name of a layer, number of its stage, from 0).
     `memory_limit`: bytes that no device may exceed, besides what it has. `time_limit`: seconds of processor
@@ -171,6 +179,13 @@ class PlanOptions(Options):
         "0|1|2|3",
         "What replicas of a stage spread: 1 optimizer states, 2 gradients too, 3 weights too.",
         least=0,
+    )
+    tp: tuple[int, ...] | None = _training(
+        None,
+        _sharers,
+        "N[,N]",
+        "How many devices may share every layer; default: as many as the profile has costs for.",
+        read=read_sizes,
     )
     planner: str = _search(
         "best",

@@ -194,6 +194,16 @@ class DefaultMiniBatch(Record):
     others: list[OtherMiniBatch] = []
 
 
+class DegreeResult(Record):
+    """The plans in which so many devices share every layer: the step of the best that was found (None: none,
+    for this `reason`), and the seconds that none takes less than (None: there is none that fits)."""
+
+    tensor_parallel: DeviceCount
+    step_seconds: StepSeconds | None = None
+    lower_bound_seconds: Rate | None = None
+    reason: str = ""
+
+
 class ProfileReference(Record):
     """The profile a plan was made from. `layers_sha256` is the hash of the layer names, one a line;
     `granularity` how the model was cut into them."""

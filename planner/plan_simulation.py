@@ -20,7 +20,7 @@ from .assembly import Assembly
 from .layout import Layout
 from .overrides import Overrides
 from .plan_file import Plan
-from .plan_stages import list_prediction_limits
+from .plan_stages import list_prediction_limits, optimizer_note
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,12 @@ def simulate_plan(
         timeline=timeline,
         layers=tuple(layout.layers(device) for device in range(assembly.program.devices)),
         memory=memory,
-        notes=(*_notes(layout), *list_prediction_limits(assembly), *_too_large(memory)),
+        notes=(
+            *_notes(layout),
+            *list_prediction_limits(assembly),
+            *optimizer_note(assembly, timeline.step_seconds),
+            *_too_large(memory),
+        ),
     )
 
 

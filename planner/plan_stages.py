@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from math import inf
+from operator import itemgetter
 
 import numpy as np
 
 from ..cost_models.document import Record
-from ..cost_models.quantities import format_seconds
-from ..cost_models.timeline import simulate
+from ..cost_models.errors import UsageError
+from ..cost_models.machines.rooflines import memory_bandwidth
+from ..cost_models.number_format import percent
+from ..cost_models.optimizers import find_optimizer
+from ..cost_models.quantities import format_bytes, format_rate, format_seconds
+from ..cost_models.simulator.costs import Costs
+from ..cost_models.simulator.steady import steady_state
+from ..cost_models.timeline import simulate, step_seconds
 from ..cost_models.topology import Topology
 from .assembly import Assembly
 from .candidate import ScoredPlan
@@ -183,8 +192,38 @@ def list_prediction_limits(assembly: Assembly) -> Iterator[str]:
     yield from _slow_host(assembly)
 
 
+WORTH = 0.01
+"""Share of the step that launches, or the optimizer, must take for that to be said."""
+
+
+def optimizer_note(assembly: Assembly, step_seconds: float) -> Iterator[str]:
+    """Of the device whose optimizer takes longest, where its memory's bandwidth is known and the updates that
+    belong to a step take `WORTH` of it at the least."""
+    optimizer, precision = find_optimizer(assembly.optimizer), assembly.number_bytes
+    every, micro_batches = assembly.program.update_every, assembly.program.micro_batches
+    each = list[tuple[float, float, float, int]]()
+    for device, ranks in enumerate(assembly.ranks):
+        parameters = sum(own.trainable for own in assembly.chunk_bytes(device)) / precision.weight
+        share = len(ranks) if assembly.zero else 1
+        amount = float(parameters) / share * optimizer.update_bytes(precision)
+        for rank in ranks:
+            if bandwidth := memory_bandwidth(assembly.topology.device(rank).name):
+                each.append((amount / bandwidth, amount, bandwidth, rank))
+    seconds, amount, bandwidth, rank = max(each, key=itemgetter(0), default=(0.0, 0.0, 0.0, 0))
+    updates = 1 if every is None else micro_batches // every
+    if seconds * updates >= WORTH * step_seconds > 0:
+        often = "" if updates == 1 else f", {updates} times a step"
+        yield (
+            f"the optimizer's step is not in the prediction: {optimizer.name} reads and writes at least "
+            f"{format_bytes(amount)} on device {rank}{often}, which takes its memory of "
+            f"{format_rate(bandwidth)} {format_seconds(seconds * updates)} or more, "
+            f"{percent(seconds * updates / step_seconds)} of the step"
+        )
+
+
 def _slow_host(assembly: Assembly) -> Iterator[str]:
-    """Of the device whose process takes longest to launch, where no device computes for as long."""
+    """Of the device whose process takes longest to launch, where no device computes for as long, and the step
+    is shorter without launches: else it waits for transfers or all-reduces."""
     if assembly.hosts == "one":
         return
     # Pipes of two directions share the micro-batches: a device has its places in each of them.
@@ -195,7 +234,7 @@ def _slow_host(assembly: Assembly) -> Iterator[str]:
     passes = runs_forward * assembly.by_place("forward") + assembly.by_place("backward")
     computing = passes.sum(axis=(1, 2)) / pipes
     device = int(launching.argmax())
-    if launching[device] <= computing.max():
+    if launching[device] <= computing.max() or not _launches_take_time(assembly):
         return
     on_device, on_host = (format_seconds(float(own[device])) for own in (computing, launching))
     yield (
@@ -203,3 +242,18 @@ def _slow_host(assembly: Assembly) -> Iterator[str]:
         f"{on_device}, and its process takes {on_host} to launch the operations; where that takes less "
         "(torch.compile, CUDA graphs), so does the step"
     )
+
+
+def _launches_take_time(assembly: Assembly) -> bool:
+    """Whether the step is shorter, by more than `WORTH` of it, where hosts launch in no time; of a schedule
+    that is never flushed, a micro-batch in its steady state."""
+    costs, program = assembly.costs(), assembly.program
+    free = replace(costs, forward_launch=None, backward_launch=None)
+
+    def seconds(own: Costs) -> float:
+        if not assembly.schedule.synchronous:
+            with suppress(UsageError):  # too few micro-batches
+                return steady_state(program, own).seconds_per_micro_batch
+        return float(step_seconds(program, own)[0])
+
+    return seconds(free) < seconds(costs) * (1 - WORTH)

@@ -8,6 +8,7 @@ meaningful.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Unpack
@@ -24,6 +25,13 @@ from ..cost_models.precision import training_precision
 from ..cost_models.tied_weights import buffer_copy_bytes, copy_bytes
 
 Floats = npt.NDArray[np.float64]
+
+
+def fullest_kind(kinds: Iterable[Device]) -> Device:
+    """Of the kinds of a stage's replicas the one of which a process takes most before its first tensor: its
+    ledger is the largest."""
+    contexts = {kind: device_context(kind.name) for kind in kinds}
+    return max(contexts, key=lambda kind: -1.0 if (own := contexts[kind]) is None else float(own.value))
 
 
 def ledger_options(

@@ -11,24 +11,26 @@ from ..cost_models.document import Bytes, DeviceCount, Dimension, Document, Made
 from ..cost_models.drawing import CostRow, Drawing, draw_costs
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
-from ..cost_models.number_format import html_table
+from ..cost_models.number_format import either, html_table
 from ..cost_models.quantities import MOST_LAYERS, format_count
 from ..cost_models.text_files import sha256
 from ..cost_models.tied_weights import SharedBuffer, TiedWeight
 from .gpu_state import GpuRecord
 from .profile_records import (
+    SHORTEST_PASS,
     InputTensor,
     LayerMeasurement,
     MeasuredLoss,
     ProfiledLayer,
     ReadOnlyBuffer,
+    SharedLayers,
     Tied,
     Unmeasured,
     WholeMeasurement,
+    check_seconds,
+    check_shared_layers,
 )
 
-SHORTEST_PASS = 1e-12
-"""Seconds. No machine runs a model faster: such a profile was not measured, and gives no rates."""
 _OF_THE_LOSS = (
     *("forward_seconds", "backward_seconds", "forward_host_seconds", "backward_host_seconds"),
     "backward_input_seconds",
@@ -77,6 +79,8 @@ class Profile(Document):
     gpu: GpuRecord | None = None
     """What the GPU said of itself; None for other devices, and where the driver does not tell."""
     layers: Annotated[list[ProfiledLayer], Field(min_length=1, max_length=MOST_LAYERS)]
+    shared_layers: list[SharedLayers] = []
+    """The same as more devices share each, where a table gave them: solve chooses how many."""
     edges: list[tuple[str, str]] = []
     whole: list[WholeMeasurement] = []
     loss: MeasuredLoss | None = None
@@ -125,41 +129,19 @@ class Profile(Document):
         return self
 
     @model_validator(mode="after")
-    def _check_tied(self) -> Self:
-        order = {layer.name: index for index, layer in enumerate(self.layers)}
-        for own in self.tied:
-            unknown = [name for name in own.layers if name not in order]
-            if unknown:
-                raise ValueError(f"tied {own.tensor!r}: no layer is named {unknown[0]!r}")
-            if own.bytes is None:
-                continue
-            users = [order[name] for name in own.layers]
-            if len(users) < 2 or users != sorted(set(users)):
-                raise ValueError(
-                    f"tied {own.tensor!r}: give two layers or more, each once and in their order"
-                )
-            first = self.layers[users[0]]
-            if own.bytes > first.parameter_bytes:
-                raise ValueError(
-                    f"tied {own.tensor!r}: its {own.bytes} bytes are more than the parameters of its first "
-                    f"layer, {first.name!r} ({first.parameter_bytes})"
-                )
+    def _check_shared_layers(self) -> Self:
+        check_shared_layers(self.layers, self.tensor_parallel, self.shared_layers)
+        if self.shared_layers and (self.tied or self.shared_buffers or self.loss or self.whole):
+            raise ValueError("shared_layers: a profile with tied, shared_buffers, loss or whole has none")
         return self
 
     @model_validator(mode="after")
-    def _check_shared_buffers(self) -> Self:
+    def _check_users(self) -> Self:
         order = {layer.name: index for index, layer in enumerate(self.layers)}
-        for own in self.shared_buffers:
-            unknown = [name for name in own.layers if name not in order]
-            if unknown:
-                raise ValueError(f"shared buffer {own.tensor!r}: no layer is named {unknown[0]!r}")
-            users = [order[name] for name in own.layers]
-            first = self.layers[users[0]]
-            if users != sorted(set(users)) or own.bytes > first.buffer_bytes:
-                raise ValueError(
-                    f"shared buffer {own.tensor!r}: give its layers once each, in their order, and no more "
-                    f"bytes than the buffers of the first, {first.name!r}, have ({first.buffer_bytes})"
-                )
+        for weight in self.tied:
+            weight.check_users(order, self.layers)
+        for buffer in self.shared_buffers:
+            buffer.check_users(order, self.layers)
         return self
 
     @model_validator(mode="after")
@@ -178,22 +160,33 @@ class Profile(Document):
 
     @model_validator(mode="after")
     def _check_seconds(self) -> Self:
-        if self.structure_only:
-            return self
-        for position, size in enumerate(self.micro_batch_sizes):
-            costs = [layer.costs[position] for layer in self.layers]
-            seconds = sum(cost.forward_seconds + cost.backward_seconds for cost in costs)
-            if seconds < SHORTEST_PASS:
-                raise ValueError(
-                    f"all layers together take {seconds:g} s at micro-batch size {size}, "
-                    f"it must be at least {SHORTEST_PASS:g} s"
-                )
+        if not self.structure_only:
+            for layers in (self.layers, *(own.layers for own in self.shared_layers)):
+                check_seconds(layers)
         return self
 
     @property
     def micro_batch_sizes(self) -> list[int]:
         """The measured sizes, ascending."""
         return sorted({cost.micro_batch_size for cost in self.layers[0].costs})
+
+    @property
+    def degrees(self) -> list[int]:
+        """The numbers of devices that may share every layer, ascending."""
+        return [self.tensor_parallel, *(own.tensor_parallel for own in self.shared_layers)]
+
+    def at_degree(self, tensor_parallel: int) -> Profile:
+        """The profile of layers that so many devices share, and of no others. Raises UsageError."""
+        layers = {own.tensor_parallel: own.layers for own in self.shared_layers}
+        layers[self.tensor_parallel] = self.layers
+        if tensor_parallel not in layers:
+            raise UsageError(
+                f"tp={tensor_parallel}: the profile of {self.model} is of layers that {either(self.degrees)} "
+                "devices share",
+                "Use one of these, or import a table with such columns.",
+            )
+        own = {"layers": layers[tensor_parallel], "tensor_parallel": tensor_parallel, "shared_layers": []}
+        return self.model_copy(update=own) if self.shared_layers else self
 
     @property
     def structure_only(self) -> bool:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
 
-from ..cost_models.document import Bytes, Dimension, LayerBound, Record, Samples, Seconds
+from ..cost_models.document import Bytes, DeviceCount, Dimension, LayerBound, Record, Samples, Seconds
 from ..cost_models.memory import workspace_before_loss
+from ..cost_models.quantities import MOST_LAYERS
 
+SHORTEST_PASS = 1e-12
+"""Seconds. No machine runs a model faster: such a profile was not measured, and gives no rates."""
 Spread = Annotated[float, Field(ge=0, le=1e9)]
 ClosingRatio = Annotated[float, Field(gt=0, le=1e9)]
 PartRatio = Annotated[float, Field(ge=0, le=1e9)]
@@ -69,6 +73,46 @@ class ProfiledLayer(Record):
     crossing: LayerBound | None = None
     """How many tensors cross the cut after it."""
     costs: Annotated[list[LayerMeasurement], Field(min_length=1)]
+
+    @property
+    def form(self) -> tuple[str, bool, list[int]]:
+        """What is the same of the layer whatever it costs: its name, whether a stage may end with it, its
+        sizes."""
+        return self.name, self.cut_after, [cost.micro_batch_size for cost in self.costs]
+
+
+def check_seconds(layers: Sequence[ProfiledLayer]) -> None:
+    """Raises ValueError where all layers together take no time."""
+    for position, first in enumerate(layers[0].costs):
+        costs = [layer.costs[position] for layer in layers]
+        seconds = sum(cost.forward_seconds + cost.backward_seconds for cost in costs)
+        if seconds < SHORTEST_PASS:
+            raise ValueError(
+                f"all layers together take {seconds:g} s at micro-batch size {first.micro_batch_size}, "
+                f"it must be at least {SHORTEST_PASS:g} s"
+            )
+
+
+class SharedLayers(Record):
+    """The layers as so many devices share them: seconds and bytes are those of one."""
+
+    tensor_parallel: Annotated[DeviceCount, Field(ge=2)]
+    layers: Annotated[list[ProfiledLayer], Field(min_length=1, max_length=MOST_LAYERS)]
+
+
+def check_shared_layers(
+    whole: Sequence[ProfiledLayer], tensor_parallel: int, shared: Sequence[SharedLayers]
+) -> None:
+    """Raises ValueError where layers of more devices are others than the `whole` ones, which so many share,
+    or have other micro-batch sizes or cuts."""
+    last = tensor_parallel
+    for own in shared:
+        where = f"shared_layers of {own.tensor_parallel} devices"
+        if own.tensor_parallel <= last:
+            raise ValueError(f"{where}: they stand behind those of {last}; more devices must follow fewer")
+        last = own.tensor_parallel
+        if [layer.form for layer in own.layers] != [layer.form for layer in whole]:
+            raise ValueError(f"{where}: must be the same layers, with the same cuts and micro-batch sizes")
 
 
 class WholeMeasurement(Record):
@@ -136,6 +180,23 @@ class Tied(Record):
     trainable: bool = True
     dtype: str = ""
 
+    def check_users(self, order: Mapping[str, int], layers: Sequence[ProfiledLayer]) -> None:
+        """Raises ValueError for layers that there are not, once each and in their `order`."""
+        unknown = [name for name in self.layers if name not in order]
+        if unknown:
+            raise ValueError(f"tied {self.tensor!r}: no layer is named {unknown[0]!r}")
+        if self.bytes is None:
+            return
+        users = [order[name] for name in self.layers]
+        if len(users) < 2 or users != sorted(set(users)):
+            raise ValueError(f"tied {self.tensor!r}: give two layers or more, each once and in their order")
+        first = layers[users[0]]
+        if self.bytes > first.parameter_bytes:
+            raise ValueError(
+                f"tied {self.tensor!r}: its {self.bytes} bytes are more than the parameters of its first "
+                f"layer, {first.name!r} ({first.parameter_bytes})"
+            )
+
 
 class ReadOnlyBuffer(Record):
     """A buffer that several layers read and none writes: every stage with one of these `layers` has a copy of
@@ -144,6 +205,19 @@ class ReadOnlyBuffer(Record):
     tensor: str
     layers: Annotated[list[str], Field(min_length=2)]
     bytes: Bytes
+
+    def check_users(self, order: Mapping[str, int], layers: Sequence[ProfiledLayer]) -> None:
+        """Raises ValueError for layers that there are not, once each and in their `order`."""
+        unknown = [name for name in self.layers if name not in order]
+        if unknown:
+            raise ValueError(f"shared buffer {self.tensor!r}: no layer is named {unknown[0]!r}")
+        users = [order[name] for name in self.layers]
+        first = layers[users[0]]
+        if users != sorted(set(users)) or self.bytes > first.buffer_bytes:
+            raise ValueError(
+                f"shared buffer {self.tensor!r}: give its layers once each, in their order, and no more "
+                f"bytes than the buffers of the first, {first.name!r}, have ({first.buffer_bytes})"
+            )
 
 
 class InputTensor(Record):

@@ -13,15 +13,18 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+from pydantic import BaseModel
 
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
@@ -147,6 +150,8 @@ def verify_plan(plan: Plan, profile: Any, folder: Path) -> None:
 
     if len(plan.stages) * plan.micro_batches > MOST_ACTIONS:
         return
+    if isinstance(profile, list):  # one for each number of devices that share the layers
+        profile = next(own for own in profile if Path(own).name == plan.profile.file)
     is_file = isinstance(profile, str | Path)
     content = Path(profile).read_bytes() if is_file else profile.to_json().encode()
     sources = Sources(plan.to_json().encode(), "plan", content, "profile", is_file, folder)
@@ -393,3 +398,78 @@ def plan(profile: Profile) -> Plan:
             "made_by": {"pplan": "0.1.0", "command": "pplan solve --gpus 8"},
         }
     )
+
+
+GOLDEN = Path(__file__).parent / "golden"
+MOST_COLUMNS = 110
+"""Of a line of a golden file that is one value."""
+
+
+@pytest.fixture
+def golden() -> Callable[[str, str], None]:
+    """Compares a text with a file of tests/golden; PPLAN_UPDATE_GOLDEN=1 rewrites the file instead."""
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / name
+        text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+        if os.environ.get("PPLAN_UPDATE_GOLDEN") == "1":
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert text == path.read_text(encoding="utf-8")
+
+    return compare
+
+
+@pytest.fixture(scope="session")
+def as_text() -> Callable[[object], str]:
+    """A value in lines, a field or an entry each: numbers to seven digits, without what is empty."""
+    return lambda value: "\n".join(_lines("", _plain(value)))
+
+
+def _plain(value: Any) -> Any:
+    """Of dictionaries, lists and words alone."""
+    match value:
+        case None | "":
+            return None
+        case str() | bool():
+            return str(value)
+        case float():
+            return f"{value:.7g}"
+        case np.generic() | np.ndarray():
+            return _plain(value.tolist())
+        case BaseModel():
+            return _plain({name: getattr(value, name) for name in type(value).model_fields})
+        case Mapping():
+            rows = {str(key): _plain(each) for key, each in value.items()}
+            return {key: each for key, each in rows.items() if each not in (None, [], {})}
+        case _ if is_dataclass(value):
+            return _plain({own.name: getattr(value, own.name) for own in fields(value) if own.compare})
+        case Set():
+            return sorted(map(str, map(_plain, value)))
+        case Iterable():
+            return ["-" if (own := _plain(each)) is None else own for each in value]
+        case _:
+            return getattr(value, "__name__", type(value).__name__ if " at 0x" in str(value) else str(value))
+
+
+def _lines(name: str, value: Any) -> Iterator[str]:
+    """Of a value that is called so."""
+    line = f"{name}: {_in_line(value)}".removeprefix(": ")
+    if isinstance(value, str) or (name and len(line) <= MOST_COLUMNS):
+        yield line
+        return
+    rows = value.items() if isinstance(value, dict) else (("-", each) for each in value)
+    if name:
+        yield f"{name}:"
+    for key, each in rows:
+        yield from (f"{'  ' if name else ''}{own}" for own in _lines(key, each))
+
+
+def _in_line(value: Any) -> str:
+    match value:
+        case dict():
+            return "{" + ", ".join(f"{key}: {_in_line(each)}" for key, each in value.items()) + "}"
+        case list():
+            return "[" + ", ".join(map(_in_line, value)) + "]"
+        case _:
+            return str(value)

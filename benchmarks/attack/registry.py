@@ -114,6 +114,8 @@ ATTACKED_BY_TESTS: dict[str, str] = {
     "degrees/degree_search.py:search_degrees": "tests/planner/degrees/test_degree_search.py",
     "degrees/stage_degree_bound.py:stage_bound": "tests/planner/degrees/test_stage_degrees.py",
     "degrees/stage_degree_search.py:search_stage_degrees": "tests/planner/degrees/test_stage_degrees.py",
+    "joint_search.py:without_plan": "tests/proofs/test_shared_layers.py",
+    "shared_layers.py:solve_degrees": "tests/proofs/test_shared_layers.py",
     "synthesis/order_problem.py:OrderProblem.bound": "tests/planner/synthesis/test_orders.py",
     "synthesis/local_search.py:improve_order": "tests/planner/synthesis/test_orders.py",
     "synthesis/solve_order.py:solve_order": "tests/planner/synthesis/test_orders.py",
@@ -160,6 +162,7 @@ NOT_BOUNDS: dict[str, str] = {
     "planners/torchgpipe_balance.py:_Blocks.bounds": "items of blocks",
     "planners/pipedream_programme.py:Programme.solution": "PipeDream's own programme, whose plan is scored",
     "problem_grid.py:make_row": "figures of a plan, copied",
+    "shared_layers.py:_row": "figures of an answer, copied",
 }
 """By name, what else is meant."""
 

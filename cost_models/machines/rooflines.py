@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..errors import FileError, UsageError
 from ..quantities import parse_bytes, parse_rate, parse_seconds
 from ..text_files import parse_toml, read_text
-from .catalogue import find_preset, name_key
+from .catalogue import device_preset, find_preset, name_key
 from .presets import Figure
 
 TERA = 1e12
@@ -188,6 +188,14 @@ _ALL = (
 )
 
 ROOFLINES: dict[str, Roofline] = {roofline.name: roofline for roofline in _ALL}
+
+
+def memory_bandwidth(device_name: str) -> float | None:
+    """Peak bytes per second of the memory of the GPU with a preset's title or a name of its driver; None
+    where it is not known."""
+    preset = device_preset(device_name)
+    roofline = None if preset is None else ROOFLINES.get(preset.name)
+    return None if roofline is None else roofline.bandwidth.value
 
 
 _DTYPES = ("float32", "tf32", "float16", "bfloat16", "float64")

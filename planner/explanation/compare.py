@@ -120,8 +120,9 @@ Key = tuple[str, ...]
 
 def _problem(plan: Plan) -> Key:
     """What plans have in common of whose steps one bound tells."""
-    machine = plan.machine or plan.topology
-    return plan.profile.sha256, machine, str(plan.mini_batch), plan.optimizer, plan.runtime or ""
+    machine, numbers = plan.machine or plan.topology, plan.training_precision
+    states = plan.optimizer, numbers.name, numbers.gradient_dtype, str(plan.zero)
+    return plan.profile.sha256, machine, str(plan.mini_batch), plan.runtime or "", *states
 
 
 def _bound(plan: Plan) -> tuple[Key, float]:

@@ -49,12 +49,13 @@ sensitivities, five of what-ifs (six where it waits for launches)."""
 
 
 def solve_what_ifs(
-    context: ExplainContext, seeds: Sequence[ScoredPlan], *, launches: bool
+    context: ExplainContext, seeds: Sequence[ScoredPlan], *, sharers: int, launches: bool
 ) -> Iterator[WhatIf]:
     """Each change by itself, that of `launches` where the step waits for some; the searches start from the
-    seeds, so that a change for the better is never answered with a slower plan."""
+    seeds, so that a change for the better is never answered with a slower plan. `sharers`: the devices that
+    share every layer."""
     changes: list[tuple[str, Change]] = [
-        ("one more GPU", _one_more),
+        ("one more GPU" if sharers == 1 else f"one more group of {sharers} GPUs", _one_more),
         ("double the bandwidth", lambda p: with_topology(p, with_bandwidth(p.topology, 2))),
         ("double the memory", lambda p: with_memory(p, 2)),
         ("recompute always", lambda p: _recomputing(p, "always")),
@@ -142,6 +143,7 @@ def explain_plan(
     pool = [*seeds, *rivals.plans]
     launches = any(share.kind == "host" for share in limits.kinds)
     holds = sensitivities(context, pool, busiest) if better is None and context.fits else iter(())
+    changed = solve_what_ifs(context, pool, sharers=plan.profile.tensor_parallel, launches=launches)
     return Explanation(
         model=plan.model,
         plan=summarize(present),
@@ -151,7 +153,7 @@ def explain_plan(
         as_fast=None if rivals.as_fast is None else summarize(rivals.as_fast),
         other_stages=rivals.other_stages,
         holds=list(done.each(holds, 4)),
-        what_if=list(done.each(solve_what_ifs(context, pool, launches=launches), 1)),
+        what_if=list(done.each(changed, 1)),
         current=split,
         notes=_notes(context, plan),
     )
@@ -183,6 +185,10 @@ def _faster(other: ScoredPlan | None, present: ScoredPlan) -> ScoredPlan | None:
 def _notes(context: ExplainContext, plan: Plan) -> list[str]:
     step, predicted = context.present.step_seconds, plan.prediction.step_seconds
     notes = [] if context.fits else ["the plan does not fit into the memory of its devices"]
+    if plan.degrees:
+        sharers = plan.profile.tensor_parallel
+        words = "one device has a layer" if sharers == 1 else f"{sharers} devices share every layer"
+        notes.append(f"in all other plans here {words}, as in this one")
     if format_seconds(step) != format_seconds(predicted):
         notes.append(
             f"the plan takes {format_seconds(step)} a step here, it says {format_seconds(predicted)}: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from ...cost_models.document import Record
 from ...cost_models.simulator.result import Timeline
@@ -37,25 +38,28 @@ class BusiestStage(Record):
 class StepLimits(Record):
     """What the step waits for. `kinds` and `places` (largest first) both sum to the step.
 
-    `without_memory_limit`: the best plan with as much memory as it asks for, where that is faster; None: it
-    is memory that forbids nothing.
+    `without_memory_limit`: the best plan with as much memory as it asks for, where that is faster; None where
+    none was found, and `memory_forbids_nothing` says whether there is none of those that are searched.
     """
 
     kinds: list[PathShare]
     places: list[PathShare]
     busiest: BusiestStage
     without_memory_limit: PlanSummary | None = None
+    memory_forbids_nothing: bool = False
 
 
 def find_limits(context: ExplainContext, seeds: Sequence[ScoredPlan]) -> StepLimits:
     """What limits the plan; the search without a memory limit starts from the seeds."""
     timeline = context.timeline
     path, step = critical_path(timeline), timeline.step_seconds
+    faster, is_proven = _without_memory_limit(context, seeds)
     return StepLimits(
         kinds=_by_kind(path, step),
         places=_by_place(path, step),
         busiest=find_busiest(timeline),
-        without_memory_limit=_without_memory_limit(context, seeds),
+        without_memory_limit=faster,
+        memory_forbids_nothing=faster is None and is_proven,
     )
 
 
@@ -87,11 +91,17 @@ def _by_place(path: Sequence[Segment], step: float) -> list[PathShare]:
     return sorted(shares, key=lambda share: -share.seconds)
 
 
-def _without_memory_limit(context: ExplainContext, seeds: Sequence[ScoredPlan]) -> PlanSummary | None:
-    best = resolve(with_memory(context.problem, None), seeds).best
-    limit = context.present.step_seconds * (1 - TIE)
+def _without_memory_limit(
+    context: ExplainContext, seeds: Sequence[ScoredPlan]
+) -> tuple[PlanSummary | None, bool]:
+    """The best plan without a limit, where it is faster; and whether no other is faster still."""
+    problem = context.problem
+    if problem.space.limit(range(problem.gpus)) == inf:
+        return None, True
+    result = resolve(with_memory(problem, None), seeds)
+    best, limit = result.best, context.present.step_seconds * (1 - TIE)
     fastest_seed = min((seed.step_seconds for seed in seeds), default=limit)
     # What is as fast under the limit is not forbidden by it.
     if best is None or best.step_seconds >= min(limit, fastest_seed * (1 - TIE)):
-        return None
-    return summarize(best)
+        return None, result.exact
+    return summarize(best), result.exact

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...cost_models.errors import UsageError
 from ...cost_models.quantities import format_count, format_seconds
-from ..asynchronous import ASYNCHRONOUS, WPIPE, steady_bubble, steady_stages
+from ..asynchronous import ASYNCHRONOUS, WPIPE, assemble_endless, steady_bubble, steady_stages
 from ..build_plan import build_plan
 from ..candidate import ScoredPlan
 from ..coverage import describe_order, describe_search
@@ -126,7 +126,9 @@ def _build_plan(
     besides = _additional_space(objective, problem)
     if objective.name == THROUGHPUT and not asynchronous_refusal(problem):
         own = _extend_coverage(own, besides)
-    assembly = assemble(problem.space, outcome.best.proposal, outcome.best.recompute)
+    is_endless = outcome.best.config.schedule in ASYNCHRONOUS
+    make = assemble_endless if is_endless else assemble
+    assembly = make(problem.space, outcome.best.proposal, outcome.best.recompute)
     texts = [*warnings, *list_problem_warnings(problem)] if fastest_plan is None else fastest_plan.warnings
     return own.model_copy(
         update={

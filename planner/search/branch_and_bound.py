@@ -114,9 +114,10 @@ class _BranchAndBound:
             proven = self._explore()
             self._prefer_simple()
         except OutOfTime:
-            proven = min((problem.root for problem in self.whole), default=np.inf)
+            proven = -np.inf
         step = np.inf if self.best is None else self.best.step_seconds
         root = min((problem.root for problem in self.whole), default=np.inf)
+        proven = max(proven, root)  # roots that a search which was stopped worked out after it
         exact = proven >= step * (1 - TIE)
         return SearchResult(self.best, step if exact else proven, min(root, step), exact)
 

@@ -25,7 +25,7 @@ from ...cost_models.tied_weights import least_seconds_after, reduction_seconds
 from ...cost_models.topology import Topology
 from ..plan_options import CutLimits
 from ..replica_exchange import ReplicaExchange, bytes_at_end, gradient_bytes
-from ..stage_table import Floats, StageTable, ledger_options
+from ..stage_table import Floats, StageTable, fullest_kind, ledger_options
 from .budget import SearchBudget
 from .replica_group import Buckets, ReplicaGroupCosts, make_buckets
 
@@ -294,7 +294,6 @@ class Space:
             ]
             slowest = np.argmax(backward, axis=0)
             exposed_allreduce = np.take_along_axis(np.array(exposed), slowest[None], axis=0)[0]
-        least = min(kinds, key=lambda kind: inf if kind.memory_bytes is None else kind.memory_bytes)
         return ReplicaGroupCosts(
             table=self.table(per_replica_batch),
             replicas=len(devices),
@@ -307,7 +306,7 @@ class Space:
             limit=self.limit(devices),
             optimizer=self.optimizer,
             ledger={
-                **ledger_options(least, self.dtype, self.number_bytes, self.zero),
+                **ledger_options(fullest_kind(kinds), self.dtype, self.number_bytes, self.zero),
                 "ahead": 0 if self.mini_batch is None else self.mini_batch / size,
             },
             least_tied=self.least_tied(self.table(per_replica_batch), len(devices)),

@@ -57,7 +57,7 @@ def check(
     folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
     name = Path(plan).name if isinstance(plan, str | Path) else "plan"
     plan = as_plan(plan)
-    measured_profile, reference = profile_and_reference(profile, "", "")
+    measured_profile, reference = profile_and_reference(profile, "", "", plan)
     check_layers(plan, reference)
     (check_options,) = options_from(options, CheckOptions, of="check")
     result = check_plan(plan, measured_profile, folder, name, check_options, run_in_processes)

@@ -14,6 +14,7 @@ from ..planner.explanation.explanation import Explanation, explain_plan
 from ..planner.explanation.other_methods import OtherMethod, OtherMethodOptions, list_other_methods
 from ..planner.plan_file import Plan
 from ..profiler.profile_file import Profile
+from .degree_profiles import one_degree
 from .load import as_plan, check_layers, profile_and_reference
 from .machine import planned_machine
 from .options import (
@@ -55,7 +56,7 @@ def explain(
     (split,) = options_from(options, ExplainOptions, of="explain")
     folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
     plan = as_plan(plan)
-    measured_profile, reference = profile_and_reference(profile, "", "")
+    measured_profile, reference = profile_and_reference(profile, "", "", plan)
     check_layers(plan, reference)
     machine, profiles = planned_machine(plan, measured_profile, folder)
     return explain_plan(plan, measured_profile.chain(), machine, profiles, split, progress)
@@ -91,7 +92,7 @@ def compare(
             raise UsageError("watts: without a profile", "Give the profile that the first plan is of, too.")
         return compare_plans(plans_by_name)
     first = plans_by_name[0][1]
-    measured_profile, reference = profile_and_reference(profile, "", "")
+    measured_profile, reference = profile_and_reference(profile, "", "", first)
     check_layers(first, reference)
     folder = Path(plans[0]).parent if isinstance(plans[0], str | Path) else Path()
     machine, profiles = planned_machine(first, measured_profile, folder)
@@ -118,5 +119,5 @@ def data_parallel(profile: Profile | str | Path, **options: Unpack[OtherMethodKe
     machine, plan_options, own = options_from(
         options, MachineOptions, PlanOptions, OtherMethodOptions, of="data_parallel"
     )
-    measured_profile, reference = profile_and_reference(profile, "", "")
+    measured_profile, reference = one_degree(profile, "", "", plan_options, "data_parallel")
     return list_other_methods(make_problem(measured_profile, reference, machine, plan_options), own)

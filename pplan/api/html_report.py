@@ -85,7 +85,7 @@ def report(
         check=_document("check", check, Check, "pplan.check(plan, profile)"),
     )
     if profile is not None:
-        measured, reference = profile_and_reference(profile, "", "")
+        measured, reference = profile_and_reference(profile, "", "", document)
         check_layers(document, reference)
         folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
         machine, profiles = planned_machine(document, measured, folder)

@@ -17,7 +17,7 @@ from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import list_notes, list_warnings
 from ..runtimes.reading.partition import Partition
 from ..runtimes.reading.read import read_partition, with_virtual_stages
-from .load import profile_and_reference
+from .degree_profiles import one_degree
 from .options import ImportPlanKeywords, MachineOptions, PartitionOptions, PlanOptions, options_from
 from .provenance import made_by
 from .solve import make_problem
@@ -47,13 +47,13 @@ def import_plan(
     A plan that does not fit says so in its warnings. Raises UsageError, FileError (the source, the profile,
     the topology).
     """
-    measured_profile, reference = profile_and_reference(profile, profile_file, profile_sha256)
     machine, partition, training = options_from(
         options,
         *(MachineOptions, PartitionOptions, PlanOptions),
         of="import_plan",
         takes=ImportPlanKeywords.__annotations__,
     )
+    measured_profile, reference = one_degree(profile, profile_file, profile_sha256, training, "import_plan")
     if not isinstance(source, Path):
         source = arguments.word("source", source)
     plan = _import_partition(source, measured_profile, reference, machine, partition, training)
@@ -76,14 +76,30 @@ def _import_partition(
     fixed = FixedPartition(read.ends, read.virtual_stages or 1, read.replicas or 1)
     options = _plan_options(read, fixed, partition, training)
     problem = make_problem(profile, reference, replace(machine, gpus=machine.gpus or fixed.gpus), options)
+    fixed, notes = _on_devices(fixed, read.devices, problem.usable_gpus)
     return plan_partition(
         problem,
         fixed,
         model=profile.model,
         profile=reference,
-        notes=[*list_notes(profile), *read.notes],
+        notes=[*list_notes(profile), *read.notes, *notes],
         warnings=list_warnings(profile, problem.topology),
     )
+
+
+def _on_devices(
+    fixed: FixedPartition, devices: tuple[int, ...] | None, usable: int
+) -> tuple[FixedPartition, list[str]]:
+    """The partition on the devices that the source names, where the machine has them; and a note where it has
+    not."""
+    if devices is None or len(devices) != fixed.gpus:
+        return fixed, []
+    if max(devices) < usable:
+        return replace(fixed, devices=devices), []
+    ranks = ", ".join(map(str, devices[:8])) + (", ..." if len(devices) > 8 else "")
+    return fixed, [
+        f"it names the devices {ranks}, of a machine with more than {usable}: taken from rank 0 on"
+    ]
 
 
 def _content(source: str | Path) -> tuple[str, str]:

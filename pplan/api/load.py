@@ -50,9 +50,10 @@ def check_layers(plan: Plan, profile: ProfileReference) -> None:
 
 
 def profile_and_reference(
-    profile: Profile | str | Path, file: str, sha: str
+    profile: Profile | str | Path, file: str, sha: str, plan: Plan | None = None
 ) -> tuple[Profile, ProfileReference]:
-    """The profile, read where it is named by its path, and what a plan says of it."""
+    """The profile, read where it is named by its path, and what a plan says of it; of a `plan` that there is,
+    for as many devices to a layer as it has. Raises UsageError for a profile without these."""
     file, sha = arguments.word("profile_file", file), arguments.word("profile_sha256", sha)
     if isinstance(profile, str | Path):
         path = Path(profile)
@@ -62,9 +63,16 @@ def profile_and_reference(
     arguments.instance(
         "profile", profile, Profile, "Give what pplan.profile returns, or the path of its file."
     )
-    return profile, ProfileReference(
+    sha = sha or sha256(profile.to_json())
+    if plan is not None:
+        profile = profile.at_degree(plan.profile.tensor_parallel)
+    return profile, _reference(profile, file, sha)
+
+
+def _reference(profile: Profile, file: str, sha: str) -> ProfileReference:
+    return ProfileReference(
         file=file,
-        sha256=sha or sha256(profile.to_json()),
+        sha256=sha,
         layers_sha256=profile.layers_sha256,
         dtype=profile.dtype,
         amp=profile.amp,
@@ -107,6 +115,7 @@ def read_plan(path: Path, profile_file: Path | None) -> PlanAndProfile:
             f"Name the right one as `profile`, or plan again: pplan solve {quote(str(where))}",
         )
     profile = Profile.parse(decode_text(content, where, "profile"), str(where))
+    profile = profile.at_degree(plan.profile.tensor_parallel)
     if sum(plan.balance) != len(profile.layers):
         raise FileError(
             f"{path}: has {sum(plan.balance)} layers, its profile {where} {len(profile.layers)}",

@@ -61,18 +61,23 @@ def count_used_devices(plan: Plan) -> int:
     return len({device for stage in plan.stages for device in stage.devices})
 
 
+def _devices(plan: Plan, number: int) -> str:
+    """`4 GPUs`; where several share every layer `4 groups of 2 GPUs`."""
+    sharers = plan.profile.tensor_parallel
+    if sharers > 1:
+        return f"{format_count(number, 'group')} of {sharers} {plan.device_kind}s"
+    return format_count(number, plan.device_kind)
+
+
 def _describe_shape(plan: Plan) -> str:
     used = count_used_devices(plan)
     stages, chunks = len(plan.stages) // plan.virtual_stages, plan.virtual_stages
     if len(plan.stages) > 1:
-        devices = format_count(used, plan.device_kind)
         chunks_text = f", {chunks} virtual stages on each," if chunks > 1 else ""
-        return f"A pipeline of {format_count(stages, 'stage')} over {devices}{chunks_text}"
-    return (
-        f"Data parallelism over {format_count(used, plan.device_kind)}"
-        if used > 1
-        else f"One {plan.device_kind}"
-    )
+        return f"A pipeline of {format_count(stages, 'stage')} over {_devices(plan, used)}{chunks_text}"
+    if used > 1:
+        return f"Data parallelism over {_devices(plan, used)}"
+    return f"One {plan.device_kind}" if plan.profile.tensor_parallel == 1 else f"One {_devices(plan, 1)[2:]}"
 
 
 def _scope_text(plan: Plan) -> str:
@@ -99,15 +104,11 @@ def _uncertainty_text(uncertainty: float | None) -> str:
 
 
 def _rival_answer(plan: Plan, rival: Baseline) -> str:
-    on = (
-        f" over {format_count(plan.gpus, plan.device_kind)}"
-        if rival.name == "data-parallel" and plan.gpus
-        else ""
-    )
+    on = f" over {_devices(plan, plan.gpus)}" if rival.name == "data-parallel" and plan.gpus else ""
     step = rival.step_seconds or 0.0
     unable = rival.name == "data-parallel" and plan.runtime and plan.gpus and not _replicates(plan)
     reason = f"{plan.runtime} does not run it" if unable else "the options given leave it out"
-    return f"{_rival(plan, rival)}{on} is the fastest: {_figures(step, plan.mini_batch / step)}; {reason}."
+    return f"{_rival(plan, rival)}{on} is faster: {_figures(step, plan.mini_batch / step)}; {reason}."
 
 
 def _rival(plan: Plan, rival: Baseline) -> str:
@@ -134,7 +135,7 @@ def _unused_devices_line(plan: Plan, used: int, available: int) -> str:
     ]
     # A faster one is not for this plan's options: it may not stand here as the price of using all.
     slower = [row for row in on_all if row[0] >= plan.prediction.step_seconds]
-    uses = f"It uses {used} of the {format_count(available, plan.device_kind)}"
+    uses = f"It uses {used} of the {_devices(plan, available)}"
     runtime = None if plan.runtime is None else find_runtime(plan.runtime)
     if runtime is not None and runtime.one_process and used == plan.gpus_per_node:
         return f"{uses}: {runtime.name} reaches those of one node."
@@ -186,6 +187,6 @@ def _other_batches(default: DefaultMiniBatch) -> str:
 
 def _other_batch(other: OtherMiniBatch) -> str:
     if other.step_seconds is None or other.samples_per_second is None:
-        return f"with {other.mini_batch}: no plan"
+        return f"with {other.mini_batch}: no plan was found"
     step, rate = format_seconds(other.step_seconds), three_digits(other.samples_per_second)
     return f"with {other.mini_batch}: {step}, {rate} samples/s"

@@ -62,7 +62,8 @@ def _states(plan: Plan) -> str:
 
 
 def _interval(prediction: Prediction) -> str:
-    """The prediction's interval, ` (80 % interval 12.1 to 12.9 ms)`, where it is wide enough to print."""
+    """Where the step lies as the measured layers vary, ` (12.1 to 12.9 ms in 80 % of draws of its layers'
+    times)`, where that is wide enough to print. What else differs between steps is not in it."""
     if prediction.low_seconds is None or prediction.high_seconds is None:
         return ""
     low, high = format_seconds(prediction.low_seconds), format_seconds(prediction.high_seconds)
@@ -72,7 +73,8 @@ def _interval(prediction: Prediction) -> str:
     ends = f"{number if high.endswith(f' {unit}') else low} to {high}"
     # The step is that of the layers' medians; of many stages some one is late in nearly every step.
     late = prediction.low_seconds > prediction.step_seconds and low != format_seconds(prediction.step_seconds)
-    return f" (80 % interval {ends}{', as some stage is late in most steps' if late else ''})"
+    reason = ", as some stage is late in most" if late else ""
+    return f" ({ends} in 80 % of draws of its layers' times{reason})"
 
 
 def _proof(plan: Plan) -> str:
@@ -89,16 +91,18 @@ def _proof(plan: Plan) -> str:
 
 
 def _objective_proof(plan: Plan, aim: Aim) -> str:
-    """The bound on what is aimed at, and on the step."""
-    step = f"no plan is faster than {format_seconds(plan.prediction.lower_bound_seconds)} a step"
+    """The bound on what is aimed at, and on the step: each with the plans that it is about."""
+    bound = f"is faster than {format_seconds(plan.prediction.lower_bound_seconds)} a step"
+    step = f"none of these plans {bound}"
     if not aim.lower_bound:
-        return f"Best found; not proven: {aim.detail}. Proven: {step}."
+        covers = f" ({plan.prediction.bound_covers})" if plan.prediction.bound_covers else ""
+        return f"Best found; not proven: {aim.detail}. Proven: no plan of the search space{covers} {bound}."
     about = "; ".join(part for part in (aim.covers, aim.detail) if part)
     among = f" ({about})" if about else ""
     if aim.exact:
         return f"Optimal in the search space{among}: none of these plans has less. Proven: {step}."
-    gap, bound = percent(aim.value / aim.lower_bound - 1), _amount(aim, aim.lower_bound)
-    return f"Best found; at most {gap} from the proven bound of {bound}{among}. Proven: {step}."
+    gap, least = percent(aim.value / aim.lower_bound - 1), _amount(aim, aim.lower_bound)
+    return f"Best found; at most {gap} from the proven bound of {least}{among}. Proven: {step}."
 
 
 def objective_value(aim: Aim) -> str:

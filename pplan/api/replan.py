@@ -55,7 +55,7 @@ def replan(
     (own,) = options_from(options, ReplanOptions, of="replan")
     folder = Path(plan).parent if isinstance(plan, str | Path) else Path()
     plan = as_plan(plan)
-    measured_profile, reference = profile_and_reference(profile, plan.profile.file, "")
+    measured_profile, reference = profile_and_reference(profile, plan.profile.file, "", plan)
     check_layers(plan, reference)
     machine, profiles = planned_machine(plan, measured_profile, folder)
     context = make_context(plan, measured_profile.chain(), machine, profiles)

@@ -60,7 +60,7 @@ def simulate(
     other layers), FileError.
     """
     plan_document = as_plan(plan)
-    measured_profile, reference = profile_and_reference(profile, "", "")
+    measured_profile, reference = profile_and_reference(profile, "", "", plan_document)
     check_layers(plan_document, reference)
     overrides, other = options_from(
         options, *(Overrides, MachineOptions), of="simulate", takes=SimulateKeywords.__annotations__

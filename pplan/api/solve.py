@@ -12,17 +12,21 @@ from ..cost_models.document import MadeBy
 from ..cost_models.errors import UsageError
 from ..cost_models.machines.topology_options import check_processor_seconds, make_topology
 from ..cost_models.option_fields import check_values
+from ..cost_models.runtime import RUNTIMES, find_runtime
 from ..planner.build_plan import build_problem
 from ..planner.joint_search import BEST
 from ..planner.objectives.frontier import Frontier, build_frontier
+from ..planner.objectives.objective import STEP_TIME
 from ..planner.objectives.solve_objective import solve_objective
 from ..planner.plan_file import Plan
-from ..planner.plan_records import ProfileReference
+from ..planner.plan_records import Alternative, DegreeResult, ProfileReference
 from ..planner.planners import find_planner
 from ..planner.problem import Problem
 from ..planner.problem_grid import SweepResult, list_points, solve_points
+from ..planner.shared_layers import DegreeProblem, solve_degrees
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import list_notes, list_warnings, profiled_device
+from .degree_profiles import Profiles, allowed_degrees, measured_degrees, one_degree
 from .load import profile_and_reference
 from .machine import own_profiles
 from .options import (
@@ -45,7 +49,7 @@ SWEEP = tuple(list_declarations(SweepOptions))
 
 
 def solve(
-    profile: Profile | str | Path,
+    profile: Profiles,
     *,
     profile_file: str = "",
     profile_sha256: str = "",
@@ -53,9 +57,10 @@ def solve(
 ) -> Plan:
     """The fastest plan for `profile` on `gpus` devices, with its proven bound.
 
-    `profile` is a profile or the path of its file. The `options` are the fields of `MachineOptions`,
-    `PlanOptions` and `ObjectiveOptions`, which say what they are; those of `pplan solve --help`. Only `gpus`
-    has to be given.
+    `profile` is a profile or the path of its file; or several, of layers that different numbers of devices
+    share (as measured with --tp): then that number is chosen, too, the same for all stages, as where a table
+    gave the costs for several. The `options` are the fields of `MachineOptions`, `PlanOptions` and
+    `ObjectiveOptions`, which say what they are; those of `pplan solve --help`. Only `gpus` has to be given.
 
     `profile_file` and `profile_sha256` are what the plan says of its profile (default: the name and the hash
     of the file, or the hash of the profile's JSON).
@@ -72,7 +77,7 @@ def solve(
 
 
 def _solve(
-    profile: Profile | str | Path,
+    profile: Profiles,
     options: Mapping[str, Any],
     profile_file: str,
     profile_sha256: str,
@@ -80,18 +85,77 @@ def _solve(
     compared: bool = True,
 ) -> Plan:
     machine, plan_options, objective = options_from(options, *MODELS)
-    measured_profile, reference = profile_and_reference(profile, profile_file, profile_sha256)
-    problem = make_problem(measured_profile, reference, machine, plan_options)
-    plan = solve_objective(
-        objective.aim,
-        problem,
-        model=measured_profile.model,
-        profile=reference,
-        notes=list_notes(measured_profile),
-        warnings=list_warnings(measured_profile, problem.topology),
-        compared=compared,
-    )
-    return plan.model_copy(update={"made_by": made_by(plan.made_by, measured=measured_profile.made_by)})
+    degrees = allowed_degrees(measured_degrees(profile, profile_file, profile_sha256), plan_options)
+    if len(degrees) > 1:
+        plan = _solve_degrees(degrees, machine, plan_options, objective, compared=compared)
+    else:
+        ((measured_profile, reference),) = degrees
+        problem = make_problem(measured_profile, reference, machine, plan_options)
+        plan = solve_objective(
+            objective.aim,
+            problem,
+            model=measured_profile.model,
+            profile=reference,
+            notes=list_notes(measured_profile),
+            warnings=list_warnings(measured_profile, problem.topology),
+            compared=compared,
+        )
+    origin = made_by(plan.made_by, measured=degrees[0][0].made_by)
+    return plan.model_copy(update={"made_by": origin, "alternatives": _runnable_alternatives(plan)})
+
+
+def _runnable_alternatives(plan: Plan) -> list[Alternative]:
+    """Those of the plan; where several devices share every layer, for the runtimes that do so."""
+    if plan.profile.tensor_parallel == 1:
+        return plan.alternatives
+    rows = [
+        row.model_copy(update={"runtimes": [name for name in row.runtimes if RUNTIMES[name].shares_layers]})
+        for row in plan.alternatives
+    ]
+    return [row for row in rows if row.runtimes]
+
+
+def _solve_degrees(
+    degrees: Sequence[tuple[Profile, ProfileReference]],
+    machine: MachineOptions,
+    options: PlanOptions,
+    objective: ObjectiveOptions,
+    *,
+    compared: bool,
+) -> Plan:
+    """The fastest plan of all numbers of devices that may share the layers. Raises UsageError where none
+    divides the machine, or where something else than the shortest step is asked for."""
+    if objective.aim.name != STEP_TIME or options.robust:
+        what = "`robust`" if options.robust else f"objective={objective.aim.name!r}"
+        raise UsageError(
+            f"{what}: how many devices share the layers is chosen for the shortest step alone",
+            f"Give one number: tp={degrees[0][0].tensor_parallel}, say.",
+        )
+    problems, left_out, refusal = [], [], None
+    for profile, reference in degrees:
+        number = profile.tensor_parallel
+        try:
+            _check_shares(options.runtime, number)
+            problem = make_problem(profile, reference, machine, options)
+        except UsageError as error:
+            refusal = refusal or error
+            left_out.append(DegreeResult(tensor_parallel=number, reason=error.what))
+            continue
+        warnings = list_warnings(profile, problem.topology)
+        problems.append(DegreeProblem(number, problem, reference, list_notes(profile), warnings))
+    if not problems and refusal is not None:
+        raise refusal
+    model = degrees[0][0].model
+    return solve_degrees(problems, model=model, left_out=left_out, compared=compared)
+
+
+def _check_shares(runtime: str | None, sharers: int) -> None:
+    """Raises UsageError where the runtime does not let so many devices share a layer."""
+    if sharers > 1 and runtime is not None and not find_runtime(runtime).shares_layers:
+        raise UsageError(
+            f"runtime={runtime!r}: it does not let {sharers} devices share a layer",
+            "Use tp=1, or another runtime.",
+        )
 
 
 def make_problem(
@@ -135,10 +199,10 @@ def frontier(
                 f"{name}={dict(options)[name]!r}: a frontier is of step time against memory",
                 f"Omit {name}.",
             )
-    measured_profile, reference = profile_and_reference(profile, profile_file, profile_sha256)
     machine, plan_options, frontier_options = options_from(
         options, MachineOptions, PlanOptions, FrontierOptions, of="frontier"
     )
+    measured_profile, reference = one_degree(profile, profile_file, profile_sha256, plan_options, "frontier")
     problem = make_problem(measured_profile, reference, machine, plan_options)
     curve = build_frontier(
         problem,

@@ -13,6 +13,7 @@ from .wiring import check_order, most_in_flight
 
 if TYPE_CHECKING:
     from .device_ledger import Ledger
+    from .documents import Table
 
 MOVING = ("activations", "stage_inputs", "pending_gradients", "workspace")
 
@@ -42,12 +43,21 @@ def check_figures(builder: ReportBuilder, inputs: VerificationInputs) -> None:
     _check_prediction(builder, inputs)
 
 
+_LOST = 1e-3
+"""Of the largest stage's seconds: of so many the tolerance of a stage is that of rounding."""
+
+
 def _seconds(check: LineCheck, inputs: VerificationInputs) -> None:
     figures = inputs.figures(check)
+    # A stage's sum is a difference of sums from the first layer on, which lose the last digits of long ones.
+    rounding = _LOST * max(sum(figures.part_seconds(part)) for part in range(len(inputs.plan.stages)))
     for part, stage in enumerate(inputs.plan.stages):
         forward, backward = figures.part_seconds(part)
-        check.near(f"forward_seconds of stage {part}", stage.forward_seconds, forward)
-        check.near(f"backward_seconds of stage {part}", stage.backward_seconds, backward)
+        for name, stated, expected in (
+            ("forward_seconds", stage.forward_seconds, forward),
+            ("backward_seconds", stage.backward_seconds, backward),
+        ):
+            check.near(f"{name} of stage {part}", stated, expected, around=rounding)
 
 
 def _memory(check: LineCheck, inputs: VerificationInputs) -> None:
@@ -137,6 +147,10 @@ def _check_prediction(builder: ReportBuilder, inputs: VerificationInputs) -> Non
         check.require("a bound of no seconds", bound > 0, bound)
         check.near("gap", gap, step / bound - 1, around=1.0)
         check.require("exact, with a gap", not plan_value.flag("exact") or gap <= EXACT, gap, 0)
+    if rows := plan.whole.tables("degrees"):
+        about = "of all numbers of devices that may share them the fastest; the bound holds for all"
+        with builder.line("sharing of layers", about) as check:
+            _check_degrees(check, inputs, rows)
     with builder.line(
         "uncertainty", "how far the layers' sum is from the whole model, by the profile"
     ) as check:
@@ -147,6 +161,30 @@ def _check_prediction(builder: ReportBuilder, inputs: VerificationInputs) -> Non
         check.require("low_seconds and high_seconds", ordered or (low is None and high is None), low, high)
         check.skip(
             "low_seconds and high_seconds are percentiles of random draws" if ordered else "there is none"
+        )
+
+
+def _check_degrees(check: LineCheck, inputs: VerificationInputs, rows: list[Table]) -> None:
+    plan, plan_value = inputs.plan, inputs.plan.prediction
+    step, bound = plan_value.number("step_seconds"), plan_value.number("lower_bound_seconds")
+    own = plan.profile.count("tensor_parallel", 1)
+    numbers = [row.count("tensor_parallel", least=1) for row in rows]
+    requested = plan.options.counts("tp", least=1)
+    check.require("each number once, the fewest first", numbers == sorted(set(numbers)), numbers)
+    check.require("the plan's number is none of them", own in numbers, own, numbers)
+    fine = not requested or set(numbers) <= set(requested)
+    check.require("one was not requested", fine, numbers, requested)
+    for number, row in zip(numbers, rows, strict=True):
+        other, other_bound = (row.optional_number(f"{key}_seconds") for key in ("step", "lower_bound"))
+        if number == own:
+            check.near(f"step_seconds of {number}", other or 0.0, step)
+        faster = other is not None and other < step * (1 - EXACT)
+        check.require(f"tp={number} has a faster plan", not faster, step, other)
+        check.require(
+            f"lower_bound_seconds, above that of tp={number}",
+            other_bound is None or bound <= other_bound * (1 + 1e-9),
+            bound,
+            other_bound,
         )
 
 

@@ -178,6 +178,8 @@ def _training(check: LineCheck, inputs: VerificationInputs) -> None:
         check.same("amp", plan.profile.optional_text("amp"), _profile_text(plan, "amp", inputs.profile))
         shared, measured = (own.count("tensor_parallel", 1) for own in (plan.profile, inputs.profile))
         check.same("tensor_parallel", shared, measured)
+    sharers, allowed = plan.profile.count("tensor_parallel", 1), options.counts("tp", least=1)
+    check.require("tp is not a requested one", not allowed or sharers in allowed, sharers, allowed)
     for key, default in (("precision", "auto"), ("gradient_dtype", "auto")):
         own, requested = plan.whole.optional_text(key), options.text(key, default)
         check.require(f"{key} is not the requested one", requested in ("auto", own), own, requested)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..cost_models.errors import FileError
 from .comparison_checks import check_comparisons
-from .documents import LARGEST_PLAN, LARGEST_PROFILE, parse, read_content
+from .documents import LARGEST_PLAN, LARGEST_PROFILE, Table, parse, read_content
 from .figure_checks import check_figures
 from .layer_costs import Layers, read_layers
 from .report import Report, ReportBuilder
@@ -71,6 +71,7 @@ def _inputs(sources: Sources, shared_ports: bool) -> VerificationInputs:
     profile = layers = None
     if sources.profile is not None:
         profile = parse(sources.profile, sources.profile_name or "profile", "profile", "layers")
+        profile = _at_degree(profile, plan.profile.count("tensor_parallel", 1))
         layers = read_layers(profile)
     machine = parse_machine(plan.machine, f"{sources.plan_name}: machine") if plan.machine else None
     profile_name = plan.profile.text("file", "") or "a profile without a name"
@@ -85,6 +86,15 @@ def _inputs(sources: Sources, shared_ports: bool) -> VerificationInputs:
         profiles={} if layers is None else _own_profiles(machine, layers, sources.folder),
         shared_ports=shared_ports,
     )
+
+
+def _at_degree(profile: Table, sharers: int) -> Table:
+    """The profile with the layers that so many devices share, where it has them besides its own."""
+    for own in profile.tables("shared_layers"):
+        if own.count("tensor_parallel") == sharers:
+            layers = {"layers": own.content.get("layers"), "tensor_parallel": sharers}
+            return Table({**profile.content, **layers}, profile.where)
+    return profile
 
 
 def _own_profiles(machine: StatedMachine | None, layers: Layers, folder: Path) -> dict[str, Layers]:

@@ -6,8 +6,10 @@
 `activation_bytes` is the layer's output. Optional: `saved_bytes`, `micro_batch_size`,
 `backward_input_seconds`. Other units end the name, as in `forward_ms`, `backward_us` or `activation_mib`, and
 columns may have other usual names, as `fwd_ms`, `Backward (ms)`, `layer` or `output_bytes`.
-Rows of one name with different `micro_batch_size` are one layer at several sizes. JSON: a list of objects
-with these keys, or {"layers": [...]}.
+Rows of one name with different `micro_batch_size` are one layer at several sizes. Columns such as
+`tp2_forward_ms` and `tp2_parameter_bytes` are those of one of two devices that share the layer (tp4_: of
+four); there are as many of them as without tp2_. JSON: a list of objects with these keys, or
+{"layers": [...]}.
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ _OFFERED = 10
 """Of the columns, those that an error names."""
 Number = TypeVar("Number", int, float)
 _DELIMITERS = (",", ";", "\t")
+_DEGREE = re.compile(r"tp([2-9]|[1-9]\d{1,5})_(.+)")
+"""Before a column of one of so many devices that share the layer."""
 _EXAMPLE = f"The columns are {', '.join(_REQUIRED)}; other units, as in forward_ms, are allowed, too."
+_SAME = "Every number of devices that share the layers has the columns that one device has."
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,13 @@ class Row:
     parameter_bytes: int
     read_as: tuple[str, ...] = ()
     """Of columns with other names than ours: `fwd_ms as forward_ms`."""
+    tensor_parallel: int = 1
+    """Devices that share the layer, of which this is one."""
+
+    @property
+    def prefix(self) -> str:
+        """Of its columns."""
+        return _prefix(self.tensor_parallel)
 
 
 def looks_like_csv(text: str) -> bool:
@@ -82,7 +94,8 @@ def looks_like_csv(text: str) -> bool:
 
 
 def read_csv(text: str, file: str) -> list[Row]:
-    """The rows of a CSV table, separated by commas, semicolons or tabs; `file` names it in errors.
+    """The rows of a CSV table, separated by commas, semicolons or tabs; `file` names it in errors. A line
+    is a row for one device, and one for each number of devices that share the layers.
 
     Raises FileError with the line: an unknown, missing or repeated column, a row of another length, a figure
     that is missing, negative or no number.
@@ -94,7 +107,8 @@ def read_csv(text: str, file: str) -> list[Row]:
     columns = [_column(name) for name in written]
     _check_columns(place, columns)
     read_as = _renamed(written)
-    return [replace(_of_csv(place, columns, values), read_as=read_as) for place, values in records]
+    lines = (_of_csv(place, columns, values) for place, values in records)
+    return [replace(row, read_as=read_as) for rows in lines for row in rows]
 
 
 def read_json(text: str, file: str) -> list[Row]:
@@ -114,7 +128,9 @@ def read_json(text: str, file: str) -> list[Row]:
             f"{file}: {at or 'the whole file'} is {short_repr(rows)}, not a list of objects",
             'Write a list of objects, one a layer, or {"layers": [...]}.',
         )
-    return [_of_json(FilePosition(file, f"{at}[{index}]"), row) for index, row in enumerate(rows)]
+    objects = [_of_json(FilePosition(file, f"{at}[{index}]"), row) for index, row in enumerate(rows)]
+    _check_degrees(objects)
+    return [row for rows in objects for row in rows]
 
 
 @dataclass(frozen=True)
@@ -149,28 +165,38 @@ def _records(reader: Any, file: str) -> Iterator[tuple[FilePosition, list[str]]]
         ) from error
 
 
-def _of_csv(place: FilePosition, columns: Sequence[str], values: Sequence[str]) -> Row:
+def _of_csv(place: FilePosition, columns: Sequence[str], values: Sequence[str]) -> list[Row]:
     if len(values) != len(columns):
         raise place.refusal(
             f"has {len(values)} values for the {len(columns)} columns of the header",
             f"Give one for each: {', '.join(columns)}. Text with a separator in it stands in double quotes.",
         )
     stripped = {column: value.strip() for column, value in zip(columns, values, strict=True)}
-    return _row(place, {column: value for column, value in stripped.items() if value})
+    return _rows(place, {column: value for column, value in stripped.items() if value}, columns)
 
 
-def _of_json(place: FilePosition, row: object) -> Row:
+def _of_json(place: FilePosition, row: object) -> list[Row]:
     if not isinstance(row, _Pairs):
         raise place.refusal(f"is {short_repr(row)}, not an object", _EXAMPLE)
     written = [key for key, _ in row.pairs]
-    _check_columns(place, [_column(name) for name in written])
+    columns = [_column(name) for name in written]
+    _check_columns(place, columns)
     values = {_column(key): value for key, value in row.pairs if value is not None}
-    return replace(_row(place, values), read_as=_renamed(written))
+    read_as = _renamed(written)
+    return [replace(own, read_as=read_as) for own in _rows(place, values, columns)]
 
 
 def _column(written: str) -> str:
     """Our name of a column, however it is written; as it is where it is none of ours."""
     name = "_".join(re.findall(r"[^\s_()\[\]-]+", written.lower()))
+    if degree := _DEGREE.fullmatch(name):
+        shared = f"tp{degree[1]}_{_plain_column(degree[2], '')}"
+        return shared if _is_shared(shared) else written
+    return _plain_column(name, written)
+
+
+def _plain_column(name: str, written: str) -> str:
+    """The same of a name in small letters with underscores, without tp2_ before it."""
     if name in _PLAIN or name in _OTHER_NAMES:
         return _OTHER_NAMES.get(name, name) if _OTHER_NAMES.get(name, name) in _PLAIN else written
     what, _, unit = name.rpartition("_")
@@ -182,17 +208,36 @@ def _renamed(written: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{name} as {_column(name)}" for name in written if _column(name) != name)
 
 
+def _is_shared(column: str) -> bool:
+    """Whether it is one of our columns for devices that share the layer."""
+    degree = _DEGREE.fullmatch(column)
+    return degree is not None and degree[2].rpartition("_")[0] in _UNITS and degree[2] in _COLUMNS
+
+
+def _degrees(columns: Sequence[str]) -> list[int]:
+    """One device, and the numbers of devices that share the layers."""
+    return [1, *sorted({int(match[1]) for name in columns if (match := _DEGREE.fullmatch(name))})]
+
+
+def _prefix(degree: int) -> str:
+    return f"tp{degree}_" if degree > 1 else ""
+
+
 def _check_columns(place: FilePosition, columns: Sequence[str]) -> None:
     """Raises FileError for columns that are unknown, missing, or say the same as another."""
-    _check_keys(place, columns, _COLUMNS)
-    for what, units in _UNITS.items():
-        own = [column for column in (f"{what}_{unit}" for unit in units) if column in columns]
-        if len(own) > 1:
-            raise place.refusal(f"has {' and '.join(own)}", "Omit all but one of them.")
-        if not own and f"{what}_{units[0]}" in _REQUIRED:
-            raise place.refusal(f"column {what}_{units[0]} is missing", _EXAMPLE)
+    _check_keys(place, columns, (*_COLUMNS, *filter(_is_shared, columns)))
     if "name" not in columns:
         raise place.refusal("column name is missing", _EXAMPLE)
+    degrees = _degrees(columns)
+    for what, units in _UNITS.items():
+        own = {n: [c for unit in units if (c := f"{_prefix(n)}{what}_{unit}") in columns] for n in degrees}
+        for degree, names in own.items():
+            if len(names) > 1:
+                raise place.refusal(f"has {' and '.join(names)}", "Omit all but one of them.")
+            is_required = f"{what}_{units[0]}" in _REQUIRED
+            if not names and (is_required or any(own.values())):
+                hint = _EXAMPLE if is_required and degree == 1 else _SAME
+                raise place.refusal(f"column {_prefix(degree)}{what}_{units[0]} is missing", hint)
 
 
 def _check_keys(place: FilePosition, keys: Sequence[str] | _Pairs, allowed: Sequence[str]) -> None:
@@ -204,31 +249,60 @@ def _check_keys(place: FilePosition, keys: Sequence[str] | _Pairs, allowed: Sequ
             raise place.refusal(f"column {name} stands twice", "Omit one of them.")
 
 
-def _row(place: FilePosition, values: Mapping[str, object]) -> Row:
-    """The row of these `values`, without those that are empty."""
-    name = values.get("name", "")
+def _check_degrees(objects: Sequence[Sequence[Row]]) -> None:
+    """Raises FileError where some layers have columns of devices that share them, and others have not."""
+    degrees = {row.tensor_parallel: row for rows in objects for row in rows}
+    for rows in objects:
+        own = [row.tensor_parallel for row in rows]
+        for degree, other in degrees.items():
+            if degree not in own:
+                raise rows[0].place.refusal(
+                    f"column {_prefix(degree)}forward_seconds is missing, and {other.place.at} has it",
+                    "Give every layer the columns of the same numbers of devices.",
+                )
+
+
+def _rows(place: FilePosition, values: Mapping[str, object], columns: Sequence[str]) -> list[Row]:
+    """Of one device, and of each number of devices that share the layer."""
+    whole, *shared = (_row(place, values, degree) for degree in _degrees(columns))
+    for row in shared:
+        for what in ("saved_bytes", "backward_input_seconds"):
+            names = [f"{own.prefix}{what}" for own in (whole, row) if getattr(own, what) is None]
+            if len(names) == 1:
+                raise place.refusal(f"{names[0]} is empty", _SAME)
+    return [whole, *shared]
+
+
+def _row(place: FilePosition, values: Mapping[str, object], degree: int) -> Row:
+    """The row of these `values`, without those that are empty, for one of so many devices."""
+    name, before = values.get("name", ""), _prefix(degree)
     if not isinstance(name, str) or not name.strip():
         raise place.refusal(f"name is {short_repr(name)}, not a text", "Every layer has a name of its own.")
     size = values.get("micro_batch_size")
-    backward = _needed(_time(place, "backward", values), place, "backward_seconds")
+    backward = _needed(_time(place, f"{before}backward", values), place, f"{before}backward_seconds")
     return Row(
         place=place,
         name=name,
         micro_batch_size=None if size is None else samples(place, "micro_batch_size", size),
-        forward_seconds=_needed(_time(place, "forward", values), place, "forward_seconds"),
+        forward_seconds=_needed(_time(place, f"{before}forward", values), place, f"{before}forward_seconds"),
         backward_seconds=backward,
-        backward_input_seconds=_part(place, values, backward),
-        activation_bytes=_needed(_size(place, "activation", values), place, "activation_bytes"),
-        saved_bytes=_size(place, "saved", values),
-        parameter_bytes=_needed(_size(place, "parameter", values), place, "parameter_bytes"),
+        backward_input_seconds=_part(place, values, backward, before),
+        activation_bytes=_needed(
+            _size(place, f"{before}activation", values), place, f"{before}activation_bytes"
+        ),
+        saved_bytes=_size(place, f"{before}saved", values),
+        parameter_bytes=_needed(
+            _size(place, f"{before}parameter", values), place, f"{before}parameter_bytes"
+        ),
+        tensor_parallel=degree,
     )
 
 
-def _part(place: FilePosition, values: Mapping[str, object], backward: float) -> float | None:
-    part = _time(place, "backward_input", values)
+def _part(place: FilePosition, values: Mapping[str, object], backward: float, before: str) -> float | None:
+    part = _time(place, f"{before}backward_input", values)
     if part is not None and part > backward:
         raise place.refusal(
-            f"backward_input takes {part:g} s, the whole backward {backward:g} s",
+            f"{before}backward_input takes {part:g} s, the whole backward {backward:g} s",
             "backward_input_seconds is that part of backward_seconds which makes the input's gradient.",
         )
     return part

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Literal
 
 from pydantic import ValidationError
 
 from ...cost_models.errors import FileError, UsageError
+from ...cost_models.number_format import either
 from ...cost_models.quantities import format_count, format_seconds
 from ...cost_models.text_files import detect_kind, read_text
 from ..profile_file import Profile
-from ..profile_records import ProfiledLayer
+from ..profile_records import ProfiledLayer, SharedLayers
 from . import graph_layers, table_layers
 from .cost_table import Row, looks_like_csv, read_csv, read_json
 from .import_options import ProfileImportOptions
@@ -114,14 +117,36 @@ def _of_table(rows: list[Row], path: Path, options: ProfileImportOptions) -> Pro
             "Omit it, or take the column out.",
         )
     size = options.micro_batch_size or TABLE_SAMPLES
-    layers = table_layers.group_rows(rows, str(path), size)
+    degrees = sorted({row.tensor_parallel for row in rows}) or [1]
+    layers, *others = (
+        table_layers.group_rows([row for row in rows if row.tensor_parallel == degree], str(path), size)
+        for degree in degrees
+    )
+    shared = [
+        SharedLayers(tensor_parallel=degree, layers=own.layers)
+        for degree, own in zip(degrees[1:], others, strict=True)
+    ]
+    _check_degrees(degrees, options, path)
     notes = [f"imported from {path.name}, a table of {format_count(len(layers.layers), 'layer')}"]
     if not has_sizes and options.micro_batch_size is None:
         notes.append(
             f"the table does not say its micro-batch size: {size} is assumed; "
             "`micro_batch_size` gives another"
         )
-    return _profile(options, layers.layers, layers.edges, [*notes, *layers.notes])
+    if shared:
+        notes.append(
+            f"also of layers that {either(degrees[1:])} devices share: solve chooses one, or `tp` does"
+        )
+    return _profile(options, layers.layers, layers.edges, [*notes, *layers.notes], shared=shared)
+
+
+def _check_degrees(degrees: list[int], options: ProfileImportOptions, path: Path) -> None:
+    """Raises UsageError where the plain columns are to be of as many devices as others."""
+    if options.tensor_parallel in degrees[1:] or options.tensor_parallel > min(degrees[1:], default=inf):
+        raise UsageError(
+            f"tensor_parallel={options.tensor_parallel}: {path} has columns of tp{degrees[1]}_ besides",
+            "Those without tp are of fewer devices: of 1, where it is omitted.",
+        )
 
 
 def _profile(
@@ -132,6 +157,7 @@ def _profile(
     *,
     granularity: str = "block",
     input_bytes_per_sample: int = 0,
+    shared: Sequence[SharedLayers] = (),
 ) -> Profile:
     """The profile, with what no such file says: the device, its host's time, workspace."""
     sizes = [cost.micro_batch_size for cost in layers[0].costs]
@@ -152,6 +178,7 @@ def _profile(
         granularity=granularity,
         input_bytes_per_sample=input_bytes_per_sample,
         layers=layers,
+        shared_layers=list(shared),
         edges=edges,
         notes=notes,
     )

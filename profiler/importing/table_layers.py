@@ -97,8 +97,8 @@ def _check(rows: Mapping[int, Row], sizes: Sequence[int]) -> None:
     for row in rows.values():
         if row.parameter_bytes != first.parameter_bytes:
             raise row.place.refusal(
-                f"parameter_bytes of {row.name!r} is {row.parameter_bytes}, and {first.parameter_bytes} at "
-                f"{first.place.at}",
+                f"{row.prefix}parameter_bytes of {row.name!r} is {row.parameter_bytes}, and "
+                f"{first.parameter_bytes} at {first.place.at}",
                 "A layer has the same parameters at every micro-batch size.",
             )
 

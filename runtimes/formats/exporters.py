@@ -6,7 +6,7 @@ from typing import Protocol
 
 from ...cost_models.document import MadeBy
 from ...cost_models.errors import ExportError, UsageError
-from ...cost_models.runtime import find_runtime
+from ...cost_models.runtime import RUNTIMES, find_runtime
 from ...planner.plan_file import Plan
 from . import (
     deepspeed_export,
@@ -56,7 +56,7 @@ def _measured_on(plan: Plan) -> str:
     return f", {plan.profile.device_name}" if plan.profile.device_name not in ("", "cpu") else ""
 
 
-SHARES_LAYERS = ("torch", "megatron", "megatron-bridge", "torchtitan", "nemo-automodel")
+SHARES_LAYERS = tuple(name for name, runtime in RUNTIMES.items() if runtime.shares_layers)
 """Runtimes that take a plan of devices that are groups, which share every layer."""
 
 

@@ -75,12 +75,13 @@ def _unpack(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.view(dtype) if dtype in _CARRIERS else tensor.to(dtype)
 
 
-def pass_on(tensor: Tensor) -> Tensor:
-    """`tensor`, in the same memory, as one that is neither a leaf nor a view, and that no operation saved.
+def pass_on(tensor: Tensor, share: float = 1.0) -> Tensor:
+    """`tensor`, in the same memory, as one that is neither a leaf nor a view, and that no operation saved;
+    its gradient is multiplied by `share` on the way back.
 
     PyTorch detaches the outputs of a stage in place, before it computes weight gradients from what was saved.
     """
-    tensor_on: Tensor = _PassOn.apply(tensor)
+    tensor_on: Tensor = _PassOn.apply(tensor, share)
     return tensor_on
 
 
@@ -88,12 +89,14 @@ class _PassOn(torch.autograd.Function):
     """The gradient of what a stage was handed is sent back, and so must be contiguous."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, tensor: Tensor, share: float) -> Tensor:
+        ctx.share = share
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
-        return gradient.contiguous()
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        own = gradient.contiguous()
+        return own if ctx.share == 1 else own * ctx.share, None
 
 
 def _attach(tensor: Tensor, anchor: Tensor) -> Tensor:

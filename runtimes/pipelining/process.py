@@ -105,8 +105,8 @@ class PipelineProcess:
         """Forward and backward of a global batch; the loss of each micro-batch where `is_last`, else nothing.
 
         `input`, as the example input, is read where `is_first`, `target` where `is_last`; both hold `samples`
-        samples. Gradients are added to what is there, and all of it is divided by the micro-batches: set them
-        to None before. Where stages share a weight, each has its gradients of all of them after the step.
+        samples. Gradients are added to what is there. Where stages share a weight, each has its gradients of
+        all of them after the step: set them to None before it.
         Raises UsageError for another number of samples or tensors.
         """
         tensors: tuple[Tensor, ...] = ()
@@ -188,8 +188,10 @@ def build_process(
         stage_shapes = None if shapes is None else shapes[stage]
         pipeline_stages.append(_pipeline_stage(document, stage, module, stage_shapes, place, coordinates))
     last = stages.get(len(document.parts) - 2)
-    loss = loss_fn if last is None else stage_loss(last, loss_fn)
-    schedule = _schedule(document, pipeline_stages, loss, scale_grads=not sum_losses)
+    # Each loss counts by its share: to divide the gradients after the step is one more pass over all.
+    share = 1.0 if sum_losses else 1 / document.micro_batches
+    loss = loss_fn if last is None else stage_loss(last, loss_fn, share)
+    schedule = _schedule(document, pipeline_stages, loss)
     modules = {stage: module.layers for stage, module in stages.items()}
     return PipelineProcess(
         document,
@@ -262,9 +264,7 @@ def _pipeline_stage(
     return Stage(module, stage, count, device, group=coordinates.pipeline, **shape_arguments)
 
 
-def _schedule(
-    document: TorchExport, stages: list[PipelineStage], loss: Callable[..., Tensor], *, scale_grads: bool
-) -> Any:
+def _schedule(document: TorchExport, stages: list[PipelineStage], loss: Callable[..., Tensor]) -> Any:
     """PyTorch's schedule of the class that the document names, with its order where it has none."""
     kind = getattr(schedules, document.schedule, None)
     if not (isinstance(kind, type) and issubclass(kind, _SCHEDULES)):
@@ -274,7 +274,7 @@ def _schedule(
         )
     stage_argument: Any = stages[0] if issubclass(kind, schedules.PipelineScheduleSingle) else stages
     make: Any = kind
-    schedule = make(stage_argument, document.micro_batches, loss_fn=loss, scale_grads=scale_grads)
+    schedule = make(stage_argument, document.micro_batches, loss_fn=loss, scale_grads=False)
     if document.schedule == OWN_ORDER:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "schedule.csv"

@@ -106,6 +106,7 @@ _TENSOR = _Tensor()
 Loss = Callable[..., Tensor]
 
 
-def stage_loss(last: StageModule, loss_fn: Loss) -> Loss:
-    """The loss as the schedule calls it, of the tensors that the last stage returned."""
-    return lambda output, target: pass_on(loss_fn(last.build_output(output), target))
+def stage_loss(last: StageModule, loss_fn: Loss, share: float = 1.0) -> Loss:
+    """The loss as the schedule calls it, of the tensors that the last stage returned; its gradient counts
+    by `share`."""
+    return lambda output, target: pass_on(loss_fn(last.build_output(output), target), share)

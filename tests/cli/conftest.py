@@ -1,9 +1,8 @@
-"""What the command line's tests share: a run of `main` in an empty folder, documents, golden files."""
+"""What the command line's tests share: a run of `main` in an empty folder, documents."""
 
 from __future__ import annotations
 
 import io
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +12,6 @@ import pytest
 from rich.console import Console
 
 from pplan.cli.app import main
-
-GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 @dataclass(frozen=True)
@@ -66,18 +63,3 @@ def run(
         return Ran(status, out, err)
 
     return run_main
-
-
-@pytest.fixture
-def golden() -> Callable[[str, str], None]:
-    """Compares a text with a file of tests/golden; PPLAN_UPDATE_GOLDEN=1 rewrites the file instead."""
-
-    def compare(name: str, text: str) -> None:
-        path = GOLDEN / name
-        text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
-        if os.environ.get("PPLAN_UPDATE_GOLDEN") == "1":
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        assert text == path.read_text(encoding="utf-8")
-
-    return compare

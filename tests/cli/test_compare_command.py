@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pplan
 from pplan.cli.compare_command import print_comparison, share
 from pplan.cost_models.errors import UsageError
 from pplan.planner.explanation.compare import ComparisonRow, PlanComparison
-from pplan.planner.plan_file import Plan
+from pplan.planner.plan_file import FIXED_PARTITION, Plan
+from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners import PLANNERS
 from pplan.profiler.profile_file import Profile
 
@@ -194,3 +196,14 @@ def test_the_planners_tell_an_imported_plans_gap(profile: Profile) -> None:
     assert made.rows[0].gap is not None
     assert best.step_seconds is not None
     assert made.rows[0].gap >= (made.rows[0].step_seconds or 0.0) / best.step_seconds - 1 - 1e-9
+
+
+def test_what_was_proven_of_other_states_is_no_bound(plan: Plan) -> None:
+    """With ZeRO, plans fit that did not, or take other seconds."""
+    proven = plan.model_copy(update={"options": replace(PlanOptions(), mini_batch=plan.mini_batch)})
+    theirs = proven.model_copy(update={"searched": FIXED_PARTITION})
+    same = pplan.compare(theirs, proven).rows[0]
+    assert same.gap is not None
+    for other in ({"zero": 1}, {"optimizer": "adam"}):
+        changed = theirs.model_copy(update=other)
+        assert pplan.compare(changed, proven).rows[0].gap is None

@@ -179,9 +179,15 @@ def test_the_answer_says_what_is_better(explanation: Explanation) -> None:
         "It is not the best for its options: 3 stages of 5-4-3 layers, 16 x 4, 1f1b takes 655 ms, "
         "0.8 % slower."
     )
-    limits = explanation.limits.model_copy(update={"without_memory_limit": None})
+    limits = explanation.limits.model_copy(
+        update={"without_memory_limit": None, "memory_forbids_nothing": True}
+    )
     free = explanation.model_copy(update={"limits": limits})
     assert answer_lines(free)[-1] == "Memory forbids no faster plan."
+    unproven = limits.model_copy(update={"memory_forbids_nothing": False})
+    assert answer_lines(explanation.model_copy(update={"limits": unproven}))[-1] == (
+        "Without a memory limit no faster plan was found; there may be one."
+    )
     assert answer_lines(free)[0] == "A step of toy takes 650 ms: 76.9 % of it waits for computing."
 
 
@@ -260,3 +266,22 @@ def test_virtual_stages_in_words() -> None:
     made = outline(0.5, [3, 4, 2, 3], virtual_stages=2, schedule="interleaved")
     words = "2 stages of 3-4-2-3 layers, 2 virtual stages each, 16 x 4, interleaved"
     assert describe_plan(PlanSummary(**made)) == words
+
+
+SHARED = """name,forward_ms,backward_ms,activation_mb,parameter_mb,{}
+a,10,20,50,400,6,12,30,200
+b,12,22,50,400,6,12,30,200
+c,10,20,50,400,6,12,30,200
+""".format(",".join(f"tp2_{name}" for name in ("forward_ms", "backward_ms", "activation_mb", "parameter_mb")))
+
+
+def test_of_layers_that_devices_share(here: Path, run: Callable[..., Any]) -> None:
+    """What is changed is a group, and every plan compared shares its layers alike."""
+    (here / "table.csv").write_text(SHARED)
+    run("import", "table.csv")
+    machine = ("--gpus", "4", "--bandwidth", "50GB/s", "--memory", "2GB")
+    ran = run("solve", "table.profile.json", *machine, "--mini-batch", "4")
+    assert "over 2 groups of 2 GPUs" in " ".join(ran.out.split())
+    text = " ".join(run("explain", "table.plan.json").out.split())
+    assert "one more group of 2 GPUs" in text
+    assert "in all other plans here 2 devices share every layer, as in this one" in text

@@ -127,3 +127,29 @@ def test_the_file_itself_is_not_overwritten(run: Run, graph: Path) -> None:
     ran = run("import", graph.name, "-o", graph.name, "--force")
     assert ran.status == 2
     assert "would overwrite what it is made from" in ran.lines[0]
+
+
+def test_a_table_of_layers_that_several_devices_share(run: Run, here: Path) -> None:
+    """Two devices are faster together than as two stages, and the plan says so; --tp names the number."""
+    names = ("forward_ms", "backward_ms", "activation_mb", "parameter_mb")
+    columns = ["name", *names, *(f"tp2_{name}" for name in names)]
+    rows = [f"layer{number},10,20,1,40,5,10,1,20" for number in range(3)]
+    (here / "toy.csv").write_text("\n".join([",".join(columns), *rows, ""]))
+    assert run("import", "toy.csv").status == 0
+    asked = ("solve", "--gpus", "2", "--memory", "16GiB", "--mini-batch", "1", "--bandwidth", "100GB/s")
+    ran = run(*asked, "--details")
+    assert ran.status == 0, ran.err
+    assert "One group of 2 GPUs is the fastest: 45.0 ms a step" in ran.out
+    assert "where one device has every layer, the best plan found takes 90.0 ms a step" in ran.out
+    plan = pplan.load_plan(here / "toy.plan.json")
+    assert (plan.profile.tensor_parallel, plan.prediction.exact) == (2, True)
+    assert {name for other in plan.alternatives for name in other.runtimes} <= {
+        *("torch", "megatron", "megatron-bridge", "torchtitan", "nemo-automodel")
+    }
+    assert run(*asked, "--tp", "1").out.startswith("One GPU is the fastest: 90.0 ms a step")
+    ran = run(*asked, "--tp", "4")
+    assert (ran.status, "--tp 4: the profile has no costs of layers that 4 devices" in ran.err) == (2, True)
+    ran = run(*asked, "toy.profile.json", "toy.profile.json")
+    assert (ran.status, "two profiles for --tp 1" in ran.err) == (2, True)
+    ran = run(*asked, "toy.profile.json", "toy.profile.json", "--frontier")
+    assert (ran.status, "--frontier with 2 profiles: it takes one" in ran.err) == (2, True)

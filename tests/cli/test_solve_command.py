@@ -47,6 +47,7 @@ def test_defaults(run: Run, here: Path, asked: dict[str, Any], profile: Profile)
         "latency": None,
         "topology": None,
         "runtime": None,
+        "tp": None,
         "mini_batch": None,
         "micro_batches": None,
         "schedule": "auto",

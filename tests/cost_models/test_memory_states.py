@@ -13,6 +13,7 @@ from pplan.cost_models.optimizers import (
     SIXTEEN_BITS,
     Precision,
     dtype_precision,
+    find_optimizer,
 )
 
 GB = 1e9
@@ -144,3 +145,20 @@ def test_precisions_that_cannot_be() -> None:
         Precision(weight=2, gradient=2, master=float("nan"))
     with pytest.raises(UsageError, match="'int8' is unknown"):
         dtype_precision("int8")
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "expected"),
+    [
+        ("sgd", FLOAT32, 4 + 2 * 4),
+        ("momentum", FLOAT32, 4 + 2 * 4 + 2 * 4),
+        ("adamw", FLOAT32, 4 + 2 * 4 + 2 * 8),
+        ("adamw", SIXTEEN_BITS, 2 + 2 * 2 + 2 * 4),
+        ("adam", MIXED, 2 + 2 * 4 + 2 * 8 + 2),
+        ("adam", MIXED_FLOAT32_GRADIENTS, 4 + 2 * 4 + 2 * 8 + 2),
+        ("adamw-8bit", FLOAT32, 4 + 2 * 4 + 2 * (2 + 8 / 256)),
+    ],
+)
+def test_an_update_reads_and_writes(name: str, precision: Precision, expected: float) -> None:
+    """The gradient read, what is updated and the states read and written, 16-bit weights written."""
+    assert find_optimizer(name).update_bytes(precision) == expected

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
+from pplan.cost_models.tied_weights import TiedWeight
+from pplan.cost_models.topology import Device, Group, Link, Topology, two_level_topology
+from pplan.planner.plan_options import PlanOptions
+from pplan.planner.problem import Problem
+from pplan.planner.search.budget import SearchBudget
 
 MakeChain = Callable[..., Chain]
 
@@ -63,11 +68,12 @@ def _chain(
 def make_topology() -> Callable[..., Topology]:
     """A function of (gpus, *, per_node, memory, latency): 20 B/s inside a node, 5 B/s between."""
 
-    def make(gpus: int, *, per_node: int = 8, memory: int | None = None, latency: float = 0.0) -> Topology:
-        inside, between = Link(20.0, latency), Link(5.0, 4 * latency)
-        return two_level_topology(Device("toy", memory), gpus, per_node, inside, between)
+    return _topology
 
-    return make
+
+def _topology(gpus: int, *, per_node: int = 8, memory: int | None = None, latency: float = 0.0) -> Topology:
+    inside, between = Link(20.0, latency), Link(5.0, 4 * latency)
+    return two_level_topology(Device("toy", memory), gpus, per_node, inside, between)
 
 
 @pytest.fixture
@@ -96,3 +102,113 @@ def toy_profile(tmp_path: Path) -> Path:
     path = tmp_path / "toy.profile.json"
     path.write_text(json.dumps({"schema": 1, "model": "toy", "device": "cuda:0", "layers": layers}))
     return path
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem in a line: a chain, a machine and options. `machine`: what `two_level_topology` takes beside
+    devices; `slow`: how fast the second half of the devices is; `chain`: what `make_chain` takes; `tied`: the
+    layers that use one weight; `parts`: whether backwards were measured in two parts."""
+
+    seed: int
+    layers: int
+    gpus: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    chain: Mapping[str, Any] = field(default_factory=dict)
+    slow: float | None = None
+    tied: tuple[int, ...] = ()
+    spread: float = 0.0
+    parts: bool = False
+    dtype: str = "float32"
+
+    def problem(self, **more: Any) -> Problem:
+        """With counted work alone to spend."""
+        chain = _chain(self.seed, self.layers, **self.chain)
+        if self.tied:
+            weight = TiedWeight("shared", 60.0, 60.0, self.tied)
+            parameters = chain.parameter_bytes + 60.0 * (np.arange(self.layers) == self.tied[0])
+            chain = replace(chain, parameter_bytes=parameters, trainable_bytes=parameters, tied=(weight,))
+        if self.spread:
+            rows = self.spread * np.random.default_rng(self.seed).random((self.layers, 1))
+            chain = replace(chain, spread=np.repeat(rows, len(chain.sizes), axis=1))
+        if self.parts:
+            whole = chain.backward_seconds
+            chain = replace(chain, backward_input_seconds=0.7 * whole, backward_weight_seconds=0.4 * whole)
+        topology = _topology(self.gpus, **self.machine)
+        if self.slow is not None:
+            own = topology.groups[0].device
+            kinds = own, replace(own, name="slow", speed=self.slow)
+            half = self.gpus // 2
+            topology = replace(topology, groups=(Group(kinds[0], self.gpus - half), Group(kinds[1], half)))
+        options = PlanOptions(**{"mini_batch": 8, **self.options, **more})
+        return Problem(chain, topology, options, self.dtype, budget=SearchBudget(MOST_WORK))
+
+
+MOST_WORK = 1e15
+"""Of what a test's search may spend, so that it can be told what it spent."""
+CASES: dict[str, Case] = {
+    "one device": Case(20, 3, 1),
+    "two devices": Case(1, 6, 2),
+    "three devices and latency": Case(2, 7, 3, machine={"latency": 0.2}),
+    "two nodes": Case(3, 6, 4, machine={"per_node": 2, "latency": 0.05}),
+    "small nodes": Case(50, 4, 2, {"mini_batch": 4}, {"per_node": 1, "latency": 0.05}, {"cuts": 1.1}),
+    "small memory": Case(51, 5, 2, {"mini_batch": 4, "optimizer": "adam"}, {"memory": 1000}),
+    "small and launched": Case(52, 4, 2, {"mini_batch": 4, "runtime": "torchgpipe"}, chain={"cuts": 1.1}),
+    "small and tied": Case(53, 4, 2, {"mini_batch": 4}, chain={"cuts": 1.1}, tied=(0, 3)),
+    "small kinds": Case(54, 4, 3, {"mini_batch": 4}, chain={"cuts": 1.1}, slow=0.5),
+    "fast links": Case(4, 7, 3, chain={"traffic": 0.02}),
+    "slow links": Case(5, 6, 3, chain={"traffic": 20.0}),
+    "few cuts": Case(6, 8, 3, chain={"cuts": 0.3}),
+    "one size": Case(7, 6, 3, chain={"sizes": (2,)}),
+    "gradients add up": Case(8, 6, 3, chain={"adding": 0.5}),
+    "two kinds": Case(9, 6, 4, slow=0.5),
+    "weight of both ends": Case(10, 6, 3, tied=(0, 5)),
+    "little memory": Case(11, 6, 3, {"optimizer": "adam"}, {"memory": 1100}),
+    "recompute": Case(12, 6, 3, {"recompute": "always"}),
+    "gpipe without recomputing": Case(13, 6, 3, {"schedule": "gpipe", "recompute": "never"}),
+    "torchgpipe's recomputing": Case(14, 6, 3, {"schedule": "gpipe", "recompute": "except_last"}),
+    "1f1b of many": Case(15, 6, 3, {"schedule": "1f1b", "mini_batch": 24}),
+    "micro-batches": Case(16, 6, 3, {"micro_batches": 4}),
+    "all devices": Case(17, 6, 3, {"use_all": True}),
+    "two stages": Case(18, 6, 4, {"max_stages": 2}),
+    "a pinned layer": Case(19, 6, 3, {"pins": (("layer3", 1),)}, chain={"cuts": 1.1}),
+    "a cut": Case(21, 6, 3, {"cut_after": ("layer2",)}, chain={"cuts": 1.1}),
+    "layers together": Case(22, 6, 3, {"keep_together": ("layer[0-3]",)}, chain={"cuts": 1.1}),
+    "zero 1": Case(23, 5, 3, {"zero": 1, "optimizer": "adam"}),
+    "zero 2": Case(24, 5, 3, {"zero": 2, "optimizer": "adam"}),
+    "zero 3": Case(25, 5, 3, {"zero": 3, "optimizer": "adam"}),
+    "mixed": Case(26, 5, 3, {"optimizer": "adamw"}, dtype="bfloat16"),
+    "torchgpipe": Case(27, 6, 3, {"runtime": "torchgpipe"}),
+    "deepspeed": Case(28, 6, 4, {"runtime": "deepspeed"}),
+    "torch": Case(29, 6, 3, {"runtime": "torch"}),
+    "megatron": Case(30, 6, 4, {"runtime": "megatron"}),
+    "interleaved": Case(31, 9, 2, {"schedule": "interleaved", "micro_batches": 4}),
+    "zb-h1": Case(32, 6, 3, {"schedule": "zb-h1", "micro_batches": 8}),
+    "zb-v": Case(33, 8, 2, {"schedule": "zb-v", "micro_batches": 8}),
+    "looped-bfs": Case(36, 9, 2, {"schedule": "looped-bfs", "micro_batches": 4}),
+    "dualpipe-v": Case(37, 8, 2, {"schedule": "dualpipe-v", "micro_batches": 8}, parts=True),
+    "zb-h2 of replicas": Case(38, 5, 4, {"schedule": "zb-h2", "micro_batches": 4}, parts=True),
+    "zb-h1 in little memory": Case(39, 6, 3, {"schedule": "zb-h1"}, {"memory": 1500}, parts=True),
+    "chimera": Case(40, 6, 2, {"schedule": "chimera", "micro_batches": 4}),
+    "dapple": Case(41, 6, 3, {"schedule": "dapple", "micro_batches": 4}, {"latency": 0.3}),
+    "naive": Case(42, 6, 3, {"schedule": "naive"}),
+    "two kinds of zb-h1": Case(43, 5, 3, {"schedule": "zb-h1", "micro_batches": 4}, slow=0.6),
+    "many devices": Case(
+        45, 7, 17, {"mini_batch": 16, "micro_batches": 4, "time_limit": 0.01}, {"per_node": 4}
+    ),
+    "any schedule": Case(34, 6, 2, {"schedule": "any", "micro_batches": 4}),
+    "no time": Case(35, 9, 5, {"time_limit": 1e-3}, {"per_node": 3, "latency": 0.1}),
+}
+
+
+@pytest.fixture
+def cases() -> dict[str, Case]:
+    """Small problems of all kinds, by name."""
+    return CASES
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`case_name`: of each of the cases that are not for what takes longer than an answer."""
+    if "case_name" in metafunc.fixturenames:
+        metafunc.parametrize("case_name", [name for name in CASES if not name.startswith("small")])

@@ -13,6 +13,8 @@ import pytest
 from pplan.cost_models.communication import exposed_all_reduce_seconds
 from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
+from pplan.cost_models.number_format import percent
+from pplan.cost_models.quantities import format_seconds
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.alternatives import find_alternatives
 from pplan.planner.build_plan import solve_problem
@@ -121,9 +123,23 @@ def test_alternatives_where_an_interleaved_plan_is_the_best(
         problem(chain, topology, mini_batch=8), JointSearchResult(found, {"interleaved": best})
     )
     assert {"deepspeed", "torch"} <= {name for other in made for name in other.runtimes}
-    *searched, proposed = made
-    assert {other.schedule for other in searched} <= set(SEARCHED)
-    assert (proposed.schedule, proposed.exact) == ("interleaved", False)
+    proposed = {tuple(other.runtimes): other for other in made if other.schedule == "interleaved"}
+    assert all(other.schedule in SEARCHED for other in made if other not in proposed.values())
+    assert not any(other.exact for other in proposed.values())
+    plain, ahead = (other for _, other in sorted(proposed.items(), key=lambda item: "torch" in item[0]))
+    assert "megatron" in plain.runtimes
+    # PyTorch's buffers: of every micro-batch, where the others have one.
+    assert min(b - a for a, b in zip(plain.memory_bytes, ahead.memory_bytes, strict=True)) > 0
+    between = (max(plain.memory_bytes) + max(ahead.memory_bytes)) // 2
+    tight = problem(chain, topology, mini_batch=8, memory_limit=between)
+    names = {
+        name
+        for other in find_alternatives(tight, JointSearchResult(found, {"interleaved": best}))
+        for name in other.runtimes
+        if other.schedule == "interleaved"
+    }
+    assert "megatron" in names
+    assert "torch" not in names
 
 
 @pytest.mark.slow
@@ -160,6 +176,20 @@ def test_a_plan_says_where_several_processes_launch_for_longer_than_their_device
     assert not launch_warnings(1e-9, schedule="1f1b")[1]
     # One process for all is slow, too, and its prediction has it.
     assert not launch_warnings(100.0, runtime="torchgpipe")[1]
+
+
+def test_a_step_that_waits_for_links_is_not_said_to_wait_for_hosts(make_chain: MakeChain) -> None:
+    """Each process launches for longer than its device computes, and each transfer takes far longer."""
+    chain = make_chain(4, 2, cuts=1.1)
+    hosts = 2 * chain.backward_seconds
+    slow = replace(chain, forward_host_seconds=hosts, backward_host_seconds=hosts)
+    options = {"mini_batch": 4, "micro_batches": 4, "schedule": "1f1b", "cut_after": ("layer0",)}
+    for latency, is_said in ((0.0, True), (1e5, False)):
+        link = Link(1e9, latency)
+        topology = two_level_topology(Device("toy", None), 2, 8, link, link)
+        plan = solved(slow, topology, **options)
+        assert len(plan.stages) == 2
+        assert any("waits for the hosts" in text for text in plan.warnings) == is_said
 
 
 @pytest.mark.slow
@@ -349,3 +379,28 @@ def test_extrapolation_is_said_of_every_row(make_chain: MakeChain, make_topology
     plan = solved(chain, make_topology(4), mini_batch=32, micro_batches=1)
     assert plan.replicas == [4]
     assert "micro-batch size 32 is past the largest measured (8): extrapolated" in plan.notes
+
+
+H100, H100_BANDWIDTH = "NVIDIA H100 80GB HBM3", 3.35e12
+
+
+def optimizer_notes(plan: Plan) -> list[str]:
+    return [note for note in plan.notes if note.startswith("the optimizer's step")]
+
+
+@pytest.mark.parametrize(("zero", "share"), [(0, 1), (1, 2)])
+def test_the_optimizers_step_is_named_where_it_is_long(zero: int, share: int, make_chain: MakeChain) -> None:
+    """By hand: 6 layers of float32 weights; Adam updates all of them on every replica, or its part."""
+    chain, link = make_chain(1, 6), Link(1e18, 0.0)
+    two, other = (two_level_topology(Device(name, None), 2, 8, link, link) for name in (H100, "toy"))
+    seconds = float(chain.at(1).forward_seconds.sum() + chain.at(1).backward_seconds.sum())
+    per_layer = 0.05 * seconds * H100_BANDWIDTH / 28 / 6 * 4
+    options: dict[str, object] = {"mini_batch": 2, "optimizer": "adam", "max_stages": 1, "zero": zero}
+    plan = solved(with_parameters(chain, per_layer), two, **options)
+    own = 28 * 6 * per_layer / 4 / share / H100_BANDWIDTH
+    (note,) = optimizer_notes(plan)
+    assert f"takes its memory of 3.35 TB/s {format_seconds(own)} or more" in note
+    assert f"{percent(own / plan.prediction.step_seconds)} of the step" in note
+    assert "on device 0, which" in note
+    assert not optimizer_notes(solved(with_parameters(chain, per_layer / 100), two, **options))
+    assert not optimizer_notes(solved(with_parameters(chain, per_layer), other, **options))

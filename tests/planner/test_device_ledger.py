@@ -13,7 +13,7 @@ from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.machines.catalogue import device_context
 from pplan.cost_models.quantities import format_bytes
-from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
+from pplan.cost_models.topology import Device, Group, Link, Topology, two_level_topology
 from pplan.planner.build_plan import solve_problem
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
@@ -168,3 +168,21 @@ def test_a_stage_without_neighbours_has_no_buffers(make_chain: MakeChain) -> Non
     whole = replace(make_chain(3, 4, traffic=1e3), cut_after=np.zeros(4, dtype=np.bool_))
     plans = [_solved(whole, _machine("CPU"), runtime=name, mini_batch=16) for name in ("torch", "megatron")]
     assert plans[0].stages[0].memory == plans[1].stages[0].memory
+
+
+@pytest.mark.parametrize("names", [("NVIDIA H100 80GB HBM3", "T4"), ("T4", "toy"), ("toy", "T4")])
+def test_replicas_of_several_kinds_have_the_largest_context(chain: Chain, names: tuple[str, str]) -> None:
+    """Under one limit for all the device of which a process takes most has least left."""
+    kinds = tuple(Group(Device(name, None), 1) for name in names)
+    topology = replace(_machine("toy"), groups=kinds)
+    light = replace(chain, trainable_bytes=np.zeros(12), cut_after=np.zeros(12, dtype=bool))
+    options: dict[str, Any] = {"mini_batch": 8, "micro_batches": 2, "recompute": "never", "use_all": True}
+    plan = _solved(light, topology, memory_limit=4e9, **options)
+    assert plan.replicas == [2]
+    largest = max(0 if (own := device_context(name)) is None else own.value for name in names)
+    assert plan.stages[0].memory["context"] == largest
+    # What it needs is enough, and a byte less is not.
+    needed = plan.stages[0].memory_bytes
+    assert _solved(light, topology, memory_limit=needed + 1, **options)
+    with pytest.raises(InfeasibleError):
+        _solved(light, topology, memory_limit=needed - 2, **options)

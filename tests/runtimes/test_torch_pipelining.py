@@ -25,7 +25,8 @@ RANKS = 4
 class Case:
     """A plan for one of the worker's models, in `fine` layers where it is no nn.Sequential.
 
-    `recompute` may say it by stage. `runs_as`: the names of the schedule's class and of the stages' modules.
+    `recompute` may say it by stage. `sums`: of losses, and of the gradients of all steps. `runs_as`: the
+    names of the schedule's class and of the stages' modules.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Case:
     micro_batches: int = 4
     recompute: Sequence[str] = ("never",)
     replicate: str = "ddp"
+    sums: bool = False
 
     @property
     def devices(self) -> int:
@@ -91,6 +93,12 @@ CASES = [
     Case("1f1b-again", "vgg", "1f1b", [4, 6], ("Schedule1F1B", STAGE), recompute=["always"]),
     Case("1f1b-dict", "transformer", "1f1b", [12, 13], ("Schedule1F1B", STAGE)),
     Case("1f1b-few", "vgg", "1f1b", [3, 7], (OWN, STAGE), micro_batches=1),
+    Case("sums", "vgg", "1f1b", [4, 6], ("Schedule1F1B", STAGE), sums=True),
+    Case("sums-zb", "vgg", "zb-h1", [4, 6], (OWN, STAGE), sums=True),
+    Case("sums-replicas", "vgg", "1f1b", [4, 6], ("Schedule1F1B", DDP), replicas=2, sums=True),
+    Case(
+        "sums-sharded", "vgg", "1f1b", [4, 6], ("Schedule1F1B", FSDP), replicas=2, replicate="fsdp", sums=True
+    ),
     Case("naive", "resnet", "naive", [6, 5], (OWN, STAGE)),
     Case("dapple", "resnet", "dapple", [4, 7], (OWN, STAGE), recompute=["never", "always"]),
     Case("zb-h1", "resnet", "zb-h1", [6, 5], (OWN, STAGE)),
@@ -148,7 +156,7 @@ def results(
         file = folder / f"{case.name}.torch.json"
         case.document(make_plan).save(file, force=False)
         order = {"name": case.name, "model": case.model, "file": str(file), "replicate": case.replicate}
-        orders.append(order | {"ranks": case.ranks, "replicas": case.replicas})
+        orders.append(order | {"ranks": case.ranks, "replicas": case.replicas, "sums": case.sums})
     (folder / "cases.json").write_text(json.dumps(orders))
     run_processes(folder, RANKS, "-W", "error", str(WORKER))
     return {

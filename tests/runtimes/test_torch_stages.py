@@ -174,6 +174,17 @@ def test_the_loss_is_given_the_models_output() -> None:
     assert seen[0]["all"][1] == 3
 
 
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_a_share_of_the_loss_counts_in_gradients_alone(share: float) -> None:
+    last = StageModule(nn.Sequential(nn.Identity()), (CutTensor(torch.float32, True),), is_last=True)
+    given = torch.tensor([1.0, 2.0], requires_grad=True)
+    loss = stage_loss(last, lambda output, target: (output * target).sum(), share)(last(given), torch.ones(2))
+    assert loss.item() == 3.0
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert given.grad is not None
+    assert given.grad.tolist() == [share, share]
+
+
 def test_an_input_with_a_table_that_all_samples_share() -> None:
     table = torch.randn(7, 2)
     form = InputForm.of(ModelInput.of({"ids": torch.arange(3), "table": table}))

@@ -166,16 +166,21 @@ def parts(kind: str, document: TorchExport) -> Iterator[tuple[Any, Tensor]]:
         yield ((given[0][rows], given[1]) if isinstance(given, tuple) else given[rows]), labels[rows]
 
 
-def train_plainly(kind: str, document: TorchExport, layers: nn.Module, model: nn.Module) -> list[list[float]]:
-    """The loss of every part of every step of the untouched model, whose layers `layers` are."""
+def train_plainly(
+    kind: str, document: TorchExport, layers: nn.Module, model: nn.Module, *, sums: bool
+) -> list[list[float]]:
+    """The loss of every part of every step of the untouched model, whose layers `layers` are. `sums`: of the
+    sum of the losses, and of all steps' gradients together."""
     optimizer = torch.optim.SGD(layers.parameters(), lr=LEARNING_RATE)
     losses: list[list[float]] = []
     for _ in range(STEPS):
-        optimizer.zero_grad()
+        if not sums:
+            optimizer.zero_grad()
         losses.append([])
         for given, labels in parts(kind, document):
             loss = loss_of(model(*given) if isinstance(given, tuple) else model(given), labels)
-            (loss / (document.micro_batches * document.replicas)).backward()  # type: ignore[no-untyped-call]
+            count = document.replicas * (1 if sums else document.micro_batches)
+            (loss / count).backward()  # type: ignore[no-untyped-call]
             losses[-1].append(loss.item())
         optimizer.step()
     return losses
@@ -185,19 +190,19 @@ TRAINED: dict[tuple[object, ...], tuple[nn.Module, list[list[float]]]] = {}
 """By what plain training depends on."""
 
 
-def trained_plainly(kind: str, document: TorchExport) -> tuple[nn.Module, list[list[float]]]:
+def trained_plainly(kind: str, document: TorchExport, *, sums: bool) -> tuple[nn.Module, list[list[float]]]:
     """The layers of the untouched model, and its losses; cases that differ in the schedule share them."""
-    key = (kind, document.mini_batch, document.micro_batches, document.replicas, document.granularity)
+    key = (kind, document.mini_batch, document.micro_batches, document.replicas, document.granularity, sums)
     if key not in TRAINED:
         model, (example, _) = made(kind), batch(kind, 3)
         own = isinstance(model, nn.Sequential)
         granularity = document.granularity
         layers = model if own else pplan.sequential(model, example, granularity=granularity, verify=False)
-        TRAINED[key] = layers, train_plainly(kind, document, layers, model)
+        TRAINED[key] = layers, train_plainly(kind, document, layers, model, sums=sums)
     return TRAINED[key]
 
 
-def train(kind: str, document: TorchExport, process: PipelineProcess) -> list[list[float]]:
+def train(kind: str, document: TorchExport, process: PipelineProcess, *, sums: bool) -> list[list[float]]:
     given, labels = batch(kind, document.mini_batch)
     if isinstance(given, tuple):
         own: Any = (process.share(given[0]), given[1])
@@ -207,7 +212,7 @@ def train(kind: str, document: TorchExport, process: PipelineProcess) -> list[li
     optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE) if parameters else None
     losses = []
     for _ in range(STEPS):
-        for parameter in parameters:
+        for parameter in parameters if not sums else ():
             parameter.grad = None
         target = process.share(labels) if process.is_last else None
         found = process.step(own if process.is_first else None, target)
@@ -242,9 +247,10 @@ def run(case: dict[str, Any], mesh: DeviceMesh | None) -> dict[str, Any]:
         device="cpu",
         mesh=mesh,
         replicate=case["replicate"],
+        sum_losses=case["sums"],
     )
-    losses = train(kind, document, process)
-    layers, plain_losses = trained_plainly(kind, document)
+    losses = train(kind, document, process, sums=case["sums"])
+    layers, plain_losses = trained_plainly(kind, document, sums=case["sums"])
     plain = {name: value for name, value in layers.named_parameters() if value.requires_grad}
     gradients, values, buffers, copies = {}, {}, {}, list[float]()
     for module in process.wrapped.values():

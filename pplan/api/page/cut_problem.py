@@ -19,7 +19,6 @@ from ...cost_models.layer import Chain, LayerCosts
 from ...cost_models.memory import FRAGMENTATION_RESERVE, StageBytes, Training
 from ...cost_models.port_sharing import Routes
 from ...planner.assembly import Assembly
-from ...planner.stage_table import ledger_options
 
 EDITED = ("1f1b", "gpipe")
 """The schedules that the page simulates."""
@@ -155,8 +154,7 @@ def _stage(assembly: Assembly, device: int, tables: _Tables) -> dict[str, Any]:
 
 def _memory_factors(assembly: Assembly, device: int) -> dict[str, float]:
     """Bytes of gradients, master weights, states and temporaries for each byte of trainable weights."""
-    smallest = assembly.smallest_device(device)
-    options = ledger_options(smallest, assembly.dtype, assembly.number_bytes, assembly.zero)
+    options = assembly.ledger_options(device)
     training = Training(assembly.optimizer, options["precision"], len(assembly.ranks[device]))
     states = training.states(_bytes_of_weights(trainable=1.0))
     step = [training.step_temporaries(_bytes_of_weights(**{name: 1.0})) for name in ("trainable", "largest")]

@@ -249,5 +249,5 @@ def figure_list(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "bubble", percent(predicted.bubble)
     if predicted.low_seconds is not None and predicted.high_seconds is not None:
         interval = f"{format_seconds(predicted.low_seconds)} to {format_seconds(predicted.high_seconds)}"
-        yield "80 % interval", interval
+        yield "80 % of draws of the layers' times", interval
     yield "proven bound", format_seconds(predicted.lower_bound_seconds)

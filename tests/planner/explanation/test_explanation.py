@@ -227,7 +227,9 @@ def test_memory_that_forbids_a_faster_plan(
     limits = tight.explained().limits
     assert limits.without_memory_limit is not None
     assert limits.without_memory_limit.step_seconds == pytest.approx(free.plan.prediction.step_seconds)
-    assert free.explained().limits.without_memory_limit is None
+    unlimited = free.explained().limits
+    assert unlimited.without_memory_limit is None
+    assert unlimited.memory_forbids_nothing
 
 
 @pytest.mark.slow

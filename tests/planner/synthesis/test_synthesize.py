@@ -120,6 +120,7 @@ def test_runtimes_with_lists_of_actions_run_it(solve: Solve, measured: Profile) 
     assert nemo.startswith("synthesized-") or nemo in RUNTIMES["nemo-automodel"].schedules
 
 
+@pytest.mark.slow
 def test_the_order_is_in_the_file(solve: Solve, measured: Profile, tmp_path: Path) -> None:
     plan = solve(measured, "synthesized")
     file = tmp_path / "own.plan.json"

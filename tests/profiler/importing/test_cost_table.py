@@ -232,3 +232,48 @@ def test_rows_that_contradict(rows: list[dict[str, Any]], what: str) -> None:
     with pytest.raises(FileError) as caught:
         group_rows(rows_of(*(PLAIN | row for row in rows)), "costs.json", 1)
     assert caught.value.what.startswith(f"costs.json: {what}")
+
+
+SHARED = f"{HEADER},tp2_forward_ms,TP2 Bwd (ms),tp2_activation_bytes,tp2_parameter_bytes"
+
+
+def test_columns_of_devices_that_share_the_layer() -> None:
+    one, two = csv("a,1,2,64,8,600,1200,64,4", header=SHARED)
+    assert (one.tensor_parallel, one.forward_seconds, one.parameter_bytes) == (1, 1, 8)
+    assert (two.tensor_parallel, two.forward_seconds, two.backward_seconds) == (2, 0.6, 1.2)
+    assert (two.name, two.activation_bytes, two.parameter_bytes) == ("a", 64, 4)
+    assert two.read_as == ("TP2 Bwd (ms) as tp2_backward_ms",)
+    rows = csv("a,1,1,64,8,1,1,64,4", "b,1,1,64,8,1,1,64,4", header=SHARED)
+    assert [row.tensor_parallel for row in rows] == [1, 2, 1, 2]
+    with_more = PLAIN | {"tp4_forward_us": 1, "tp4_backward_us": 2, "tp4_output_mb": 3, "tp4_params_kb": 1}
+    four = rows_of(with_more)[1]
+    assert (four.tensor_parallel, four.activation_bytes, four.forward_seconds) == (4, 3_000_000, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "message"),
+    [
+        (f"{HEADER},tp2_forward_ms", "a,1,1,64,8,1", "line 1: column tp2_backward_seconds is missing"),
+        (SHARED.replace(",tp2_parameter_bytes", ""), "a,1,1,64,8,1,1,1", "column tp2_parameter_bytes is"),
+        (f"{SHARED},saved_bytes", "a,1,1,64,8,1,1,1,1,9", "line 1: column tp2_saved_bytes is missing"),
+        (f"{SHARED},tp2_saved_kb", "a,1,1,64,8,1,1,1,1,9", "line 1: column saved_bytes is missing"),
+        (SHARED, "a,1,1,64,8,1,,1,1", "line 2: tp2_backward_seconds is empty"),
+        (SHARED, "a,1,1,64,8,-1,1,1,1", "line 2: tp2_forward_ms is '-1'"),
+        (f"{SHARED},saved_mb,tp2_saved_mb", "a,1,1,64,8,1,1,1,1,9,", "line 2: tp2_saved_bytes is empty"),
+        (f"{SHARED},tp2_fwd_s", "a,1,1,64,8,1,1,1,1,1", "has tp2_forward_seconds and tp2_forward_ms"),
+        (f"{HEADER},tp1_forward_ms", "a,1,1,64,8,1", "unknown column 'tp1_forward_ms'"),
+        (f"{HEADER},tp2_name", "a,1,1,64,8,b", "unknown column 'tp2_name'"),
+        (f"{HEADER},{'tp2_' * 5000}forward_ms", "a,1,1,64,8,1", "unknown column"),
+    ],
+)
+def test_columns_of_sharing_devices_that_cannot_be(header: str, row: str, message: str) -> None:
+    with pytest.raises(FileError, match=message):
+        csv(row, header=header)
+
+
+def test_every_layer_has_the_same_numbers_of_sharing_devices() -> None:
+    shared = {f"tp2_{name}": value for name, value in PLAIN.items() if name != "name"}
+    with pytest.raises(FileError, match=r"\[1\]: column tp2_forward_seconds is missing, and \[0\] has it"):
+        rows_of(PLAIN | shared, PLAIN | {"name": "b"})
+    with pytest.raises(FileError, match="tp2_backward_seconds is empty"):
+        rows_of(PLAIN | shared | {"tp2_backward_seconds": None})

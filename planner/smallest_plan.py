@@ -1,0 +1,180 @@
+"""The plan that needs the least memory of its fullest device: what is said of a problem that no plan fits.
+
+Of every configuration that is searched a dynamic programme, from the last stage back: of the layers from a
+place on, with so many stages on so many devices, the least that the largest stage can need, each stage with
+any number of replicas and the recomputation with which it needs least. Where its tables would be too large,
+only as many replicas of every stage are looked at. Cuts and pins that the options ask for, and `use_all`, are
+not: without them no plan needs less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+
+from ..cost_models.memory import Recompute
+from ..cost_models.schedules import find_schedule
+from .pipeline_config import SEARCHED, PipelineConfig
+from .problem import Problem
+from .search.pipelines import stage_modes
+from .search.replica_group import ReplicaGroupCosts
+from .search.space import Space
+from .stage_table import Floats
+
+MOST_ENTRIES = 3e7
+"""Of the tables of all configurations with any replicas."""
+
+
+@dataclass(frozen=True)
+class TightestStage:
+    """The stage that needs most, of the plan that needs least: cut points `start` to `end`, on `replicas`
+    devices. `is_least`: whether stages with unequal replicas were looked at, too."""
+
+    config: PipelineConfig
+    recompute: Recompute
+    replicas: int
+    stages: int
+    stage: int
+    start: int
+    end: int
+    memory_bytes: int
+    ledger: dict[str, int]
+    is_least: bool
+
+
+def find_smallest_plan(problem: Problem, *, equal: bool = False) -> TightestStage | None:
+    """The plan whose largest stage is smallest, with `equal` of those with as many replicas of every stage;
+    None where no plan is allowed whatever the memory."""
+    configs = [
+        config for config in problem.configs if config.schedule in SEARCHED and config.virtual_stages == 1
+    ]
+    sets = problem.replica_sets
+    if equal or _entries(problem, sets) * len(configs) > MOST_ENTRIES:
+        sets, equal = [(count,) for counts in sets for count in counts], True
+    plans = (_smallest(problem, config, counts) for config in configs for counts in sets)
+    least = min((plan for plan in plans if plan is not None), key=lambda plan: plan.largest, default=None)
+    is_least = not equal or problem.replica_sets == sets
+    return None if least is None else least.tightest(is_least=is_least)
+
+
+def _entries(problem: Problem, sets: Sequence[tuple[int, ...]]) -> float:
+    places, devices = problem.space.chain.max_stages + 1, problem.usable_gpus
+    return float(sum(len(own) for own in sets) * problem.stage_counts[-1] * devices * places**2)
+
+
+def _smallest(problem: Problem, config: PipelineConfig, counts: Sequence[int]) -> _SmallestPlan | None:
+    own = [
+        count
+        for count in counts
+        if count <= config.micro_batch_size
+        and problem.may_share(config.micro_batch_size, [count])
+        and problem.space.fits_someone(config.micro_batch_size, count)
+    ]
+    return _SmallestProgramme(problem.space, config, own).run(problem.stage_counts[-1], problem.usable_gpus)
+
+
+@dataclass(frozen=True, eq=False)
+class _SmallestPlan:
+    """By stage its cut points and replicas; the bytes of the largest."""
+
+    programme: _SmallestProgramme
+    stages: list[tuple[int, int, int]]
+    largest: float
+
+    def tightest(self, *, is_least: bool) -> TightestStage:
+        """Its largest stage, the first of several."""
+        programme, count = self.programme, len(self.stages)
+        needs = [
+            float(programme.need(replicas, count - stage)[start, end])
+            for stage, (start, end, replicas) in enumerate(self.stages)
+        ]
+        stage = needs.index(max(needs))
+        start, end, replicas = self.stages[stage]
+        mode = programme.mode(replicas, count - stage, start, end)
+        ledger = programme.ledger(replicas, count - stage, start, end, mode)
+        total = sum(ledger.values())
+        return TightestStage(
+            programme.config, mode, replicas, count, stage, start, end, total, ledger, is_least
+        )
+
+
+Row = dict[int, Floats]
+"""By devices, (cut points,): the least that the largest stage behind each can need."""
+
+
+@dataclass(frozen=True, eq=False)
+class _SmallestProgramme:
+    """Of a configuration, with these numbers of replicas."""
+
+    space: Space
+    config: PipelineConfig
+    counts: Sequence[int]
+    _needs: dict[tuple[int, float], Floats] = field(default_factory=dict)
+
+    def run(self, most_stages: int, devices: int) -> _SmallestPlan | None:
+        """The plan; None where there is none."""
+        last = np.full(len(self.space.usable), inf)
+        last[-1] = 0.0
+        rows: list[Row] = [{0: last}]
+        best: tuple[float, int, int] = (inf, 0, 0)
+        for stages in range(1, most_stages + 1):
+            rows.append(self._row(rows[-1], stages, devices))
+            starts = ((float(values[0]), stages, used) for used, values in rows[-1].items())
+            best = min([best, *starts])
+        least, stages, used = best
+        return None if least == inf else _SmallestPlan(self, list(self._trace(rows, stages, used)), least)
+
+    def _row(self, behind: Row, to_last: int, devices: int) -> Row:
+        row: Row = {}
+        for used, rest in behind.items():
+            for count in self.counts:
+                if used + count > devices:
+                    continue
+                least = np.maximum(self.need(count, to_last), rest[None, :]).min(axis=1)
+                earlier = row.get(used + count)
+                row[used + count] = least if earlier is None else np.minimum(earlier, least)
+        return row
+
+    def _trace(self, rows: Sequence[Row], stages: int, used: int) -> Iterator[tuple[int, int, int]]:
+        place = 0
+        for to_last in range(stages, 0, -1):
+            choices = []
+            for count in self.counts:
+                rest = rows[to_last - 1].get(used - count)
+                if rest is not None:
+                    totals = np.maximum(self.need(count, to_last)[place], rest)
+                    choices.append((float(totals.min()), int(totals.argmin()), count))
+            _, end, count = min(choices)
+            yield place, end, count
+            place, used = end, used - count
+
+    def _group(self, count: int) -> ReplicaGroupCosts:
+        return self.space.replica_group(self.config.micro_batch_size, range(count))
+
+    def _in_flight(self, to_last: int) -> float:
+        """Of 1F1B and GPipe, by the stages from this one to the last."""
+        return find_schedule(self.config.schedule).in_flight(0, to_last, self.config.micro_batches)
+
+    def need(self, count: int, to_last: int) -> Floats:
+        """(cut points, cut points): bytes of every stage on a replica, with the recomputation that needs
+        least; inf where there is no stage."""
+        key = count, self._in_flight(to_last)
+        if key not in self._needs:
+            each = [self._group(count).bytes(key[1], mode) for mode in stage_modes(self.config)]
+            self._needs[key] = np.where(self.space.usable, np.minimum.reduce(each), inf)
+        return self._needs[key]
+
+    def mode(self, count: int, to_last: int, start: int, end: int) -> Recompute:
+        """The recomputation with which a stage needs least."""
+        in_flight, group = self._in_flight(to_last), self._group(count)
+        return min(stage_modes(self.config), key=lambda mode: float(group.bytes(in_flight, mode)[start, end]))
+
+    def ledger(self, count: int, to_last: int, start: int, end: int, mode: Recompute) -> dict[str, int]:
+        """Bytes by term."""
+        group = self._group(count)
+        return group.table.stage_ledger(
+            start, end, self._in_flight(to_last), mode, group.optimizer, group.replicas, **group.ledger
+        )
