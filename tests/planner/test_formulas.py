@@ -31,8 +31,8 @@ from pplan.planner.planners.replica_groups import thin_cuts
 from pplan.planner.problem import Problem
 from pplan.planner.replica_exchange import bytes_at_end
 from pplan.planner.search.coarse import _spread
-from pplan.planner.search.pipelines import cheapest_mode
 from pplan.planner.search.space import Space
+from pplan.planner.search.stage_recompute import cheapest_mode
 from pplan.planner.stage_table import StageTable
 from pplan.planner.synthesis.order_problem import _after
 from pplan.planner.synthesis.synthesize import _near
