@@ -13,7 +13,7 @@ import pytest
 
 from pplan.cost_models.layer import Chain, list_cut_points
 from pplan.cost_models.optimizers import Precision
-from pplan.cost_models.topology import Topology
+from pplan.cost_models.topology import Device, Group, Topology
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.planner.candidate import linear_pipeline
 from pplan.planner.coverage import _any_plan, _runs
@@ -24,6 +24,7 @@ from pplan.planner.explanation.explanation import _WorkShare
 from pplan.planner.explanation.resolve import resolve, with_memory
 from pplan.planner.joint_search import joint_search
 from pplan.planner.mini_batch import _neighbours
+from pplan.planner.objectives.least_cost import _CostSearch
 from pplan.planner.pipeline_config import PipelineConfig, abbreviate
 from pplan.planner.plan_options import CutLimits, PlanOptions
 from pplan.planner.planners.asteroid_shares import _next_receiver
@@ -245,3 +246,21 @@ def test_numbers_of_stages_that_are_tried() -> None:
     )
     assert stage_counts(problem) == [*range(1, 65), 71, 72, 80, 88, 97, 107, 118, 120]
     assert stage_counts(problem, 4) == list(range(1, 61))
+
+
+def test_of_many_devices_of_a_kind_powers_of_two_are_tried(
+    even: Chain, make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pplan.planner.objectives.least_cost.EVERY_COUNT", 3)
+    groups = (Group(Device("fast", None, speed=2.0), 9), Group(Device("slow", None), 2))
+    problem = Problem(even, replace(make_topology(11), groups=groups), PlanOptions(mini_batch=2))
+    search = _CostSearch(problem, [1.0] * 11, cast(Any, SimpleNamespace(by_planner={})))
+    tried: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(
+        _CostSearch,
+        "_look_at_group",
+        lambda _, group, start: tried.append((group.device.name, group.number, start)),
+    )
+    search._look_at_kinds()
+    fast = [("fast", count, 0) for count in (1, 2, 3, 4, 8)]
+    assert tried == [*fast, ("slow", 1, 9), ("slow", 2, 9)]
