@@ -47,6 +47,9 @@ def test_policies(make_chain: MakeChain) -> None:
     assert virtual_workers(three, "HD") == "takes half of each of two nodes"
     deep = Problem(make_chain(1, 3, cuts=1.1), cluster(1, 4), PlanOptions(mini_batch=16))
     assert find_hetpipe_plan(deep, "NP") == "virtual workers of 4 devices: the cuts make 3 stages"
+    as_deep = Problem(make_chain(1, 4, cuts=1.1), cluster(1, 4), PlanOptions(mini_batch=16))
+    plan = find_hetpipe_plan(as_deep, "NP")
+    assert not isinstance(plan, str)
     one = Problem(make_chain(1, 8), cluster(1, 2), PlanOptions(mini_batch=16))
     assert virtual_workers(one, "ED") == "one node: as NP"
 

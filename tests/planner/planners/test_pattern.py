@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 
-from pplan.planner.planners.deepspeed_partition import compile_pattern, match_names
+from pplan.cost_models.errors import UsageError
+from pplan.cost_models.layer import Chain
+from pplan.planner.planners import find_planner
+from pplan.planner.planners.deepspeed_partition import DeepSpeedType, compile_pattern, match_names
 
 NAMES = [f"encoder.layers.{i}.attention.self.query" for i in range(100)] + ["head", "a" * 60 + "!"]
 
@@ -54,3 +58,10 @@ def test_what_may_match_for_ever_is_refused(pattern: str) -> None:
 def test_what_is_no_expression(pattern: str) -> None:
     with pytest.raises(ValueError, match=r"characters|in the regular expression"):
         compile_pattern(pattern)
+
+
+def test_a_planner_says_what_is_wrong_with_its_pattern(make_named: Callable[..., Chain]) -> None:
+    planner = find_planner("deepspeed-type:(a+)+$")
+    assert isinstance(planner, DeepSpeedType)
+    with pytest.raises(UsageError, match=r"planner='deepspeed-type:\(a\+\)\+\$': it repeats what repeats"):
+        planner.matching_layers(make_named(["a" * 60, "b"]))
