@@ -208,14 +208,14 @@ def _lifetimes(program: Program, device: int, recompute: str) -> list[_Lifetime]
 
 def micro_batch_bytes(stage: StageBytes, program: Program) -> tuple[MicroBatchBytes, MicroBatchBytes]:
     """Of a micro-batch of `program` that recomputes, and of one that saves all in forward."""
-    saved = float(stage.saved + stage.saved_input)
+    saved, besides = float(stage.saved + stage.saved_input), float(stage.besides)
     if not program.splits_backward:
-        recomputing = MicroBatchBytes(TermBytes(0.0, float(stage.input)), TermBytes(saved))
+        recomputing = MicroBatchBytes(TermBytes(besides, float(stage.input)), TermBytes(saved))
         return recomputing, MicroBatchBytes(TermBytes(saved), TermBytes(0.0))
     output = float(stage.output)
     parts = TermBytes(0.0, 0.0, float(stage.pending)), TermBytes(-float(stage.released))
     return (
-        MicroBatchBytes(TermBytes(output, float(stage.input)), TermBytes(saved), *parts),
+        MicroBatchBytes(TermBytes(output + besides, float(stage.input)), TermBytes(saved), *parts),
         MicroBatchBytes(TermBytes(saved + output), TermBytes(0.0), *parts),
     )
 

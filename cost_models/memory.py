@@ -21,9 +21,9 @@ from .optimizers import FLOAT32, Optimizer, Precision, find_optimizer
 from .precision import ZERO_STAGES
 
 Amount = float | npt.NDArray[np.float64]
-Recompute = Literal["never", "always", "except_last"]
+Recompute = str
 RECOMPUTES: tuple[Recompute, ...] = ("never", "always", "except_last")
-"""Of a stage; a plan whose stages differ is called selective."""
+"""Of a stage, besides `first_N` (see `first_layers`); a plan whose stages differ is called selective."""
 Moment = Literal["any", "passes", "step"]
 """When a device holds most: while micro-batches pass, or while the optimizer steps."""
 
@@ -41,7 +41,8 @@ class StageBytes:
     peak besides all it saves (`stage_workspace`). `gathered`: the parameters of two neighbouring layers at
     most, which ZeRO has whole at a time (None: all of the stage). `copies`: of the trainable bytes those of
     tied weights that an earlier stage has, too: replicas do not add up their gradients among themselves (see
-    `tied_weights`). `largest`: of the trainable parameters the largest.
+    `tied_weights`). `largest`: of the trainable parameters the largest. `besides`: where it recomputes, what
+    a micro-batch in flight holds besides its input (see `first_layers`).
 
     Of a backward in two parts (see `device_memory`): `pending`: gradients that the first leaves for the
     second; `output`: what the stage hands on; `released`: of `saved` and `output` what the first frees;
@@ -64,6 +65,7 @@ class StageBytes:
     output: Amount = 0.0
     released: Amount = 0.0
     layer_workspace: Amount = 0.0
+    besides: Amount = 0.0
 
 
 def stage_bytes(costs: LayerCosts, first: int, last: int) -> StageBytes:
@@ -331,7 +333,9 @@ def total(terms: dict[str, Amount]) -> Any:
 
 def _waiting(stage: StageBytes, in_flight: float, recompute: str) -> Amount:
     """Of micro-batches that are in flight and not at work."""
-    return in_flight * (stage.saved + stage.saved_input if recompute == "never" else stage.input)
+    return in_flight * (
+        stage.saved + stage.saved_input if recompute == "never" else stage.input + stage.besides
+    )
 
 
 def _activations(stage: StageBytes, in_flight: float, recompute: str) -> dict[str, Amount]:
@@ -342,4 +346,5 @@ def _activations(stage: StageBytes, in_flight: float, recompute: str) -> dict[st
     if recompute not in RECOMPUTES:
         raise UsageError(f"recompute {recompute!r}: not known", f"Use one of: {', '.join(RECOMPUTES)}.")
     waiting = in_flight - 1 if recompute == "except_last" else in_flight
-    return {"activations": 1 * whole, "stage_inputs": stage.input * waiting}
+    besides = in_flight * stage.besides
+    return {"activations": 1 * whole + besides, "stage_inputs": stage.input * waiting}

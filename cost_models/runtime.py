@@ -160,7 +160,7 @@ RUNTIMES: dict[str, Runtime] = {
         Runtime(
             "torch",
             _TORCH,
-            frozenset({"never", "always"}),
+            frozenset({"never", "always", "first_layers"}),
             replicas="equal",
             one_process=False,
             trains_every_stage=False,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..cost_models.errors import UsageError
+from ..cost_models.first_layers import recompute_kinds
 from ..cost_models.precision import step_kernels
 from ..cost_models.quantities import format_count, format_seconds
 from ..cost_models.runtime import RUNTIMES, Runtime
@@ -126,7 +127,8 @@ def _keeps_weights(runtime: Runtime, problem: Problem, plan: ScoredPlan) -> bool
 def _recomputes(runtime: Runtime, plan: ScoredPlan) -> bool:
     """Whether the runtime recomputes as the plan's stages do."""
     modes = set(plan.recompute)
-    return modes <= set(runtime.recompute) and (runtime.recompute_by_stage or len(modes) == 1)
+    recomputes = recompute_kinds(plan.recompute) <= runtime.recompute
+    return recomputes and (runtime.recompute_by_stage or len(modes) == 1)
 
 
 def _answers(own: Problem, answer: JointSearchResult) -> bool:

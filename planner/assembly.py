@@ -14,6 +14,7 @@ from ..cost_models.collectives import all_reduce_seconds
 from ..cost_models.communication import exposed_all_reduce_seconds
 from ..cost_models.device_memory import device_ledger
 from ..cost_models.errors import UsageError
+from ..cost_models.first_layers import count_first_layers, whole_word
 from ..cost_models.layer import Chain
 from ..cost_models.memory import LedgerOptions, StageBytes, Training, receive_ahead
 from ..cost_models.optimizers import Precision
@@ -136,11 +137,11 @@ class Assembly:
         """What the program's actions and transfers take."""
         forward, backward = self.by_place("forward"), self.by_place("backward")
         weight = self.by_place("weight") if self.program.splits_backward else None
-        shares = self._recompute_shares()
+        shares, repeats = (self._recompute_shares(name) for name in ("forward", "forward_launch"))
         occupancy, latency = self._transfers()
         sharing, all_reduce = self.sharing(occupancy), self._all_reduce()
         launch = self.launch_seconds("forward_launch")
-        repeat = None if shares is None else shares * launch
+        repeat = None if repeats is None else repeats * launch
         relaunch = self.launch_seconds("backward_launch") + (0.0 if repeat is None else repeat)
         return Costs(
             forward=forward,
@@ -176,12 +177,27 @@ class Assembly:
             values[device, chunk] = getattr(self.table(device), name)[self.bounds[part]]
         return values
 
-    def _recompute_shares(self) -> Floats | None:
-        """The share of the forward run again; one value for all micro-batches where they are alike."""
+    def _recompute_shares(self, name: str) -> Floats | None:
+        """The share of the forward run again, of its seconds or launches; one value for all micro-batches
+        where they are alike."""
         if set(self.recompute) == {"never"}:
             return None
-        shares = recompute_shares(self.recompute, self.program)
-        return shares if "except_last" in self.recompute else shares[:, :, :1]
+        shares = recompute_shares([whole_word(word) for word in self.recompute], self.program)
+        shares = shares if "except_last" in self.recompute else shares[:, :, :1]
+        return shares * self.first_shares(name)
+
+    def first_shares(self, name: str) -> Floats:
+        """(devices, 1, 1): the share of the stage's `forward` or `forward_launch` that its first layers have
+        where they alone run again; 1 of all others."""
+        shares = np.ones((self.program.devices, 1, 1))
+        for device, first in enumerate(map(count_first_layers, self.recompute)):
+            if first is not None:
+                bounds = self.bounds[self.program.parts_by_slot[StageSlot(device)]]
+                tables = self.timing_tables[device] if name == "forward" else [(self.table(device), 1.0)]
+                whole = max(getattr(table, name)[bounds] * scale for table, scale in tables)
+                again = max(table.first_sum(name, *bounds, first) * scale for table, scale in tables)
+                shares[device] = min(again / whole, 1.0) if whole else 0.0
+        return shares
 
     def _transfers(self) -> tuple[Floats, Floats]:
         """Occupancy and latency of every cut of every pipe: all replicas send at the same time, the smaller
@@ -285,14 +301,14 @@ class Assembly:
         result = device_ledger(
             self.program,
             device,
-            self.chunk_bytes(device),
+            self.chunk_bytes(device, recompute),
             Training(
                 self.optimizer,
                 options["precision"],
                 len(self.part_ranks(self.program.parts_by_slot[StageSlot(device)])),
                 self.zero,
             ),
-            recompute=recompute or self.recompute[device],
+            recompute=whole_word(recompute or self.recompute[device]),
             weight_versions=self.schedule.chunk_versions
             or self.schedule.weight_versions(device, self.program.devices, self.program.micro_batches),
             copies=self.schedule.copies,
@@ -313,15 +329,14 @@ class Assembly:
 
     def smallest_device(self, device: int) -> Device:
         """Of replicas of several kinds the one with the least memory, whose limit holds for all."""
-        return min(
-            (self.topology.device(rank) for rank in self.ranks[device]),
-            key=lambda kind: inf if kind.memory_bytes is None else kind.memory_bytes,
-        )
+        kinds = map(self.topology.device, self.ranks[device])
+        return min(kinds, key=lambda kind: inf if kind.memory_bytes is None else kind.memory_bytes)
 
-    def chunk_bytes(self, device: int) -> list[StageBytes]:
-        """Of each chunk of a device."""
+    def chunk_bytes(self, device: int, recompute: str | None = None) -> list[StageBytes]:
+        """Of each chunk of a device; under another recomputation, where it is given."""
         parts = [self.program.parts_by_slot[StageSlot(device, chunk)] for chunk in range(self.program.chunks)]
-        each = [self.table(device).bytes_between(*self.bounds[part], zero=self.zero) for part in parts]
+        table, word = self.table(device), recompute or self.recompute[device]
+        each = [table.bytes_between(*self.bounds[part], zero=self.zero, recompute=word) for part in parts]
         return [receive_ahead(own, self.program.micro_batches) for own in each] if self._is_ahead else each
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from .batch_sizes import divisors
 from .candidate import Proposal
 from .pipeline_config import (
+    FIRST_LAYERS,
     MODES,
     SEARCHED,
     SEVERAL_PARTS,
@@ -200,4 +201,5 @@ def _describe_replicas(problem: Problem, *, any_count: bool) -> str:
 
 
 def _describe_mode(mode: Mode) -> str:
-    return "if out of memory" if mode == "by_stage" else mode.replace("_", " ")
+    words = {"by_stage": "if out of memory", FIRST_LAYERS: "as few first layers as a stage must"}
+    return words.get(mode) or mode.replace("_", " ")

@@ -25,7 +25,8 @@ from .pipeline_config import SEARCHED, PipelineConfig
 from .problem import Problem
 from .scoring import fastest
 from .search.device_classes import is_uniform
-from .search.pipelines import build_pipelines, choose_modes
+from .search.pipelines import build_pipelines
+from .search.stage_recompute import choose_modes
 from .stage_table import Floats
 from .weight_moves import Layers, WeightMove, assign_devices, count_moved_bytes, layers_by_device, list_moves
 

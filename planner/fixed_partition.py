@@ -19,7 +19,7 @@ from .plan_stages import list_prediction_limits, optimizer_note
 from .problem import Problem
 from .scoring import assemble, fastest, possible
 from .search.branch_and_bound import SearchResult
-from .search.pipelines import stage_modes
+from .search.stage_recompute import stage_modes
 from .universal_bound import universal_bound
 
 

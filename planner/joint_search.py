@@ -7,7 +7,7 @@ Neither is lowered to the step of a plan: a step below its bound is a defect, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -18,7 +18,7 @@ from .cut_search.schedule_search import search_schedules
 from .cut_search.shape_search import FAR
 from .other_placements import reassign, search_other_orders
 from .other_schedules import propose_other_schedules, propose_parts
-from .pipeline_config import SEARCHED, SYNTHESIZED
+from .pipeline_config import FIRST_LAYERS, SEARCHED, SYNTHESIZED
 from .plan_records import TIE
 from .planners import ALWAYS, find_planner
 from .planners.base import Planner, refusal_reason
@@ -69,8 +69,9 @@ def find_best_plan(
 ) -> JointSearchResult:
     """The best plan of the problem, or of the planner that it names, and the bound on all plans.
 
-    No plan that the `planners` propose under an allowed schedule is faster. `cuts_others`: whether the cuts
-    of other schedules than 1F1B and GPipe are searched, too. Raises UsageError for an unknown planner.
+    No plan that the `planners` propose in time under an allowed schedule is faster. `cuts_others`: whether
+    the cuts of other schedules than 1F1B and GPipe are searched, too. Raises UsageError for an unknown
+    planner.
     """
     planner = problem.options.planner
     if planner != BEST:
@@ -163,7 +164,7 @@ def plan_with(planner: Planner, problem: Problem, *, required: bool = True) -> S
     budget = problem.budget.part(share=PLANNER_SHARE)
     proposals = list[Proposal]()
     try:
-        for proposal in planner.propose(problem):
+        for proposal in _propose(planner, problem):
             if problem.allows(proposal):
                 proposals.append(proposal)
             if proposals:
@@ -177,6 +178,21 @@ def plan_with(planner: Planner, problem: Problem, *, required: bool = True) -> S
     if plan is None and not required and budget.over:
         return OUT_OF_TIME
     return plan or _misfit_reason(problem.space)
+
+
+def _propose(planner: Planner, problem: Problem) -> Iterator[Proposal]:
+    """Its proposals. Where stages may run their first layers again, those that it makes of whole stages."""
+    if problem.options.recompute != FIRST_LAYERS:
+        yield from planner.propose(problem)
+        return
+    whole = replace(problem, options=replace(problem.options, recompute="auto"))
+    vars(whole)["space"] = problem.space
+    for proposal in planner.propose(whole):
+        if proposal.config.schedule in problem.schedules:
+            own = proposal.config
+            if own.recompute != "except_last":
+                proposal = replace(proposal, config=replace(own, recompute=FIRST_LAYERS))
+            yield proposal
 
 
 def _misfit_reason(space: Space) -> str:
@@ -282,7 +298,9 @@ def run_search(
     of the `whole` space: of plans near good ones, as of a problem that is too large."""
     work = SEARCH_SHARE * problem.options.time_limit * WORK_A_SECOND if work is None else work
     own = [plan for plan in seeds if plan.config.schedule in SEARCHED]
-    large = is_large(problem.space, problem.families) or not whole
+    # Of first layers there is no bound but that of the search.
+    by_layer = problem.options.recompute == FIRST_LAYERS
+    large = is_large(problem.space, problem.families) or not (whole or by_layer)
     if not large:
         return search(problem.space, problem.families, problem.stage_counts, own, work)
     return search_large(

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ..cost_models.errors import UsageError
+from ..cost_models.first_layers import whole_word
 from ..cost_models.layer import Chain, list_cut_points
 from ..cost_models.machines.topology_file import TopologyFile, parse_topology
 from ..cost_models.runtime import find_runtime
@@ -17,7 +18,7 @@ from ..cost_models.schedules import Program, Schedule, find_schedule
 from ..cost_models.simulator.costs import Hosts
 from .balance import balance
 from .overrides import Overrides
-from .pipeline_config import MOST_MICRO_BATCHES, abbreviate
+from .pipeline_config import MOST_MICRO_BATCHES, SEARCHED, abbreviate
 from .plan_file import Plan
 
 
@@ -144,11 +145,10 @@ class Layout:
                 "the plan recomputes selectively, and does not say which stages do",
                 "Simulate a plan with another recomputation.",
             )
-        return (
-            tuple(str(own[device]) for device in range(devices))
-            if self.keeps_stages
-            else ("always",) * devices
-        )
+        if not self.keeps_stages:
+            return ("always",) * devices
+        words = [str(own[device]) for device in range(devices)]
+        return tuple(words if self.schedule.name in SEARCHED else map(whole_word, words))
 
     @cached_property
     def hosts(self) -> Hosts:

@@ -19,9 +19,9 @@ from .pipeline_config import SEARCHED
 from .problem import Problem
 from .search.branch_and_bound import search
 from .search.device_classes import Shape, Symmetry, group_path, is_uniform
-from .search.pipelines import cheapest_mode
 from .search.placements import REORDERED, make_placement
 from .search.space import Space, narrow_space
+from .search.stage_recompute import cheapest_mode
 
 FEW = 8
 """Up to so many devices all assignments are tried."""

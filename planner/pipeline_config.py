@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from ..cost_models.errors import UsageError
 from ..cost_models.runtime import Runtime
@@ -19,14 +19,18 @@ ANY_SCHEDULE = "any"
 SYNTHESIZED = "synthesized"
 """The word for those and an order that is made for the plan; that schedule's name has its hash behind it."""
 
+FIRST_LAYERS: Final = "first_layers"
+"""The word for stages that run their first layers again, each as few as it must."""
 SEVERAL_PARTS = ("interleaved", "looped-bfs")
 """Schedules of any number of virtual stages."""
 VIRTUAL_STAGES = (2, 3, 4)
 """Of theirs, those that are planned with."""
 
-Mode = Literal["by_stage", "never", "always", "except_last"]
-"""What recomputes: all stages in one way, or each as it must: no stage that fits without recomputes."""
-MODES: tuple[Mode, ...] = ("by_stage", "never", "except_last", "always")
+Mode = Literal["by_stage", "first_layers", "never", "always", "except_last"]
+"""What recomputes: all stages in one way; or each as it must, the whole of it, or its first layers, as few as
+there may be: no stage that fits without recomputes."""
+MODES: tuple[Mode, ...] = ("by_stage", "first_layers", "never", "except_last", "always")
+_MUST = {"by_stage": "where it must", "first_layers": "first layers where it must"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class PipelineConfig:
 
     def __str__(self) -> str:
         chunks = f", {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
-        mode = "where it must" if self.recompute == "by_stage" else self.recompute.replace("_", " ")
+        mode = _MUST.get(self.recompute) or self.recompute.replace("_", " ")
         return f"{self.micro_batches} x {self.micro_batch_size}, {self.schedule}{chunks}, recompute {mode}"
 
 

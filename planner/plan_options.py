@@ -23,7 +23,7 @@ from ..cost_models.quantities import (
 from ..cost_models.runtime import RUNTIMES, find_runtime
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.schedules.registration import schedule_word
-from .pipeline_config import MODES, MOST_MICRO_BATCHES
+from .pipeline_config import FIRST_LAYERS, MODES, MOST_MICRO_BATCHES, SEARCHED
 
 ASYNCHRONOUS = tuple(name for name, schedule in SCHEDULES.items() if not schedule.synchronous)
 
@@ -81,7 +81,9 @@ def _recompute(name: str, value: Any) -> str:
 
 
 def _read_recompute(text: str, name: str) -> str:
-    return read_choice(("never", "always", "except-last", "auto"))(text, name).replace("-", "_")
+    return read_choice(("never", "always", "except-last", "first-layers", "auto"))(text, name).replace(
+        "-", "_"
+    )
 
 
 def read_pins(texts: Sequence[str], name: str) -> tuple[tuple[str, int], ...]:
@@ -148,8 +150,8 @@ class PlanOptions(Options):
     recompute: str = _training(
         "auto",
         _recompute,
-        "never|always|except-last|auto",
-        "Whether to run forward again in backward, which saves memory.",
+        "never|always|except-last|first-layers|auto",
+        "Whether to run forward again in backward, which saves memory; first-layers: of as few as must.",
         read=_read_recompute,
     )
     optimizer: str = _training(
@@ -298,6 +300,16 @@ class PlanOptions(Options):
                 f"recompute='except_last' with schedule={self.schedule!r}: only GPipe's backward begins with "
                 "the last one",
                 "Use schedule='gpipe', or recompute='always'.",
+            )
+        if self.recompute == FIRST_LAYERS and self.schedule not in ("auto", *SEARCHED):
+            raise UsageError(
+                f"recompute={FIRST_LAYERS!r} with schedule={self.schedule!r}: not searched",
+                "Use 1f1b or gpipe, or recompute='auto'.",
+            )
+        if self.recompute == FIRST_LAYERS and self.zero > 1:
+            raise UsageError(
+                f"recompute={FIRST_LAYERS!r} with zero={self.zero}: it gathers by whole stages",
+                "Use zero=1, or recompute='auto'.",
             )
 
 

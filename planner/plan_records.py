@@ -21,6 +21,8 @@ from ..cost_models.document import (
     StepSeconds,
     TotalBytes,
 )
+from ..cost_models.first_layers import count_first_layers
+from ..cost_models.memory import RECOMPUTES
 from ..cost_models.runtime import RUNTIMES
 from ..cost_models.schedules import SCHEDULES
 
@@ -40,7 +42,14 @@ def _known_runtime(name: str) -> str:
     return name
 
 
+def _known_recompute(word: str) -> str:
+    if word not in RECOMPUTES and count_first_layers(word) is None:
+        raise ValueError(f"must be one of {', '.join(RECOMPUTES)}, or first_N for its first N layers")
+    return word
+
+
 Recompute = Literal["never", "always", "except_last", "selective"]
+StageRecompute = Annotated[str, AfterValidator(_known_recompute)]
 ScheduleName = Annotated[str, AfterValidator(_known_schedule)]
 RuntimeName = Annotated[str, AfterValidator(_known_runtime)]
 
@@ -61,7 +70,7 @@ class PlannedStage(Record):
     memory_limit_bytes: TotalBytes | None = None
     memory: dict[str, TotalBytes] = {}
     """The ledger: bytes by term."""
-    recompute: Recompute | None = None
+    recompute: StageRecompute | None = None
     """The stage's own, where the plan's is `selective`; else as the plan's."""
 
     @property
@@ -73,6 +82,8 @@ class PlannedStage(Record):
     def _check(self) -> Self:
         if self.last_layer < self.first_layer:
             raise ValueError(f"last_layer {self.last_layer} is before first_layer {self.first_layer}")
+        if (count_first_layers(self.recompute or "") or 0) >= self.layers:
+            raise ValueError(f"recompute is {self.recompute}, and it has {self.layers} layers")
         if len(self.devices) != self.replicas:
             raise ValueError(f"replicas is {self.replicas}, the devices are {self.devices}")
         return self
@@ -154,7 +165,7 @@ class Alternative(Record):
     micro_batches: MicroBatches
     micro_batch_size: MiniBatch
     recompute: Recompute
-    stage_recompute: list[Recompute] = []
+    stage_recompute: list[StageRecompute] = []
     """By stage, where `recompute` is `selective`."""
     step_seconds: StepSeconds
     samples_per_second: Rate = 0.0

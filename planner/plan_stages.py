@@ -36,11 +36,12 @@ def plan_stages(space: Space, plan: ScoredPlan) -> list[PlannedStage]:
 def make_stages(space: Space, assembly: Assembly, plan: ScoredPlan) -> list[PlannedStage]:
     """The same of a plan that is made ready for the simulator."""
     forward, backward = assembly.by_place("forward"), assembly.by_place("backward")
+    shares = assembly.first_shares("forward")
     mixed = plan_recompute(plan) == "selective"
     stages = []
     for part, place in enumerate(assembly.program.pipes[0]):
         (first, end), mode = plan.proposal.bounds[part], plan.recompute[part]
-        recompute = forward[place][0] if mode != "never" else 0.0
+        recompute = float(shares[place.device, 0, 0] * forward[place][0]) if mode != "never" else 0.0
         ledger = {name: round(amount) for name, amount in assembly.ledger(place.device).items()}
         stages.append(
             PlannedStage(
@@ -101,17 +102,21 @@ def _whole(limit: float) -> int | None:
     return None if limit == inf else int(limit)
 
 
+_PLAN_WORDS: Mapping[str, Recompute] = {"never": "never", "always": "always", "except_last": "except_last"}
+
+
 def plan_recompute(plan: ScoredPlan) -> Recompute:
-    """The plan's word: `selective` where the stages differ."""
+    """The plan's word: `selective` where the stages differ, or run their first layers again."""
     modes = set(plan.recompute)
-    return modes.pop() if len(modes) == 1 else "selective"
+    return _PLAN_WORDS.get(modes.pop(), "selective") if len(modes) == 1 else "selective"
 
 
 def run_in_words(plan: ScoredPlan) -> str:
     """Its micro-batches, schedule and recomputation: `32 x 8, 1f1b, recompute never`."""
     config = plan.config
     virtual = f", {config.virtual_stages} virtual stages" if config.virtual_stages > 1 else ""
-    mode = plan_recompute(plan).replace("_", " ")
+    words = set(plan.recompute)
+    mode = (words.pop() if len(words) == 1 else "selective").replace("_", " ")
     return f"{config.micro_batches} x {config.micro_batch_size}, {config.schedule}{virtual}, recompute {mode}"
 
 
@@ -228,10 +233,12 @@ def _slow_host(assembly: Assembly) -> Iterator[str]:
         return
     # Pipes of two directions share the micro-batches: a device has its places in each of them.
     pipes = len(assembly.program.pipes)
-    runs_forward = np.array([1.0 if mode == "never" else 2.0 for mode in assembly.recompute])[:, None, None]
-    launches = runs_forward * assembly.launch_seconds("forward_launch")
+    repeats = np.array([float(mode != "never") for mode in assembly.recompute])[:, None, None]
+    times = 1 + repeats * assembly.first_shares("forward_launch")
+    launches = times * assembly.launch_seconds("forward_launch")
     launching = (launches + assembly.launch_seconds("backward_launch")).sum(axis=(1, 2)) / pipes
-    passes = runs_forward * assembly.by_place("forward") + assembly.by_place("backward")
+    forward = (1 + repeats * assembly.first_shares("forward")) * assembly.by_place("forward")
+    passes = forward + assembly.by_place("backward")
     computing = passes.sum(axis=(1, 2)) / pipes
     device = int(launching.argmax())
     if launching[device] <= computing.max() or not _launches_take_time(assembly):

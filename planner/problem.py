@@ -16,6 +16,7 @@ from .candidate import Proposal
 from .cut_limits import check_layer_count, limit_cuts
 from .pipeline_config import (
     ANY_SCHEDULE,
+    FIRST_LAYERS,
     MODES,
     SEARCHED,
     SYNTHESIZED,
@@ -184,7 +185,7 @@ class Problem:
         runtime, requested = self.runtime, self.options.schedule
         if requested not in ("auto", ANY_SCHEDULE, SYNTHESIZED):
             return (requested,) if runtime is None or runtime.runs(requested) else ()
-        if requested == "auto" and runtime is None:
+        if requested == "auto" and (runtime is None or self.options.recompute == FIRST_LAYERS):
             return SEARCHED
         if requested == SYNTHESIZED and not (runtime is None or runtime.any_order):
             return ()
@@ -228,16 +229,17 @@ class Problem:
         requested, runtime = self.options.recompute, self.runtime
         if requested == "auto" and schedule in SCHEDULES and SCHEDULES[schedule].splits_backward:
             return ("never",)  # torch.utils.checkpoint would run forward again for each group of weights
+        own: Mode = FIRST_LAYERS if requested == FIRST_LAYERS else "by_stage"
         if runtime is None:
             # That of torchgpipe differs little from always: not worth as much again on many devices.
-            modes: Sequence[Mode] = ("by_stage", "except_last") if self.gpus <= EVERY_COUNT else ("by_stage",)
+            modes: Sequence[Mode] = (own, "except_last") if self.gpus <= EVERY_COUNT else (own,)
         elif runtime.recompute_by_stage:
-            modes = ("by_stage",)
+            modes = (own,)
         else:
             modes = [mode for mode in MODES if mode in runtime.recompute]
-        if requested == "auto":
-            return tuple(mode for mode in modes if mode != "except_last" or schedule == "gpipe")
         allowed = runtime is None or requested in runtime.recompute
+        if requested == "auto" or (allowed and requested == FIRST_LAYERS):
+            return tuple(mode for mode in modes if mode != "except_last" or schedule == "gpipe")
         return tuple(mode for mode in MODES if mode == requested and allowed)
 
     @cached_property
@@ -344,7 +346,5 @@ class Problem:
 
         Raises UsageError where the profile reaches no micro-batch size that divides the global batch.
         """
-        free = replace(
-            self.options, mini_batch=self.mini_batch, micro_batches=None, schedule="auto", recompute="auto"
-        )
-        return replace(self, options=free)
+        free = replace(self.options, mini_batch=self.mini_batch, micro_batches=None)
+        return replace(self, options=replace(free, schedule="auto", recompute="auto"))

@@ -21,8 +21,9 @@ from .candidate import Proposal, ScoredPlan
 from .pipeline_config import SEARCHED
 from .search import bounds_1f1b, bounds_gpipe
 from .search.budget import SearchBudget
-from .search.pipelines import Pipelines, build_pipelines, choose_modes, stage_modes
+from .search.pipelines import Pipelines, build_pipelines
 from .search.space import Space, divide_batch, narrow_space
+from .search.stage_recompute import choose_modes, stage_modes
 from .stage_table import Floats
 
 WHOLE_BOUNDS: dict[str, Callable[[Pipelines], Floats]] = {

@@ -19,10 +19,10 @@ from ..cost_models.memory import Recompute
 from ..cost_models.schedules import find_schedule
 from .pipeline_config import SEARCHED, PipelineConfig
 from .problem import Problem
-from .search.pipelines import stage_modes
 from .search.replica_group import ReplicaGroupCosts
 from .search.space import Space
-from .stage_table import Floats
+from .search.stage_recompute import least_bytes, stage_word
+from .stage_table import Floats, Indices
 
 MOST_ENTRIES = 3e7
 """Of the tables of all configurations with any replicas."""
@@ -112,7 +112,7 @@ class _SmallestProgramme:
     space: Space
     config: PipelineConfig
     counts: Sequence[int]
-    _needs: dict[tuple[int, float], Floats] = field(default_factory=dict)
+    _needs: dict[tuple[int, float], tuple[Floats, Indices]] = field(default_factory=dict)
 
     def run(self, most_stages: int, devices: int) -> _SmallestPlan | None:
         """The plan; None where there is none."""
@@ -161,16 +161,19 @@ class _SmallestProgramme:
     def need(self, count: int, to_last: int) -> Floats:
         """(cut points, cut points): bytes of every stage on a replica, with the recomputation that needs
         least; inf where there is no stage."""
+        least, _ = self._least(count, to_last)
+        return np.where(self.space.usable, least, inf)
+
+    def _least(self, count: int, to_last: int) -> tuple[Floats, Indices]:
         key = count, self._in_flight(to_last)
         if key not in self._needs:
-            each = [self._group(count).bytes(key[1], mode) for mode in stage_modes(self.config)]
-            self._needs[key] = np.where(self.space.usable, np.minimum.reduce(each), inf)
+            self._needs[key] = least_bytes(self._group(count), self.config, key[1])
         return self._needs[key]
 
     def mode(self, count: int, to_last: int, start: int, end: int) -> Recompute:
         """The recomputation with which a stage needs least."""
-        in_flight, group = self._in_flight(to_last), self._group(count)
-        return min(stage_modes(self.config), key=lambda mode: float(group.bytes(in_flight, mode)[start, end]))
+        again = int(self._least(count, to_last)[1][start, end])
+        return stage_word(self.config, self._group(count).table.cut_points, start, again, end)
 
     def ledger(self, count: int, to_last: int, start: int, end: int, mode: Recompute) -> dict[str, int]:
         """Bytes by term."""

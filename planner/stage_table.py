@@ -16,15 +16,17 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from ..cost_models.first_layers import count_first_layers, recompute_first, whole_word
 from ..cost_models.hardware import Device
 from ..cost_models.layer import Chain, LayerCosts, list_cut_points
 from ..cost_models.machines.catalogue import device_context
-from ..cost_models.memory import LedgerOptions, StageBytes, ledger, total
+from ..cost_models.memory import LedgerOptions, StageBytes, ledger, stage_bytes, total
 from ..cost_models.optimizers import Precision
 from ..cost_models.precision import training_precision
 from ..cost_models.tied_weights import buffer_copy_bytes, copy_bytes
 
 Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
 
 
 def fullest_kind(kinds: Iterable[Device]) -> Device:
@@ -222,22 +224,24 @@ class StageTable:
 
     def stage_memory(
         self,
-        start: npt.NDArray[np.int64],
-        end: npt.NDArray[np.int64],
+        start: Indices,
+        end: Indices,
         in_flight: float,
         recompute: str,
         optimizer: str,
         replicas: int = 1,
+        again: Indices | None = None,
         **options: Unpack[LedgerOptions],
     ) -> Floats:
-        """(pairs,): bytes that some stages need. Arguments as of `ledger`."""
-        own: dict[str, Any] = {
-            name: np.broadcast_to(amount, self.valid.shape)[start, end]
-            for name, amount in vars(self._tables(options.get("zero", 0))).items()
-            if amount is not None
-        }
+        """(pairs,): bytes that some stages need. `again`: they run the layers up to these cut points, inside
+        them, again; then `recompute` is "always". Other arguments as of `ledger`."""
+        zero = options.get("zero", 0)
+        stages = self._stages(start, end, zero)
+        if again is not None:
+            first, rest = self._stages(start, again, zero), self._stages(again, end, zero)
+            stages = recompute_first(stages, first, rest)
         terms = ledger(
-            StageBytes(**own),
+            stages,
             in_flight=in_flight,
             recompute=recompute,
             optimizer=optimizer,
@@ -245,6 +249,15 @@ class StageTable:
             **options,
         )
         return np.broadcast_to(total(terms), start.shape)
+
+    def _stages(self, start: Indices, end: Indices, zero: int) -> StageBytes:
+        """The bytes of some stages, each of shape (pairs,)."""
+        own: dict[str, Any] = {
+            name: np.broadcast_to(amount, self.valid.shape)[start, end]
+            for name, amount in vars(self._tables(zero)).items()
+            if amount is not None
+        }
+        return StageBytes(**own)
 
     def stage_ledger(
         self,
@@ -258,23 +271,34 @@ class StageTable:
     ) -> dict[str, int]:
         """The ledger of one stage, rounded to whole bytes. Arguments as of `ledger`."""
         terms = ledger(
-            self.bytes_between(i, j, zero=options.get("zero", 0)),
+            self.bytes_between(i, j, zero=options.get("zero", 0), recompute=recompute),
             in_flight=in_flight,
-            recompute=recompute,
+            recompute=whole_word(recompute),
             optimizer=optimizer,
             replicas=replicas,
             **options,
         )
         return {name: round(float(amount)) for name, amount in terms.items()}
 
-    def bytes_between(self, i: int, j: int, *, zero: int = 0) -> StageBytes:
-        """What the ledger of one stage is made from."""
+    def bytes_between(self, i: int, j: int, *, zero: int = 0, recompute: str = "never") -> StageBytes:
+        """What the ledger of one stage is made from that recomputes by such a word."""
         own: dict[str, Any] = {
             name: float(np.broadcast_to(amount, self.valid.shape)[i, j])
             for name, amount in vars(self._tables(zero)).items()
             if amount is not None
         }
-        return StageBytes(**own)
+        stage, first = StageBytes(**own), count_first_layers(recompute)
+        if first is None:
+            return stage
+        start, last = self.cut_points[i], self.cut_points[j] - 1
+        again = stage_bytes(self.costs, start, start + first - 1)
+        return recompute_first(stage, again, stage_bytes(self.costs, start + first, last))
+
+    def first_sum(self, name: str, i: int, j: int, first: int) -> float:
+        """The `forward` or `forward_launch` seconds of so many first layers of a stage."""
+        costs = self.costs
+        seconds = costs.forward_seconds if name == "forward" else costs.forward_host_seconds
+        return float(seconds[self.cut_points[i] : min(self.cut_points[i] + first, self.cut_points[j])].sum())
 
     def _tables(self, zero: int) -> StageBytes:
         """`stage_bytes`, with what ZeRO has whole at a time where that stage of ZeRO spreads layers."""

@@ -135,7 +135,8 @@ class Enumeration:
             left = {"never", "always"} if self.mode == "by_stage" else {self.mode}
             modes = [own for own in modes if left.issuperset(own)]
         by_part = [tuple(own[place.device] for place in program.pipes[0]) for own in modes]
-        self.plans += len(shapes) * len(ends) * len(modes)
+        modes_of = {own: [each for each in by_part if rules.may_recompute(own, each)] for own in ends}
+        self.plans += len(shapes) * sum(map(len, modes_of.values()))
         if self.plans > MOST_PLANS:
             raise TooManyError(f"{self.plans:,} plans")
         linear_pipeline = config.schedule in STRAIGHT
@@ -145,10 +146,10 @@ class Enumeration:
                 proposal = Proposal(config, own, devices)
                 if linear_pipeline:
                     least = self.least.linear_pipeline(program, size, proposal.bounds, devices)
-                    yield from ((proposal, chosen, least.of(chosen)) for chosen in by_part)
+                    yield from ((proposal, chosen, least.of(chosen)) for chosen in modes_of[own])
                 else:
                     seconds = self.least.by_device(program, size, proposal.bounds, shape)
-                    yield from ((proposal, chosen, seconds) for chosen in by_part)
+                    yield from ((proposal, chosen, seconds) for chosen in modes_of[own])
 
     def _shapes(self, stages: int) -> list[Shape]:
         key = ("shapes", stages)

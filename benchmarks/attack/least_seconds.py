@@ -53,7 +53,7 @@ class Least(NamedTuple):
         """The largest, where the stages recompute so."""
         times = {"never": 0, "always": self.micro_batches, "except_last": self.micro_batches - 1}
         return max(
-            own + times[mode] * recompute
+            own + times.get(mode, 0) * recompute
             for own, recompute, mode in zip(self.stages, self.recompute, modes, strict=True)
         )
 

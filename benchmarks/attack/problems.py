@@ -12,6 +12,7 @@ import numpy as np
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.objectives.objective import Objective
+from pplan.planner.pipeline_config import FIRST_LAYERS
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.search.space import MOST_BLOCKS
 
@@ -40,6 +41,7 @@ KINDS: dict[str, int] = {
     "explain": 5,
     "states": 8,
     "tied": 10,
+    "first layers": 8,
 }
 """Kinds of problems, and how often they come."""
 RUNTIMES = (
@@ -101,7 +103,9 @@ class _Maker:
         """The problem."""
         if self.kind == "many" and self.rng.random() < 0.3:
             return self._one_scales()
-        layers = self._between(3, {"many": 6, "schedules": 6, "runtimes": 7}.get(self.kind, 8))
+        layers = self._between(
+            3, {"many": 6, "schedules": 6, "runtimes": 7, "first layers": 6}.get(self.kind, 8)
+        )
         if self.kind == "long":
             layers = self._between(MOST_BLOCKS + 2, MOST_BLOCKS + 30)
         topology = random_topology(self.rng, self.kind, self._gpus())
@@ -135,7 +139,16 @@ class _Maker:
     def _gpus(self) -> int:
         if self.kind == "many":
             return self._between(*MANY)
-        few = {"schedules": 4, "runtimes": 4, "kinds": 4, "explain": 3, "frontier": 3, "tied": 4, "long": 3}
+        few = {
+            "schedules": 4,
+            "runtimes": 4,
+            "kinds": 4,
+            "explain": 3,
+            "frontier": 3,
+            "tied": 4,
+            "long": 3,
+            "first layers": 3,
+        }
         most = few.get(self.kind, 5)
         if self.kind in ("throughput", "least memory", "cost"):
             most = 4
@@ -166,6 +179,10 @@ class _Maker:
         tied_runtime = self.kind == "tied" and self.rng.random() < 0.3
         if self.kind == "runtimes" or tied_runtime:
             made["runtime"] = str(self.rng.choice((*RUNTIMES, *MADE_UP)))
+        if self.kind == "first layers":
+            made["recompute"] = FIRST_LAYERS
+            if self.rng.random() < 0.2:
+                made["runtime"] = "torch"
         if self.kind == "schedules":
             made["schedule"] = str(self.rng.choice(NAMED))
         if self.kind == "planners":
@@ -208,9 +225,9 @@ class _Maker:
             made["pins"] = ((chain.names[layer], min(self._between(0, gpus - 1), layer)),)
         if rng.random() < 0.3:
             made["micro_batches"] = int(rng.choice([n for n in range(1, batch + 1) if batch % n == 0]))
-        if rng.random() < 0.3 and self.kind != "schedules":
+        if rng.random() < 0.3 and self.kind not in ("schedules", "first layers"):
             made["recompute"] = str(rng.choice(["never", "always"]))
-        if rng.random() < 0.2 and self.kind not in ("schedules", "runtimes"):
+        if rng.random() < 0.2 and self.kind not in ("schedules", "runtimes", "first layers"):
             made["schedule"] = str(rng.choice(["1f1b", "gpipe"]))
             if made["schedule"] == "gpipe" and rng.random() < 0.3 and made.get("micro_batches", 2) > 1:
                 made["recompute"] = "except_last"
@@ -220,7 +237,14 @@ class _Maker:
         self, chain: Chain, topology: Topology, options: PlanOptions
     ) -> tuple[Topology, PlanOptions]:
         """Devices with little memory, or a limit besides it."""
-        tight = {"plain": 0.0, "memory": 1.0, "infeasible": 1.0, "states": 0.6, "tied": 0.5}
+        tight = {
+            "plain": 0.0,
+            "memory": 1.0,
+            "infeasible": 1.0,
+            "first layers": 1.0,
+            "states": 0.6,
+            "tied": 0.5,
+        }
         if self.rng.random() >= tight.get(self.kind, 0.3) or self.kind == "many":
             return topology, options
         costs = chain.at(chain.sizes[-1])

@@ -8,11 +8,13 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import combinations, product
 
+from pplan.cost_models.first_layers import count_first_layers, first_layers_word
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import Recompute
 from pplan.cost_models.runtime import Runtime, find_runtime
 from pplan.cost_models.schedules import SCHEDULES
 from pplan.cost_models.topology import Topology
+from pplan.planner.pipeline_config import FIRST_LAYERS
 from pplan.planner.plan_options import PlanOptions
 
 OPEN = ("1f1b", "gpipe")
@@ -56,7 +58,9 @@ class Rules:
             return tuple(name for name in ANY if runtime is None or name in runtime.schedules)
         if requested != "auto":
             return (requested,) if runtime is None or requested in runtime.schedules else ()
-        return OPEN if runtime is None else tuple(name for name in SCHEDULES if name in runtime.schedules)
+        if runtime is None or self.options.recompute == FIRST_LAYERS:
+            return OPEN
+        return tuple(name for name in SCHEDULES if name in runtime.schedules)
 
     @property
     def most_stages(self) -> int:
@@ -141,15 +145,27 @@ class Rules:
             whole.append("except_last")
         if runtime is not None:
             whole = [mode for mode in whole if mode in runtime.recompute]
+        if requested == FIRST_LAYERS:
+            first = [first_layers_word(count) for count in range(1, len(self.chain))]
+            made = dict.fromkeys(product(["never", "always", *first], repeat=devices))
+            return [*made, *((mode,) * devices for mode in whole if mode == "except_last")]
         if requested != "auto":
             return [(mode,) * devices for mode in whole if mode == requested]
         if schedule in SPLIT:
             whole, by_stage = ["never"], False
-        made: dict[tuple[Recompute, ...], None] = {(mode,) * devices: None for mode in whole}
+        made = {(mode,) * devices: None for mode in whole}
         if by_stage:
             mixed: list[Recompute] = ["never", "always"]
             made |= dict.fromkeys(product(mixed, repeat=devices))
         return list(made)
+
+    def may_recompute(self, ends: tuple[int, ...], modes: tuple[Recompute, ...]) -> bool:
+        """Whether stages of so many layers may: of first layers not all, and behind them there is a cut."""
+        counts = [count_first_layers(mode) for mode in modes]
+        return all(
+            count is None or (start + count < end and start + count in self.cut_points)
+            for start, end, count in zip((0, *ends), ends, counts, strict=False)
+        )
 
     def virtual_stages(self, schedule: str) -> tuple[int, ...]:
         """Parts of the layers on each device."""

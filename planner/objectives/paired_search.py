@@ -31,10 +31,10 @@ from ..asynchronous import assemble_endless, reduced_seconds, steady_seconds
 from ..candidate import Proposal, ScoredPlan
 from ..pipeline_config import PipelineConfig
 from ..plan_records import TIE
-from ..search.pipelines import stage_modes
 from ..search.placements import Placement
 from ..search.replica_group import ReplicaGroupCosts
 from ..search.space import Space
+from ..search.stage_recompute import stage_modes
 from ..stage_table import Floats
 from .steady_search import Bools
 

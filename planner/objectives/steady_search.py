@@ -34,10 +34,10 @@ from ...cost_models.schedules import find_schedule
 from ..asynchronous import TWO_VERSIONS, XPIPE, pace, reduced_seconds
 from ..candidate import Proposal, ScoredPlan
 from ..pipeline_config import PipelineConfig
-from ..search.pipelines import stage_modes
 from ..search.placements import Placement
 from ..search.replica_group import ReplicaGroupCosts
 from ..search.space import Space
+from ..search.stage_recompute import stage_modes
 from ..stage_table import Floats
 
 SAME = 1e-9

@@ -15,15 +15,18 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
+from ...cost_models.errors import UsageError
 from ..candidate import Proposal, ScoredPlan
+from ..pipeline_config import FIRST_LAYERS
 from ..plan_records import TIE
 from .branch_and_bound import WORK, SearchResult, search
 from .budget import OutOfTime, SearchBudget
 from .deep_pipelines import propose_deep
-from .pipelines import build_pipelines, choose_modes
+from .pipelines import build_pipelines
 from .placements import MOST_DEVICES
 from .relaxed_bound import RelaxedBound
-from .space import Space, narrow_space, with_cuts
+from .space import MOST_BLOCKS, Space, narrow_space, with_cuts
+from .stage_recompute import choose_modes
 from .subproblem import Family, quick_bound
 
 MOST_LINEAR = 256
@@ -61,7 +64,13 @@ def search_large(
     deeper: bool = False,
 ) -> SearchResult:
     """The best plan found of these families, no slower than the seeds; and a bound on all of them, with any
-    of the devices. `deeper`: plans with more stages are allowed, too: they are only bounded."""
+    of the devices. `deeper`: plans with more stages are allowed, too: they are only bounded.
+    Raises UsageError where first layers are to recompute, of which the bound knows nothing."""
+    if any(family.config.recompute == FIRST_LAYERS for family in families):
+        raise UsageError(
+            f"recompute={FIRST_LAYERS!r} of so many devices or layers",
+            f"It is searched up to {MOST_DEVICES} devices and {MOST_BLOCKS} places to cut: recompute='auto'.",
+        )
     budget = space.budget.part(WORK if work is None else work)
     counts = sorted(set(stage_counts))
     scored = _Scored(space, budget, min(seeds, key=lambda plan: plan.step_seconds, default=None))

@@ -18,9 +18,9 @@ import numpy as np
 from ...cost_models.memory import Recompute
 from ..candidate import Proposal
 from ..stage_table import Floats
-from .pipelines import choose_modes, stage_modes
 from .placements import Indices
 from .space import Space, divide_batch, narrow_space
+from .stage_recompute import choose_modes, stage_modes
 from .subproblem import Family
 
 MOST_TRIED, MOST_FITTING = 60, 4

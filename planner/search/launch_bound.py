@@ -66,7 +66,7 @@ class LaunchBound:
         """(expansions,): the bound with a further stage, after which the step takes `back`; and what of it
         holds whatever follows, `least` with the stages before."""
         if self.choices.space.one_process:
-            more = self._later_launches(stage.forward_launch, stage.plain_launch, stage.recompute)
+            more = self._later_launches(stage.forward_launch, stage.plain_launch, stage.repeat_launch)
             least = np.maximum(least, self._least_of_process + more)
             ahead = self.rows(stage.remaining - 1)[0][stage.end_position, stage.end]
             return np.maximum(least, self._least_of_process + ahead), least
@@ -75,7 +75,7 @@ class LaunchBound:
         inward, whole = (row[stage.end_position, stage.end] for row in self.rows(stage.remaining - 1))
         config = self.choices.config
         backward = stage.plain if config.recompute == "except_last" else stage.backward
-        own = self._host_seconds(stage.forward_launch, stage.plain_launch, stage.recompute)
+        own = self._host_seconds(stage.forward_launch, stage.plain_launch, stage.repeat_launch)
         after = np.maximum(back, stage.least_after)
         later = np.maximum(own, inward + stage.least_cut + backward)
         least = np.maximum(least, own + after)
@@ -87,9 +87,9 @@ class LaunchBound:
         forward, plain = self.choices.launches
         return self.choices.config.micro_batches * forward + plain
 
-    def _later_launches(self, forward: Floats, plain: Floats, recompute: npt.NDArray[np.bool_]) -> Floats:
+    def _later_launches(self, forward: Floats, plain: Floats, repeat: Floats) -> Floats:
         """Of the backwards of a stage on its thread, but for one that runs nothing again."""
-        seconds = self._host_seconds(forward, plain, recompute)
+        seconds = self._host_seconds(forward, plain, repeat)
         return np.asarray(seconds - self.choices.config.micro_batches * forward - plain)
 
     def _before(self, remaining: int) -> tuple[Floats, Floats]:
@@ -113,16 +113,17 @@ class LaunchBound:
         if stages is None:
             return
         pairs, at = stages.pair, (stages.after, stages.end)
-        usual, recompute = group.backward(self.choices.in_flight(remaining))
+        in_flight = self.choices.in_flight(remaining)
+        usual, repeat = group.backward(in_flight)[0], group.repeat_launch(in_flight)
         plain = np.where(np.isinf(usual), np.inf, group.plain)
         backward = plain if self.choices.config.recompute == "except_last" else usual
         if self.choices.space.one_process:
-            more = self._later_launches(group.forward_launch, group.plain_launch, recompute)
+            more = self._later_launches(group.forward_launch, group.plain_launch, repeat)
             own = np.where(np.isinf(usual), np.inf, more)
             for row in rows:
                 stages.least_into(row, np.maximum(own[pairs], self.rows(remaining - 1)[0][at]))
             return
-        own = self._host_seconds(group.forward_launch, group.plain_launch, recompute)
+        own = self._host_seconds(group.forward_launch, group.plain_launch, repeat)
         latency, slowness = self.choices.ranges.least_pace(group.replicas, stages.key, stages.after)
         cut = slowness * group.sent[pairs] + latency * group.inner[pairs]
         ahead, end = (row[at] for row in self.rows(remaining - 1))
@@ -130,11 +131,11 @@ class LaunchBound:
         stages.least_into(rows[0], inward)
         stages.least_into(rows[1], np.maximum(inward + group.least_after[pairs], end))
 
-    def _host_seconds(self, forward: Floats, plain: Floats, recompute: npt.NDArray[np.bool_]) -> Floats:
-        """H of stages that launch for so long, `recompute`: whose forwards run again."""
+    def _host_seconds(self, forward: Floats, plain: Floats, repeat: Floats) -> Floats:
+        """H of stages that launch for so long, `repeat`: what is run again."""
         config = self.choices.config
         again = config.micro_batches - (config.recompute == "except_last")
-        seconds: Floats = config.micro_batches * (forward + plain) + again * recompute * forward
+        seconds: Floats = config.micro_batches * (forward + plain) + again * repeat
         return seconds
 
 
@@ -163,7 +164,7 @@ def _process_bound(plans: Pipelines, backwards: Floats, last: Floats) -> Floats:
     count, plain = plans.config.micro_batches, plans.plain_launch
     forwards = count * plans.forward_launch.sum(axis=1)
     threads = (last.sum(axis=1)[:, None] - last + backwards).max(axis=1)
-    repeated = np.where(plans.backward_launch > plain, plans.forward_launch, 0.0).sum(axis=1)
+    repeated = (plans.backward_launch - plain).sum(axis=1)
     repeats = (count - (plans.config.recompute == "except_last")) * repeated
     if count * plans.stages > 1:
         # Alone are the last stage's first backward, for which all others wait, and the first stage's last.

@@ -55,8 +55,8 @@ class Expansion:
         return self.group.backward(self.choices.in_flight(self.remaining))[0][self.pair]
 
     @cached_property
-    def recompute(self) -> npt.NDArray[np.bool_]:
-        """Whether it runs forward again."""
+    def again(self) -> Indices:
+        """The cut point up to which it runs forward again; its start, where it does not."""
         return self.group.backward(self.choices.in_flight(self.remaining))[1][self.pair]
 
     @cached_property
@@ -68,8 +68,9 @@ class Expansion:
         return self.group.plain_launch[self.pair]
 
     @cached_property
-    def backward_launch(self) -> Floats:
-        return self.plain_launch + self.recompute * self.forward_launch
+    def repeat_launch(self) -> Floats:
+        """Of what is run again."""
+        return self.group.repeat_launch(self.choices.in_flight(self.remaining))[self.pair]
 
     @cached_property
     def exposed_allreduce(self) -> Floats:
@@ -113,7 +114,7 @@ class PartialPlans:
     ends: Indices
     keys: Indices
     groups: Indices
-    recompute: npt.NDArray[np.bool_]
+    again: Indices
     columns: dict[str, Floats] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -130,7 +131,7 @@ def empty_plans(state: BoundState) -> PartialPlans:
         ends=none,
         keys=none,
         groups=none,
-        recompute=none.astype(np.bool_),
+        again=none,
         columns={name: np.zeros((1, 0)) for name in COLUMNS},
     )
 
@@ -150,7 +151,7 @@ def extend_plans(plans: PartialPlans, stage: Expansion, state: BoundState, rows:
         ends=more(plans.ends, stage.end),
         keys=more(plans.keys, stage.key),
         groups=more(plans.groups, np.full(len(stage.parent), stage.group_index)),
-        recompute=np.concatenate([plans.recompute[parent], stage.recompute[rows][:, None]], axis=1),
+        again=more(plans.again, stage.again),
         columns={
             name: np.concatenate([plans.columns[name][parent], getattr(stage, name)[rows][:, None]], axis=1)
             for name in COLUMNS
@@ -176,7 +177,7 @@ def join_plans(parts: list[PartialPlans], rows: Indices | None = None) -> Partia
         ends=concatenate([part.ends for part in parts]),  # type: ignore[arg-type]
         keys=concatenate([part.keys for part in parts]),  # type: ignore[arg-type]
         groups=concatenate([part.groups for part in parts]),  # type: ignore[arg-type]
-        recompute=concatenate([part.recompute for part in parts]),  # type: ignore[arg-type]
+        again=concatenate([part.again for part in parts]),  # type: ignore[arg-type]
         columns={
             name: concatenate([part.columns[name] for part in parts])  # type: ignore[misc]
             for name in first.columns

@@ -18,7 +18,7 @@ from ...cost_models.port_sharing import (
     TopologyPorts,
     all_reduce_ends,
 )
-from ...cost_models.schedules import Program, cached_program, find_schedule
+from ...cost_models.schedules import Program, cached_program
 from ...cost_models.simulator.costs import Costs, Hosts, find_transfers
 from ...cost_models.simulator.linear import LinearCosts, linear_ends
 from ...cost_models.simulator.pipeline_costs import PipelineCosts
@@ -28,8 +28,8 @@ from ..candidate import Proposal
 from ..pipeline_config import PipelineConfig
 from ..replica_exchange import bytes_by_layer, tied_exchanges
 from ..stage_table import Floats
-from .replica_group import ReplicaGroupCosts
 from .space import Space
+from .stage_recompute import repeat_end
 
 LAUNCHES = ("forward_launch", "backward_launch", "plain_launch")
 MANY_ACTIONS = 50_000
@@ -201,7 +201,7 @@ class Pipelines:
     def costs(self) -> PipelineCosts:
         """For the simulator."""
         late = self._is_late
-        again = np.where(self.backward_launch > self.plain_launch, self.forward_launch, 0.0)
+        again = self.backward_launch - self.plain_launch
         return PipelineCosts(
             forward=self._over(self.forward, self.forward),
             backward=self._over(self.backward, self.plain),
@@ -240,45 +240,6 @@ def _reductions(
             )
         ends[:, row] = ends_after_sums(ends[:, row], tied[row])
     return np.asarray(ends.max(axis=0))
-
-
-def stage_modes(config: PipelineConfig) -> tuple[Recompute, ...]:
-    """The ways in which a stage may recompute, the cheapest first."""
-    return ("never", "always") if config.recompute == "by_stage" else (config.recompute,)
-
-
-def cheapest_mode(
-    group: ReplicaGroupCosts, config: PipelineConfig, i: int, j: int, in_flight: float
-) -> Recompute | None:
-    """How a stage between two cut points recomputes so that it fits; None where it does not."""
-    for mode in stage_modes(config):
-        if in_flight <= group.most_in_flight(mode)[i, j]:
-            return mode
-    return None
-
-
-def choose_modes(space: Space, proposal: Proposal) -> tuple[Recompute, ...] | None:
-    """By stage, what recomputes in a linear pipeline; None where it does not fit, or a stage may not be."""
-    config, cut_points = proposal.config, list(space.table(space.chain.sizes[0]).cut_points)
-    schedule, stages, modes = find_schedule(config.schedule), len(proposal.ends), []
-    for stage, ((first, end), devices) in enumerate(zip(proposal.bounds, proposal.devices, strict=True)):
-        if not space.fits_someone(config.micro_batch_size, len(devices)):
-            return None
-        if len(devices) > config.micro_batch_size or first not in cut_points or end not in cut_points:
-            return None
-        group, i, j = (
-            space.replica_group(config.micro_batch_size, devices),
-            cut_points.index(first),
-            cut_points.index(end),
-        )
-        if not space.usable[i, j]:
-            return None
-        in_flight = schedule.in_flight(stage, stages, config.micro_batches)
-        mode = cheapest_mode(group, config, i, j, in_flight)
-        if mode is None:
-            return None
-        modes.append(mode)
-    return tuple(modes)
 
 
 def find_routes(
@@ -321,17 +282,19 @@ def build_pipelines(
         for stage, (group, (first, end)) in enumerate(zip(groups, proposal.bounds, strict=True)):
             backward, accumulation = group.backward_seconds(config.micro_batches)
             at = cut_points.index(first), cut_points.index(end)
-            again = float(modes[row][stage] != "never")
+            again = at[0], repeat_end(cut_points, *at, modes[row][stage])
             columns["forward"][row, stage] = group.forward[at]
             columns["plain"][row, stage] = backward[at]
-            columns["backward"][row, stage] = backward[at] + again * group.forward[at]
+            columns["backward"][row, stage] = backward[at] + (
+                group.forward[again] if again[1] > again[0] else 0.0
+            )
             columns["accumulation"][row, stage] = accumulation[at]
             columns["exposed_allreduce"][row, stage] = group.exposed_allreduce[at]
             places_of[:, row, stage] = at
             launch, plain_launch = group.table.forward_launch[at], group.table.backward_launch[at]
             columns["forward_launch"][row, stage] = launch
             columns["plain_launch"][row, stage] = plain_launch
-            columns["backward_launch"][row, stage] = plain_launch + again * launch
+            columns["backward_launch"][row, stage] = plain_launch + group.table.forward_launch[again]
         for cut, (here, there) in enumerate(pairwise(proposal.devices)):
             place = cut_points.index(proposal.ends[cut])
             sent = max(groups[cut].table.crossing[place], groups[cut + 1].table.crossing[place])

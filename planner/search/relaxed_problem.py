@@ -44,8 +44,8 @@ import numpy.typing as npt
 from ...cost_models.schedules import find_schedule
 from ..pipeline_config import PipelineConfig
 from ..stage_table import Floats
-from .pipelines import stage_modes
 from .relaxed_stages import RelaxedStages
+from .stage_recompute import stage_modes
 
 Indices = npt.NDArray[np.int64]
 SAFE = 1 - 1e-9

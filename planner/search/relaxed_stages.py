@@ -22,9 +22,9 @@ from ...cost_models.memory import LedgerOptions
 from ...cost_models.topology import Topology
 from ..stage_table import Floats, StageTable, ledger_options
 from .least_collectives import all_reduce_pace, least_all_reduce_seconds
-from .pipelines import stage_modes
 from .replica_group import ReplicaGroupCosts
 from .space import Space, divide_batch, with_cuts
+from .stage_recompute import stage_modes
 from .subproblem import Family, bounded_counts
 
 MOST_PLACES = 97

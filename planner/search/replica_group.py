@@ -115,20 +115,31 @@ class ReplicaGroupCosts:
             return self.backward, self.accumulation
         return self.backward - self.accumulation, np.zeros_like(self.accumulation)
 
-    def room(self, recompute: Recompute, start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> Floats:
-        """(pairs,): `most_in_flight` of some stages alone."""
-        if recompute in self._room:
+    def room(
+        self, recompute: Recompute, start: Indices, end: Indices, again: Indices | None = None
+    ) -> Floats:
+        """(pairs,): `most_in_flight` of some stages alone; `again` as of `StageTable.stage_memory`."""
+        if recompute in self._room and again is None:
             return self._room[recompute][start, end]
         if self.limit == inf:
             return np.full(len(start), inf)
 
-        def need(in_flight: float, moment: Moment) -> Floats:
-            options: LedgerOptions = {**self.ledger, "moment": moment}
-            return self.table.stage_memory(
-                start, end, in_flight, recompute, self.optimizer, self.replicas, **options
-            )
+        return self._most(lambda count, moment: self.pair_bytes(count, recompute, start, end, again, moment))
 
-        return self._most(need)
+    def pair_bytes(
+        self,
+        in_flight: float,
+        recompute: Recompute,
+        start: Indices,
+        end: Indices,
+        again: Indices | None = None,
+        moment: Moment = "any",
+    ) -> Floats:
+        """(pairs,): `bytes` of some stages alone; `again` as of `StageTable.stage_memory`."""
+        options: LedgerOptions = {**self.ledger, "moment": moment}
+        return self.table.stage_memory(
+            start, end, in_flight, recompute, self.optimizer, self.replicas, again, **options
+        )
 
     def most_in_flight(self, recompute: Recompute) -> Floats:
         """How many micro-batches each stage has room for, as a fraction; negative where for none."""

@@ -18,13 +18,13 @@ import numpy.typing as npt
 
 from ...cost_models.memory import Recompute
 from ...cost_models.schedules import find_schedule
-from ..pipeline_config import PipelineConfig
+from ..pipeline_config import FIRST_LAYERS, PipelineConfig
 from ..stage_table import Floats
 from .device_sets import DeviceSets
-from .pipelines import stage_modes
 from .placements import DeviceRanges, DeviceRun
 from .replica_group import ReplicaGroupCosts
 from .space import Space, divide_batch
+from .stage_recompute import stage_modes
 
 Indices = npt.NDArray[np.int64]
 
@@ -61,7 +61,8 @@ class GroupChoices:
     end: Indices
     config: PipelineConfig
     _most: dict[Recompute, Floats] = field(default_factory=dict)
-    _eff: dict[float, tuple[Floats, npt.NDArray[np.bool_]]] = field(default_factory=dict)
+    _eff: dict[float, tuple[Floats, Indices]] = field(default_factory=dict)
+    _first_rooms: dict[int, Floats] = field(default_factory=dict)
 
     @property
     def replicas(self) -> int:
@@ -147,18 +148,45 @@ class GroupChoices:
             self._most[mode] = self.costs.room(mode, self.start, self.end)
         return self._most[mode]
 
-    def backward(self, in_flight: float) -> tuple[Floats, npt.NDArray[np.bool_]]:
-        """Backward seconds where so many micro-batches are held, inf where they do not fit, and whether
-        forward is run again."""
+    def backward(self, in_flight: float) -> tuple[Floats, Indices]:
+        """Backward seconds where so many micro-batches are held, inf where they do not fit; and the cut point
+        up to which forward is run again: the start, where nothing is."""
         if in_flight not in self._eff:
-            recompute = np.zeros(len(self.start), dtype=np.bool_)
-            seconds = np.full(len(self.start), np.inf)
+            again, seconds = self.start.copy(), np.full(len(self.start), np.inf)
             for mode in reversed(stage_modes(self.config)):
                 fits = in_flight <= self._room(mode)
                 own = self.plain if mode == "never" else self.plain + self.forward
-                seconds, recompute = np.where(fits, own, seconds), np.where(fits, mode != "never", recompute)
-            self._eff[in_flight] = seconds, recompute
+                seconds = np.where(fits, own, seconds)
+                again = np.where(fits, self.start if mode == "never" else self.end, again)
+            if self.config.recompute == FIRST_LAYERS:
+                unsure = np.flatnonzero((again > self.start) | np.isinf(seconds))
+                self._run_fewest_again(in_flight, unsure, seconds, again)
+            self._eff[in_flight] = seconds, again
         return self._eff[in_flight]
+
+    def repeat_launch(self, in_flight: float) -> Floats:
+        """Host seconds of the forwards that are run again."""
+        return self.costs.table.forward_launch[self.start, self.backward(in_flight)[1]]
+
+    def _run_fewest_again(self, in_flight: float, pairs: Indices, seconds: Floats, again: Indices) -> None:
+        """Of these pairs, the fewest first layers with which so many micro-batches fit."""
+        blocks = 1
+        while len(pairs := pairs[self.start[pairs] + blocks < self.end[pairs]]):
+            fits = in_flight <= self._first_room(blocks)[pairs]
+            enough = pairs[fits]
+            again[enough] = self.start[enough] + blocks
+            seconds[enough] = self.plain[enough] + self.costs.forward[self.start[enough], again[enough]]
+            pairs, blocks = pairs[~fits], blocks + 1
+
+    def _first_room(self, blocks: int) -> Floats:
+        """How many micro-batches fit where so many first blocks run again, of stages with more."""
+        if blocks not in self._first_rooms:
+            room = np.full(len(self.start), -np.inf)
+            own = np.flatnonzero(self.start + blocks < self.end)
+            start, end = self.start[own], self.end[own]
+            room[own] = self.costs.room("always", start, end, start + blocks)
+            self._first_rooms[blocks] = room
+        return self._first_rooms[blocks]
 
 
 @dataclass(frozen=True, eq=False)

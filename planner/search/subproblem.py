@@ -8,7 +8,6 @@ from itertools import islice
 
 import numpy as np
 
-from ...cost_models.memory import Recompute
 from ..candidate import Proposal, ScoredPlan
 from ..pipeline_config import PipelineConfig
 from ..plan_records import TIE
@@ -22,6 +21,7 @@ from .pipelines import LAUNCHES, Pipelines, build_pipelines, find_routes
 from .placements import DeviceRanges, Placement, StagesBefore
 from .space import Space, divide_batch
 from .stage_choices import GroupChoices, Indices, StageChoices, list_stage_choices
+from .stage_recompute import stage_word
 
 BEAM = 32
 CHUNK = 1_024
@@ -231,25 +231,24 @@ class Subproblem:
         return self.ranges.devices_at(plans.keys[row].tolist(), replicas)
 
     def _candidate(self, choices: StageChoices, plans: PartialPlans, row: int, step: float) -> ScoredPlan:
-        cut_points, mode = choices.groups[0].costs.table.cut_points, self.family.config.recompute
-        modes: list[Recompute] = [
-            ("always" if recompute else "never") if mode == "by_stage" else mode
-            for recompute in plans.recompute[row]
-        ]
+        config, cut_points = self.family.config, choices.groups[0].costs.table.cut_points
+        ends_at, again = plans.ends[row].tolist(), plans.again[row].tolist()
+        places = zip([0, *ends_at[:-1]], again, ends_at, strict=True)
+        modes = [stage_word(config, cut_points, *place) for place in places]
         ends = tuple(cut_points[end] for end in plans.ends[row])
-        devices = self._devices(choices, plans, row)
-        return ScoredPlan(Proposal(self.family.config, ends, devices), tuple(modes), float(step))
+        proposal = Proposal(config, ends, self._devices(choices, plans, row))
+        return ScoredPlan(proposal, tuple(modes), float(step))
 
 
 def _launches(choices: StageChoices, plans: PartialPlans, starts: Indices) -> dict[str, Floats]:
     """Host seconds of the stages of whole plans, by the names of `Pipelines`."""
-    forward, plain = (np.zeros(plans.ends.shape) for _ in range(2))
+    forward, plain, repeat = (np.zeros(plans.ends.shape) for _ in range(3))
     for number in np.unique(plans.groups).tolist():
         table, own = choices.groups[number].costs.table, plans.groups == number
         forward[own] = table.forward_launch[starts[own], plans.ends[own]]
         plain[own] = table.backward_launch[starts[own], plans.ends[own]]
-    backward = plain + plans.recompute * forward
-    return dict(zip(LAUNCHES, (forward, backward, plain), strict=True))
+        repeat[own] = table.forward_launch[starts[own], plans.again[own]]
+    return dict(zip(LAUNCHES, (forward, plain + repeat, plain), strict=True))
 
 
 def _chunks(

@@ -15,7 +15,7 @@ from .stated_training import optimizer_kernels
 from .verification_inputs import VerificationInputs, check_runtime_rules, one_process, receives_ahead
 
 _ONE_STAGE = re.compile(
-    r"(?:1 stage, replicas (\d{1,9}); )?(\d{1,9}) x (\d{1,9}), ([\w-]+), recompute ([a-z ]+)"
+    r"(?:1 stage, replicas (\d{1,9}); )?(\d{1,9}) x (\d{1,9}), ([\w-]+), recompute ([a-z ]+\d{0,7})"
 )
 """How a baseline of one stage runs, in its `detail`."""
 _MOST_CHOICES = 70

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from .layer_costs import PENDING, Layers
 from .orders import ScheduleOrder
+from .report import ImpossiblePlan
 from .stated_training import StatedTraining
 
 RESERVE = 0.05
@@ -47,6 +48,8 @@ class PartBytes:
     layer_workspace: float = 0.0
     saved_input: float = 0.0
     """Of `waiting`."""
+    besides: float = 0.0
+    """Where it recomputes its first layers: what it holds besides `input`."""
 
     def with_buffers(self, micro_batches: int) -> PartBytes:
         """In PyTorch's pipelining, with whole backwards: every micro-batch of a step has a buffer for what
@@ -63,8 +66,8 @@ class PartBytes:
         )
 
 
-def part_bytes(layers: Layers, first: int, end: int, size: int) -> PartBytes:
-    """Of the layers `first` to `end` - 1."""
+def part_bytes(layers: Layers, first: int, end: int, size: int, again: int | None = None) -> PartBytes:
+    """Of the layers `first` to `end` - 1; `again`: how many of the first ones, alone, run again."""
     costs, own = layers.at(size), slice(first, end)
     saved, workspace = costs["saved_bytes"][own], costs["workspace_bytes"][own]
     received = float(costs["output_bytes"][first - 1]) if first else 0.0
@@ -77,7 +80,7 @@ def part_bytes(layers: Layers, first: int, end: int, size: int) -> PartBytes:
     )
     pairs = parameters[1:] + parameters[:-1]
     output = float(costs["output_bytes"][end - 1])
-    return PartBytes(
+    part = PartBytes(
         parameters=float(parameters.sum()) + sum(weight.bytes for weight in copies),
         trainable=float(layers.trainable[own].sum()) + copied,
         buffers=float(layers.buffers[own].sum()) + buffers,
@@ -95,6 +98,33 @@ def part_bytes(layers: Layers, first: int, end: int, size: int) -> PartBytes:
         dropped=output + float(costs["loss_bytes"][-1]) if first > 0 and end == len(layers) else 0.0,
         layer_workspace=float(workspace.max()),
     )
+    return part if again is None else _run_first_again(layers, part, first, end, size, again)
+
+
+def _run_first_again(
+    layers: Layers, part: PartBytes, first: int, end: int, size: int, count: int
+) -> PartBytes:
+    """The bytes of the part of the layers `first` to `end` - 1 that runs the first `count` of them again: in
+    flight it holds its input and what the others save; at work all that while the others are, then what the
+    first save instead of them. Raises ImpossiblePlan."""
+    if count >= end - first:
+        raise ImpossiblePlan(f"first_{count} of a stage of {end - first} layers")
+    costs = layers.at(size)
+    saved, workspace, at_start = (
+        costs[name] for name in ("saved_bytes", "workspace_bytes", "saved_input_bytes")
+    )
+    peaks, sums = [], []
+    for begin, stop in ((first, first + count), (first + count, end)):
+        prefix = [saved[begin : layer + 1].sum() for layer in range(begin, stop)]
+        peaks.append(max(own + more for own, more in zip(prefix, workspace[begin:stop], strict=True)))
+        sums.append(float(prefix[-1]))
+    again, besides = (
+        total + float(at_start[begin]) for total, begin in zip(sums, (first, first + count), strict=True)
+    )
+    # Above what is kept, while the others are at work, and while the first ones are.
+    needed = max(peaks[1] - sums[1], again - besides + max(peaks[0] - sums[0], 0.0), 0.0)
+    more = max(again - besides, 0.0)
+    return replace(part, waiting=more, besides=besides, workspace=needed - more)
 
 
 HeldBytes = tuple[float, float, float, float]
@@ -243,6 +273,7 @@ def _largest_terms(
             waiting[chunk] += 0.0 if saves else share
             pending[chunk] += share if in_parts else 0.0
         activations = _sum(waiting, chunks, "waiting") - _sum(dropped, chunks, "dropped")
+        activations += _sum(inputs, chunks, "besides")
         moment = (
             activations + (_sum(flying, chunks, "output") if outputs else 0.0),
             _sum(inputs, chunks, "input"),

@@ -25,6 +25,7 @@ Vector = npt.NDArray[np.float64]
 
 SECONDS = ("forward_seconds", "backward_seconds")
 HOST = ("forward_host_seconds", "backward_host_seconds")
+FORWARD = ("forward_seconds", "forward_host_seconds")
 PARTS = ("backward_input_seconds", "backward_weight_seconds")
 BYTES = ("output_bytes", "saved_bytes", "saved_input_bytes", "workspace_bytes")
 PENDING = "pending_gradient_bytes"

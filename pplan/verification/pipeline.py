@@ -9,10 +9,11 @@ from math import inf
 
 from .device_ledger import Ledger, PartBytes, compute_ledger, part_bytes
 from .launch_times import LaunchWork, launch_times
-from .layer_costs import HOST, Layers
+from .layer_costs import FORWARD, HOST, Layers
 from .orders import ScheduleOrder
 from .report import ImpossiblePlan, NotChecked
 from .stated_machine import Port, StatedDevice, StatedMachine
+from .stated_plan import first_layers
 from .stated_training import Exchange, StatedTraining
 from .traffic import (
     AllReduce,
@@ -85,10 +86,11 @@ class Figures:
             raise NotChecked(f"{kind.profile}, the profile of {kind.name}, is not beside the plan")
         return self.profiles[kind.profile]
 
-    def seconds(self, part: int, device: int, name: str) -> float:
-        """Seconds of a part on a device, of its slowest kind of replica; those of the host, which is one for
-        all kinds, are the plan's profile's."""
+    def seconds(self, part: int, device: int, name: str, layers: int | None = None) -> float:
+        """Seconds of a part, or of its first layers, on its slowest kind of replica; those of the host, which
+        is one for all kinds, are the plan's profile's."""
         first, end = self.bounds(part)
+        end = end if layers is None else min(first + layers, end)
         if name in HOST:
             return float(self.layers.at(self.per_replica_batch(device))[name][first:end].sum())
         exchange = self.exchange(part)
@@ -134,12 +136,14 @@ class Figures:
         """Forward of a part as the plan states it, and backward with what it recomputes."""
         device = self.order.routes[0][part][0]
         forward = self.seconds(part, device, "forward_seconds")
-        again = forward if self.modes[part] != "never" else 0.0
-        return forward, self.seconds(part, device, "backward_seconds") + again
+        again = self.seconds(part, device, "forward_seconds", first_layers(self.modes[part]))
+        backward = self.seconds(part, device, "backward_seconds")
+        return forward, backward + (again if self.modes[part] != "never" else 0.0)
 
     def part_bytes(self, part: int, device: int) -> PartBytes:
         """The bytes from which the ledger of a part is computed."""
-        return part_bytes(self.layers, *self.bounds(part), self.per_replica_batch(device))
+        own, size = self.bounds(part), self.per_replica_batch(device)
+        return part_bytes(self.layers, *own, size, first_layers(self.modes[part]))
 
     def limit(self, device: int, requested: float | None) -> float:
         """Bytes that each replica may hold."""
@@ -272,17 +276,18 @@ def _work(figures: Figures, wiring: WiredOrder) -> StepWork:
     for device, (kind, batch, chunk), part in zip(wiring.device, wiring.action, wiring.part, strict=True):
         forward = figure(part, device, "forward_seconds")
         share, mode = order.shares[batch], figures.recompute[device]
-        repeat = 0.0 if mode == "never" or (mode == "except_last" and batch == last) else 1.0
+        repeats = mode != "never" and not (mode == "except_last" and batch == last)
+        again = [figure(part, device, name, first_layers(mode)) if repeats else 0.0 for name in FORWARD]
         if kind == "F":
             own = forward
         elif kind == "W":
             own = figure(part, device, "backward_weight_seconds")
         elif not splits:
-            own = figure(part, device, "backward_seconds") + repeat * forward
+            own = figure(part, device, "backward_seconds") + again[0]
         else:
             whole = (device, batch, chunk) not in split
             weight = figure(part, device, "backward_weight_seconds") if whole else 0.0
-            own = figure(part, device, "backward_input_seconds") + weight + repeat * forward
+            own = figure(part, device, "backward_input_seconds") + weight + again[0]
         finishes = kind == "W" or (kind == "B" and (device, batch, chunk) not in split)
         if finishes and (device, chunk) not in begun:
             begun.add((device, chunk))
@@ -290,18 +295,11 @@ def _work(figures: Figures, wiring: WiredOrder) -> StepWork:
         seconds.append(own * share)
         host = "" if kind == "W" else f"{'forward' if kind == 'F' else 'backward'}_host_seconds"
         launches.rest.append(figure(part, device, host) if host else 0.0)
-        again = figure(part, device, "forward_host_seconds") if kind == "B" else 0.0
-        launches.again.append(repeat * again)
+        launches.again.append(again[1] if kind == "B" else 0.0)
     launch_start, launch_end = launch_times(wiring, launches, one_process=figures.one_process)
     ports, occupancy, latency = _transfers(figures, wiring)
     return StepWork(
-        wiring,
-        seconds,
-        ports,
-        occupancy,
-        latency,
-        launch_start=launch_start,
-        launch_end=launch_end,
+        wiring, seconds, ports, occupancy, latency, launch_start=launch_start, launch_end=launch_end
     )
 
 

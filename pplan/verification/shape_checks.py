@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from .documents import Table
 from .report import LineCheck, ReportBuilder
-from .stated_plan import RECOMPUTES, StatedPlan
+from .stated_plan import RECOMPUTES, StatedPlan, StatedStage, first_layers
 from .stated_training import read_training
 from .verification_inputs import RULES, VerificationInputs, check_runtime_rules, one_process
 
@@ -161,14 +161,33 @@ def _recompute(check: LineCheck, inputs: VerificationInputs) -> None:
     plan = inputs.plan
     for number, stage in enumerate(plan.stages):
         mixed = plan.recompute == "selective"
-        fine = stage.recompute in RECOMPUTES[:3] if mixed else stage.recompute in (None, plan.recompute)
+        may_be = stage.recompute in RECOMPUTES[:3] or _runs_first(inputs, stage)
+        fine = may_be if mixed else stage.recompute in (None, plan.recompute)
         check.require(f"recomputation of stage {number}", fine, stage.recompute, plan.recompute)
     mode = plan.options.text("recompute", "auto")
-    check.require("it is not the requested one", mode in ("auto", plan.recompute), plan.recompute, mode)
+    check.require(
+        "it is not the requested one",
+        mode in ("auto", plan.recompute) or mode == "first_layers",
+        plan.recompute,
+        mode,
+    )
     last = plan.schedule == "gpipe" or "except_last" not in plan.modes
     check.require(
         "except_last is of gpipe, whose backwards begin with the last micro-batch", last, plan.schedule
     )
+
+
+def _runs_first(inputs: VerificationInputs, stage: StatedStage) -> bool:
+    """Whether it runs some first layers again, behind which it may be cut, in a schedule of whole stages."""
+    plan, first = inputs.plan, first_layers(stage.recompute or "")
+    if (
+        first is None
+        or plan.schedule not in ("1f1b", "gpipe")
+        or inputs.plan.options.text("recompute", "auto") == "auto"
+    ):
+        return False
+    place = stage.first_layer + first - 1
+    return place < stage.last_layer and (inputs.layers is None or inputs.layers.cut_after[place])
 
 
 def _training(check: LineCheck, inputs: VerificationInputs) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from .documents import Table
 
 RECOMPUTES = ("never", "always", "except_last", "selective")
+_FIRST = re.compile(r"first_([1-9]\d{0,6})")
 MOST_DEVICES = 2**24
 MOST_PASSES = 1_000_000
 """Micro-batches of all stages in a step, of which each action is followed."""
@@ -77,6 +79,12 @@ class StatedPlan:
         return tuple(stage.recompute or "selective" if mixed else self.recompute for stage in self.stages)
 
 
+def first_layers(word: str) -> int | None:
+    """How many of its first layers a part of such a word runs again; None of other words."""
+    match = _FIRST.fullmatch(word)
+    return None if match is None else int(match[1])
+
+
 def parse_plan(table: Table) -> StatedPlan:
     """Raises FileError for what is missing or of another kind, and for a step too long to be worked out."""
     stages = [_stage(own) for own in table.tables("stages", least=1)]
@@ -121,12 +129,12 @@ def _stage(table: Table) -> StatedStage:
         memory_bytes=table.count("memory_bytes"),
         memory_limit_bytes=table.optional_count("memory_limit_bytes"),
         memory={name: ledger.count(name) for name in ledger.content},
-        recompute=_word(table, "recompute", None) if table.has("recompute") else None,
+        recompute=_word(table, "recompute", None, of_stage=True) if table.has("recompute") else None,
     )
 
 
-def _word(table: Table, key: str, default: str | None) -> str:
+def _word(table: Table, key: str, default: str | None, *, of_stage: bool = False) -> str:
     word = table.text(key, default)
-    if word not in RECOMPUTES:
+    if word not in RECOMPUTES and not (of_stage and first_layers(word)):
         raise table.refusal(key, word, f"one of {', '.join(RECOMPUTES)}")
     return word

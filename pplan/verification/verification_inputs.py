@@ -11,7 +11,7 @@ from .orders import ASYNCHRONOUS, SYNCHRONOUS, ScheduleOrder, make_order, read_w
 from .pipeline import Figures
 from .report import ImpossiblePlan, LineCheck
 from .stated_machine import StatedMachine
-from .stated_plan import StatedPlan
+from .stated_plan import StatedPlan, first_layers
 from .stated_training import read_training
 
 _TORCH = frozenset(
@@ -49,7 +49,7 @@ RULES = {
     "torchgpipe": _PIPE,
     "fairscale": _PIPE,
     "deepspeed": Rules(frozenset({"1f1b"}), _WHOLE, trains_all=True, parts=False, shares="any"),
-    "torch": Rules(_TORCH, _WHOLE, by_stage=True, shares="any", lists=True),
+    "torch": Rules(_TORCH, _WHOLE | {"first_layers"}, by_stage=True, shares="any", lists=True),
     "huggingface": Rules(
         frozenset({"naive"}), _WHOLE, replicas=False, one_process=True, parts=False, zero=(0,)
     ),
@@ -89,7 +89,7 @@ def check_runtime_rules(
     check.require(
         f"{runtime} recomputes all stages in one way", rules.by_stage or len(set(modes)) == 1, list(modes)
     )
-    recomputes_so = set(modes) <= rules.recompute
+    recomputes_so = {"first_layers" if first_layers(own) else own for own in modes} <= rules.recompute
     check.require(f"{runtime} does not recompute so", recomputes_so, list(modes), sorted(rules.recompute))
     check.require(f"{runtime} has as many replicas of every stage", len(set(replicas)) == 1, replicas)
     check.require(f"{runtime} has no replicas", rules.replicas or replicas[0] == 1, replicas)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...cost_models.errors import ExportError
+from ...cost_models.first_layers import recompute_kind, recompute_kinds
 from ...cost_models.quantities import format_count
 from ...cost_models.runtime import Runtime, find_runtime
 from ...planner.plan_file import Plan
-from ...planner.plan_records import Alternative, Recompute
+from ...planner.plan_records import Alternative
 from .export_document import hash_layers
 
 LINEAR = frozenset({"naive", "gpipe", "1f1b", "dapple"})
@@ -32,11 +33,11 @@ class Choice:
     virtual_stages: int
     micro_batches: int
     micro_batch_size: int
-    stage_recompute: tuple[Recompute, ...]
+    stage_recompute: tuple[str, ...]
     step_seconds: float
 
     @property
-    def recompute(self) -> Recompute:
+    def recompute(self) -> str:
         """The recomputation of all stages, for a runtime whose stages recompute alike."""
         return self.stage_recompute[0]
 
@@ -134,7 +135,7 @@ def refusals(plan: Plan, runtime: Runtime) -> list[str]:
     words = dict.fromkeys(stage_recompute(plan))
     if len(words) > 1 and not runtime.recompute_by_stage:
         reasons.append(f"its stages recompute {' and '.join(words)}, in {runtime.name} all do the same")
-    unknown = [word for word in words if word not in runtime.recompute]
+    unknown = [word for word in map(recompute_kind, words) if word not in runtime.recompute]
     if unknown:
         reasons.append(f"it recomputes {unknown[0]}, {runtime.name} knows {_join_words(runtime.recompute)}")
     return reasons
@@ -165,7 +166,7 @@ def _nodes(plan: Plan) -> list[int]:
     return [device // per_node for device in devices] if per_node else [0]
 
 
-def stage_recompute(plan: Plan) -> tuple[Recompute, ...]:
+def stage_recompute(plan: Plan) -> tuple[str, ...]:
     """The recomputation of each stage: its own, or the plan's."""
     return tuple(stage.recompute or plan.recompute for stage in plan.stages)
 
@@ -192,12 +193,12 @@ def _runs_alternative(runtime: Runtime, alternative: Alternative) -> bool:
         and runtime.runs_replicas([alternative.replicas])
         and alternative.micro_batch_size % alternative.replicas == 0
         and (runtime.virtual_stages or alternative.virtual_stages == 1)
-        and runtime.recompute.issuperset(words)
+        and runtime.recompute.issuperset(recompute_kinds(words))
         and (runtime.recompute_by_stage or len(set(words)) == 1)
     )
 
 
-def _recompute_modes(alternative: Alternative) -> tuple[Recompute, ...]:
+def _recompute_modes(alternative: Alternative) -> tuple[str, ...]:
     """The recomputation of each stage of an alternative."""
     return tuple(alternative.stage_recompute or [alternative.recompute] * len(alternative.balance))
 

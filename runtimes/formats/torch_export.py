@@ -7,10 +7,10 @@ its runtime as lists of actions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from ...cost_models.document import (
     DeviceCount,
@@ -22,6 +22,7 @@ from ...cost_models.document import (
     MicroBatches,
 )
 from ...cost_models.errors import ExportError
+from ...cost_models.first_layers import count_first_layers
 from ...cost_models.runtime import find_runtime
 from ...cost_models.schedules import PUBLISHED, Program
 from ...cost_models.schedules.schedule_text import NAME
@@ -36,6 +37,15 @@ from .torch_actions import (
     read_actions,
     schedule_class,
 )
+
+
+def _known_word(word: str) -> str:
+    if word not in ("never", "always") and count_first_layers(word) is None:
+        raise ValueError("must be one of never, always, or first_N for the first N layers of the stage")
+    return word
+
+
+StageWord = Annotated[str, AfterValidator(_known_word)]
 
 
 class TorchExport(ExportDocument):
@@ -61,7 +71,7 @@ class TorchExport(ExportDocument):
     devices: list[DeviceIndex]
     """By rank, as the plan numbers them."""
     gpus_per_node: MemberCount | None = None
-    recompute: list[Literal["never", "always"]]
+    recompute: list[StageWord]
     granularity: str = "block"
     """How the model is cut into layers."""
     actions: list[str]
@@ -90,6 +100,9 @@ class TorchExport(ExportDocument):
         return self
 
     def _check_sizes(self) -> None:
+        for stage, (word, (first, end)) in enumerate(zip(self.recompute, pairwise(self.parts), strict=True)):
+            if (count_first_layers(word) or 0) >= end - first:
+                raise ValueError(f"recompute: {word} of stage {stage}, which has {end - first} layers")
         if self.micro_batches * self.micro_batch_size != self.mini_batch:
             raise ValueError(
                 f"micro_batches {self.micro_batches} times micro_batch_size {self.micro_batch_size} "
@@ -146,8 +159,8 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[TorchExport, st
     return document, remark
 
 
-def _recompute(choice: Choice) -> list[Literal["never", "always"]]:
-    return ["always" if word == "always" else "never" for word in choice.stage_recompute]
+def _recompute(choice: Choice) -> list[str]:
+    return ["never" if word == "except_last" else word for word in choice.stage_recompute]
 
 
 def _check_places(plan: Plan, stages: Sequence[Sequence[int]]) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from ...cost_models.errors import ExportError, UsageError
+from ...cost_models.first_layers import count_first_layers
 from ...profiler.user_model.loaded_model import ModelInput
 from ..formats.torch_actions import OWN_ORDER, splits_backward
 from ..formats.torch_export import TorchExport
@@ -239,11 +240,12 @@ def _stage_module(
     shapes: Sequence[StageShapes] | None,
     form: InputForm,
 ) -> StageModule:
-    end = document.parts[stage + 1]
+    end, word = document.parts[stage + 1], document.recompute[stage]
+    first = count_first_layers(word)
     return StageModule(
         layers,
         None if shapes is None else shapes[stage].crossings,
-        recompute=document.recompute[stage] == "always",
+        recompute=(len(layers) if word == "always" else 0) if first is None else first,
         form=form if stage == 0 else None,
         is_last=end == document.parts[-1],
     )

@@ -18,7 +18,8 @@ class StageModule(nn.Module):
     """Runs `layers` on what the stage before sent.
 
     `crossings`: of the tensors it takes, in order; None where they are not known: then they are taken as they
-    are, and cloned, for the stage may overwrite them. `recompute`: activations are made again in backward.
+    are, and cloned, for the stage may overwrite them. `recompute`: how many of the first layers run again in
+    backward, for their activations.
     `form`: of the input, for the first stage. The last one returns the tensors of the model's output, which
     `assemble` puts together.
     """
@@ -28,7 +29,7 @@ class StageModule(nn.Module):
         layers: nn.Sequential,
         crossings: Sequence[CutTensor] | None = None,
         *,
-        recompute: bool = False,
+        recompute: int = 0,
         form: InputForm | None = None,
         is_last: bool = False,
     ) -> None:
@@ -43,10 +44,13 @@ class StageModule(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """The tensors to send, from those received."""
         tensors = self.receive(inputs)
-        if self.recompute and torch.is_grad_enabled():
-            output = checkpoint(self._run, *tensors, use_reentrant=False)
+        again = self.recompute if torch.is_grad_enabled() else 0
+        if again:
+            output = checkpoint(self._run, *tensors, layers=self.layers[:again], use_reentrant=False)
+            if again < len(self.layers):
+                output = self.layers[again:](output)
         else:
-            output = self._run(*tensors)
+            output = self._run(*tensors, layers=self.layers)
         return self._pack_output(output, inputs)
 
     def build_output(self, output: Tensor | tuple[Tensor, ...]) -> Any:
@@ -65,13 +69,13 @@ class StageModule(nn.Module):
             return tensors
         return tuple(about.receive(tensor) for about, tensor in zip(self.crossings, tensors, strict=True))
 
-    def _run(self, *tensors: Tensor) -> Any:
-        """The layers, on clones of what they overwrite: a micro-batch is needed again to recompute."""
+    def _run(self, *tensors: Tensor, layers: nn.Sequential) -> Any:
+        """The first layers, on clones of what they overwrite: a micro-batch is needed again to recompute."""
         pairs = zip(tensors, self.crossings or (None,) * len(tensors), strict=True)
         layer_inputs = tuple(
             tensor.clone() if about is None or about.is_overwritten else tensor for tensor, about in pairs
         )
-        return self.layers(layer_inputs[0] if len(layer_inputs) == 1 else layer_inputs)
+        return layers(layer_inputs[0] if len(layer_inputs) == 1 else layer_inputs)
 
     def _pack_output(self, output: Any, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         if self.is_last:

@@ -242,7 +242,7 @@ def _partition(document: ExportDocument, names: Sequence[str], where: str) -> Pa
             tuple(document.parts[1:]),
             virtual_stages=len(document.stages[0]),
             schedule=document.order,
-            recompute=document.recompute[0] if len(words) == 1 else None,
+            recompute="always" if words == {"always"} else "never" if words == {"never"} else None,
         )
     if isinstance(document, HuggingfaceExport):
         return replace(from_device_map(document.device_map, names, where), virtual_stages=1)

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy, gelu
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import pplan
+from pplan.cost_models.first_layers import count_first_layers
 from pplan.planner.plan_file import Plan
 from pplan.profiler.memory.live_bytes import LiveBytes, lasting
 from pplan.runtimes.torch_pipelining import build
@@ -141,6 +142,12 @@ def test_no_process_needs_more_than_its_ledger(name: str, schedule: str, gpus: i
             {"schedule": "1f1b", "gpus": 2, "cuts": (3,), "recompute": "always"},
             marks=pytest.mark.slow,
         ),
+        ("language model", {"schedule": "1f1b", "gpus": 2, "cuts": (3,), "recompute": "first_layers"}),
+        pytest.param(
+            "images",
+            {"schedule": "gpipe", "gpus": 2, "cuts": (5,), "recompute": "first_layers"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -150,8 +157,18 @@ def test_buffers_of_many_micro_batches(name: str, options: dict[str, Any]) -> No
     profile = pplan.profile(model, inputs, device="analytic:h100", micro_batch_sizes=[SAMPLES])
     ends = [profile.layers[index].name for index in options.pop("cuts", ())]
     batch: Any = {"mini_batch": 24 * SAMPLES, "micro_batches": 24, "optimizer": "sgd"}
-    plan = pplan.solve(profile, runtime="torch", cut_after=ends, use_all=True, **batch, **options)
+    batch |= {"runtime": "torch", "cut_after": ends, "use_all": True}
+    if options.get("recompute") == "first_layers":
+        usual = pplan.solve(profile, **batch, **options)
+        fullest = max(usual.stages, key=lambda stage: stage.memory_bytes)
+        batch["memory_limit"] = fullest.memory_bytes - 0.2 * (
+            fullest.memory_bytes - fullest.memory["context"]
+        )
+    plan = pplan.solve(profile, **batch, **options)
     assert max(plan.replicas) == 1
+    assert any(count_first_layers(stage.recompute or "") for stage in plan.stages) == (
+        "memory_limit" in batch
+    )
     for rank in range(options["gpus"]):
         with alone(rank, options["gpus"]):
             peak = counted_peak(plan, model, inputs, target)

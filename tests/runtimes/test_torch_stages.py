@@ -143,7 +143,7 @@ def test_a_model_that_the_meta_device_cannot_run() -> None:
 def test_a_stage_overwrites_nothing_of_others() -> None:
     about = (CutTensor(torch.float32, True), CutTensor(torch.float32, True, is_overwritten=True))
     given = [torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)]
-    first, second = StageModule(nn.Sequential(Doubling()), about, recompute=True)(*given)
+    first, second = StageModule(nn.Sequential(Doubling()), about, recompute=1)(*given)
     assert torch.equal(second, torch.full((3,), 2.0))
     assert torch.equal(given[1], torch.ones(3))
     backward((first + second).sum())

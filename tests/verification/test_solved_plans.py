@@ -197,3 +197,28 @@ def test_a_given_partition(make_profile: Callable[..., Any], solve_files: Callab
     report = made.verified(json.loads(plan.to_json()))
     assert any("does not fit" in note for note in plan.warnings)
     assert report.agrees, report.differing
+
+
+@pytest.mark.parametrize("options", [{}, {"runtime": "torch"}])
+def test_first_layers_that_run_again(
+    options: Options, make_profile: Callable[..., Any], solve_files: Callable[..., Any]
+) -> None:
+    """Their seconds, launches and bytes are counted a second time; other numbers of layers have others."""
+    wishes = FAST | {"use_all": True, "schedule": "1f1b"} | options
+    profile = make_profile(3, 12, cuts=1.0, host=1.0)
+    for layer in profile["layers"]:
+        layer |= {name: layer[name] // 50 for name in ("parameter_bytes", "trainable_bytes")}
+    most = max(stage["memory_bytes"] for stage in solve_files(profile, **wishes).plan["stages"])
+    solved = solve_files(profile, **wishes, memory_bytes=round(0.7 * most), recompute="first_layers")
+    report = solved.verified()
+    assert report.agrees, report.differing
+    words = [stage["recompute"] or "" for stage in solved.plan["stages"]]
+    number = next(index for index, word in enumerate(words) if word.startswith("first_"))
+    first = int(words[number].removeprefix("first_"))
+    for word in (f"first_{first + 1}", "first_12", "never"):
+        plan = json.loads(json.dumps(solved.plan))
+        plan["stages"][number]["recompute"] = word
+        assert not solved.verified(plan).agrees
+    plan["stages"][number]["recompute"] = "first_0"
+    with pytest.raises(pplan.FileError, match="recompute"):
+        solved.verified(plan)

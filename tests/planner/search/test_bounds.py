@@ -17,10 +17,11 @@ from pplan.planner.candidate import Proposal, linear_pipeline
 from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
 from pplan.planner.scoring import WHOLE_BOUNDS
 from pplan.planner.search.partial import empty_plans, extend_plans
-from pplan.planner.search.pipelines import Pipelines, build_pipelines, choose_modes
+from pplan.planner.search.pipelines import Pipelines, build_pipelines
 from pplan.planner.search.placements import DeviceRanges
 from pplan.planner.search.space import Space
 from pplan.planner.search.stage_choices import StageChoices, list_stage_choices
+from pplan.planner.search.stage_recompute import choose_modes
 from pplan.planner.search.subproblem import BOUNDS, Family, expansions, quick_bound
 
 MakeChain = Callable[..., Chain]

@@ -74,9 +74,9 @@ def one_process(plans: Pipelines, row: Row, last: list[float]) -> float:
     """Of the backwards: a thread launches all of its own, and one of every other before or behind them; what
     is run again is launched by one thread at a time, beside what the first and the last of all launch."""
     count, differs = plans.config.micro_batches, plans.config.recompute == "except_last"
-    forward, backward, plain = (row[f"{name}_launch"] for name in ("forward", "backward", "plain"))
+    backward, plain = (row[f"{name}_launch"] for name in ("backward", "plain"))
     own = [(count - 1) * more + sum(last) for more in backward]
-    again = sum(f for f, b, p in zip(forward, backward, plain, strict=True) if b > p)
+    again = sum(b - p for b, p in zip(backward, plain, strict=True))
     return max(*own, (count - differs) * again + plain[0] + plain[-1])
 
 

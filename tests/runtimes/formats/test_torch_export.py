@@ -140,7 +140,7 @@ def test_each_stage_recomputes_for_itself(make_plan: MakePlan) -> None:
         ({"schedule": "pipedream"}, "its schedule is pipedream, torch runs 1f1b, dapple, dualpipe-v"),
         ({"replicas": [2, 1]}, "its stages have 2-1 replicas, torch runs the same number of them"),
         ({"replicas": [4, 4]}, "its 4 replicas cannot share 2 samples evenly"),
-        ({"recompute": "selective"}, "it recomputes selective, torch knows always, never"),
+        ({"recompute": "selective"}, "it recomputes selective, torch knows always, first_layers, never"),
         ({"recompute": "except_last"}, "it recomputes except_last"),
     ],
 )

@@ -1,0 +1,101 @@
+"""What the stages of a pipeline recompute: the cheapest way in which each fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...cost_models.first_layers import count_first_layers, first_layers_word
+from ...cost_models.memory import Recompute
+from ...cost_models.schedules import find_schedule
+from ..candidate import Proposal
+from ..pipeline_config import FIRST_LAYERS, PipelineConfig
+from ..stage_table import Floats, Indices
+from .replica_group import ReplicaGroupCosts
+from .space import Space
+
+
+def stage_modes(config: PipelineConfig) -> tuple[Recompute, ...]:
+    """The ways in which a whole stage may recompute, the cheapest first."""
+    return ("never", "always") if config.recompute in ("by_stage", FIRST_LAYERS) else (config.recompute,)
+
+
+def stage_word(
+    config: PipelineConfig, cut_points: Sequence[int], start: int, again: int, end: int
+) -> Recompute:
+    """What a stage between two cut points recomputes that runs again what lies before a third."""
+    if config.recompute not in ("by_stage", FIRST_LAYERS):
+        return config.recompute
+    if again in (start, end):
+        return "never" if again == start else "always"
+    return first_layers_word(cut_points[again] - cut_points[start])
+
+
+def cheapest_mode(
+    group: ReplicaGroupCosts, config: PipelineConfig, i: int, j: int, in_flight: float
+) -> Recompute | None:
+    """How a stage between two cut points recomputes so that it fits; None where it does not."""
+    for mode in stage_modes(config):
+        if mode == "always" and config.recompute == FIRST_LAYERS:
+            places = np.arange(i + 1, j)
+            room = group.room(mode, np.full(len(places), i), np.full(len(places), j), again=places)
+            fitting = places[in_flight <= room]
+            if len(fitting):
+                return stage_word(config, group.table.cut_points, i, int(fitting[0]), j)
+        if in_flight <= group.most_in_flight(mode)[i, j]:
+            return mode
+    return None
+
+
+def choose_modes(space: Space, proposal: Proposal) -> tuple[Recompute, ...] | None:
+    """By stage, what recomputes in a linear pipeline; None where it does not fit, or a stage may not be."""
+    config, cut_points = proposal.config, list(space.table(space.chain.sizes[0]).cut_points)
+    schedule, stages, modes = find_schedule(config.schedule), len(proposal.ends), []
+    for stage, ((first, end), devices) in enumerate(zip(proposal.bounds, proposal.devices, strict=True)):
+        if not space.fits_someone(config.micro_batch_size, len(devices)):
+            return None
+        if len(devices) > config.micro_batch_size or first not in cut_points or end not in cut_points:
+            return None
+        group, i, j = (
+            space.replica_group(config.micro_batch_size, devices),
+            cut_points.index(first),
+            cut_points.index(end),
+        )
+        if not space.usable[i, j]:
+            return None
+        in_flight = schedule.in_flight(stage, stages, config.micro_batches)
+        mode = cheapest_mode(group, config, i, j, in_flight)
+        if mode is None:
+            return None
+        modes.append(mode)
+    return tuple(modes)
+
+
+def repeat_end(cut_points: Sequence[int], start: int, end: int, mode: Recompute) -> int:
+    """The cut point up to which a stage runs forward again; its start, where it does not."""
+    first = count_first_layers(mode)
+    if first is not None:
+        return cut_points.index(cut_points[start] + first)
+    return start if mode == "never" else end
+
+
+def least_bytes(group: ReplicaGroupCosts, config: PipelineConfig, in_flight: float) -> tuple[Floats, Indices]:
+    """(cut points, cut points) each: what every stage needs that recomputes so that it needs least; and the
+    cut point up to which it then runs forward again."""
+    modes, places = stage_modes(config), np.arange(group.table.blocks + 1)
+    least = np.array(group.bytes(in_flight, modes[0]))
+    again = np.broadcast_to(places[:, None], least.shape).copy()
+    for mode in modes[1:]:
+        needs = group.bytes(in_flight, mode)
+        least, again = np.minimum(needs, least), np.where(needs < least, places[None, :], again)
+    if config.recompute != FIRST_LAYERS:
+        return least, again
+    start, end = np.nonzero(group.table.valid)
+    for blocks in range(1, group.table.blocks):
+        start, end = start[start + blocks < end], end[start + blocks < end]
+        needs = group.pair_bytes(in_flight, "always", start, end, start + blocks)
+        fewer = needs < least[start, end]
+        least[start[fewer], end[fewer]] = needs[fewer]
+        again[start[fewer], end[fewer]] = start[fewer] + blocks
+    return least, again
