@@ -224,7 +224,19 @@ def test_refused_virtual_stages(config: Path, capsys: pytest.CaptureFixture[str]
         (["--gpus", "8", "--gpu", "h100", "--kernels", "none.csv"], 2, "none.csv"),
         (["--gpus", "8", "--gpu", "h100", "--by-stage", "--virtual-stages", "2"], 2, "--virtual-stages 2"),
         (["--gpus", "8", "--gpu", "h100", "--by-stage", "--pp", "1"], 2, "--pp 1"),
+        (
+            [
+                "--gpus",
+                "8",
+                "--gpu",
+                "b200",
+                *["--by-stage", "--tp", "8", "--recompute", "full", "--layers", "257"],
+            ],
+            2,
+            "257 blocks",
+        ),
         (["--gpus", "8", "--gpu", "h100", "--by-stage", "--zero", "2,3"], 2, "--zero 2,3"),
+        (["--gpus", "8", "--gpu", "h100", "--by-stage", "--layers", "257"], 2, "257 blocks"),
     ],
 )
 def test_refusals(
