@@ -72,6 +72,7 @@ def find_degrees(
     if options.layers is not None:
         shape = shape.with_blocks(options.layers)
     if options.by_stage:
+        options.check_by_stage()
         check_blocks(shape)
     topology, costs, limit = machine_costs(machine, kernels)
     answer = search_degrees(shape, topology.gpus, costs, options, limit)
