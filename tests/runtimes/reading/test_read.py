@@ -148,7 +148,7 @@ FORMATS = "Give a balance list"
         (
             "--pipeline-model-parallel-layout 'Et*4|t*5||L' --pipeline-model-parallel-size 2",
             "its virtual stage 2 holds no layer of the profile, and device 0 has layers in 1 of its 2",
-            "pplan lint",
+            "pplan.lint",
         ),
         ("Et*4|t*5", "must begin with E and end with L", ""),
         ("Et*4|Et*5L", "must begin with E and end with L", ""),
