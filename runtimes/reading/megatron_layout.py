@@ -147,7 +147,7 @@ def _check_whole_devices(empty: Sequence[int], size: int, virtual: int, where: s
                 f"its virtual stage {stage} holds no layer of the profile, and device {stage % size} has "
                 f"layers in {virtual - devices[stage % size]} of its {virtual}: a plan has as many stages on "
                 "every device, each of a layer or more",
-                "pplan.lint costs it as it is, from the model's config.json; to import it, move a block there.",
+                "pplan.lint costs it as it is, from the model's config.json; or move a block there.",
             )
 
 
