@@ -240,7 +240,8 @@ def _remark(plan: Plan, runtime: Runtime, why: str, other: Alternative) -> str:
         f"{why}. Exported instead its best "
         f"alternative for {runtime.name}: balance {balance}{replicas}, schedule {other.schedule}, "
         f"{format_count(other.micro_batches, 'micro-batch')} of {other.micro_batch_size}, "
-        f"recompute {other.recompute}, {other.step_seconds:.4g} s a step (the plan: {plan.prediction.step_seconds:.4g} s)."
+        f"recompute {other.recompute}, {other.step_seconds:.4g} s a step "
+        f"(the plan: {plan.prediction.step_seconds:.4g} s)."
     )
 
 
