@@ -62,7 +62,9 @@ class Model(nn.Module):
             x = self.behind(x)
         scores: Tensor = self.head(x)
         if self.odd == "read":
-            scores = scores + (x @ self.get_submodule("blocks").get_submodule(str(ODD)).outer.weight).sum()
+            block = self.blocks[ODD]
+            assert isinstance(block, Block)
+            scores = scores + (x @ block.outer.weight).sum()
         return scores
 
 
