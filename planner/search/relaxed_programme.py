@@ -65,7 +65,7 @@ class _Programme:
         if self.problem.most_stages > self.problem.depth:
             sums[-1] = min(sums[-1], self._deeper())
         possible = [self._is_bound(count) for count in range(1, len(sums) + 1)]
-        possible[-1] = possible[-1] and self._is_bound(self.problem.most_stages)
+        possible[-1] = self._is_bound(self.problem.most_stages)  # then of fewer, too
         bounds: Floats = np.where(possible, (sums - self.paid) * SAFE, -np.inf)
         return bounds
 
