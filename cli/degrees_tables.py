@@ -14,7 +14,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..planner.degrees.degree_combinations import Combination
-    from ..planner.degrees.degree_file import BaselineEntry, DegreesFile, PlanEntry, StageEntry
+    from ..planner.degrees.degree_file import (
+        BaselineEntry,
+        DegreesFile,
+        OwnStageEntry,
+        PlanEntry,
+        StageEntry,
+    )
 
 
 MOST_PRINTED = 1000
@@ -75,8 +81,42 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
         number("memory", lambda stage: stage.bytes, format_bytes),
     ]
     print_table(console, stages, best.stages, title="Stages of the fastest, on each of their devices")
+    _print_by_stage(document, console)
     _print_arguments(best, console)
     print_notes(console, [*best.remarks, *document.notes])
+
+
+def _print_by_stage(document: DegreesFile, console: Console) -> None:
+    """Where degrees by stage were searched: the stages of a faster plan, or that there is none."""
+    if document.by_stage is None:
+        return
+    plan, bound = document.by_stage.plan, document.by_stage.bound_seconds
+    step = document.plans[0].step_seconds
+    console.print()
+    if plan is None:
+        more = f"none was found that is; one would take at least {format_seconds(bound)}"
+        is_proven = bound >= step * (1 - 1e-9)
+        line(console, f"Degrees by stage: {'no 1F1B pipeline is faster' if is_proven else more}.")
+        return
+    gap = percent(max(plan.step_seconds / bound - 1, 0.0))
+    faster = percent(step / plan.step_seconds - 1)
+    line(
+        console,
+        f"Degrees by stage: {format_seconds(plan.step_seconds)} a step, {faster} faster; 1F1B, "
+        f"{format_count(plan.micro_batches, 'micro-batch')} of {plan.micro_batch_size}, which the replicas "
+        f"of a stage share; at most {gap} from the bound of such pipelines.",
+    )
+    columns: list[Column[OwnStageEntry]] = [
+        text("devices", lambda own: f"{own.first_device}-{own.first_device + own.devices - 1}"),
+        text("degrees", lambda own: own.degrees, min_width=12),
+        text("layers", lambda own: _layers(own.costs), min_width=7),
+        word("recompute", recompute_words, drop=2),
+        number("forward", lambda own: own.costs.forward_seconds, format_seconds),
+        number("backward", lambda own: own.costs.backward_seconds, format_seconds),
+        number("update", lambda own: own.costs.update_seconds, format_seconds, drop=1),
+        number("memory", lambda own: own.costs.bytes, format_bytes),
+    ]
+    print_table(console, columns, plan.stages, title="Stages with degrees of their own")
 
 
 def _print_arguments(best: PlanEntry, console: Console) -> None:
@@ -104,7 +144,7 @@ def _schedule(plan: PlanEntry) -> str:
     return "1F1B" if virtual_stages == 1 else f"interleaved 1F1B of {virtual_stages} virtual stages a device"
 
 
-def recompute_words(plan: PlanEntry | Combination) -> str:
+def recompute_words(plan: PlanEntry | OwnStageEntry | Combination) -> str:
     """Of a stage's blocks: none, selective, full, or how many of the first."""
     return plan.recompute if plan.recompute_blocks is None else f"first {plan.recompute_blocks}"
 

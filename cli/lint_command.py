@@ -11,6 +11,7 @@ from ..cost_models.machines.machine_options import MachineOptions
 from ..planner.degrees.degree_options import DegreeOptions
 from .compare_command import DIFFERENCE
 from .degrees_command import Kernels
+from .option_parameters import Without
 from .output import AsJson
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def lint_command(
     layout: Layout,
     *,
     model: Model,
-    options: DegreeOptions,
+    options: Annotated[DegreeOptions, Without("by_stage")],
     machine: MachineOptions,
     kernels: Kernels = None,
     as_json: AsJson = False,

@@ -103,6 +103,11 @@ class Topology:
         return list(accumulate((number for _, number in self.groups), initial=0))
 
     @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """By level but the outermost, the devices of one of its groups."""
+        return self._inner[1:]
+
+    @property
     def gpus(self) -> int:
         """How many devices there are."""
         return self._starts[-1]

@@ -25,11 +25,13 @@ from .universal_bound import universal_bound
 
 @dataclass(frozen=True)
 class FixedPartition:
-    """The layers before each stage's end, `virtual_stages` of them on each device, in order, and replicas."""
+    """The layers before each stage's end, `virtual_stages` of them on each device, in order, and replicas;
+    `devices`: the ranks, device after device with its replicas (None: from rank 0 on)."""
 
     ends: tuple[int, ...]
     virtual_stages: int = 1
     replicas: int = 1
+    devices: tuple[int, ...] | None = None
 
     @property
     def gpus(self) -> int:
@@ -37,15 +39,16 @@ class FixedPartition:
         return len(self.ends) // self.virtual_stages * self.replicas
 
     def proposal(self, config: PipelineConfig) -> Proposal:
-        """With a schedule and micro-batches; the replicas of a stage are next to each other.
+        """With a schedule and micro-batches.
 
         Raises UsageError where the schedule does not run with these numbers.
         """
         own = replace(config, virtual_stages=self.virtual_stages)
         devices = len(self.ends) // self.virtual_stages
         program = find_schedule(own.schedule).program(devices, own.micro_batches, own.virtual_stages)
+        devices_in_order, count = self.devices or range(self.gpus), self.replicas
         ranks = [
-            tuple(range(place.device * self.replicas, (place.device + 1) * self.replicas))
+            tuple(sorted(devices_in_order[place.device * count : (place.device + 1) * count]))
             for place in program.pipes[0]
         ]
         return Proposal(own, self.ends, tuple(ranks))

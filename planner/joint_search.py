@@ -69,8 +69,9 @@ def find_best_plan(
 ) -> JointSearchResult:
     """The best plan of the problem, or of the planner that it names, and the bound on all plans.
 
-    No plan that the `planners` propose under an allowed schedule is faster. `cuts_others`: whether the cuts
-    of other schedules than 1F1B and GPipe are searched, too. Raises UsageError for an unknown planner.
+    No plan that the `planners` propose in time under an allowed schedule is faster. `cuts_others`: whether
+    the cuts of other schedules than 1F1B and GPipe are searched, too. Raises UsageError for an unknown
+    planner.
     """
     planner = problem.options.planner
     if planner != BEST:

@@ -25,6 +25,10 @@ class LayerSeconds:
         self, shape: TransformerShape, degrees: ParallelDegrees, setting: TrainingSetting, costs: RankCosts
     ) -> None:
         self.shape, self.degrees, self.setting, self.costs = shape, degrees, setting, costs
+        # Of equal (virtual) stages, also of the tables that are made of this one with other settings.
+        self._sums: dict[tuple[object, ...], PassSeconds] = {}
+        self._sums_before: dict[tuple[object, ...], list[float]] = {}
+        self._stage_parameters: dict[tuple[object, ...], ParameterCounts] = {}
         tokens = setting.tokens
         self.blocks = {routed: block_work(shape, routed, degrees, tokens) for routed in set(shape.routed)}
         self.embedding = embedding_work(shape, degrees, tokens)
@@ -71,7 +75,16 @@ class LayerSeconds:
 
     def fixed_seconds(self, slot: int) -> float:
         """Of a micro-batch, forward and backward, on a (virtual) stage without blocks."""
-        return sum(count * own.both for count, own in self.fixed_parts(slot))
+        return self._fixed_seconds_by_slot.get(slot, 0.0)
+
+    @cached_property
+    def _fixed_parts_by_slot(self) -> dict[int, tuple[tuple[int, PassSeconds], ...]]:
+        return {slot: tuple(self.fixed_parts(slot)) for slot in self.fixed_slots}
+
+    @cached_property
+    def _fixed_seconds_by_slot(self) -> dict[int, float]:
+        parts = self._fixed_parts_by_slot
+        return {slot: sum(count * own.both for count, own in own_parts) for slot, own_parts in parts.items()}
 
     @property
     def fixed_slots(self) -> list[int]:
@@ -115,10 +128,25 @@ class LayerSeconds:
 
     def seconds(self, blocks: range, slot: int) -> PassSeconds:
         """Of a micro-batch on a (virtual) stage."""
-        parts = self._block_parts(blocks) + self.fixed_parts(slot)
-        return PassSeconds(
-            sum(n * own.forward for n, own in parts), sum(n * own.backward for n, own in parts)
-        )
+        number = self.setting.recomputed(len(blocks))
+        fixed = self._fixed_parts_by_slot.get(slot, ())
+        key = (self._counts(blocks[:number]), self._counts(blocks[number:]), fixed)
+        own = self._sums.get(key)
+        if own is None:
+            parts = [*self._block_parts(blocks), *fixed]
+            own = self._sums[key] = PassSeconds(
+                sum(n * each.forward for n, each in parts), sum(n * each.backward for n, each in parts)
+            )
+        return own
+
+    @property
+    def seconds_before(self) -> list[float]:
+        """Of a micro-batch, forward and backward, on a first (virtual) stage of 0, 1, 2 and so on blocks."""
+        key = self.setting.recompute, self.setting.recompute_blocks, self._fixed_parts_by_slot[0]
+        if key not in self._sums_before:
+            ends = range(self.shape.blocks + 1)
+            self._sums_before[key] = [self.seconds(range(end), 0).both for end in ends]
+        return self._sums_before[key]
 
     def least_seconds(self, blocks: range, slot: int) -> float:
         """Not above what `seconds` adds up to, and never less for more blocks: of the blocks that run again
@@ -234,13 +262,23 @@ class LayerSeconds:
 
     def parameters(self, blocks: range, slot: int) -> ParameterCounts:
         """On one device, of a (virtual) stage."""
+        slots = self.slots
+        first, last = slot == 0, slot == slots - 1
+        predicts = self.setting.predictors > 0 and slot == self.setting.predictor_slot(slots)
+        key = self._counts(blocks), first, last, predicts
+        own = self._stage_parameters.get(key)
+        if own is None:
+            own = self._stage_parameters[key] = self._parameters_with(blocks, first, last, predicts)
+        return own
+
+    def _parameters_with(self, blocks: range, first: bool, last: bool, predicts: bool) -> ParameterCounts:
+        """Of a stage that is the first, the last, or has the predictors, or is none of these."""
         shape, table = self.shape, self._table
-        first, last = slot == 0, slot == self.slots - 1
         vectors = shape.beside_matrices()
         tables = table * (first + last - (first and last and shape.tied))
         tables += vectors.first * first + vectors.last * last
         parts = [(count, self._parameters[routed]) for routed, count in self._kinds(blocks)]
-        if self.setting.predictors and slot == self.setting.predictor_slot(self.slots):
+        if predicts:
             parts.append((self.setting.predictors, self._predictor_parameters))
             # The embedding again, but where the stage has it, or the head that is the same.
             tables += table * (not first and not (last and shape.tied))

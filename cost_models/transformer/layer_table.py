@@ -53,7 +53,8 @@ class LayerTable(LayerSeconds):
         """The same layers, of other virtual stages on a device, or with other blocks that run again."""
         other = copy(self)
         other.setting, other._bytes = setting, {}
-        for name in ("_least_block_seconds", "whole_seconds"):
+        names = ("_least_block_seconds", "whole_seconds", "_fixed_parts_by_slot", "_fixed_seconds_by_slot")
+        for name in names:
             other.__dict__.pop(name, None)
         return other
 
@@ -145,6 +146,17 @@ class LayerTable(LayerSeconds):
         free = sum(count * self._saved_by(kind) for kind, count in rest)
         again = [self.blocks[kind].saved + self.blocks[kind].workspace - free for kind, _ in first]
         return max([0.0, *again, *(self.blocks[kind].workspace for kind, _ in rest)])
+
+    def bytes_by_again(self, blocks: range) -> tuple[np.ndarray, np.ndarray]:
+        """By how many of the first of these blocks run again, from none to all of them: bytes that they keep
+        of a micro-batch for backward, and those besides while a block's backward runs."""
+        works = [self.blocks[kind] for kind in self.shape.routed[blocks.start : blocks.stop]]
+        saved = np.array([work.saved for work in works])
+        space = np.array([work.workspace for work in works])
+        rest = np.append(np.cumsum(saved[::-1])[::-1], 0.0)
+        again = np.append(0.0, np.maximum.accumulate(saved + space)) - rest
+        behind = np.append(np.maximum.accumulate(space[::-1])[::-1], 0.0)
+        return rest + np.arange(len(works) + 1) * self._boundary, np.maximum(again.clip(0.0), behind)
 
     def least_blocks_again(self, numbers: np.ndarray, device: int, memory_bytes: float) -> np.ndarray:
         """How many of so many equal blocks a device runs again at least so that it needs no more than this,

@@ -21,7 +21,7 @@ from ..simulator.costs import Costs
 from ..timeline import simulate
 from .layer_table import LayerTable, StageEstimate
 from .parallel_degrees import ParallelDegrees
-from .rank_costs import RankCosts
+from .rank_costs import PassSeconds, RankCosts
 from .training_setting import TrainingSetting, block_ranges, even_blocks, virtual_stages_problem
 from .transformer_shape import TransformerShape
 
@@ -83,16 +83,24 @@ _SIMULATED = 64
 
 def _pipeline_seconds(layers: LayerTable, ranges: Sequence[range]) -> float:
     """Of all micro-batches; of the blocks of each (virtual) stage."""
-    stages, virtual = layers.degrees.pipeline, layers.setting.virtual_stages
-    micro_batches = layers.setting.micro_batches
     own = [layers.seconds(blocks, slot) for slot, blocks in enumerate(ranges)]
+    transfers = [layers.transfer_seconds(slot) for slot in range(len(own) - 1)]
+    return pipeline_seconds(own, transfers, layers.setting.micro_batches, layers.setting.virtual_stages)
+
+
+def pipeline_seconds(
+    own: Sequence[PassSeconds], transfers: Sequence[float], micro_batches: int, virtual: int = 1
+) -> float:
+    """Of all micro-batches, on (virtual) stages that take so long for one; `transfers`: over the cut behind
+    each stage but the last, in either direction."""
+    stages = len(own) // virtual
     if len(own) == 1:
         return micro_batches * own[0].both
     forward, backward = (
         np.array(each, dtype=np.float64).reshape(virtual, stages).T[:, :, None]
         for each in zip(*own, strict=True)
     )
-    cuts = np.array([[layers.transfer_seconds(slot) for slot in range(len(own) - 1)]])
+    cuts = np.array([transfers], dtype=np.float64)
     costs = Costs(
         forward=forward,
         backward=backward,

@@ -165,3 +165,26 @@ def nothing_possible(shape: TransformerShape, devices: int, options: DegreeOptio
         f"{options.mini_batch}: {why}",
         "Give another number of devices, or another batch.",
     )
+
+
+def stage_degrees(
+    shape: TransformerShape, devices: int, samples: int, options: DegreeOptions
+) -> Iterator[ParallelDegrees]:
+    """All that so many devices of one pipeline stage may have by the options, where its replicas share
+    micro-batches of so many samples."""
+    divisors = [number for number in range(1, devices + 1) if devices % number == 0]
+    contexts = options.cp or [one for one in divisors if one == 1 or options.sequence >= one * LEAST_TOKENS]
+    for tensor, context in product(options.tp or divisors, contexts):
+        data, rest = divmod(devices, tensor * context)
+        if rest or samples % data or not _is_micro_batch_size(samples // data, options):
+            continue
+        experts = _expert_degrees(shape, devices, options)
+        zeros = [zero for zero in options.zero if zero <= 1]
+        for expert, zero, exchange in product(experts, zeros, _exchanges(context, options)):
+            degrees = ParallelDegrees(tensor, context, expert, 1, data, zero, exchange)
+            if not degrees.problem_with(shape, options.sequence):
+                yield degrees
+
+
+def _is_micro_batch_size(size: int, options: DegreeOptions) -> bool:
+    return size in options.micro_batch_size if options.micro_batch_size else size & (size - 1) == 0

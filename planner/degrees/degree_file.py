@@ -105,6 +105,46 @@ class BaselineEntry(Record):
     reason: str = ""
 
 
+class OwnStageEntry(Record):
+    """A stage with degrees of its own, on `devices` from the rank `first_device` on; `degrees`: as a user
+    reads them. Of a micro-batch each of its `data` replicas has an equal part."""
+
+    first_device: LayerBound
+    devices: DeviceCount
+    degrees: str
+    tensor: DeviceCount
+    context: DeviceCount
+    expert: DeviceCount
+    data: DeviceCount
+    zero: Annotated[int, Field(ge=0, le=1)]
+    exchange: ContextExchange
+    recompute: Literal["none", "selective", "full"]
+    recompute_blocks: Count | None
+    costs: StageEntry
+
+
+class StagePlanEntry(Record):
+    """A 1F1B pipeline of such stages. `micro_batch_size`: sequences, of all replicas together;
+    `transfer_seconds`: of a micro-batch over each cut."""
+
+    micro_batch_size: MiniBatch
+    micro_batches: MicroBatches
+    step_seconds: PredictedSeconds
+    pipeline_seconds: PredictedSeconds
+    update_seconds: PredictedSeconds
+    transfer_seconds: list[PredictedSeconds]
+    peak_bytes: Amount
+    stages: Annotated[list[OwnStageEntry], Field(min_length=2)]
+
+
+class ByStageEntry(Record):
+    """Where degrees by stage were searched: the `plan`, where one is faster than all of `plans`; else none.
+    No pipeline that was searched takes less than `bound_seconds`."""
+
+    plan: StagePlanEntry | None
+    bound_seconds: PredictedSeconds
+
+
 class DegreesFile(Document):
     """The plans, the fastest first, and how far from the best they may be.
 
@@ -131,6 +171,7 @@ class DegreesFile(Document):
     assumed_kernels: LayerBound
     plans: Annotated[list[PlanEntry], Field(min_length=1)]
     baselines: list[BaselineEntry] = []
+    by_stage: ByStageEntry | None = None
     notes: list[str] = []
     """What the figures rest on."""
     made_by: MadeBy = MadeBy()

@@ -31,6 +31,7 @@ class DegreeKeywords(TypedDict, total=False):
     virtual_stages: Sequence[int] | None
     recompute: str
     context_exchange: str
+    by_stage: bool
 
 
 def _counts(name: str, value: Any) -> tuple[int, ...] | None:
@@ -84,6 +85,20 @@ class DegreeOptions(Options):
     `mini_batch`: sequences of one optimizer step; `sequence`: tokens of each. `layers`: of the model, where
     not all of the configuration's. `zero`: the stages of ZeRO that may be (2 and 3: FSDP, no pipelines).
     """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.by_stage:
+            return
+        for name, allowed, why in (
+            ("pp", range(2, 2**20), "they are of several pipeline stages"),
+            ("virtual_stages", (1,), "they are of 1F1B, with one stage on a device"),
+            ("zero", (0, 1), "gradients and weights of a pipeline are not spread"),
+        ):
+            values = getattr(self, name)
+            if values is not None and not any(value in allowed for value in values):
+                problem = f"{name}={','.join(map(str, values))}: no degrees by stage, {why}"
+                raise UsageError(problem, f"Omit `{name}`, or `by_stage`.")
 
     mini_batch: int = option(
         256,
@@ -148,4 +163,11 @@ class DegreeOptions(Options):
         "auto|all-to-all|ring|all-gather",
         panel="The search",
         words=CONTEXT_EXCHANGES,
+    )
+    by_stage: bool = option(
+        False,
+        arguments.flag,
+        "Also look for a 1F1B pipeline whose stages have numbers of devices, degrees and recomputation of "
+        "their own.",
+        panel="The search",
     )

@@ -29,6 +29,7 @@ from .degree_combinations import (
     nothing_possible,
 )
 from .degree_options import DegreeOptions
+from .stage_degree_search import StageAnswer
 from .stage_divisions import (
     divide_by_seconds,
     improve_division,
@@ -76,6 +77,8 @@ class DegreeAnswer:
     combinations: int
     limit_bytes: float
     baselines: tuple[DegreeBaseline, ...] = ()
+    by_stage: StageAnswer | None = None
+    """With degrees by stage, where the options ask for it."""
 
     def with_baselines(self, baselines: tuple[DegreeBaseline, ...]) -> DegreeAnswer:
         """The same, compared with these."""

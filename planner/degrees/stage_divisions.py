@@ -30,6 +30,7 @@ to run again to fit is counted where all blocks are equal.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -82,40 +83,57 @@ def _longest(layers: LayerTable, seconds: float, memory_bytes: float) -> list[ra
     def fits(own: range, stage: int) -> bool:
         return layers.least_seconds(own, stage) <= seconds and layers.stage_bytes(own, stage) <= memory_bytes
 
-    def farthest_end(stage: int, start: int) -> int | None:
-        """Of the longest stage from `start`; None where the fewest blocks do not fit."""
-        low, high = start + fewest[stage], blocks - sum(fewest[stage + 1 :])
+    def farthest_end(stage: int, start: int, least: int) -> int | None:
+        """Of the longest stage from `start`; None where the `least` blocks do not fit."""
+        low, high = start + least, blocks - sum(fewest[stage + 1 :])
         if layers.setting.is_behind_predictors(stage, stages):
             high = start
         if low > high or not fits(range(start, low), stage):
             return None
+        step = 1
+        while low + step <= high and fits(range(start, low + step), stage):
+            low, step = low + step, 2 * step
+        high = min(high, low + step - 1)
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if fits(range(start, middle), stage) else (low, middle - 1)
         return low
 
-    starts = [0]
-    for stage in range(stages):
-        end = farthest_end(stage, starts[-1])
-        if end is None:
-            break
-        starts.append(end)
-    if len(starts) == stages + 1 and starts[-1] == blocks:
-        return [range(a, b) for a, b in pairwise(starts)]
-    return _any_division(blocks, fewest, farthest_end) if len(set(layers.shape.routed)) > 1 else None
+    def take(least: Sequence[int]) -> list[int]:
+        """Where stages end that take as many blocks as they can, as far as they can take the `least`."""
+        ends = [0]
+        for stage, number in enumerate(least):
+            end = farthest_end(stage, ends[-1], number)
+            if end is None:
+                break
+            ends.append(end)
+        return ends
+
+    ends = take(fewest)
+    if len(ends) == stages + 1 and ends[-1] == blocks:
+        return [range(a, b) for a, b in pairwise(ends)]
+    # Where not even stages that may have no block hold all of them, no division does.
+    if len(set(layers.shape.routed)) == 1 or take([0] * stages)[-1] < blocks:
+        return None
+    return _any_division(blocks, fewest, farthest_end)
 
 
 def _any_division(
-    blocks: int, fewest: Sequence[int], farthest_end: Callable[[int, int], int | None]
+    blocks: int, fewest: Sequence[int], farthest_end: Callable[[int, int, int], int | None]
 ) -> list[range] | None:
-    """By all places where a stage can end: from each start all up to the farthest."""
+    """By all places where a stage can end: from each start all up to the farthest, which is no nearer than
+    that from a start before."""
     came_from: list[dict[int, int]] = [{0: 0}]
     for stage, least in enumerate(fewest):
         ends: dict[int, int] = {}
+        last = 0
         for start in came_from[-1]:
-            last = farthest_end(stage, start)
-            for end in range(start + least, start if last is None else last + 1):
-                ends.setdefault(end, start)
+            end = farthest_end(stage, start, max(least, last - start))
+            if end is None:
+                continue
+            for each in range(max(start + least, last), end + 1):
+                ends.setdefault(each, start)
+            last = end
         came_from.append(ends)
     if blocks not in came_from[-1]:
         return None
@@ -219,7 +237,7 @@ def divide_by_seconds(layers: LayerTable) -> list[int]:
     """Each stage ends where the seconds before come nearest to its share of the whole; with as few blocks
     as a stage can have at least."""
     stages, blocks = layers.slots, layers.shape.blocks
-    before = [layers.seconds(range(end), 0).both for end in range(blocks + 1)]
+    before = layers.seconds_before
     share = layers.whole_seconds / stages
     fewest = [layers.setting.fewest_blocks(slot, stages) for slot in range(stages)]
     ends, fixed = [0], 0.0
@@ -229,8 +247,16 @@ def divide_by_seconds(layers: LayerTable) -> list[int]:
             return [b - a for a, b in pairwise([*ends, blocks])] + [0] * (stages - 1 - slot)
         allowed = range(ends[-1] + fewest[slot], blocks - sum(fewest[slot + 1 :]) + 1)
         aim = (slot + 1) * share - fixed
-        ends.append(min(allowed, key=lambda end: abs(before[end] - aim)))
+        ends.append(_nearest(allowed, before, aim))
     return [b - a for a, b in pairwise([*ends, blocks])]
+
+
+def _nearest(ends: range, before: Sequence[float], aim: float) -> int:
+    """The first of those with the seconds before that are nearest to the aim; these never become fewer."""
+    low, high = ends.start, ends.stop
+    after = bisect_left(before, aim, low, high)
+    best = min(range(max(after - 1, low), min(after + 1, high)), key=lambda end: abs(before[end] - aim))
+    return bisect_left(before, before[best], low, high)
 
 
 def improve_division(

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from ..cost_models.document import MadeBy
 from ..cost_models.quantities import format_seconds
-from ..planner.degrees.degree_file import BaselineEntry, DegreesFile, LedgerEntry, PlanEntry, StageEntry
+from ..cost_models.transformer.layer_table import StageEstimate
+from ..planner.degrees.degree_file import (
+    BaselineEntry,
+    ByStageEntry,
+    DegreesFile,
+    LedgerEntry,
+    OwnStageEntry,
+    PlanEntry,
+    StageEntry,
+    StagePlanEntry,
+)
 from ..planner.degrees.degree_search import DegreeAnswer, DegreeBaseline, DegreePlan
+from ..planner.degrees.stage_degree_search import OwnStage, StageAnswer
 from .degree_arguments import (
     megatron_arguments,
     megatron_bridge_overrides,
@@ -35,6 +46,7 @@ def build_degrees_file(answer: DegreeAnswer, made_by: MadeBy) -> DegreesFile:
         assumed_kernels=len(answer.assumed_kernels),
         plans=[_plan_entry(answer, plan) for plan in answer.plans],
         baselines=[_baseline_entry(own) for own in answer.baselines],
+        by_stage=None if answer.by_stage is None else _by_stage_entry(answer.by_stage),
         notes=_notes(answer),
         made_by=made_by,
     )
@@ -50,6 +62,52 @@ def _baseline_entry(baseline: DegreeBaseline) -> BaselineEntry:
         recompute=plan.recompute,
         micro_batch_size=plan.micro_batch_size,
         step_seconds=plan.estimate.step_seconds,
+    )
+
+
+def _by_stage_entry(answer: StageAnswer) -> ByStageEntry:
+    plan = answer.plan
+    if plan is None:
+        return ByStageEntry(plan=None, bound_seconds=answer.bound_seconds)
+    stages = zip(plan.stages, plan.estimate.stages, strict=True)
+    entry = StagePlanEntry(
+        micro_batch_size=plan.samples,
+        micro_batches=plan.micro_batches,
+        step_seconds=plan.estimate.step_seconds,
+        pipeline_seconds=plan.estimate.pipeline_seconds,
+        update_seconds=plan.estimate.update_seconds,
+        transfer_seconds=list(plan.transfers),
+        peak_bytes=plan.estimate.peak_bytes,
+        stages=[_own_stage_entry(own, costs) for own, costs in stages],
+    )
+    return ByStageEntry(plan=entry, bound_seconds=answer.bound_seconds)
+
+
+def _own_stage_entry(own: OwnStage, costs: StageEstimate) -> OwnStageEntry:
+    degrees = own.devices.degrees
+    return OwnStageEntry(
+        first_device=own.devices.first,
+        devices=own.devices.size,
+        degrees=degrees.describe(),
+        tensor=degrees.tensor,
+        context=degrees.context,
+        expert=degrees.expert,
+        data=degrees.data,
+        zero=degrees.zero,
+        exchange=degrees.exchange,
+        recompute=own.recompute.kind,
+        recompute_blocks=own.recompute.blocks,
+        costs=_stage_entry(costs),
+    )
+
+
+def _stage_entry(stage: StageEstimate) -> StageEntry:
+    return StageEntry(
+        blocks=[(blocks.start, blocks.stop - 1) for blocks in stage.blocks],
+        forward_seconds=stage.forward_seconds,
+        backward_seconds=stage.backward_seconds,
+        update_seconds=stage.update_seconds,
+        ledger=LedgerEntry(**stage.ledger),
     )
 
 
@@ -71,22 +129,31 @@ def _plan_entry(answer: DegreeAnswer, plan: DegreePlan) -> PlanEntry:
         update_seconds=estimate.update_seconds,
         peak_bytes=estimate.peak_bytes,
         blocks=list(plan.blocks),
-        stages=[
-            StageEntry(
-                blocks=[(blocks.start, blocks.stop - 1) for blocks in stage.blocks],
-                forward_seconds=stage.forward_seconds,
-                backward_seconds=stage.backward_seconds,
-                update_seconds=stage.update_seconds,
-                ledger=LedgerEntry(**stage.ledger),
-            )
-            for stage in estimate.stages
-        ],
+        stages=[_stage_entry(stage) for stage in estimate.stages],
         megatron=megatron_arguments(answer, plan),
         megatron_bridge=megatron_bridge_overrides(answer, plan),
         torchtitan=torchtitan_arguments(answer, plan),
         nemo_automodel=nemo_automodel_sections(answer, plan),
         remarks=torchtitan_remarks(plan) + nemo_automodel_remarks(plan),
     )
+
+
+def _by_stage_notes(answer: DegreeAnswer) -> list[str]:
+    assert answer.by_stage is not None
+    if answer.by_stage.plan is None:
+        return []
+    notes = [
+        "no arguments for degrees by stage: Megatron-LM, torchtitan and NeMo AutoModel have one set of "
+        "degrees for all stages, and a stage of PyTorch's pipelining sends to one rank; a runtime must send "
+        "from every device of a stage to those of the next that hold the same tokens (as Alpa's cross-mesh "
+        "resharding)"
+    ]
+    if answer.shape.tied:
+        notes.append(
+            "embedding and head share their weights: adding up their gradients is not counted, nor what "
+            "it takes where the first and the last stage have different degrees"
+        )
+    return notes
 
 
 def _notes(answer: DegreeAnswer) -> list[str]:
@@ -109,6 +176,8 @@ def _notes(answer: DegreeAnswer) -> list[str]:
                 f"the baseline {own.name} is faster, but not among what is allowed: {degrees.describe()}; "
                 f"allow it with `zero`, `tp`, `pp`, `ep` and `recompute`"
             )
+    if answer.by_stage is not None:
+        notes += _by_stage_notes(answer)
     if answer.costs.table is None:
         notes.append(
             f"no kernels are measured: by assumption they reach {shares}; give a table with `kernels`"

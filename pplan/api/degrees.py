@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -21,6 +22,7 @@ from ..cost_models.transformer.transformer_shape import TransformerShape
 from ..planner.degrees.degree_baselines import degree_baselines
 from ..planner.degrees.degree_options import DegreeOptions
 from ..planner.degrees.degree_search import DegreeAnswer, search_degrees
+from ..planner.degrees.stage_degree_search import search_stage_degrees
 from .options import DegreesKeywords, options_from
 
 
@@ -37,7 +39,8 @@ def degrees(
     `config`: the model's config.json (its path, or what it says). `kernels`: a CSV file of measured kernels.
     The machine as of `solve`, `gpu` or a topology with devices of a preset; options as of `DegreeOptions`.
     Of the result: `plans`, the fastest first, each with its `estimate` of step and memory, and
-    `bound_seconds`.
+    `bound_seconds`; with `by_stage` also `by_stage.plan`, whose stages have degrees of their own, where that
+    is faster.
 
     >>> import pplan
     >>> config = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
@@ -70,6 +73,10 @@ def find_degrees(
         shape = shape.with_blocks(options.layers)
     topology, costs, limit = machine_costs(machine, kernels)
     answer = search_degrees(shape, topology.gpus, costs, options, limit)
+    if options.by_stage:
+        best = answer.plans[0].estimate.step_seconds
+        by_stage = search_stage_degrees(shape, topology, costs, options, limit, best)
+        answer = replace(answer, by_stage=by_stage)
     return answer.with_baselines(
         degree_baselines(shape, topology.gpus, costs, options, limit, topology.gpus_per_node)
     )

@@ -76,14 +76,30 @@ def _import_partition(
     fixed = FixedPartition(read.ends, read.virtual_stages or 1, read.replicas or 1)
     options = _plan_options(read, fixed, partition, training)
     problem = make_problem(profile, reference, replace(machine, gpus=machine.gpus or fixed.gpus), options)
+    fixed, notes = _on_devices(fixed, read.devices, problem.usable_gpus)
     return plan_partition(
         problem,
         fixed,
         model=profile.model,
         profile=reference,
-        notes=[*list_notes(profile), *read.notes],
+        notes=[*list_notes(profile), *read.notes, *notes],
         warnings=list_warnings(profile, problem.topology),
     )
+
+
+def _on_devices(
+    fixed: FixedPartition, devices: tuple[int, ...] | None, usable: int
+) -> tuple[FixedPartition, list[str]]:
+    """The partition on the devices that the source names, where the machine has them; and a note where it has
+    not."""
+    if devices is None or len(devices) != fixed.gpus:
+        return fixed, []
+    if max(devices) < usable:
+        return replace(fixed, devices=devices), []
+    ranks = ", ".join(map(str, devices[:8])) + (", ..." if len(devices) > 8 else "")
+    return fixed, [
+        f"it names the devices {ranks}, of a machine with more than {usable}: taken from rank 0 on"
+    ]
 
 
 def _content(source: str | Path) -> tuple[str, str]:

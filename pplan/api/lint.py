@@ -11,6 +11,7 @@ from typing import Any, Unpack
 from ..cost_models import arguments
 from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.machines.machine_options import MachineOptions
+from ..cost_models.option_fields import list_declarations
 from ..cost_models.quantities import format_count
 from ..cost_models.transformer.transformer_shape import TransformerShape
 from ..planner.degrees.degree_options import DegreeOptions
@@ -125,7 +126,8 @@ def lint(
     """
     layout, table = arguments.word("layout", layout), arguments.optional_path("kernels", kernels)
     values: dict[str, Any] = dict(options) if gpus is None else {**options, "gpus": gpus}
-    degree_options, machine = options_from(values, DegreeOptions, MachineOptions, of="lint")
+    takes = {*list_declarations(DegreeOptions), *list_declarations(MachineOptions)} - {"by_stage"}
+    degree_options, machine = options_from(values, DegreeOptions, MachineOptions, of="lint", takes=takes)
     return lint_layout(layout, read_shape(config), machine, degree_options, table)
 
 

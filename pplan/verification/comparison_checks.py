@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, combinations
+from math import comb
 
 from .documents import Table
 from .orders import SYNCHRONOUS, make_order
@@ -17,6 +18,8 @@ _ONE_STAGE = re.compile(
     r"(?:1 stage, replicas (\d{1,9}); )?(\d{1,9}) x (\d{1,9}), ([\w-]+), recompute ([a-z ]+\d{0,7})"
 )
 """How a baseline of one stage runs, in its `detail`."""
+_MOST_CHOICES = 70
+"""Of devices for a baseline of one stage."""
 UNCONSTRAINED = ("one-gpu", "data-parallel")
 """Baselines that do their best whatever was requested."""
 
@@ -76,7 +79,8 @@ def _baseline(check: LineCheck, inputs: VerificationInputs, name: str, table: Ta
 def _one_stage(
     check: LineCheck, inputs: VerificationInputs, step: float, match: re.Match[str], *, launches: bool
 ) -> None:
-    """All layers on one device, the first of its kind, or on replicas from rank 0 on."""
+    """All layers on one device, the first of its kind, or on replicas: all devices, or some that are not
+    named, of which every choice is worked out where there are few."""
     replicas, count, size = (int(text or 1) for text in match.groups()[:3])
     schedule, mode = match[4], match[5].replace(" ", "_")
     base, machine = inputs.figures(check), inputs.machine
@@ -84,16 +88,18 @@ def _one_stage(
     check.same("its global batch", count * size, inputs.plan.mini_batch)
     check.require("schedule", schedule in SYNCHRONOUS, schedule)
     check.at_most("its replicas", replicas, machine.gpus)
-    starts = [0, *machine.ends[:-1]] if replicas == 1 else [0]
+    if replicas > 1 and comb(machine.gpus, replicas) > _MOST_CHOICES:
+        check.skip("the file does not say on which devices it is")
+    firsts = [(first,) for first in (0, *machine.ends[:-1])]
     steps = []
-    for first in starts:
+    for ranks in firsts if replicas == 1 else combinations(range(machine.gpus), replicas):
         figures = replace(
             base,
             schedule=schedule,
             order=make_order(schedule, 1, count, 1),
             size=size,
             ends=(len(base.layers),),
-            devices=(tuple(range(first, first + replicas)),),
+            devices=(ranks,),
             modes=(mode,),
             one_process=launches,
         )

@@ -151,8 +151,7 @@ class Figures:
         return min((float(size) for size in own if size is not None), default=inf)
 
     def ledger(self, device: int, weight_versions: Sequence[float] = (1,)) -> Ledger:
-        """Of a device of the pipeline with all its parts; of several kinds the one whose context is largest.
-        `weight_versions`: of each part, or one value for all."""
+        """Of a device; of several kinds that with the largest context. `weight_versions`: by part, or one."""
         parts = self.order.device_parts(device)
         return compute_ledger(
             self.order,
@@ -220,6 +219,10 @@ class Figures:
         slowest = max(each, key=lambda seconds: float(seconds.sum()))
         return exposed_seconds(self.machine, ranks, slowest.tolist(), gradients)
 
+    def bytes_at_end(self, part: int) -> float:
+        """What its replicas exchange behind the last backward, as bytes of an all-reduce."""
+        return self.exchange(part).bytes_at_end() if self.training.zero else sum(self.gradient_bytes(part))
+
     @cached_property
     def port_seconds(self) -> tuple[float, Port | None]:
         """What the bytes of a step need of the port that they load most, in any order; and that port."""
@@ -234,13 +237,13 @@ class Figures:
                     loads[port] = loads.get(port, 0.0) + count[route] * size * load
         for part in range(self.order.parts):
             ranks = self.part_ranks(part)
-            for port, load in sum_loads(self.machine, ranks, sum(self.gradient_bytes(part))).items():
+            meanwhile = len(self.order.route_of) * self.exchange(part).bytes_by_layer()
+            for port, load in sum_loads(self.machine, ranks, meanwhile + self.bytes_at_end(part)).items():
                 loads[port] = loads.get(port, 0.0) + load
         for _, ranks, size in self.shared:
             for port, load in sum_loads(self.machine, ranks, size).items():
                 loads[port] = loads.get(port, 0.0) + load
-        busiest = max(loads, key=lambda port: loads[port], default=None)
-        return (0.0, None) if busiest is None else (loads[busiest], busiest)
+        return max(((seconds, port) for port, seconds in loads.items()), default=(0.0, None))
 
 
 @dataclass(frozen=True)
@@ -329,7 +332,7 @@ def _reduce_gradients(figures: Figures, wiring: WiredOrder, ran: RunTimes) -> li
     shared: dict[int, dict[Port, float]] = {}
     if figures.shared_ports:
         parts = range(figures.order.parts)
-        sizes = [sum(figures.gradient_bytes(part)) for part in parts]
+        sizes = [figures.bytes_at_end(part) for part in parts]
         shared = shared_loads(figures.machine, [figures.part_ranks(part) for part in parts], sizes)
     requests = list[AllReduce]()
     for part in range(figures.order.parts):

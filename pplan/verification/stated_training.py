@@ -150,6 +150,20 @@ class Exchange:
         gathered = half_reduce_seconds(self.machine, self.ranks, float(self.trainable.sum()))
         return gathered + (float(self._all_reduce_seconds()) if self.training.zero == 1 else 0.0)
 
+    def bytes_at_end(self) -> float:
+        """With ZeRO, after the last backward: bytes of an all-reduce that sends as much. A reduce-scatter
+        sends half of it, as does an all-gather."""
+        trained = float(self.trainable.sum())
+        reduced = trained * self.training.gradient / self.training.weight
+        return {1: (reduced + trained) / 2, 2: trained / 2}.get(self.training.zero, 0.0)
+
+    def bytes_by_layer(self) -> float:
+        """The same of the forward and the backward of a micro-batch."""
+        if not self.by_layer:
+            return 0.0
+        reduced = float(self.trainable.sum()) * self.training.gradient / self.training.weight
+        return reduced / 2 + (float(self.parameters.sum()) if self.training.zero == 3 else 0.0)
+
     def _gather_seconds(self) -> Vector:
         sizes = self.parameters if self.training.zero == 3 else self.parameters * 0.0
         return np.array([half_reduce_seconds(self.machine, self.ranks, float(size)) for size in sizes])

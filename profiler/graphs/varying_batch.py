@@ -17,6 +17,8 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from ...cost_models.errors import ModelError
 from ..user_model.loaded_model import ModelInput
 
+_LEAST, MOST_SAMPLES = 2, 128
+"""Batch sizes for which branches are looked at; torch.export takes no size of 0 or 1 for one that varies."""
 CUT_AROUND = (
     "Give granularity='module:PATTERN' with modules around what cannot be traced, "
     "or make the model an nn.Sequential of its layers."
@@ -42,11 +44,13 @@ def refuse_some_batch_sizes(
     else:
         span = program.range_constraints.get(size.node.expr)
         endless = span is not None and bool(span.upper > 2**62)
-        if span is None or (endless and span.lower <= 2):
-            # 2: torch.export takes no size of 0 or 1 for a number that varies.
+        sizes, place = _sizes_of_branches(first, size.node.expr)
+        line = f" ({_frame_line(place)})" if place else ""
+        if span is not None and not (endless and span.lower <= _LEAST):
+            most = "more" if endless else span.upper
+            sizes = f"{span.lower} to {most} samples only"
+        if not sizes:
             return
-        most = "more" if endless else span.upper
-        sizes, line = f"{span.lower} to {most} samples only", ""
     refusal = SomeBatchSizes(
         f"{name}: what its forward does holds for {sizes}{line}",
         "Micro-batches have other sizes than the example: compute with x.shape[0], not int(...), "
@@ -54,6 +58,29 @@ def refuse_some_batch_sizes(
     )
     refusal.place = place if isinstance(place, traceback.FrameSummary) else None
     raise refusal
+
+
+def _sizes_of_branches(value: Tensor, size: Any) -> tuple[str, Any]:
+    """The batch sizes for which the traced forward takes the branches that it took, in words, and the line of
+    one that it does not take for all; nothing where it is one forward for all sizes.
+
+    A branch on a multiple of the batch size, as on the numbers in a tensor, does not show in the range that
+    torch.export states.
+    """
+    shapes = getattr(getattr(value, "fake_mode", None), "shape_env", None)
+    replacements = getattr(shapes, "replacements", {})
+    sizes = list(range(_LEAST, MOST_SAMPLES + 1))
+    place: Any = None
+    for guard in getattr(shapes, "guards", ()):
+        branch = guard.expr.xreplace(replacements)
+        if branch.free_symbols != {size}:
+            continue
+        holds = [samples for samples in sizes if branch.xreplace({size: samples}) != False]  # noqa: E712
+        if holds != sizes:
+            sizes, place = holds, guard.sloc.maybe_user_loc or guard.sloc.framework_loc
+    if place is None:
+        return "", None
+    return (f"{sizes[0]} to {sizes[-1]} samples only" if sizes else "the example only"), place
 
 
 def module_at(model: nn.Module, place: traceback.FrameSummary | None) -> str:

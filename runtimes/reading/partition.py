@@ -21,14 +21,16 @@ class Partition:
     """A partition from another tool's file; None where that does not say.
 
     `ends`: by stage, the layers before its end; `virtual_stages` of them are on each device. `replicas`: of
-    every stage. `samples`: of a micro-batch, on each replica. `runtime`: that the file was written for.
-    `notes`: what was understood, or passed over.
+    every stage. `devices`: ranks, device after device of the pipeline with its replicas. `samples`: of a
+    micro-batch, on each replica. `runtime`: that the file was written for. `notes`: what was understood, or
+    passed over.
     """
 
     format: str
     ends: tuple[int, ...]
     virtual_stages: int | None = None
     replicas: int | None = None
+    devices: tuple[int, ...] | None = None
     schedule: str | None = None
     samples: int | None = None
     mini_batch: int | None = None

@@ -209,11 +209,21 @@ def from_export(text: str, runtime: str, names: Sequence[str], where: str) -> Pa
             format=runtime,
             runtime=runtime,
             replicas=replicas,
+            devices=_devices(document),
             mini_batch=document.mini_batch,
             samples=document.micro_batch_size // replicas,
         ),
         where,
     )
+
+
+def _devices(document: ExportDocument) -> tuple[int, ...] | None:
+    """Ranks of the devices, each once; None where the document does not name them."""
+    names = getattr(document, "devices", [])
+    ranks = [
+        int(name.removeprefix("cuda:")) for name in map(str, names) if name.removeprefix("cuda:").isdecimal()
+    ]
+    return tuple(ranks) if ranks and len(ranks) == len(names) == len(set(ranks)) else None
 
 
 def _partition(document: ExportDocument, names: Sequence[str], where: str) -> Partition:

@@ -148,6 +148,30 @@ def test_an_answer_is_a_file_that_show_prints(
     assert json.loads(config.read_text()) == MODEL
 
 
+def test_degrees_by_stage(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a large vocabulary, where the stages' layers fit two ways to share them."""
+    wide = {"hidden_size": 3584, "num_attention_heads": 16, "num_hidden_layers": 42, "vocab_size": 256000}
+    config.write_text(json.dumps(MODEL | wide))
+    file = tmp_path / "answer.json"
+    sizes = ["--tp", "2,4", "--pp", "2", "--micro-batch-size", "1,2", "--virtual-stages", "1", "--cp", "1"]
+    options = ["--gpus", "8", "--gpu", "a100-40gb", "--mini-batch", "64", "--recompute", "none", *sizes]
+    assert main(["degrees", str(config), *options, "--by-stage", "-o", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "1F1B, 32 micro-batches of 2, which the replicas of a stage share" in printed
+    assert "no arguments for degrees by stage" in printed
+    document = json.loads(file.read_text())
+    plan = document["by_stage"]["plan"]
+    assert plan["step_seconds"] < document["plans"][0]["step_seconds"]
+    assert document["by_stage"]["bound_seconds"] <= plan["step_seconds"]
+    assert [stage["degrees"] for stage in plan["stages"]] == ["TP 4", "TP 2 x DP 2"]
+    assert [(stage["first_device"], stage["devices"]) for stage in plan["stages"]] == [(0, 4), (4, 4)]
+    assert main(["show", str(file)]) == 0
+    assert capsys.readouterr().out == printed
+    same = [word if word != "2,4" else "4" for word in options]
+    assert main(["degrees", str(config), *same, "--by-stage"]) == 0
+    assert "Degrees by stage: no 1F1B pipeline is faster." in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_hostile_answer_is_refused(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -198,6 +222,9 @@ def test_refused_virtual_stages(config: Path, capsys: pytest.CaptureFixture[str]
         (["--gpus", "8", "--gpu", "h100", "--zero", "1,x"], 2, "--zero"),
         (["--gpus", "8", "--gpu", "h100", "--zero", "3", "--pp", "2"], 2, "--pp 2"),
         (["--gpus", "8", "--gpu", "h100", "--kernels", "none.csv"], 2, "none.csv"),
+        (["--gpus", "8", "--gpu", "h100", "--by-stage", "--virtual-stages", "2"], 2, "--virtual-stages 2"),
+        (["--gpus", "8", "--gpu", "h100", "--by-stage", "--pp", "1"], 2, "--pp 1"),
+        (["--gpus", "8", "--gpu", "h100", "--by-stage", "--zero", "2,3"], 2, "--zero 2,3"),
     ],
 )
 def test_refusals(

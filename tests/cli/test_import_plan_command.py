@@ -143,3 +143,35 @@ def test_from_python(decoder_file: Path) -> None:
         pplan.import_plan(12, decoder_file)  # type: ignore[arg-type]
     with pytest.raises(pplan.FileError, match="no such partition file"):
         pplan.import_plan(Path("4,5"), decoder_file)
+
+
+UNLIKE = """
+[[device]]
+name = "slow"
+count = 1
+[[device]]
+name = "fast"
+count = 2
+speed = 4.0
+[[level]]
+name = "node"
+bandwidth = "10GB/s"
+"""
+
+
+@pytest.mark.parametrize(("runtime", "schedule"), [("torchgpipe", "gpipe"), ("deepspeed", "1f1b")])
+def test_an_export_keeps_its_devices(profile: Path, here: Path, runtime: str, schedule: str) -> None:
+    """On devices of several kinds a plan may leave the first one free."""
+    (here / "unlike.toml").write_text(UNLIKE)
+    machine: dict[str, Any] = {"gpus": 3, "mini_batch": 16, "topology": "unlike.toml"}
+    plan = pplan.solve(profile, runtime=runtime, schedule=schedule, **machine)
+    used = [rank for stage in plan.stages for rank in stage.devices]
+    assert used[0] > 0
+    pplan.export(runtime, plan).save(here / "exported.json", force=False)
+    again = pplan.import_plan(here / "exported.json", profile, **machine)
+    assert [stage.devices for stage in again.stages] == [stage.devices for stage in plan.stages]
+    assert again.prediction.step_seconds == pytest.approx(plan.prediction.step_seconds)
+    few = pplan.import_plan(here / "exported.json", profile, gpus=len(used), bandwidth=1e10)
+    assert [rank for stage in few.stages for rank in stage.devices] == list(range(len(used)))
+    words = f"it names the devices {', '.join(map(str, used))}, of a machine with more than {len(used)}"
+    assert any(note.startswith(words) for note in few.notes)

@@ -19,13 +19,17 @@ from pplan.cost_models.quantities import format_rate
 from pplan.cost_models.schedules.schedule_text import read_schedule
 from pplan.cost_models.simulator.pipeline_costs import PipelineCosts
 from pplan.cost_models.text_files import write_whole
+from pplan.cost_models.topology import Device, Link, two_level_topology
 from pplan.cost_models.transformer.attention_kernels import _attention_kernel
 from pplan.cost_models.transformer.configuration import transformer_shape
 from pplan.cost_models.transformer.kernel_table import KernelTable, Matmul
+from pplan.cost_models.transformer.layer_table import LayerTable
 from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.model_families import FAMILIES
-from pplan.cost_models.transformer.rank_costs import DeviceLimits
+from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
+from pplan.cost_models.transformer.rank_costs import DeviceLimits, RankCosts, TopologyLinks
 from pplan.cost_models.transformer.training_setting import TrainingSetting, even_blocks
+from pplan.cost_models.transformer.training_step import estimate_step
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -177,3 +181,31 @@ def test_settings_are_values_by_names() -> None:
     for wrong in (["depth"], {1: 2}):
         with pytest.raises(UsageError, match="values by their names"):
             settings("settings", wrong)
+
+
+def small_layers(micro_batches: int = 2, virtual: int = 1) -> LayerTable:
+    """Two blocks on two stages of a device."""
+    keys = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4}
+    shape = transformer_shape({**keys, "num_hidden_layers": 2, "vocab_size": 96})
+    topology = two_level_topology(Device("GPU", None), 2, 2, Link(1e9, 0.0), Link(1e9, 0.0))
+    costs = RankCosts(DeviceLimits(1e12, 1e11), TopologyLinks(topology))
+    setting = TrainingSetting(micro_batches, Tokens(8), virtual_stages=virtual)
+    return LayerTable(shape, ParallelDegrees(pipeline=2), setting, costs)
+
+
+def test_a_stage_without_predictors_has_nothing_of_theirs() -> None:
+    """Nothing but the head, which is no shape of a block's weights."""
+    layers = small_layers()
+    assert layers.ledger((range(0),), 1)["placeholders"] == 0
+    assert layers.ledger((range(2),), 0)["placeholders"] > 0
+
+
+def test_a_stage_may_be_without_blocks() -> None:
+    layers = small_layers()
+    own = layers.shape, layers.degrees, layers.setting, layers.costs
+    first, last = (estimate_step(*own, blocks=blocks).stages for blocks in ([0, 2], [2, 0]))
+    assert [len(stage.blocks[0]) for stage in (*first, *last)] == [0, 2, 2, 0]
+    for blocks in ([-1, 3], [1, 2], [2], [1, 1, 0]):
+        with pytest.raises(UsageError, match="not 2 stages of 2 blocks"):
+            estimate_step(*own, blocks=blocks)
+    assert [small_layers(virtual=virtual).setting.schedule for virtual in (1, 2)] == ["1f1b", "interleaved"]

@@ -202,6 +202,10 @@ CASES: dict[str, Case] = {
 }
 
 
+LONG = ("many devices", "no time", "torch", "megatron", "any schedule")
+"""Those that take a third of a second and more."""
+
+
 @pytest.fixture
 def cases() -> dict[str, Case]:
     """Small problems of all kinds, by name."""
@@ -211,4 +215,8 @@ def cases() -> dict[str, Case]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`case_name`: of each of the cases that are not for what takes longer than an answer."""
     if "case_name" in metafunc.fixturenames:
-        metafunc.parametrize("case_name", [name for name in CASES if not name.startswith("small")])
+        names = [name for name in CASES if not name.startswith("small")]
+        slow = pytest.mark.slow
+        metafunc.parametrize(
+            "case_name", [pytest.param(name, marks=[slow] * (name in LONG)) for name in names]
+        )

@@ -13,7 +13,7 @@ import pytest
 
 from pplan.cost_models.layer import Chain, list_cut_points
 from pplan.cost_models.optimizers import Precision
-from pplan.cost_models.topology import Topology
+from pplan.cost_models.topology import Device, Group, Topology
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.planner.candidate import linear_pipeline
 from pplan.planner.coverage import _any_plan, _runs
@@ -24,13 +24,18 @@ from pplan.planner.explanation.explanation import _WorkShare
 from pplan.planner.explanation.resolve import resolve, with_memory
 from pplan.planner.joint_search import joint_search
 from pplan.planner.mini_batch import _neighbours
+from pplan.planner.objectives.least_cost import _CostSearch
 from pplan.planner.pipeline_config import PipelineConfig, abbreviate
 from pplan.planner.plan_options import CutLimits, PlanOptions
 from pplan.planner.planners.asteroid_shares import _next_receiver
+from pplan.planner.planners.base import stage_counts
+from pplan.planner.planners.pipedream_planner import _select_points
 from pplan.planner.planners.replica_groups import thin_cuts
 from pplan.planner.problem import Problem
 from pplan.planner.replica_exchange import bytes_at_end
 from pplan.planner.search.coarse import _spread
+from pplan.planner.search.deep_pipelines import _EvenStages
+from pplan.planner.search.fluid_bound import _FluidProgramme
 from pplan.planner.search.space import Space
 from pplan.planner.search.stage_recompute import cheapest_mode
 from pplan.planner.stage_table import StageTable
@@ -195,3 +200,67 @@ def test_devices_of_stages_on_all_devices_leave_none() -> None:
     assert list(_runs(some, (2,))) == [((0, 1),), ((1, 2),)]
     assert list(_runs(whole, (2,))) == []
     assert list(_runs(whole, (1, 2))) == [((0,), (1, 2))]
+
+
+def test_few_cut_points_stand_at_equal_seconds_where_least_crosses() -> None:
+    """Layers of a second each, in thirds and in halves; and a first layer that is half of all."""
+
+    def select(each: list[float], crossing: list[float], count: int) -> list[int]:
+        last = len(each)
+        seconds = np.full((last + 1, last + 1), np.inf)
+        seconds[np.arange(last), np.arange(1, last + 1)] = each
+        instance: Any = SimpleNamespace(last=last, seconds=seconds, crossing=np.array(crossing))
+        return list(map(int, _select_points(instance, count)))
+
+    crossing = [9.0, 5, 1, 2, 9, 3, 9]
+    assert select([1.0] * 6, crossing, 6) == list(range(7))
+    assert select([1.0] * 6, crossing, 4) == [0, 1, 2, 5, 6]
+    assert select([1.0] * 6, crossing, 3) == [0, 2, 3, 6]
+    assert select([3.0, 1, 1, 1], [9.0, 5, 1, 2, 9], 3) == [0, 2, 4]
+
+
+def test_runs_of_layers_take_equal_seconds(
+    even: Chain, make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pplan.planner.search.fluid_bound.RUNS", 3)
+    problem = Problem(even, make_topology(1), PlanOptions(mini_batch=2))
+    programme = _FluidProgramme(problem.space, problem.families[0], (1.0,))
+    assert programme._runs == [slice(0, 4), slice(4, 8), slice(8, 12)]
+
+
+def test_stages_of_unlike_devices_share_the_layers_by_their_rates(
+    even: Chain, make_topology: MakeTopology
+) -> None:
+    """24 s of layers on devices of which one takes twice as long: 24 / (1 + 1 / 2)."""
+    problem = Problem(even, make_topology(2), PlanOptions(mini_batch=2))
+    stages = _EvenStages(problem.space, problem.families[0], (1, 1), (1.0, 2.0))
+    assert stages.least_seconds == pytest.approx(16.0)
+
+
+def test_numbers_of_stages_that_are_tried() -> None:
+    """All up to 64, then a tenth more each, the most, and what divides the devices."""
+    problem: Any = SimpleNamespace(
+        stage_counts=range(1, 121),
+        space=SimpleNamespace(chain=SimpleNamespace(max_stages=240)),
+        usable_gpus=144,
+    )
+    assert stage_counts(problem) == [*range(1, 65), 71, 72, 80, 88, 97, 107, 118, 120]
+    assert stage_counts(problem, 4) == list(range(1, 61))
+
+
+def test_of_many_devices_of_a_kind_powers_of_two_are_tried(
+    even: Chain, make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pplan.planner.objectives.least_cost.EVERY_COUNT", 3)
+    groups = (Group(Device("fast", None, speed=2.0), 9), Group(Device("slow", None), 2))
+    problem = Problem(even, replace(make_topology(11), groups=groups), PlanOptions(mini_batch=2))
+    search = _CostSearch(problem, [1.0] * 11, cast(Any, SimpleNamespace(by_planner={})))
+    tried: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(
+        _CostSearch,
+        "_look_at_group",
+        lambda _, group, start: tried.append((group.device.name, group.number, start)),
+    )
+    search._look_at_kinds()
+    fast = [("fast", count, 0) for count in (1, 2, 3, 4, 8)]
+    assert tried == [*fast, ("slow", 1, 9), ("slow", 2, 9)]

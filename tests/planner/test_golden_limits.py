@@ -82,7 +82,7 @@ def line(plan: ScoredPlan | str | None) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [*((name, 2) for name in NAMES), ("two nodes", 1), ("few cuts", 4)]
+    ("name", "most"), [*((name, 2) for name in NAMES), ("two nodes", 1), ("few cuts", 4), ("two kinds", 4)]
 )
 def test_answers(
     name: str, most: int, cases: Cases, golden: Golden, as_text: AsText, low_limits: Callable[[int], None]
@@ -108,6 +108,7 @@ def test_answers(
     golden(f"planner/limits/{name.replace(' ', '_')}_{most}.txt", as_text(rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["small nodes", "small kinds", "small memory"])
 def test_what_follows_from_answers(
     name: str,

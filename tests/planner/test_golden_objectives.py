@@ -57,7 +57,7 @@ def solved(problem: Problem) -> Plan:
     ("name", "split"),
     [
         ("small nodes", ExplainOptions()),
-        ("small memory", ExplainOptions(current=(3, 2))),
+        pytest.param("small memory", ExplainOptions(current=(3, 2)), marks=pytest.mark.slow),
         ("small and launched", ExplainOptions(current=(2, 2), micro_batches=4, schedule="gpipe")),
         ("small and tied", ExplainOptions(current=(4,), replicas=2)),
     ],
@@ -99,6 +99,7 @@ OBJECTIVES = {
         *(("small memory", own) for own in OBJECTIVES),
         *(("small kinds", own) for own in ("throughput", "cost")),
         *(("fast links", own) for own in ("throughput", "cost")),
+        ("all devices", "throughput"),
     ],
 )
 def test_objectives(name: str, objective: str, cases: Cases, golden: Golden, as_text: AsText) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from pplan.cost_models.errors import InfeasibleError
+from pplan.cost_models.errors import FileError, InfeasibleError
 from pplan.planner.build_plan import build_plan
 from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.infeasible import no_plan_fits
 from pplan.planner.joint_search import find_best_plan
+from pplan.planner.plan_file import Plan
 from pplan.planner.plan_records import ProfileReference
 from pplan.planner.planners import PLANNERS
 from pplan.planner.planners.base import refusal_reason
@@ -115,3 +116,38 @@ def test_words_where_nothing_fits(name: str, cases: Cases, golden: Golden, as_te
     assert isinstance(error, InfeasibleError)
     content = {"what": error.what, "hint": error.hint, "details": error.details}
     golden(f"planner/infeasible/{file_name(name)}.txt", as_text(content))
+
+
+FILES = (
+    *(
+        "",
+        "[]",
+        "{}",
+        "1",
+        "null",
+        "{",
+        '{"schema": 1}',
+        '{"schema": 99}',
+        '{"schema": "1"}',
+        '{"schema": 0}',
+    ),
+    *(
+        '{"schema": 1, "layers": []}',
+        '{"schema": 1, "rows": []}',
+        "[" * 200_000,
+        '{"schema": 1' + "0" * 5000 + "}",
+    ),
+    *(
+        '{"schema": 1, "model": "x", "balance": []}',
+        '{"schema": 1, "model": 5, "balance": ["x"], "stages": 1}',
+    ),
+)
+
+
+def test_words_of_files_that_are_no_plans(golden: Golden, as_text: AsText) -> None:
+    rows = {}
+    for number, text in enumerate(FILES):
+        with pytest.raises(FileError) as caught:
+            Plan.parse(text, "a.plan.json")
+        rows[f"{number} {text[:30]}"] = str(caught.value).replace("\n", " | ")
+    golden("planner/files.txt", as_text(rows))

@@ -32,6 +32,32 @@ name = "network"
 bandwidth = "0.2GB/s"
 latency = "50us"
 """
+FAR = """
+[[device]]
+name = "toy"
+count = 3
+[[level]]
+name = "node"
+size = 2
+bandwidth = "1GB/s"
+[[level]]
+name = "network"
+bandwidth = "inf"
+"""
+"""Two devices of different nodes exchange faster than two of one."""
+SLOW_PORT = """
+[[device]]
+name = "toy"
+count = 4
+[[level]]
+name = "node"
+size = 2
+bandwidth = "100GB/s"
+[[level]]
+name = "network"
+bandwidth = "5GB/s"
+devices_per_port = 2
+"""
 OTHERS = ("objective", "alternative", "baseline")
 
 CASES: dict[str, tuple[Options, Options]] = {
@@ -55,6 +81,26 @@ CASES: dict[str, tuple[Options, Options]] = {
     "kept together": ({"cuts": 1.0}, ONE_LEVEL | {"keep_together": ["layers.[0-3]"]}),
     "even": ({}, ONE_LEVEL | {"planner": "even"}),
     "data-parallel": ({}, TWO_LEVELS | {"planner": "data-parallel"}),
+    "replicas that are not the first": (
+        {"sizes": (3,)},
+        {"gpus": 3, "mini_batch": 5, "topology": FAR, "zero": 3, "recompute": "always"},
+    ),
+    "ports of ZeRO-3": (
+        {"sizes": (2, 4)},
+        {
+            "gpus": 4,
+            "mini_batch": 8,
+            "topology": SLOW_PORT,
+            "zero": 3,
+            "use_all": True,
+            "schedule": "autopipe",
+        }
+        | {"max_stages": 1, "micro_batches": 1, "optimizer": "sgd"},
+    ),
+    "ports of ZeRO-2, both ways": (
+        {"sizes": (2, 4)},
+        {"gpus": 4, "mini_batch": 8, "topology": SLOW_PORT, "zero": 2, "schedule": "chimera"},
+    ),
     "least memory": ({}, ONE_LEVEL | {"objective": "memory"}),
     "throughput": ({"cuts": 1.0}, ONE_LEVEL | {"objective": "throughput"}),
     "cost": ({}, ONE_LEVEL | {"objective": "cost", "price": 2.0}),

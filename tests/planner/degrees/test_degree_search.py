@@ -24,6 +24,7 @@ from pplan.planner.degrees.degree_combinations import list_combinations
 from pplan.planner.degrees.degree_options import DegreeOptions
 from pplan.planner.degrees.degree_search import search_degrees
 from pplan.planner.degrees.stage_divisions import (
+    divide_by_seconds,
     interleaved_bound,
     least_interleaved,
     lower_bound,
@@ -204,6 +205,25 @@ def test_the_slowest_stage_is_as_fast_as_can_be(seed: int) -> None:
     if not mixed:
         assert max(s.forward_seconds + s.backward_seconds for s in own.stages) <= min(slowest) * (1 + 1e-5)
     assert layers.least_bytes() <= limit
+
+
+def test_stages_end_where_the_seconds_come_nearest_to_their_share() -> None:
+    """Every end compared with the aim, the first of those as near."""
+    random = Random(1)
+    for _ in range(200):
+        layers = random_table(random)
+        fewest = [layers.setting.fewest_blocks(slot, layers.slots) for slot in range(layers.slots)]
+        before = [layers.seconds(range(end), 0).both for end in range(layers.shape.blocks + 1)]
+        share, ends, fixed = layers.whole_seconds / layers.slots, [0], 0.0
+        for slot in range(layers.slots - 1):
+            fixed += layers.fixed_seconds(slot) if slot else 0.0
+            if slot == layers.setting.predictor_slot(layers.slots):
+                break
+            allowed = range(ends[-1] + fewest[slot], layers.shape.blocks - sum(fewest[slot + 1 :]) + 1)
+            aim = (slot + 1) * share - fixed
+            ends.append(min(allowed, key=lambda end, aim=aim: abs(before[end] - aim)))  # type: ignore[misc]
+        counts = [b - a for a, b in pairwise([*ends, layers.shape.blocks])]
+        assert divide_by_seconds(layers)[: len(counts)] == counts
 
 
 @pytest.mark.parametrize(

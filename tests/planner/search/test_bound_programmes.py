@@ -169,6 +169,28 @@ class TestFill:
 class TestRelaxed:
     """The least sums of `relaxed_problem`, over all pipelines of the relaxed stages."""
 
+    @pytest.mark.parametrize("most", [4, 9])
+    def test_deep_pipelines_are_bounded_where_the_sum_is_a_bound(
+        self, make_chain: MakeChain, most: int
+    ) -> None:
+        """The last bound is of all numbers of stages from there to the most: of no such number more stages
+        may remain than the sum is a bound of."""
+        seen = set()
+        for problem in problems(make_chain, 3):
+            for family in {own.config: own for own in problem.families}.values():
+                stages = make_relaxed_stages(problem.space, family)
+                assert stages is not None
+                own = RelaxedProblem(family.config, stages, most, np.inf)
+                prices = np.full(len(stages.kinds), 1e-3)
+                for weights in own.weights:
+                    bounds = price_stages(own, weights, 1e-3, 1e3, prices).bounds
+                    counts = [[count] for count in range(1, own.depth + 1)]
+                    counts[-1] += [most]
+                    holds = [all(np.isfinite(own.coefficient(weights, n)) for n in each) for each in counts]
+                    assert [bool(bound > -np.inf) for bound in bounds] == holds
+                    seen.add((holds[-2], holds[-1]))
+        assert (True, False) in seen
+
     @pytest.mark.parametrize(("schedule", "most"), [("1f1b", 8), ("1f1b", 1), ("gpipe", 8)])
     def test_the_least_of_all_pipelines(
         self, make_chain: MakeChain, schedule: str, most: int, monkeypatch: pytest.MonkeyPatch

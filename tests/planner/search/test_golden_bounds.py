@@ -35,6 +35,8 @@ NAMES = (
     *("torchgpipe's recomputing", "recompute", "a pinned layer"),
 )
 
+LONG = ("gradients add up", "torchgpipe's recomputing", "recompute")
+
 
 def file_name(name: str) -> str:
     return name.replace(" ", "_").replace("'", "")
@@ -49,7 +51,9 @@ def spending(problem: Problem, work: float) -> Problem:
     return replace(problem, budget=SearchBudget(work))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in NAMES]
+)
 def test_bounds(name: str, cases: Cases, golden: Golden, as_text: AsText) -> None:
     problem: Problem = cases[name].problem()
     found = search(problem.space, problem.families, problem.stage_counts)

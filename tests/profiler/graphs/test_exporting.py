@@ -355,6 +355,20 @@ class Counts(nn.Module):
         return given.view(int(given.shape[0]), 2, 2)  # one batch size
 
 
+class Branches(nn.Module):
+    def forward(self, given: Tensor) -> Tensor:
+        if given.numel() > 24:  # from seven samples on
+            return given.sin()
+        return given.relu()
+
+
+class BranchesEverywhere(nn.Module):
+    """Whether a number of elements is even is another thing for every other batch size."""
+
+    def forward(self, given: Tensor) -> Tensor:
+        return given.sin() if given[:, :3].numel() % 2 else given.cos()
+
+
 class Mistaken(nn.Module):
     def forward(self, given: Tensor) -> Tensor:
         return given @ torch.ones(7, 7)  # shapes
@@ -365,6 +379,12 @@ class Mistaken(nn.Module):
     [
         (Decides(), "cannot be traced by torch.export", "if given.sum() > 0:"),
         (Counts(), "holds for 3 samples only", "given.view(int(given.shape[0]), 2, 2)"),
+        (Branches(), "holds for 2 to 6 samples only", "if given.numel() > 24:"),
+        (
+            BranchesEverywhere(),
+            "holds for 3 to 127 samples only",
+            "given[:, :3].numel() % 2 else given.cos()",
+        ),
         (Mistaken(), "cannot be traced by torch.export", "given @ torch.ones(7, 7)"),
     ],
 )

@@ -1,0 +1,334 @@
+"""Pipelines whose stages have degrees of their own: devices, tensor, context and expert parallelism, replicas
+and recomputation.
+
+All stages work on the same micro-batches, in the order of 1F1B; the replicas of a stage share the samples of
+each of them equally, and stages may have different numbers of replicas. Stages stand on consecutive devices.
+Where the degrees differ at a cut, resharding.py says who sends what to whom.
+
+Of every size of micro-batches and number of stages, stage after stage is added to those beginnings of
+pipelines whose bound (stage_degree_bound.py) is least; the bound of what is left out is kept. More beginnings
+are followed until nothing shorter can be left, or the work is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from ...cost_models.topology import Topology
+from ...cost_models.transformer.layer_table import LayerTable
+from ...cost_models.transformer.layer_work import NUMBER, Tokens
+from ...cost_models.transformer.rank_costs import PassSeconds, RankCosts
+from ...cost_models.transformer.resharding import StageDevices, resharding_seconds
+from ...cost_models.transformer.training_setting import TrainingSetting
+from ...cost_models.transformer.training_step import StepEstimate, pipeline_seconds
+from ...cost_models.transformer.transformer_shape import TransformerShape
+from .degree_combinations import stage_degrees
+from .degree_options import DegreeOptions
+from .stage_degree_bound import DegreeTables, DeviceSlot, PipelineBounds, stage_bound, stage_slots
+from .stage_degree_table import FIRST, LAST, MIDDLE, BlockRuns, Recompute, StageDegreeTable
+
+MOST_STAGES = 16
+"""Where the options do not name how many there may be."""
+WIDTHS = (16, 128, 1024)
+"""Beginnings of pipelines that are followed, of each number of stages and size of micro-batches."""
+MOST_STEPS = 20_000
+"""Beginnings that are followed before no more are tried."""
+
+
+@dataclass(frozen=True)
+class OwnStage:
+    """One stage: its devices with their degrees, its blocks, and what runs again."""
+
+    devices: StageDevices
+    blocks: range
+    recompute: Recompute
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A pipeline of stages with degrees of their own. `samples`: of a micro-batch, which the replicas of each
+    stage share. `transfers`: seconds over each cut, in either direction."""
+
+    stages: tuple[OwnStage, ...]
+    samples: int
+    micro_batches: int
+    transfers: tuple[float, ...]
+    estimate: StepEstimate
+
+
+@dataclass(frozen=True)
+class StageAnswer:
+    """The fastest `plan` with degrees by stage; None where none is shorter than what is known otherwise. No
+    pipeline of what was searched takes less than `bound_seconds`, or than that. `pipelines`: sizes of
+    micro-batches with numbers of stages."""
+
+    plan: StagePlan | None
+    bound_seconds: float
+    pipelines: int
+
+
+class _Stage(NamedTuple):
+    """Of a pipeline under way. `before`: seconds of a micro-batch in the stages before and over the cuts,
+    forward and backward."""
+
+    slot: DeviceSlot
+    table: StageDegreeTable
+    blocks: range
+    seconds: PassSeconds
+    update: float
+    before: float
+    enter: float
+
+    @property
+    def devices(self) -> StageDevices:
+        return StageDevices(self.table.degrees, self.slot.first)
+
+
+class _Beginning(NamedTuple):
+    """The first stages of a pipeline, and what it takes at least."""
+
+    bound: float
+    stages: tuple[_Stage, ...]
+
+
+def search_stage_degrees(
+    shape: TransformerShape,
+    topology: Topology,
+    costs: RankCosts,
+    options: DegreeOptions,
+    memory_bytes: float,
+    most_seconds: float,
+    widths: Sequence[int] = WIDTHS,
+) -> StageAnswer:
+    """The pipeline of all with degrees by stage that has the shortest step, where that is below
+    `most_seconds`, and the bound of all."""
+    search = _Search(shape, topology, options, most_seconds)
+    counts, runs = _stage_counts(shape, topology.gpus, options), BlockRuns(shape.routed)
+    for samples in _sample_counts(topology.gpus, options) if counts else ():
+        tables = _stage_tables(
+            shape, topology, costs, options, memory_bytes, samples, runs, counts[-1], search.best_seconds
+        )
+        search.add(PipelineBounds(tables, counts[-1], search.best_seconds), counts)
+    for width in widths:
+        search.run(width)
+    return StageAnswer(search.plan(costs), search.bound_seconds, search.pipelines)
+
+
+def _stage_counts(shape: TransformerShape, devices: int, options: DegreeOptions) -> list[int]:
+    most = min(devices, shape.blocks)
+    return [count for count in options.pp or range(2, MOST_STAGES + 1) if 2 <= count <= most]
+
+
+def _sample_counts(devices: int, options: DegreeOptions) -> list[int]:
+    """Of a micro-batch of all replicas together."""
+    sizes = options.micro_batch_size or [2**power for power in range(options.mini_batch.bit_length())]
+    counts = {size * replicas for size in sizes for replicas in range(1, devices + 1)}
+    return sorted(count for count in counts if options.mini_batch % count == 0)
+
+
+def _stage_tables(
+    shape: TransformerShape,
+    topology: Topology,
+    costs: RankCosts,
+    options: DegreeOptions,
+    memory_bytes: float,
+    samples: int,
+    runs: BlockRuns,
+    most_stages: int,
+    most_seconds: float,
+) -> DegreeTables:
+    many, by_count = options.mini_batch // samples, dict[int, list[StageDegreeTable]]()
+    for count in sorted({slot.size for slot in stage_slots(topology)}):
+        for degrees in stage_degrees(shape, count, samples, options):
+            tokens = Tokens(options.sequence, samples // degrees.data)
+            setting = TrainingSetting(many, tokens, predictors=options.predictors)
+            table = StageDegreeTable(
+                shape,
+                degrees,
+                setting,
+                costs,
+                options.recompute,
+                memory_bytes,
+                runs,
+                most_stages,
+                most_seconds,
+            )
+            if np.isfinite(table.backward).any():
+                by_count.setdefault(count, []).append(table)
+    token_bytes = float(NUMBER * options.sequence * samples * shape.hidden)
+    return DegreeTables(topology, runs, by_count, many, samples, token_bytes)
+
+
+class _Search:
+    """The best so far, and what is `open`: by number of stages and size of micro-batches the least bound of
+    the pipelines that were not followed."""
+
+    def __init__(
+        self, shape: TransformerShape, topology: Topology, options: DegreeOptions, most_seconds: float
+    ) -> None:
+        self.shape, self.topology, self.options = shape, topology, options
+        self.best_seconds = most_seconds
+        self.best: tuple[DegreeTables, tuple[_Stage, ...]] | None = None
+        self.open: list[tuple[float, int, PipelineBounds]] = []
+        self.pipelines = self.steps = 0
+        self._cuts: dict[tuple[StageDevices, StageDevices, int], float] = {}
+
+    @property
+    def bound_seconds(self) -> float:
+        """Of all that was searched."""
+        return min([self.best_seconds, *(left for left, _, _ in self.open)])
+
+    def add(self, bounds: PipelineBounds, counts: Sequence[int]) -> None:
+        """All pipelines of so many stages."""
+        self.pipelines += len(counts)
+        self.open += [(bounds.roots[count], count, bounds) for count in counts]
+
+    def run(self, width: int) -> None:
+        """Follows so many beginnings of each, the best first."""
+        following = []
+        for least, count, bounds in sorted(self.open, key=lambda own: own[:2]):
+            if least < self.best_seconds and self.steps < MOST_STEPS:
+                least = max(least, self._follow(bounds, count, width))
+            following.append((least, count, bounds))
+        self.open = [own for own in following if own[0] < self.best_seconds]
+
+    def _follow(self, bounds: PipelineBounds, count: int, width: int) -> float:
+        """The least bound of what is left out."""
+        beginnings, left = [_Beginning(0.0, ())], float("inf")
+        for after in range(count - 1, -1, -1):
+            longer = [own for each in beginnings for own in self._longer(bounds, each, after, width + 1)]
+            longer.sort(key=attrgetter("bound"))
+            left = min([left, *(own.bound for own in longer[width : width + 1])])
+            beginnings = longer[:width]
+        for own in beginnings:
+            if own.bound < self.best_seconds:
+                self._finish(bounds.tables, own)
+        return left
+
+    def _finish(self, tables: DegreeTables, own: _Beginning) -> None:
+        transfers = [stage.enter for stage in own.stages[1:]]
+        pipeline = pipeline_seconds([stage.seconds for stage in own.stages], transfers, tables.micro_batches)
+        step = max(own.bound, pipeline + max(stage.update for stage in own.stages))
+        if step < self.best_seconds:
+            self.best_seconds, self.best = step, (tables, own.stages)
+
+    def _longer(self, bounds: PipelineBounds, own: _Beginning, after: int, most: int) -> Iterator[_Beginning]:
+        """With one stage more, of which `after` follow; those of the least bounds, and as many as `most`."""
+        self.steps += 1
+        start, rank = 0, 0
+        if own.stages:
+            start, rank = own.stages[-1].blocks.stop, own.stages[-1].slot.end
+        rows = [
+            self._bounds_with(bounds, own, slot, table, start, after)
+            for slot in bounds.by_first[rank]
+            if slot in bounds.least_behind[after]
+            for table in bounds.tables.by_count[slot.size]
+        ]
+        if not rows:
+            return
+        every = np.array([row.bounds for row in rows])
+        every[~(every < self.best_seconds)] = np.inf
+        for place in np.argsort(every, axis=None)[:most]:
+            row, stop = divmod(int(place), every.shape[1])
+            if every[row, stop] == np.inf:
+                return
+            yield _Beginning(float(every[row, stop]), (*own.stages, rows[row].stage(start, stop)))
+
+    def _bounds_with(
+        self,
+        bounds: PipelineBounds,
+        own: _Beginning,
+        slot: DeviceSlot,
+        table: StageDegreeTable,
+        start: int,
+        after: int,
+    ) -> _NextStage:
+        role = FIRST if not own.stages else LAST if after == 0 else MIDDLE
+        tables = bounds.tables
+        before = enter = 0.0
+        if own.stages:
+            last = own.stages[-1]
+            enter = self._cut(tables, last.devices, StageDevices(table.degrees, slot.first))
+            before = last.before + last.seconds.both + 2 * enter
+        new = _NextStage(slot, table, role, after, start, before, enter)
+        behind, step = bounds.least_behind[after][slot], bounds.least_step[after][slot]
+        many, count = tables.micro_batches, after + len(own.stages) + 1
+        both = new.forward + new.backward
+        with np.errstate(invalid="ignore"):
+            alone = stage_bound(
+                new.forward, new.backward, enter, tables.leave_seconds(slot), behind, after, many
+            )
+            pipeline = before + alone
+            latest = np.maximum(pipeline + new.update, before + both + step)
+            leaves = [*(stage.enter for stage in own.stages[1:]), enter]
+            for place, (stage, leave) in enumerate(zip(own.stages, leaves, strict=False)):
+                rest = before - stage.before - stage.seconds.both + both + behind
+                seconds = stage_bound(*stage.seconds, stage.enter, leave, rest, count - place - 1, many)
+                pipeline = np.maximum(pipeline, stage.before + seconds)
+            update = max([0.0, *(stage.update for stage in own.stages)])
+            new.bounds[:] = np.maximum(latest, pipeline + np.maximum(new.update, update))
+        return new
+
+    def _cut(self, tables: DegreeTables, before: StageDevices, after: StageDevices) -> float:
+        key = before, after, tables.samples
+        if key not in self._cuts:
+            self._cuts[key] = resharding_seconds(
+                self.topology, before, after, self.options.sequence, tables.samples, self.shape.hidden
+            )
+        return self._cuts[key]
+
+    def plan(self, costs: RankCosts) -> StagePlan | None:
+        """The best, with all that it takes."""
+        if self.best is None:
+            return None
+        tables, stages = self.best
+        own, estimates = [], []
+        for place, stage in enumerate(stages):
+            role = FIRST if place == 0 else LAST if place == len(stages) - 1 else MIDDLE
+            recompute = stage.table.recompute(role, stage.blocks, len(stages) - 1 - place)
+            setting = replace(
+                stage.table.setting, recompute=recompute.kind, recompute_blocks=recompute.blocks
+            )
+            degrees = replace(stage.table.degrees, pipeline=len(stages))
+            layers = LayerTable(self.shape, degrees, setting, costs)
+            own.append(OwnStage(stage.devices, stage.blocks, recompute))
+            estimates.append(layers.stage((stage.blocks,), place))
+        update = max(stage.update_seconds for stage in estimates)
+        transfers = tuple(stage.enter for stage in stages[1:])
+        estimate = StepEstimate(self.best_seconds, self.best_seconds - update, update, tuple(estimates))
+        return StagePlan(tuple(own), tables.samples, tables.micro_batches, transfers, estimate)
+
+
+class _NextStage:
+    """A stage that may be next: arrays by the block behind its last; what it takes there, and the `bounds` of
+    a pipeline with it."""
+
+    def __init__(
+        self,
+        slot: DeviceSlot,
+        table: StageDegreeTable,
+        role: int,
+        after: int,
+        start: int,
+        before: float,
+        enter: float,
+    ) -> None:
+        self.slot, self.table, self.before, self.enter = slot, table, before, enter
+        number = table.runs.number[start]
+        if role == LAST:
+            number = np.where(np.arange(len(number)) == len(number) - 1, number, -1)
+        self.forward, self.backward, self.update = (
+            np.where(number < 0, np.inf, own[number])
+            for own in (table.forward[role], table.backward[role, after], table.update[role])
+        )
+        self.bounds = np.full(len(number), np.inf)
+
+    def stage(self, start: int, stop: int) -> _Stage:
+        seconds = PassSeconds(float(self.forward[stop]), float(self.backward[stop]))
+        update = float(self.update[stop])
+        return _Stage(self.slot, self.table, range(start, stop), seconds, update, self.before, self.enter)
