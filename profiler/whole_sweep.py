@@ -222,8 +222,8 @@ class WholeSweep(SizeSweep[SizeRun]):
 
     def _short_budget(self, run: SizeRun) -> str:
         """That the first size alone took longer than all was to take, and what would do."""
-        whole = run.warm_up_rounds + run.counts_less / 2
-        enough = self.earlier_seconds + run.round_seconds * (self._first_round_count + whole)
+        left = self._first_round_count - len(run.rounds) + run.counts_less / 2
+        enough = self.spent + run.round_seconds * max(left, 0.0)
         before = (
             f" ({seconds_text(self.earlier_seconds)} of it loading and tracing)"
             if self.earlier_seconds

@@ -86,10 +86,8 @@ class DegreeOptions(Options):
     not all of the configuration's. `zero`: the stages of ZeRO that may be (2 and 3: FSDP, no pipelines).
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.by_stage:
-            return
+    def check_by_stage(self) -> None:
+        """Raises UsageError where these options leave no degrees by stage to look for."""
         for name, allowed, why in (
             ("pp", range(2, 2**20), "they are of several pipeline stages"),
             ("virtual_stages", (1,), "they are of 1F1B, with one stage on a device"),

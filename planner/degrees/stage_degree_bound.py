@@ -34,7 +34,7 @@ from ...cost_models.topology import Topology
 from .stage_degree_table import FIRST, LAST, MIDDLE, Array, BlockRuns, StageDegreeTable
 
 MOST_PARTS = 64
-"""Of more devices a stage has at least this part."""
+"""Of more devices a stage has whole parts, as many as divide them and are no more than these."""
 
 
 class DeviceSlot(NamedTuple):
@@ -52,11 +52,12 @@ class DeviceSlot(NamedTuple):
 def stage_slots(topology: Topology) -> list[DeviceSlot]:
     """All of them: of each level of the topology a stage is inside one group, or has whole groups, so that
     its devices are joined as the first ones are."""
-    devices, least = topology.gpus, -(-topology.gpus // MOST_PARTS)
+    devices = topology.gpus
+    part = next(own for own in range(1, devices + 1) if devices % own == 0 and devices // own <= MOST_PARTS)
     return [
         DeviceSlot(first, count)
-        for count in range(least, devices)
-        for first in range(devices - count + 1)
+        for count in range(part, devices, part)
+        for first in range(0, devices - count + 1, part)
         if all(_is_even(first, count, size) for size in topology.group_sizes)
     ]
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...cost_models.errors import UsageError
 from ...cost_models.topology import Topology
 from ...cost_models.transformer.layer_table import LayerTable
 from ...cost_models.transformer.layer_work import NUMBER, Tokens
@@ -34,6 +35,8 @@ from .stage_degree_table import FIRST, LAST, MIDDLE, BlockRuns, Recompute, Stage
 
 MOST_STAGES = 16
 """Where the options do not name how many there may be."""
+MOST_BLOCKS = 256
+"""Of a model."""
 WIDTHS = (16, 128, 1024)
 """Beginnings of pipelines that are followed, of each number of stages and size of micro-batches."""
 MOST_STEPS = 20_000
@@ -94,6 +97,15 @@ class _Beginning(NamedTuple):
 
     bound: float
     stages: tuple[_Stage, ...]
+
+
+def check_blocks(shape: TransformerShape) -> None:
+    """Raises UsageError for more blocks than are searched."""
+    if shape.blocks > MOST_BLOCKS:
+        raise UsageError(
+            f"by_stage: a model of {shape.blocks} blocks, degrees by stage are of up to {MOST_BLOCKS}",
+            "Omit `by_stage`, or give fewer `layers`.",
+        )
 
 
 def search_stage_degrees(

@@ -22,7 +22,7 @@ from ..cost_models.transformer.transformer_shape import TransformerShape
 from ..planner.degrees.degree_baselines import degree_baselines
 from ..planner.degrees.degree_options import DegreeOptions
 from ..planner.degrees.degree_search import DegreeAnswer, search_degrees
-from ..planner.degrees.stage_degree_search import search_stage_degrees
+from ..planner.degrees.stage_degree_search import check_blocks, search_stage_degrees
 from .options import DegreesKeywords, options_from
 
 
@@ -71,6 +71,9 @@ def find_degrees(
     """The same, of what is read."""
     if options.layers is not None:
         shape = shape.with_blocks(options.layers)
+    if options.by_stage:
+        options.check_by_stage()
+        check_blocks(shape)
     topology, costs, limit = machine_costs(machine, kernels)
     answer = search_degrees(shape, topology.gpus, costs, options, limit)
     if options.by_stage:

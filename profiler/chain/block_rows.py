@@ -4,8 +4,8 @@ The blocks of an nn.ModuleList that are layers by themselves are dropped, but fo
 equal ones; what they run tells, of the whole model and of the shortened one, which has to run the same
 besides.
 The chain of the shortened model then gets them back. Where anything else leads from layer to layer than what
-each block returns to the next, something forbids a cut, or the configuration names layers of several types,
-the model is traced whole.
+each block returns to the next, another layer reads a block's weight, something forbids a cut, or the
+configuration names layers of several types, the model is traced whole.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ class BlockRow:
         names = {f"{self.path}.{place}": index for place, index in enumerate(self.left)}
         if [names[layer.name] for layer in chain.layers if layer.name in names] != self.left:
             return None
+        if self._is_read_elsewhere(chain, names):
+            return None
         layers: list[Layer] = []
         origins: list[int] = []
         for place, layer in enumerate(chain.layers):
@@ -84,6 +86,16 @@ class BlockRow:
             unused=list_unused(model, modules),
         )
         return whole, tuple(positions[origin] for origin in origins)
+
+    def _is_read_elsewhere(self, chain: LayerChain, names: dict[str, int]) -> bool:
+        """Whether a layer uses a tensor of another block: by its number in the list, it would be another one
+        in the whole model."""
+        owners = {id(tensor): index for index in self.left for tensor in tensors_used(self.blocks[index])}
+        return any(
+            owners.get(id(tensor), names.get(layer.name)) != names.get(layer.name)
+            for layer in chain.layers
+            for tensor in tensors_used(layer.module)
+        )
 
     def _renamed(self, layer: Layer, index: int) -> Layer:
         name = f"{self.path}.{index}"

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
-import networkx as nx
-
 from ...cost_models.errors import FileError
 from ..profile_records import LayerMeasurement, ProfiledLayer
 from .pipedream_graph import Graph, Node
@@ -76,6 +74,8 @@ def _ordered(graph: Graph, file: str) -> list[Node]:
     ranks = {name: int(match[2]) for name, match in numbered.items() if match}
     if len(ranks) < len(numbered) or len({match[1] for match in numbered.values() if match}) > 1:
         ranks = {name: node.line for name, node in graph.nodes.items()}
+    import networkx as nx  # here: only graphs need it, and it takes 0.15 s
+
     edges = nx.DiGraph()
     edges.add_nodes_from(graph.nodes)
     edges.add_edges_from(graph.edges)

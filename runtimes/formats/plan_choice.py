@@ -8,6 +8,7 @@ from typing import Any
 
 from ...cost_models.errors import ExportError
 from ...cost_models.first_layers import recompute_kind, recompute_kinds
+from ...cost_models.quantities import format_count
 from ...cost_models.runtime import Runtime, find_runtime
 from ...planner.plan_file import Plan
 from ...planner.plan_records import Alternative
@@ -238,8 +239,9 @@ def _remark(plan: Plan, runtime: Runtime, why: str, other: Alternative) -> str:
     return (
         f"{why}. Exported instead its best "
         f"alternative for {runtime.name}: balance {balance}{replicas}, schedule {other.schedule}, "
-        f"{other.micro_batches} micro-batches of {other.micro_batch_size}, recompute {other.recompute}, "
-        f"{other.step_seconds:.4g} s a step (the plan: {plan.prediction.step_seconds:.4g} s)."
+        f"{format_count(other.micro_batches, 'micro-batch')} of {other.micro_batch_size}, "
+        f"recompute {other.recompute}, {other.step_seconds:.4g} s a step "
+        f"(the plan: {plan.prediction.step_seconds:.4g} s)."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -116,14 +117,8 @@ def from_layout(layout: str, names: Sequence[str], where: str, options: Options)
             "Give a pipeline size that does.",
         )
     virtual = len(stages) // size
-    empty = [str(stage) for stage, letters in enumerate(stages) if not letters.strip("m")]
-    if empty and virtual > 1:
-        raise partition_error(
-            where,
-            f"its virtual stages {', '.join(empty[:10])} hold no layer of a profile, and would leave a "
-            "device with fewer of them than others",
-            "pplan.lint costs such a layout, from the model's config.json.",
-        )
+    empty = [stage for stage, letters in enumerate(stages) if not letters.strip("m")]
+    _check_whole_devices(empty, size, virtual, where)
     blocks = [letters.count("t") for letters in stages if letters.strip("m")]
     batch, own = (
         read_number(options, "global_batch_size", where),
@@ -141,7 +136,22 @@ def from_layout(layout: str, names: Sequence[str], where: str, options: Options)
     )
 
 
-def _notes(stages: Sequence[str], empty: Sequence[str]) -> list[str]:
+def _check_whole_devices(empty: Sequence[int], size: int, virtual: int, where: str) -> None:
+    """Raises FileError where a device of a pipeline of this size has layers in some of its virtual stages and
+    none in others: a plan has as many stages, each of one layer or more, on every device."""
+    devices = Counter(stage % size for stage in empty)
+    for stage in empty:
+        if devices[stage % size] < virtual:
+            raise partition_error(
+                where,
+                f"its virtual stage {stage} holds no layer of the profile, and device {stage % size} has "
+                f"layers in {virtual - devices[stage % size]} of its {virtual}: a plan has as many stages on "
+                "every device, each of a layer or more",
+                "pplan.lint costs it as it is, from the model's config.json; or move a block there.",
+            )
+
+
+def _notes(stages: Sequence[str], empty: Sequence[int]) -> list[str]:
     """What a profile does not have of a layout."""
     notes, predictors = [], sum(letters.count("m") for letters in stages)
     if predictors:
@@ -150,8 +160,9 @@ def _notes(stages: Sequence[str], empty: Sequence[str]) -> list[str]:
             "costs them, from the model's config.json"
         )
     if empty:
+        numbers = ", ".join(map(str, empty[:10]))
         notes.append(
-            f"stages {', '.join(empty[:10])} hold no layer of the profile: left out, with the devices that "
-            "only hand tensors on"
+            f"stages {numbers} hold no layer of the profile: left out, with the devices that only hand "
+            "tensors on"
         )
     return notes

@@ -76,7 +76,15 @@ def from_device_map(places: Mapping[str, object], names: Sequence[str], where: s
             "pplan's stages are layers that follow one another: give each device one run of them.",
         )
     stages = [order.index(device) for device in indices]
-    return replace(_in_order(stages, len(order), "device_map", where), schedule="naive")
+    partition = _in_order(stages, len(order), "device_map", where)
+    return replace(partition, schedule="naive", devices=read_ranks(order))
+
+
+def read_ranks(names: Sequence[object]) -> tuple[int, ...] | None:
+    """Of devices, as numbers or cuda:N, each once; None where one is something else."""
+    words = [str(name).removeprefix("cuda:") for name in names]
+    ranks = [int(word) for word in words if re.fullmatch(r"[0-9]{1,9}", word)]
+    return tuple(ranks) if ranks and len(ranks) == len(names) == len(set(ranks)) else None
 
 
 class _Layers:

@@ -24,7 +24,7 @@ from ..formats.pipe_export import FairscaleExport, PipeExport, TorchgpipeExport
 from ..formats.torch_export import TorchExport
 from ..formats.torchtitan_export import TorchtitanExport
 from .megatron_layout import from_layout
-from .module_names import from_device_map, from_modules
+from .module_names import from_device_map, from_modules, read_ranks
 from .partition import Partition, check_stages, from_bounds, from_counts, partition_error
 from .trainer_options import Options, parse_options, parse_yaml
 
@@ -209,21 +209,12 @@ def from_export(text: str, runtime: str, names: Sequence[str], where: str) -> Pa
             format=runtime,
             runtime=runtime,
             replicas=replicas,
-            devices=_devices(document),
+            devices=partition.devices or read_ranks(getattr(document, "devices", [])),
             mini_batch=document.mini_batch,
             samples=document.micro_batch_size // replicas,
         ),
         where,
     )
-
-
-def _devices(document: ExportDocument) -> tuple[int, ...] | None:
-    """Ranks of the devices, each once; None where the document does not name them."""
-    names = getattr(document, "devices", [])
-    ranks = [
-        int(name.removeprefix("cuda:")) for name in map(str, names) if name.removeprefix("cuda:").isdecimal()
-    ]
-    return tuple(ranks) if ranks and len(ranks) == len(names) == len(set(ranks)) else None
 
 
 def _partition(document: ExportDocument, names: Sequence[str], where: str) -> Partition:

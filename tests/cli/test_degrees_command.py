@@ -148,6 +148,16 @@ def test_an_answer_is_a_file_that_show_prints(
     assert json.loads(config.read_text()) == MODEL
 
 
+def test_degrees_by_stage_of_a_number_of_blocks_without_divisors() -> None:
+    """The baselines have no pipeline then."""
+    small = {**MODEL, "num_hidden_layers": 7}
+    answer = pplan.degrees(
+        small, gpus=4, gpu="b200", mini_batch=8, tp=(1,), virtual_stages=(1,), by_stage=True
+    )
+    assert answer.by_stage is not None
+    assert answer.by_stage.bound_seconds <= answer.plans[0].estimate.step_seconds
+
+
 def test_degrees_by_stage(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a large vocabulary, where the stages' layers fit two ways to share them."""
     wide = {"hidden_size": 3584, "num_attention_heads": 16, "num_hidden_layers": 42, "vocab_size": 256000}
@@ -224,7 +234,19 @@ def test_refused_virtual_stages(config: Path, capsys: pytest.CaptureFixture[str]
         (["--gpus", "8", "--gpu", "h100", "--kernels", "none.csv"], 2, "none.csv"),
         (["--gpus", "8", "--gpu", "h100", "--by-stage", "--virtual-stages", "2"], 2, "--virtual-stages 2"),
         (["--gpus", "8", "--gpu", "h100", "--by-stage", "--pp", "1"], 2, "--pp 1"),
+        (
+            [
+                "--gpus",
+                "8",
+                "--gpu",
+                "b200",
+                *["--by-stage", "--tp", "8", "--recompute", "full", "--layers", "257"],
+            ],
+            2,
+            "257 blocks",
+        ),
         (["--gpus", "8", "--gpu", "h100", "--by-stage", "--zero", "2,3"], 2, "--zero 2,3"),
+        (["--gpus", "8", "--gpu", "h100", "--by-stage", "--layers", "257"], 2, "257 blocks"),
     ],
 )
 def test_refusals(

@@ -159,7 +159,9 @@ bandwidth = "10GB/s"
 """
 
 
-@pytest.mark.parametrize(("runtime", "schedule"), [("torchgpipe", "gpipe"), ("deepspeed", "1f1b")])
+@pytest.mark.parametrize(
+    ("runtime", "schedule"), [("torchgpipe", "gpipe"), ("deepspeed", "1f1b"), ("huggingface", "naive")]
+)
 def test_an_export_keeps_its_devices(profile: Path, here: Path, runtime: str, schedule: str) -> None:
     """On devices of several kinds a plan may leave the first one free."""
     (here / "unlike.toml").write_text(UNLIKE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -445,6 +446,18 @@ def test_the_smallest_size_is_measured_whatever_the_budget(clock: Any, takes: An
         "micro-batch size 8 alone took 96 s with 1 round, the budget is 0.001 s: "
         "its seconds are less certain; about 216 s would do for it",
     ]
+
+
+def test_the_budget_that_would_do_counts_what_the_first_pass_took(clock: Any, takes: Any) -> None:
+    """A first pass that takes longer than all later ones would do so with a larger budget, too."""
+    layer = takes(clock, 1, 2)
+    seconds = iter([1000.0] * 3)
+    layer.register_forward_hook(lambda *_: clock.advance(next(seconds, 0.0), 0.0))
+    sweep = swept(subject_of(nn.Sequential(layer), clock), [8], budget=500.0, parts=True)
+    (said,) = [note for note in sweep.notes if " alone took " in note]
+    taken, enough = (float(re.findall(rf"{words} (\d+) s", said)[0]) for words in ("took", "about"))
+    assert taken >= 1000
+    assert enough >= taken
 
 
 def test_parts_wait_for_a_longer_budget_at_the_smallest_size(clock: Any, parted: Any) -> None:

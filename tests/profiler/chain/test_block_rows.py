@@ -61,6 +61,10 @@ class Model(nn.Module):
         if self.odd == "same":
             x = self.behind(x)
         scores: Tensor = self.head(x)
+        if self.odd == "read":
+            block = self.blocks[ODD]
+            assert isinstance(block, Block)
+            scores = scores + (x @ block.outer.weight).sum()
         return scores
 
 
@@ -132,9 +136,11 @@ def test_what_differs_is_traced(monkeypatch: pytest.MonkeyPatch, odd: str) -> No
 
 
 @pytest.mark.slow
-def test_a_tensor_that_skips_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the chain tells: then the whole model is traced after all."""
-    short, whole, traced = both(monkeypatch, Model("." * 20, "skip"))
+@pytest.mark.parametrize("odd", ["skip", "read"])
+def test_a_tensor_that_skips_layers(monkeypatch: pytest.MonkeyPatch, odd: str) -> None:
+    """Only the chain tells, also of a block's weight that the head reads, which in a shortened list is
+    another block's: then the whole model is traced after all."""
+    short, whole, traced = both(monkeypatch, Model("." * 20, odd))
     assert traced[-1] == 20
     assert len(traced) == 2
     assert short == whole

@@ -16,6 +16,7 @@ from pplan.cost_models.errors import FileError, UsageError
 from pplan.planner.plan_file import Plan
 from pplan.runtimes.formats.exporters import EXPORTERS, export
 from pplan.runtimes.formats.trainer_text import TrainerText
+from pplan.runtimes.reading.megatron_layout import layout_problems, split_layout
 from pplan.runtimes.reading.partition import Partition
 from pplan.runtimes.reading.read import read_partition, with_virtual_stages
 
@@ -104,6 +105,25 @@ def test_what_a_profile_has_not_is_left_out(text: str, ends: tuple[int, ...], no
     assert all(told.startswith(start) for told, start in zip(made.notes, notes, strict=True))
 
 
+def test_a_device_with_empty_virtual_stages_alone_is_left_out(layout_class: Any) -> None:
+    """Megatron-LM takes the layout; the second of three devices only hands tensors on."""
+    layout = "Et*2||t*3|t*2||t*2L"
+    assert not layout_problems(split_layout(layout, "layout"), 3, 9, 0)
+    own = layout_class.from_str(layout, 3)
+    own.validate_layer_layout(num_layers=9, mtp_num_layers=None)
+    assert [[len(stage) for stage in device] for device in own.layout] == [[3, 2], [0, 0], [3, 3]]
+    asked = f"--pipeline-model-parallel-layout '{layout}' --pipeline-model-parallel-size 3"
+    made = read(asked)
+    assert (made.ends, made.virtual_stages, made.schedule) == ((3, 6, 8, 12), 2, "interleaved")
+    assert made.notes == (
+        "stages 1, 4 hold no layer of the profile: left out, with the devices that only hand tensors on",
+    )
+    with pytest.raises(
+        FileError, match="virtual stage 1 holds no layer of the profile, and device 1 has lay"
+    ):
+        read(asked.replace("||t*2L", "|t|tL"))
+
+
 def test_names_that_are_no_layers_are_told() -> None:
     parts = [[*PARTS[0], "vision"], PARTS[1], PARTS[2]]
     assert read(json.dumps(parts)).notes == ("vision: no layer of the profile, passed over",)
@@ -127,7 +147,7 @@ FORMATS = "Give a balance list"
         ("Et*4|t*5xL", "it is in none of the formats", FORMATS),
         (
             "--pipeline-model-parallel-layout 'Et*4|t*5||L' --pipeline-model-parallel-size 2",
-            "its virtual stages 2 hold no layer",
+            "its virtual stage 2 holds no layer of the profile, and device 0 has layers in 1 of its 2",
             "pplan.lint",
         ),
         ("Et*4|t*5", "must begin with E and end with L", ""),
