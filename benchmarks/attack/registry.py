@@ -21,7 +21,7 @@ EXPLAINED = "what-if, second best, other stages"
 BOUNDS: dict[str, str] = {
     "alternatives.py:_alternative": "alternatives",
     "alternatives.py:_for_runtimes": "alternatives",
-    "alternatives.py:_interleaved_alternative": "alternatives",
+    "alternatives.py:_interleaved_alternatives": "alternatives",
     "explanation/resolve.py:resolve": EXPLAINED,
     "explanation/runner_up.py:_other_devices": EXPLAINED,
     "explanation/runner_up.py:_rival": EXPLAINED,

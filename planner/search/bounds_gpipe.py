@@ -127,7 +127,9 @@ class GPipeBound:
             tail=tail,
         )
         late, host_end = self._round_trips.launches.extend(state["host_end"], stage, back)
-        back = own.plain + np.maximum(back, stage.least_after)
+        # The last of several backwards is no first one.
+        final = stage.backward if self._count > 1 else own.plain
+        back = final + np.maximum(back, stage.least_after)
         return np.maximum(self._total(whole), late), now | {"back": back, "host_end": host_end}
 
     def finished(self, plans: Pipelines) -> Floats:

@@ -63,7 +63,8 @@ def launches(plans: Pipelines, row: Row) -> float:
         for f, b, end in zip(row["forward_launch"], row["backward_launch"], last, strict=True)
     ]
     if plans.hosts == "one":
-        return count * sum(row["forward_launch"]) + one_process(plans, row, last)
+        forwards = count * sum(row["forward_launch"])
+        return forwards + max(one_process(plans, row, last), behind_launches(plans, row, last))
     for stage in reversed(range(plans.stages)):
         late = max(hosts[stage], late + row["cut"][stage] + backward[stage])
         latest = max(latest, late + row["exposed_allreduce"][stage])
@@ -78,6 +79,26 @@ def one_process(plans: Pipelines, row: Row, last: list[float]) -> float:
     own = [(count - 1) * more + sum(last) for more in backward]
     again = sum(b - p for b, p in zip(backward, plain, strict=True))
     return max(*own, (count - differs) * again + plain[0] + plain[-1])
+
+
+def behind_launches(plans: Pipelines, row: Row, last: list[float]) -> float:
+    """From where stage s launches its last backward, or of GPipe has run its first, its device goes on, and
+    those of the stages before it."""
+    count, paths = plans.config.micro_batches, []
+    usual, acc, cut = row["backward"], row["accumulation"], row["cut"]
+    lasts = row["plain"] if plans.config.recompute == "except_last" else usual
+    for s in range(plans.stages):
+        own = last[s] + (count - 2) * row["backward_launch"][s] if count > 1 else 0.0
+        begins = [own, *((count - 1) * launch for launch in row["backward_launch"][s + 1 :])]
+        ends = [sum(last[s + 1 :]) + begin + lasts[s] for begin in begins]
+        if plans.config.schedule == "gpipe":
+            for k in range(s, plans.stages + 1):
+                first = sum(last[k:]) + sum(lasts[t] - acc[t] + cut[t] for t in range(s, k))
+                ends.append(first + (count - 1) * usual[s])
+        for w in range(s + 1):
+            back = sum(cut[t] + lasts[t] for t in range(w, s)) + row["exposed_allreduce"][w]
+            paths += [end + back for end in ends]
+    return max(paths)
 
 
 def round_trips(plans: Pipelines, row: Row) -> float:
