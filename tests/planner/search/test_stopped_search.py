@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from pplan.cost_models.layer import Chain
@@ -17,8 +20,8 @@ from pplan.planner.cut_search.schedule_search import search_schedules
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.plan_records import TIE
 from pplan.planner.problem import Problem
-from pplan.planner.search.branch_and_bound import search
-from pplan.planner.search.budget import SearchBudget
+from pplan.planner.search.branch_and_bound import FOR_ROOTS, _BranchAndBound, search
+from pplan.planner.search.budget import OutOfTime, SearchBudget
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -93,3 +96,29 @@ def test_bounds_of_other_schedules_hold_whenever_they_are_stopped(
         own = search_schedules(stopped(whole, looks), (name,))
         assert own.bound_seconds is None or own.bound_seconds <= best.step_seconds * (1 + TIE)
         assert own.best is None or own.best.step_seconds >= own.bound_seconds * (1 - TIE)
+
+
+@pytest.mark.parametrize(("roots", "left_out"), [(5.0, 3.0), (3.0, 5.0)])
+@pytest.mark.parametrize("in_time", [True, False])
+def test_what_was_left_out_bounds_what_was_looked_at(roots: float, left_out: float, in_time: bool) -> None:
+    """One subproblem has its roots, the work ends before the other has: the lower of both is proven."""
+
+    class Plans(SimpleNamespace):
+        def __len__(self) -> int:
+            return 1
+
+    def extend(*_: object) -> None:
+        raise OutOfTime
+
+    started = Plans(bounds=np.array([roots]), remaining=1)
+    looked_at = SimpleNamespace(
+        roots={1: roots}, may_improve=lambda _: True, start=lambda *_: started, extend=extend
+    )
+    search = object.__new__(_BranchAndBound)
+    search.work = SearchBudget(-FOR_ROOTS)
+    if not in_time:
+        search.work = SimpleNamespace(remaining=-FOR_ROOTS, spent=False)  # type: ignore[assignment]
+    search.best, search.limit, search.counts = None, float("inf"), [1]
+    whole: list[Any] = [looked_at, SimpleNamespace(roots={}, quick_bound=left_out)]
+    search.whole = whole
+    assert search._explore() == 3.0
