@@ -285,3 +285,14 @@ def test_of_layers_that_devices_share(here: Path, run: Callable[..., Any]) -> No
     text = " ".join(run("explain", "table.plan.json").out.split())
     assert "one more group of 2 GPUs" in text
     assert "in all other plans here 2 devices share every layer, as in this one" in text
+
+
+def test_a_group_costs_as_much_as_its_devices(here: Path, run: Callable[..., Any]) -> None:
+    (here / "table.csv").write_text(SHARED)
+    run("import", "table.csv")
+    machine = ("--gpus", "4", "--tp", "2", "--bandwidth", "50GB/s", "--memory", "9GB")
+    run("solve", "table.profile.json", *machine, "--mini-batch", "4", "--objective", "cost", "--price", "3")
+    plan = Plan.load(here / "table.plan.json")
+    gpus = 2 * len({rank for stage in plan.stages for rank in stage.devices})
+    assert plan.objective is not None
+    assert plan.objective.value == pytest.approx(gpus * 3 / 3600 * plan.prediction.step_seconds / 4)
