@@ -94,9 +94,10 @@ def _print_by_stage(document: DegreesFile, console: Console) -> None:
     step = document.plans[0].step_seconds
     console.print()
     if plan is None:
-        more = f"none was found that is; one would take at least {format_seconds(bound)}"
-        is_proven = bound >= step * (1 - 1e-9)
-        line(console, f"Degrees by stage: {'no 1F1B pipeline is faster' if is_proven else more}.")
+        words = "none of the 1F1B pipelines that were searched is faster"
+        if bound < step * (1 - 1e-9):
+            words = f"none was found that is faster; one would take at least {format_seconds(bound)}"
+        line(console, f"Degrees by stage: {words}.")
         return
     gap = percent(max(plan.step_seconds / bound - 1, 0.0))
     faster = percent(step / plan.step_seconds - 1)

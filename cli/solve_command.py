@@ -195,9 +195,10 @@ def _next_steps(plan: Plan, path: Path) -> str:
     export = [f"export {runtime}"] if runtime is not None else []
     # Without a name the verbs take the newest plan of the working directory: this one.
     newest = path == Path(path.name) and path.name.endswith(".plan.json")
+    check = ["check"] if plan.profile.tensor_parallel == 1 else []  # it shares no layers
     commands = [
         f"pplan {verb}{'' if newest else f' {path}'}"
-        for verb in ("check", "explain", *export, "report", "show")
+        for verb in (*check, "explain", *export, "report", "show")
     ]
     return f"Next: {', '.join(commands)} (all details)."
 

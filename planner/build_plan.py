@@ -61,7 +61,16 @@ def build_problem(
                 f"the topology says that {kind.name} has a profile of its own, {kind.profile}: it is missing",
                 "Give that profile, or the device's speed relative to the profiled one.",
             )
-    return Problem(chain, topology, options, profile.dtype, own, amp=profile.amp, device=profile.device)
+    return Problem(
+        chain,
+        topology,
+        options,
+        profile.dtype,
+        own,
+        amp=profile.amp,
+        device=profile.device,
+        sharers=profile.tensor_parallel,
+    )
 
 
 def build_plan(

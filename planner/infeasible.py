@@ -184,7 +184,7 @@ def _changes(problem: Problem, tightest: TightestStage) -> list[str]:
     if more is not None:
         # Where no global batch is requested the global batch grows with the GPUs, and so may what a stage
         # holds.
-        changes.append(f"gpus={more} mini_batch={problem.mini_batch}")
+        changes.append(f"gpus={more * problem.sharers} mini_batch={problem.mini_batch}")
     enough = f"{tightest.memory_bytes / 2**30 + 0.005:.2f}"
     if not changes or _solve_quickly(_with_memory(problem, float(enough) * 2**30)):
         changes.append(f"memory='{enough}GiB' a GPU")

@@ -61,12 +61,12 @@ class Problem:
     profiles: Mapping[str, Chain] = field(default_factory=dict)
     budget: SearchBudget = field(default_factory=SearchBudget, compare=False)
     """What the whole answer may take; problems that are made of this one share it."""
-    samples_per_device: int = SAMPLES_PER_DEVICE
-    """Where no global batch is requested: about so many for each device."""
+    samples_per_device: int = SAMPLES_PER_DEVICE  # where no global batch is requested, about
     amp: str | None = None
     """The dtype of the autocast that the profile was measured under."""
     device: str = ""
     """Of the profile, as it names it: cpu, cuda or analytic; empty where that is not known."""
+    sharers: int = 1  # GPUs that share every layer: each device of the topology is so many
 
     def __post_init__(self) -> None:
         self.precision  # noqa: B018  raises

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...cost_models.errors import UsageError
 from ...cost_models.topology import Topology
 from .stage_degree_table import FIRST, LAST, MIDDLE, Array, BlockRuns, StageDegreeTable
 
@@ -60,6 +61,15 @@ def stage_slots(topology: Topology) -> list[DeviceSlot]:
         for first in range(0, devices - count + 1, part)
         if all(_is_even(first, count, size) for size in topology.group_sizes)
     ]
+
+
+def check_device_parts(topology: Topology) -> None:
+    """Raises UsageError for several devices of which no stage may have a part."""
+    if topology.gpus > 1 and not stage_slots(topology):
+        raise UsageError(
+            f"by_stage: {topology.gpus} devices have no equal parts for stages of their own",
+            f"Omit `by_stage`, or give up to {MOST_PARTS} devices, or such as divide into so many parts.",
+        )
 
 
 def _is_even(first: int, count: int, size: int) -> bool:

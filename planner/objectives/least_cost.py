@@ -39,7 +39,7 @@ def least_cost(problem: Problem, prices: Mapping[str, float]) -> ObjectiveResult
     devices.
     """
     own = price_by_kind(prices, problem.topology)
-    hourly = [own[problem.topology.device(rank).name] for rank in range(problem.gpus)]
+    hourly = [problem.sharers * own[problem.topology.device(rank).name] for rank in range(problem.gpus)]
     answer = find_best_plan(problem)
     search = _CostSearch(problem, hourly, answer)
     search.run()

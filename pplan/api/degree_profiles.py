@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
+from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.number_format import either
 from ..planner.plan_options import PlanOptions
@@ -88,6 +89,8 @@ def one_degree(
 ) -> tuple[Profile, ProfileReference]:
     """The profile, of the one number of devices to a layer that the options name where it has several. Raises
     UsageError."""
+    if not isinstance(profile, str | Path):
+        arguments.instance("profile", profile, Profile, "Give one profile, or the path of its file.")
     degrees = allowed_degrees(measured_degrees(profile, file, sha), options)
     if len(degrees) > 1:
         numbers = [each.tensor_parallel for each, _ in degrees]

@@ -22,6 +22,7 @@ from ..cost_models.transformer.transformer_shape import TransformerShape
 from ..planner.degrees.degree_baselines import degree_baselines
 from ..planner.degrees.degree_options import DegreeOptions
 from ..planner.degrees.degree_search import DegreeAnswer, search_degrees
+from ..planner.degrees.stage_degree_bound import check_device_parts
 from ..planner.degrees.stage_degree_search import check_blocks, search_stage_degrees
 from .options import DegreesKeywords, options_from
 
@@ -75,6 +76,8 @@ def find_degrees(
         options.check_by_stage()
         check_blocks(shape)
     topology, costs, limit = machine_costs(machine, kernels)
+    if options.by_stage:
+        check_device_parts(topology)
     answer = search_degrees(shape, topology.gpus, costs, options, limit)
     if options.by_stage:
         best = answer.plans[0].estimate.step_seconds

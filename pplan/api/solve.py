@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -17,7 +16,7 @@ from ..cost_models.runtime import RUNTIMES, find_runtime
 from ..planner.build_plan import build_problem
 from ..planner.joint_search import BEST
 from ..planner.objectives.frontier import Frontier, build_frontier
-from ..planner.objectives.objective import STEP_TIME, Objective
+from ..planner.objectives.objective import STEP_TIME
 from ..planner.objectives.solve_objective import solve_objective
 from ..planner.plan_file import Plan
 from ..planner.plan_records import Alternative, DegreeResult, ProfileReference
@@ -93,7 +92,7 @@ def _solve(
         ((measured_profile, reference),) = degrees
         problem = make_problem(measured_profile, reference, machine, plan_options)
         plan = solve_objective(
-            _of_groups(objective.aim, measured_profile.tensor_parallel),
+            objective.aim,
             problem,
             model=measured_profile.model,
             profile=reference,
@@ -103,11 +102,6 @@ def _solve(
         )
     origin = made_by(plan.made_by, measured=degrees[0][0].made_by)
     return plan.model_copy(update={"made_by": origin, "alternatives": _runnable_alternatives(plan)})
-
-
-def _of_groups(aim: Objective, sharers: int) -> Objective:
-    """The objective where so many devices, each at its price, are one that a plan places stages on."""
-    return replace(aim, prices={kind: sharers * dollars for kind, dollars in aim.prices.items()})
 
 
 def _runnable_alternatives(plan: Plan) -> list[Alternative]:

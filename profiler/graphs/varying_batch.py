@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,12 +76,24 @@ def _sizes_of_branches(value: Tensor, size: Any) -> tuple[str, Any]:
         branch = guard.expr.xreplace(replacements)
         if branch.free_symbols != {size}:
             continue
+        where = guard.sloc.maybe_user_loc or guard.sloc.framework_loc
+        if _is_of_an_operator(where):
+            continue
         holds = [samples for samples in sizes if branch.xreplace({size: samples}) != False]  # noqa: E712
         if holds != sizes:
-            sizes, place = holds, guard.sloc.maybe_user_loc or guard.sloc.framework_loc
+            sizes, place = holds, where
     if place is None:
         return "", None
     return (f"{sizes[0]} to {sizes[-1]} samples only" if sizes else "the example only"), place
+
+
+def _is_of_an_operator(place: Any) -> bool:
+    """Whether a branch is inside torch's own operators, which compute the same on either side of it; modules
+    and functions of torch.nn may not."""
+    if not isinstance(place, traceback.FrameSummary):
+        return False
+    own = Path(torch.__file__).parent
+    return Path(place.filename).is_relative_to(own) and not Path(place.filename).is_relative_to(own / "nn")
 
 
 def module_at(model: nn.Module, place: traceback.FrameSummary | None) -> str:

@@ -135,12 +135,12 @@ class TestTheReadmesExample:
         plan = solved(gpt(), four_gpus(40), mini_batch=16, micro_batches=4)
         rows = [other for other in plan.alternatives if other.schedule == "interleaved"]
         assert plan.schedule in SEARCHED
-        assert len(rows) == 1
-        assert not rows[0].exact
-        assert "schedule='any' searches such, too" in rows[0].reason
-        assert ("faster" if rows[0].step_seconds < plan.prediction.step_seconds else "slower") in rows[
-            0
-        ].reason
+        assert rows
+        for row in rows:
+            assert not row.exact
+            assert "schedule='any' searches such, too" in row.reason
+            faster = row.step_seconds < plan.prediction.step_seconds
+            assert ("faster" if faster else "slower") in row.reason
 
     def test_the_planner_of_interleaved_pipelines_may_be_asked(self) -> None:
         plan = solved(gpt(), four_gpus(40), mini_batch=16, micro_batches=4, planner="interleaved")

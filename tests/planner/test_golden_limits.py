@@ -103,7 +103,6 @@ def test_answers(
         "bounds": [result.bound_seconds, result.root_bound_seconds, result.other_bound, result.universal],
         "by planner": {planner: line(own) for planner, own in answer.by_planner.items()},
         "others": [line(own) for own in result.other_plans],
-        "spent": f"{1e15 - problem.budget.remaining:.6g}",
     }
     golden(f"planner/limits/{name.replace(' ', '_')}_{most}.txt", as_text(rows))
 

@@ -52,7 +52,6 @@ def proposal_line(own: Proposal) -> str:
 def test_answers(case_name: str, cases: Cases, golden: Golden, as_text: AsText) -> None:
     problem: Problem = cases[case_name].problem()
     answer = find_best_plan(problem)
-    spent = WORK - problem.budget.remaining
     result = answer.result
     reference = REFERENCE.model_copy(update={"dtype": problem.dtype})
     plan = build_plan(problem, answer, model="toy", profile=reference)
@@ -62,7 +61,6 @@ def test_answers(case_name: str, cases: Cases, golden: Golden, as_text: AsText) 
         "bounds": [result.bound_seconds, result.root_bound_seconds, result.other_bound, result.universal],
         "others": [plan_line(own) for own in result.other_plans],
         "universal bounds": universal_bounds(problem, result.bound_seconds),
-        "spent": f"{spent:.6g}",
     }
     golden(f"planner/{file_name(case_name)}.txt", as_text(content))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -21,12 +22,30 @@ Pass = tuple[float, float, float]
 """Seconds of the forward, of the backward or its first part, and of the second."""
 
 
+@contextmanager
+def kept_buffers(module: nn.Module) -> Iterator[None]:
+    """Its buffers are afterwards what they were: a pass that only measures counts in no statistics, which
+    the next pass may compute with."""
+    own = [
+        (part, name, buffer, buffer.detach().clone())
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for part, name, buffer, value in own:
+                buffer.copy_(value)
+                setattr(part, name, buffer)
+
+
 def stage_inputs(layers: nn.Sequential, first: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """What the stage that begins with layer `first` is sent for a micro-batch: the layers before are run, on
     the CPU and without gradients."""
     if not first:
         return inputs
-    with torch.no_grad():
+    with torch.no_grad(), kept_buffers(layers[:first]):
         output: Any = inputs[0] if len(inputs) == 1 else inputs
         for layer in layers[:first]:
             output = layer(output)
@@ -45,7 +64,7 @@ def measure_isolated(
     repeats: int = REPEATS,
 ) -> StageSeconds:
     """Medians over `repeats` micro-batches, after some that do not count, and over some more that find no
-    gradients to add to, as the first of a step.
+    gradients to add to, as the first of a step. The module's buffers stay as they are.
 
     `loss`: the last stage's. `splits`: the gradient of the input and those of the weights apart, as PyTorch
     computes them; on the first stage it computes both with the weights'.
@@ -56,10 +75,11 @@ def measure_isolated(
         stage_inputs = tuple(_leaf(tensor.to(device), wants=not is_first) for tensor in inputs)
         return _pass(module, stage_inputs, clock, loss=loss, is_first=is_first, splits=splits)
 
-    passes, firsts = [one_pass() for _ in range(WARM_UPS + repeats)], []
-    for _ in range(FIRSTS):
-        _forget_gradients(module)
-        firsts.append(sum(one_pass()[0][1:]))
+    with kept_buffers(module):
+        passes, firsts = [one_pass() for _ in range(WARM_UPS + repeats)], []
+        for _ in range(FIRSTS):
+            _forget_gradients(module)
+            firsts.append(sum(one_pass()[0][1:]))
     _forget_gradients(module)
     seconds = [device_seconds for device_seconds, _ in passes[WARM_UPS:]]
     forward, input, weight = (median(values) for values in zip(*seconds, strict=True))

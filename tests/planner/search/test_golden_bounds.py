@@ -107,6 +107,5 @@ def test_problems_taken_for_large_ones(
         "proposals": [len(proposals), sha256("\n".join(proposals).encode()).hexdigest()[:12], *proposals[:3]],
         "large": found,
         "answer": answer.result,
-        "spent": f"{1e12 - problem.budget.remaining:.6g}",
     }
     golden(f"planner/bounds/large_{file_name(name)}_{work:g}.txt", as_text(rows))
