@@ -298,9 +298,11 @@ def random_command(rng: random.Random) -> Command:
         words.append(own.opts[-1])
         if not getattr(own, "is_flag", False):
             words.append(_value_of(own, rng))
+    sweeps = verb == "solve" and "--sweep" in words
     if verb == "solve" and "--time-limit" not in words:
-        words += QUICK
-    if verb == "solve" and "--sweep" in words and "--jobs" not in words:
+        # A sweep takes it for each of up to 40 points.
+        words += ["--time-limit", "0.1s"] if sweeps else QUICK
+    if sweeps and "--jobs" not in words:
         words += ["--jobs", "1"]
     if rng.random() < 0.05:
         rng.shuffle(words)
