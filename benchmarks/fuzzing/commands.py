@@ -232,7 +232,7 @@ GOOD: dict[str, tuple[str, ...]] = {
     "KEY=V,V|A..B": (
         "gpus=1,2",
         "mini-batch=8..32",
-        "gpus=1..1000000000000",
+        "gpus=100000..1000000000000",
         "memory=1GiB,2GiB",
         "bandwidth=1GB/s",
     ),

@@ -18,9 +18,6 @@ from .operators import Mutant
 
 TESTS_FAILED = 1
 """Status of pytest. A busy machine may fail a test, which then tells nothing."""
-GOLDEN = "/test_golden_"
-"""In the names of test files that hold much against golden files."""
-TABLES = "/test_golden_tables.py"
 PLUGIN = """
 import json, os
 SECONDS, FAILED = {}, set()
@@ -101,21 +98,17 @@ class Covering:
         return covering
 
     def tests(self, mutant: Mutant) -> list[str]:
-        """Those that run a line of the change, else (tables and defaults are made where they are imported)
-        those that run its file, or all of its folder, and those of tables: of the module's own test file
-        first, then those of golden files, then the quickest."""
+        """Those that run a line of the change, else those that run its file, else (tables of constants are
+        read where they are imported) all of its folder: of the module's own test file first, then the
+        quickest."""
         found = set[str]().union(
             *(self.lines.get((mutant.file, line), set()) for line in range(mutant.line, mutant.last_line + 1))
         )
         own = f"test_{Path(mutant.file).stem}.py::"
         return sorted(
-            found or self.files.get(mutant.file, self._of_folder(mutant.file)) | self._of_tables(),
-            key=lambda test: (own not in test, GOLDEN not in test, self.seconds.get(test, 0.0), test),
+            found or self.files.get(mutant.file) or self._of_folder(mutant.file),
+            key=lambda test: (own not in test, self.seconds.get(test, 0.0), test),
         )
-
-    def _of_tables(self) -> set[str]:
-        """Tests that read what stands in modules, and run none of it."""
-        return {test for test in self.seconds if TABLES in test}
 
     def _of_folder(self, file: str) -> set[str]:
         parent = f"tests/{Path(file).parent}/"
