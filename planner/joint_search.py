@@ -85,8 +85,11 @@ def find_best_plan(
     large = is_large(problem.space, problem.families)
     first = [name for name in planners if quick or (name in SIMPLE if large else name not in COSTLY)]
     by_planner = {name: plan_with(find_planner(name), _problem_for_planner(name, problem)) for name in first}
-    seeds = _allowed_plans(problem, by_planner | _balanced_seed(problem, quick=quick or large))
-    result = joint_search(problem, seeds, cuts_others=cuts_others)
+    proposed = dict(by_planner)
+    if not (quick or large or BALANCED in proposed):
+        # The search may not come to the deep pipelines that little memory asks for.
+        proposed[BALANCED] = plan_with(find_planner(BALANCED), problem)
+    result = joint_search(problem, _allowed_plans(problem, proposed), cuts_others=cuts_others)
     others = [name for name in planners if name not in first]
     if others:
         by_planner |= {
@@ -104,12 +107,6 @@ def find_best_plan(
     if problem.options.schedule == SYNTHESIZED:
         result = _faster_of(problem, result, synthesize(problem, result.best, result.other_plans))
     return JointSearchResult(result, by_planner)
-
-
-def _balanced_seed(problem: Problem, *, quick: bool) -> dict[str, ScoredPlan | str]:
-    """The plan of `BALANCED`, where the search may not come to the deep pipelines that little memory asks
-    for: of problems that are neither small nor large."""
-    return {} if quick else {BALANCED: plan_with(find_planner(BALANCED), problem)}
 
 
 def _problem_for_planner(planner: str, problem: Problem) -> Problem:
