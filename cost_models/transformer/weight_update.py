@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..optimizers import MIXED_FLOAT32_GRADIENTS, find_optimizer
 from .kernel_table import CollectiveName
 from .parallel_degrees import ParallelDegrees
 from .rank_costs import RankCosts, rank_group
@@ -13,7 +14,7 @@ WEIGHT, GRADIENT, STATE = 2, 4, 12
 """Bytes of a parameter: in bfloat16, its float32 gradient, and Adam's float32 master weight and two
 moments."""
 
-_UPDATED = GRADIENT + 3 * 2 * 4 + WEIGHT
+_UPDATED = find_optimizer("adam").update_bytes(MIXED_FLOAT32_GRADIENTS)
 
 """That the update of a parameter reads and writes."""
 
