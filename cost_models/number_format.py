@@ -68,9 +68,9 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def either(numbers: Sequence[int]) -> str:
+def either(choices: Sequence[object]) -> str:
     """`[1, 2, 4]` as `1, 2 or 4`."""
-    *most, last = map(str, numbers)
+    *most, last = map(str, choices)
     return f"{', '.join(most)} or {last}" if most else last
 
 

@@ -12,6 +12,7 @@ from math import ceil, inf
 from typing import Any
 
 from ..cost_models.errors import InfeasibleError, UsageError
+from ..cost_models.number_format import either
 from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.quantities import format_bytes
 from .candidate import ScoredPlan
@@ -146,7 +147,7 @@ def _narrowing(options: PlanOptions) -> list[str]:
 
 
 def _either_field(fields: list[str]) -> str:
-    return f"{', '.join(fields[:-1])} or {fields[-1]}" if len(fields) > 1 else "".join(fields)
+    return either(fields) if fields else ""
 
 
 def _no_plan_of_planner(problem: Problem, others: ScoredPlan | None) -> InfeasibleError:
