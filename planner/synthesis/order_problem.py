@@ -10,7 +10,9 @@ a part; R: from the start of an F to the end of its micro-batch on this device, 
 micro-batches that the memory holds):
 
     lead + M (f + b + w) + e     a device computes from its first F on; e: what follows its last action
-    lead + M (f + b) + trail     its last B goes back through the parts before
+    lead + M (f + b) + (M - q) w + trail
+                                 its last B goes back through the parts before; as it begins, memory lets no
+                                 more than q micro-batches, its own with them, wait for their W
     lead + n R + ...             the F of micro-batch j + K starts after j has ended, n rounds of K later
 
 The third holds as the j-th to end has begun no later than the j-th start (Qi et al., ICLR 2024, discuss what
@@ -19,6 +21,7 @@ whose memory holds K cannot start micro-batch n K before lead(s) + n R. From the
 of an F to that of the same micro-batch's B; k: micro-batches that s holds, at most what is left)
 
     (M - n K) (f + b + w) + A - k f                its B's return A later, and until then it has k F's
+    (M - n K) (f + b + w) - q w + A - k f + trail  the same up to the end of its last B, q W's left
     A - k f + (M - n K - 1) f + (M - n K - k) (b + w) + A + b + trail
                                                    before its last F come B and W of all but k micro-batches
     (M - n K - 1) f + A + b + trail                the last micro-batch; from n = 1 on with f + b + w of the
@@ -191,7 +194,6 @@ class OrderProblem:
         for part, most in enumerate(self.most_in_flight):
             if most == 0:
                 return float("inf")
-            least = max(least, lead[part] + count * self.forward[part] + self._backwards(part) + trail[part])
             least = max(
                 least,
                 *(
@@ -222,7 +224,10 @@ class OrderProblem:
                 last = max(
                     last, idle + (left - 1) * forward + (left - own) * after - adds_less + turn + trail
                 )
-            least = max(least, begin + work + max(0.0, back - ahead * forward), begin + last)
+            idle = max(0.0, back - ahead * forward)
+            done = (left - self.most_behind_backward[later]) * self.weight[later] - self._credit_of_w(later)
+            drain = left * (forward + self.backward[later]) + max(0.0, done) - self._credit_of_b(later) + trail
+            least = max(least, begin + idle + max(work, drain), begin + last)
         return least
 
     def _credit_of_b(self, part: int) -> float:
@@ -234,10 +239,6 @@ class OrderProblem:
     def _work(self, part: int) -> float:
         each = self.forward[part] + self.backward[part] + self.weight[part]
         return self.micro_batches * each - self._credit_of_b(part) - self._credit_of_w(part)
-
-    def _backwards(self, part: int) -> float:
-        """Seconds of all B's of a part."""
-        return self.micro_batches * self.backward[part] - self._credit_of_b(part)
 
     def _way(self, part: int) -> float:
         """From the start of an F of a part to the end of the same micro-batch's B, the first of all parts."""
