@@ -184,13 +184,12 @@ class OrderProblem:
         work = [self._work(part) for part in range(self.parts)]
         lead = [0.0, *accumulate(f + wait for f, wait in zip(self.forward, self.forward_wait, strict=False))]
         trail = self._trails()
-        least = max(lead[part] + self._way(part) for part in range(self.parts))
+        least = max(lead[part] + self.way_seconds(part) for part in range(self.parts))
         for device, own in enumerate(self.own_parts):
             busy = sum(work[part] for part in own)
             least = max(least, min(lead[part] for part in own) + busy + self.end[device])
         if not self.is_line:
             return least
-        count = self.micro_batches
         for part, most in enumerate(self.most_in_flight):
             if most == 0:
                 return float("inf")
@@ -208,10 +207,10 @@ class OrderProblem:
         micro-batches through."""
         count, most, own = self.micro_batches, self.most_in_flight[part], self.most_in_flight[later]
         forward, after = self.forward[later], self.backward[later] + self.weight[later]
-        turn, adds_less = self._way(later), self._credit_of_b(later) + self._credit_of_w(later)
+        turn, adds_less = self.way_seconds(later), self._credit_of_b(later) + self._credit_of_w(later)
         back = turn - self.backward[later] + self._credit_of_b(later)
         trail = max(trail, self.weight[later] - self._credit_of_w(later) + self.end[self.device[later]])
-        round_trip = self._way(part) + self.weight[part] - self._credit_of_w(part)
+        round_trip = self.way_seconds(part) + self.weight[part] - self._credit_of_w(part)
         least, rounds = 0.0, (count - 1) // most
         for number in {0, rounds}:
             left = count - number * most
@@ -225,8 +224,9 @@ class OrderProblem:
                     last, idle + (left - 1) * forward + (left - own) * after - adds_less + turn + trail
                 )
             idle = max(0.0, back - ahead * forward)
-            done = (left - self.most_behind_backward[later]) * self.weight[later] - self._credit_of_w(later)
-            drain = left * (forward + self.backward[later]) + max(0.0, done) - self._credit_of_b(later) + trail
+            weights = (left - self.most_behind_backward[later]) * self.weight[later]
+            drain = left * (forward + self.backward[later]) - self._credit_of_b(later)
+            drain += max(0.0, weights - self._credit_of_w(later)) + trail
             least = max(least, begin + idle + max(work, drain), begin + last)
         return least
 
@@ -240,7 +240,7 @@ class OrderProblem:
         each = self.forward[part] + self.backward[part] + self.weight[part]
         return self.micro_batches * each - self._credit_of_b(part) - self._credit_of_w(part)
 
-    def _way(self, part: int) -> float:
+    def way_seconds(self, part: int) -> float:
         """From the start of an F of a part to the end of the same micro-batch's B, the first of all parts."""
         total = 0.0
         for later in range(part, self.parts):
