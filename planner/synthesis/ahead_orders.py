@@ -92,11 +92,8 @@ def steepest_slope(problem: OrderProblem) -> float | None:
     such orders are not made."""
     if not problem.is_line or not problem.split or problem.parts == 1:
         return None
-    most = min(
-        (count - 1) / distance
-        for count, distance in zip(problem.most_in_flight, _distances(problem), strict=True)
-        if distance
-    )
+    rooms = zip(problem.most_in_flight, _distances(problem), strict=True)
+    most = min(((count - 1) / distance for count, distance in rooms if distance), default=inf)
     return most if 0 <= most < problem.parts - 1 else None
 
 

@@ -107,8 +107,8 @@ class _WeightFiller:
         if self.level[part] + self.needed[part][kind] > room:
             return False
         done = self.done[part]
-        held = (done[F] - done[B] + 1) * self.problem.micro_batch_bytes[part]
-        return kind == B or held + self.needed[part][B] <= room
+        bytes_before = (done[F] - done[B] + 1) * self.problem.micro_batch_bytes[part]
+        return kind == B or bytes_before + self.needed[part][B] <= room
 
     def _let_backward_go(self, part: int, number: int) -> bool:
         """Whether the next B can go first, which it then does."""
