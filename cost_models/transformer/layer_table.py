@@ -136,7 +136,7 @@ class LayerTable(LayerSeconds):
         embeddings."""
         if self._predictors_again:
             return 2 * self._boundary
-        return self._kept(self.predictor)
+        return self._device_bytes(self.predictor)
 
     @property
     def _predictor_workspace(self) -> float:
@@ -151,13 +151,13 @@ class LayerTable(LayerSeconds):
         return saved + number * self._boundary
 
     def _saved_by(self, kind: bool) -> float:
-        return self._kept_by_kind[kind]
+        return self._device_bytes_by_kind[kind]
 
     @cached_property
-    def _kept_by_kind(self) -> dict[bool, float]:
-        return {kind: self._kept(work) for kind, work in self.blocks.items()}
+    def _device_bytes_by_kind(self) -> dict[bool, float]:
+        return {kind: self._device_bytes(work) for kind, work in self.blocks.items()}
 
-    def _kept(self, work: LayerWork) -> float:
+    def _device_bytes(self, work: LayerWork) -> float:
         """Bytes that a layer whose whole forward does not run again keeps on the device of a micro-batch: of
         what is offloaded that which is not copied out while its forward runs, since no forward waits."""
         if self.setting.recompute == "selective":
