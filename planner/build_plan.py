@@ -83,11 +83,11 @@ def build_plan(
     profile: ProfileReference,
     notes: Sequence[str] = (),
     warnings: Sequence[str] = (),
-    chosen: tuple[ScoredPlan, Assembly] | None = None,
+    choice: tuple[ScoredPlan, Assembly] | None = None,
 ) -> Plan:
     """The plan file of an answer that holds a plan; `warnings` and `notes` come before its own.
 
-    `chosen`: a plan, made ready for the simulator, that warnings and notes are to be of, where an objective
+    `choice`: a plan, made ready for the simulator, that warnings and notes are to be of, where an objective
     chose another one than the fastest.
     """
     best = answer.best
@@ -95,7 +95,7 @@ def build_plan(
         raise no_plan_fits(problem)
     baselines, alternatives = score_baselines(problem, answer), find_alternatives(problem, answer)
     plan = plan_without_comparison(problem, best, answer.result, model=model, profile=profile)
-    own_plan, assembly = chosen or (best, assemble(problem.space, best.proposal, best.recompute))
+    own_plan, assembly = choice or (best, assemble(problem.space, best.proposal, best.recompute))
     own = list(list_prediction_limits(assembly))
     limits = [*larger_micro_batches(problem, own_plan), *list_buffer_warnings(problem, assembly)]
     compared = {row.size for row in baselines if row.size is not None}

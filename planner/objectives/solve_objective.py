@@ -131,7 +131,7 @@ def _build_plan(
             profile=profile,
             notes=notes,
             warnings=warnings,
-            chosen=(best, assembly),
+            choice=(best, assembly),
         )
         if best == outcome.answer.best and outcome.aim is None and not outcome.notes:
             return fastest_plan
