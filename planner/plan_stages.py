@@ -205,7 +205,7 @@ def optimizer_note(
     assembly: Assembly, step_seconds: float, micro_batches: int | None = None
 ) -> Iterator[str]:
     """Of the device whose optimizer takes longest, where its memory's bandwidth is known and the updates that
-    belong to a step take `WORTH` of it at the least. `micro_batches`: of a step; None: all of the program."""
+    belong to a step take at least `WORTH` of it. `micro_batches`: of a step; None: the program's."""
     optimizer, precision = find_optimizer(assembly.optimizer), assembly.number_bytes
     every, micro_batches = assembly.program.update_every, micro_batches or assembly.program.micro_batches
     each = list[tuple[float, float, float, int]]()
