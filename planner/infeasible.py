@@ -207,8 +207,8 @@ def _changes(problem: Problem, tightest: TightestStage) -> list[str]:
     enough = _memory_text(tightest.memory_bytes)
     if _fits(problem, enough):
         changes.append(_memory_change(enough))
-    elif not changes and (more := _enough_memory(problem)) is not None:
-        changes.append(more)
+    elif not changes and (larger := _enough_memory(problem)) is not None:
+        changes.append(larger)
     return changes
 
 

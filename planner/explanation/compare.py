@@ -222,9 +222,9 @@ def _differences(plans_by_name: Sequence[tuple[str, Plan]]) -> Iterator[str]:
             yield f"{name} is for {plan.topology or 'an unknown machine'}"
         elif plan.problem["machine"] != own.problem["machine"]:
             yield f"{name} is for a machine of other figures than that of {first}"
-        others = [field for field in _STATES if plan.problem[field] != own.problem[field]]
-        if others:
-            one, two = (", ".join(f"{key} {of.problem[key]}" for key in others) for of in (plan, own))
+        states = [field for field in _STATES if plan.problem[field] != own.problem[field]]
+        if states:
+            one, two = (", ".join(f"{key} {of.problem[key]}" for key in states) for of in (plan, own))
             yield f"{name} has {one}, {first} {two}: memory and time are not compared alike"
 
 
