@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...cost_models.quantities import format_count
-from .partition import Partition, from_blocks, partition_error
+from .partition import Partition, from_blocks, partition_error, with_first_blocks
 from .trainer_options import Options, read_number
 
 _GROUP = re.compile(r"\(([^()]+)\)\*(\d{1,18})(?!\d)")
@@ -126,7 +126,7 @@ def from_layout(layout: str, names: Sequence[str], where: str, options: Options)
     )
     full = options.get("recompute_granularity") == ["full"]
     tells_recompute = "recompute_granularity" in options or batch is not None
-    return replace(
+    partition = replace(
         from_blocks(blocks, names, where, "megatron").with_notes(*_notes(stages, empty)),
         virtual_stages=virtual,
         schedule="interleaved" if virtual > 1 else "1f1b",
@@ -134,6 +134,12 @@ def from_layout(layout: str, names: Sequence[str], where: str, options: Options)
         samples=own,
         recompute=("always" if full else "never") if tells_recompute else None,
     )
+    if not full or options.get("recompute_method") != ["block"]:
+        return partition
+    number = read_number(options, "recompute_num_layers", where)
+    if number is None:
+        return replace(partition, recompute=None)
+    return with_first_blocks(partition, number, names)
 
 
 def _check_whole_devices(empty: Sequence[int], size: int, virtual: int, where: str) -> None:
