@@ -116,9 +116,11 @@ class _BranchAndBound:
         for seed in seeds:
             self._take(seed)
         try:
-            least = FOR_REST * self.work.remaining - FOR_ROOTS
+            work = FOR_REST * self.work.remaining - FOR_ROOTS
+            seconds = FOR_REST * self.work.seconds_left
             for problem in sorted(self.problems, key=_quick_ones_first):
-                if self.work.remaining > least or self.best is None:
+                in_time = self.work.remaining > work and self.work.seconds_left >= seconds
+                if in_time or self.best is None:
                     self._take(problem.seed(self.step))
             self._bound_rest()
             proven = self._explore()
@@ -133,13 +135,17 @@ class _BranchAndBound:
 
     def _bound_rest(self) -> None:
         """Bounds the plans of the subproblems for whose options there was no time."""
-        rest = [problem for problem in self.whole if problem.quick_bound < self.step and not problem.roots]
+        rest = [problem for problem in self.whole if self._is_left(problem)]
         if not rest or self.limit < np.inf or rest[0].family.config.recompute == FIRST_LAYERS:
             return
         families, budget = [problem.family for problem in rest], self.space.budget.part(FOR_RELAXED)
         bound = RelaxedBound(self.space, families, self.counts, False, budget).least(self.step)
         for problem in rest:
             problem.quick_bound = max(problem.quick_bound, bound)
+
+    def _is_left(self, problem: Subproblem) -> bool:
+        """Whether it may have plans of interest, and its options were not listed."""
+        return bool(self.counts) and problem.quick_bound < self.step and not problem.roots
 
     def _take(self, plan: ScoredPlan | None) -> None:
         if plan is not None and plan.step_seconds < self.step:
@@ -158,7 +164,7 @@ class _BranchAndBound:
 
         left_out = np.inf
         for problem in self.whole:
-            if problem.quick_bound < self.step and not problem.roots:
+            if self._is_left(problem):
                 left_out = min(left_out, problem.quick_bound)
             elif problem.may_improve(self.step):
                 for stages in self.counts:
