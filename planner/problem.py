@@ -317,7 +317,8 @@ class Problem:
     @property
     def every_replica_count(self) -> bool:
         """Whether no number of replicas was left out."""
-        return self.usable_gpus <= EVERY_COUNT or all(own.replicas == (1,) for own in self.families[:1])
+        every = len(list_replica_counts(self.usable_gpus)) == self.usable_gpus
+        return every or not self._replicated or not self.families
 
     def allows(self, proposal: Proposal) -> bool:
         """Whether the options and the runtime allow a proposal."""
