@@ -16,7 +16,7 @@ from pplan.planner.mini_batch import smaller_defaults
 from pplan.planner.objectives.objective import Objective, parse_objective
 from pplan.planner.other_schedules import propose_other_schedules, propose_parts
 from pplan.planner.pipeline_config import PipelineConfig
-from pplan.planner.plan_options import PlanOptions
+from pplan.planner.plan_options import PlanOptions, read_pins
 from pplan.planner.problem import Problem
 
 MakeChain = Callable[..., Chain]
@@ -235,3 +235,10 @@ def test_balanced_parts_of_other_schedules(problem: Callable[..., Problem]) -> N
         )
     assert list(propose_parts(own, ("zb-v",)))
     assert {proposal.config.schedule for proposal in propose_parts(own, ("zb-v",))} == {"zb-v"}
+
+
+def test_pins_as_they_are_written() -> None:
+    assert read_pins(["features.10=stage1", "a=b=2"], "pin") == (("features.10", 1), ("a=b", 2))
+    for text in ("x", "x=", "=1", "x=stage", "x=-1", "x=" + "9" * 19):
+        with pytest.raises(UsageError, match="is not a layer and its stage"):
+            read_pins([text], "pin")

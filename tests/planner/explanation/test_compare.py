@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.layer import Chain
+from pplan.cost_models.quantities import format_seconds
 from pplan.cost_models.topology import Topology
 from pplan.planner.explanation.compare import compare_plans
+from pplan.planner.explanation.explanation import _notes
 from pplan.planner.planners import PLANNERS
 
 MakeChain = Callable[..., Chain]
@@ -145,3 +147,19 @@ def test_what_the_planners_make_of_it(two: tuple[Any, Any]) -> None:
     assert made.first_slower == pytest.approx(step / min(steps) - 1)
     html = made._repr_html_()
     assert html.count("<tr") == 1 + len(made.rows)
+
+
+def test_a_plan_of_another_machine_says_so(two: tuple[Any, Any]) -> None:
+    """Its step is another one here; so it is where its own file says none; and devices that share layers."""
+    best = two[0]
+    slower = changed(best.plan, step_seconds=3.0 * best.plan.prediction.step_seconds)
+    step = format_seconds(best.plan.prediction.step_seconds)
+    for topology, words in (("dgx-h100", "dgx-h100"), ("", "another machine")):
+        (note,) = _notes(best.question, slower.model_copy(update={"topology": topology}))
+        assert note == (
+            f"the plan takes {step} a step here, it says {format_seconds(slower.prediction.step_seconds)}: "
+            f"it was made for {words}"
+        )
+    assert _notes(best.question, best.plan) == []
+    unfit = replace(best.question, fits=False)
+    assert _notes(unfit, best.plan) == ["the plan does not fit into the memory of its devices"]
