@@ -293,7 +293,16 @@ class LayerSeconds:
         if self.setting.recompute == "selective":
             more = sum(self.costs.kernel_seconds(kernel, self.degrees) for kernel in work.attention)
             return PassSeconds(forward, backward + more)
+        if self.setting.recompute == "offload":
+            copies = self._copy_seconds(work)
+            return PassSeconds(max(forward, copies), max(backward, copies))
         return PassSeconds(forward, backward)
+
+    def _copy_seconds(self, work: LayerWork) -> float:
+        """Of a block's activations to the host, or back: beside the computing of a block, in which
+        megatron-core copies the tensors of the block before out, and brings those of the next one back."""
+        assert self.costs.host_bandwidth is not None
+        return work.offload.copied / self.costs.host_bandwidth
 
     def _beside_collectives(self, own: PassSeconds, parameters: ParameterCounts) -> PassSeconds:
         """With ZeRO 2 and 3 a layer's weights are gathered, and its gradients reduced, while its neighbours

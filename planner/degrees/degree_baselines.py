@@ -60,6 +60,7 @@ def _list_even(
         micro_batch_size=(1, 2, 4),
         virtual_stages=(1,),
         recompute="auto",
+        offload=False,
     )
     for one in list_combinations(shape, devices, own):
         with_head = one.setting.predictor_offset == 0

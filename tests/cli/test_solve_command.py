@@ -117,7 +117,7 @@ def test_writes_the_plan_with_its_origin(
 ) -> None:
     ran = run("solve", "--gpus", "8")
     assert asked
-    assert ran.out.startswith("A pipeline of 3 stages over 6 GPUs is the fastest: ")
+    assert ran.out.startswith("A pipeline of 3 stages over 6 GPUs is the fastest of the plans searched: ")
     assert ran.lines == ["Using toy.profile.json (newest profile in this directory)", "Wrote toy.plan.json"]
     made_by = Plan.load(here / "toy.plan.json").made_by
     assert made_by.command == "pplan solve --gpus 8"

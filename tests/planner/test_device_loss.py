@@ -151,7 +151,7 @@ def test_nothing_fits_on_what_is_left(make_chain: MakeChain) -> None:
     group = one.space.replica_group(1, (0,))
     whole = float(min(group.bytes(1, "always")[0, -1], group.bytes(1, "never")[0, -1]))
     problem, best = solved(chain, alike(4, int(0.9 * whole)))
-    with pytest.raises(InfeasibleError, match="1 device that"):
+    with pytest.raises(InfeasibleError, match="what is left, 1 device"):
         replan_problem(problem, best, [0, 1, 2])
 
 

@@ -134,7 +134,11 @@ def test_the_least_of_several_schedules(make_chain: MakeChain) -> None:
     assert problem is not None
     both = universal_bound(problem, ["naive", "zb-h1"], 1e9)
     assert both == min(universal_bound(problem, [name], 1e9) for name in ("naive", "zb-h1"))
-    assert universal_bound(problem, [], 1.0) == 1.0
+    assert universal_bound(problem, [], 1.0) == inf
+    least = universal_bound(problem, ["zb-h1"])
+    assert (
+        universal_bound(problem, ["zb-h1"], least / 2) == least
+    )  # never lowered to a step: that would hide it
 
 
 def chain_of(layers: int) -> Chain:

@@ -41,7 +41,13 @@ def seeds(quick: int, every: int) -> list[Any]:
 
 
 EXCHANGES: tuple[ContextExchange, ...] = ("all-to-all", "ring", "all-gather")
-MODES = ("none", "selective", "partial", "full")
+MODES = ("none", "selective", "partial", "full", "offload")
+
+
+@pytest.fixture(autouse=True)
+def offload_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors of these models are small."""
+    monkeypatch.setattr("pplan.cost_models.transformer.layer_work.LEAST_OFFLOADED", 1)
 
 
 def random_shape(random: Random) -> TransformerShape:
@@ -68,7 +74,10 @@ def random_costs(random: Random) -> RankCosts:
     topology = two_level_topology(Device("GPU", None), 8, 4, link, Link(10 ** random.uniform(8, 10), 1e-5))
     limits = DeviceLimits(10 ** random.uniform(11, 14), 10 ** random.uniform(10, 12))
     return RankCosts(
-        limits, TopologyLinks(topology), overheads=Overheads(1.0, 10 ** random.uniform(-7, -4), 1e-4)
+        limits,
+        TopologyLinks(topology),
+        overheads=Overheads(1.0, 10 ** random.uniform(-7, -4), 1e-4),
+        host_bandwidth=10 ** random.uniform(8, 12),
     )
 
 
@@ -229,10 +238,7 @@ def test_stages_end_where_the_seconds_come_nearest_to_their_share() -> None:
 
 @pytest.mark.parametrize(
     "seed",
-    [
-        pytest.param(seed, marks=[pytest.mark.slow] * (seed in (0, 7, 9, 10)))
-        for seed in (0, 1, *range(3, 11))
-    ],
+    [pytest.param(seed, marks=[pytest.mark.slow] * (seed in (3, 5, 7))) for seed in (0, 1, *range(3, 11))],
 )
 def test_an_answer_against_all_there_is(seed: int) -> None:
     random = Random(1000 + seed)
@@ -244,6 +250,7 @@ def test_an_answer_against_all_there_is(seed: int) -> None:
         cp=random.choice((None, (1, 2))),
         zero=random.choice(((1,), (0, 3), (1, 2, 3))),
         predictors=seed % 4 // 3,
+        offload=seed % 2 == 1,
     )
     every = []
     for one in list_combinations(shape, devices, options):
