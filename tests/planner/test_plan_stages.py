@@ -43,7 +43,7 @@ def plan(
 ) -> ScoredPlan:
     config = PipelineConfig(schedule, "by_stage", 4, 8, virtual_stages)
     proposal = Proposal(config, ends or tuple(range(1, len(devices) + 1)), devices)
-    return ScoredPlan(proposal, modes, 2.0)  # type: ignore[arg-type]
+    return ScoredPlan(proposal, modes, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +208,7 @@ def test_larger_micro_batches_are_named_where_they_are_faster(equal: Chain) -> N
         texts[0],
     )
     assert texts[0].endswith("x faster; `micro_batch_sizes` of pplan profile adds such sizes")
+    assert best is not None
     fixed = Problem(slow, line(2), PlanOptions(mini_batch=16, micro_batches=8))
     assert larger_micro_batches(fixed, best) == []
     assert larger_micro_batches(problem, replace(best, proposal=straight(1, 16))) == []

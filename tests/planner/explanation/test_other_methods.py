@@ -134,7 +134,7 @@ def test_forwards_that_run_again_count(make_chain: MakeChain) -> None:
     forward = float(chain.at(size).forward_seconds.sum())
     never, always = (
         make_workers(problem, replace(plan, recompute=(mode,)), 3)
-        for mode in ("never", "always")  # type: ignore[arg-type]
+        for mode in ("never", "always")
     )
     assert never.servers == 3
     assert never.weight_bytes == never.gradient_bytes == pytest.approx(float(chain.trainable_bytes.sum()))
