@@ -6,18 +6,27 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from pplan.cost_models.errors import UsageError
+from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
+from pplan.cost_models.machines.catalogue import device_preset, same_device
+from pplan.cost_models.schedules import interleaved
+from pplan.cost_models.topology import Device, Group, Level, Link, Topology, two_level_topology
+from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
+from pplan.cost_models.transformer.training_setting import chunks_in_flight
 from pplan.planner.candidate import Proposal
+from pplan.planner.coverage import _any_plan
+from pplan.planner.explanation.resolve import with_bandwidth
+from pplan.planner.explanation.sensitivity import _outwards
 from pplan.planner.mini_batch import smaller_defaults
 from pplan.planner.objectives.objective import Objective, parse_objective
 from pplan.planner.other_schedules import propose_other_schedules, propose_parts
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions, read_pins
 from pplan.planner.problem import Problem
+from pplan.planner.weight_moves import _overlap
 
 MakeChain = Callable[..., Chain]
 
@@ -242,3 +251,130 @@ def test_pins_as_they_are_written() -> None:
     for text in ("x", "x=", "=1", "x=stage", "x=-1", "x=" + "9" * 19):
         with pytest.raises(UsageError, match="is not a layer and its stage"):
             read_pins([text], "pin")
+
+
+def test_prices_are_refused_with_their_kind() -> None:
+    for prices, text in (({"A100": 0.0}, "price='A100=0': must"), ({"": 0.0}, "price=0: must")):
+        with pytest.raises(UsageError) as caught:
+            Objective("cost", prices=prices)
+        assert caught.value.what.startswith(text)
+
+
+def test_degrees_are_in_their_range() -> None:
+    assert ParallelDegrees(tensor=2**20).tensor == 2**20
+    for value in (0, 2**20 + 1):
+        with pytest.raises(UsageError, match=f"data={value}: must be from 1 to 1048576"):
+            ParallelDegrees(data=value)
+    with pytest.raises(UsageError, match="zero=4: not known"):
+        ParallelDegrees(zero=4)
+
+
+def test_an_error_says_its_details_to_programs() -> None:
+    error = InfeasibleError("none fits", "Use more.", {"missing_bytes": 7})
+    assert error.as_json == {
+        "status": 3,
+        "kind": "infeasible",
+        "message": "none fits",
+        "advice": "Use more.",
+        "missing_bytes": 7,
+    }
+
+
+@pytest.mark.parametrize(
+    ("schedules", "names"),
+    [(("1f1b",), "1f1b"), (("1f1b", "gpipe"), "1f1b and gpipe"), (("a", "b", "c"), "a, b and c")],
+)
+def test_schedules_in_a_sentence(
+    schedules: tuple[str, ...], names: str, problem: Callable[..., Problem]
+) -> None:
+    one = problem(1, mini_batch=8, micro_batches=4)
+    assert _any_plan(one, schedules) == (
+        f"all plans of {names} with 4 micro-batches: any cuts and recomputation"
+    )
+    two = problem(2, mini_batch=8, micro_batches=4)
+    assert _any_plan(two, schedules) == (
+        f"all plans of {names} with 4 micro-batches: any cuts, replicas and recomputation, any order of the "
+        "devices"
+    )
+
+
+def test_bandwidth_between_nodes_of_three_levels() -> None:
+    """Sockets of two in nodes of four in racks: only what joins nodes varies."""
+    levels = (
+        Level("socket", 2, Link(8e9, 0.0)),
+        Level("node", 2, Link(4e9, 0.0)),
+        Level("network", None, Link(1e9, 0.0)),
+    )
+    topology = Topology((Group(Device("toy", None), 8),), levels)
+    assert topology.gpus_per_node == 4
+    rates = [
+        level.link.bandwidth_bytes_per_second
+        for level in with_bandwidth(topology, 2.0, between_nodes=True).levels
+    ]
+    assert rates == [8e9, 4e9, 2e9]
+    assert [own.link.bandwidth_bytes_per_second for own in with_bandwidth(topology, 0.5).levels] == [
+        4e9,
+        2e9,
+        0.5e9,
+    ]
+
+
+def test_names_of_one_device() -> None:
+    assert same_device("toy", "toy")
+    assert not same_device("toy", "other")
+    assert same_device("NVIDIA H100 80GB HBM3", device_preset("NVIDIA H100 80GB HBM3").title)  # type: ignore[union-attr]
+    assert not same_device("NVIDIA H100 80GB HBM3", "toy")
+
+
+def test_replicas_that_any_plan_may_have(problem: Callable[..., Problem]) -> None:
+    """Up to 64 devices every number; beyond, of those with shares of as many samples the fewest."""
+    assert problem(64, 64, mini_batch=8, micro_batches=1).replica_choices(8) == [tuple(range(1, 9))]
+    assert problem(65, 65, mini_batch=8, micro_batches=1).replica_choices(8) == [(1, 2, 3, 4, 8)]
+    assert problem(4, mini_batch=8, runtime="deepspeed").replica_choices(4) == [(1,), (2,), (4,)]
+    assert problem(4, mini_batch=8, runtime="torchgpipe").replica_choices(4) == [(1,)]
+    assert not problem(64, 64, mini_batch=64).any_count
+    assert problem(65, 65, mini_batch=65).any_count
+    assert not problem(65, 65, mini_batch=65, runtime="deepspeed").any_count
+    long = problem(2, layers=300, mini_batch=8)
+    assert (long.space.is_long, long.any_count) == (True, True)
+
+
+def test_bytes_of_layers_that_two_have() -> None:
+    sums = np.array([0.0, 1, 3, 6, 10])
+    assert _overlap(sums, (0, 3), (1, 4)) == 5.0
+    assert _overlap(sums, (0, 2), (2, 4)) == 0.0
+    assert _overlap(sums, (0, 1), (2, 4)) == 0.0
+    assert _overlap(sums, None, (2, 4)) == 0.0
+    assert _overlap(sums, (1, 2), (0, 4)) == 2.0
+
+
+def test_steps_outwards_reach_the_end() -> None:
+    """In eight equal ratios."""
+    assert list(_outwards(256.0)) == pytest.approx([2.0, 4, 8, 16, 32, 64, 128, 256])
+    assert list(_outwards(1 / 256)) == pytest.approx([1 / 2**power for power in range(1, 9)])
+
+
+def test_peaks_of_interleaved_devices_by_hand() -> None:
+    """Two devices with two virtual stages, two micro-batches, F0 F0 F1 F1 first: 2 and 2; the last holds one
+    of the second part at a time. None that another holds as many or more of is kept."""
+    assert chunks_in_flight(0, 1, 4, 1) == ((1,),)
+    assert chunks_in_flight(0, 2, 4, 1) == ((2,),)
+    for device in (0, 1):
+        for micro_batches in (2, 4, 8):
+            peaks = chunks_in_flight(device, 2, micro_batches, 2)
+            held = set[tuple[int, ...]]()
+            counts = [0, 0]
+            for action in interleaved.device_actions(device, 2, micro_batches, 2):
+                counts[action.chunk] += 1 if action.kind == "F" else -1
+                held.add(tuple(counts))
+            assert all(
+                any(all(a <= b for a, b in zip(own, peak, strict=True)) for peak in peaks) for own in held
+            )
+            assert set(peaks) <= held
+            assert all(
+                not all(a <= b for a, b in zip(one, other, strict=True))
+                for one in peaks
+                for other in peaks
+                if one != other
+            )
+            assert len(set(peaks)) == len(peaks)

@@ -133,8 +133,7 @@ def test_forwards_that_run_again_count(make_chain: MakeChain) -> None:
     size, count = plan.config.micro_batch_size // 2, plan.config.micro_batches
     forward = float(chain.at(size).forward_seconds.sum())
     never, always = (
-        make_workers(problem, replace(plan, recompute=(mode,)), 3)
-        for mode in ("never", "always")
+        make_workers(problem, replace(plan, recompute=(mode,)), 3) for mode in ("never", "always")
     )
     assert never.servers == 3
     assert never.weight_bytes == never.gradient_bytes == pytest.approx(float(chain.trainable_bytes.sum()))
