@@ -265,10 +265,7 @@ class Problem:
         """Orders of the devices: of those within reach as they are ranked, where a runtime numbers them."""
         if self.runtime is None:
             return list_placements(self.topology)
-        topology = (
-            self.topology if self.usable_gpus == self.gpus else self.topology.with_gpus(self.usable_gpus)
-        )
-        return list_placements(topology)[:1]
+        return list_placements(self.topology.with_gpus(self.usable_gpus))[:1]
 
     @property
     def any_devices(self) -> bool:
