@@ -99,7 +99,7 @@ def _fastest(
     combinations: Iterable[Combination], shape: TransformerShape, costs: RankCosts, memory_bytes: float
 ) -> DegreePlan | None:
     tables = [(LayerTable(shape, one.degrees, one.setting, costs), one) for one in combinations]
-    bounds = [lower_bound(layers, layers.least_slowest_seconds()) for layers, _ in tables]
+    bounds = [lower_bound(layers) for layers, _ in tables]
     best: DegreePlan | None = None
     for number in sorted(range(len(tables)), key=bounds.__getitem__):
         if best is not None and bounds[number] >= best.estimate.step_seconds:
