@@ -44,7 +44,7 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
             f"Pipeline {format_seconds(best.pipeline_seconds)}, gradients and update "
             f"{format_seconds(best.update_seconds)}; {_schedule(best)}, "
             f"{format_count(best.micro_batches, 'micro-batch')} of {best.micro_batch_size}; "
-            f"recompute {recompute_words(best)}{_predictors(best)}.",
+            f"{_recompute_clause(best)}{_predictors(best)}.",
             f"Best found; at most {percent(max(document.gap, 0.0))} from the proven bound of "
             f"{format_seconds(document.bound_seconds)} (any of {document.combinations} combinations, "
             "with every division of the layers that fits).",
@@ -80,10 +80,21 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
         number("activations", lambda stage: stage.ledger.activations, format_bytes, drop=1),
         number("memory", lambda stage: stage.bytes, format_bytes),
     ]
+    if any(stage.host_bytes for stage in best.stages):
+        stages.append(number("on the host", lambda stage: stage.host_bytes, format_bytes))
     print_table(console, stages, best.stages, title="Stages of the fastest, on each of their devices")
+    _print_host_bytes(best, console)
     _print_by_stage(document, console)
     _print_arguments(best, console)
     print_notes(console, [*best.remarks, *document.notes])
+
+
+def _print_host_bytes(best: PlanEntry, console: Console) -> None:
+    """What the host must have for offloaded activations."""
+    most = max(stage.host_bytes for stage in best.stages)
+    if most:
+        words = f"Memory of the host: up to {format_bytes(most)} for each of its GPUs, pinned."
+        line(console, words)
 
 
 def _print_by_stage(document: DegreesFile, console: Console) -> None:
@@ -145,8 +156,14 @@ def _schedule(plan: PlanEntry) -> str:
     return "1F1B" if virtual_stages == 1 else f"interleaved 1F1B of {virtual_stages} virtual stages a device"
 
 
+def _recompute_clause(plan: PlanEntry) -> str:
+    if plan.recompute == "offload":
+        return "recompute none, activations of attention and experts kept on the host"
+    return f"recompute {recompute_words(plan)}"
+
+
 def recompute_words(plan: PlanEntry | OwnStageEntry | Combination) -> str:
-    """Of a stage's blocks: none, selective, full, or how many of the first."""
+    """Of a stage's blocks: none, selective, full, offload, or how many of the first."""
     return plan.recompute if plan.recompute_blocks is None else f"first {plan.recompute_blocks}"
 
 

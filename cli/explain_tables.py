@@ -58,7 +58,10 @@ def answer_lines(explanation: Explanation) -> list[str]:
     else:
         lines.append("Without a memory limit no faster plan was found; there may be one.")
     if explanation.better is not None:
-        lines.append(f"It is not the best for its options: {_compare_plan(explanation.better, plan)}.")
+        words = "It is not the best for its options"
+        if explanation.made_for:
+            words = f"It was made for {explanation.made_for}, not for the shortest step"
+        lines.append(f"{words}: {_compare_plan(explanation.better, plan)}.")
     return lines
 
 

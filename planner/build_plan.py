@@ -10,6 +10,8 @@ from ..cost_models.layer import Chain
 from ..cost_models.quantities import format_count
 from ..cost_models.topology import Topology
 from .alternatives import find_alternatives, larger_micro_batches, score_baselines
+from .assembly import Assembly
+from .candidate import ScoredPlan
 from .infeasible import no_plan_fits
 from .joint_search import JointSearchResult, find_best_plan
 from .plan_document import list_buffer_warnings, list_problem_warnings, plan_without_comparison
@@ -81,20 +83,25 @@ def build_plan(
     profile: ProfileReference,
     notes: Sequence[str] = (),
     warnings: Sequence[str] = (),
+    choice: tuple[ScoredPlan, Assembly] | None = None,
 ) -> Plan:
-    """The plan file of an answer that holds a plan; `warnings` and `notes` come before its own."""
+    """The plan file of an answer that holds a plan; `warnings` and `notes` come before its own.
+
+    `choice`: a plan, made ready for the simulator, that warnings and notes are to be of, where an objective
+    chose another one than the fastest.
+    """
     best = answer.best
     if best is None:
         raise no_plan_fits(problem)
     baselines, alternatives = score_baselines(problem, answer), find_alternatives(problem, answer)
     plan = plan_without_comparison(problem, best, answer.result, model=model, profile=profile)
-    assembly = assemble(problem.space, best.proposal, best.recompute)
+    own_plan, assembly = choice or (best, assemble(problem.space, best.proposal, best.recompute))
     own = list(list_prediction_limits(assembly))
-    limits = [*larger_micro_batches(problem, best), *list_buffer_warnings(problem, assembly)]
+    limits = [*larger_micro_batches(problem, own_plan), *list_buffer_warnings(problem, assembly)]
     compared = {row.size for row in baselines if row.size is not None}
     compared |= {divide_batch(other.micro_batch_size, other.replicas) for other in alternatives}
     others = [text for text in _outside(problem, compared) if text not in own]
-    update = optimizer_note(assembly, best.step_seconds)
+    update = optimizer_note(assembly, own_plan.step_seconds, own_plan.config.micro_batches)
     return plan.model_copy(
         update={
             "baselines": [row.record for row in baselines],

@@ -41,13 +41,14 @@ MOST_NEAR = 200
 @dataclass(frozen=True)
 class ReplannedPlan:
     """The plan, what it moves in how many seconds, and the step of the fastest that was looked at.
-    `complete`: whether all were."""
+    `complete`: whether all cuts, replicas and micro-batches were; `any_devices`: on any devices, too."""
 
     plan: ScoredPlan
     moves: tuple[WeightMove, ...]
     move_seconds: float
     fastest_seconds: float
     complete: bool
+    any_devices: bool
 
     @property
     def moved_bytes(self) -> int:
@@ -70,7 +71,7 @@ def replan_problem(
     shapes.look()
     if not shapes.steps:
         raise InfeasibleError(
-            f"no plan fits on the {format_count(len(ranks), 'device')} that are left",
+            f"no plan fits on what is left, {format_count(len(ranks), 'device')}",
             "Solve for a machine of as many devices: it says what would fit.",
         )
     longest = shapes.longest
@@ -83,7 +84,8 @@ def replan_problem(
     weights = np.asarray(problem.chain.parameter_bytes + problem.chain.buffer_bytes, dtype=np.float64)
     best = shapes.move_least(near, before, weights)
     moves, seconds = list_moves(problem.topology, before, ranks, best.proposal, weights)
-    return ReplannedPlan(best, moves, seconds, near[0].step_seconds, shapes.complete)
+    alike = is_uniform(problem.topology)
+    return ReplannedPlan(best, moves, seconds, near[0].step_seconds, shapes.complete, any_devices=alike)
 
 
 def _ranks_left(problem: Problem, present: ScoredPlan, lost: Iterable[int]) -> tuple[int, ...]:

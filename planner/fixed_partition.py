@@ -82,7 +82,8 @@ def plan_partition(
     if best is None:
         best, lacking = _too_large(problem, proposals)
     schedules = dict.fromkeys((*problem.allowed_schedules, best.config.schedule))
-    bound = universal_bound(problem, schedules, best.step_seconds)
+    # One that does not fit, or that the options exclude, is none of the plans that the bound is of.
+    bound = min(universal_bound(problem, schedules, best.step_seconds), best.step_seconds)
     result = SearchResult(
         best=best, bound_seconds=bound, root_bound_seconds=bound, exact=False, universal=True
     )

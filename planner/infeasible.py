@@ -5,7 +5,7 @@ Every change that is named was solved again and fits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from math import ceil, inf
@@ -19,13 +19,15 @@ from .candidate import ScoredPlan
 from .joint_search import BEST, find_best_plan, plan_with
 from .pipeline_config import SEARCHED
 from .plan_options import PlanOptions
-from .plan_stages import run_in_words
+from .plan_stages import plan_stages, run_in_words
 from .planners import find_planner
 from .problem import Problem
 from .smallest_plan import TightestStage, find_smallest_plan
 
 SECONDS = 1.0
 """Of the search for each change, as of `PlanOptions.time_limit`."""
+HALVINGS = 4
+"""Of the range between the memory that there is and one with which a plan was found."""
 
 
 def no_plan_fits(problem: Problem) -> InfeasibleError:
@@ -37,20 +39,16 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
     if limited and not any(config.schedule in SEARCHED for config in problem.configs):
         return _no_plan_of_schedule(problem)
     if tightest is None or not limited:
-        return InfeasibleError(
-            _none_left(problem),
-            f"Leave out {_either_field(_narrowing(problem.options))}.",
-        )
+        return InfeasibleError(_none_left(problem), _leave_out(problem))
     space = problem.space
     names, cut_points = space.chain.names, space.table(space.chain.sizes[0]).cut_points
     first, last = names[cut_points[tightest.start]], names[cut_points[tightest.end] - 1]
     limit = _smallest_limit(problem)
     missing, searched, room = tightest.memory_bytes - limit, _of_searched(problem), _room(problem)
-    fields = _narrowing(problem.options)
-    if missing <= 0 and fields:
+    if missing <= 0 and _narrowing(problem.options):
         return InfeasibleError(
             f"no plan{searched} that the options allow fits into {room}; without them one does",
-            f"Leave out {_either_field(fields)}.",
+            _leave_out(problem),
         )
     if missing <= 0:
         return InfeasibleError(
@@ -70,7 +68,16 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
     )
     changes = _changes(problem, tightest)
     details = _details(tightest, limit, first, last) | {"would_fit": changes}
-    return InfeasibleError(what, "What would fit: " + "; or ".join(changes) + ".", details)
+    return InfeasibleError(what, _hint(problem, changes), details)
+
+
+def _hint(problem: Problem, changes: list[str]) -> str:
+    """What would fit; where nothing was found that would, what forbids it."""
+    if changes:
+        return "What would fit: " + "; or ".join(changes) + "."
+    if _narrowing(problem.options):
+        return f"With more memory none was found either. {_leave_out(_with_memory(problem, None))}"
+    return "No single change was found with which one would: profile the model in smaller layers."
 
 
 def _limits(problem: Problem) -> list[float]:
@@ -129,25 +136,34 @@ def _none_left(problem: Problem) -> str:
     return f"no plan under {names} was found for these options, whatever the memory; not all were tried"
 
 
+_FREE = PlanOptions()
+_NARROWING = (
+    *("pins", "cut_after", "keep_together", "max_stages", "use_all", "runtime", "micro_batches"),
+    *("schedule", "recompute", "planner"),
+)
+"""Options that leave plans out."""
+
+
 def _narrowing(options: PlanOptions) -> list[str]:
-    """The fields given that leave plans out."""
-    fields = {
-        "pins": options.pins,
-        "cut_after": options.cut_after,
-        "keep_together": options.keep_together,
-        "max_stages": options.max_stages,
-        "use_all": options.use_all,
-        "runtime": options.runtime,
-        "micro_batches": options.micro_batches,
-        "schedule": options.schedule != "auto",
-        "recompute": options.recompute != "auto",
-        "planner": options.planner != BEST,
-    }
-    return [f"`{field}`" for field, value in fields.items() if value]
+    """Those of the fields that leave plans out that are given."""
+    return [field for field in _NARROWING if getattr(options, field) != getattr(_FREE, field)]
 
 
-def _either_field(fields: list[str]) -> str:
-    return either(fields) if fields else ""
+def _leave_out(problem: Problem) -> str:
+    """Which of the fields that leave plans out to omit: any one that is enough, else all of them."""
+    fields = _narrowing(problem.options)
+    enough = [f"`{field}`" for field in fields if _solve_with(problem, _without(problem, [field]))]
+    if enough:
+        return f"Leave out {either(enough)}."
+    if fields and _solve_with(problem, _without(problem, fields)):
+        return f"Leave out all of {', '.join(f'`{field}`' for field in fields)}: none alone is enough."
+    return "Leaving out options was not seen to help: check `mini_batch` and the machine."
+
+
+def _without(problem: Problem, fields: Iterable[str]) -> PlanOptions:
+    """The options without these fields, with the same global batch."""
+    free: dict[str, Any] = {field: getattr(_FREE, field) for field in fields}
+    return replace(problem.options, mini_batch=problem.mini_batch, **free)
 
 
 def _no_plan_of_planner(problem: Problem, others: ScoredPlan | None) -> InfeasibleError:
@@ -163,10 +179,12 @@ def _no_plan_of_planner(problem: Problem, others: ScoredPlan | None) -> Infeasib
 def _no_plan_of_schedule(problem: Problem) -> InfeasibleError:
     """Of a schedule that is not searched."""
     limit = format_bytes(problem.space.limit(range(problem.gpus)))
-    changes = _other_runs(problem) or ["more memory or GPUs"]
+    changes = _other_runs(problem)
+    if not changes and (enough := _enough_memory(problem)) is not None:
+        changes = [enough]
     return InfeasibleError(
         f"no plan under {', '.join(problem.schedules)} was found that fits into {limit} a GPU",
-        "What would fit: " + "; or ".join(changes) + ".",
+        _hint(problem, changes),
         {"would_fit": changes},
     )
 
@@ -186,10 +204,45 @@ def _changes(problem: Problem, tightest: TightestStage) -> list[str]:
         # Where no global batch is requested the global batch grows with the GPUs, and so may what a stage
         # holds.
         changes.append(f"gpus={more * problem.sharers} mini_batch={problem.mini_batch}")
-    enough = f"{tightest.memory_bytes / 2**30 + 0.005:.2f}"
-    if not changes or _solve_quickly(_with_memory(problem, float(enough) * 2**30)):
-        changes.append(f"memory='{enough}GiB' a GPU")
+    enough = _memory_text(tightest.memory_bytes)
+    if _fits(problem, enough):
+        changes.append(_memory_change(enough))
+    elif not changes and (larger := _enough_memory(problem)) is not None:
+        changes.append(larger)
     return changes
+
+
+def _memory_text(size: float) -> str:
+    """So many bytes, or a little more, in GiB."""
+    return f"{size / 2**30 + 0.005:.2f}"
+
+
+def _memory_change(gibibytes: str) -> str:
+    return f"memory='{gibibytes}GiB' a GPU"
+
+
+def _fits(problem: Problem, gibibytes: str) -> bool:
+    """Whether a plan is found that fits into devices of so much memory."""
+    return _solve_quickly(_with_memory(problem, float(gibibytes) * 2**30)) is not None
+
+
+def _enough_memory(problem: Problem) -> str | None:
+    """A memory with which a plan is found under all the options: what the plan without a limit needs, or
+    less; None where none is found at all."""
+    free = _solve_quickly(_with_memory(problem, None))
+    if free is None:
+        return None
+    enough = _memory_text(max(stage.memory_bytes for stage in plan_stages(problem.space, free)))
+    if not _fits(problem, enough):
+        return None
+    low = float(_smallest_limit(problem))
+    for _ in range(HALVINGS):
+        middle = _memory_text((low + float(enough) * 2**30) / 2)
+        if _fits(problem, middle):
+            enough = middle
+        else:
+            low = float(middle) * 2**30
+    return _memory_change(enough)
 
 
 def _other_runs(problem: Problem) -> list[str]:
@@ -240,11 +293,11 @@ def _solve_quickly(problem: Problem) -> ScoredPlan | None:
     return find_best_plan(replace(problem, options=short), planners=()).best
 
 
-def _with_memory(problem: Problem, size: float) -> Problem:
-    """The same with devices of at least that memory."""
+def _with_memory(problem: Problem, size: float | None) -> Problem:
+    """The same with devices of at least that memory; None: of any."""
 
     def more(own: float | None) -> int | None:
-        return None if own is None else ceil(max(own, size))
+        return None if own is None or size is None else ceil(max(own, size))
 
     groups = tuple(
         group._replace(device=replace(group.device, memory_bytes=more(group.device.memory_bytes)))

@@ -119,7 +119,8 @@ def list_problem_warnings(problem: Problem) -> list[str]:
 def list_buffer_warnings(problem: Problem, assembly: Assembly) -> list[str]:
     """That a device of a plan for any runtime may lack room in PyTorch's pipelining, which has buffers for
     what it receives in all micro-batches of a step (see `receive_ahead`)."""
-    if problem.runtime is not None or assembly.program.splits_backward:
+    others = assembly.program.splits_backward or not assembly.schedule.synchronous
+    if problem.runtime is not None or others:
         return []
     ahead = replace(assembly, receives_ahead=True)
     beyond, device = max(

@@ -229,6 +229,20 @@ class Plan(Document):
         )
 
     @property
+    def problem(self) -> dict[str, str]:
+        """What plans of one problem have in common: layers, machine, global batch, runtime and states."""
+        return {
+            "profile": self.profile.sha256,
+            "machine": self.machine or self.topology,
+            "global batch": str(self.mini_batch),
+            "runtime": self.runtime or "any",
+            "optimizer": self.optimizer,
+            "precision": self.training_precision.name,
+            "gradients": self.training_precision.gradient_dtype,
+            "ZeRO": str(self.zero),
+        }
+
+    @property
     def replicas(self) -> list[int]:
         """Replicas of each stage."""
         return [stage.replicas for stage in self.stages]

@@ -201,11 +201,13 @@ WORTH = 0.01
 """Share of the step that launches, or the optimizer, must take for that to be said."""
 
 
-def optimizer_note(assembly: Assembly, step_seconds: float) -> Iterator[str]:
+def optimizer_note(
+    assembly: Assembly, step_seconds: float, micro_batches: int | None = None
+) -> Iterator[str]:
     """Of the device whose optimizer takes longest, where its memory's bandwidth is known and the updates that
-    belong to a step take `WORTH` of it at the least."""
+    belong to a step take at least `WORTH` of it. `micro_batches`: of a step; None: the program's."""
     optimizer, precision = find_optimizer(assembly.optimizer), assembly.number_bytes
-    every, micro_batches = assembly.program.update_every, assembly.program.micro_batches
+    every, micro_batches = assembly.program.update_every, micro_batches or assembly.program.micro_batches
     each = list[tuple[float, float, float, int]]()
     for device, ranks in enumerate(assembly.ranks):
         parameters = sum(own.trainable for own in assembly.chunk_bytes(device)) / precision.weight

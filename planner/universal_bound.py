@@ -68,7 +68,7 @@ def universal_bound(problem: Problem, schedules: Iterable[str], step: float = in
     distinct = sorted({case.key: case for case in cases}.values(), key=lambda case: case.simple)
     low = min((case.simple for case in distinct), default=inf)
     if low >= step:
-        return min(low, step)
+        return low
     cost = (HALVINGS + 2) * sum(case.entries for case in distinct)
     if step == inf or cost > MOST_ENTRIES or problem.space.is_long:
         return low

@@ -130,7 +130,7 @@ ETHERNET = PresetLink(
     Figure(12.5 * GB_PER_SECOND, "assumption: one port of 100 Gb/s a server, which is 12.5 GB/s"),
     NETWORK_LATENCY,
 )
-_PCIE_3 = PresetLink(
+PCIE_3 = PresetLink(
     "PCIe 3.0 x16",
     Figure(15.75 * GB_PER_SECOND, f"{_PCI_SIG}: 8 GT/s x 16 lanes, 128b/130b, is 15.75 GB/s a direction"),
     _PCIE_LATENCY,
@@ -138,6 +138,11 @@ _PCIE_3 = PresetLink(
 PCIE_4 = PresetLink(
     "PCIe 4.0 x16",
     Figure(31.5 * GB_PER_SECOND, f"{_PCI_SIG}: 16 GT/s x 16 lanes, 128b/130b, is 31.5 GB/s a direction"),
+    _PCIE_LATENCY,
+)
+PCIE_5 = PresetLink(
+    "PCIe 5.0 x16",
+    Figure(63 * GB_PER_SECOND, f"{_PCI_SIG}: 32 GT/s x 16 lanes, 128b/130b, is 63 GB/s a direction"),
     _PCIE_LATENCY,
 )
 PCIE_A10G = PresetLink(
@@ -304,7 +309,7 @@ _ALL = (
         "T4",
         "(NVIDIA )?(Tesla )?T4",
         Figure(15_843_721_216, _device_query("11.0", "Tesla T4")),
-        _PCIE_3,
+        PCIE_3,
         Figure(8, f"{_EC2}: g4dn.metal, eight T4"),
     ),
     _card(

@@ -31,7 +31,7 @@ from ..errors import FileError, UsageError
 from ..quantities import parse_bytes, parse_rate, parse_seconds
 from ..text_files import parse_toml, read_text
 from .catalogue import device_preset, find_preset, name_key
-from .presets import Figure
+from .presets import PCIE_3, PCIE_4, PCIE_5, PCIE_A10G, Figure
 
 TERA = 1e12
 LAUNCH = Figure(1.5e-6, "assumption: 1.5 µs on the device from one kernel of a stream to the next")
@@ -188,6 +188,27 @@ _ALL = (
 )
 
 ROOFLINES: dict[str, Roofline] = {roofline.name: roofline for roofline in _ALL}
+
+
+HOST_SHARE = Figure(
+    0.85,
+    "assumption: of a link to the host what copies of pinned memory reach; nvbandwidth is seen to print 55.6 "
+    "of an H100's 63 GB/s, and nothing is taken off for GPUs that share a switch",
+)
+_HOST_LINKS = {
+    **dict.fromkeys(("v100-16gb", "v100-32gb", "t4"), PCIE_3),
+    **dict.fromkeys(("a100-40gb", "a100-80gb", "l4", "rtx-4090", "rtx-3090"), PCIE_4),
+    **dict.fromkeys(("h100", "h200", "b200", "mi300x"), PCIE_5),
+    "a10g": PCIE_A10G,
+}
+
+
+def host_bandwidth(device_name: str) -> float | None:
+    """Bytes per second of copies between the memory of that GPU and its host's, in either direction; None
+    where it is not known. An assumption: the GPU's PCIe generation, and `HOST_SHARE` of it."""
+    preset = device_preset(device_name)
+    link = None if preset is None else _HOST_LINKS.get(preset.name)
+    return None if link is None else HOST_SHARE.value * link.bandwidth.value
 
 
 def memory_bandwidth(device_name: str) -> float | None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .kernel_table import AttentionKernel, Collective, Kernel, MemoryPass, RingAttention
-from .layer_work import NUMBER, LayerWork, Tokens, gather_and_scatter, linear
+from .layer_work import (
+    NUMBER,
+    LayerWork,
+    Offload,
+    Tokens,
+    gather_and_scatter,
+    linear,
+    offload_tensors,
+)
 from .parallel_degrees import ParallelDegrees
 from .transformer_shape import TransformerShape
 
@@ -25,7 +33,18 @@ def attention_work(shape: TransformerShape, degrees: ParallelDegrees, tokens: To
         inner.workspace + 2 * residual,
         attention=inner.attention,
         attention_saved=inner.attention_saved,
+        offload=_attention_offload(shape, degrees, tokens),
     )
+
+
+def _attention_offload(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> Offload:
+    """What megatron-core's modules attn_norm, qkv_linear, core_attn and attn_proj save: the input, the norm's
+    output, latent vectors before and behind their norms, queries, keys, values, and, twice, the result."""
+    own, count = shape.attention, tokens.on(degrees) / degrees.tensor
+    latents = (own.latent_queries, own.latent_keys + own.rotary_width) if own.is_latent else ()
+    keys, values = (own.key_value_heads * width for width in (own.head_width, own.value_width))
+    once = (shape.hidden, shape.hidden, *latents, *latents, own.query_size, keys, values)
+    return offload_tensors((count * size for size in once), [count * own.heads * own.value_width])
 
 
 class _SharedAttention(NamedTuple):

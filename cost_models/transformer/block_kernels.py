@@ -11,7 +11,7 @@ import math
 
 from .attention_kernels import attention_work
 from .kernel_table import Collective, GroupedMatmul, Kernel, MemoryPass, Pass
-from .layer_work import NUMBER, LayerWork, Tokens, gather_and_scatter, linear
+from .layer_work import NUMBER, LayerWork, Tokens, gather_and_scatter, linear, offload_tensors
 from .parallel_degrees import ParallelDegrees, padded_vocabulary
 from .transformer_shape import ExpertShape, TransformerShape
 
@@ -185,6 +185,8 @@ def _experts(
         2 * residual + shared.saved + sent + (ups + 1) * small + 12.0 * own * experts.number,
         3 * sent + ups * small,
         exchanges_tokens=True,
+        # Of megatron-core's modules mlp_norm, expert_fc1 and moe_act.
+        offload=offload_tensors(bytes / NUMBER for bytes in (residual, sent, ups * small)),
     )
 
 

@@ -139,6 +139,22 @@ class LayerSeconds:
             )
         return own
 
+    def seconds_by_range(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of a micro-batch, forward and backward, in the blocks from one up to another, by both, beside what
+        else a (virtual) stage has; infinite where the one is behind the other."""
+        places = np.arange(self.shape.blocks + 1)
+        # What runs again, and what does not, by the blocks before a place.
+        sums = (
+            np.cumsum([(0.0, 0.0), *(self._seconds[kind, again] for kind in self.shape.routed)], axis=0)
+            for again in (True, False)
+        )
+        again, once = sums
+        ends = np.minimum(places, places[:, None] + self.setting.recomputed(self.shape.blocks))
+        ends = np.maximum(ends, places[:, None])
+        both = again[ends] - again[places][:, None] + once[places] - once[ends]
+        both[places < places[:, None]] = np.inf
+        return both[..., 0], both[..., 1]
+
     @property
     def seconds_before(self) -> list[float]:
         """Of a micro-batch, forward and backward, on a first (virtual) stage of 0, 1, 2 and so on blocks."""
@@ -147,16 +163,6 @@ class LayerSeconds:
             ends = range(self.shape.blocks + 1)
             self._sums_before[key] = [self.seconds(range(end), 0).both for end in ends]
         return self._sums_before[key]
-
-    def least_seconds(self, blocks: range, slot: int) -> float:
-        """Not above what `seconds` adds up to, and never less for more blocks: of the blocks that run again
-        those whose forward is shortest."""
-        dense, routed = self._counts(blocks)
-        once, again = self._least_block_seconds
-        seconds = dense * once[False] + routed * once[True]
-        if again:
-            seconds += self.setting.recomputed(len(blocks)) * again
-        return seconds + self.fixed_seconds(slot)
 
     def least_equal_seconds(self, numbers: np.ndarray, again: np.ndarray, kind: bool) -> np.ndarray:
         """Of so many blocks of a kind on a device without embedding and head, whatever others it has; of its
@@ -293,7 +299,16 @@ class LayerSeconds:
         if self.setting.recompute == "selective":
             more = sum(self.costs.kernel_seconds(kernel, self.degrees) for kernel in work.attention)
             return PassSeconds(forward, backward + more)
+        if self.setting.recompute == "offload":
+            copies = self._copy_seconds(work)
+            return PassSeconds(max(forward, copies), max(backward, copies))
         return PassSeconds(forward, backward)
+
+    def _copy_seconds(self, work: LayerWork) -> float:
+        """Of a block's activations to the host, or back: beside the computing of a block, in which
+        megatron-core copies the tensors of the block before out, and brings those of the next one back."""
+        assert self.costs.host_bandwidth is not None
+        return work.offload.copied / self.costs.host_bandwidth
 
     def _beside_collectives(self, own: PassSeconds, parameters: ParameterCounts) -> PassSeconds:
         """With ZeRO 2 and 3 a layer's weights are gathered, and its gradients reduced, while its neighbours

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from .layer_seconds import LayerSeconds
-from .layer_work import NUMBER
+from .layer_work import NUMBER, LayerWork
 from .parallel_degrees import ParallelDegrees
 from .rank_costs import RankCosts
 from .training_setting import TrainingSetting, block_ranges, chunks_in_flight, least_in_flight
@@ -25,13 +26,14 @@ steps when all else is taken off (0.21 to 0.25 GB in four of them)."""
 @dataclass(frozen=True)
 class StageEstimate:
     """Of one device of a stage: the `blocks` of each of its virtual stages, seconds of a micro-batch in all
-    of them, `ledger` in bytes by term, at its peak."""
+    of them, `ledger` in bytes by term, at its peak; `host_bytes`: what it keeps in the host's memory then."""
 
     blocks: tuple[range, ...]
     forward_seconds: float
     backward_seconds: float
     update_seconds: float
     ledger: dict[str, float]
+    host_bytes: float = 0.0
 
     @property
     def bytes(self) -> float:
@@ -68,6 +70,7 @@ class LayerTable(LayerSeconds):
             sum(own.backward for own in seconds),
             self.update_seconds(blocks, device),
             self.ledger(blocks, device),
+            self._host_bytes(blocks, device),
         )
 
     def ledger(self, blocks: Sequence[range], device: int) -> dict[str, float]:
@@ -81,14 +84,13 @@ class LayerTable(LayerSeconds):
         saved = [self._saved(own) for own in blocks]
         if self._has_predictors(device):
             saved[-1] += self.setting.predictors * self._predictor_saved
-        alive = self._chunks_in_flight(device)
         last = device == degrees.pipeline - 1
         return {
             "weights": WEIGHT
             * (2 * self._largest_parameters(blocks) if degrees.zero == 3 else dense + routed),
             "gradients": GRADIENT * (dense / share[0] + routed / share[1]) + self._unreduced_bytes(blocks),
             "optimizer": STATE * (dense / spread[0] + routed / spread[1]),
-            "activations": max(sum(n * own for n, own in zip(each, saved, strict=True)) for each in alive),
+            "activations": self._most_in_flight(saved, device),
             "workspace": max(
                 *map(self._backward_bytes, blocks),
                 self._predictor_workspace if self._has_predictors(device) else 0.0,
@@ -97,6 +99,20 @@ class LayerTable(LayerSeconds):
             "placeholders": self._placeholders(blocks, self._has_predictors(device)),
             "libraries": LIBRARIES,
         }
+
+    def _most_in_flight(self, bytes: Sequence[float], device: int) -> float:
+        """At the peak, of so many bytes of a micro-batch in each virtual stage of a device."""
+        alive = self._chunks_in_flight(device)
+        return max(sum(n * own for n, own in zip(each, bytes, strict=True)) for each in alive)
+
+    def _host_bytes(self, blocks: Sequence[range], device: int) -> float:
+        """What a device keeps in the host's memory of all micro-batches in flight."""
+        if self.setting.recompute != "offload":
+            return 0.0
+        copied = [sum(n * self.blocks[kind].offload.copied for kind, n in self._kinds(own)) for own in blocks]
+        if self._has_predictors(device):
+            copied[-1] += self.setting.predictors * self.predictor.offload.copied
+        return self._most_in_flight(copied, device)
 
     def _largest_parameters(self, blocks: Sequence[range]) -> float:
         """Of a block, or of the embedding or head: FSDP has that which computes and the next one whole."""
@@ -120,13 +136,13 @@ class LayerTable(LayerSeconds):
         embeddings."""
         if self._predictors_again:
             return 2 * self._boundary
-        attention = self.predictor.attention_saved if self.setting.recompute == "selective" else 0.0
-        return self.predictor.saved - attention
+        return self._device_bytes(self.predictor)
 
     @property
     def _predictor_workspace(self) -> float:
         """Besides, while a predictor's backward runs."""
-        return self.predictor.workspace + (self.predictor.saved if self._predictors_again else 0.0)
+        again = self.predictor.saved if self._predictors_again else 0.0
+        return self._workspace(self.predictor) + again
 
     def _saved(self, blocks: range) -> float:
         """Bytes that the blocks keep of a micro-batch for backward: those that run again their input."""
@@ -135,8 +151,26 @@ class LayerTable(LayerSeconds):
         return saved + number * self._boundary
 
     def _saved_by(self, kind: bool) -> float:
-        work = self.blocks[kind]
-        return work.saved - (work.attention_saved if self.setting.recompute == "selective" else 0.0)
+        return self._device_bytes_by_kind[kind]
+
+    @cached_property
+    def _device_bytes_by_kind(self) -> dict[bool, float]:
+        return {kind: self._device_bytes(work) for kind, work in self.blocks.items()}
+
+    def _device_bytes(self, work: LayerWork) -> float:
+        """Bytes that a layer whose whole forward does not run again keeps on the device of a micro-batch: of
+        what is offloaded that which is not copied out while its forward runs, since no forward waits."""
+        if self.setting.recompute == "selective":
+            return work.saved - work.attention_saved
+        if self.setting.recompute != "offload" or not work.offload.copied:
+            return work.saved
+        forward = self.costs.seconds(work, self.degrees).forward
+        return work.saved - work.offload.saved * min(1.0, forward / self._copy_seconds(work))
+
+    def _workspace(self, work: LayerWork) -> float:
+        """Besides, while a layer's backward runs: offloaded tensors of this one, of one that is copied out,
+        and of one that comes back."""
+        return work.workspace + (3 * work.offload.copied if self.setting.recompute == "offload" else 0.0)
 
     def _backward_bytes(self, blocks: range) -> float:
         """Besides, while a block's backward runs: where its forward runs again, all that this keeps, when
@@ -145,7 +179,7 @@ class LayerTable(LayerSeconds):
         first, rest = self._kinds(blocks[:number]), self._kinds(blocks[number:])
         free = sum(count * self._saved_by(kind) for kind, count in rest)
         again = [self.blocks[kind].saved + self.blocks[kind].workspace - free for kind, _ in first]
-        return max([0.0, *again, *(self.blocks[kind].workspace for kind, _ in rest)])
+        return max([0.0, *again, *(self._workspace(self.blocks[kind]) for kind, _ in rest)])
 
     def bytes_by_again(self, blocks: range) -> tuple[np.ndarray, np.ndarray]:
         """By how many of the first of these blocks run again, from none to all of them: bytes that they keep

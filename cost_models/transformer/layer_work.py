@@ -3,13 +3,35 @@ tensor parallelism."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .kernel_table import Collective, Kernel, Matmul
 from .parallel_degrees import ParallelDegrees
 
 NUMBER = 2
 """Bytes of a bfloat16."""
+
+LEAST_OFFLOADED = 2**20
+"""Numbers of a tensor: megatron-core keeps smaller ones on the device (`min_offloaded_tensor_size`)."""
+
+
+class Offload(NamedTuple):
+    """Bytes of what a layer saves that leave the device where activations are offloaded, and bytes that are
+    copied to the host, and later back: a tensor that two modules save is copied for each."""
+
+    saved: float
+    copied: float
+
+    def plus(self, other: Offload) -> Offload:
+        return Offload(self.saved + other.saved, self.copied + other.copied)
+
+
+def offload_tensors(once: Iterable[float], twice: Iterable[float] = ()) -> Offload:
+    """Of bfloat16 tensors of so many numbers that modules save once or twice: those that are large enough."""
+    one, two = (sum(NUMBER * own for own in each if own >= LEAST_OFFLOADED) for each in (once, twice))
+    return Offload(one + two, one + 2 * two)
 
 
 @dataclass(frozen=True)
@@ -18,7 +40,8 @@ class LayerWork:
     for backward, and bytes besides at its peak, while backward runs.
 
     `attention`: of the forward those kernels that selective recomputation runs again, from queries, keys and
-    values to the result; `attention_saved`: what need not be kept then."""
+    values to the result; `attention_saved`: what need not be kept then. `offload`: of what it saves
+    that which the trainer's modules can keep in the host's memory."""
 
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
@@ -28,6 +51,7 @@ class LayerWork:
     """Whether the host waits for how many tokens each expert takes."""
     attention: tuple[Kernel, ...] = ()
     attention_saved: float = 0.0
+    offload: Offload = Offload(0.0, 0.0)
 
     def __add__(self, other: LayerWork) -> LayerWork:
         return LayerWork(
@@ -38,6 +62,7 @@ class LayerWork:
             self.exchanges_tokens or other.exchanges_tokens,
             self.attention + other.attention,
             self.attention_saved + other.attention_saved,
+            self.offload.plus(other.offload),
         )
 
 

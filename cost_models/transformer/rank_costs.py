@@ -130,6 +130,8 @@ class RankCosts:
     links: GroupLinks
     table: KernelTable | None = None
     overheads: Overheads = Overheads()
+    host_bandwidth: float | None = None
+    """Bytes per second of a device's copies to the host's memory, and of those back; None: not known."""
     updates: dict[Hashable, float] = field(default_factory=dict, compare=False, repr=False)
     """Seconds of updates that were asked for."""
 

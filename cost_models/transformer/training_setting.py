@@ -16,7 +16,7 @@ from .layer_work import Tokens
 from .parallel_degrees import ParallelDegrees
 from .transformer_shape import TransformerShape
 
-Recomputation = Literal["none", "selective", "full"]
+Recomputation = Literal["none", "selective", "full", "offload"]
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,12 @@ class TrainingSetting:
 
     `recompute` full: a block keeps its input, and runs its forward again before its backward; selective: only
     the attention itself runs again (Korthikanti et al., MLSys 2023, section 5), of which flash attention
-    keeps no more than its statistics. `virtual_stages` of a device: above 1 the schedule is interleaved 1F1B,
-    and the micro-batches are a multiple of the pipeline's stages. `recompute_blocks`, with full: of each
-    (virtual) stage only the first so many run again (Megatron-LM's `--recompute-method block`); None: all.
-    `predictors`: of further tokens (DeepSeek-AI, "DeepSeek-V3", arXiv:2412.19437, section 2.2), on the last
-    (virtual) stage, or so many stages before it as `predictor_offset` says; no block is behind them.
+    keeps no more than its statistics; offload: nothing runs again, what megatron-core's modules of attention
+    and experts save is kept in the host's memory. `recompute_blocks`, with full: of each (virtual) stage only
+    the first so many run again (Megatron-LM's `--recompute-method block`); None: all. `virtual_stages` of a
+    device: above 1 the schedule is interleaved 1F1B, and the micro-batches are a multiple of the pipeline's
+    stages. `predictors`: of further tokens (DeepSeek-AI, "DeepSeek-V3", arXiv:2412.19437, section 2.2), on
+    the last (virtual) stage, or so many stages before it as `predictor_offset` says; no block is behind them.
     """
 
     micro_batches: int

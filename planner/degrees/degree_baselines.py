@@ -60,6 +60,7 @@ def _list_even(
         micro_batch_size=(1, 2, 4),
         virtual_stages=(1,),
         recompute="auto",
+        offload=False,
     )
     for one in list_combinations(shape, devices, own):
         with_head = one.setting.predictor_offset == 0
@@ -98,7 +99,7 @@ def _fastest(
     combinations: Iterable[Combination], shape: TransformerShape, costs: RankCosts, memory_bytes: float
 ) -> DegreePlan | None:
     tables = [(LayerTable(shape, one.degrees, one.setting, costs), one) for one in combinations]
-    bounds = [lower_bound(layers, layers.least_slowest_seconds()) for layers, _ in tables]
+    bounds = [lower_bound(layers) for layers, _ in tables]
     best: DegreePlan | None = None
     for number in sorted(range(len(tables)), key=bounds.__getitem__):
         if best is not None and bounds[number] >= best.estimate.step_seconds:

@@ -67,6 +67,7 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
     tensors = options.tp or divisors
     contexts = options.cp or [one for one in divisors if one == 1 or options.sequence >= one * LEAST_TOKENS]
     modes = [(again, number) for word, again, number in _MODES if options.recompute in ("auto", word)]
+    modes += [("offload", None)] * options.offload
     for tensor, context, stages in product(tensors, contexts, options.pp or divisors):
         if devices % (tensor * context * stages):
             continue
@@ -88,7 +89,8 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
                         count, tokens, recompute, virtual, number, options.predictors, offset
                     )
                     one = Combination(degrees, setting)
-                    if virtual_stages_problem(shape, degrees, setting):
+                    unfit = _offloads_under_fsdp(degrees, setting)
+                    if unfit or virtual_stages_problem(shape, degrees, setting):
                         continue
                     if number is None or most_recompute_blocks(shape, one) > 0:
                         yield one
@@ -104,6 +106,11 @@ _MODES: tuple[tuple[str, Recomputation, int | None], ...] = (
     ("full", "full", None),
 )
 """By the option's word: what runs again, and of how many blocks of a stage."""
+
+
+def _offloads_under_fsdp(degrees: ParallelDegrees, setting: TrainingSetting) -> bool:
+    """Which is not modelled: weights are gathered beside the copies."""
+    return setting.recompute == "offload" and degrees.zero > 1
 
 
 def _exchanges(context: int, options: DegreeOptions) -> tuple[ContextExchange, ...]:

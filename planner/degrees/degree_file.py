@@ -19,6 +19,7 @@ from ...cost_models.document import (
 )
 from ...cost_models.quantities import MOST_BYTES, MOST_LAYERS, MOST_TOTAL_BYTES
 from ...cost_models.transformer.parallel_degrees import ContextExchange
+from ...cost_models.transformer.training_setting import Recomputation
 
 Count = Annotated[int, Field(ge=1, le=MOST_BYTES)]
 """Of parameters, say."""
@@ -48,6 +49,8 @@ class StageEntry(Record):
     backward_seconds: PredictedSeconds
     update_seconds: PredictedSeconds
     ledger: LedgerEntry
+    host_bytes: Amount = 0.0
+    """Activations of the device in its host's memory, at the peak."""
 
     @property
     def bytes(self) -> float:
@@ -60,9 +63,10 @@ class PlanEntry(Record):
 
     `degrees`: as a user reads them; `exchange`: what context devices do for attention. `blocks`: of
     each (virtual) stage, in the order of the model; `recompute_blocks`: how many of them run again where
-    `recompute` is full; None: all. `predictors` of further tokens are on the last (virtual) stage, or so many
-    before it as `predictor_offset` says. `nemo_automodel`: sections of a recipe.
-    `remarks`: where torchtitan and NeMo AutoModel do not train as the plan says.
+    `recompute` is full; None: all; offload: none, activations are kept in the host's memory. `predictors` of
+    further tokens are on the last (virtual) stage, or so many before it as `predictor_offset` says.
+    `nemo_automodel`: sections of a recipe. `remarks`: where torchtitan and NeMo AutoModel do not train as the
+    plan says, and what Megatron-LM needs.
     """
 
     degrees: str
@@ -75,7 +79,7 @@ class PlanEntry(Record):
     exchange: ContextExchange = "all-to-all"
     micro_batch_size: MiniBatch
     micro_batches: MicroBatches
-    recompute: Literal["none", "selective", "full"]
+    recompute: Recomputation
     recompute_blocks: Count | None = None
     schedule: Literal["1f1b", "interleaved"]
     virtual_stages: Count
@@ -118,7 +122,7 @@ class OwnStageEntry(Record):
     data: DeviceCount
     zero: Annotated[int, Field(ge=0, le=1)]
     exchange: ContextExchange
-    recompute: Literal["none", "selective", "full"]
+    recompute: Recomputation
     recompute_blocks: Count | None
     costs: StageEntry
 

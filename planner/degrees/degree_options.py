@@ -10,6 +10,7 @@ from ...cost_models import arguments
 from ...cost_models.errors import UsageError
 from ...cost_models.option_fields import Options, option
 from ...cost_models.option_readers import read_whole_number
+from ...cost_models.quantities import parse_rate
 
 RECOMPUTES = ("auto", "none", "selective", "partial", "full")
 CONTEXT_EXCHANGES = ("auto", "all-to-all", "ring", "all-gather")
@@ -30,6 +31,8 @@ class DegreeKeywords(TypedDict, total=False):
     micro_batch_size: Sequence[int] | None
     virtual_stages: Sequence[int] | None
     recompute: str
+    offload: bool
+    host_bandwidth: float | None
     context_exchange: str
     by_stage: bool
 
@@ -49,6 +52,15 @@ def _read_counts(text: str, name: str) -> tuple[int, ...]:
 
 def _degree_option(what: str) -> Any:
     return option(None, _counts, what, "N[,N]", panel="The search", read=_read_counts)
+
+
+def _host_bandwidth(name: str, value: Any) -> float | None:
+    rate = arguments.optional_number(name, value)
+    if rate is not None and not 1 <= rate <= 1e18:
+        raise UsageError(
+            f"{name}={rate:g}: must be from 1 to 1e18 bytes per second", f"For example: {name}=50e9."
+        )
+    return rate
 
 
 def _predictors(name: str, value: Any) -> int:
@@ -97,6 +109,10 @@ class DegreeOptions(Options):
             if values is not None and not any(value in allowed for value in values):
                 problem = f"{name}={','.join(map(str, values))}: no degrees by stage, {why}"
                 raise UsageError(problem, f"Omit `{name}`, or `by_stage`.")
+        if self.offload:
+            raise UsageError(
+                "offload: no degrees by stage, their stages do not offload", "Omit `offload`, or `by_stage`."
+            )
 
     mini_batch: int = option(
         256,
@@ -152,6 +168,21 @@ class DegreeOptions(Options):
         "auto|none|selective|partial|full",
         panel="The search",
         words=RECOMPUTES,
+    )
+    offload: bool = option(
+        False,
+        arguments.flag,
+        "Also try to keep what attention and experts save for backward in the host's memory, as "
+        "megatron-core does it.",
+        panel="The search",
+    )
+    host_bandwidth: float | None = option(
+        None,
+        _host_bandwidth,
+        "Of a GPU's copies to the host's memory, and as much back; default: 85 % of its link to the host.",
+        "50GB/s",
+        panel="The search",
+        read=parse_rate,
     )
     context_exchange: str = option(
         "auto",

@@ -1,9 +1,9 @@
 """The degrees of parallelism, division of the layers and micro-batch size with the shortest step.
 
 All combinations that are allowed are tried, but for those whose bound exceeds the best. Of each the blocks
-are divided over the stages evenly by number, evenly by seconds, and, under 1F1B, so that the slowest stage
-takes as little as can be within the memory; of the best, blocks then move from stage to stage. Another
-division may be faster: the bound says by how much at most (stage_divisions.py argues it).
+are divided over the stages evenly by number, evenly by seconds, and, under 1F1B, as the least bound of all
+divisions within the memory has it; of the best, blocks then move from stage to stage. Another division may be
+faster: the bound says by how much at most (division_bound.py and stage_divisions.py argue it).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .degree_combinations import (
     nothing_possible,
 )
 from .degree_options import DegreeOptions
+from .division_bound import least_division
 from .stage_degree_search import StageAnswer
 from .stage_divisions import (
     divide_by_seconds,
@@ -37,7 +38,6 @@ from .stage_divisions import (
     interleaved_divisions,
     least_interleaved,
     lower_bound,
-    slowest_stage,
 )
 
 MOST_PLANS = 10
@@ -117,7 +117,7 @@ def search_degrees(
         raise nothing_possible(shape, devices, options)
     plans = _BestPlans(memory_bytes)
     ahead = [
-        (_quick_bound(layers), number, layers, one)
+        (lower_bound(layers), number, layers, one)
         for number, (one, layers) in enumerate(_layer_tables(shape, combinations, costs))
     ]
     heapq.heapify(ahead)
@@ -126,18 +126,15 @@ def search_degrees(
         plans.try_combination(layers, one)
         following = _one_more_again(shape, layers, one)
         if following is not None:
-            heapq.heappush(ahead, (_quick_bound(following[0]), number, *following))
+            heapq.heappush(ahead, (lower_bound(following[0]), number, *following))
     count = sum(
         1 if one.recompute_blocks is None else most_recompute_blocks(shape, one) for one in combinations
     )
     if not plans.best:
         raise _nothing_fits(shape, devices, count, plans.least, memory_bytes)
     plans.improve()
-    return DegreeAnswer(shape, devices, options, costs, plans.plans, plans.bound, count, memory_bytes)
-
-
-def _quick_bound(layers: LayerTable) -> float:
-    return lower_bound(layers, layers.least_slowest_seconds())
+    bound = min(plans.bound, _step_seconds(plans.plans[0]))
+    return DegreeAnswer(shape, devices, options, costs, plans.plans, bound, count, memory_bytes)
 
 
 def _one_more_again(
@@ -187,23 +184,22 @@ class _BestPlans:
             self._try_interleaved(layers, one)
 
     def _try_divisions(self, layers: LayerTable, one: Combination) -> None:
-        quick = _quick_bound(layers)
+        quick = lower_bound(layers)
         if quick >= self._useful(one):
             self.bound = min(self.bound, quick)
             return
-        slowest, divided = slowest_stage(layers, self.memory_bytes)
+        lower, divided = least_division(layers, self.memory_bytes)
         if divided is None:
             self.least = min(
                 self.least, layers.peak_bytes(layers.setting.even_blocks(layers.shape.blocks, layers.slots))
             )
             return
-        lower = lower_bound(layers, slowest)
-        self.bound = min(self.bound, lower)
+        self.bound = min(self.bound, max(lower, quick))
         if lower < self._useful(one):
             self._keep(_best_division(layers, divided, one, self.memory_bytes))
 
     def _try_interleaved(self, layers: LayerTable, one: Combination) -> None:
-        lower = _quick_bound(layers)
+        lower = lower_bound(layers)
         if lower < self._useful(one):
             lower = least_interleaved(layers, self.memory_bytes)
         self.bound = min(self.bound, lower)
@@ -245,8 +241,7 @@ def _step_seconds(plan: DegreePlan) -> float:
 def _best_division(
     layers: LayerTable, divided: Sequence[int], one: Combination, memory_bytes: float
 ) -> DegreePlan:
-    """Under 1F1B the fastest of three that fits: even blocks, even seconds, and the least slowest stage,
-    which does."""
+    """Under 1F1B the fastest of three that fits: even blocks, even seconds, and that of the least bound."""
     even = layers.setting.even_blocks(layers.shape.blocks, one.degrees.pipeline)
     choices = dict.fromkeys((tuple(even), tuple(divided), tuple(divide_by_seconds(layers))))
     trials = [(counts, estimate_stages(layers, counts)) for counts in choices]

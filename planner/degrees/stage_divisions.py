@@ -1,8 +1,9 @@
 """Divisions of a transformer's layers over the stages of a pipeline, and what no division is faster than.
 
-**The bound** of a combination holds for every division of its blocks over the stages. With T the time of the
-slowest stage of the best division, b the smallest share of a layer's seconds that is backward, p stages and m
-micro-batches, the slowest stage s takes T_s >= T, of which at least b T_s is backward. Its device computes
+**The bound** of a combination holds for every division of its blocks over the stages; under 1F1B that of
+division_bound.py is closer. With T the mean of the stages, or the longest layer, b the smallest share of a
+layer's seconds that is backward, p stages and m micro-batches, the slowest stage s takes T_s >= T, of which
+at least b T_s is backward. Its device computes
 for m T_s. Before its last backwards end, and beside the warm-up's forwards, the first micro-batch goes
 through all stages and back: until the first backward of s, the forwards of all stages and the backwards of
 those after s pass, in which s runs at most p forwards; then m backwards and the other m - p forwards of s
@@ -31,7 +32,7 @@ to run again to fit is counted where all blocks are equal.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -41,112 +42,11 @@ from ...cost_models.transformer.layer_table import LayerTable
 from ...cost_models.transformer.training_setting import block_ranges
 from ...cost_models.transformer.training_step import StepEstimate, estimate_stages
 
-_HALVINGS = 24
 
-
-def slowest_stage(layers: LayerTable, memory_bytes: float) -> tuple[float, list[int] | None]:
-    """The least seconds of a micro-batch that the slowest stage can take within the memory, and a division
-    with them; (inf, None) where none fits.
-
-    A stage of fewer blocks takes no longer and needs no more, so for given seconds and memory as many blocks
-    as fit, stage after stage, is a division wherever there is one; the least seconds are found by bisection.
-    """
-    ranges = _longest(layers, float("inf"), memory_bytes)
-    if ranges is None:
-        return float("inf"), None
-
-    def slowest(ranges: list[range]) -> float:
-        return max(layers.least_seconds(own, stage) for stage, own in enumerate(ranges))
-
-    high = slowest(ranges)
-    low = min(layers.least_slowest_seconds(), high)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        trial = _longest(layers, middle, memory_bytes)
-        if trial is None:
-            low = middle
-        else:
-            ranges = trial
-            high = slowest(ranges)
-    return low, [len(own) for own in ranges]
-
-
-def _longest(layers: LayerTable, seconds: float, memory_bytes: float) -> list[range] | None:
-    """Stages of at most so many seconds that fit, each of at least `fewest_blocks`; None where there are
-    none.
-
-    Stage after stage takes as many blocks as it can. Where a block without experts fits into an early stage
-    and one with experts does not, as many can be too many: then every number is tried."""
-    stages, blocks = layers.degrees.pipeline, layers.shape.blocks
-    fewest = [layers.setting.fewest_blocks(stage, stages) for stage in range(stages)]
-
-    def fits(own: range, stage: int) -> bool:
-        return layers.least_seconds(own, stage) <= seconds and layers.stage_bytes(own, stage) <= memory_bytes
-
-    def farthest_end(stage: int, start: int, least: int) -> int | None:
-        """Of the longest stage from `start`; None where the `least` blocks do not fit."""
-        low, high = start + least, blocks - sum(fewest[stage + 1 :])
-        if layers.setting.is_behind_predictors(stage, stages):
-            high = start
-        if low > high or not fits(range(start, low), stage):
-            return None
-        step = 1
-        while low + step <= high and fits(range(start, low + step), stage):
-            low, step = low + step, 2 * step
-        high = min(high, low + step - 1)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if fits(range(start, middle), stage) else (low, middle - 1)
-        return low
-
-    def take(least: Sequence[int]) -> list[int]:
-        """Where stages end that take as many blocks as they can, as far as they can take the `least`."""
-        ends = [0]
-        for stage, number in enumerate(least):
-            end = farthest_end(stage, ends[-1], number)
-            if end is None:
-                break
-            ends.append(end)
-        return ends
-
-    ends = take(fewest)
-    if len(ends) == stages + 1 and ends[-1] == blocks:
-        return [range(a, b) for a, b in pairwise(ends)]
-    # Where not even stages that may have no block hold all of them, no division does.
-    if len(set(layers.shape.routed)) == 1 or take([0] * stages)[-1] < blocks:
-        return None
-    return _any_division(blocks, fewest, farthest_end)
-
-
-def _any_division(
-    blocks: int, fewest: Sequence[int], farthest_end: Callable[[int, int, int], int | None]
-) -> list[range] | None:
-    """By all places where a stage can end: from each start all up to the farthest, which is no nearer than
-    that from a start before."""
-    came_from: list[dict[int, int]] = [{0: 0}]
-    for stage, least in enumerate(fewest):
-        ends: dict[int, int] = {}
-        last = 0
-        for start in came_from[-1]:
-            end = farthest_end(stage, start, max(least, last - start))
-            if end is None:
-                continue
-            for each in range(max(start + least, last), end + 1):
-                ends.setdefault(each, start)
-            last = end
-        came_from.append(ends)
-    if blocks not in came_from[-1]:
-        return None
-    ranges, end = [], blocks
-    for ends in reversed(came_from[1:]):
-        ranges.append(range(ends[end], end))
-        end = ends[end]
-    return ranges[::-1]
-
-
-def lower_bound(layers: LayerTable, slowest: float) -> float:
+def lower_bound(layers: LayerTable) -> float:
     """Seconds that no step takes less than, whatever the division; see the top of this file."""
     stages, count = layers.degrees.pipeline, layers.setting.micro_batches
+    slowest = layers.least_slowest_seconds()
     if layers.setting.virtual_stages > 1:
         return max(count * slowest, _weighted_mean(layers)) + layers.least_update_seconds
     whole = layers.whole_seconds
@@ -179,7 +79,7 @@ def interleaved_bound(layers: LayerTable, counts: Sequence[int]) -> float:
 def least_interleaved(layers: LayerTable, memory_bytes: float) -> float:
     """Seconds that no division of virtual stages that fits takes less than; inf where none fits."""
     return max(
-        lower_bound(layers, layers.least_slowest_seconds()),
+        lower_bound(layers),
         _whole_blocks(layers, memory_bytes) + layers.least_update_seconds,
     )
 

@@ -120,9 +120,7 @@ Key = tuple[str, ...]
 
 def _problem(plan: Plan) -> Key:
     """What plans have in common of whose steps one bound tells."""
-    machine, numbers = plan.machine or plan.topology, plan.training_precision
-    states = plan.optimizer, numbers.name, numbers.gradient_dtype, str(plan.zero)
-    return plan.profile.sha256, machine, str(plan.mini_batch), plan.runtime or "", *states
+    return tuple(plan.problem.values())
 
 
 def _bound(plan: Plan) -> tuple[Key, float]:
@@ -222,3 +220,13 @@ def _differences(plans_by_name: Sequence[tuple[str, Plan]]) -> Iterator[str]:
             yield f"{name} has global batch {plan.mini_batch}, {first} {own.mini_batch}: compare samples/s"
         if plan.topology != own.topology:
             yield f"{name} is for {plan.topology or 'an unknown machine'}"
+        elif plan.problem["machine"] != own.problem["machine"]:
+            yield f"{name} is for a machine of other figures than that of {first}"
+        states = [field for field in _STATES if plan.problem[field] != own.problem[field]]
+        if states:
+            one, two = (", ".join(f"{key} {of.problem[key]}" for key in states) for of in (plan, own))
+            yield f"{name} has {one}, {first} {two}: memory and time are not compared alike"
+
+
+_STATES = ("runtime", "optimizer", "precision", "gradients", "ZeRO")
+"""Of a plan's problem, what its memory and its schedules depend on."""

@@ -91,8 +91,8 @@ class Explanation(Document):
     """Why a plan is as it is.
 
     `better`: a faster plan under the same options, where solving again found one (the plan is not from the
-    joint search, say). `holds` is then empty: the plan is not the answer at all. `current`: only where a
-    split in use was given.
+    joint search, say, or was `made_for` something else than the shortest step). `holds` is then empty: the
+    plan is not the answer at all. `current`: only where a split in use was given.
     """
 
     kind: ClassVar[str] = "explanation"
@@ -101,6 +101,8 @@ class Explanation(Document):
     plan: PlanSummary
     limits: StepLimits
     better: PlanSummary | None = None
+    made_for: str = ""
+    """What the plan is to be the best of, in words; empty for the shortest step."""
     second_best: RunnerUp
     as_fast: PlanSummary | None = None
     """A plan with other cuts, replicas or devices that takes as long."""
@@ -149,6 +151,7 @@ def explain_plan(
         plan=summarize(present),
         limits=limits,
         better=None if better is None else summarize(better),
+        made_for=_made_for(plan),
         second_best=rivals.second_best,
         as_fast=None if rivals.as_fast is None else summarize(rivals.as_fast),
         other_stages=rivals.other_stages,
@@ -177,6 +180,20 @@ class _WorkShare:
             self.add(searches)
 
 
+def _made_for(plan: Plan) -> str:
+    if plan.objective is not None:
+        return _AIMS.get(plan.objective.name, plan.objective.name)
+    return "few weights to move" if plan.is_replanned else ""
+
+
+_AIMS = {
+    "memory": "the least memory",
+    "cost": "the fewest dollars a sample",
+    "robust": "the 90th percentile of its step",
+    "slow-devices": "the mean step with slow devices",
+}
+
+
 def _faster(other: ScoredPlan | None, present: ScoredPlan) -> ScoredPlan | None:
     faster = other is not None and other.step_seconds < present.step_seconds * (1 - TIE)
     return other if faster else None
@@ -189,6 +206,8 @@ def _notes(context: ExplainContext, plan: Plan) -> list[str]:
         sharers = plan.profile.tensor_parallel
         words = "one device has a layer" if sharers == 1 else f"{sharers} devices share every layer"
         notes.append(f"in all other plans here {words}, as in this one")
+    if plan.is_replanned:
+        notes.append("the other plans here may use all devices, those that were lost, too")
     if format_seconds(step) != format_seconds(predicted):
         notes.append(
             f"the plan takes {format_seconds(step)} a step here, it says {format_seconds(predicted)}: "

@@ -119,22 +119,26 @@ def _build_plan(
     """The plan of an outcome that holds one."""
     if outcome.best is None:
         raise no_plan_fits(problem)
+    best = outcome.best
+    make = assemble_endless if best.config.schedule in ASYNCHRONOUS else assemble
+    assembly = make(problem.space, best.proposal, best.recompute)
     fastest_plan: Plan | None = None
     if compared and outcome.answer.best is not None:
         fastest_plan = build_plan(
-            problem, outcome.answer, model=model, profile=profile, notes=notes, warnings=warnings
+            problem,
+            outcome.answer,
+            model=model,
+            profile=profile,
+            notes=notes,
+            warnings=warnings,
+            choice=(best, assembly),
         )
-        if outcome.best == outcome.answer.best and outcome.aim is None and not outcome.notes:
+        if best == outcome.answer.best and outcome.aim is None and not outcome.notes:
             return fastest_plan
-    own = objective_plan_without_comparison(
-        problem, outcome.best, outcome.result, model=model, profile=profile
-    )
+    own = objective_plan_without_comparison(problem, best, outcome.result, model=model, profile=profile)
     besides = _additional_space(objective, problem)
     if objective.name == THROUGHPUT and not asynchronous_refusal(problem):
         own = _extend_coverage(own, besides)
-    is_endless = outcome.best.config.schedule in ASYNCHRONOUS
-    make = assemble_endless if is_endless else assemble
-    assembly = make(problem.space, outcome.best.proposal, outcome.best.recompute)
     texts = [*warnings, *list_problem_warnings(problem)] if fastest_plan is None else fastest_plan.warnings
     return own.model_copy(
         update={

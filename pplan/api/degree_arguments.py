@@ -31,7 +31,25 @@ def megatron_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
     if degrees.zero > 1:
         words += ["--use-megatron-fsdp", "--no-gradient-accumulation-fusion"]
         settings["ckpt_format"] = "fsdp_dtensor"
+    if plan.recompute == "offload":
+        words += ["--fine-grained-activation-offloading", "--offload-modules", *_offload_modules(answer)]
     return write_flags(settings) + words
+
+
+def _offload_modules(answer: DegreeAnswer) -> list[str]:
+    """Those whose saved tensors megatron-core 0.16 keeps on the host: of dense feed-forward layers none."""
+    experts = ["mlp_norm", "expert_fc1", "moe_act"] if any(answer.shape.routed) else []
+    return ["attn_norm", "qkv_linear", "core_attn", "attn_proj", *experts]
+
+
+def megatron_remarks(plan: DegreePlan) -> list[str]:
+    """Remarks on what Megatron-LM needs besides its arguments."""
+    if plan.recompute != "offload":
+        return []
+    return [
+        "Megatron-LM's and Megatron-Bridge's offload needs Transformer Engine, with NVTE_CPU_OFFLOAD_V1=1 in "
+        "the environment"
+    ]
 
 
 def megatron_bridge_overrides(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
@@ -41,6 +59,9 @@ def megatron_bridge_overrides(answer: DegreeAnswer, plan: DegreePlan) -> list[st
     if plan.virtual_stages > 1:
         settings["virtual_pipeline_model_parallel_size"] = plan.virtual_stages
     settings["grad_reduce_in_fp32"] = "true"
+    if plan.recompute == "offload":
+        settings["fine_grained_activation_offloading"] = "true"
+        settings["offload_modules"] = f"[{','.join(_offload_modules(answer))}]"
     overrides = write_overrides(settings) + (DISTRIBUTED_OPTIMIZER if degrees.zero else [])
     return [*overrides, "ddp.use_megatron_fsdp=true"] if degrees.zero > 1 else overrides
 
@@ -66,7 +87,7 @@ def _megatron_settings(answer: DegreeAnswer, plan: DegreePlan) -> dict[str, obje
         settings["cp_comm_type"] = _CONTEXT_WORDS[degrees.exchange]
     if degrees.expert > 1:
         settings |= {"expert_model_parallel_size": degrees.expert, "expert_tensor_parallel_size": 1}
-    if plan.recompute != "none":
+    if plan.recompute not in ("none", "offload"):
         settings["recompute_granularity"] = plan.recompute
     if plan.recompute == "full":
         some = plan.recompute_blocks
@@ -114,7 +135,11 @@ def torchtitan_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:
             *map(",".join, _module_names(plan.blocks, WORDS)),
             "--training.disable_cuda_graphs",
         ]
-    return [*arguments, f"activation_checkpoint:{plan.recompute}"]
+    return [*arguments, f"activation_checkpoint:{_checkpoint_word(plan)}"]
+
+
+def _checkpoint_word(plan: DegreePlan) -> str:
+    return "none" if plan.recompute == "offload" else plan.recompute
 
 
 def torchtitan_remarks(plan: DegreePlan) -> list[str]:
@@ -128,6 +153,8 @@ def torchtitan_remarks(plan: DegreePlan) -> list[str]:
         remarks.append("torchtitan keeps the gathered keys and values of a block for its backward")
     if plan.setting.predictors:
         remarks.append("torchtitan and NeMo AutoModel are named no predictors of further tokens")
+    if plan.recompute == "offload":
+        remarks.append("torchtitan and NeMo AutoModel offload no activations: they keep all on the GPU")
     if plan.recompute == "selective":
         remarks.append("torchtitan's selective checkpointing chooses operations, not the attention")
     if plan.recompute_blocks is not None:
@@ -162,7 +189,7 @@ def nemo_automodel_sections(answer: DegreeAnswer, plan: DegreePlan) -> dict[str,
         "dp_size": degrees.data,
         "dp_replicate_size": 1 if degrees.zero else degrees.data,
         "sequence_parallel": degrees.tensor > 1,
-        "activation_checkpointing": {"none": False, "full": True}.get(plan.recompute, plan.recompute),
+        "activation_checkpointing": {"none": False, "full": True}.get(_checkpoint_word(plan), plan.recompute),
     }
     if degrees.pipeline > 1:
         rotary = [f"{_LLAMA.blocks.removesuffix('layers')}rotary_emb"]
@@ -200,6 +227,11 @@ def deepspeed_config(answer: DegreeAnswer, plan: DegreePlan) -> dict[str, Any]:
         raise ExportError(
             f"{degrees.describe()}: DeepSpeed's configuration has data and tensor parallelism only",
             "Give pp=1, cp=1 and ep=1, or take the arguments of Megatron-LM.",
+        )
+    if plan.recompute == "offload":
+        raise ExportError(
+            "recompute=offload: DeepSpeed's configuration keeps no module's activations on the host",
+            "Take the arguments of Megatron-LM, or omit `offload`.",
         )
     config: dict[str, Any] = {
         "train_batch_size": answer.options.mini_batch,

@@ -20,6 +20,7 @@ from ..planner.degrees.stage_degree_search import OwnStage, StageAnswer
 from .degree_arguments import (
     megatron_arguments,
     megatron_bridge_overrides,
+    megatron_remarks,
     nemo_automodel_remarks,
     nemo_automodel_sections,
     torchtitan_arguments,
@@ -108,6 +109,7 @@ def _stage_entry(stage: StageEstimate) -> StageEntry:
         backward_seconds=stage.backward_seconds,
         update_seconds=stage.update_seconds,
         ledger=LedgerEntry(**stage.ledger),
+        host_bytes=stage.host_bytes,
     )
 
 
@@ -134,7 +136,7 @@ def _plan_entry(answer: DegreeAnswer, plan: DegreePlan) -> PlanEntry:
         megatron_bridge=megatron_bridge_overrides(answer, plan),
         torchtitan=torchtitan_arguments(answer, plan),
         nemo_automodel=nemo_automodel_sections(answer, plan),
-        remarks=torchtitan_remarks(plan) + nemo_automodel_remarks(plan),
+        remarks=megatron_remarks(plan) + torchtitan_remarks(plan) + nemo_automodel_remarks(plan),
     )
 
 
@@ -154,6 +156,16 @@ def _by_stage_notes(answer: DegreeAnswer) -> list[str]:
             "it takes where the first and the last stage have different degrees"
         )
     return notes
+
+
+def _offload_note(answer: DegreeAnswer) -> str:
+    rate, stated = answer.costs.host_bandwidth or 0.0, answer.options.host_bandwidth is not None
+    source = "as given" if stated else "an assumption: 85 % of the GPU's own PCIe link, shared with none"
+    return (
+        f"offload is an estimate, of which nothing was measured: copies to the host and back run at "
+        f"{rate / 1e9:.3g} GB/s each ({source}; `host_bandwidth` gives another), beside the computing, and "
+        "slow it only where they take longer; whether the host has the memory is not checked"
+    )
 
 
 def _notes(answer: DegreeAnswer) -> list[str]:
@@ -178,6 +190,8 @@ def _notes(answer: DegreeAnswer) -> list[str]:
             )
     if answer.by_stage is not None:
         notes += _by_stage_notes(answer)
+    if answer.options.offload:
+        notes.append(_offload_note(answer))
     if answer.costs.table is None:
         notes.append(
             f"no kernels are measured: by assumption they reach {shares}; give a table with `kernels`"

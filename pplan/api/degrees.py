@@ -11,7 +11,7 @@ from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.machines.catalogue import device_context, device_preset
 from ..cost_models.machines.machine_options import MachineOptions
-from ..cost_models.machines.rooflines import ROOFLINES
+from ..cost_models.machines.rooflines import ROOFLINES, host_bandwidth
 from ..cost_models.machines.topology_options import ProfiledDevice, make_topology
 from ..cost_models.memory import FRAGMENTATION_RESERVE
 from ..cost_models.topology import Topology
@@ -75,7 +75,7 @@ def find_degrees(
     if options.by_stage:
         options.check_by_stage()
         check_blocks(shape)
-    topology, costs, limit = machine_costs(machine, kernels)
+    topology, costs, limit = machine_costs(machine, kernels, options.host_bandwidth)
     if options.by_stage:
         check_device_parts(topology)
     answer = search_degrees(shape, topology.gpus, costs, options, limit)
@@ -88,11 +88,15 @@ def find_degrees(
     )
 
 
-def machine_costs(machine: MachineOptions, kernels: Path | None) -> tuple[Topology, RankCosts, float]:
-    """The devices and links, what kernels take on them, and what the ledger of a device may add up to."""
+def machine_costs(
+    machine: MachineOptions, kernels: Path | None, host_rate: float | None = None
+) -> tuple[Topology, RankCosts, float]:
+    """The devices and links, what kernels take on them, and what the ledger of a device may add up to.
+    `host_rate`: bytes per second of copies to the host; None: those of the GPU's link."""
     topology = build_machine(machine)
     costs = rank_costs(topology, None if kernels is None else load_kernel_table(kernels))
-    return topology, costs, usable_bytes(topology)
+    rate = host_bandwidth(topology.device(0).name) if host_rate is None else host_rate
+    return topology, replace(costs, host_bandwidth=rate), usable_bytes(topology)
 
 
 def usable_bytes(topology: Topology) -> float:

@@ -13,6 +13,7 @@ from ..cost_models.errors import FileError, UsageError
 from ..cost_models.quantities import format_bytes
 from ..cost_models.text_files import read_text, sha256, write_whole
 from ..planner.plan_file import Plan
+from ..planner.plan_records import MOST_DRAWN_LAYERS
 from ..profiler.profile_file import Profile
 from ..runtimes.checking.check_report import Check
 from .load import as_plan, check_layers, profile_and_reference
@@ -45,10 +46,6 @@ class HtmlReport:
         return f'<iframe srcdoc="{escape(self.html)}" width="100%" height="800"></iframe>'
 
 
-MOST_DRAWN_LAYERS = 2_000
-"""Of a page: time and memory grow with their square."""
-
-
 def report(
     plan: Plan | str | Path,
     profile: Profile | str | Path | None = None,
@@ -69,7 +66,7 @@ def report(
     >>> "<h1>" in page.html
     True
 
-    Raises UsageError (a profile of other layers), FileError.
+    Raises UsageError (a profile of other layers; a frontier or a check of something else), FileError.
     """
     document = as_plan(plan)
     if profile is not None and len(document.layer_names) > MOST_DRAWN_LAYERS:
@@ -84,6 +81,7 @@ def report(
         frontier=None if frontier is None else _frontier(frontier),
         check=_document("check", check, Check, "pplan.check(plan, profile)"),
     )
+    _check_subject(sources, plan)
     if profile is not None:
         measured, reference = profile_and_reference(profile, "", "", document)
         check_layers(document, reference)
@@ -91,6 +89,29 @@ def report(
         machine, profiles = planned_machine(document, measured, folder)
         sources = replace(sources, profile=measured, machine=machine, profiles=profiles)
     return HtmlReport(render_page(page_content(sources)))
+
+
+def _check_subject(sources: PageSources, plan: Plan | str | Path) -> None:
+    """Raises UsageError where frontier or check are not of the plan's problem, or of the plan."""
+    own = sources.plan
+    if sources.frontier is not None:
+        first = sources.frontier.points[0].plan
+        others = [field for field, value in own.problem.items() if first.problem[field] != value]
+        if others:
+            raise UsageError(
+                f"frontier: it is of another {' and '.join(others)} than the plan",
+                "Make it with the options of the plan: pplan solve --frontier",
+            )
+    check = sources.check
+    if check is None:
+        return
+    content = read_text(Path(plan), "plan") if isinstance(plan, str | Path) else None
+    other_file = content is not None and check.plan_sha256 not in ("", sha256(content))
+    if other_file or check.model != own.model:
+        raise UsageError(
+            f"check: it is of {check.plan}, a plan of {check.model}, and not of this one",
+            "Check this plan: pplan check --save",
+        )
 
 
 Kind = TypeVar("Kind", bound=Document)
@@ -157,8 +178,7 @@ def _newest(folder: Path, kind: str, suits: Callable[[Path], bool]) -> Path | No
 
 
 def _same_frontier(file: Path, plan: Plan) -> bool:
-    """Whether it is of the plan's profile and global batch."""
+    """Whether it is of the plan's problem."""
     from ..planner.objectives.frontier import Frontier
 
-    first = Frontier.load(file).points[0].plan
-    return first.profile.sha256 == plan.profile.sha256 and first.mini_batch == plan.mini_batch
+    return Frontier.load(file).points[0].plan.problem == plan.problem

@@ -223,7 +223,7 @@ def _with_estimate(
     options: DegreeOptions,
     kernels: Path | None,
 ) -> LayoutReport:
-    topology, costs, limit = machine_costs(machine, kernels)
+    topology, costs, limit = machine_costs(machine, kernels, options.host_bandwidth)
     counts = [letters.count("t") for letters in report.stages]
     predictors = [letters.count("m") for letters in report.stages]
     options = replace(options, predictors=sum(predictors))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from ..cost_models.number_format import three_digits
 from ..cost_models.quantities import format_count, format_seconds
 from ..cost_models.runtime import find_runtime
-from ..planner.pipeline_config import SEARCHED
 from ..planner.plan_file import Plan
 from ..planner.plan_records import TIE, Aim, Alternative, Baseline, DefaultMiniBatch, OtherMiniBatch
 from .plan_summary import objective_value
@@ -81,16 +80,15 @@ def _describe_shape(plan: Plan) -> str:
 
 
 def _scope_text(plan: Plan) -> str:
-    """The set of plans of which this one is the fastest."""
+    """The set of plans of which this one is the fastest: other schedules, or ways to recompute, may be faster
+    that were not in the running."""
     within = f" that {plan.runtime} can run" if plan.runtime else ""
-    if not plan.prediction.exact:
-        return f"{within} of those scored"
-    step = plan.prediction.step_seconds * (1 - TIE)
-    proposed = any(
-        other.step_seconds < step and other.schedule not in SEARCHED and _may_run(plan, other)
-        for other in plan.alternatives
-    )
-    return f"{within} of the schedules that are searched" if proposed else within
+    return f"{within} of the plans {_looked_at(plan)}"
+
+
+def _looked_at(plan: Plan) -> str:
+    """Whether the plan is the best of all that were in the running."""
+    return "searched" if plan.prediction.exact else "scored"
 
 
 def _figures(step: float, samples_per_second: float) -> str:
@@ -139,12 +137,31 @@ def _unused_devices_line(plan: Plan, used: int, available: int) -> str:
     runtime = None if plan.runtime is None else find_runtime(plan.runtime)
     if runtime is not None and runtime.one_process and used == plan.gpus_per_node:
         return f"{uses}: {runtime.name} reaches those of one node."
-    if not slower and not plan.prediction.exact:
-        return f"{uses}: no faster plan was found on more of them."
+    if (other := _faster_alternative(plan, used)) is not None:
+        return f"{uses}; one of its alternatives, {other.schedule}, takes {_step(other)} on {_used(other)}."
     if not slower:
-        return f"{uses}: more of them would not be faster."
+        return f"{uses}: of the plans {_looked_at(plan)} none is faster on more of them."
     step, what = min(slower)
     return f"{uses}; on all {available}, {what} takes {format_seconds(step)} a step."
+
+
+def _faster_alternative(plan: Plan, used: int) -> Alternative | None:
+    """The fastest of the alternatives of a plan for any runtime that take more devices than it, where that is
+    faster."""
+    if plan.runtime is not None:
+        return None
+    limit = plan.prediction.step_seconds * (1 - TIE)
+    faster = [other for other in plan.alternatives if other.step_seconds < limit and _used(other) > used]
+    return min(faster, key=lambda other: other.step_seconds, default=None)
+
+
+def _used(other: Alternative) -> int:
+    """Devices that an alternative takes."""
+    return len(other.balance) // other.virtual_stages * other.replicas
+
+
+def _step(other: Alternative) -> str:
+    return f"{format_seconds(other.step_seconds)} a step"
 
 
 def _may_run(plan: Plan, other: Alternative) -> bool:
@@ -175,7 +192,9 @@ def _batch_lines(plan: Plan) -> list[str]:
         return []
     samples, samples_per_gpu = default.samples_per_device, plan.mini_batch / (plan.gpus or 1)
     about = "" if samples_per_gpu == samples else "about "
-    rule = f"Global batch {plan.mini_batch}, {about}{samples} samples a {plan.device_kind}, as none was given"
+    sharers, kind = plan.profile.tensor_parallel, plan.device_kind
+    device = kind if sharers == 1 else f"group of {sharers} {kind}s"
+    rule = f"Global batch {plan.mini_batch}, {about}{samples} samples a {device}, as none was given"
     return [f"{rule}; {_other_batches(default)}."]
 
 

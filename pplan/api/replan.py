@@ -62,7 +62,8 @@ def replan(
     problem = context.problem
     answer = replan_problem(problem, context.present, own.lost, own.within)
     best = answer.plan
-    bound = min(universal_bound(problem, [best.config.schedule]), best.step_seconds)
+    schedules = (*problem.allowed_schedules, best.config.schedule)
+    bound = universal_bound(problem, schedules, best.step_seconds)
     result = SearchResult(best, bound, bound, exact=False, universal=True)
     if reference.sha256 == plan.profile.sha256:
         reference = plan.profile
@@ -102,4 +103,9 @@ def _notes(plan: Plan, answer: ReplannedPlan, options: ReplanOptions) -> list[st
         )
     if not answer.complete:
         notes.append("not all plans were looked at, only those near the old one")
+    elif not answer.any_devices:
+        notes.append(
+            "not all plans were looked at: the devices are not alike, and stages take those that are left in "
+            "rank order, or those that have most of their layers"
+        )
     return notes

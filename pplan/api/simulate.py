@@ -89,7 +89,7 @@ def simulate_files(files: PlanAndProfile, overrides: Overrides, machine: Machine
     differences = _differences(plan, unchanged.mini_batch_seconds, are_overridden=machine != MachineOptions())
     return replace(
         simulated,
-        plan_seconds=None if as_it_is else plan_simulation.timeline.step_seconds,
+        plan_seconds=None if as_it_is else unchanged.mini_batch_seconds,
         notes=(*simulation.notes, *transfer_note(overrides.transfers), *differences),
     )
 

@@ -23,8 +23,8 @@ LONG_ENOUGH = 8
 class Simulation:
     """A simulated step, where it is from and what is to be said about it.
 
-    `layers` and `memory`, by device, where a plan was simulated; `plan_seconds`: the step of that plan as it
-    stands, where something was overridden.
+    `layers` and `memory`, by device, where a plan was simulated; `plan_seconds`: of a global batch of that
+    plan as it stands, where something was overridden.
     """
 
     schedule: Schedule
@@ -130,14 +130,16 @@ def describe_simulation(simulation: Simulation) -> list[str]:
         nearly = "" if simulation.steady.exact else " (a mean: it does not repeat exactly)"
         lines.append(f"Steady: {pace} a micro-batch{nearly}{rate}.")
     if simulation.plan_seconds is not None:
-        lines.append(_against_the_plan(simulation.plan, step, simulation.plan_seconds))
+        lines.append(_against_the_plan(simulation, simulation.plan_seconds))
     return lines
 
 
-def _against_the_plan(plan: str, step: float, plan_step: float) -> str:
-    difference = compare_steps(step, plan_step)
+def _against_the_plan(simulation: Simulation, plan_seconds: float) -> str:
+    """The seconds of a global batch against the plan's, each in its steady state where it has one."""
+    difference = compare_steps(simulation.mini_batch_seconds, plan_seconds)
     verb = "" if difference.endswith("the same") else "this is "
-    return f"{plan} as it is takes {format_seconds(plan_step)}: {verb}{difference}."
+    steady = "in the steady state " if simulation.steady else ""
+    return f"{simulation.plan} as it is takes {format_seconds(plan_seconds)}: {steady}{verb}{difference}."
 
 
 class SimulatedStage(Record):

@@ -138,7 +138,7 @@ def _devices(check: LineCheck, inputs: VerificationInputs) -> None:
         check.require(
             "devices of other nodes than one process has", max(used) < reachable, max(used), reachable
         )
-        if options.flag("use_all", False) and not plan.is_fixed_partition:
+        if options.flag("use_all", False) and not (plan.is_fixed_partition or plan.is_replanned):
             check.same("devices in use, where all were requested", len(used), reachable)
 
 

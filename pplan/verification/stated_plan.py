@@ -14,6 +14,8 @@ MOST_PASSES = 1_000_000
 """Micro-batches of all stages in a step, of which each action is followed."""
 FIXED_PARTITION = "this partition alone"
 """What was searched of a plan whose partition another tool made."""
+REPLANNED = "plans without the lost devices"
+"""How it begins of a plan for devices that are left."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,11 @@ class StatedPlan:
     def is_fixed_partition(self) -> bool:
         """Whether its partition is another tool's, and nothing else was searched."""
         return self.searched == FIXED_PARTITION
+
+    @property
+    def is_replanned(self) -> bool:
+        """Whether it is for the devices that are left; the file does not say which were lost."""
+        return self.searched.startswith(REPLANNED)
 
     @property
     def ends(self) -> tuple[int, ...]:

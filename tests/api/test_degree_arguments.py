@@ -9,6 +9,7 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 
 import pplan
 from pplan.api.degree_arguments import (
@@ -19,7 +20,11 @@ from pplan.api.degree_arguments import (
     torchtitan_arguments,
     torchtitan_remarks,
 )
+from pplan.api.degree_document import build_degrees_file
+from pplan.cost_models.document import MadeBy
 from pplan.cost_models.errors import ExportError
+from pplan.cost_models.transformer.layer_work import LEAST_OFFLOADED
+from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.planner.degrees.degree_search import DegreeAnswer
 
 MODEL = {
@@ -177,6 +182,72 @@ def test_sections_of_nemo_automodel(options: dict[str, Any]) -> None:
             names = [name for part in parts for name in part if not name.endswith("rotary_emb")]
             blocks = [f"model.layers.{n}" for n in range(16)]
             assert names == ["model.embed_tokens", *blocks, "model.norm", "lm_head"]
+
+
+def offload_answer() -> DegreeAnswer:
+    """Of a model with experts, in memory that only plans with offload fit."""
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    found = pplan.degrees(
+        {**MODEL, **experts, "model_type": "mixtral", "vocab_size": 32000},
+        gpus=16,
+        gpu="a100-80gb",
+        memory_bytes=40 * 2**30,
+        mini_batch=64,
+        micro_batch_size=(1,),
+        sequence=8192,
+        tp=(2,),
+        pp=(2,),
+        cp=(1,),
+        ep=(8,),
+        virtual_stages=(2,),
+        recompute="none",
+        offload=True,
+    )
+    assert {plan.recompute for plan in found.plans} == {"offload"}
+    return found
+
+
+def test_arguments_of_offload() -> None:
+    """Megatron-LM's modules of attention, and of experts where there are some; others keep all."""
+    found = offload_answer()
+    plan = found.plans[0]
+    flags = megatron_arguments(found, plan)
+    modules = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
+    start = flags.index("--offload-modules")
+    assert flags[start - 1 :] == ["--fine-grained-activation-offloading", "--offload-modules", *modules]
+    assert "--recompute-granularity" not in flags
+    dense = dataclasses.replace(found, shape=dataclasses.replace(found.shape, routed=(False,) * 16))
+    assert megatron_arguments(dense, plan)[start - 1 :] == flags[start - 1 : -3]
+    overrides = megatron_bridge_overrides(found, plan)
+    assert f"model.offload_modules=[{','.join(modules)}]" in overrides
+    assert "model.fine_grained_activation_offloading=true" in overrides
+    assert torchtitan_arguments(found, plan)[-1] == "activation_checkpoint:none"
+    assert nemo_automodel_sections(found, plan)["distributed"]["activation_checkpointing"] is False
+    assert "offload no activations" in torchtitan_remarks(plan)[0]
+    document = build_degrees_file(found, MadeBy())
+    assert document.plans[0].stages[0].host_bytes > 0
+    assert "NVTE_CPU_OFFLOAD_V1" in document.plans[0].remarks[0]
+    assert any("85 %" in note and "nothing was measured" in note for note in document.notes)
+    with pytest.raises(ExportError, match="offload"):
+        deepspeed_config(found, dataclasses.replace(plan, degrees=ParallelDegrees(tensor=2, data=8)))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_megatron_takes_the_modules() -> None:
+    """Of a pipeline; `cpu_offloading`, which would offload whole layers, it refuses there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        core = pytest.importorskip("megatron.core.transformer.transformer_config", exc_type=ImportError)
+    sizes: dict[str, Any] = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4}
+    sizes |= {"pipeline_model_parallel_size": 4, "pipeline_dtype": torch.bfloat16}
+    found = offload_answer()
+    flags = megatron_arguments(found, found.plans[0])
+    modules = flags[flags.index("--offload-modules") + 1 :]
+    own = core.TransformerConfig(**sizes, fine_grained_activation_offloading=True, offload_modules=modules)
+    assert own.min_offloaded_tensor_size == LEAST_OFFLOADED
+    with pytest.raises(ValueError, match="no support for Pipeline parallelism"):
+        core.TransformerConfig(**sizes, cpu_offloading=True, cpu_offloading_num_layers=4)
 
 
 def test_megatrons_fsdp() -> None:

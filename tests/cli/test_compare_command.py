@@ -13,7 +13,7 @@ import pytest
 import pplan
 from pplan.cli.compare_command import print_comparison, share
 from pplan.cost_models.errors import UsageError
-from pplan.planner.explanation.compare import ComparisonRow, PlanComparison
+from pplan.planner.explanation.compare import ComparisonRow, PlanComparison, compare_plans
 from pplan.planner.plan_file import FIXED_PARTITION, Plan
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners import PLANNERS
@@ -207,3 +207,21 @@ def test_what_was_proven_of_other_states_is_no_bound(plan: Plan) -> None:
     for other in ({"zero": 1}, {"optimizer": "adam"}):
         changed = theirs.model_copy(update=other)
         assert pplan.compare(changed, proven).rows[0].gap is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"optimizer": "adam"}, "b has optimizer adam, a optimizer sgd: "),
+        ({"zero": 1}, "b has ZeRO 1, a ZeRO 0: "),
+        ({"runtime": "torch", "optimizer": "adam"}, "b has runtime torch, optimizer adam, a runtime any, "),
+        ({"machine": "another = true"}, "b is for a machine of other figures than that of a"),
+        ({}, ""),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_two_plans_do_not_have_in_common(plan: Plan, change: dict[str, Any], words: str) -> None:
+    """Of another optimizer, say, the memory is another."""
+    notes = compare_plans([("a", plan), ("b", plan.model_copy(update=change))]).notes
+    assert len(notes) == bool(words)
+    assert all(note.startswith(words) for note in notes)

@@ -179,6 +179,10 @@ def test_the_answer_says_what_is_better(explanation: Explanation) -> None:
         "It is not the best for its options: 3 stages of 5-4-3 layers, 16 x 4, 1f1b takes 655 ms, "
         "0.8 % slower."
     )
+    other = better.model_copy(update={"made_for": "the least memory"})
+    assert answer_lines(other)[-1].startswith(
+        "It was made for the least memory, not for the shortest step: 3 stages"
+    )
     limits = explanation.limits.model_copy(
         update={"without_memory_limit": None, "memory_forbids_nothing": True}
     )

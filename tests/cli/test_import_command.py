@@ -139,14 +139,16 @@ def test_a_table_of_layers_that_several_devices_share(run: Run, here: Path) -> N
     asked = ("solve", "--gpus", "2", "--memory", "16GiB", "--mini-batch", "1", "--bandwidth", "100GB/s")
     ran = run(*asked, "--details")
     assert ran.status == 0, ran.err
-    assert "One group of 2 GPUs is the fastest: 45.0 ms a step" in ran.out
+    assert "One group of 2 GPUs is the fastest of the plans searched: 45.0 ms a step" in ran.out
     assert "where one device has every layer, the best plan found takes 90.0 ms a step" in ran.out
     plan = pplan.load_plan(here / "toy.plan.json")
     assert (plan.profile.tensor_parallel, plan.prediction.exact) == (2, True)
     assert {name for other in plan.alternatives for name in other.runtimes} <= {
         *("torch", "megatron", "megatron-bridge", "torchtitan", "nemo-automodel")
     }
-    assert run(*asked, "--tp", "1").out.startswith("One GPU is the fastest: 90.0 ms a step")
+    assert run(*asked, "--tp", "1").out.startswith(
+        "One GPU is the fastest of the plans searched: 90.0 ms a step"
+    )
     ran = run(*asked, "--tp", "4")
     assert (ran.status, "--tp 4: the profile has no costs of layers that 4 devices" in ran.err) == (2, True)
     ran = run(*asked, "toy.profile.json", "toy.profile.json")

@@ -55,3 +55,22 @@ def test_what_cannot_be(options: list[str], what: str, planned: Path, run: Run) 
     ran = run("replan", str(planned), *options)
     assert ran.status == 2
     assert what in " ".join(ran.err.split())
+
+
+def test_all_devices_are_all_that_are_left(profile: Profile) -> None:
+    """Of a plan that was to use all of them: verify asks for no lost one."""
+    plan = pplan.solve(profile, gpus=3, mini_batch=8, use_all=True, time_limit=1)
+    left = pplan.replan(plan, profile, lost=[1]).plan
+    assert {rank for stage in left.stages for rank in stage.devices} == {0, 2}
+    assert pplan.verify(left, profile).differing == []
+
+
+def test_unlike_devices_are_not_tried_in_every_order(here: Path, profile: Profile) -> None:
+    """Few cuts and replicas, all of which were looked at; but not on all devices."""
+    machine = "[[device]]\nname = 'fast'\ncount = 2\nspeed = 2\n[[device]]\nname = 'slow'\ncount = 1\n"
+    (here / "two.toml").write_text(machine)
+    unlike = pplan.solve(profile, gpus=3, mini_batch=8, topology=here / "two.toml", schedule="1f1b")
+    alike = pplan.solve(profile, gpus=3, mini_batch=8, schedule="1f1b")
+    for plan, said in ((unlike, True), (alike, False)):
+        notes = pplan.replan(plan, profile, lost=[2]).plan.notes
+        assert any("the devices are not alike" in note for note in notes) == said

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
+import pplan
+from pplan.cost_models.errors import UsageError
+from pplan.cost_models.text_files import sha256
 from pplan.profiler.profile_file import Profile
+from pplan.runtimes.checking.check_report import PLAN, Check
 
 Run = Callable[..., Any]
 
@@ -59,3 +63,50 @@ def test_other_files_are_not_overwritten(run: Run) -> None:
     ran = run("report", "-o", "mine.html", "--force")
     assert (ran.status, "is a HTML page" in ran.err) == (2, True)
     assert Path("mine.html").read_text() == "<!DOCTYPE html><title>mine</title>"
+
+
+@pytest.mark.usefixtures("planned")
+def test_a_frontier_of_another_machine_is_no_part_of_the_page(run: Run) -> None:
+    """Not unasked, and not where it is named; nor the check of another plan."""
+    other = ("solve", "toy.profile.json", "--gpus", "1", "--mini-batch", "8", "-o", "one.plan.json")
+    assert run(*other).status == 0
+    assert run("report", "one.plan.json").status == 0
+    assert "Step time against the most memory" not in Path("one.html").read_text()
+    ran = run("report", "one.plan.json", "--frontier", "toy.frontier.json", "-o", "x.html")
+    assert (ran.status, "is of another machine than the plan" in ran.err) == (2, True)
+
+
+def test_the_check_of_another_plan_is_refused(here: Path, profile: Profile) -> None:
+    one, two = (
+        pplan.solve(profile, gpus=1, mini_batch=8, optimizer=name, time_limit=1) for name in ("sgd", "adam")
+    )
+    one.save(here / "one.plan.json", force=False)
+    two.save(here / "two.plan.json", force=False)
+    stage = {"first_layer": 0, "last_layer": 1, "devices": [0]}
+    seconds = {"forward": 1.0, "backward": 1.0}
+    check = Check.model_validate(
+        {
+            "plan": "one.plan.json",
+            "plan_sha256": sha256((here / "one.plan.json").read_text()),
+            "model": one.model,
+            "backend": "gloo",
+            "device_name": "toy",
+            "processes": 1,
+            "cases": [
+                {
+                    "name": PLAN,
+                    "balance": one.balance,
+                    "schedule": "1f1b",
+                    "micro_batches": 1,
+                    "micro_batch_size": 8,
+                    "planned_step_seconds": 1.0,
+                    "predicted_step_seconds": 1.0,
+                    "step_seconds": [1.0],
+                    "stages": [stage | dict.fromkeys(("planned", "alone", "measured"), seconds)],
+                }
+            ],
+        }
+    )
+    assert "predicted were" in pplan.report(here / "one.plan.json", check=check).html
+    with pytest.raises(UsageError, match="check: it is of one"):
+        pplan.report(here / "two.plan.json", check=check)

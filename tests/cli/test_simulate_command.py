@@ -12,6 +12,7 @@ import pytest
 
 import pplan
 from pplan.cost_models.errors import FileError
+from pplan.cost_models.number_format import compare_steps
 from pplan.cost_models.schedules import SCHEDULES
 from pplan.cost_models.simulator import costs
 from pplan.planner.overrides import TRANSFERS
@@ -299,6 +300,26 @@ def test_a_plan_overridden(found: Found, planned: Plan) -> None:
     assert (made["schedule"], made["micro_batches"], len(made["stages"])) == ("zb-h1", 4, 4)
     assert made["plan_step_seconds"] == pytest.approx(planned.prediction.step_seconds)
     assert [note.split()[1] for note in made["notes"]] == ["layers", "profile", "profile"]
+
+
+def test_against_the_plan_stands_what_a_global_batch_takes(run: Run, found: Found, planned: Plan) -> None:
+    """Under a schedule that is never flushed that is not the time of one batch, filled and drained."""
+    made = found("toy.plan.json --schedule pipedream-2bw")
+    each = planned.mini_batch / made["samples_per_second"]
+    assert each < made["step_seconds"] * 0.99
+    said = compare_steps(each, planned.prediction.step_seconds)
+    ran = run("simulate", "--schedule", "pipedream-2bw", "toy.plan.json")
+    assert f": in the steady state this is {said}.\n" in ran.out
+
+
+def test_a_plan_that_is_never_flushed_takes_what_it_says(run: Run, found: Found, planned: Plan) -> None:
+    del planned
+    options = "--gpus 3 --mini-batch 32 --objective throughput --bandwidth 1GB/s -o late.plan.json"
+    assert run("solve", "toy.profile.json", *options.split()).status == 0
+    late = Plan.load(Path("late.plan.json"))
+    assert late.schedule == "pipedream-2bw"
+    made = found("late.plan.json --schedule 1f1b")
+    assert made["plan_step_seconds"] == pytest.approx(late.prediction.step_seconds, rel=1e-9)
 
 
 def test_a_plan_overridden_printed(run: Run, planned: Plan, golden: Golden) -> None:

@@ -18,6 +18,7 @@ from pplan.cli.table import Column, number, print_table, table, text, word
 from pplan.cost_models.document import MadeBy
 from pplan.cost_models.quantities import format_count
 from pplan.planner.plan_file import Plan
+from pplan.planner.plan_records import DefaultMiniBatch
 from pplan.profiler.profile_file import Profile
 
 Golden = Callable[[str, str], None]
@@ -138,17 +139,41 @@ def _one_stage(plan: Plan, gpus: int) -> Plan:
 
 def test_answer_pipeline_on_fewer_gpus(plan: Plan) -> None:
     assert answer_lines(plan) == [
-        "A pipeline of 3 stages over 6 GPUs is the fastest: 650 ms a step, 98.5 samples/s.",
+        "A pipeline of 3 stages over 6 GPUs is the fastest of the plans searched: "
+        "650 ms a step, 98.5 samples/s.",
         "It uses 6 of the 8 GPUs; on all 8, data parallelism takes 700 ms a step.",
     ]
 
 
 def test_answer_fewer_gpus_with_nothing_on_all(plan: Plan) -> None:
     bare = changed(plan, baselines=[], alternatives=[])
-    assert answer_lines(bare)[1] == "It uses 6 of the 8 GPUs: more of them would not be faster."
+    assert (
+        answer_lines(bare)[1]
+        == "It uses 6 of the 8 GPUs: of the plans searched none is faster on more of them."
+    )
     prediction = plan.prediction.model_copy(update={"exact": False})
     unproven = answer_lines(changed(bare, prediction=prediction))[1]
-    assert unproven == "It uses 6 of the 8 GPUs: no faster plan was found on more of them."
+    assert unproven == "It uses 6 of the 8 GPUs: of the plans scored none is faster on more of them."
+
+
+def test_an_alternative_on_more_gpus_that_is_faster_is_named(plan: Plan) -> None:
+    """None of the plans searched is faster: an interleaved one, which is not searched, may be."""
+    parts = {"virtual_stages": 2, "step_seconds": 0.6, "schedule": "interleaved"}
+    answers = [
+        ([1] * 16, "; one of its alternatives, interleaved, takes 600 ms a step on 8."),
+        ([1] * 12, ": of the plans searched none is faster on more of them."),
+    ]
+    for balance, words in answers:
+        other = plan.alternatives[0].model_copy(update={"balance": balance, **parts})
+        held = changed(plan, baselines=[], alternatives=[other])
+        assert answer_lines(held)[1] == f"It uses 6 of the 8 GPUs{words}"
+
+
+def test_samples_are_those_of_a_group_where_devices_share_layers(plan: Plan) -> None:
+    chosen = DefaultMiniBatch(samples_per_device=8)
+    profile = plan.profile.model_copy(update={"tensor_parallel": 2})
+    lines = answer_lines(changed(plan, default_mini_batch=chosen, profile=profile))
+    assert lines[1].startswith("Global batch 64, 8 samples a group of 2 GPUs, as none was given")
 
 
 def test_answer_fewer_gpus_as_a_runtime_reaches(plan: Plan) -> None:
@@ -161,7 +186,7 @@ def test_answer_virtual_stages(plan: Plan) -> None:
     parts = [plan.stages[0].model_copy(update={"devices": [number % 3]}) for number in range(6)]
     chunked = changed(plan, stages=parts, virtual_stages=2, schedule="interleaved", gpus=3, alternatives=[])
     assert answer_lines(chunked) == [
-        "A pipeline of 3 stages over 3 GPUs, 2 virtual stages on each, is the fastest: "
+        "A pipeline of 3 stages over 3 GPUs, 2 virtual stages on each, is the fastest of the plans searched: "
         "650 ms a step, 98.5 samples/s."
     ]
 
@@ -174,19 +199,22 @@ def test_only_straight_alternatives_tell_what_all_gpus_would_give(plan: Plan) ->
         for more in ({"virtual_stages": 2}, {"replicas": 2})
     ]
     held = changed(plan, baselines=[], alternatives=others)
-    assert answer_lines(held)[1] == "It uses 6 of the 8 GPUs: more of them would not be faster."
+    assert (
+        answer_lines(held)[1]
+        == "It uses 6 of the 8 GPUs: of the plans searched none is faster on more of them."
+    )
 
 
 def test_answer_data_parallelism(plan: Plan) -> None:
     assert answer_lines(_one_stage(plan, 8)) == [
-        "Data parallelism over 8 GPUs is the fastest: 650 ms a step, 98.5 samples/s."
+        "Data parallelism over 8 GPUs is the fastest of the plans searched: 650 ms a step, 98.5 samples/s."
     ]
 
 
 def test_answer_one_gpu(plan: Plan) -> None:
     alone = changed(_one_stage(plan, 1), gpus=4)
     first, second = answer_lines(alone)
-    assert first == "One GPU is the fastest: 650 ms a step, 98.5 samples/s."
+    assert first == "One GPU is the fastest of the plans searched: 650 ms a step, 98.5 samples/s."
     assert second.startswith("It uses 1 of the 4 GPUs;")
 
 
@@ -209,7 +237,7 @@ def test_answer_when_options_leave_out_what_the_runtime_runs(plan: Plan, runtime
 def test_answer_is_not_proven_without_exact(plan: Plan) -> None:
     prediction = plan.prediction.model_copy(update={"exact": False})
     first = answer_lines(changed(plan, prediction=prediction))[0]
-    assert first.startswith("A pipeline of 3 stages over 6 GPUs is the fastest of those scored: ")
+    assert first.startswith("A pipeline of 3 stages over 6 GPUs is the fastest of the plans scored: ")
 
 
 def test_what_all_gpus_would_give_is_what_the_runtime_can_run(plan: Plan) -> None:
@@ -227,7 +255,7 @@ def test_what_all_gpus_would_give_is_what_the_runtime_can_run(plan: Plan) -> Non
     ]
     held = changed(plan, runtime="torchgpipe", alternatives=alternatives)
     assert answer_lines(held) == [
-        "A pipeline of 3 stages over 6 GPUs is the fastest that torchgpipe can run: "
+        "A pipeline of 3 stages over 6 GPUs is the fastest that torchgpipe can run of the plans searched: "
         "650 ms a step, 98.5 samples/s.",
         "It uses 6 of the 8 GPUs; on all 8, a straight gpipe pipeline takes 900 ms a step.",
     ]

@@ -79,8 +79,9 @@ def every_plan(problem: Problem, schedule: str, ranks: list[int]) -> Iterator[Sc
                         yield ScoredPlan(proposal, first.recompute, first.step_seconds)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(s, marks=[pytest.mark.slow] * (s not in (1, 2, 5))) for s in range(8)]
+)
 def test_against_every_plan(seed: int, make_chain: MakeChain) -> None:
     """The least bytes among those of at most so much more than the shortest step."""
     chain = make_chain(seed, 4, traffic=[0.1, 1][seed % 2], cuts=1.1)
@@ -150,7 +151,7 @@ def test_nothing_fits_on_what_is_left(make_chain: MakeChain) -> None:
     group = one.space.replica_group(1, (0,))
     whole = float(min(group.bytes(1, "always")[0, -1], group.bytes(1, "never")[0, -1]))
     problem, best = solved(chain, alike(4, int(0.9 * whole)))
-    with pytest.raises(InfeasibleError, match="1 device that"):
+    with pytest.raises(InfeasibleError, match="what is left, 1 device"):
         replan_problem(problem, best, [0, 1, 2])
 
 

@@ -60,8 +60,14 @@ WISHES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", WISHES, ids=lambda options: "-".join(options) or "free")
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(own, marks=[pytest.mark.slow] * (number not in (1, 5, 8, 10)))
+        for number, own in enumerate(WISHES)
+    ],
+    ids=lambda options: "-".join(options) or "free",
+)
 def test_every_change_that_is_named_fits(
     options: dict[str, Any], make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
@@ -112,3 +118,49 @@ def test_a_schedule_that_is_not_searched(make_chain: MakeChain, make_topology: M
     options = PlanOptions(mini_batch=8, schedule="zb-h1")
     error = refused(Problem(chain, make_topology(2, memory=100), options))
     assert error.what == "no plan under zb-h1 was found that fits into 100 B a GPU"
+
+
+BYTES = (
+    "parameter_bytes",
+    "trainable_bytes",
+    "buffer_bytes",
+    "output_bytes",
+    "saved_bytes",
+    "workspace_bytes",
+)
+
+
+@pytest.mark.parametrize("options", [{"pins": (("layer6", 0),)}, {"schedule": "zb-h1"}], ids=["pins", "zb"])
+def test_the_memory_that_is_named_is_enough_under_the_options(
+    options: dict[str, Any], make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    """The plan that needs least is not one that a pin allows, or another schedule's."""
+    chain = make_chain(3, 8, cuts=1.1)
+    larger: dict[str, Any] = {name: 2**24 * getattr(chain, name) for name in BYTES}
+    problem = Problem(
+        replace(chain, **larger),
+        make_topology(2, memory=2**30),
+        PlanOptions(mini_batch=8, micro_batches=4, **options),
+    )
+    error = refused(problem)
+    *_, words = error.hint.removeprefix("What would fit: ").rstrip(".").split("; or ")
+    assert re.fullmatch(r"memory='[\d.]+GiB' a GPU", words)
+    assert find_best_plan(changed(problem, words), []).best is not None
+
+
+def test_of_several_options_those_that_are_enough_are_named(
+    make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    """Without the pins there is a plan, without the runtime there is still none."""
+    chain, topology = make_chain(3, 8, cuts=1.1), make_topology(2)
+    options = PlanOptions(mini_batch=8, pins=(("layer3", 7),), runtime="torch")
+    assert refused(Problem(chain, topology, options)).hint == "Leave out `pins`."
+    both = replace(options, runtime=None, cut_after=("layer1", "layer2", "layer3"))
+    hint = refused(Problem(chain, topology, both)).hint
+    assert hint == "Leave out all of `pins`, `cut_after`: none alone is enough."
+
+
+def test_pins_that_no_memory_helps(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    options = PlanOptions(mini_batch=8, pins=(("layer1", 2),))
+    hint = refused(Problem(make_chain(3, 8, cuts=1.1), make_topology(4, memory=50), options)).hint
+    assert hint == "With more memory none was found either. Leave out `pins`."

@@ -115,9 +115,12 @@ WISHES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", WISHES, ids=lambda options: "-".join(options) or "free")
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(own, marks=[pytest.mark.slow] * (own.get("runtime") == "torch")) for own in WISHES],
+    ids=lambda options: "-".join(options) or "free",
+)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_never_worse_than_any_planner(
     seed: int, options: dict[str, Any], make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:

@@ -8,12 +8,13 @@ from itertools import combinations_with_replacement, pairwise
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.hardware import Device, Link
 from pplan.cost_models.topology import two_level_topology
-from pplan.cost_models.transformer.layer_table import LayerTable
+from pplan.cost_models.transformer.layer_table import LIBRARIES, LayerTable
 from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ContextExchange, ParallelDegrees
 from pplan.cost_models.transformer.rank_costs import DeviceLimits, Overheads, RankCosts, TopologyLinks
@@ -23,12 +24,12 @@ from pplan.cost_models.transformer.transformer_shape import AttentionShape, Expe
 from pplan.planner.degrees.degree_combinations import list_combinations
 from pplan.planner.degrees.degree_options import DegreeOptions
 from pplan.planner.degrees.degree_search import search_degrees
+from pplan.planner.degrees.division_bound import least_division
 from pplan.planner.degrees.stage_divisions import (
     divide_by_seconds,
     interleaved_bound,
     least_interleaved,
     lower_bound,
-    slowest_stage,
 )
 
 NO_LIMIT = float("inf")
@@ -40,7 +41,13 @@ def seeds(quick: int, every: int) -> list[Any]:
 
 
 EXCHANGES: tuple[ContextExchange, ...] = ("all-to-all", "ring", "all-gather")
-MODES = ("none", "selective", "partial", "full")
+MODES = ("none", "selective", "partial", "full", "offload")
+
+
+@pytest.fixture(autouse=True)
+def offload_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors of these models are small."""
+    monkeypatch.setattr("pplan.cost_models.transformer.layer_work.LEAST_OFFLOADED", 1)
 
 
 def random_shape(random: Random) -> TransformerShape:
@@ -67,7 +74,10 @@ def random_costs(random: Random) -> RankCosts:
     topology = two_level_topology(Device("GPU", None), 8, 4, link, Link(10 ** random.uniform(8, 10), 1e-5))
     limits = DeviceLimits(10 ** random.uniform(11, 14), 10 ** random.uniform(10, 12))
     return RankCosts(
-        limits, TopologyLinks(topology), overheads=Overheads(1.0, 10 ** random.uniform(-7, -4), 1e-4)
+        limits,
+        TopologyLinks(topology),
+        overheads=Overheads(1.0, 10 ** random.uniform(-7, -4), 1e-4),
+        host_bandwidth=10 ** random.uniform(8, 12),
     )
 
 
@@ -106,14 +116,42 @@ def random_table(random: Random) -> LayerTable:
 
 @pytest.mark.parametrize("seed", seeds(50, 120))
 def test_no_division_is_below_the_bound(seed: int) -> None:
-    layers = random_table(Random(seed))
-    slowest, _ = slowest_stage(layers, NO_LIMIT)
-    bound = lower_bound(layers, slowest)
-    quick = lower_bound(layers, layers.least_slowest_seconds())
-    every = [estimate_stages(layers, own) for own in divisions(layers)]
-    least = min(estimate.step_seconds for estimate in every)
-    assert quick <= bound * (1 + 1e-9)
-    assert bound <= least * (1 + 1e-9)
+    """In any memory; that of the least bound, where there is one, fits."""
+    random = Random(seed)
+    layers = random_table(random)
+    every = list(divisions(layers))
+    peaks = sorted(layers.peak_bytes(own) for own in every)
+    limit = random.choice((NO_LIMIT, peaks[0], peaks[0] * 0.999, peaks[len(peaks) // 2]))
+    steps = [estimate_stages(layers, own).step_seconds for own in every if layers.peak_bytes(own) <= limit]
+    bound, division = least_division(layers, limit)
+    assert lower_bound(layers) <= min(steps, default=NO_LIMIT) * (1 + 1e-9)
+    assert layers.least_bytes() <= peaks[0] * (1 + 1e-9)
+    assert (division is None) == (not steps)
+    if division is None:
+        assert bound == NO_LIMIT
+        return
+    assert bound <= min(steps) * (1 + 1e-9)
+    assert list(division) in every
+    assert layers.peak_bytes(division) <= limit * (1 + 1e-12)
+    # Of equal stages without transfers the bound is the step: that of one stage is always.
+    assert len(division) > 1 or bound == pytest.approx(steps[0])
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "offload"])
+def test_the_division_of_the_least_bound_is_the_fastest(recompute: Any) -> None:
+    """Where links are fast and blocks equal, of all divisions; the bound is its step but for the update,
+    which is longest on another stage."""
+    random = Random(3)
+    shape = replace(random_shape(random), routed=(False,) * 9, experts=None, vocabulary=32000)
+    link = Link(1e15, 1e-9)
+    topology = two_level_topology(Device("GPU", None), 8, 8, link, link)
+    costs = RankCosts(DeviceLimits(1e13, 1e12), TopologyLinks(topology), host_bandwidth=1e11)
+    layers = LayerTable(shape, ParallelDegrees(pipeline=4), TrainingSetting(16, Tokens(64), recompute), costs)
+    fastest = min(estimate_stages(layers, own).step_seconds for own in divisions(layers))
+    bound, division = least_division(layers, NO_LIMIT)
+    assert division is not None
+    assert bound == pytest.approx(fastest, rel=0.01)
+    assert estimate_stages(layers, division).step_seconds == pytest.approx(fastest, rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", seeds(30, 60))
@@ -132,7 +170,7 @@ def test_no_interleaved_division_is_below_its_bound(seed: int) -> None:
     every = list(divisions(layers))
     peaks = sorted(layers.peak_bytes(counts) for counts in every)
     limit = random.choice((NO_LIMIT, peaks[0], peaks[0] * 0.999, peaks[len(peaks) // 2]))
-    quick = lower_bound(layers, layers.least_slowest_seconds())
+    quick = lower_bound(layers)
     least = least_interleaved(layers, limit)
     assert quick <= least * (1 + 1e-9)
     for counts in every:
@@ -180,33 +218,6 @@ def test_no_division_that_fits_is_below_the_bound_of_equal_blocks(seed: int) -> 
             assert bound <= estimate_stages(layers, counts).step_seconds * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", seeds(50, 120))
-def test_the_slowest_stage_is_as_fast_as_can_be(seed: int) -> None:
-    """Also where the memory leaves few divisions, or none."""
-    random = Random(seed)
-    layers = random_table(random)
-    every = list(divisions(layers))
-    peaks = sorted(estimate_stages(layers, own).peak_bytes for own in every)
-    limit = random.choice((NO_LIMIT, peaks[0], peaks[0] * 0.999, peaks[len(peaks) // 2]))
-    fitting = [own for own in every if estimate_stages(layers, own).peak_bytes <= limit]
-    seconds, found = slowest_stage(layers, limit)
-    assert (found is None) == (not fitting)
-    if found is None:
-        return
-    slowest = [
-        max(s.forward_seconds + s.backward_seconds for s in estimate_stages(layers, own).stages)
-        for own in fitting
-    ]
-    assert seconds <= min(slowest) * (1 + 1e-9)
-    own = estimate_stages(layers, found)
-    assert own.peak_bytes <= limit
-    mixed = len(layers.blocks) > 1 and layers.setting.recompute_blocks is not None
-    # Of blocks of two kinds, some of which run again, the search looks at bounds of their seconds.
-    if not mixed:
-        assert max(s.forward_seconds + s.backward_seconds for s in own.stages) <= min(slowest) * (1 + 1e-5)
-    assert layers.least_bytes() <= limit
-
-
 def test_stages_end_where_the_seconds_come_nearest_to_their_share() -> None:
     """Every end compared with the aim, the first of those as near."""
     random = Random(1)
@@ -228,10 +239,7 @@ def test_stages_end_where_the_seconds_come_nearest_to_their_share() -> None:
 
 @pytest.mark.parametrize(
     "seed",
-    [
-        pytest.param(seed, marks=[pytest.mark.slow] * (seed in (0, 7, 9, 10)))
-        for seed in (0, 1, *range(3, 11))
-    ],
+    [pytest.param(seed, marks=[pytest.mark.slow] * (seed in (3, 5, 7))) for seed in (0, 1, *range(3, 11))],
 )
 def test_an_answer_against_all_there_is(seed: int) -> None:
     random = Random(1000 + seed)
@@ -243,6 +251,7 @@ def test_an_answer_against_all_there_is(seed: int) -> None:
         cp=random.choice((None, (1, 2))),
         zero=random.choice(((1,), (0, 3), (1, 2, 3))),
         predictors=seed % 4 // 3,
+        offload=seed % 2 == 1,
     )
     every = []
     for one in list_combinations(shape, devices, options):
@@ -300,3 +309,31 @@ def test_nothing_possible(options: DegreeOptions, devices: int, says: str) -> No
     random = Random(3)
     with pytest.raises(UsageError, match=says):
         search_degrees(random_shape(random), devices, random_costs(random), options, NO_LIMIT)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_how_many_equal_blocks_run_again_at_least(seed: int) -> None:
+    """Of a stage with all of them: the fewest with which the ledger's parts that depend on them have room."""
+    random = Random(seed)
+    costs = random_costs(random)
+    shape = TransformerShape("equal", 256, 1024, 1024, AttentionShape(8, 8, 16, 16), (False,) * 6)
+    setting = TrainingSetting(4, Tokens(64), "full", 1, 3)
+    layers = LayerTable(shape, ParallelDegrees(pipeline=2), setting, costs)
+    block = layers.blocks[False]
+    boundary = layers._boundary
+    for device in (0, 1):
+        copies = 2 - device  # micro-batches in flight under 1F1B
+        for share in (0.2, 0.5, 0.9, 1.1):
+            numbers = np.arange(1, 7)
+            fixed = [layers._states(device, number) + LIBRARIES for number in range(7)]
+            memory = fixed[3] + share * copies * 3 * block.saved
+            again = layers.least_blocks_again(numbers, device, memory)
+            for number in numbers.tolist():
+                most = min(number, setting.recomputed(6))
+                fitting = [
+                    count
+                    for count in range(most + 1)
+                    if fixed[number] + copies * (count * boundary + (number - count) * block.saved)
+                    <= memory * (1 + 1e-9)
+                ]
+                assert again[number - 1] == min(fitting, default=NO_LIMIT)

@@ -25,6 +25,8 @@ from pplan.planner.explanation.resolve import (
 from pplan.planner.explanation.runner_up import runners_up
 from pplan.planner.explanation.sensitivity import WORTH, Sensitivity, sensitivities
 from pplan.planner.joint_search import find_best_plan
+from pplan.planner.plan_file import REPLANNED
+from pplan.planner.plan_records import Aim
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
 
@@ -247,6 +249,23 @@ def test_a_plan_that_is_not_the_best(
     assert best.explained().better is None
 
 
+def test_a_plan_that_was_made_for_something_else(
+    make_chain: MakeChain, make_topology: MakeTopology, solved: Solve
+) -> None:
+    """A plan with the least memory is not called a bad one for its step; nor one for the devices left."""
+    made = solved(make_chain(1, 3), make_topology(2), mini_batch=2)
+    aim = Aim(name="memory", value=1.0, unit="bytes", lower_bound=1.0, exact=True)
+    changes: list[tuple[dict[str, object], str]] = [
+        ({"objective": aim}, "the least memory"),
+        ({"searched": f"{REPLANNED} that are near"}, "few weights to move"),
+        ({}, ""),
+    ]
+    for change, words in changes:
+        explained = replace(made, plan=made.plan.model_copy(update=change)).explained()
+        assert explained.made_for == words
+        assert any("those that were lost" in note for note in explained.notes) == ("searched" in change)
+
+
 def test_an_asynchronous_plan_is_refused(
     make_chain: MakeChain, make_topology: MakeTopology, solved: Solve
 ) -> None:
@@ -256,7 +275,6 @@ def test_an_asynchronous_plan_is_refused(
         replace(made, plan=plan).explained()
 
 
-@pytest.mark.slow
 def test_on_many_devices_only_near_plans_are_searched(
     make_chain: MakeChain, make_topology: MakeTopology, solved: Solve
 ) -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.topology import Device, Group, Topology
+from pplan.cost_models.number_format import percent
+from pplan.cost_models.topology import Device, Group, Link, Topology, two_level_topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.objectives.least_cost import least_cost
 from pplan.planner.objectives.objective import Objective, parse_objective, parse_prices, price_by_kind
+from pplan.planner.objectives.solve_objective import solve_objective
+from pplan.planner.plan_records import ProfileReference
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
 
+FAST = Link(1e18, 0.0)
 MakeProblem = Callable[..., Problem]
 EveryPlan = Callable[[Problem], list[tuple[Proposal, float, float]]]
 
@@ -159,3 +164,23 @@ def test_objectives_that_cannot_be(text: str, prices: dict[str, float] | None, w
     with pytest.raises(UsageError) as caught:
         parse_objective(text, prices)
     assert word in str(caught.value)
+
+
+def test_notes_are_of_the_plan_and_not_of_the_fastest(make_problem: MakeProblem) -> None:
+    """One device is the cheapest, all are the fastest: the optimizer takes another share of that step."""
+    problem = make_problem(1, 4, 3, optimizer="adam")
+    weights = np.full(4, 2e12)
+    problem = replace(
+        problem,
+        chain=replace(problem.chain, parameter_bytes=weights, trainable_bytes=weights),
+        topology=two_level_topology(Device("NVIDIA H100 80GB HBM3", None), 3, 8, FAST, FAST),
+    )
+    profile = ProfileReference(file="toy.profile.json", sha256="0" * 64)
+    plan = solve_objective(Objective("cost", prices={"": 2.0}), problem, model="toy", profile=profile)
+    fastest_plan = solve_objective(Objective(), problem, model="toy", profile=profile)
+    assert fastest_plan.prediction.step_seconds < 0.7 * plan.prediction.step_seconds
+    for own in (plan, fastest_plan):
+        (note,) = (text for text in own.notes if text.startswith("the optimizer's step"))
+        updated = max(stage.memory["weights"] for stage in own.stages) * 28 / 4
+        share = updated / 3.35e12 / own.prediction.step_seconds
+        assert note.endswith(f"{percent(share)} of the step")
