@@ -95,7 +95,7 @@ class SteadySearch:
     @cached_property
     def counts(self) -> range:
         """Numbers of stages: of 2BW no more than micro-batches between two updates, of XPipe more."""
-        most = min(self.stage_counts[-1], self.devices)
+        most = self.stage_counts[-1]
         least = self.config.micro_batches + 1 if self.config.schedule == XPIPE else 2
         if self.config.schedule == TWO_VERSIONS:
             most = min(most, self.config.micro_batches)

@@ -122,7 +122,7 @@ def _as_recomputed(shape: _EvenStages) -> Iterator[Proposal]:
     assumed: tuple[Recompute, ...] = (stage_modes(config)[0],) * len(devices)
     for number in range(ROUNDS):
         shape.space.budget.check()
-        shape.space.budget.spend(1e8)
+        shape.space.budget.spend(2e6 + 2e4 * len(shape.cut_points) + 6e4 * len(devices))
         ends = shape.divide(assumed)
         if ends is None:
             return

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ...cost_models.quantities import format_count
+from ..formats.transformer_blocks import NotBlocksError, find_blocks, is_small
 from .partition import Partition, from_blocks, partition_error, with_first_blocks
 from .trainer_options import Options, read_number
 
@@ -106,8 +107,9 @@ def _unroll(layout: str, where: str) -> str:
 
 
 def from_layout(layout: str, names: Sequence[str], where: str, options: Options) -> Partition:
-    """The partition of a layout, with what the options beside it say. Stages without a layer of the profile
-    are left out, and multi-token predictors passed over, with a note. Raises FileError."""
+    """The partition of a layout, with what the options beside it say. Devices without a layer of the profile
+    are left out, and multi-token predictors passed over; of empty stages before the head, whose devices have
+    layers, each has a norm of the head: with notes. Raises FileError."""
     stages = _split_rightly(layout, where)
     size = read_number(options, "pipeline_model_parallel_size", where) or len(stages)
     if len(stages) % size:
@@ -118,8 +120,9 @@ def from_layout(layout: str, names: Sequence[str], where: str, options: Options)
         )
     virtual = len(stages) // size
     empty = [stage for stage, letters in enumerate(stages) if not letters.strip("m")]
-    _check_whole_devices(empty, size, virtual, where)
-    blocks = [letters.count("t") for letters in stages if letters.strip("m")]
+    idle = _idle_devices(empty, size, virtual)
+    counts = {stage: letters.count("t") for stage, letters in enumerate(stages) if stage % size not in idle}
+    moved = _norms_of_the_head([stage for stage in empty if stage in counts], counts, names, where)
     batch, own = (
         read_number(options, "global_batch_size", where),
         read_number(options, "micro_batch_size", where),
@@ -127,7 +130,9 @@ def from_layout(layout: str, names: Sequence[str], where: str, options: Options)
     full = options.get("recompute_granularity") == ["full"]
     tells_recompute = "recompute_granularity" in options or batch is not None
     partition = replace(
-        from_blocks(blocks, names, where, "megatron").with_notes(*_notes(stages, empty)),
+        from_blocks(list(counts.values()), names, where, "megatron", len(moved)).with_notes(
+            *_notes(stages, [stage for stage in empty if stage not in counts], moved)
+        ),
         virtual_stages=virtual,
         schedule="interleaved" if virtual > 1 else "1f1b",
         mini_batch=batch,
@@ -142,22 +147,41 @@ def from_layout(layout: str, names: Sequence[str], where: str, options: Options)
     return with_first_blocks(partition, number, names)
 
 
-def _check_whole_devices(empty: Sequence[int], size: int, virtual: int, where: str) -> None:
-    """Raises FileError where a device of a pipeline of this size has layers in some of its virtual stages and
-    none in others: a plan has as many stages, each of one layer or more, on every device."""
+def _idle_devices(empty: Sequence[int], size: int, virtual: int) -> set[int]:
+    """Those of a pipeline of this size all of whose virtual stages are empty."""
     devices = Counter(stage % size for stage in empty)
-    for stage in empty:
-        if devices[stage % size] < virtual:
-            raise partition_error(
-                where,
-                f"its virtual stage {stage} holds no layer of the profile, and device {stage % size} has "
-                f"layers in {virtual - devices[stage % size]} of its {virtual}: a plan has as many stages on "
-                "every device, each of a layer or more",
-                "pplan.lint costs it as it is, from the model's config.json; or move a block there.",
-            )
+    return {device for device, count in devices.items() if count == virtual}
 
 
-def _notes(stages: Sequence[str], empty: Sequence[int]) -> list[str]:
+def _norms_of_the_head(
+    empty: Sequence[int], counts: Mapping[int, int], names: Sequence[str], where: str
+) -> dict[int, str]:
+    """By empty stage of a device that has layers in others, the layer of the head that it has here: a plan
+    has as many stages on every device, each of a layer or more. Raises FileError where there is none that
+    takes next to no time."""
+    if not empty:
+        return {}
+    before_head = list(counts)[-1 - len(empty) : -1]
+    layers = _head(names)[: len(empty)]
+    if before_head == list(empty) and len(_head(names)) > len(empty) and all(map(is_small, layers)):
+        return dict(zip(empty, layers, strict=True))
+    raise partition_error(
+        where,
+        f"its virtual stage {empty[0]} holds no layer of the profile, and its device has layers in others: a "
+        "plan has as many stages on every device, each of a layer or more, and the head is not next, or has "
+        "no norm to give",
+        "pplan.lint costs it as it is, from the model's config.json; or move a block there.",
+    )
+
+
+def _head(names: Sequence[str]) -> Sequence[str]:
+    try:
+        return find_blocks(names).head
+    except NotBlocksError:
+        return ()
+
+
+def _notes(stages: Sequence[str], empty: Sequence[int], moved: Mapping[int, str]) -> list[str]:
     """What a profile does not have of a layout."""
     notes, predictors = [], sum(letters.count("m") for letters in stages)
     if predictors:
@@ -171,4 +195,9 @@ def _notes(stages: Sequence[str], empty: Sequence[int]) -> list[str]:
             f"stages {numbers} hold no layer of the profile: left out, with the devices that only hand "
             "tensors on"
         )
+    notes += [
+        f"stage {stage} holds no layer of the profile: it has {layer} here, which Megatron-LM has with the "
+        "head or the last block; pplan.lint costs the layout as it is"
+        for stage, layer in moved.items()
+    ]
     return notes

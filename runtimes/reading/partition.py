@@ -71,9 +71,11 @@ def from_counts(counts: Sequence[int], names: Sequence[str], where: str) -> Part
     return from_blocks(counts, names, where, "blocks").with_notes(note)
 
 
-def from_blocks(counts: Sequence[int], names: Sequence[str], where: str, format: str) -> Partition:
-    """The partition of transformer blocks a stage: the embedding is on the first stage, the head on the
-    last."""
+def from_blocks(
+    counts: Sequence[int], names: Sequence[str], where: str, format: str, moved: int = 0
+) -> Partition:
+    """The partition of transformer blocks a stage: the embedding is on the first stage, the head on the last,
+    but for its first `moved` layers, one of which each of the stages before has, which have no block."""
     try:
         model = find_blocks(names)
     except NotBlocksError as error:
@@ -90,6 +92,8 @@ def from_blocks(counts: Sequence[int], names: Sequence[str], where: str, format:
         )
     done = list(accumulate(counts))
     ends = [model.ends[count] for count in done[:-1]]
+    if moved:
+        ends[-moved:] = [end + number for number, end in enumerate(ends[-moved:], start=1)]
     return check_stages(Partition(format, (*ends, len(names))), where)
 
 

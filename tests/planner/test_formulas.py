@@ -17,6 +17,7 @@ from pplan.cost_models.topology import Device, Group, Topology
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.planner.candidate import linear_pipeline
 from pplan.planner.coverage import _any_plan, _runs
+from pplan.planner.cut_search.shape_search import _spread as _spread_cuts
 from pplan.planner.degrees.degree_baselines import _megatron
 from pplan.planner.degrees.degree_options import _read_zero
 from pplan.planner.degrees.degree_search import DegreeAnswer
@@ -25,9 +26,10 @@ from pplan.planner.explanation.resolve import resolve, with_memory
 from pplan.planner.joint_search import joint_search
 from pplan.planner.mini_batch import _neighbours
 from pplan.planner.objectives.least_cost import _CostSearch
+from pplan.planner.objectives.throughput import _spaces
 from pplan.planner.pipeline_config import PipelineConfig, abbreviate
 from pplan.planner.plan_options import CutLimits, PlanOptions
-from pplan.planner.planners.asteroid_shares import _next_receiver
+from pplan.planner.planners.asteroid_shares import _by_speed, _next_receiver, _offload
 from pplan.planner.planners.base import stage_counts
 from pplan.planner.planners.pipedream_planner import _select_points
 from pplan.planner.planners.replica_groups import thin_cuts
@@ -36,6 +38,7 @@ from pplan.planner.replica_exchange import bytes_at_end
 from pplan.planner.search.coarse import _spread
 from pplan.planner.search.deep_pipelines import _EvenStages
 from pplan.planner.search.fluid_bound import _FluidProgramme
+from pplan.planner.search.relaxed_stages import _exposed_exchange
 from pplan.planner.search.space import Space
 from pplan.planner.search.stage_recompute import cheapest_mode
 from pplan.planner.stage_table import StageTable
@@ -264,3 +267,80 @@ def test_of_many_devices_of_a_kind_powers_of_two_are_tried(
     search._look_at_kinds()
     fast = [("fast", count, 0) for count in (1, 2, 3, 4, 8)]
     assert tried == [*fast, ("slow", 1, 9), ("slow", 2, 9)]
+
+
+def test_parts_go_from_the_slowest_device_to_one_that_is_faster_with_them() -> None:
+    """The first takes 10 s for its fourth part; the second 2 s for each. Then 3 s against 4: none moves."""
+    seconds = np.array([[0.0, 1, 2, 3, 10], [0, 2, 4, 6, 8]])[:, :, None]
+    room = np.array([[4], [4]])
+    assert _offload(seconds, room, np.array([[4], [0]])).ravel().tolist() == [3, 1]
+    assert _offload(seconds, room, np.array([[0], [4]])).ravel().tolist() == [3, 1]
+    assert _offload(seconds, np.array([[4], [0]]), np.array([[4], [0]])).ravel().tolist() == [4, 0]
+
+
+def test_parts_by_speed() -> None:
+    """Three times as fast gets three of four parts; what has no room for them, as many as it has."""
+    seconds = np.array([[0.0, 1, 2, 3, 4], [0, 3, 6, 9, 12]])[:, :, None]
+    room = np.array([[4], [4]])
+    assert _by_speed(seconds, room, 4).ravel().tolist() == [3, 1]
+    assert _by_speed(seconds, np.array([[2], [4]]), 4).ravel().tolist() == [2, 2]
+    assert _by_speed(seconds, np.array([[2], [1]]), 4).ravel().tolist() == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "every"),
+    [
+        (17, {}, True),
+        (18, {}, False),
+        (18, {"runtime": "deepspeed"}, False),
+        (18, {"schedule": "zb-h1"}, True),  # nothing is searched of which some are left out
+        (12, {"runtime": "torchgpipe"}, True),
+    ],
+)
+def test_whether_a_number_of_replicas_was_left_out(
+    gpus: int, options: dict[str, Any], every: bool, even: Chain, make_topology: MakeTopology
+) -> None:
+    topology = make_topology(gpus, per_node=20)
+    assert Problem(even, topology, PlanOptions(mini_batch=gpus, **options)).every_replica_count == every
+
+
+def test_one_process_on_many_devices_has_no_replicas(
+    make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    options = PlanOptions(mini_batch=20, runtime="torchgpipe")
+    assert Problem(make_chain(0, 20, cuts=1.1), make_topology(20, per_node=20), options).every_replica_count
+
+
+def test_spaces_of_asynchronous_plans_are_fewer_and_fewer(even: Chain, make_topology: MakeTopology) -> None:
+    """All numbers of replicas, powers of two, and 48 and 24 blocks; only all of them are the whole."""
+    three = list(_spaces(Problem(even, make_topology(3), PlanOptions(mini_batch=12))))
+    assert [(counts, whole) for _, counts, whole in three] == [
+        ((1, 2, 3), True),
+        ((1, 2), False),
+        ((1, 2), False),
+        ((1, 2), False),
+    ]
+    two = list(_spaces(Problem(even, make_topology(2), PlanOptions(mini_batch=12))))
+    assert [whole for _, _, whole in two] == [True, True, False, False]
+
+
+def test_cuts_are_spread_to_places_of_their_own() -> None:
+    assert _spread_cuts([0, 0, 0, 5]) == [0, 1, 2, 5]
+    assert _spread_cuts([0, 5, 5, 5]) == [0, 3, 4, 5]
+    assert _spread_cuts([0, 2, 2, 5]) == [0, 2, 3, 5]
+    assert _spread_cuts([0, 1, 4, 5]) == [0, 1, 4, 5]
+    assert _spread_cuts([0, 9]) == [0, 9]
+
+
+@pytest.mark.parametrize(("zero", "share"), [(1, 1.0), (2, 0.5), (3, 0.0)])
+def test_what_follows_the_last_backward_under_zero(
+    zero: int, share: float, even: Chain, make_topology: MakeTopology
+) -> None:
+    """An all-gather of the weights, half an all-reduce, and of ZeRO 1 a reduce-scatter of the gradients."""
+    heavy = replace(even, parameter_bytes=np.full(12, 40.0), trainable_bytes=np.full(12, 40.0))
+    space = Space(heavy, make_topology(2), "sgd", zero=zero)
+    table = space.table(1)
+    exposed = _exposed_exchange(space, 2, table, np.zeros(12), exact=True)
+    # 20 B/s: two devices exchange all bytes once in an all-reduce.
+    assert exposed[0, 12] == pytest.approx(share * 12 * 40.0 / 20.0)
+    assert not _exposed_exchange(space, 1, table, np.zeros(12), exact=True).any()

@@ -119,9 +119,31 @@ def test_a_device_with_empty_virtual_stages_alone_is_left_out(layout_class: Any)
         "stages 1, 4 hold no layer of the profile: left out, with the devices that only hand tensors on",
     )
     with pytest.raises(
-        FileError, match="virtual stage 1 holds no layer of the profile, and device 1 has lay"
+        FileError, match="virtual stage 1 holds no layer of the profile, and its device has lay"
     ):
         read(asked.replace("||t*2L", "|t|tL"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "size", "ends", "empty"),
+    [("Et*4|t*5||L", 2, (5, 10, 11, 12), 2), ("Ett||t*7|||L", 3, (3, 10, 11, 12), 3)],
+)
+def test_an_empty_stage_before_the_head_has_a_norm(
+    layout: str, size: int, ends: tuple[int, ...], empty: int, layout_class: Any
+) -> None:
+    """Of a device that has blocks in another virtual stage, as of `...|m|L`; idle devices are left out."""
+    options = f"--pipeline-model-parallel-layout '{layout}' --pipeline-model-parallel-size {size}"
+    own = layout_class.from_str(layout, size)
+    own.validate_layer_layout(num_layers=9, mtp_num_layers=None)
+    made = read(options)
+    assert (made.ends, made.virtual_stages, made.schedule) == (ends, 2, "interleaved")
+    assert made.notes[-1].startswith(f"stage {empty} holds no layer of the profile: it has model.norm here")
+    predictor = read(options.replace("|L", "m|L"))
+    assert predictor.ends == ends
+    assert predictor.notes[0].startswith("1 multi-token predictors")
+    for names in ([*LAYERS[:-2], "lm_head"], [*LAYERS[:-2], "lm_head", "model.norm"], LAYERS[:-1]):
+        with pytest.raises(FileError, match="no norm to give"):
+            read(options, names)
 
 
 def test_names_that_are_no_layers_are_told() -> None:
@@ -146,8 +168,8 @@ FORMATS = "Give a balance list"
         ("Et*4|mt*5L", "and m before L", ""),
         ("Et*4|t*5xL", "it is in none of the formats", FORMATS),
         (
-            "--pipeline-model-parallel-layout 'Et*4|t*5||L' --pipeline-model-parallel-size 2",
-            "its virtual stage 2 holds no layer of the profile, and device 0 has layers in 1 of its 2",
+            "--pipeline-model-parallel-layout 'Et*4||t*4|tL' --pipeline-model-parallel-size 2",
+            "its virtual stage 1 holds no layer of the profile, and its device has layers in others",
             "pplan.lint",
         ),
         ("Et*4|t*5", "must begin with E and end with L", ""),
