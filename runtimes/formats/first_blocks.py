@@ -23,6 +23,11 @@ def count_first_blocks(model: Transformer, ends: Sequence[int], words: Sequence[
     """The N of stages with these `ends` that recompute by these words, which is 1 or more.
 
     Raises FirstBlocksError where a stage stops inside a block, or no N is that of all stages.
+
+    >>> from pplan.runtimes.formats.transformer_blocks import find_blocks
+    >>> model = find_blocks(["embedding", "layers.0", "layers.1", "layers.2", "layers.3", "head"])
+    >>> count_first_blocks(model, (3, 6), ("first_2", "first_1"))
+    1
     """
     least, most, counts = 1, model.blocks, list[int]()
     for stage, ((first, end), word) in enumerate(zip(pairwise((0, *ends)), words, strict=True)):
@@ -43,7 +48,12 @@ def count_first_blocks(model: Transformer, ends: Sequence[int], words: Sequence[
 
 def first_block_words(model: Transformer, ends: Sequence[int], number: int) -> tuple[str, ...]:
     """By stage, what a plan recomputes whose stages run their first blocks again, at the most `number` of
-    them; layers before the first block of a stage are among them."""
+    them; layers before the first block of a stage are among them.
+
+    >>> from pplan.runtimes.formats.transformer_blocks import find_blocks
+    >>> first_block_words(find_blocks(["embedding", "layers.0", "layers.1", "head"]), (3, 4), 1)
+    ('first_2', 'never')
+    """
     words = []
     for first, end in pairwise((0, *ends)):
         before, holds = model.blocks_before(first), model.blocks_before(end) - model.blocks_before(first)
