@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from re import _parser  # type: ignore[attr-defined]
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -31,10 +32,12 @@ from pplan.planner.pipeline_config import PipelineConfig, abbreviate
 from pplan.planner.plan_options import CutLimits, PlanOptions
 from pplan.planner.planners.asteroid_shares import _by_speed, _next_receiver, _offload
 from pplan.planner.planners.base import stage_counts
+from pplan.planner.planners.deepspeed_partition import _ways
 from pplan.planner.planners.pipedream_planner import _select_points
 from pplan.planner.planners.replica_groups import thin_cuts
+from pplan.planner.planners.torch_partition import _longest_part, _next_partitions
 from pplan.planner.problem import Problem
-from pplan.planner.replica_exchange import bytes_at_end
+from pplan.planner.replica_exchange import ReplicaExchange, bytes_at_end
 from pplan.planner.search.coarse import _spread
 from pplan.planner.search.deep_pipelines import _EvenStages
 from pplan.planner.search.fluid_bound import _FluidProgramme
@@ -344,3 +347,52 @@ def test_what_follows_the_last_backward_under_zero(
     # 20 B/s: two devices exchange all bytes once in an all-reduce.
     assert exposed[0, 12] == pytest.approx(share * 12 * 40.0 / 20.0)
     assert not _exposed_exchange(space, 1, table, np.zeros(12), exact=True).any()
+
+
+def test_the_part_that_is_longest_on_a_path() -> None:
+    """Four actions, each after the one before, of parts 0, 1, 0 and 1."""
+    start, end, cause, places = [0.0, 1, 3, 6], [1.0, 3, 6, 7], [-1, 0, 1, 2], [0, 1, 0, 1]
+    parts = {
+        within: _longest_part(3, cause, start, end, places, within) for within in ((1, 6), (0, 3), (9, 9))
+    }
+    assert parts == {(1, 6): 0, (0, 3): 1, (9, 9): 0}
+    assert _longest_part(1, cause, start, end, places, (0, 7)) == 1
+    assert _longest_part(1, cause, [0.0, 1], [1.0, 2], places, (0, 7)) == 0  # the earliest of equal ones
+
+
+def test_partitions_beside_one() -> None:
+    """Eight equal layers, of which the critical part gives its first or its last; the first part none."""
+    work = np.ones(8)
+    assert list(_next_partitions(work, (2, 5, 8), 1)) == [(3, 5, 8), (2, 4, 8)]
+    assert list(_next_partitions(work, (2, 5, 8), 2)) == [(3, 6, 8)]
+    assert list(_next_partitions(work, (2, 5, 8), 0)) == []
+    assert list(_next_partitions(work, (2, 3, 8), 1)) == []
+
+
+@pytest.mark.parametrize(("zero", "seconds"), [(1, 10.0), (2, 5.0), (3, 0.0)])
+def test_exchanges_at_the_end_of_a_step_by_hand(
+    zero: int, seconds: float, make_topology: MakeTopology
+) -> None:
+    """200 bytes of float32 weights on two devices, 20 B/s: a gather takes half of them, and so does a
+    scatter."""
+    exchange = ReplicaExchange(make_topology(2), (0, 1), Precision(4, 4), zero)
+    assert exchange.at_end(np.array([200.0])).tolist() == [seconds]
+    assert exchange.is_by_layer == (zero >= 2)
+    assert not ReplicaExchange(make_topology(2), (0,), Precision(4, 4), zero).is_by_layer
+
+
+@pytest.mark.parametrize(
+    ("pattern", "ways"),
+    [
+        ("a", 1.0),
+        ("a?", 2.0),
+        ("a*", 11.0),
+        ("a{2,4}", 3.0),
+        ("(ab)*", 11.0),
+        ("(a*)?", 11.0 + 1),
+        ("(a*){2}", 121.0),
+        ("(a|ab)*", 2.0**10 + 10),
+    ],
+)
+def test_ways_to_match_ten_characters(pattern: str, ways: float) -> None:
+    assert _ways(_parser.parse(pattern), 10) == ways
