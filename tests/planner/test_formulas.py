@@ -14,6 +14,7 @@ import pytest
 
 from pplan.cost_models.layer import Chain, list_cut_points
 from pplan.cost_models.optimizers import Precision
+from pplan.cost_models.tied_weights import TiedWeight
 from pplan.cost_models.topology import Device, Group, Topology
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.planner.candidate import linear_pipeline
@@ -396,3 +397,14 @@ def test_exchanges_at_the_end_of_a_step_by_hand(
 )
 def test_ways_to_match_ten_characters(pattern: str, ways: float) -> None:
     assert _ways(_parser.parse(pattern), 10) == ways
+
+
+@pytest.mark.parametrize("trainable", [0.0, 60.0])
+def test_a_copy_of_a_frozen_weight_has_no_gradient(trainable: float, even: Chain) -> None:
+    """60 bytes that the first and the last layer use; the first layer's own are counted there."""
+    tied = replace(even, tied=(TiedWeight("shared", 60.0, trainable, (0, 11)),))
+    plain, own = (StageTable.of(chain, 1).stage_bytes for chain in (even, tied))
+    for field, copied in (("parameters", 60.0), ("trainable", trainable)):
+        more = np.asarray(getattr(own, field)) - np.asarray(getattr(plain, field))
+        assert more[6, 12] == pytest.approx(copied)
+        assert more[0, 12] == more[0, 6] == more[3, 6] == pytest.approx(0.0)
