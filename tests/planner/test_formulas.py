@@ -15,7 +15,7 @@ import pytest
 from pplan.cost_models.layer import Chain, list_cut_points
 from pplan.cost_models.optimizers import Precision
 from pplan.cost_models.tied_weights import TiedWeight
-from pplan.cost_models.topology import Device, Group, Topology
+from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.planner.candidate import linear_pipeline
 from pplan.planner.coverage import _any_plan, _runs
@@ -49,6 +49,7 @@ from pplan.planner.stage_table import StageTable
 from pplan.planner.synthesis.order_problem import _after
 from pplan.planner.synthesis.synthesize import _near
 from pplan.planner.universal_bound import _least_backward
+from pplan.planner.weight_moves import list_moves
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -408,3 +409,32 @@ def test_a_copy_of_a_frozen_weight_has_no_gradient(trainable: float, even: Chain
         more = np.asarray(getattr(own, field)) - np.asarray(getattr(plain, field))
         assert more[6, 12] == pytest.approx(copied)
         assert more[0, 12] == more[0, 6] == more[3, 6] == pytest.approx(0.0)
+
+
+def test_weights_that_move_by_hand() -> None:
+    """100 and 300 bytes, which device 0 has, go to devices 1 and 2 at 20 B/s: both leave by its port, in
+    20 s; where device 3 has them, too, the second comes from there, in 15. What nobody has is read."""
+    topology = Topology((Group(Device("toy", None), 4),), (Level("node", None, Link(20.0, 0.5)),))
+    proposal = linear_pipeline(PipelineConfig("1f1b", "never", 2, 1), [1, 2], 1)
+    weights = np.array([100.0, 300.0])
+    alone, seconds = list_moves(topology, {0: (0, 2)}, [0, 1, 2], proposal, weights)
+    assert [(own.sender, own.receiver, own.bytes) for own in alone] == [(0, 1, 100), (0, 2, 300)]
+    assert seconds == pytest.approx(20.5)
+    both, seconds = list_moves(topology, {0: (0, 2), 3: (0, 2)}, [0, 1, 2, 3], proposal, weights)
+    assert [(own.sender, own.receiver) for own in both] == [(0, 1), (3, 2)]
+    assert seconds == pytest.approx(15.5)
+    assert list_moves(topology, {1: (0, 1), 2: (0, 2)}, [1, 2], proposal, weights) == ((), 0.0)
+    (lost,), seconds = list_moves(topology, {1: (0, 1)}, [1, 2], proposal, weights)
+    assert (lost.sender, lost.receiver, lost.first_layer, lost.last_layer, seconds) == (None, 2, 1, 1, 0.0)
+
+
+def test_as_few_first_layers_as_a_stage_must() -> None:
+    """Four blocks; with room for 1, 1.5, 2, 3 and 4 micro-batches as none, one, two, three, all run again."""
+    group: Any = SimpleNamespace(
+        most_in_flight=lambda mode: np.full((1, 5), {"never": 1.0, "always": 4.0}[mode]),
+        room=lambda *_, again: np.array([1.5, 2.0, 3.0])[again - 1],
+        table=SimpleNamespace(cut_points=(0, 1, 2, 3, 4)),
+    )
+    config = PipelineConfig("1f1b", "first_layers", 4, 1)
+    modes = [cheapest_mode(group, config, 0, 4, in_flight) for in_flight in (1.0, 1.5, 1.6, 3.0, 4.0, 4.1)]
+    assert modes == ["never", "first_1", "first_2", "first_3", "always", None]
