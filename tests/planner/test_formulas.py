@@ -43,6 +43,7 @@ from pplan.planner.search.coarse import _spread
 from pplan.planner.search.deep_pipelines import _EvenStages
 from pplan.planner.search.fluid_bound import _FluidProgramme
 from pplan.planner.search.relaxed_stages import _exposed_exchange
+from pplan.planner.search.relaxed_stages import _spread_cuts as _spread_relaxed
 from pplan.planner.search.space import Space
 from pplan.planner.search.stage_recompute import cheapest_mode
 from pplan.planner.stage_table import StageTable
@@ -438,3 +439,16 @@ def test_as_few_first_layers_as_a_stage_must() -> None:
     config = PipelineConfig("1f1b", "first_layers", 4, 1)
     modes = [cheapest_mode(group, config, 0, 4, in_flight) for in_flight in (1.0, 1.5, 1.6, 3.0, 4.0, 4.1)]
     assert modes == ["never", "first_1", "first_2", "first_3", "always", None]
+
+
+def test_places_of_a_relaxed_chain_stand_at_equal_seconds(
+    even: Chain, make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In thirds of twelve equal layers; behind a first layer that is most of all, once."""
+    monkeypatch.setattr("pplan.planner.search.relaxed_stages.MOST_PLACES", 4)
+    thirds = _spread_relaxed(Space(even, make_topology(1), "sgd"))
+    assert np.flatnonzero(thirds).tolist() == [3, 7]
+    first = replace(even, forward_seconds=even.forward_seconds * np.append(100.0, np.ones(11))[:, None])
+    assert np.flatnonzero(_spread_relaxed(Space(first, make_topology(1), "sgd"))).tolist() == [0]
+    last = replace(even, forward_seconds=even.forward_seconds * np.append(np.ones(11), 100.0)[:, None])
+    assert np.flatnonzero(_spread_relaxed(Space(last, make_topology(1), "sgd"))).tolist() == [10]
