@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import Proposal
+from pplan.planner.explanation import runner_up
+from pplan.planner.explanation.resolve import search_near
 from pplan.planner.explanation.runner_up import (
     _cuts,
     _differs,
@@ -17,6 +20,7 @@ from pplan.planner.explanation.runner_up import (
     _neighbours,
     _runs,
     _shapes,
+    runners_up,
 )
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
@@ -99,3 +103,28 @@ def test_devices_that_make_another_plan(
     present = question.present
     assert not _differs(question, present.proposal.devices)
     assert _differs(question, (*present.proposal.devices[:-1], (0, 1, 2, 3)))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "any"])
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_is_proven_of_runners_up(
+    schedule: str,
+    exact: bool,
+    make_chain: MakeChain,
+    make_topology: MakeTopology,
+    solved: Solve,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing where some schedules are not searched, or where a search ended early."""
+    if not exact:
+        monkeypatch.setattr(runner_up, "search_near", lambda *own: replace(search_near(*own), exact=False))
+    chain = make_chain(1, 4, cuts=1.1, traffic=0.1)
+    options = {"mini_batch": 4, "micro_batches": 2, "recompute": "never", "schedule": schedule}
+    question = solved(chain, make_topology(2), **options).question
+    present = question.present
+    linear = present.config.schedule in ("1f1b", "gpipe")
+    found = runners_up(question, [present], busiest=0)
+    proven = exact and schedule == "1f1b"
+    assert found.other_stages.proven == proven
+    assert found.second_best.proven == (proven and found.as_fast is None)
+    assert linear or not found.second_best.proven
