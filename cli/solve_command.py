@@ -183,8 +183,10 @@ def _show(plan: Plan, path: Path, *, details: bool) -> None:
 
 
 def _next_steps(plan: Plan, path: Path) -> str:
-    """The commands that may follow."""
+    """The commands that may follow: those that do not refuse the plan."""
     from ..cost_models.runtime import RUNTIMES
+    from ..cost_models.schedules import find_schedule
+    from ..planner.plan_records import MOST_DRAWN_LAYERS
     from ..runtimes.formats.plan_choice import refusals
 
     runtimes = [
@@ -192,15 +194,29 @@ def _next_steps(plan: Plan, path: Path) -> str:
     ]
     # PyTorch's own comes first: it is installed, and a script of it trains as it is.
     runtime = plan.runtime or ("torch" if "torch" in runtimes else runtimes[0] if runtimes else None)
-    export = [f"export {runtime}"] if runtime is not None else []
     # Without a name the verbs take the newest plan of the working directory: this one.
     newest = path == Path(path.name) and path.name.endswith(".plan.json")
-    check = ["check"] if plan.profile.tensor_parallel == 1 else []  # it shares no layers
-    commands = [
-        f"pplan {verb}{'' if newest else f' {path}'}"
-        for verb in (*check, "explain", *export, "report", "show")
-    ]
+    verbs = {
+        "check": _is_checked(plan),
+        "explain": find_schedule(plan.schedule).synchronous,
+        f"export {runtime}": runtime is not None,
+        "report": len(plan.layer_names) <= MOST_DRAWN_LAYERS,
+        "show": True,
+    }
+    commands = [f"pplan {verb}{'' if newest else f' {path}'}" for verb, takes in verbs.items() if takes]
     return f"Next: {', '.join(commands)} (all details)."
+
+
+def _is_checked(plan: Plan) -> bool:
+    """Whether `pplan check` runs the plan itself, by PyTorch's pipelining; its processes share no layers."""
+    from ..cost_models.errors import ExportError
+    from ..cost_models.runtime import find_runtime
+    from ..runtimes.formats.plan_choice import choose
+
+    try:
+        return plan.profile.tensor_parallel == 1 and choose(plan, find_runtime("torch"))[1] is None
+    except ExportError:
+        return False
 
 
 def _show_frontier(frontier: Frontier) -> None:

@@ -164,28 +164,31 @@ class _Walk:
 
     def _before_on_link(self, i: int) -> list[_Cause]:
         """The transfer that occupied the link before that of action i."""
-        line, begin = int(self.values.link[i]), float(self.run.begin[i])
+        line = int(self.values.link[i])
         if line == FREE:
             return []
-        begins, senders = self._on_link(line)
-        position = int(np.searchsorted(begins, begin)) - 1
+        senders = self._on_link(line)
+        position = int(np.flatnonzero(senders == i)[0]) - 1
         if position < 0:
             return []
         j = int(senders[position])
         occupied = float(self.values.occupancy[self.values.cut[j]])
         return [self._transfer(j, float(self.run.begin[j]) + occupied)]
 
-    def _on_link(self, line: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], Indices]:
-        """The transfers of a link by when they began."""
+    def _on_link(self, line: int) -> Indices:
+        """The senders of a link by when their transfers began, and of those that began together, as some take
+        no time on it, by when they were ready."""
         if line not in self._links:
             senders = np.flatnonzero(self.values.link == line)
-            begins = self.run.begin[senders]
-            order = np.argsort(begins, kind="stable")
-            self._links[line] = begins[order], senders[order]
+            ready = self.run.end[senders]
+            if self.receiver_waits:
+                before = self.order.previous[self.order.target[senders]]
+                ready = np.where(before == NONE, ready, np.maximum(ready, self.run.end[before]))
+            self._links[line] = senders[np.lexsort((ready, self.run.begin[senders]))]
         return self._links[line]
 
     @cached_property
-    def _links(self) -> dict[int, tuple[np.ndarray[tuple[int], np.dtype[np.float64]], Indices]]:
+    def _links(self) -> dict[int, Indices]:
         return {}
 
     @cached_property
@@ -216,7 +219,8 @@ class _Walk:
             cut: list[_Cause] = []
             for stage in reduction.stages:
                 own = self._own[stage]
-                begun = own[self.run.start[own] < reduction.start]
+                # One that takes no time may begin, and end, as the all-reduce begins.
+                begun = own[(self.run.start[own] < reduction.start) | (self.run.end[own] <= reduction.start)]
                 if len(begun):
                     i = int(begun[-1])
                     over = self.run.end[i] > reduction.start

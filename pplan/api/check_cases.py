@@ -30,6 +30,7 @@ from ..runtimes.checking.job import (
     StageWaits,
     WeightSum,
 )
+from ..runtimes.formats.plan_choice import INSTEAD
 from ..runtimes.formats.torch_export import TorchExport
 from ..runtimes.formats.torch_export import export as export_for_torch
 
@@ -87,8 +88,7 @@ def prepare_case(
     document, remark = export_for_torch(plan, device="cpu", made_by=MadeBy())
     if remark is not None:
         raise ExportError(
-            f"check: torch.distributed.pipelining does not run this plan ({plan.schedule}, replicas "
-            f"{plan.replicas}, recompute {plan.recompute})",
+            f"check: {remark.partition(INSTEAD)[0]}",
             "Make one that it runs: pplan.solve(runtime='torch').",
         )
     simulated = simulate_plan(plan, chain, topology, profiles=profiles)

@@ -13,6 +13,7 @@ from ..cost_models.errors import FileError, UsageError
 from ..cost_models.quantities import format_bytes
 from ..cost_models.text_files import read_text, sha256, write_whole
 from ..planner.plan_file import Plan
+from ..planner.plan_records import MOST_DRAWN_LAYERS
 from ..profiler.profile_file import Profile
 from ..runtimes.checking.check_report import Check
 from .load import as_plan, check_layers, profile_and_reference
@@ -43,10 +44,6 @@ class HtmlReport:
         from html import escape
 
         return f'<iframe srcdoc="{escape(self.html)}" width="100%" height="800"></iframe>'
-
-
-MOST_DRAWN_LAYERS = 2_000
-"""Of a page: time and memory grow with their square."""
 
 
 def report(

@@ -62,7 +62,8 @@ def replan(
     problem = context.problem
     answer = replan_problem(problem, context.present, own.lost, own.within)
     best = answer.plan
-    bound = universal_bound(problem, [best.config.schedule], best.step_seconds)
+    schedules = (*problem.allowed_schedules, best.config.schedule)
+    bound = universal_bound(problem, schedules, best.step_seconds)
     result = SearchResult(best, bound, bound, exact=False, universal=True)
     if reference.sha256 == plan.profile.sha256:
         reference = plan.profile

@@ -14,6 +14,8 @@ from ...planner.plan_file import Plan
 from ...planner.plan_records import Alternative
 from .export_document import hash_layers
 
+INSTEAD = ". Exported instead"
+"""What of a remark follows the reason."""
 LINEAR = frozenset({"naive", "gpipe", "1f1b", "dapple"})
 """Schedules of one stage a device that run one global batch before the next: they differ in order only."""
 
@@ -89,8 +91,10 @@ def _uncounted(plan: Plan, runtime: Runtime) -> str:
     made_for = None if plan.runtime is None else find_runtime(plan.runtime)
     if runtime.one_process and not (made_for and made_for.one_process):
         return "launches all stages from one process, which the plan's step does not count"
-    # The alternative is of these schedules: it is the plan itself where that fits with the buffers.
-    counts = plan.schedule not in LINEAR or (made_for is not None and made_for.receives_ahead)
+    # The alternative is of these schedules: it is the plan itself where that fits with the buffers. A stage
+    # without neighbours has none.
+    ahead = made_for is not None and made_for.receives_ahead
+    counts = plan.schedule not in LINEAR or ahead or len(plan.stages) == 1
     if runtime.receives_ahead and not counts:
         return "has buffers for all micro-batches of a step, which the plan's memory does not count"
     return ""
@@ -237,7 +241,7 @@ def _remark(plan: Plan, runtime: Runtime, why: str, other: Alternative) -> str:
     balance = ",".join(map(str, other.balance))
     replicas = f" of {other.replicas} replicas" if other.replicas > 1 else ""
     return (
-        f"{why}. Exported instead its best "
+        f"{why}{INSTEAD} its best "
         f"alternative for {runtime.name}: balance {balance}{replicas}, schedule {other.schedule}, "
         f"{format_count(other.micro_batches, 'micro-batch')} of {other.micro_batch_size}, "
         f"recompute {other.recompute}, {other.step_seconds:.4g} s a step "

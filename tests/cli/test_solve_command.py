@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 import pplan
+from pplan.cli.solve_command import _next_steps
+from pplan.cost_models.errors import ExportError, UsageError
 from pplan.cost_models.text_files import sha256
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
@@ -262,3 +264,35 @@ def test_the_profiles_hash_is_that_of_its_file(run: Run, here: Path, asked: dict
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert run("solve", "--gpus", "8").status == 0
     assert asked["profile_sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+NEXT = [
+    ({}, ["check", "explain", "export torch", "report", "show"]),
+    ({"objective": "throughput", "bandwidth": 1e12}, ["report", "show"]),
+    ({"schedule": "gpipe", "recompute": "except_last"}, ["explain", "export torchgpipe", "report", "show"]),
+    ({"runtime": "huggingface"}, ["explain", "export huggingface", "report", "show"]),
+]
+
+
+@pytest.mark.parametrize(("options", "verbs"), NEXT, ids=["1f1b", "late", "torchgpipe", "huggingface"])
+def test_what_comes_next_takes_the_plan(profile: Profile, options: dict[str, Any], verbs: list[str]) -> None:
+    """No command is named that refuses the plan: explain and check take none that is never flushed."""
+    pins = [("features.0", 0), ("classifier[2]", 1)]
+    plan = pplan.solve(profile, gpus=2, mini_batch=8, pins=pins, time_limit=1, **options)
+    words = _next_steps(plan, Path("toy.plan.json"))
+    assert words == f"Next: {', '.join(f'pplan {verb}' for verb in verbs)} (all details)."
+    if "explain" not in verbs:
+        with pytest.raises(UsageError, match="asynchronous"):
+            pplan.explain(plan, profile)
+    if "check" not in verbs:
+        with pytest.raises(ExportError, match=r"check: torch|torch cannot run this plan"):
+            pplan.check(plan, profile, emulate=True)
+
+
+def test_one_stage_has_no_buffers_of_pytorch(profile: Profile) -> None:
+    """It receives nothing: PyTorch trains the plan itself, and no other that is as fast."""
+    plan = pplan.solve(profile, gpus=1, mini_batch=8, micro_batches=4, time_limit=1)
+    other = next(row for row in plan.alternatives if "torch" in row.runtimes)
+    whole = other.model_copy(update={"micro_batches": 1, "micro_batch_size": 8})
+    document = pplan.export("torch", plan.model_copy(update={"alternatives": [whole]}))
+    assert document.micro_batch_size == 2
