@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -54,12 +53,10 @@ class Routes:
         shift = node * self.topology.gpus_per_node
         return tuple(rank - shift for rank in ranks)
 
-    @cached_property
+    @property
     def alike(self) -> bool:
-        """Whether every node has the same links to the next."""
-        node = self.topology.gpus_per_node
-        own_ports = all(node % level.devices_per_port == 0 for level in self.topology.levels)
-        return len(self.topology.levels) <= 2 and own_ports
+        """Whether every node has the same links to the next: a level's ports belong to its members."""
+        return len(self.topology.levels) <= 2
 
     def _route(self, senders: Ranks, receivers: Ranks) -> tuple[float, float]:
         if len(senders) + len(receivers) > FEW_RANKS:

@@ -21,7 +21,6 @@ from .plan_stages import plan_recompute, plan_stages, run_in_words, shared_weigh
 from .planners import find_planner
 from .problem import INTERLEAVED, Problem
 from .scoring import fastest
-from .search.branch_and_bound import SearchResult
 from .search.coarse import is_large
 from .search.space import divide_batch
 
@@ -53,7 +52,7 @@ def _for_runtimes(problem: Problem, answer: JointSearchResult, names: list[str])
     plan = None if result.best is None else _in_rank_order(own, result.best)
     if plan is not None:
         result = replace(result, exact=result.exact and plan == result.best)
-        yield _alternative(own, result, plan, names, "")
+        yield _alternative(own, plan, names, exact=result.exact)
 
 
 def _in_rank_order(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
@@ -96,7 +95,7 @@ def _interleaved_alternatives(problem: Problem, answer: JointSearchResult) -> It
         ratio = own_plan.step_seconds / best.step_seconds
         than = f"{ratio:.3g} x slower" if ratio > 1 else f"{1 / ratio:.3g} x faster"
         reason = f"a heuristic's proposal, {than} than the plan: schedule={ANY_SCHEDULE!r} searches such, too"
-        yield _alternative(own, SearchResult(own_plan, 0.0, 0.0, exact=False), own_plan, names, reason)
+        yield _alternative(own, own_plan, names, exact=False, reason=reason)
 
 
 def _for_runtime(problem: Problem, name: str, schedule: str) -> Problem | None:
@@ -179,7 +178,7 @@ def _kinds(problem: Problem) -> list[list[str]]:
 
 
 def _alternative(
-    problem: Problem, result: SearchResult, plan: ScoredPlan, runtimes: list[str], reason: str
+    problem: Problem, plan: ScoredPlan, runtimes: list[str], *, exact: bool, reason: str = ""
 ) -> Alternative:
     config, step = plan.config, plan.step_seconds
     stages = plan_stages(problem.space, plan)
@@ -196,7 +195,7 @@ def _alternative(
         step_seconds=step,
         samples_per_second=problem.mini_batch / step,
         memory_bytes=[stage.memory_bytes for stage in stages],
-        exact=result.exact,
+        exact=exact,
         reason=reason,
     )
 

@@ -33,14 +33,19 @@ from .universal_bound import universal_bound
 
 SEARCH_SHARE = 0.6
 """Share of the time limit's work that the search may do; the rest is for work that is not counted."""
+FOR_SEARCHED = 0.75
+"""Share of the time that the search may take where it does not know all schedules that are allowed."""
 BEST = "best"
 COSTLY = (
     *("pipedream", "pipedream-published", "dapple", "alpa", "interleaved"),
     *("spp", "piper", "asteroid"),
 )
 """Planners that search themselves: unless the problem is small, they run after the joint search."""
-BALANCED = "galvatron"
-"""The planner that balances memory against time, in half a second of processor time for 64 devices."""
+BALANCED = ("galvatron", "spp")
+"""Planners that balance memory against time, or search with equal devices, each in half a second of processor
+time for 64 devices."""
+OF_MANY_SCHEDULES = "torch-partition"
+"""The planner that divides layers for schedules with two stages a device or a backward in two parts."""
 SIMPLE = ("one-gpu", "data-parallel", "even")
 """Planners that run even when the time limit is reached."""
 OUT_OF_TIME = "the time limit was reached before it made a plan"
@@ -83,12 +88,15 @@ def find_best_plan(
         return JointSearchResult(with_bound(problem, best, run_search(problem, _plans(own))), own)
     quick = is_small_problem(problem)
     large = is_large(problem.space, problem.families)
-    first = [name for name in planners if quick or (name in SIMPLE if large else name not in COSTLY)]
+    few = large or bool(problem.heuristic_schedules)
+    first = [name for name in planners if quick or (name in SIMPLE if few else name not in COSTLY)]
     by_planner = {name: plan_with(find_planner(name), _problem_for_planner(name, problem)) for name in first}
     proposed = dict(by_planner)
-    if not (quick or large or BALANCED in proposed):
-        # The search may not come to the deep pipelines that little memory asks for.
-        proposed[BALANCED] = plan_with(find_planner(BALANCED), problem)
+    # The search may not come to the deep pipelines that little memory asks for, nor to other schedules.
+    more = () if quick or large else BALANCED
+    if problem.heuristic_schedules and not large:
+        more = (*more, OF_MANY_SCHEDULES)
+    proposed |= {name: plan_with(find_planner(name), problem) for name in more if name not in proposed}
     result = joint_search(problem, _allowed_plans(problem, proposed), cuts_others=cuts_others)
     others = [name for name in planners if name not in first]
     if others:
@@ -304,11 +312,14 @@ def run_search(
     of the `whole` space: of plans near good ones, as of a problem that is too large."""
     work = SEARCH_SHARE * problem.options.time_limit * WORK_A_SECOND if work is None else work
     own = [plan for plan in seeds if plan.config.schedule in SEARCHED]
+    space = problem.space
+    if problem.heuristic_schedules:
+        space = space.within(problem.budget.part(share=FOR_SEARCHED))
     # Of first layers there is no bound but that of the search.
     by_layer = problem.options.recompute == FIRST_LAYERS
     large = is_large(problem.space, problem.families) or not (whole or by_layer)
     if not large:
-        return search(problem.space, problem.families, problem.stage_counts, own, work)
+        return search(space, problem.families, problem.stage_counts, own, work)
     return search_large(
-        problem.space, problem.families, problem.stage_counts, own, work, deeper=problem.may_be_deeper
+        space, problem.families, problem.stage_counts, own, work, deeper=problem.may_be_deeper
     )

@@ -265,10 +265,7 @@ class Problem:
         """Orders of the devices: of those within reach as they are ranked, where a runtime numbers them."""
         if self.runtime is None:
             return list_placements(self.topology)
-        topology = (
-            self.topology if self.usable_gpus == self.gpus else self.topology.with_gpus(self.usable_gpus)
-        )
-        return list_placements(topology)[:1]
+        return list_placements(self.topology.with_gpus(self.usable_gpus))[:1]
 
     @property
     def any_devices(self) -> bool:
@@ -317,7 +314,8 @@ class Problem:
     @property
     def every_replica_count(self) -> bool:
         """Whether no number of replicas was left out."""
-        return self.usable_gpus <= EVERY_COUNT or all(own.replicas == (1,) for own in self.families[:1])
+        every = len(list_replica_counts(self.usable_gpus)) == self.usable_gpus
+        return every or not self._replicated or not self.families
 
     def allows(self, proposal: Proposal) -> bool:
         """Whether the options and the runtime allow a proposal."""

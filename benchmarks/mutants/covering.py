@@ -99,15 +99,20 @@ class Covering:
 
     def tests(self, mutant: Mutant) -> list[str]:
         """Those that run a line of the change, else those that run its file, else (tables of constants are
-        read where they are imported) all of its folder: of the module's own test file first, then the
-        quickest."""
+        read where they are imported) all of its folder: of the module's own test file first, then of its
+        folder's tests, the quickest first."""
         found = set[str]().union(
             *(self.lines.get((mutant.file, line), set()) for line in range(mutant.line, mutant.last_line + 1))
         )
-        own = f"test_{Path(mutant.file).stem}.py::"
+        own, folder = f"test_{Path(mutant.file).stem}.py::", f"tests/{Path(mutant.file).parent}/"
         return sorted(
             found or self.files.get(mutant.file) or self._of_folder(mutant.file),
-            key=lambda test: (own not in test, self.seconds.get(test, 0.0), test),
+            key=lambda test: (
+                own not in test,
+                not test.startswith(folder),
+                self.seconds.get(test, 0.0),
+                test,
+            ),
         )
 
     def _of_folder(self, file: str) -> set[str]:

@@ -80,9 +80,9 @@ class Change:
 
 
 def changes(tree: ast.AST) -> Iterator[Change]:
-    """All changes of a module, but of annotations and texts."""
+    """All changes of a module, but of annotations, texts and the `strict=True` of a `zip`."""
     for field, value in ast.iter_fields(tree):
-        if field in {"annotation", "returns", "decorator_list", "type_params"}:
+        if field in {"annotation", "returns", "decorator_list", "type_params"} or _is_strict(tree):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST) and not _is_for_type_checkers(child):
@@ -90,6 +90,11 @@ def changes(tree: ast.AST) -> Iterator[Change]:
                 yield from changes(child)
         if isinstance(value, list):
             yield from _of_list(value)
+
+
+def _is_strict(node: ast.AST) -> bool:
+    """Whether it is the `strict=True` of a `zip`: a check, which no input that a test may give fails."""
+    return isinstance(node, ast.keyword) and node.arg == "strict" and ast.unparse(node.value) == "True"
 
 
 def _is_for_type_checkers(node: ast.AST) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import FileError, UsageError
+from ..errors import FileError, UsageError, short_repr
 from ..text_files import read_text
 from .model_families import FAMILIES, FOREIGN_FAMILIES, SIZE_KEYS, Flag, ModelFamily
 from .transformer_shape import (
@@ -22,6 +22,8 @@ from .transformer_shape import (
 
 _LARGEST = 2**31
 """Of any size of a configuration: far above what is trained."""
+_LONGEST = 100
+"""Characters of a model's name."""
 _ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _STATE_SPACE = (
     "mamba", "ssm_", "linear_num", "linear_conv", "conv_l", "lru_", "rwkv", "state_size", "time_step",
@@ -49,13 +51,11 @@ PREDICTOR_KEYS = ("num_nextn_predict_layers", "mtp_num_layers")
 
 def transformer_shape(keys: Mapping[str, Any], name: str = "") -> TransformerShape:
     """Of the keys of a configuration, in any of the families' spellings. Raises UsageError."""
-    if isinstance(keys.get("text_config"), Mapping):
-        keys = keys["text_config"]
+    keys = _section(keys, "text_config") or keys
     for part in ("attn_config", "ffn_config"):  # of DBRX and MPT
-        if isinstance(keys.get(part), Mapping):
-            keys = {**keys[part], **keys}
+        keys = {**_section(keys, part), **keys}
     sizes = _ConfigurationSizes(keys)
-    name = str(keys.get("model_type", name))
+    name = sizes.text("model_type") or name
     _check_kind(keys, name)
     family = FAMILIES.get(name, ModelFamily())
     hidden, heads = sizes.needed(*SIZE_KEYS["hidden"]), sizes.needed(*SIZE_KEYS["heads"])
@@ -77,13 +77,27 @@ def transformer_shape(keys: Mapping[str, Any], name: str = "") -> TransformerSha
     return replace(shape, vectors=_vectors(shape, family, sizes)).with_blocks(blocks)
 
 
+def _wrong(key: str, value: object, expected: str) -> UsageError:
+    is_huge = isinstance(value, int) and abs(value) > 10**40
+    text = "a number of more than 40 digits" if is_huge else short_repr(value)
+    return UsageError(f"{key}={text}: must be {expected}", "Give the model's own config.json.")
+
+
+def _section(keys: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The keys under a key; none where it is missing, or null."""
+    section = keys.get(name)
+    if section is not None and not isinstance(section, Mapping):
+        raise _wrong(name, section, "keys with their values")
+    return section or {}
+
+
 def _check_kind(keys: Mapping[str, Any], name: str) -> None:
     """Raises UsageError for a model that is not blocks of attention and feed-forward layers."""
     other = next((str(key) for key in keys if str(key).lower().startswith(_STATE_SPACE)), None)
-    kinds = keys.get("layer_types")
-    if isinstance(kinds, list):
-        other = next((f"layer_types: {kind}" for kind in kinds if kind not in _ATTENTION_KINDS), other)
-    if keys.get("is_encoder_decoder"):
+    sizes = _ConfigurationSizes(keys)
+    kinds = sizes.members("layer_types", str, "a list of names") or []
+    other = next((f"layer_types: {kind}" for kind in kinds if kind not in _ATTENTION_KINDS), other)
+    if sizes.flag(("is_encoder_decoder", False)):
         other = "is_encoder_decoder"
     if name in FOREIGN_FAMILIES:
         other = "its blocks"
@@ -115,10 +129,7 @@ class _ConfigurationSizes:
             if value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LARGEST:
-                raise UsageError(
-                    f"{name}={str(value)[:40]}: must be a whole number from 0 to {_LARGEST}",
-                    "Give the model's own config.json.",
-                )
+                raise _wrong(name, value, f"a whole number from 0 to {_LARGEST}")
             return value
         return 0
 
@@ -133,7 +144,27 @@ class _ConfigurationSizes:
         if isinstance(flag, bool):
             return flag
         value = self.keys.get(flag[0])
-        return flag[1] if value is None else bool(value)
+        if value is None:
+            return flag[1]
+        if not isinstance(value, int) or value not in (0, 1):
+            raise _wrong(flag[0], value, "true or false")
+        return bool(value)
+
+    def text(self, name: str) -> str:
+        """A word; empty where it is missing."""
+        value = self.keys.get(name)
+        if value is not None and not (isinstance(value, str) and len(value) <= _LONGEST):
+            raise _wrong(name, value, f"a text of up to {_LONGEST} characters")
+        return value or ""
+
+    def members(self, name: str, kind: type, expected: str) -> list[Any] | None:
+        """A list of this kind of values; None where it is missing."""
+        values = self.keys.get(name)
+        if values is None:
+            return None
+        if not isinstance(values, list) or any(type(each) is not kind for each in values):
+            raise _wrong(name, values, expected)
+        return values
 
 
 def _feed_forward_width(sizes: _ConfigurationSizes, hidden: int) -> int:
@@ -201,16 +232,25 @@ def _routed(sizes: _ConfigurationSizes, blocks: int) -> Iterator[bool]:
     """By block: `first_k_dense_replace` (DeepSeek), `mlp_only_layers` and `decoder_sparse_step` (Qwen),
     `moe_layer_freq`, `moe_layer_start_index` (Ernie), `moe_layers` (Llama 4) say which have no experts;
     without them all have."""
-    keys = sizes.keys
     first = sizes.optional("first_k_dense_replace", "moe_layer_start_index")
     last = sizes.optional("moe_layer_end_index") or MOST_BLOCKS
     step = sizes.optional("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step") or 1
-    every = keys.get("moe_layer_freq", 1)
-    every = every if isinstance(every, int) and every > 0 else 1
-    only, members = keys.get("mlp_only_layers"), keys.get("moe_layers")
-    plain = {index for index in only if isinstance(index, int)} if isinstance(only, list) else set()
+    plain, members = (
+        set(sizes.members(name, int, "a list of layers' numbers") or ())
+        for name in ("mlp_only_layers", "moe_layers")
+    )
+    flags, every = list[int](), 1
+    if isinstance(sizes.keys.get("moe_layer_freq"), list):
+        expected = "a whole number, or 0 or 1 for each layer"
+        flags = sizes.members("moe_layer_freq", int, expected) or []
+        if not flags or not set(flags) <= {0, 1}:
+            raise _wrong("moe_layer_freq", flags, expected)
+    else:
+        every = sizes.optional("moe_layer_freq") or 1
     for block in range(min(blocks, MOST_BLOCKS)):
-        if isinstance(members, list) and members:
+        if flags:
+            yield flags[min(block, len(flags) - 1)] == 1
+        elif members:
             yield block in members
         else:
             inside = first <= block <= last and block not in plain

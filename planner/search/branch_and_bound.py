@@ -8,9 +8,11 @@ Every subproblem (a configuration, an order of the devices and a stage count) ha
    extended by a stage, as long as the lowest bound lies below the best plan known. Whole plans are simulated
    when their bound is the lowest of all.
 
-Where the work that a search may spend is done, or too many unfinished plans are kept, the lowest bound of all
-that is left is what is proven. Work is counted, so that the same input gives the same answer; only where that
-would take longer than the whole of a budget's time, time ends it.
+Where the work that a search may spend is done, the lowest bound of all that is left is what is proven. Of too
+many unfinished plans those with the highest bounds are dropped, of which the lowest is the most that can then
+be proven; subproblems that there was no time to begin have a bound of `relaxed_bound`. Work is counted, so
+that the same input gives the same answer; only where that would take longer than the whole of a budget's
+time, time ends it.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ from heapq import heappop, heappush
 import numpy as np
 
 from ..candidate import ScoredPlan
+from ..pipeline_config import FIRST_LAYERS
 from ..plan_records import TIE
 from .budget import OutOfTime, SearchBudget
 from .device_sets import make_ranges
 from .placements import ANY, Placement
+from .relaxed_bound import RelaxedBound
 from .space import Space
 from .subproblem import Chunk, Family, Subproblem
 
@@ -33,6 +37,10 @@ WORK = 3e9
 """The default work of a search, see `SearchBudget`."""
 FOR_ROOTS = 1e9
 """Further work on bounds and beams of subproblems that were not searched."""
+FOR_REST = 0.2
+"""Share of the work that is left once options were listed, for the search."""
+FOR_RELAXED = 1e9
+"""Further work on a bound on the subproblems whose options were not listed."""
 MOST_UNFINISHED = 400_000
 """Unfinished plans that are kept."""
 
@@ -84,7 +92,7 @@ class _BranchAndBound:
         work: SearchBudget,
         limit: float,
     ) -> None:
-        self.work, self.limit, self.counts = work, limit, counts
+        self.space, self.work, self.limit, self.counts = space, work, limit, counts
         self.best: ScoredPlan | None = None
         ranges = {key: make_ranges(space, *key) for key in dict.fromkeys(map(_ranges_key, families))}
         self.problems = [
@@ -108,9 +116,13 @@ class _BranchAndBound:
         for seed in seeds:
             self._take(seed)
         try:
-            for problem in sorted(self.problems, key=lambda p: p.quick_bound):
-                if self.work.remaining > -FOR_ROOTS or self.best is None:
+            work = FOR_REST * self.work.remaining - FOR_ROOTS
+            seconds = FOR_REST * self.work.seconds_left
+            for problem in sorted(self.problems, key=_quick_ones_first):
+                in_time = self.work.remaining > work and self.work.seconds_left >= seconds
+                if in_time or self.best is None:
                     self._take(problem.seed(self.step))
+            self._bound_rest()
             proven = self._explore()
             self._prefer_simple()
         except OutOfTime:
@@ -120,6 +132,20 @@ class _BranchAndBound:
         proven = max(proven, root)  # roots that a search which was stopped worked out after it
         exact = proven >= step * (1 - TIE)
         return SearchResult(self.best, step if exact else proven, min(root, step), exact)
+
+    def _bound_rest(self) -> None:
+        """Bounds the plans of the subproblems for whose options there was no time."""
+        rest = [problem for problem in self.whole if self._is_left(problem)]
+        if not rest or self.limit < np.inf or rest[0].family.config.recompute == FIRST_LAYERS:
+            return
+        families, budget = [problem.family for problem in rest], self.space.budget.part(FOR_RELAXED)
+        bound = RelaxedBound(self.space, families, self.counts, False, budget).least(self.step)
+        for problem in rest:
+            problem.quick_bound = max(problem.quick_bound, bound)
+
+    def _is_left(self, problem: Subproblem) -> bool:
+        """Whether it may have plans of interest, and its options were not listed."""
+        return bool(self.counts) and problem.quick_bound < self.step and not problem.roots
 
     def _take(self, plan: ScoredPlan | None) -> None:
         if plan is not None and plan.step_seconds < self.step:
@@ -138,7 +164,7 @@ class _BranchAndBound:
 
         left_out = np.inf
         for problem in self.whole:
-            if self.work.remaining <= -FOR_ROOTS and not problem.roots:
+            if self._is_left(problem):
                 left_out = min(left_out, problem.quick_bound)
             elif problem.may_improve(self.step):
                 for stages in self.counts:
@@ -147,10 +173,15 @@ class _BranchAndBound:
         while heap:
             lowest, _, problem, chunk = heappop(heap)
             open_plans -= len(chunk)
-            if lowest >= self.step * (1 - TIE):
+            if lowest >= min(self.step * (1 - TIE), left_out):
                 break
-            if self.work.spent or open_plans > MOST_UNFINISHED:
+            if self.work.spent:
                 return min(lowest, left_out)
+            if open_plans > MOST_UNFINISHED:
+                heap.sort()
+                while heap and open_plans > MOST_UNFINISHED // 2:
+                    bound, _, _, dropped = heap.pop()
+                    open_plans, left_out = open_plans - len(dropped), min(left_out, bound)
             try:
                 if chunk.remaining:
                     for further in problem.extend(chunk, self.step):
@@ -167,7 +198,7 @@ class _BranchAndBound:
     def _prefer_simple(self) -> None:
         """Of plans as fast as the best one of fewer stages or an earlier family, where a beam finds it."""
         best = self.best
-        if best is None:
+        if best is None or self.work.spent:
             return
         limit = best.step_seconds * (1 + TIE)
         for stages in self.counts:
@@ -180,6 +211,11 @@ class _BranchAndBound:
                     if plan is not None:
                         self.best = plan
                         return
+
+
+def _quick_ones_first(problem: Subproblem) -> tuple[float, int]:
+    """Of bounds that are alike, those of fewer micro-batches, whose options are fewer."""
+    return problem.quick_bound, problem.family.config.micro_batches
 
 
 _RangesKey = tuple[Placement, tuple[int, ...], bool, int]

@@ -17,8 +17,7 @@ import numpy as np
 
 from ...cost_models.memory import Recompute
 from ..candidate import Proposal
-from ..stage_table import Floats
-from .placements import Indices
+from ..stage_table import Floats, Indices
 from .space import Space, divide_batch, narrow_space
 from .stage_recompute import choose_modes, stage_modes
 from .subproblem import Family
@@ -122,7 +121,7 @@ def _as_recomputed(shape: _EvenStages) -> Iterator[Proposal]:
     assumed: tuple[Recompute, ...] = (stage_modes(config)[0],) * len(devices)
     for number in range(ROUNDS):
         shape.space.budget.check()
-        shape.space.budget.spend(1e8)
+        shape.space.budget.spend(2e6 + 2e4 * len(shape.cut_points) + 6e4 * len(devices))
         ends = shape.divide(assumed)
         if ends is None:
             return

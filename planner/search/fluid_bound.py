@@ -148,7 +148,7 @@ class _FluidProgramme:
             devices, seconds = (own[:, run] for own in self._layers)
             least, most = float(seconds.min(axis=0).sum()), float(seconds.max(axis=0).sum())
             if not least > 0:
-                yield np.zeros(1), np.array([devices.min(axis=0).sum()])
+                yield np.zeros(1), np.zeros(1)
                 continue
             count = int(np.ceil(np.log(max(most / least, 1.0)) / np.log(WIDTH))) + 1
             ranges = least * WIDTH ** np.arange(count + 1)

@@ -37,6 +37,8 @@ NARROW = 1.01
 """Ranges that end so near their beginning are not halved."""
 QUESTIONS = 8
 """Steps for which it is asked whether a plan may be below them."""
+FOR_FIRST = 0.3
+"""Of the work, the part that the first question, about all plans below the best one, may take."""
 MOST_MOVE = 2.0
 """The most by which one step changes a price."""
 
@@ -89,7 +91,7 @@ class RelaxedBound:
 
     def least(self, step: float) -> float:
         """A bound on all pipelines that take less than `step` seconds; else `step`."""
-        low, high = self._least_below(step), self.step
+        low, high = self._least_below(step, (1 - FOR_FIRST) * self.budget.remaining), self.step
         for _ in range(QUESTIONS):
             if high <= low * NARROW or self.budget.spent:
                 break
@@ -98,8 +100,9 @@ class RelaxedBound:
             low, high = max(low, proven), high if proven >= middle else middle
         return low
 
-    def _least_below(self, step: float) -> float:
-        """The same, with the stages of plans below `step` only: the fewer, the better is the bound."""
+    def _least_below(self, step: float, left: float = 0.0) -> float:
+        """The same, with the stages of plans below `step` only: the fewer, the better is the bound. So much
+        work is left for other questions."""
         self.step, self._heap, self._closed = step, [], inf
         own = dict.fromkeys((family.config, family.replicas) for family in self.families)
         first = {key: next(f for f in self.families if (f.config, f.replicas) == key) for key in own}
@@ -109,7 +112,7 @@ class RelaxedBound:
             lowest, _, range_ = self._heap[0]
             if lowest >= min(self.step, self._closed):
                 break
-            if self.budget.spent:
+            if self.budget.spent or self.budget.remaining <= left:
                 return min(lowest, self._closed)
             heappop(self._heap)
             try:

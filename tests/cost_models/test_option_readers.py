@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pplan.cost_models.errors import UsageError
+from pplan.cost_models.option_fields import unknown_option
 from pplan.cost_models.option_readers import read_settings
 
 
@@ -66,3 +67,10 @@ def test_wrong_pairs_are_refused(pairs: list[str], told: str) -> None:
         read_settings(pairs, "--set")
     assert told in raised.value.what
     assert raised.value.hint
+
+
+def test_a_name_that_is_no_option_is_told_the_nearest() -> None:
+    near = unknown_option("gpuss", ["gpus", "memory"], "solve")
+    assert near.what == "gpuss: is no option of solve"
+    assert near.hint == "Did you mean gpus? There are: gpus, memory."
+    assert unknown_option("zzz", ["gpus", "memory"], "check").hint == "There are: gpus, memory."

@@ -121,6 +121,36 @@ def test_ports_that_one_all_reduce_takes_are_its_own() -> None:
     assert joined.port_seconds == 10.0
 
 
+def sample_by_sample(
+    topology: Topology, senders: tuple[int, ...], receivers: tuple[int, ...]
+) -> dict[Port, float]:
+    """Seconds of each port for a byte of a whole micro-batch."""
+    samples = len(senders) * len(receivers)
+    taken: dict[Port, float] = {}
+    for sample in range(samples):
+        a, b = senders[sample * len(senders) // samples], receivers[sample * len(receivers) // samples]
+        for port in topology.ports(a, b):
+            each = 1 / samples / topology.link(a, b).bandwidth_bytes_per_second
+            taken[port] = taken.get(port, 0.0) + each
+    return taken
+
+
+@pytest.mark.parametrize(("per_node", "per_port"), [(4, 1), (4, 2), (4, 4), (3, 1), (3, 3), (6, 2)])
+def test_ways_that_were_seen_in_another_node(per_node: int, per_port: int) -> None:
+    """The same routes are asked for all along the devices: what is remembered of a node is of its likes."""
+    topology = nodes(15, per_node, per_port)
+    routes = Routes(topology)
+    for first in range(12):
+        for senders, receivers in (
+            ((first,), (first + 1,)),
+            ((first, first + 1), (first + 2, first + 3)),
+            ((first + 3,), (first,)),
+        ):
+            taken = sample_by_sample(topology, senders, receivers)
+            assert routes.loads(senders, receivers) == pytest.approx(taken)
+            assert routes.route(senders, receivers)[1] == pytest.approx(max(taken.values()))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_loads_are_those_of_all_bytes(seed: int) -> None:
     """Sample by sample: sender i holds an equal run of the samples and sends each to who needs it."""
@@ -129,13 +159,7 @@ def test_the_loads_are_those_of_all_bytes(seed: int) -> None:
     devices = rng.permutation(12).tolist()
     senders = tuple(devices[: int(rng.integers(1, 6))])
     receivers = tuple(devices[len(senders) : len(senders) + int(rng.integers(1, 6))])
-    samples = len(senders) * len(receivers)
-    taken: dict[Port, float] = {}
-    for sample in range(samples):
-        a, b = senders[sample * len(senders) // samples], receivers[sample * len(receivers) // samples]
-        for port in topology.ports(a, b):
-            each = 1 / samples / topology.link(a, b).bandwidth_bytes_per_second
-            taken[port] = taken.get(port, 0.0) + each
+    taken = sample_by_sample(topology, senders, receivers)
     made = Routes(topology).loads(senders, receivers)
     assert made == pytest.approx(taken)
     leaving = {port: load for port, load in taken.items() if port.direction == "out"}

@@ -92,6 +92,14 @@ def test_every_row_is_the_point_solved_alone() -> None:
             assert row.memory_bytes == 1000 * point["gpus"]
 
 
+def test_a_row_has_the_fullest_device_and_all_that_are_used() -> None:
+    plan = made(2)
+    small = plan.stages[0].model_copy(update={"memory_bytes": 7, "devices": [1, 4], "replicas": 2})
+    row = make_row({"gpus": 5}, plan.model_copy(update={"stages": [small, plan.stages[0]]}))
+    assert (row.memory_bytes, row.gpus_used) == (2000, 3)
+    assert (row.lower_bound_seconds, row.gap, row.exact) == (0.5, 0, True)
+
+
 def test_an_error_of_some_points_is_their_rows_reason() -> None:
     rows = solve_points(made, list_points({"gpus": [5, 1]}), jobs=1)
     assert [row.reason for row in rows] == ["five is refused", None]

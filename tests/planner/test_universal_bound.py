@@ -95,8 +95,12 @@ def _devices(gpus: int, program: Program) -> Iterator[tuple[tuple[int, ...], ...
                     yield tuple(own[place.device] for place in program.pipes[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+QUICK = ("interleaved", "looped-bfs", "zb-v", "dapple")
+
+
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(own, marks=[pytest.mark.slow] * (own not in QUICK)) for own in SYNCHRONOUS]
+)
 def test_no_plan_is_below_it(schedule: str, make_chain: MakeChain) -> None:
     bounded = 0
     for seed in range(16):

@@ -170,6 +170,24 @@ def test_as_many_parameters_as_the_model_of_transformers_has(family: str) -> Non
         assert not shape.note
 
 
+COUNTED: list[tuple[int, dict[str, Any]]] = json.loads(
+    (Path(__file__).parent / "models_of_transformers.json").read_text()
+)
+"""Two of these for each family, as transformers 5.23 builds and counts them; keys with its own values left
+out."""
+
+
+@pytest.mark.parametrize(("parameters", "keys"), COUNTED, ids=[keys["model_type"] for _, keys in COUNTED])
+def test_as_many_parameters_as_transformers_counted(parameters: int, keys: dict[str, Any]) -> None:
+    shape = transformer_shape(keys)
+    assert shape.parameters() == parameters
+    assert not shape.note
+
+
+def test_every_family_was_counted() -> None:
+    assert {keys["model_type"] for _, keys in COUNTED} == set(FAMILIES)
+
+
 @pytest.mark.parametrize(
     ("keys", "parameters"),
     [
@@ -223,6 +241,48 @@ def test_what_is_no_transformer(keys: dict[str, Any], says: str, tmp_path: Path)
     file.write_text(json.dumps(keys))
     with pytest.raises(FileError, match=r"config\.json"):
         load_transformer_shape(file)
+
+
+WRONG: dict[str, list[object]] = {
+    "text_config": [1, "llama", [{}]],
+    "ffn_config": [[1]],
+    "model_type": [1, ["llama"], "llama" * 50],
+    "layer_types": ["full_attention", [["full_attention"]], [1]],
+    "is_encoder_decoder": ["no", 2, [], {}],
+    "tie_word_embeddings": ["false", 0.5, []],
+    "attention_bias": ["true", 7, float("nan")],
+    "hidden_size": ["8192", True, float("inf"), [8192]],
+    "mlp_only_layers": [3, "3", [True], ["3"], {"3": 1}],
+    "moe_layers": [7, [1.0]],
+    "moe_layer_freq": ["1", -1, 1.5, [], [2], ["1"], [[1]]],
+    "decoder_sparse_step": [[1], -2, "2"],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, own in WRONG.items() for value in own])
+def test_values_of_the_wrong_kind(key: str, value: object) -> None:
+    with pytest.raises(UsageError, match=f"{key}=.*: must be") as caught:
+        transformer_shape({**MIXTRAL, key: value})
+    assert len(caught.value.what) < 200
+
+
+def test_a_number_that_python_does_not_print() -> None:
+    with pytest.raises(UsageError, match="more than 40 digits"):
+        transformer_shape({**LLAMA, "hidden_size": 10**5000})
+
+
+@pytest.mark.parametrize("key", ["tie_word_embeddings", "layer_types", "moe_layer_freq", "text_config"])
+def test_null_is_as_missing(key: str) -> None:
+    assert transformer_shape({**MIXTRAL, key: None}) == transformer_shape(
+        {name: value for name, value in MIXTRAL.items() if name != key}
+    )
+
+
+def test_which_layers_have_experts() -> None:
+    """By 0 or 1 for each layer; further layers are like the last."""
+    keys = {**MIXTRAL, "num_hidden_layers": 5, "moe_layer_freq": [0, 1, 0, 1]}
+    assert transformer_shape(keys).routed == (False, True, False, True, True)
+    assert transformer_shape({**keys, "moe_layer_freq": 2}).routed == (True, False, True, False, True)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": ' * 5000, "\x00"])

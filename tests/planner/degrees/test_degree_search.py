@@ -8,12 +8,13 @@ from itertools import combinations_with_replacement, pairwise
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.hardware import Device, Link
 from pplan.cost_models.topology import two_level_topology
-from pplan.cost_models.transformer.layer_table import LayerTable
+from pplan.cost_models.transformer.layer_table import LIBRARIES, LayerTable
 from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ContextExchange, ParallelDegrees
 from pplan.cost_models.transformer.rank_costs import DeviceLimits, Overheads, RankCosts, TopologyLinks
@@ -308,3 +309,31 @@ def test_nothing_possible(options: DegreeOptions, devices: int, says: str) -> No
     random = Random(3)
     with pytest.raises(UsageError, match=says):
         search_degrees(random_shape(random), devices, random_costs(random), options, NO_LIMIT)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_how_many_equal_blocks_run_again_at_least(seed: int) -> None:
+    """Of a stage with all of them: the fewest with which the ledger's parts that depend on them have room."""
+    random = Random(seed)
+    costs = random_costs(random)
+    shape = TransformerShape("equal", 256, 1024, 1024, AttentionShape(8, 8, 16, 16), (False,) * 6)
+    setting = TrainingSetting(4, Tokens(64), "full", 1, 3)
+    layers = LayerTable(shape, ParallelDegrees(pipeline=2), setting, costs)
+    block = layers.blocks[False]
+    boundary = layers._boundary
+    for device in (0, 1):
+        copies = 2 - device  # micro-batches in flight under 1F1B
+        for share in (0.2, 0.5, 0.9, 1.1):
+            numbers = np.arange(1, 7)
+            fixed = [layers._states(device, number) + LIBRARIES for number in range(7)]
+            memory = fixed[3] + share * copies * 3 * block.saved
+            again = layers.least_blocks_again(numbers, device, memory)
+            for number in numbers.tolist():
+                most = min(number, setting.recomputed(6))
+                fitting = [
+                    count
+                    for count in range(most + 1)
+                    if fixed[number] + copies * (count * boundary + (number - count) * block.saved)
+                    <= memory * (1 + 1e-9)
+                ]
+                assert again[number - 1] == min(fitting, default=NO_LIMIT)

@@ -275,7 +275,6 @@ def test_an_asynchronous_plan_is_refused(
         replace(made, plan=plan).explained()
 
 
-@pytest.mark.slow
 def test_on_many_devices_only_near_plans_are_searched(
     make_chain: MakeChain, make_topology: MakeTopology, solved: Solve
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,16 @@ import pplan
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
-from pplan.planner.explanation.other_methods import OtherMethod, OtherMethodOptions, list_other_methods
+from pplan.planner.candidate import ScoredPlan
+from pplan.planner.explanation.other_methods import (
+    OtherMethod,
+    OtherMethodOptions,
+    list_other_methods,
+    make_workers,
+)
+from pplan.planner.joint_search import plan_with
 from pplan.planner.plan_options import PlanOptions
+from pplan.planner.planners import find_planner
 from pplan.planner.problem import Problem
 
 MakeChain = Callable[..., Chain]
@@ -112,3 +121,22 @@ def test_compare_tells_the_energy(toy_profile: Path) -> None:
     assert rows[0].energy_joules == pytest.approx(400 * busy + 60 * (2 * step - busy))
     alone = next(row for row in rows if row.name == "one-gpu")
     assert alone.energy_joules == pytest.approx(400 * alone.step_seconds, rel=0.05)  # type: ignore[operator]
+
+
+def test_forwards_that_run_again_count(make_chain: MakeChain) -> None:
+    """Data parallelism with and without what recomputing takes: a forward of each replica more."""
+    chain = make_chain(1, 6, sizes=(1, 2, 4, 8))
+    topology = Topology((Group(Device("toy", None), 2),), (Level("node", None, Link(20.0, 0.5)),))
+    problem = Problem(chain, topology, PlanOptions(mini_batch=8))
+    plan = plan_with(find_planner("data-parallel"), problem)
+    assert isinstance(plan, ScoredPlan)
+    size, count = plan.config.micro_batch_size // 2, plan.config.micro_batches
+    forward = float(chain.at(size).forward_seconds.sum())
+    never, always = (
+        make_workers(problem, replace(plan, recompute=(mode,)), 3) for mode in ("never", "always")
+    )
+    assert never.servers == 3
+    assert never.weight_bytes == never.gradient_bytes == pytest.approx(float(chain.trainable_bytes.sum()))
+    assert (never.bandwidth_bytes_per_second, never.latency_seconds) == (20.0, 0.5)
+    for less, more in zip(never.compute_seconds, always.compute_seconds, strict=True):
+        assert more - less == pytest.approx(count * forward)

@@ -45,8 +45,12 @@ def asynchronous(problem: Problem, shapes: Shapes) -> Iterator[tuple[Proposal, t
                         yield proposal, modes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(15))
+LONG = (1, 2, 7, 11)
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed in LONG)) for seed in range(15)]
+)
 def test_best_of_all_asynchronous_plans(seed: int, make_problem: MakeProblem, every_shape: Shapes) -> None:
     problem = make_problem(
         seed,
@@ -86,8 +90,7 @@ def test_most_of_these_plans_wait_for_no_port(make_problem: MakeProblem) -> None
     assert reached >= 8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.slow] * (s != 0)) for s in range(4)])
 def test_the_formula_is_the_simulators_steady_state(
     seed: int, make_problem: MakeProblem, every_shape: Shapes
 ) -> None:

@@ -81,11 +81,11 @@ def case(
     )
 
 
-@pytest.mark.slow
-def test_brute_force(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+@pytest.mark.parametrize("seeds", [range(1, 150, 11), pytest.param(range(150), marks=pytest.mark.slow)])
+def test_brute_force(seeds: range, make_chain: MakeChain, make_topology: MakeTopology) -> None:
     """Every t_max tried finds the cheapest plan and agrees where nothing fits; in steps it misses little."""
     infeasible = several = replicated_pipeline = recomputing = 0
-    for seed in range(150):
+    for seed in seeds:
         space, choice, gpus = case(seed, make_chain, make_topology)
         expected, found = least(space, choice, gpus), find_alpa_plan(space, choice, gpus, steps=None)
         stepped = find_alpa_plan(space, choice, gpus)
@@ -103,10 +103,10 @@ def test_brute_force(make_chain: MakeChain, make_topology: MakeTopology) -> None
         several += len(found.ends) > 1
         replicated_pipeline += max(found.replicas) > 1
         recomputing += found.recomputes
-    assert infeasible > 10
-    assert several > 40
-    assert replicated_pipeline > 40
-    assert recomputing > 2
+    assert infeasible > len(seeds) // 15
+    assert several > len(seeds) // 4
+    assert replicated_pipeline > len(seeds) // 4
+    assert recomputing > len(seeds) // 60
 
 
 def test_at_most_so_many_stages(make_chain: MakeChain, make_topology: MakeTopology) -> None:

@@ -94,8 +94,8 @@ def piper_time(stages: Sequence[Stage], bandwidth: float) -> float:
     return slowest
 
 
-def spaces(make_chain: MakeChain, make_topology: MakeTopology, seeds: int) -> Iterator[tuple[Problem, int]]:
-    for seed in range(seeds):
+def spaces(make_chain: MakeChain, make_topology: MakeTopology, seeds: range) -> Iterator[tuple[Problem, int]]:
+    for seed in seeds:
         rng = np.random.default_rng(seed)
         gpus = int(rng.integers(1, 6))
         chain = make_chain(seed, int(rng.integers(2, 8)), traffic=[0.01, 0.1, 1][seed % 3])
@@ -104,11 +104,13 @@ def spaces(make_chain: MakeChain, make_topology: MakeTopology, seeds: int) -> It
         yield Problem(chain, topology, PlanOptions(mini_batch=8, optimizer="adam", memory_limit=memory)), seed
 
 
-@pytest.mark.slow
-def test_spp_and_piper_by_brute_force(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+@pytest.mark.parametrize("seeds", [range(1, 60, 7), pytest.param(range(60), marks=pytest.mark.slow)])
+def test_spp_and_piper_by_brute_force(
+    seeds: range, make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
     """SPP: of every number of stages on all devices; Piper: on any number of them."""
     several = replicated = infeasible = 0
-    for problem, seed in spaces(make_chain, make_topology, 60):
+    for problem, seed in spaces(make_chain, make_topology, seeds):
         space, gpus = problem.space, problem.gpus
         choice = MicroBatchChoice("1f1b", [2, 8][seed % 2], [1, 2, 4][seed // 4 % 3], ("by_stage",))
         routes, bandwidth = Routes(space.topology), space.topology.link(0, gpus - 1 or 0)
@@ -134,9 +136,9 @@ def test_spp_and_piper_by_brute_force(make_chain: MakeChain, make_topology: Make
         infeasible += not own
         several += any(count > 1 for count in plans)
         replicated += any(max(plan.replicas) > 1 for plan in plans.values())
-    assert infeasible > 2
-    assert several > 25
-    assert replicated > 15
+    assert infeasible > len(seeds) // 20
+    assert several > len(seeds) * 5 // 12
+    assert replicated > len(seeds) // 4
 
 
 def test_bapipe_by_brute_force(make_chain: MakeChain) -> None:

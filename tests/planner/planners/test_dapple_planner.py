@@ -155,12 +155,12 @@ def case(
     )
 
 
-@pytest.mark.slow
-def test_brute_force(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+@pytest.mark.parametrize("seeds", [range(1, 120, 9), pytest.param(range(120), marks=pytest.mark.slow)])
+def test_brute_force(seeds: range, make_chain: MakeChain, make_topology: MakeTopology) -> None:
     """With every plan kept the search finds the least latency, and agrees where nothing fits; the paper's
     search, which keeps one plan of a state, finds no less."""
     infeasible = several = replicated_pipeline = as_good = feasible = recomputing = 0
-    for seed in range(120):
+    for seed in seeds:
         space, trial, gpus = case(seed, make_chain, make_topology)
         expected = least(space, trial, gpus)
         found, kept_one = (
@@ -183,10 +183,10 @@ def test_brute_force(make_chain: MakeChain, make_topology: MakeTopology) -> None
         several += len(found.ends) > 1
         replicated_pipeline += max(map(len, found.devices)) > 1
         recomputing += found.recomputes
-    assert infeasible > 5
-    assert several > 20
-    assert replicated_pipeline > 20
-    assert recomputing > 1
+    assert infeasible > len(seeds) // 20
+    assert several > len(seeds) // 6
+    assert replicated_pipeline > len(seeds) // 6
+    assert recomputing > len(seeds) // 60
     assert as_good > 0.8 * feasible
 
 

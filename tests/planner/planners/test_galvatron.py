@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
 from math import inf
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
+from pplan.planner.balance import balance_table
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners.galvatron import GALVATRON, StageTables, partition_for_memory, stage_tables
 from pplan.planner.planners.replica_groups import micro_batch_choices
@@ -96,3 +98,35 @@ def test_no_memory(make_chain: MakeChain, make_topology: Callable[..., Topology]
     assert not list(GALVATRON.propose(problem))
     assert GALVATRON.refusal(problem).startswith("no depth that is a power of two")
     assert partition_for_memory(random_tables(0, 3, 3), 4) == (1, 2, 3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_partitions_on_the_way_are_looked_at(seed: int) -> None:
+    """Layer by layer from the slowest stage to a neighbour that stays no slower and no device fuller than
+    with even time: the least estimate of all that can be reached, and of even time."""
+    tables = random_tables(seed, 7, 3)
+    every = [(a, b, 7) for a in range(1, 6) for b in range(a + 1, 7)]
+
+    def of(table: Sequence[Any], ends: tuple[int, ...]) -> list[float]:
+        return [float(own[at]) for own, at in zip(table, pairwise((0, *ends)), strict=True)]
+
+    by_memory, by_time = (tuple(balance_table(own.__getitem__, 3)) for own in (tables.bytes, tables.seconds))
+    most = max(of(tables.bytes, by_time))
+    reached, last = {by_memory}, set[tuple[int, ...]]()
+    while reached != last:
+        last = set(reached)
+        for ends in last:
+            own = of(tables.seconds, ends)
+            slow = own.index(max(own))
+            for cut, move in ((slow - 1, 1), (slow, -1)):
+                if 0 <= cut < 2 and own[slow] > 0:
+                    other = tuple(end + move * (index == cut) for index, end in enumerate(ends))
+                    taker = slow - 1 if move == 1 else slow + 1
+                    fits = other in every and max(of(tables.bytes, other)) <= most
+                    if fits and of(tables.seconds, other)[taker] <= own[slow]:
+                        reached.add(other)
+    steps = [tables.estimate(ends, 4) for ends in {*reached, by_time}]
+    chosen = partition_for_memory(tables, 4)
+    assert chosen is not None
+    assert chosen in {*reached, by_time}
+    assert tables.estimate(chosen, 4) == pytest.approx(min(steps))

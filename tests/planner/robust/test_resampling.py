@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,14 @@ from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.problem import Problem
 from pplan.planner.robust import resampling
-from pplan.planner.robust.resampling import SAMPLES, Draws, StepSampler, has_spread, make_draws
+from pplan.planner.robust.resampling import (
+    SAMPLES,
+    Draws,
+    StepSampler,
+    has_spread,
+    make_draws,
+    steady_steps,
+)
 from pplan.planner.scoring import fastest
 from pplan.planner.search.pipelines import build_pipelines
 from pplan.planner.stage_table import Floats
@@ -243,3 +251,28 @@ def test_a_part_is_the_first_of_all() -> None:
     assert len(part) == 3
     assert (part.layers == whole.layers[2:5]).all()
     assert (part.common == whole.common[2:5]).all()
+
+
+def test_steady_steps_by_hand() -> None:
+    """Three stages of 3, 3 and 5 s in one draw, and of 6, 3 and 5 in the other; cuts of 4 s, of which 1 is
+    latency, and of 0; an all-reduce of 30 s after four micro-batches.
+
+    One at a time 3, 3, 5; two stages (3 + 3 + 8) / 2 and (3 + 5) / 2; three (11 + 8) / 3. Then 17 / 2.
+    """
+    forward = np.array([[1.0, 4.0], [1.0, 1.0], [2.0, 2.0]])[:, None, None]
+    costs: Any = SimpleNamespace(
+        forward=forward,
+        backward=np.array([2.0, 2.0, 3.0])[:, None, None, None],
+        recompute=None,
+        forward_occupancy=np.array([3.0, 0.0])[None, :, None],
+        forward_latency=np.array([1.0, 0.0])[None, :, None],
+        all_reduce=None,
+        candidates=2,
+    )
+    assert steady_steps(costs, 4).tolist() == [4 * 7.0, 4 * 8.5]
+    costs.all_reduce = np.array([40.0, 0.0, 0.0])[:, None, None]
+    assert steady_steps(costs, 4).tolist() == [4 * 10.0, 4 * 10.0]
+    costs.all_reduce, costs.recompute = None, np.array([0.0, 0.0, 1.0])[:, None, None, None]
+    assert steady_steps(costs, 1).tolist() == [7.0, 8.5]
+    costs.forward_occupancy = np.array([12.0, 0.0])[None, :, None]
+    assert steady_steps(costs, 1).tolist() == [(3 + 3 + 26) / 2, (6 + 3 + 26) / 2]

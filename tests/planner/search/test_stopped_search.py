@@ -62,6 +62,7 @@ def check(problem: Problem, work: float | None = None) -> tuple[float, float]:
 def test_a_bound_holds_whenever_the_work_is_done(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     best = check(problem)[0]
     weaker = 0
+    monkeypatch.setattr("pplan.planner.search.branch_and_bound.FOR_RELAXED", 0.0)
     for roots in (0.0, 3e5, 2e6):
         monkeypatch.setattr("pplan.planner.search.branch_and_bound.FOR_ROOTS", roots)
         for work in WORKS:
@@ -81,6 +82,22 @@ def test_a_bound_holds_whenever_the_time_is_over(problem: Problem) -> None:
         assert step >= best * (1 - TIE)
         weaker += bound < best * (1 - TIE)
     assert weaker > 2
+
+
+def test_what_was_not_begun_is_bounded(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The relaxed bound of subproblems whose options were not listed says more than their quick bounds."""
+    best, module = check(problem)[0], "pplan.planner.search.branch_and_bound"
+    bounds = []
+    monkeypatch.setattr(f"{module}.FOR_ROOTS", 0.0)
+    for share in (0.9, 1.0):
+        monkeypatch.setattr(f"{module}.FOR_REST", share)
+        for relaxed in (0.0, 2e7, 1e9):
+            monkeypatch.setattr(f"{module}.FOR_RELAXED", relaxed)
+            bound, step = check(problem, 1e6)
+            assert bound <= best * (1 + TIE)
+            assert step >= best * (1 - TIE)
+            bounds.append(bound)
+    assert max(bounds) > min(bounds)
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "interleaved"])
@@ -112,7 +129,7 @@ def test_what_was_left_out_bounds_what_was_looked_at(roots: float, left_out: flo
 
     started = Plans(bounds=np.array([roots]), remaining=1)
     looked_at = SimpleNamespace(
-        roots={1: roots}, may_improve=lambda _: True, start=lambda *_: started, extend=extend
+        quick_bound=0.0, roots={1: roots}, may_improve=lambda _: True, start=lambda *_: started, extend=extend
     )
     search = object.__new__(_BranchAndBound)
     search.work = SearchBudget(-FOR_ROOTS)

@@ -1,0 +1,154 @@
+"""Pipelines that are never flushed: what is said of them, and what a cut takes, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.topology import Device, Group, Level, Link, Topology
+from pplan.planner.asynchronous import asynchronous_notes, pace, steady_bubble, steady_seconds
+from pplan.planner.candidate import Proposal, ScoredPlan
+from pplan.planner.objectives.throughput import _allows, asynchronous_configs
+from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.plan_options import PlanOptions
+from pplan.planner.problem import Problem
+from pplan.planner.search.space import Space
+
+MakeChain = Callable[..., Chain]
+
+
+def even(make_chain: MakeChain, layers: int, sizes: tuple[int, ...] = (2,)) -> Chain:
+    """Layers of 1 s forward and 2 s backward a sample, of 10 bytes a sample between them, without weights."""
+    chain = make_chain(0, layers, sizes=sizes, cuts=1.1)
+    each, nothing = np.outer(np.ones(layers), sizes).astype(np.float64), np.zeros(layers)
+    return replace(
+        chain,
+        forward_seconds=each,
+        backward_seconds=2 * each,
+        output_bytes=10 * each,
+        forward_host_seconds=0 * each,
+        backward_host_seconds=0 * each,
+        parameter_bytes=nothing,
+        trainable_bytes=nothing,
+    )
+
+
+def line(gpus: int, bandwidth: float, latency: float = 0.0) -> Topology:
+    return Topology((Group(Device("toy", None), gpus),), (Level("node", None, Link(bandwidth, latency)),))
+
+
+def plan(
+    schedule: str, stages: int, micro_batches: int, virtual_stages: int = 1, size: int = 2
+) -> ScoredPlan:
+    parts = stages * virtual_stages
+    devices = tuple((stage,) for stage in range(stages)) * virtual_stages
+    config = PipelineConfig(schedule, "never", micro_batches, size, virtual_stages)
+    return ScoredPlan(Proposal(config, tuple(range(1, parts + 1)), devices), ("never",) * parts, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("own", "versions", "late"),
+    [
+        (plan("pipedream", 3, 1), "3-2-1 weight versions", "2-1-0 updates late;"),
+        (plan("pipedream", 1, 1), "1 weight versions", "0 updates late;"),
+        (plan("pipedream-2bw", 3, 4), "2 weight versions", "1 update late;"),
+        (plan("pipedream-2bw", 2, 2), "2 weight versions", "1 update late;"),
+        (
+            plan("wpipe", 2, 4, 2),
+            "1.5 weight versions",
+            "1 update late in the first group of layers and never in the second;",
+        ),
+        (plan("xpipe", 3, 2), "3 weight versions, two of them predicted", "1-1-0 updates late;"),
+    ],
+    ids=lambda own: own.config.schedule if isinstance(own, ScoredPlan) else None,
+)
+def test_what_is_said_of_versions_and_late_gradients(own: ScoredPlan, versions: str, late: str) -> None:
+    first, second = asynchronous_notes(own)
+    assert first.startswith(
+        f"{own.config.schedule} never waits for all gradients of a global batch: by stage"
+    )
+    assert f"by stage it keeps {versions}, and gradients are {late}" in first
+    stages = len(own.proposal.ends) // own.config.virtual_stages
+    assert second.startswith("the step is what a further global batch takes in the steady state; filling ")
+    assert f" {stages} stage{'s' * (stages > 1)} once" in second
+
+
+def test_steady_state_by_hand(make_chain: MakeChain) -> None:
+    """Two stages of 2 s forward and 4 s backward a micro-batch of two samples, and a cut of 20 bytes.
+
+    Fast links: a micro-batch ends every 6 s, and none waits. 2 bytes/s: the cut takes 10 s each way, in turn
+    with 2 + 4 of both stages and 10 back before the next may go: (2 * 6 + 2 * 10) / 2 = 16 s.
+    """
+    for bandwidth, latency, seconds in (
+        (1e9, 0.0, 6.0),
+        (2.0, 0.0, 16.0),
+        (1e9, 10.0, 16.0),
+        (1.0, 0.0, 26.0),
+    ):
+        space = Space(even(make_chain, 2), line(2, bandwidth, latency), "sgd")
+        own = plan("pipedream-2bw", 2, 4)
+        assert pace(space, own.proposal, own.recompute) == pytest.approx(seconds, rel=1e-6)
+        step = steady_seconds(space, own.proposal, own.recompute)
+        assert step == pytest.approx(4 * seconds, rel=1e-6)
+        bubble = steady_bubble(space, replace(own, step_seconds=step))
+        assert bubble == pytest.approx(1 - 6 / seconds, abs=1e-6)
+
+
+def test_a_cut_takes_what_the_larger_share_takes(make_chain: MakeChain) -> None:
+    """Four samples of 10 bytes behind two replicas, two of one device: that has all 40 bytes in its port, at
+    1 byte/s, whichever side it stands on."""
+    space = Space(even(make_chain, 2, (1, 2, 4)), line(3, 1.0), "sgd")
+    for devices in (((0, 1), (2,)), ((0,), (1, 2))):
+        config = PipelineConfig("pipedream-2bw", "never", 4, 4)
+        proposal = Proposal(config, (1, 2), devices)
+        own = 12.0 + 6.0 + 2 * 40.0  # both stages' f + b, of four samples and of two, and the cut twice
+        assert pace(space, proposal, ("never", "never")) == pytest.approx(own / 2)
+
+
+def test_recomputed_forwards_count(make_chain: MakeChain) -> None:
+    space = Space(even(make_chain, 2), line(2, 1e9), "sgd")
+    proposal = plan("pipedream", 2, 1).proposal
+    assert pace(space, proposal, ("always", "never")) == pytest.approx(8.0)
+    assert pace(space, proposal, ("never", "always")) == pytest.approx(8.0)
+    always = replace(proposal.config, recompute="always")
+    again = ScoredPlan(replace(proposal, config=always), ("always", "always"), 8.0)
+    assert steady_bubble(space, again) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_configurations_and_what_they_allow(make_chain: MakeChain) -> None:
+    """PipeDream: the whole batch; 2BW: two micro-batches or more; XPipe: fewer than stages, with moments."""
+    chain = even(make_chain, 4, (1, 2, 4))
+    topology = line(3, 1e9)
+    made = asynchronous_configs(Problem(chain, topology, PlanOptions(mini_batch=4, optimizer="adam")))
+    rows = [(own.schedule, own.micro_batches, own.micro_batch_size) for own in made]
+    assert rows == [
+        ("pipedream", 1, 4),
+        ("pipedream-2bw", 4, 1),
+        ("pipedream-2bw", 2, 2),
+        ("xpipe", 2, 2),
+        ("xpipe", 1, 4),
+    ]
+    plain = asynchronous_configs(Problem(chain, topology, PlanOptions(mini_batch=4)))
+    assert [own.schedule for own in plain] == ["pipedream", "pipedream-2bw", "pipedream-2bw"]
+    other = asynchronous_configs(Problem(chain, topology, PlanOptions(mini_batch=32, micro_batches=32)))
+    assert [own.schedule for own in other] == ["pipedream-2bw"]
+
+
+def test_what_pipedreams_programme_may_propose(make_chain: MakeChain) -> None:
+    """Two stages at the least, as many as are allowed at the most, and of 2BW no more than micro-batches."""
+    chain, topology = even(make_chain, 4, (1, 2, 4)), line(4, 1e9)
+    problem = Problem(chain, topology, PlanOptions(mini_batch=4, max_stages=3))
+    pinned = Problem(chain, topology, PlanOptions(mini_batch=4, pins=(("layer2", 1),)))
+    whole, halves = PipelineConfig("pipedream", "never", 1, 4), PipelineConfig("pipedream-2bw", "never", 2, 2)
+    assert [_allows(problem, whole, own) for own in ((4,), (2, 4), (1, 2, 4), (1, 2, 3, 4))] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert [_allows(problem, halves, own) for own in ((2, 4), (1, 2, 4))] == [True, False]
+    assert [_allows(pinned, whole, own) for own in ((2, 4), (3, 4), (1, 2, 4))] == [True, False, False]

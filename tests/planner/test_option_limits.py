@@ -1,0 +1,380 @@
+"""Options at the ends of their ranges, and just beyond; what a problem makes of schedules and runtimes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pplan.cost_models.errors import InfeasibleError, UsageError
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.machines.catalogue import device_preset, same_device
+from pplan.cost_models.schedules import interleaved
+from pplan.cost_models.topology import Device, Group, Level, Link, Topology, two_level_topology
+from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
+from pplan.cost_models.transformer.training_setting import chunks_in_flight
+from pplan.planner.candidate import Proposal
+from pplan.planner.coverage import _any_plan
+from pplan.planner.explanation.resolve import with_bandwidth
+from pplan.planner.explanation.sensitivity import _outwards
+from pplan.planner.mini_batch import smaller_defaults
+from pplan.planner.objectives.objective import Objective, parse_objective
+from pplan.planner.other_schedules import propose_other_schedules, propose_parts
+from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.plan_options import PlanOptions, read_pins
+from pplan.planner.problem import Problem
+from pplan.planner.weight_moves import _overlap
+
+MakeChain = Callable[..., Chain]
+
+
+@pytest.mark.parametrize(
+    ("field", "allowed", "refused"),
+    [
+        ("memory_limit", (0, 1, 2.0**100), (-1, 2.0**101)),
+        ("micro_batches", (1, 2**14), (0, 2**14 + 1)),
+        ("mini_batch", (1, 2**40), (0, 2**40 + 1)),
+        ("time_limit", (1e-9, 1e9), (0.0, -1.0, 1.0000001e9)),
+        ("max_stages", (1, 65_536), (0, 65_537)),
+        ("zero", (0, 1, 2, 3), (-1, 4)),
+    ],
+)
+def test_ranges_of_options(field: str, allowed: tuple[float, ...], refused: tuple[float, ...]) -> None:
+    for value in allowed:
+        assert getattr(PlanOptions(**{field: value}), field) == value  # type: ignore[arg-type]
+    for value in refused:
+        with pytest.raises(UsageError, match=f"{field}="):
+            PlanOptions(**{field: value})  # type: ignore[arg-type]
+
+
+def test_ranges_of_objectives() -> None:
+    assert parse_objective("memory:1000000000%").slack == 1e7
+    assert parse_objective("memory:0").slack == 0.0
+    assert parse_objective("memory: .5 %").slack == 0.005
+    with pytest.raises(UsageError, match="must be at most 1e\\+09 %"):
+        parse_objective("memory:1000000001%")
+    for price in (1e-9, 1e9):
+        assert Objective("cost", prices={"": price}).prices == {"": price}
+    for price in (0.9e-9, 1.1e9):
+        with pytest.raises(UsageError, match="from 1e-09 to 1e\\+09"):
+            Objective("cost", prices={"": price})
+
+
+def nodes(gpus: int, per_node: int = 8) -> Topology:
+    link = Link(1e6, 0.0)
+    return two_level_topology(Device("toy", None), gpus, per_node, link, link)
+
+
+@pytest.fixture
+def problem(make_chain: MakeChain) -> Callable[..., Problem]:
+    def make(gpus: int = 2, per_node: int = 8, layers: int = 8, **options: Any) -> Problem:
+        return Problem(make_chain(1, layers, cuts=1.1), nodes(gpus, per_node), PlanOptions(**options))
+
+    return make
+
+
+ALL = ("1f1b", "gpipe", "naive", "dapple", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v")
+
+
+@pytest.mark.parametrize(
+    ("options", "schedules"),
+    [
+        ({}, {"1f1b", "gpipe"}),
+        ({"schedule": "zb-h1"}, {"zb-h1"}),
+        ({"runtime": "torchgpipe"}, {"gpipe"}),
+        ({"runtime": "deepspeed"}, {"1f1b"}),
+        ({"runtime": "torch", "recompute": "first_layers"}, {"1f1b", "gpipe"}),
+        ({"planner": "interleaved"}, {"1f1b", "gpipe", "interleaved"}),
+        ({"planner": "interleaved", "runtime": "megatron"}, None),
+    ],
+    ids=str,
+)
+def test_schedules_that_are_allowed(
+    options: dict[str, Any], schedules: set[str] | None, problem: Callable[..., Problem]
+) -> None:
+    own = problem(mini_batch=8, **options)
+    if schedules is not None:
+        assert set(own.allowed_schedules) == schedules
+        assert all(own.may_run(name) for name in schedules)
+    else:
+        assert own.allowed_schedules == own.schedules
+    assert not own.may_run("pipedream")
+    assert not own.may_run("synthesized-1")
+
+
+def test_any_schedule_is_every_one_that_trains_one_model_step_by_step(
+    problem: Callable[..., Problem],
+) -> None:
+    own = problem(mini_batch=8, schedule="any")
+    assert own.schedules[:2] == ("1f1b", "gpipe")
+    assert set(ALL) <= set(own.schedules)
+    assert not {"pipedream", "pipedream-2bw", "xpipe", "wpipe", "avgpipe"} & set(own.schedules)
+    assert own.heuristic_schedules == own.schedules[2:]
+    made = problem(mini_batch=8, schedule="synthesized")
+    assert made.schedules == own.schedules
+    assert made.may_run("synthesized-0123")
+    assert not own.may_run("synthesized-0123")
+
+
+@pytest.mark.parametrize(
+    ("options", "schedule", "modes"),
+    [
+        ({}, "1f1b", ("by_stage",)),
+        ({}, "gpipe", ("by_stage", "except_last")),
+        ({"recompute": "always"}, "1f1b", ("always",)),
+        ({"recompute": "except_last"}, "gpipe", ("except_last",)),
+        ({"recompute": "first_layers"}, "1f1b", ("first_layers",)),
+        ({"recompute": "first_layers"}, "gpipe", ("first_layers", "except_last")),
+        ({}, "zb-h1", ("never",)),
+        ({"recompute": "always", "schedule": "zb-h1"}, "zb-h1", ("always",)),
+        ({"runtime": "torchgpipe"}, "gpipe", ("never", "except_last", "always")),
+        ({"runtime": "deepspeed"}, "1f1b", ("never", "always")),
+        ({"runtime": "torch"}, "1f1b", ("by_stage",)),
+    ],
+    ids=str,
+)
+def test_ways_to_recompute(
+    options: dict[str, Any], schedule: str, modes: tuple[str, ...], problem: Callable[..., Problem]
+) -> None:
+    assert problem(mini_batch=8, **options).modes(schedule) == modes
+
+
+def test_on_many_devices_except_last_is_not_tried(problem: Callable[..., Problem]) -> None:
+    assert problem(16, 16, mini_batch=32).modes("gpipe") == ("by_stage", "except_last")
+    assert problem(17, 17, mini_batch=34).modes("gpipe") == ("by_stage",)
+
+
+@pytest.mark.parametrize(
+    ("options", "ends", "devices", "allowed"),
+    [
+        ({}, (4, 8), ((0,), (1,)), True),
+        ({}, (4, 8), ((1,), (0,)), True),
+        ({}, (4, 8), ((0,), (4,)), False),  # there are four
+        ({"max_stages": 2}, (4, 8), ((0,), (1,)), True),
+        ({"max_stages": 2}, (2, 4, 8), ((0,), (1,), (2,)), False),
+        ({"use_all": True}, (4, 8), ((0, 1), (2,)), False),
+        ({"use_all": True}, (4, 8), ((0, 1), (2, 3)), True),
+        ({"cut_after": ("layer3",)}, (4, 8), ((0,), (1,)), True),
+        ({"cut_after": ("layer3",)}, (3, 8), ((0,), (1,)), False),
+        ({"runtime": "deepspeed"}, (4, 8), ((0, 1), (2, 3)), True),
+        ({"runtime": "deepspeed"}, (4, 8), ((0, 1), (2,)), False),
+        ({"runtime": "torchgpipe", "schedule": "gpipe"}, (4, 8), ((0, 1), (2, 3)), False),
+    ],
+    ids=str,
+)
+def test_proposals_that_are_allowed(
+    options: dict[str, Any],
+    ends: tuple[int, ...],
+    devices: tuple[tuple[int, ...], ...],
+    allowed: bool,
+    problem: Callable[..., Problem],
+) -> None:
+    schedule = options.get("schedule", "1f1b")
+    own = problem(4, mini_batch=8, **options)
+    assert own.allows(Proposal(PipelineConfig(schedule, "never", 4, 2), ends, devices)) == allowed
+
+
+def test_parts_are_allowed_where_the_runtime_has_them(problem: Callable[..., Problem]) -> None:
+    config = PipelineConfig("interleaved", "never", 4, 2, 2)
+    both = Proposal(config, (2, 4, 6, 8), ((0,), (1,), (0,), (1,)))
+    alone = Proposal(config, (4, 8), ((0,), (0,)))
+    free = problem(2, mini_batch=8, schedule="interleaved")
+    assert (free.allows(both), free.allows(alone)) == (True, False)
+    assert problem(2, mini_batch=8, schedule="interleaved", runtime="megatron").allows(both)
+    three = problem(4, mini_batch=8, runtime="deepspeed")
+    uneven = Proposal(PipelineConfig("1f1b", "never", 8, 1), (4, 8), ((0, 1), (2, 3)))
+    assert not three.allows(uneven)  # one sample is not shared by two
+
+
+def test_devices_within_reach_and_numbers_of_stages(problem: Callable[..., Problem]) -> None:
+    one = problem(6, 4, mini_batch=12, runtime="torchgpipe")
+    assert (one.usable_gpus, one.stage_counts, one.replica_sets) == (4, range(1, 5), [(1,)])
+    many = problem(6, 4, mini_batch=12, runtime="deepspeed")
+    assert (many.usable_gpus, many.stage_counts) == (6, range(1, 7))
+    assert many.replica_sets == [(count,) for count in range(1, 7)]
+    free = problem(6, 4, mini_batch=12, max_stages=3)
+    assert (free.stage_counts, free.replica_sets) == (range(1, 4), [tuple(range(1, 7))])
+    assert not free.may_be_deeper
+    assert problem(6, 4, mini_batch=12).may_be_deeper
+    assert problem(6, 4, layers=3, mini_batch=12).stage_counts == range(1, 4)
+    assert problem(40, 8, layers=40, mini_batch=40).stage_counts == range(1, 33)
+
+
+def test_smaller_batches_are_halves(problem: Callable[..., Problem]) -> None:
+    """Of 32 samples on each of two devices; none where one was given."""
+    assert [own.mini_batch for own in smaller_defaults(problem(2))] == [32, 16, 8, 4, 2]
+    assert list(smaller_defaults(problem(2, mini_batch=64))) == []
+    fixed = [own.mini_batch for own in smaller_defaults(problem(2, micro_batches=16))]
+    assert fixed == [32, 16]
+
+
+def test_shapes_under_other_schedules(problem: Callable[..., Problem]) -> None:
+    """Balanced ones of 1, 2, 4 stages and of the most; the best plan's own; no others' schedules."""
+    own = problem(6, mini_batch=8, micro_batches=8, schedule="any")
+    made = list(propose_other_schedules(own, ("zb-h1",), None))
+    assert {len(proposal.ends) for proposal in made} == {1, 2, 4, 6}
+    assert {proposal.config.schedule for proposal in made} == {"zb-h1"}
+    assert all(
+        proposal.devices == tuple((stage,) for stage in range(len(proposal.ends))) for proposal in made
+    )
+    best: Any = type("Best", (), {"proposal": replace(made[0], ends=(1, 5, 8), devices=((0, 1), (2,), (3,)))})
+    with_best = list(propose_other_schedules(own, ("zb-h1",), best))
+    assert {proposal.devices for proposal in with_best} >= {((0, 1), (2,), (3,))} or own.options.micro_batches
+    assert {len(proposal.ends) for proposal in with_best} == {1, 2, 3, 4, 6}
+    assert list(propose_other_schedules(own, (), best)) == []
+    assert list(propose_other_schedules(own, ("interleaved",), best)) == []
+
+
+def test_balanced_parts_of_other_schedules(problem: Callable[..., Problem]) -> None:
+    """Two parts a device; replicas of each that make all devices; none of one device, or of one part."""
+    own = problem(4, mini_batch=8, micro_batches=4, schedule="any")
+    made = list(propose_parts(own, ("interleaved", "1f1b")))
+    assert {proposal.config.schedule for proposal in made} == {"interleaved"}
+    shapes = {(len(proposal.ends) // 2, proposal.replicas[0]) for proposal in made}
+    assert shapes == {(2, 1), (4, 1), (2, 2)}
+    for proposal in made:
+        assert proposal.config.virtual_stages == 2
+        stages = len(proposal.ends) // 2
+        assert proposal.devices[:stages] == proposal.devices[stages:]
+        assert sorted(rank for devices in proposal.devices[:stages] for rank in devices) == list(
+            range(proposal.device_count)
+        )
+    assert list(propose_parts(own, ("zb-v",)))
+    assert {proposal.config.schedule for proposal in propose_parts(own, ("zb-v",))} == {"zb-v"}
+
+
+def test_pins_as_they_are_written() -> None:
+    assert read_pins(["features.10=stage1", "a=b=2"], "pin") == (("features.10", 1), ("a=b", 2))
+    for text in ("x", "x=", "=1", "x=stage", "x=-1", "x=" + "9" * 19):
+        with pytest.raises(UsageError, match="is not a layer and its stage"):
+            read_pins([text], "pin")
+
+
+def test_prices_are_refused_with_their_kind() -> None:
+    for prices, text in (({"A100": 0.0}, "price='A100=0': must"), ({"": 0.0}, "price=0: must")):
+        with pytest.raises(UsageError) as caught:
+            Objective("cost", prices=prices)
+        assert caught.value.what.startswith(text)
+
+
+def test_degrees_are_in_their_range() -> None:
+    assert ParallelDegrees(tensor=2**20).tensor == 2**20
+    for value in (0, 2**20 + 1):
+        with pytest.raises(UsageError, match=f"data={value}: must be from 1 to 1048576"):
+            ParallelDegrees(data=value)
+    with pytest.raises(UsageError, match="zero=4: not known"):
+        ParallelDegrees(zero=4)
+
+
+def test_an_error_says_its_details_to_programs() -> None:
+    error = InfeasibleError("none fits", "Use more.", {"missing_bytes": 7})
+    assert error.as_json == {
+        "status": 3,
+        "kind": "infeasible",
+        "message": "none fits",
+        "advice": "Use more.",
+        "missing_bytes": 7,
+    }
+
+
+@pytest.mark.parametrize(
+    ("schedules", "names"),
+    [(("1f1b",), "1f1b"), (("1f1b", "gpipe"), "1f1b and gpipe"), (("a", "b", "c"), "a, b and c")],
+)
+def test_schedules_in_a_sentence(
+    schedules: tuple[str, ...], names: str, problem: Callable[..., Problem]
+) -> None:
+    one = problem(1, mini_batch=8, micro_batches=4)
+    assert _any_plan(one, schedules) == (
+        f"all plans of {names} with 4 micro-batches: any cuts and recomputation"
+    )
+    two = problem(2, mini_batch=8, micro_batches=4)
+    assert _any_plan(two, schedules) == (
+        f"all plans of {names} with 4 micro-batches: any cuts, replicas and recomputation, any order of the "
+        "devices"
+    )
+
+
+def test_bandwidth_between_nodes_of_three_levels() -> None:
+    """Sockets of two in nodes of four in racks: only what joins nodes varies."""
+    levels = (
+        Level("socket", 2, Link(8e9, 0.0)),
+        Level("node", 2, Link(4e9, 0.0)),
+        Level("network", None, Link(1e9, 0.0)),
+    )
+    topology = Topology((Group(Device("toy", None), 8),), levels)
+    assert topology.gpus_per_node == 4
+    rates = [
+        level.link.bandwidth_bytes_per_second
+        for level in with_bandwidth(topology, 2.0, between_nodes=True).levels
+    ]
+    assert rates == [8e9, 4e9, 2e9]
+    assert [own.link.bandwidth_bytes_per_second for own in with_bandwidth(topology, 0.5).levels] == [
+        4e9,
+        2e9,
+        0.5e9,
+    ]
+
+
+def test_names_of_one_device() -> None:
+    assert same_device("toy", "toy")
+    assert not same_device("toy", "other")
+    assert same_device("NVIDIA H100 80GB HBM3", device_preset("NVIDIA H100 80GB HBM3").title)  # type: ignore[union-attr]
+    assert not same_device("NVIDIA H100 80GB HBM3", "toy")
+
+
+def test_replicas_that_any_plan_may_have(problem: Callable[..., Problem]) -> None:
+    """Up to 64 devices every number; beyond, of those with shares of as many samples the fewest."""
+    assert problem(64, 64, mini_batch=8, micro_batches=1).replica_choices(8) == [tuple(range(1, 9))]
+    assert problem(65, 65, mini_batch=8, micro_batches=1).replica_choices(8) == [(1, 2, 3, 4, 8)]
+    assert problem(4, mini_batch=8, runtime="deepspeed").replica_choices(4) == [(1,), (2,), (4,)]
+    assert problem(4, mini_batch=8, runtime="torchgpipe").replica_choices(4) == [(1,)]
+    assert not problem(64, 64, mini_batch=64).any_count
+    assert problem(65, 65, mini_batch=65).any_count
+    assert not problem(65, 65, mini_batch=65, runtime="deepspeed").any_count
+    long = problem(2, layers=300, mini_batch=8)
+    assert (long.space.is_long, long.any_count) == (True, True)
+
+
+def test_bytes_of_layers_that_two_have() -> None:
+    sums = np.array([0.0, 1, 3, 6, 10])
+    assert _overlap(sums, (0, 3), (1, 4)) == 5.0
+    assert _overlap(sums, (0, 2), (2, 4)) == 0.0
+    assert _overlap(sums, (0, 1), (2, 4)) == 0.0
+    assert _overlap(sums, None, (2, 4)) == 0.0
+    assert _overlap(sums, (1, 2), (0, 4)) == 2.0
+
+
+def test_steps_outwards_reach_the_end() -> None:
+    """In eight equal ratios."""
+    assert list(_outwards(256.0)) == pytest.approx([2.0, 4, 8, 16, 32, 64, 128, 256])
+    assert list(_outwards(1 / 256)) == pytest.approx([1 / 2**power for power in range(1, 9)])
+
+
+def test_peaks_of_interleaved_devices_by_hand() -> None:
+    """Two devices with two virtual stages, two micro-batches, F0 F0 F1 F1 first: 2 and 2; the last holds one
+    of the second part at a time. None that another holds as many or more of is kept."""
+    assert chunks_in_flight(0, 1, 4, 1) == ((1,),)
+    assert chunks_in_flight(0, 2, 4, 1) == ((2,),)
+    for device in (0, 1):
+        for micro_batches in (2, 4, 8):
+            peaks = chunks_in_flight(device, 2, micro_batches, 2)
+            held = set[tuple[int, ...]]()
+            counts = [0, 0]
+            for action in interleaved.device_actions(device, 2, micro_batches, 2):
+                counts[action.chunk] += 1 if action.kind == "F" else -1
+                held.add(tuple(counts))
+            assert all(
+                any(all(a <= b for a, b in zip(own, peak, strict=True)) for peak in peaks) for own in held
+            )
+            assert set(peaks) <= held
+            assert all(
+                not all(a <= b for a, b in zip(one, other, strict=True))
+                for one in peaks
+                for other in peaks
+                if one != other
+            )
+            assert len(set(peaks)) == len(peaks)

@@ -1,0 +1,241 @@
+"""Plans as records: words, energy, summaries and baselines by hand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.runtime import find_runtime
+from pplan.cost_models.topology import Device, Group, Level, Link, Topology
+from pplan.planner.alternatives import _in_order, _in_words, _recomputes, _row, larger_micro_batches
+from pplan.planner.candidate import Proposal, ScoredPlan
+from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.plan_options import PlanOptions
+from pplan.planner.plan_stages import (
+    bubble,
+    busy_seconds,
+    energy_joules,
+    list_prediction_limits,
+    plan_recompute,
+    plan_stages,
+    run_in_words,
+    summarize,
+)
+from pplan.planner.problem import Problem
+from pplan.planner.scoring import assemble, fastest
+
+MakeChain = Callable[..., Chain]
+
+
+def plan(
+    devices: tuple[tuple[int, ...], ...],
+    modes: tuple[str, ...] = ("never", "never"),
+    *,
+    schedule: str = "1f1b",
+    virtual_stages: int = 1,
+    ends: tuple[int, ...] | None = None,
+) -> ScoredPlan:
+    config = PipelineConfig(schedule, "by_stage", 4, 8, virtual_stages)
+    proposal = Proposal(config, ends or tuple(range(1, len(devices) + 1)), devices)
+    return ScoredPlan(proposal, modes, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("modes", "word", "run"),
+    [
+        (("never", "never"), "never", "4 x 8, 1f1b, recompute never"),
+        (("always", "always"), "always", "4 x 8, 1f1b, recompute always"),
+        (("except_last", "except_last"), "except_last", "4 x 8, 1f1b, recompute except last"),
+        (("never", "always"), "selective", "4 x 8, 1f1b, recompute selective"),
+        (("first_2", "first_2"), "selective", "4 x 8, 1f1b, recompute first 2"),
+    ],
+)
+def test_what_is_recomputed_in_a_word(modes: tuple[str, ...], word: str, run: str) -> None:
+    own = plan(((0,), (1,)), modes)
+    assert plan_recompute(own) == word
+    assert run_in_words(own) == run
+
+
+def test_summaries() -> None:
+    """Two devices with two parts each, and three with replicas."""
+    parts = plan(
+        ((0,), (1,), (0,), (1,)), ("never",) * 4, schedule="interleaved", virtual_stages=2, ends=(1, 3, 6, 10)
+    )
+    assert run_in_words(parts) == "4 x 8, interleaved, 2 virtual stages, recompute never"
+    own = summarize(parts)
+    assert (own.stages, own.device_count) == (2, 2)
+    assert own.balance == [1, 2, 3, 4]
+    assert own.devices == [[0], [1], [0], [1]]
+    assert (own.micro_batches, own.micro_batch_size, own.virtual_stages) == (4, 8, 2)
+    assert own.samples_per_second == 4 * 8 / 2.0
+    shared = summarize(plan(((0, 1), (2,))))
+    assert (shared.stages, shared.device_count, shared.replicas) == (2, 3, [2, 1])
+    assert _in_words(parts) == "2 stages; 4 x 8, interleaved, 2 virtual stages, recompute never"
+
+
+@pytest.mark.parametrize(
+    ("devices", "words"),
+    [
+        (((0,),), "4 x 8, 1f1b, recompute never"),
+        (((0,), (1,)), "2 stages; 4 x 8, 1f1b, recompute never"),
+        (((0, 1),), "1 stage, replicas 2; 4 x 8, 1f1b, recompute never"),
+        (((0, 1), (2,)), "2 stages, replicas 2-1; 4 x 8, 1f1b, recompute never"),
+        (
+            (*((stage,) for stage in range(17)), (17, 18)),
+            f"18 stages, replicas {'-'.join('1' * 16)}; 4 x 8, 1f1b, recompute never",
+        ),
+    ],
+)
+def test_baselines_in_words(devices: tuple[tuple[int, ...], ...], words: str) -> None:
+    own = plan(devices, ("never",) * len(devices))
+    row = _row("even", own)
+    assert (row.record.detail, row.record.step_seconds, row.record.reason) == (words, 2.0, None)
+    assert row.size == -(-8 // min(map(len, devices)))
+    none = _row("even", "does not fit")
+    assert (none.record.step_seconds, none.record.reason, none.size) == (None, "does not fit", None)
+
+
+def test_devices_in_rank_order() -> None:
+    assert _in_order(plan(((2, 3), (0,)))) == ((0, 1), (2,))
+
+
+def test_which_runtimes_recompute_so() -> None:
+    """One that recomputes by stage, and one that does not, of whole stages or nothing."""
+    by_stage = {
+        name: [_recomputes(find_runtime(name), plan(((0,), (1,)), modes)) for modes in MODES]
+        for name in ("torch", "deepspeed", "torchgpipe")
+    }
+    assert by_stage == {
+        "torch": [True, True, True, False],
+        "deepspeed": [True, True, False, False],
+        "torchgpipe": [True, True, False, True],
+    }
+
+
+MODES = (("never", "never"), ("always", "always"), ("never", "always"), ("except_last", "except_last"))
+
+
+def test_energy_by_hand() -> None:
+    """Rank 0 computes 3 s of 5 and rank 2 all; rank 1 is not used."""
+    groups = (Group(Device("a", None), 2), Group(Device("b", None), 1))
+    topology = Topology(groups, (Level("node", None, Link(1.0, 0.0)),))
+    watts = {"a": (100.0, 10.0), "b": (7.0, 1.0)}
+    assert energy_joules(topology, {0: 3.0, 2: 5.0}, 5.0, watts) == 3 * 100 + 2 * 10 + 5 * 7
+    assert energy_joules(topology, {0: 6.0}, 5.0, watts) == 600.0  # waits for nothing
+    assert energy_joules(topology, {0: 3.0}, 5.0, {"a": (100.0, 10.0)}) == 320.0
+    assert energy_joules(topology, {0: 3.0, 2: 5.0}, 5.0, {"a": (100.0, 10.0)}) is None
+
+
+@pytest.fixture
+def equal(make_chain: MakeChain) -> Chain:
+    """Four layers of 1 s forward and 2 s backward a sample, of 10 bytes between them, measured at 1 and 2."""
+    chain = make_chain(0, 4, sizes=(1, 2), cuts=1.1)
+    each = np.outer(np.ones(4), (1.0, 2.0))
+    return replace(
+        chain,
+        forward_seconds=each,
+        backward_seconds=2 * each,
+        forward_host_seconds=0 * each,
+        backward_host_seconds=0 * each,
+        output_bytes=10 * each,
+        parameter_bytes=np.full(4, 100.0),
+        trainable_bytes=np.full(4, 100.0),
+        buffer_bytes=np.zeros(4),
+        saved_bytes=40 * each,
+        saved_input_bytes=0 * each,
+        workspace_bytes=0 * each,
+    )
+
+
+def line(gpus: int, memory: int | None = None) -> Topology:
+    return Topology((Group(Device("toy", memory), gpus),), (Level("node", None, Link(1e12, 0.0)),))
+
+
+def straight(micro_batches: int, size: int, ends: tuple[int, ...] = (2, 4)) -> Proposal:
+    devices = tuple((stage,) for stage in range(len(ends)))
+    return Proposal(PipelineConfig("1f1b", "by_stage", micro_batches, size), ends, devices)
+
+
+def test_stages_by_hand(equal: Chain) -> None:
+    """Two stages of two layers, of two samples: 4 s forward, 8 backward, four micro-batches and a fill of
+    one: 5 * 12 s, of which each computes 4 * 12."""
+    space = Problem(equal, line(2), PlanOptions(mini_batch=8)).space
+    scored = fastest(space, [straight(4, 2)])
+    assert scored is not None
+    assert scored.step_seconds == pytest.approx(60.0)
+    assert bubble(space, scored) == pytest.approx(1 / 5)
+    first, second = plan_stages(space, scored)
+    assert (first.first_layer, first.last_layer, second.first_layer, second.last_layer) == (0, 1, 2, 3)
+    assert (first.forward_seconds, first.backward_seconds) == pytest.approx((4.0, 8.0))
+    assert first.memory_limit_bytes is None
+    # Two layers' weights and gradients; activations of two micro-batches, and of one.
+    assert (first.memory["weights"], first.memory["gradients"]) == (200, 200)
+    saved = [own.memory_bytes for own in (first, second)]
+    assert saved[0] > saved[1]
+    assert busy_seconds([first, second], 4) == pytest.approx({0: 48.0, 1: 48.0})
+    assert busy_seconds([first, first], 4) == pytest.approx({0: 96.0})
+    again = ScoredPlan(scored.proposal, ("always", "never"), 1.0)
+    recomputing, other = plan_stages(space, again)
+    assert recomputing.backward_seconds == pytest.approx(12.0)
+    assert (recomputing.recompute, other.recompute) == ("always", "never")
+    assert first.recompute is None
+
+
+def test_larger_micro_batches_are_named_where_they_are_faster(equal: Chain) -> None:
+    """Launches of 1 s a layer and direction: 2 (4 (m + 1)) s whatever the size. 16 samples in micro-batches
+    of 2 take 9 * 12 s; of 4 5 * 24, of which the launches hide nothing. With launches of 20 s a stage takes
+    80 a micro-batch: twice the size is nearly half."""
+    slow = replace(
+        equal,
+        forward_host_seconds=np.full((4, 2), 20.0),
+        backward_host_seconds=np.full((4, 2), 20.0),
+    )
+    for chain, says in ((equal, False), (slow, True)):
+        problem = Problem(chain, line(2), PlanOptions(mini_batch=16, schedule="1f1b"))
+        best = fastest(problem.space, [straight(8, 2)])
+        assert best is not None
+        texts = larger_micro_batches(problem, best)
+        assert bool(texts) == says
+    assert re.match(
+        "the profile holds micro-batches of at most 2 samples: with (8|16), extrapolated, these stages would "
+        "take ",
+        texts[0],
+    )
+    assert texts[0].endswith("x faster; `micro_batch_sizes` of pplan profile adds such sizes")
+    assert best is not None
+    fixed = Problem(slow, line(2), PlanOptions(mini_batch=16, micro_batches=8))
+    assert larger_micro_batches(fixed, best) == []
+    assert larger_micro_batches(problem, replace(best, proposal=straight(1, 16))) == []
+
+
+def warnings(chain: Chain, schedule: str, recompute: Any = "never", size: int = 2) -> list[str]:
+    space = Problem(chain, line(2), PlanOptions(mini_batch=8)).space
+    proposal = Proposal(PipelineConfig(schedule, "by_stage", 4, size), (2, 4), ((0,), (1,)))
+    return list(
+        list_prediction_limits(assemble(replace(space, past_largest=True), proposal, (recompute,) * 2))
+    )
+
+
+def test_what_is_taken_for_granted_is_said(equal: Chain) -> None:
+    assert warnings(equal, "1f1b") == []
+    assert warnings(equal, "1f1b", size=4) == [
+        "micro-batch size 4 is past the largest measured (2): extrapolated"
+    ]
+    halves, pending, again = warnings(equal, "zb-h1", "always")
+    assert halves.startswith("the profile holds whole backwards: 50 % of a layer with weights is taken as")
+    assert pending.startswith("the profile does not say which gradients the first part of a backward leaves")
+    assert again.startswith("stages that recompute are charged one more forward a micro-batch")
+    assert len(warnings(equal, "zb-h1")) == 2
+    parts = replace(
+        equal,
+        backward_input_seconds=equal.forward_seconds,
+        backward_weight_seconds=equal.forward_seconds,
+        pending_gradient_bytes=equal.saved_bytes,
+    )
+    assert warnings(parts, "zb-h1") == []
