@@ -106,6 +106,11 @@ def _on_devices(
 
 def _content(source: str | Path) -> tuple[str, str]:
     """The text, and what errors call it. A text that names no file is a partition where it looks like one."""
+    if source == "":
+        raise UsageError(
+            "source='': is no partition, and no file",
+            'Give the layers of each stage, as in "12,34", or a file.',
+        )
     if isinstance(source, Path) or _is_file(source) or not re.search(r"[|,\[{\s]|^\d+$", source):
         return read_text(Path(source), "partition"), str(source)
     text = " ".join(source.split())

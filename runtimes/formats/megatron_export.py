@@ -22,7 +22,7 @@ from ...planner.plan_file import Plan
 from .first_blocks import count_first_blocks
 from .plan_choice import Choice, choose
 from .trainer_text import TrainerArguments, device_remark, join_remarks, trainer_fields
-from .transformer_blocks import Transformer, check_whole_blocks, find_plan_blocks, is_small
+from .transformer_blocks import Transformer, check_whole_blocks, ends_remark, find_plan_blocks, is_small
 
 E = TypeVar("E", bound="LayoutExport")
 ArgumentWriter = Callable[[dict[str, Any], Plan, int | None], list[str]]
@@ -98,6 +98,7 @@ def _build_document(
     )
     return document, join_remarks(
         remark,
+        ends_remark(model, kind.kind),
         *_remarks(model, ends, choice, stages, kind.kind),
         _tied_remark(plan, kind.kind),
         device_remark(choice),
