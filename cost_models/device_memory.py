@@ -29,13 +29,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from .errors import UsageError
 from .memory import RECOMPUTES, Amount, StageBytes, Training, step_excess, with_reserve
 from .schedules.action import Action, Program
-
-Floats = npt.NDArray[np.float64]
+from .tied_weights import Floats
 
 
 class InFlightBytes(NamedTuple):

@@ -24,7 +24,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from ..cost_models.collectives import all_gather_seconds, reduce_scatter_seconds
 from ..cost_models.layer import LayerCosts
@@ -32,9 +31,7 @@ from ..cost_models.optimizers import Precision
 from ..cost_models.port_sharing import AllReduceBytes
 from ..cost_models.tied_weights import TiedSum
 from ..cost_models.topology import Topology
-from .stage_table import Floats, StageTable, part_seconds
-
-Indices = npt.NDArray[np.int64]
+from .stage_table import Floats, Indices, StageTable, part_seconds
 
 
 def gradient_bytes(trainable: Floats, precision: Precision) -> Floats:

@@ -17,11 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from .costs import Array
+from .dependencies import Indices
 
-Indices = npt.NDArray[np.int64]
 NONE = -1
 
 

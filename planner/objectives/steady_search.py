@@ -38,13 +38,12 @@ from ..search.placements import Placement
 from ..search.replica_group import ReplicaGroupCosts
 from ..search.space import Space
 from ..search.stage_recompute import stage_modes
-from ..stage_table import Floats
+from ..stage_table import Floats, Indices
 
 SAME = 1e-9
 """Share of the seconds that the bisection leaves open, and below which two are equal."""
 Row = dict[int, Floats]
 """By replicas, (positions + 1, cut points): the least h of a stage that starts there."""
-Indices = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 

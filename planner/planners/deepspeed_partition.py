@@ -32,6 +32,7 @@ import numpy.typing as npt
 from ...cost_models.errors import UsageError
 from ...cost_models.layer import Chain
 from ..candidate import Proposal
+from ..stage_table import Floats
 from .base import Ends, all_pipelines, allows, linear_configs, nearest_cuts
 from .megatron import repeated_blocks
 
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
 MOST_LAYERS, MOST_ENTRIES = 3_000, 1e9
 """Of the tables of all layers by all layers by stages, beyond which DeepSpeed itself would take hours."""
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)

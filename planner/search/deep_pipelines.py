@@ -17,8 +17,7 @@ import numpy as np
 
 from ...cost_models.memory import Recompute
 from ..candidate import Proposal
-from ..stage_table import Floats
-from .placements import Indices
+from ..stage_table import Floats, Indices
 from .space import Space, divide_batch, narrow_space
 from .stage_recompute import choose_modes, stage_modes
 from .subproblem import Family

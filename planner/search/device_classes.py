@@ -16,7 +16,7 @@ from math import comb, factorial, prod
 import numpy as np
 
 from ...cost_models.topology import Topology
-from .placements import Indices
+from ..stage_table import Indices
 
 Shape = tuple[tuple[int, ...], ...]
 """By stage, the ranks of its replicas."""

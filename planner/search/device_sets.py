@@ -14,9 +14,9 @@ from itertools import product
 import numpy as np
 
 from ...cost_models.topology import Topology
-from ..stage_table import Floats
+from ..stage_table import Floats, Indices
 from .device_classes import DeviceClasses, Shape, Vector, group_sizes, is_uniform
-from .placements import ANY, DeviceRanges, DeviceRun, Indices, Placement, StagesBefore
+from .placements import ANY, DeviceRanges, DeviceRun, Placement, StagesBefore
 from .space import Space
 
 MOST_STEPS = 250_000

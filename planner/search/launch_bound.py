@@ -39,10 +39,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ..stage_table import Floats
+from ..stage_table import Floats, Indices
 from .partial import Expansion
 from .pipelines import Pipelines
-from .stage_choices import GroupChoices, Indices, StageChoices
+from .stage_choices import GroupChoices, StageChoices
 
 
 class LaunchBound:

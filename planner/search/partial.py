@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ..stage_table import Floats
-from .stage_choices import GroupChoices, Indices, StageChoices
+from ..stage_table import Floats, Indices
+from .stage_choices import GroupChoices, StageChoices
 
 BoundState = dict[str, Floats]
 """What a bound knows of unfinished plans, by name: one entry a plan."""

@@ -15,10 +15,9 @@ from itertools import groupby, permutations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ...cost_models.topology import Topology
-from ..stage_table import Floats
+from ..stage_table import Floats, Indices
 from .space import Space
 
 FEW = 16
@@ -131,9 +130,6 @@ def place_anywhere(topology: Topology) -> Placement:
     """Any devices for each stage: no order of them; see `device_sets`."""
     gpus = topology.gpus
     return Placement(ANY, tuple(range(gpus)), (gpus,) * gpus)
-
-
-Indices = npt.NDArray[np.int64]
 
 
 class DeviceRun(NamedTuple):

@@ -39,15 +39,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ...cost_models.schedules import find_schedule
 from ..pipeline_config import PipelineConfig
-from ..stage_table import Floats
+from ..stage_table import Floats, Indices
 from .relaxed_stages import RelaxedStages
 from .stage_recompute import stage_modes
 
-Indices = npt.NDArray[np.int64]
 SAFE = 1 - 1e-9
 """Of a bound, so that none is above a step by rounding."""
 EVERY_IN_FLIGHT = 8

@@ -12,14 +12,11 @@ from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
-import numpy.typing as npt
 
 from ...cost_models.communication import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from ...cost_models.memory import LedgerOptions, Moment, Recompute
 from ...cost_models.optimizers import FLOAT32, find_optimizer
-from ..stage_table import Floats, StageTable
-
-Indices = npt.NDArray[np.int64]
+from ..stage_table import Floats, Indices, StageTable
 
 
 @dataclass(frozen=True, eq=False)

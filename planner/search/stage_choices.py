@@ -19,14 +19,12 @@ import numpy.typing as npt
 from ...cost_models.memory import Recompute
 from ...cost_models.schedules import find_schedule
 from ..pipeline_config import FIRST_LAYERS, PipelineConfig
-from ..stage_table import Floats
+from ..stage_table import Floats, Indices
 from .device_sets import DeviceSets
 from .placements import DeviceRanges, DeviceRun
 from .replica_group import ReplicaGroupCosts
 from .space import Space, divide_batch
 from .stage_recompute import stage_modes
-
-Indices = npt.NDArray[np.int64]
 
 
 class Entries(NamedTuple):

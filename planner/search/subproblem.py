@@ -11,7 +11,7 @@ import numpy as np
 from ..candidate import Proposal, ScoredPlan
 from ..pipeline_config import PipelineConfig
 from ..plan_records import TIE
-from ..stage_table import Floats
+from ..stage_table import Floats, Indices
 from .bounds_1f1b import RoundTripBound
 from .bounds_gpipe import GPipeBound
 from .budget import SearchBudget
@@ -20,7 +20,7 @@ from .partial import BoundState, Expansion, PartialPlans, empty_plans, extend_pl
 from .pipelines import LAUNCHES, Pipelines, build_pipelines, find_routes
 from .placements import DeviceRanges, Placement, StagesBefore
 from .space import Space, divide_batch
-from .stage_choices import GroupChoices, Indices, StageChoices, list_stage_choices
+from .stage_choices import GroupChoices, StageChoices, list_stage_choices
 from .stage_recompute import stage_word
 
 BEAM = 32
