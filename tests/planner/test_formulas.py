@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from re import _parser  # type: ignore[attr-defined]
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +14,8 @@ import pytest
 
 from pplan.cost_models.layer import Chain, list_cut_points
 from pplan.cost_models.optimizers import Precision
-from pplan.cost_models.topology import Device, Group, Topology
+from pplan.cost_models.tied_weights import TiedWeight
+from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.planner.candidate import linear_pipeline
 from pplan.planner.coverage import _any_plan, _runs
@@ -31,20 +33,24 @@ from pplan.planner.pipeline_config import PipelineConfig, abbreviate
 from pplan.planner.plan_options import CutLimits, PlanOptions
 from pplan.planner.planners.asteroid_shares import _by_speed, _next_receiver, _offload
 from pplan.planner.planners.base import stage_counts
+from pplan.planner.planners.deepspeed_partition import _ways
 from pplan.planner.planners.pipedream_planner import _select_points
 from pplan.planner.planners.replica_groups import thin_cuts
+from pplan.planner.planners.torch_partition import _longest_part, _next_partitions
 from pplan.planner.problem import Problem
-from pplan.planner.replica_exchange import bytes_at_end
+from pplan.planner.replica_exchange import ReplicaExchange, bytes_at_end
 from pplan.planner.search.coarse import _spread
 from pplan.planner.search.deep_pipelines import _EvenStages
 from pplan.planner.search.fluid_bound import _FluidProgramme
 from pplan.planner.search.relaxed_stages import _exposed_exchange
+from pplan.planner.search.relaxed_stages import _spread_cuts as _spread_relaxed
 from pplan.planner.search.space import Space
 from pplan.planner.search.stage_recompute import cheapest_mode
 from pplan.planner.stage_table import StageTable
 from pplan.planner.synthesis.order_problem import _after
 from pplan.planner.synthesis.synthesize import _near
 from pplan.planner.universal_bound import _least_backward
+from pplan.planner.weight_moves import list_moves
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -344,3 +350,105 @@ def test_what_follows_the_last_backward_under_zero(
     # 20 B/s: two devices exchange all bytes once in an all-reduce.
     assert exposed[0, 12] == pytest.approx(share * 12 * 40.0 / 20.0)
     assert not _exposed_exchange(space, 1, table, np.zeros(12), exact=True).any()
+
+
+def test_the_part_that_is_longest_on_a_path() -> None:
+    """Four actions, each after the one before, of parts 0, 1, 0 and 1."""
+    start, end, cause, places = [0.0, 1, 3, 6], [1.0, 3, 6, 7], [-1, 0, 1, 2], [0, 1, 0, 1]
+    parts = {
+        within: _longest_part(3, cause, start, end, places, within) for within in ((1, 6), (0, 3), (9, 9))
+    }
+    assert parts == {(1, 6): 0, (0, 3): 1, (9, 9): 0}
+    assert _longest_part(1, cause, start, end, places, (0, 7)) == 1
+    assert _longest_part(1, cause, [0.0, 1], [1.0, 2], places, (0, 7)) == 0  # the earliest of equal ones
+
+
+def test_partitions_beside_one() -> None:
+    """Eight equal layers, of which the critical part gives its first or its last; the first part none."""
+    work = np.ones(8)
+    assert list(_next_partitions(work, (2, 5, 8), 1)) == [(3, 5, 8), (2, 4, 8)]
+    assert list(_next_partitions(work, (2, 5, 8), 2)) == [(3, 6, 8)]
+    assert list(_next_partitions(work, (2, 5, 8), 0)) == []
+    assert list(_next_partitions(work, (2, 3, 8), 1)) == []
+
+
+@pytest.mark.parametrize(("zero", "seconds"), [(1, 10.0), (2, 5.0), (3, 0.0)])
+def test_exchanges_at_the_end_of_a_step_by_hand(
+    zero: int, seconds: float, make_topology: MakeTopology
+) -> None:
+    """200 bytes of float32 weights on two devices, 20 B/s: a gather takes half of them, and so does a
+    scatter."""
+    exchange = ReplicaExchange(make_topology(2), (0, 1), Precision(4, 4), zero)
+    assert exchange.at_end(np.array([200.0])).tolist() == [seconds]
+    assert exchange.is_by_layer == (zero >= 2)
+    assert not ReplicaExchange(make_topology(2), (0,), Precision(4, 4), zero).is_by_layer
+
+
+@pytest.mark.parametrize(
+    ("pattern", "ways"),
+    [
+        ("a", 1.0),
+        ("a?", 2.0),
+        ("a*", 11.0),
+        ("a{2,4}", 3.0),
+        ("(ab)*", 11.0),
+        ("(a*)?", 11.0 + 1),
+        ("(a*){2}", 121.0),
+        ("(a|ab)*", 2.0**10 + 10),
+    ],
+)
+def test_ways_to_match_ten_characters(pattern: str, ways: float) -> None:
+    assert _ways(_parser.parse(pattern), 10) == ways
+
+
+@pytest.mark.parametrize("trainable", [0.0, 60.0])
+def test_a_copy_of_a_frozen_weight_has_no_gradient(trainable: float, even: Chain) -> None:
+    """60 bytes that the first and the last layer use; the first layer's own are counted there."""
+    tied = replace(even, tied=(TiedWeight("shared", 60.0, trainable, (0, 11)),))
+    plain, own = (StageTable.of(chain, 1).stage_bytes for chain in (even, tied))
+    for field, copied in (("parameters", 60.0), ("trainable", trainable)):
+        more = np.asarray(getattr(own, field)) - np.asarray(getattr(plain, field))
+        assert more[6, 12] == pytest.approx(copied)
+        assert more[0, 12] == more[0, 6] == more[3, 6] == pytest.approx(0.0)
+
+
+def test_weights_that_move_by_hand() -> None:
+    """100 and 300 bytes, which device 0 has, go to devices 1 and 2 at 20 B/s: both leave by its port, in
+    20 s; where device 3 has them, too, the second comes from there, in 15. What nobody has is read."""
+    topology = Topology((Group(Device("toy", None), 4),), (Level("node", None, Link(20.0, 0.5)),))
+    proposal = linear_pipeline(PipelineConfig("1f1b", "never", 2, 1), [1, 2], 1)
+    weights = np.array([100.0, 300.0])
+    alone, seconds = list_moves(topology, {0: (0, 2)}, [0, 1, 2], proposal, weights)
+    assert [(own.sender, own.receiver, own.bytes) for own in alone] == [(0, 1, 100), (0, 2, 300)]
+    assert seconds == pytest.approx(20.5)
+    both, seconds = list_moves(topology, {0: (0, 2), 3: (0, 2)}, [0, 1, 2, 3], proposal, weights)
+    assert [(own.sender, own.receiver) for own in both] == [(0, 1), (3, 2)]
+    assert seconds == pytest.approx(15.5)
+    assert list_moves(topology, {1: (0, 1), 2: (0, 2)}, [1, 2], proposal, weights) == ((), 0.0)
+    (lost,), seconds = list_moves(topology, {1: (0, 1)}, [1, 2], proposal, weights)
+    assert (lost.sender, lost.receiver, lost.first_layer, lost.last_layer, seconds) == (None, 2, 1, 1, 0.0)
+
+
+def test_as_few_first_layers_as_a_stage_must() -> None:
+    """Four blocks; with room for 1, 1.5, 2, 3 and 4 micro-batches as none, one, two, three, all run again."""
+    group: Any = SimpleNamespace(
+        most_in_flight=lambda mode: np.full((1, 5), {"never": 1.0, "always": 4.0}[mode]),
+        room=lambda *_, again: np.array([1.5, 2.0, 3.0])[again - 1],
+        table=SimpleNamespace(cut_points=(0, 1, 2, 3, 4)),
+    )
+    config = PipelineConfig("1f1b", "first_layers", 4, 1)
+    modes = [cheapest_mode(group, config, 0, 4, in_flight) for in_flight in (1.0, 1.5, 1.6, 3.0, 4.0, 4.1)]
+    assert modes == ["never", "first_1", "first_2", "first_3", "always", None]
+
+
+def test_places_of_a_relaxed_chain_stand_at_equal_seconds(
+    even: Chain, make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In thirds of twelve equal layers; behind a first layer that is most of all, once."""
+    monkeypatch.setattr("pplan.planner.search.relaxed_stages.MOST_PLACES", 4)
+    thirds = _spread_relaxed(Space(even, make_topology(1), "sgd"))
+    assert np.flatnonzero(thirds).tolist() == [3, 7]
+    first = replace(even, forward_seconds=even.forward_seconds * np.append(100.0, np.ones(11))[:, None])
+    assert np.flatnonzero(_spread_relaxed(Space(first, make_topology(1), "sgd"))).tolist() == [0]
+    last = replace(even, forward_seconds=even.forward_seconds * np.append(np.ones(11), 100.0)[:, None])
+    assert np.flatnonzero(_spread_relaxed(Space(last, make_topology(1), "sgd"))).tolist() == [10]

@@ -111,3 +111,20 @@ def test_in_flight_is_what_memory_over_time_holds(name: str) -> None:
         assert max(levels) == pytest.approx(peak)
         assert levels[-1] == pytest.approx(0)
         assert timeline.peak_memory(stage, 0, 1).bytes == pytest.approx(peak)
+
+
+def test_what_lies_between_the_parts_of_a_backward() -> None:
+    """One stage: F for 1 s, B for 2, W for 3. F brings 10 bytes, B 2 as it begins and 3 as it ends; W ends
+    all of them."""
+    program = find_schedule("zb-h1").program(1, 1)
+    costs = replace(
+        stage_costs(program, 1.0, 2.0), weight=np.full((1, 1, 1), 3.0), backward=np.full((1, 1, 1), 2.0)
+    )
+    timeline = simulate(program, costs)
+    assert timeline.step_seconds == 6.0
+    points = timeline.memory_over_time(0, 100.0, 10.0, [(2.0, 3.0)])
+    assert points == [(0.0, 100.0), (0.0, 110.0), (1.0, 112.0), (3.0, 115.0), (6.0, 100.0)]
+    peak = timeline.peak_memory(0, 100.0, 10.0, [(2.0, 3.0)])
+    assert (peak.second, peak.bytes) == (3.0, 115.0)
+    plain = timeline.memory_over_time(0, 100.0, 10.0)
+    assert plain == [(0.0, 100.0), (0.0, 110.0), (6.0, 100.0)]

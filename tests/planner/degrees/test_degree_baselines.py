@@ -38,6 +38,11 @@ def test_the_grid_is_the_fastest_of_its_trials() -> None:
         if own.peak_bytes <= answer.limit_bytes:
             steps.append(own.step_seconds)
     assert grid.estimate.step_seconds == pytest.approx(min(steps), rel=1e-12)
+    by_name = {baseline.name: baseline.plan for baseline in answer.baselines}
+    assert by_name["data-parallel"] is None  # all states on every device have no room
+    sharded = by_name["fsdp"]
+    assert sharded is not None
+    assert (sharded.degrees.data, sharded.degrees.zero) == (8, 3)
     for baseline in answer.baselines:
         if baseline.plan is not None:
             assert answer.plans[0].estimate.step_seconds <= baseline.plan.estimate.step_seconds * (1 + 1e-12)

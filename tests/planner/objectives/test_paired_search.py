@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import combinations, product
 from math import inf
 
@@ -16,7 +17,7 @@ from pplan.planner.asynchronous import (
     steady_seconds,
     steady_stages,
 )
-from pplan.planner.candidate import Proposal
+from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.objectives import paired_search, throughput
 from pplan.planner.objectives.paired_search import PairedSearch
 from pplan.planner.objectives.throughput import asynchronous_names, fastest_asynchronous, paired_searches
@@ -82,6 +83,43 @@ def test_no_plan_is_below_the_bound_nor_faster_than_the_answer(
             assert bound == pytest.approx(least, rel=1e-9)
             assert fastest.step_seconds == pytest.approx(least, rel=1e-9)
     assert (plans > 0) == (seed != 2)
+
+
+def test_launches_of_what_runs_again_count_twice(make_problem: MakeProblem) -> None:
+    """Hosts that take twenty times as long, where some devices must recompute: the bound is the best step."""
+    made = make_problem(6, 5, 2, memory=900, optimizer="sgd", mini_batch=6)
+    chain = replace(
+        made.chain,
+        forward_host_seconds=20 * made.chain.forward_host_seconds,
+        backward_host_seconds=20 * made.chain.backward_host_seconds,
+    )
+    problem = replace(made, chain=chain)
+    again = 0
+    for search in paired_searches(problem):
+        fastest, bound = search.fastest(inf)
+        if fastest is None:
+            continue
+        table = search.space.replica_group(search.config.micro_batch_size, (0,)).table
+        launches = [0.0] * search.stages
+        for part, (at, mode) in enumerate(_parts(search, fastest)):
+            twice = table.forward_launch[at] * (1 + (mode != "never"))
+            launches[part % search.stages] += float(table.backward_launch[at] + twice)
+        assert bound >= search.config.micro_batches * max(launches) * (1 - 1e-9)
+        steps = [
+            steady_seconds(problem.space, proposal, modes)
+            for proposal, modes in every_plan(search)
+            if fits(problem, proposal, modes)
+        ]
+        assert fastest.step_seconds == pytest.approx(min(steps), rel=1e-9)
+        again += "always" in fastest.recompute
+    assert again
+
+
+def _parts(search: PairedSearch, plan: ScoredPlan) -> Iterator[tuple[tuple[int, int], Recompute]]:
+    """Between which places the parts lie, and how they recompute."""
+    points, ends = search.cut_points, plan.proposal.ends
+    for first, end, mode in zip((0, *ends), ends, plan.recompute, strict=False):
+        yield (points.index(first), points.index(end)), mode
 
 
 def test_fewer_cuts_than_there_are_leave_a_bound(

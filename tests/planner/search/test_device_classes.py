@@ -91,6 +91,8 @@ def test_one_assignment_of_those_alike(name: str, replicas: tuple[int, ...]) -> 
     ]
     assert all(sum(shape in alike for shape in listed) >= 1 for alike in wanted)
     assert len(listed) == len(set(listed))
+    if len(replicas) <= 2 and max(replicas) == 1:
+        assert len(listed) == len(wanted)
 
 
 def test_only_possible_beginnings_go_on() -> None:
@@ -152,3 +154,10 @@ def test_orders_of_few_and_of_many_devices() -> None:
     nodes = _orders(machine([(FAST, 9)], 3))
     assert len(nodes) == 6
     assert nodes[0] == (6, 7, 8, 3, 4, 5, 0, 1, 2)
+
+
+def test_which_machines_have_groups_that_may_be_renumbered() -> None:
+    alike = {name: DeviceClasses(topology, (1,))._alike for name, topology in MACHINES.items()}
+    assert [name for name, own in alike.items() if own] == [
+        *("nodes", "three nodes", "kinds in turn", "ports", "ports in nodes")
+    ]

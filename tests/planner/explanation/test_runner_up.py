@@ -1,0 +1,130 @@
+"""What runner-up plans are chosen from, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.topology import Topology
+from pplan.planner.candidate import Proposal
+from pplan.planner.explanation import runner_up
+from pplan.planner.explanation.resolve import search_near
+from pplan.planner.explanation.runner_up import (
+    _cuts,
+    _differs,
+    _move_cut,
+    _neighbours,
+    _runs,
+    _shapes,
+    runners_up,
+)
+from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.plan_options import PlanOptions
+from pplan.planner.problem import Problem
+from pplan.planner.search.placements import list_placements
+
+MakeChain = Callable[..., Chain]
+MakeTopology = Callable[..., Topology]
+Solve = Callable[..., Any]
+CONFIG = PipelineConfig("1f1b", "never", 4, 2)
+
+
+def proposal(ends: tuple[int, ...], *devices: tuple[int, ...]) -> Proposal:
+    return Proposal(CONFIG, ends, devices)
+
+
+@pytest.fixture
+def four(make_chain: MakeChain, make_topology: MakeTopology) -> Problem:
+    return Problem(make_chain(1, 8, cuts=1.1), make_topology(4), PlanOptions(mini_batch=8))
+
+
+def test_a_device_more_or_less_or_moved(four: Problem) -> None:
+    """Of two replicas and one, on four devices: none takes the only one."""
+    shapes = [tuple(map(len, own)) for own in _neighbours(four, proposal((4, 8), (0, 1), (2,)))]
+    assert sorted(shapes) == [(1, 1), (1, 2), (2, 2), (3, 1)]
+    full = [tuple(map(len, own)) for own in _neighbours(four, proposal((4, 8), (0, 1), (2, 3)))]
+    assert sorted(full) == [(1, 2), (1, 3), (2, 1), (3, 1)]
+    assert ((0,), (1, 2, 3)) in set(_neighbours(four, proposal((4, 8), (0, 1), (2, 3))))
+
+
+def test_runs_of_an_order(make_topology: MakeTopology) -> None:
+    (order,) = list_placements(make_topology(3))
+    assert list(_runs(order, 1, [1, 2], 0)) == [((0,),), ((0, 1),)]
+    assert list(_runs(order, 2, [1, 2], 0)) == [((0,), (1,)), ((0,), (1, 2)), ((0, 1), (2,))]
+    assert list(_runs(order, 3, [1, 2], 0)) == [((0,), (1,), (2,))]
+    assert list(_runs(order, 4, [1], 0)) == []
+    nodes = list_placements(make_topology(4, per_node=2))[0]
+    assert list(_runs(nodes, 2, [1], 0)) == [((0,), (1,)), ((0,), (2,))]
+
+
+def test_shapes_nearest_to_the_plans_own_come_first(four: Problem) -> None:
+    own = proposal((4, 8), (0, 1), (2,))
+    shapes, every = _shapes(four, own)
+    assert every
+    assert len(shapes) == len(set(shapes))
+    distances = [
+        sum(abs(len(a) - len(b)) for a, b in zip(shape, own.devices, strict=True)) for shape in shapes
+    ]
+    assert distances == sorted(distances)
+    assert {tuple(map(len, shape)) for shape in shapes} == {
+        (a, b) for a in (1, 2, 3) for b in (1, 2, 3) if a + b <= 4
+    }
+
+
+def test_the_cuts_next_to_the_busiest_stage() -> None:
+    """Eight of eleven, in their order."""
+    twelve = proposal(tuple(range(1, 13)), *((stage,) for stage in range(12)))
+    assert _cuts(twelve, 0) == list(range(1, 9))
+    assert _cuts(twelve, 11) == list(range(4, 12))
+    assert _cuts(twelve, 6) == list(range(3, 11))
+    assert _cuts(proposal((4, 8), (0,), (1,)), 1) == [4]
+    assert _cuts(proposal((8,), (0,)), 0) == []
+
+
+def test_a_cut_at_the_next_place(four: Problem) -> None:
+    moved = {own.ends for own in _move_cut(four, proposal((3, 4, 8), (0,), (1,), (2,)), 4)}
+    assert moved == {(3, 5, 8)}  # before it there is the other cut
+    assert {own.ends for own in _move_cut(four, proposal((1, 8), (0,), (1,)), 1)} == {(2, 8)}
+    assert {own.ends for own in _move_cut(four, proposal((4, 8), (0,), (1,)), 4)} == {(3, 8), (5, 8)}
+
+
+def test_devices_that_make_another_plan(
+    make_chain: MakeChain, make_topology: MakeTopology, solved: Solve
+) -> None:
+    """More of them, or joined over the slow link; not others of the same node."""
+    chain = make_chain(1, 6, cuts=1.1, traffic=1.0)
+    question = solved(
+        chain, make_topology(4, per_node=2), mini_batch=8, max_stages=2, schedule="1f1b"
+    ).question
+    present = question.present
+    assert not _differs(question, present.proposal.devices)
+    assert _differs(question, (*present.proposal.devices[:-1], (0, 1, 2, 3)))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "any"])
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_is_proven_of_runners_up(
+    schedule: str,
+    exact: bool,
+    make_chain: MakeChain,
+    make_topology: MakeTopology,
+    solved: Solve,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing where some schedules are not searched, or where a search ended early."""
+    if not exact:
+        monkeypatch.setattr(runner_up, "search_near", lambda *own: replace(search_near(*own), exact=False))
+    chain = make_chain(1, 4, cuts=1.1, traffic=0.1)
+    options = {"mini_batch": 4, "micro_batches": 2, "recompute": "never", "schedule": schedule}
+    question = solved(chain, make_topology(2), **options).question
+    present = question.present
+    linear = present.config.schedule in ("1f1b", "gpipe")
+    found = runners_up(question, [present], busiest=0)
+    proven = exact and schedule == "1f1b"
+    assert found.other_stages.proven == proven
+    assert found.second_best.proven == (proven and found.as_fast is None)
+    assert linear or not found.second_best.proven
