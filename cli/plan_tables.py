@@ -111,6 +111,7 @@ def _print_stages(plan: Plan, console: Console, *, short: bool) -> None:
         number("stage", lambda row: row),
         text("devices", lambda row: stages[row].devices, ranges, min_width=8),
         number("layers", lambda row: stages[row].layers),
+        number("recomputed", lambda row: stages[row].layers_again, visible=plan.recompute == "selective"),
         text(
             "from" if short else "first layer",
             lambda row: stages[row].first_layer,

@@ -38,6 +38,8 @@ class Runtime:
     """Whether a stage without parameters is refused."""
     recompute_by_stage: bool = False
     """Whether each stage may recompute or not, for itself."""
+    first_blocks: bool = False
+    """Whether it runs a number of first transformer blocks again, the same of every stage."""
     transfers: str = "overlapped"
     virtual_stages: bool = False
     """Whether a device may hold several stages."""
@@ -126,6 +128,7 @@ _WHOLE_GRADIENTS = (
 set_reshard_after_backward(False) before every backward; `perform_reduce_grad` reduces after the last."""
 _STATES_ALONE: dict[str, Any] = {"zero": frozenset({0, 1})}
 _MEGATRON = _STATES_ALONE | {
+    "first_blocks": True,
     "no_zero": "its distributed optimizer spreads the optimizer's states and master weights (ZeRO-1)",
     "pure_16_bits": False,
     "tied": "ends",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..cost_models.errors import UsageError
+from ..cost_models.memory import Recompute
 from ..cost_models.quantities import format_bytes, format_count
 from ..cost_models.schedules import find_schedule
 from ..cost_models.timeline import step_seconds
@@ -26,12 +27,14 @@ from .universal_bound import universal_bound
 @dataclass(frozen=True)
 class FixedPartition:
     """The layers before each stage's end, `virtual_stages` of them on each device, in order, and replicas;
-    `devices`: the ranks, device after device with its replicas (None: from rank 0 on)."""
+    `devices`: the ranks, device after device with its replicas (None: from rank 0 on); `recompute`: of one
+    stage a device, a word for each (None: as the configurations have it)."""
 
     ends: tuple[int, ...]
     virtual_stages: int = 1
     replicas: int = 1
     devices: tuple[int, ...] | None = None
+    recompute: tuple[Recompute, ...] | None = None
 
     @property
     def gpus(self) -> int:
@@ -77,10 +80,10 @@ def plan_partition(
         )
     _check_cuts(problem, partition)
     proposals = _proposals(problem, partition)
-    best = fastest(problem.space, proposals)
+    best = fastest(problem.space, proposals) if partition.recompute is None else None
     lacking: list[str] = []
     if best is None:
-        best, lacking = _too_large(problem, proposals)
+        best, lacking = _best_trial(problem, _trials(proposals, partition.recompute))
     schedules = dict.fromkeys((*problem.allowed_schedules, best.config.schedule))
     # One that does not fit, or that the options exclude, is none of the plans that the bound is of.
     bound = min(universal_bound(problem, schedules, best.step_seconds), best.step_seconds)
@@ -134,21 +137,31 @@ def _proposals(problem: Problem, partition: FixedPartition) -> list[Proposal]:
     )
 
 
-def _too_large(problem: Problem, proposals: Sequence[Proposal]) -> tuple[ScoredPlan, list[str]]:
-    """Where none fits: the one that lacks least, recomputing as much as it may, and what it lacks."""
-    trials = [
-        (proposal, modes[-1], assemble(problem.space, proposal, (modes[-1],) * len(proposal.ends)))
-        for proposal in proposals
-        if (modes := stage_modes(proposal.config))
-    ]
-    proposal, mode, assembly = min(trials, key=lambda item: _most_lacking(problem, item[2])[0])
+Trial = tuple[Proposal, tuple[Recompute, ...]]
+
+
+def _trials(proposals: Sequence[Proposal], words: tuple[Recompute, ...] | None) -> list[Trial]:
+    """The proposals with what each of their stages recomputes: these words, or as much as it may."""
+    if words is not None:
+        return [(proposal, words) for proposal in proposals]
+    return [(proposal, (stage_modes(proposal.config)[-1],) * len(proposal.ends)) for proposal in proposals]
+
+
+def _best_trial(problem: Problem, trials: Sequence[Trial]) -> tuple[ScoredPlan, list[str]]:
+    """The fastest that fits; where none does, the one that lacks least, and what it lacks."""
+    assemblies = [assemble(problem.space, *trial) for trial in trials]
+    lacks = [max(0.0, _most_lacking(problem, assembly)[0]) for assembly in assemblies]
+    steps = [float(step_seconds(assembly.program, assembly.costs())[0]) for assembly in assemblies]
+    index = min(range(len(trials)), key=lambda own: (lacks[own], steps[own]))
+    (proposal, modes), assembly, step = trials[index], assemblies[index], steps[index]
     bytes_short, device, needed = _most_lacking(problem, assembly)
-    step = float(step_seconds(assembly.program, assembly.costs())[0])
+    if bytes_short <= 0:
+        return ScoredPlan(proposal, modes, step), []
     note = (
         f"it does not fit: device {assembly.ranks[device][0]} needs {format_bytes(round(needed))} of "
         f"{format_bytes(round(needed - bytes_short))}"
     )
-    return ScoredPlan(proposal, (mode,) * len(proposal.ends), step), [note]
+    return ScoredPlan(proposal, modes, step), [note]
 
 
 def _most_lacking(problem: Problem, assembly: Assembly) -> tuple[float, int, float]:

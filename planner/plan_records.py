@@ -80,6 +80,14 @@ class PlannedStage(Record):
         """How many it holds."""
         return self.last_layer - self.first_layer + 1
 
+    @property
+    def layers_again(self) -> int | None:
+        """How many of them it recomputes; None where it does not say, as all stages do what the plan does."""
+        if self.recompute is None:
+            return None
+        whole = 0 if self.recompute == "never" else self.layers
+        return count_first_layers(self.recompute) or whole
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.last_layer < self.first_layer:

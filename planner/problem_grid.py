@@ -10,6 +10,8 @@ from functools import cache
 from itertools import product
 from typing import Any, ClassVar
 
+import numpy as np
+
 from ..cost_models.document import Document, MadeBy, Record
 from ..cost_models.errors import InfeasibleError, MachineError, PplanError, UsageError
 from .plan_file import Plan
@@ -73,12 +75,18 @@ def list_points(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
             raise UsageError(f"sweep={key!r}: {twice} stands twice", "Give every value once.")
     if not grid:
         raise UsageError("`sweep`: the grid is empty", "Give sweep='gpus=2,4,8', say.")
-    points = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    plain = {key: [_plain(value) for value in values] for key, values in grid.items()}
+    points = [dict(zip(grid, values, strict=True)) for values in product(*plain.values())]
     if len(points) > MOST_POINTS:
         raise UsageError(
             f"`sweep`: {len(points)} points", f"Give at most {MOST_POINTS}: fewer values, or several sweeps."
         )
     return points
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy as one of Python, which files can hold."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def solve_points(

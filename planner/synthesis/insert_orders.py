@@ -91,8 +91,9 @@ class _Inserter:
         problem = self.problem
         own, (begins, ends) = problem.micro_batch_bytes[part], problem.parts_held[part]
         adds = max(0.0, begins + ends)
-        passing = max(problem.workspace_bytes(F, part), problem.workspace_bytes(B, part) + max(begins, adds))
-        room = problem.room[problem.device[part]] * (1 + 1e-12) - passing - (lag + 1) * adds
+        forward, backward = (problem.workspace_bytes(kind, part) for kind in (F, B))
+        passing = max(adds + max(forward, backward), begins + backward)
+        room = problem.room[problem.device[part]] * (1 + 1e-12) - passing - lag * adds
         if own <= 0 or room == float("inf"):
             return problem.micro_batches
         return max(0, min(problem.micro_batches, int(room / own)))

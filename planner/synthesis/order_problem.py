@@ -10,7 +10,9 @@ a part; R: from the start of an F to the end of its micro-batch on this device, 
 micro-batches that the memory holds):
 
     lead + M (f + b + w) + e     a device computes from its first F on; e: what follows its last action
-    lead + M (f + b) + trail     its last B goes back through the parts before
+    lead + M (f + b) + (M - q) w + trail
+                                 its last B goes back through the parts before; as it begins, memory lets no
+                                 more than q micro-batches, its own with them, wait for their W
     lead + n R + ...             the F of micro-batch j + K starts after j has ended, n rounds of K later
 
 The third holds as the j-th to end has begun no later than the j-th start (Qi et al., ICLR 2024, discuss what
@@ -19,6 +21,7 @@ whose memory holds K cannot start micro-batch n K before lead(s) + n R. From the
 of an F to that of the same micro-batch's B; k: micro-batches that s holds, at most what is left)
 
     (M - n K) (f + b + w) + A - k f                its B's return A later, and until then it has k F's
+    (M - n K) (f + b + w) - q w + A - k f + trail  the same up to the end of its last B, q W's left
     A - k f + (M - n K - 1) f + (M - n K - k) (b + w) + A + b + trail
                                                    before its last F come B and W of all but k micro-batches
     (M - n K - 1) f + A + b + trail                the last micro-batch; from n = 1 on with f + b + w of the
@@ -181,17 +184,15 @@ class OrderProblem:
         work = [self._work(part) for part in range(self.parts)]
         lead = [0.0, *accumulate(f + wait for f, wait in zip(self.forward, self.forward_wait, strict=False))]
         trail = self._trails()
-        least = max(lead[part] + self._way(part) for part in range(self.parts))
+        least = max(lead[part] + self.way_seconds(part) for part in range(self.parts))
         for device, own in enumerate(self.own_parts):
             busy = sum(work[part] for part in own)
             least = max(least, min(lead[part] for part in own) + busy + self.end[device])
         if not self.is_line:
             return least
-        count = self.micro_batches
         for part, most in enumerate(self.most_in_flight):
             if most == 0:
                 return float("inf")
-            least = max(least, lead[part] + count * self.forward[part] + self._backwards(part) + trail[part])
             least = max(
                 least,
                 *(
@@ -206,10 +207,10 @@ class OrderProblem:
         micro-batches through."""
         count, most, own = self.micro_batches, self.most_in_flight[part], self.most_in_flight[later]
         forward, after = self.forward[later], self.backward[later] + self.weight[later]
-        turn, adds_less = self._way(later), self._credit_of_b(later) + self._credit_of_w(later)
+        turn, adds_less = self.way_seconds(later), self._credit_of_b(later) + self._credit_of_w(later)
         back = turn - self.backward[later] + self._credit_of_b(later)
         trail = max(trail, self.weight[later] - self._credit_of_w(later) + self.end[self.device[later]])
-        round_trip = self._way(part) + self.weight[part] - self._credit_of_w(part)
+        round_trip = self.way_seconds(part) + self.weight[part] - self._credit_of_w(part)
         least, rounds = 0.0, (count - 1) // most
         for number in {0, rounds}:
             left = count - number * most
@@ -222,7 +223,11 @@ class OrderProblem:
                 last = max(
                     last, idle + (left - 1) * forward + (left - own) * after - adds_less + turn + trail
                 )
-            least = max(least, begin + work + max(0.0, back - ahead * forward), begin + last)
+            idle = max(0.0, back - ahead * forward)
+            weights = (left - self.most_behind_backward[later]) * self.weight[later]
+            drain = left * (forward + self.backward[later]) - self._credit_of_b(later)
+            drain += max(0.0, weights - self._credit_of_w(later)) + trail
+            least = max(least, begin + idle + max(work, drain), begin + last)
         return least
 
     def _credit_of_b(self, part: int) -> float:
@@ -235,11 +240,7 @@ class OrderProblem:
         each = self.forward[part] + self.backward[part] + self.weight[part]
         return self.micro_batches * each - self._credit_of_b(part) - self._credit_of_w(part)
 
-    def _backwards(self, part: int) -> float:
-        """Seconds of all B's of a part."""
-        return self.micro_batches * self.backward[part] - self._credit_of_b(part)
-
-    def _way(self, part: int) -> float:
+    def way_seconds(self, part: int) -> float:
         """From the start of an F of a part to the end of the same micro-batch's B, the first of all parts."""
         total = 0.0
         for later in range(part, self.parts):

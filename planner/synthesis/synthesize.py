@@ -1,16 +1,17 @@
 """Plans with an order of actions of their own, on the cuts and devices of good plans, and cuts near them.
 
 The orders start from the best known ones, each with the cuts that were searched for it, and from those that
-rules make (`deep_orders`, `insert_orders`, `fill_orders`). With the best of them in hand cuts are moved as
-long as the order runs faster; then the order is improved (`local_search`) and, where OR-tools is installed,
-handed to its solver (`solve_order`), and cuts are moved again. None is slower than the best plan of the known
-schedules that was found before. Each is a schedule like any other, named by the hash of its actions, and
-scored by the simulator and the ledger.
+rules make (`deep_orders`, `insert_orders`, `ahead_orders`, `fill_orders`), weight gradients put anew where
+devices wait (`fill_weights`). With the best of them in hand cuts are moved as long as the order runs faster;
+then other numbers of such rules are tried (`search_ahead`), the order is improved (`local_search`) and, where
+OR-tools is installed, handed to its solver (`solve_order`), and cuts are moved again. None is slower than the
+best plan of the known schedules that was found before. Each is a schedule like any other, named by the hash
+of its actions, and scored by the simulator and the ledger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -31,8 +32,10 @@ from ..other_schedules import propose_other_schedules
 from ..pipeline_config import SYNTHESIZED
 from ..scoring import assemble, fastest, possible
 from ..search.budget import SearchBudget
+from .ahead_orders import ahead_orders, search_ahead, steepest_slope
 from .deep_orders import deep_orders
 from .fill_orders import fill_orders
+from .fill_weights import fill_weights, list_turns
 from .insert_orders import insert_orders
 from .local_search import improve_order
 from .order_problem import Lists, OrderProblem, order_problem
@@ -79,6 +82,8 @@ CHANGES_A_SECOND = 500_000
 """Actions of orders that are run through in a second, about."""
 MOST_FILLED = 20_000
 """Actions of an order that is made by rule, event by event."""
+REFILL_SHARES = (0.9, 0.3)
+"""Of `fill_weights`, that the best order by rule is tried with."""
 SHARE = 0.5
 """Of the time limit, for all of it."""
 
@@ -249,14 +254,28 @@ def _fill(own: OrderCandidate, budget: SearchBudget) -> OrderCandidate:
     """With the best of the known orders and of those made by rule."""
     numbers = own.problem
     best, lists = inf, None
-    rules = (deep_orders, insert_orders, fill_orders) if _actions(own) <= MOST_FILLED else ()
+    rules = (deep_orders, insert_orders, ahead_orders, fill_orders) if _actions(own) <= MOST_FILLED else ()
     for order in chain(_published_orders(own), *(rule(numbers) for rule in rules)):
         run = run_order(numbers, order) if numbers.fits(order) else None
         if run is not None and run.step < best:
             best, lists = run.step, order
         if best <= own.bound * (1 + 1e-9) or budget.over:
             break
-    return replace(own, lists=lists, step=best)
+    return _fill_again(replace(own, lists=lists, step=best))
+
+
+def _fill_again(own: OrderCandidate) -> OrderCandidate:
+    """With the weight gradients put anew where devices wait, if that is faster."""
+    numbers = own.problem
+    if own.lists is None or not numbers.is_line or not numbers.split:
+        return own
+    turns = list_turns(own.lists)
+    for share in REFILL_SHARES:
+        lists = fill_weights(numbers, turns, share, numbers.micro_batches)
+        run = run_order(numbers, lists) if lists is not None and numbers.fits(lists) else None
+        if run is not None and run.step < own.step * (1 - 1e-12):
+            own = replace(own, lists=lists, step=run.step)
+    return own
 
 
 def _published_orders(own: OrderCandidate) -> Iterator[Lists]:
@@ -276,11 +295,13 @@ def _actions(own: OrderCandidate) -> int:
 def _improve(own: OrderCandidate, seconds: float, budget: SearchBudget) -> OrderCandidate:
     """Improved for about so many seconds: by exchanges, then by the solver where there is one."""
     assert own.lists is not None, "an order was made"
-    solves = has_solver() and _actions(own) <= MOST_SOLVED
+    lists, solves = own.lists, has_solver() and _actions(own) <= MOST_SOLVED
     share = seconds / 3 if solves else seconds
-    turns = iter(range(max(1, int(share * CHANGES_A_SECOND / _actions(own)))))
-    is_over = lambda: next(turns, None) is None or budget.over  # noqa: E731
-    lists, step = improve_order(own.problem, own.lists, own.bound, is_over)
+    if steepest_slope(own.problem) is not None:
+        share /= 2
+        ahead, step = search_ahead(own.problem, own.bound, _turn_limit(own, share, budget))
+        lists = ahead if ahead is not None and step < own.step else lists
+    lists, step = improve_order(own.problem, lists, own.bound, _turn_limit(own, share, budget))
     own = replace(own, lists=lists, step=step)
     if not solves or step <= own.bound * (1 + 1e-9):
         return own
@@ -290,6 +311,12 @@ def _improve(own: OrderCandidate, seconds: float, budget: SearchBudget) -> Order
     if run is None or solution.lists is None or run.step >= step or not own.problem.fits(solution.lists):
         return own
     return replace(own, lists=solution.lists, step=run.step)
+
+
+def _turn_limit(own: OrderCandidate, seconds: float, budget: SearchBudget) -> Callable[[], bool]:
+    """Whether so many orders were run through as about so many seconds allow."""
+    turns = iter(range(max(1, int(seconds * CHANGES_A_SECOND / _actions(own)))))
+    return lambda: next(turns, None) is None or budget.over
 
 
 def _score(problem: Problem, own: OrderCandidate) -> ScoredPlan | None:

@@ -11,6 +11,7 @@ from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.text_files import read_text
 from ..planner.fixed_partition import FixedPartition, plan_partition
+from ..planner.pipeline_config import FIRST_LAYERS
 from ..planner.plan_file import Plan
 from ..planner.plan_records import ProfileReference
 from ..profiler.profile_file import Profile
@@ -73,7 +74,8 @@ def _import_partition(
     chain = profile.chain()
     read = with_virtual_stages(read_partition(text, chain.names, where), partition.virtual_stages, where)
     read = replace(read, replicas=partition.replicas or read.replicas)
-    fixed = FixedPartition(read.ends, read.virtual_stages or 1, read.replicas or 1)
+    words = None if partition.recompute else read.stage_recompute
+    fixed = FixedPartition(read.ends, read.virtual_stages or 1, read.replicas or 1, recompute=words)
     options = _plan_options(read, fixed, partition, training)
     problem = make_problem(profile, reference, replace(machine, gpus=machine.gpus or fixed.gpus), options)
     fixed, notes = _on_devices(fixed, read.devices, problem.usable_gpus)
@@ -104,6 +106,11 @@ def _on_devices(
 
 def _content(source: str | Path) -> tuple[str, str]:
     """The text, and what errors call it. A text that names no file is a partition where it looks like one."""
+    if source == "":
+        raise UsageError(
+            "source='': is no partition, and no file",
+            'Give the layers of each stage, as in "12,34", or a file.',
+        )
     if isinstance(source, Path) or _is_file(source) or not re.search(r"[|,\[{\s]|^\d+$", source):
         return read_text(Path(source), "partition"), str(source)
     text = " ".join(source.split())
@@ -123,12 +130,13 @@ def _plan_options(
     """The options of the plan: those given, else what the partition says."""
     several = fixed.virtual_stages > 1
     mini_batch = training.mini_batch or read.mini_batch
+    recompute = FIRST_LAYERS if read.stage_recompute else read.recompute or "auto"
     return replace(
         training,
         mini_batch=mini_batch,
         micro_batches=training.micro_batches or _micro_batches(read, fixed, mini_batch),
         schedule=partition.schedule or read.schedule or ("interleaved" if several else "auto"),
-        recompute=partition.recompute or read.recompute or "auto",
+        recompute=partition.recompute or recompute,
         runtime=training.runtime or read.runtime,
     )
 

@@ -16,11 +16,13 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from ...cost_models.document import LayerCount, MadeBy
 from ...cost_models.errors import ExportError
+from ...cost_models.first_layers import recompute_kinds
 from ...cost_models.runtime import find_runtime
 from ...planner.plan_file import Plan
+from .first_blocks import count_first_blocks
 from .plan_choice import Choice, choose
 from .trainer_text import TrainerArguments, device_remark, join_remarks, trainer_fields
-from .transformer_blocks import Transformer, check_whole_blocks, find_plan_blocks, is_small
+from .transformer_blocks import Transformer, check_whole_blocks, ends_remark, find_plan_blocks, is_small
 
 E = TypeVar("E", bound="LayoutExport")
 ArgumentWriter = Callable[[dict[str, Any], Plan, int | None], list[str]]
@@ -33,6 +35,8 @@ class LayoutExport(TrainerArguments):
     layout: str
     num_layers: LayerCount
     """Transformer blocks."""
+    first_blocks: LayerCount | None = None
+    """Of every stage, that it recomputes; None: all, where `recompute` is always."""
 
 
 class MegatronExport(LayoutExport):
@@ -82,16 +86,19 @@ def _build_document(
     ends = tuple(accumulate(choice.balance))
     check_whole_blocks(plan, model, ends, kind.kind)
     stages = _blocks_by_stage(plan, model, ends, kind.kind)
-    common_fields = trainer_fields(plan, choice, kind.kind)
     layout_fields: dict[str, Any] = {"layout": write_layout(stages), "num_layers": model.blocks}
+    first_blocks = _first_blocks(model, ends, choice)
+    if first_blocks is not None:
+        layout_fields |= {"first_blocks": first_blocks, "recompute": "always"}
+    fields = trainer_fields(plan, choice, kind.kind) | layout_fields
     document = kind(
-        **common_fields,
-        **layout_fields,
-        arguments=words(common_fields | layout_fields, plan, _recompute(choice, stages)),
+        **fields,
+        arguments=words(fields, plan, _recompute(choice, stages)),
         made_by=made_by,
     )
     return document, join_remarks(
         remark,
+        ends_remark(model, kind.kind),
         *_remarks(model, ends, choice, stages, kind.kind),
         _tied_remark(plan, kind.kind),
         device_remark(choice),
@@ -133,6 +140,13 @@ def _recompute(choice: Choice, stages: Sequence[int]) -> int | None:
     return gcd(*stages) if choice.recompute == "always" else None
 
 
+def _first_blocks(model: Transformer, ends: Sequence[int], choice: Choice) -> int | None:
+    """The blocks that every stage recomputes, of a plan that recomputes the first layers of one."""
+    if "first_layers" not in recompute_kinds(choice.stage_recompute):
+        return None
+    return count_first_blocks(model, ends, choice.stage_recompute)
+
+
 def write_flags(settings: Mapping[str, object]) -> list[str]:
     """Megatron-LM's arguments, of settings by its names for them."""
     return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -162,11 +176,12 @@ def _settings(fields: dict[str, Any], plan: Plan, recompute: int | None) -> dict
     }
     if plan.profile.tensor_parallel > 1:
         settings["tensor_model_parallel_size"] = plan.profile.tensor_parallel
-    if recompute is not None:
+    number = fields.get("first_blocks") or recompute
+    if number is not None:
         settings |= {
             "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": recompute,
+            "recompute_method": "block" if fields.get("first_blocks") else "uniform",
+            "recompute_num_layers": number,
         }
     return settings
 
@@ -218,6 +233,13 @@ def _remarks(
             f"{runtime} computes {', '.join(moved)} with the head, on the last stage; the plan has it on "
             "the stage before."
         )
+    first_blocks = _first_blocks(model, ends, choice)
+    if first_blocks is not None:
+        remarks.append(
+            f"{runtime} runs each of the first {first_blocks} blocks of a stage again by itself and keeps "
+            "its input, and never the embedding; the plan counts one checkpoint of all of a stage."
+        )
+        return remarks
     together = _recompute(choice, stages)
     if together is not None and together < max(stages):
         remarks.append(

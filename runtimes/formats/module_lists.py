@@ -14,8 +14,8 @@ from ...cost_models.runtime import find_runtime
 from ...planner.plan_file import Plan
 from .plan_choice import Choice, choose
 from .torch_actions import OWN_ORDER, action_rows, build_program, schedule_class
-from .trainer_text import trainer_fields
-from .transformer_blocks import Transformer, check_whole_blocks, find_plan_blocks
+from .trainer_text import join_remarks, trainer_fields
+from .transformer_blocks import Transformer, check_whole_blocks, ends_remark, find_plan_blocks
 
 EMBEDDINGS = frozenset({"embed_tokens", "tok_embeddings", "wte", "embed_in", "word_embeddings"})
 """Last parts of the names that token embeddings go by."""
@@ -66,9 +66,18 @@ def choose_blocks(plan: Plan, runtime: str) -> TransformerChoice:
     name = schedule_class(choice.schedule, program)
     schedule = None if name == OWN_ORDER else name.removeprefix("Schedule")
     actions = () if schedule else tuple(action_rows(program))
+    remarks = join_remarks(remark, _unnamed_remark(model, runtime))
     return TransformerChoice(
-        plan, model, choice, ends, trainer_fields(plan, choice, runtime), schedule, actions, remark
+        plan, model, choice, ends, trainer_fields(plan, choice, runtime), schedule, actions, remarks
     )
+
+
+def _unnamed_remark(model: Transformer, runtime: str) -> str | None:
+    """A sentence where the lists lack modules that the model has, which would be left out."""
+    remark = ends_remark(model, runtime)
+    if remark is None:
+        return None
+    return f"{remark} Add their modules to the first and the last list: what no list names is left out."
 
 
 def list_modules(model: Transformer, ends: Sequence[int], words: ModuleNames | None) -> list[list[str]]:

@@ -69,9 +69,10 @@ def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[NemoExport, str
 
 def _others(model: Transformer) -> str:
     """A plan knows the first module of a layer only."""
+    beside = f"stands beside {model.embedding[0]} before" if model.embedding else "stands before"
     return (
         f"The model is not built as Llama is: NeMo keeps only what is named, so add to the first stage what "
-        f"stands beside {model.embedding[0]} before the blocks (a position embedding, a dropout), and to the "
+        f"{beside} the blocks (a position embedding, a dropout), and to the "
         "last what stands behind them."
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from ...cost_models.errors import ExportError
@@ -13,6 +14,8 @@ from ...cost_models.runtime import Runtime, find_runtime
 from ...planner.plan_file import Plan
 from ...planner.plan_records import Alternative
 from .export_document import hash_layers
+from .first_blocks import FirstBlocksError, count_first_blocks
+from .transformer_blocks import NotBlocksError, find_blocks
 
 INSTEAD = ". Exported instead"
 """What of a remark follows the reason."""
@@ -136,7 +139,21 @@ def refusals(plan: Plan, runtime: Runtime) -> list[str]:
         reasons.append(f"stage {untrained[0]} has no parameters, {runtime.name} trains every stage")
     reasons += _other_states(plan, runtime)
     reasons += _shared_weights(plan, runtime)
-    words = dict.fromkeys(stage_recompute(plan))
+    reasons += _other_recomputation(plan, runtime)
+    return reasons
+
+
+def _other_recomputation(plan: Plan, runtime: Runtime) -> list[str]:
+    """Reasons, where the runtime does not recompute what the plan's stages do."""
+    own, reasons = stage_recompute(plan), list[str]()
+    words = dict.fromkeys(own)
+    if runtime.first_blocks and "first_layers" in recompute_kinds(own):
+        ends = list(accumulate(stage.layers for stage in plan.stages))
+        try:
+            count_first_blocks(find_blocks(plan.layer_names), ends, own)
+        except (NotBlocksError, FirstBlocksError) as error:
+            return [f"{error}, in {runtime.name} all stages run the same number of whole blocks again"]
+        return []
     if len(words) > 1 and not runtime.recompute_by_stage:
         reasons.append(f"its stages recompute {' and '.join(words)}, in {runtime.name} all do the same")
     unknown = [word for word in map(recompute_kind, words) if word not in runtime.recompute]

@@ -116,6 +116,17 @@ def check_whole_blocks(plan: Plan, model: Transformer, ends: Sequence[int], runt
             )
 
 
+def ends_remark(model: Transformer, runtime: str) -> str | None:
+    """A sentence where the plan's layers have no embedding or no head, which the trainer's model has."""
+    layers = {"embedding": model.embedding, "head": model.head}
+    if missing := [f"no {name}" for name, own in layers.items() if not own]:
+        return (
+            f"The plan's layers have {' and '.join(missing)}: those of {runtime}'s model are not in the "
+            "prediction."
+        )
+    return None
+
+
 def _profile_again(plan: Plan, list_name: str) -> str:
     return (
         f"Measure whole blocks: pplan.profile({plan.model!r}, granularity='module:{list_name}.*'), and "

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ...cost_models.quantities import format_count
 from ..formats.transformer_blocks import NotBlocksError, find_blocks, is_small
-from .partition import Partition, from_blocks, partition_error
+from .partition import Partition, from_blocks, partition_error, with_first_blocks
 from .trainer_options import Options, read_number
 
 _GROUP = re.compile(r"\(([^()]+)\)\*(\d{1,18})(?!\d)")
@@ -129,7 +129,7 @@ def from_layout(layout: str, names: Sequence[str], where: str, options: Options)
     )
     full = options.get("recompute_granularity") == ["full"]
     tells_recompute = "recompute_granularity" in options or batch is not None
-    return replace(
+    partition = replace(
         from_blocks(list(counts.values()), names, where, "megatron", len(moved)).with_notes(
             *_notes(stages, [stage for stage in empty if stage not in counts], moved)
         ),
@@ -139,6 +139,12 @@ def from_layout(layout: str, names: Sequence[str], where: str, options: Options)
         samples=own,
         recompute=("always" if full else "never") if tells_recompute else None,
     )
+    if not full or options.get("recompute_method") != ["block"]:
+        return partition
+    number = read_number(options, "recompute_num_layers", where)
+    if number is None:
+        return replace(partition, recompute=None)
+    return with_first_blocks(partition, number, names)
 
 
 def _idle_devices(empty: Sequence[int], size: int, virtual: int) -> set[int]:

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 
 from ...cost_models.errors import FileError
 from ...planner.plan_records import Recompute
+from ..formats.first_blocks import first_block_words
 from ..formats.transformer_blocks import NotBlocksError, find_blocks
 
 FORMATS = (
@@ -22,8 +23,8 @@ class Partition:
 
     `ends`: by stage, the layers before its end; `virtual_stages` of them are on each device. `replicas`: of
     every stage. `devices`: ranks, device after device of the pipeline with its replicas. `samples`: of a
-    micro-batch, on each replica. `runtime`: that the file was written for. `notes`: what was understood, or
-    passed over.
+    micro-batch, on each replica. `stage_recompute`: a word for each stage. `runtime`: that the file was
+    written for. `notes`: what was understood, or passed over.
     """
 
     format: str
@@ -35,6 +36,7 @@ class Partition:
     samples: int | None = None
     mini_batch: int | None = None
     recompute: Recompute | None = None
+    stage_recompute: tuple[str, ...] | None = None
     runtime: str | None = None
     notes: tuple[str, ...] = ()
 
@@ -93,6 +95,24 @@ def from_blocks(
     if moved:
         ends[-moved:] = [end + number for number, end in enumerate(ends[-moved:], start=1)]
     return check_stages(Partition(format, (*ends, len(names))), where)
+
+
+def with_first_blocks(partition: Partition, number: int, names: Sequence[str]) -> Partition:
+    """The partition, of which every stage runs its first blocks again, at the most so many of them."""
+    words = first_block_words(find_blocks(names), partition.ends, number)
+    if set(words) <= {"always"}:
+        return replace(partition, recompute="always")
+    if (partition.virtual_stages or 1) > 1:
+        note = (
+            f"it runs the first {number} blocks of every virtual stage again; the plan of several stages a "
+            "device does not know that, and recomputes whole devices where memory lacks"
+        )
+        return replace(partition, recompute=None).with_notes(note)
+    note = (
+        f"it runs the first {number} blocks of every stage again, each by itself; the plan has them, and "
+        "what stands before them, in one checkpoint a stage"
+    )
+    return replace(partition, recompute=None, stage_recompute=words).with_notes(note)
 
 
 def from_bounds(bounds: Sequence[int], names: Sequence[str], where: str) -> Partition:

@@ -25,7 +25,14 @@ from ..formats.torch_export import TorchExport
 from ..formats.torchtitan_export import TorchtitanExport
 from .megatron_layout import from_layout
 from .module_names import from_device_map, from_modules, read_ranks
-from .partition import Partition, check_stages, from_bounds, from_counts, partition_error
+from .partition import (
+    Partition,
+    check_stages,
+    from_bounds,
+    from_counts,
+    partition_error,
+    with_first_blocks,
+)
 from .trainer_options import Options, parse_options, parse_yaml
 
 _LIST = re.compile(r"[\[(]?\s*\d{1,18}(?:(?:\s*,\s*|\s+)\d{1,18})*\s*(?:,\s*)?[\])]?")
@@ -207,7 +214,8 @@ def from_export(text: str, runtime: str, names: Sequence[str], where: str) -> Pa
         replace(
             partition,
             format=runtime,
-            runtime=runtime,
+            # Megatron-LM runs first blocks again one by one: no plan for it does, in one checkpoint.
+            runtime=None if partition.stage_recompute else runtime,
             replicas=replicas,
             devices=partition.devices or read_ranks(getattr(document, "devices", [])),
             mini_batch=document.mini_batch,
@@ -251,7 +259,12 @@ def _partition(document: ExportDocument, names: Sequence[str], where: str) -> Pa
 
 def _from_trainer(document: ExportDocument, names: Sequence[str], where: str) -> Partition:
     if isinstance(document, LayoutExport):
-        partition = from_layout(document.layout, names, where, {})
+        partition = replace(
+            from_layout(document.layout, names, where, {}), virtual_stages=document.virtual_stages
+        )
+        if document.first_blocks is not None:
+            partition = with_first_blocks(partition, document.first_blocks, names)
+            return replace(partition, schedule=document.order)
     elif isinstance(document, TorchtitanExport | NemoExport):
         partition = from_modules(document.module_fqns_per_model_part, names, where, {})
     else:

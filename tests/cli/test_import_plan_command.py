@@ -113,6 +113,7 @@ def test_a_file_and_the_verbs_after_it(run: Run, decoder_file: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "what", "hint"),
     [
+        (("",), "is no partition, and no file", "12,34"),
         (("nothing.txt",), "nothing.txt: no such partition file", ""),
         (("4,4",), "4,4: the balance adds up to 8 layers, the profile has 9", "--profile FILE"),
         (("4,5", "--gpus", "1"), "--gpus 1: the partition takes 2 GPUs", "--gpus 2"),

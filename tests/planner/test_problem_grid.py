@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import pytest
 
 from pplan.cost_models.errors import InfeasibleError, MachineError, UsageError
@@ -61,6 +62,11 @@ def test_the_last_key_changes_fastest() -> None:
         {"gpus": 2, "size": 1},
         {"gpus": 2, "size": 8},
     ]
+
+
+def test_numbers_of_numpy_are_rows_that_files_hold() -> None:
+    (point,) = list_points({"gpus": [np.int64(4)]})
+    assert type(point["gpus"]) is int
 
 
 @pytest.mark.parametrize(

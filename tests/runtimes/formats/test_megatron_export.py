@@ -211,3 +211,45 @@ def test_our_layouts_keep_its_rules(layout: str) -> None:
     ours = write_layout(blocks)
     assert parse_layout(ours, "x") == blocks
     assert re.fullmatch(r"E(t|t\*\d+)?(\|(t|t\*\d+)?)*L", ours)
+
+
+FIRST = ["first_3", "first_2", "always", "never"]
+
+
+def first_blocks_plan(make_decoder_plan: MakePlan, words: list[str], balance: list[int]) -> Plan:
+    plan = make_decoder_plan(balance)
+    stages = [
+        stage.model_copy(update={"recompute": word}) for stage, word in zip(plan.stages, words, strict=True)
+    ]
+    return plan.model_copy(update={"stages": stages, "recompute": "selective"})
+
+
+@pytest.mark.parametrize("runtime", ["megatron", "megatron-bridge"])
+def test_first_blocks_of_every_stage(make_decoder_plan: MakePlan, runtime: str) -> None:
+    """The embedding and two blocks, two of three blocks, all of two, none where there is no block."""
+    document, remark = export(runtime, first_blocks_plan(make_decoder_plan, FIRST, [4, 3, 2, 2]))
+    assert isinstance(document, MegatronExport | MegatronBridgeExport)
+    assert (document.first_blocks, document.recompute) == (2, "always")
+    text = " ".join(document.arguments).replace("model.", "--").replace("_", "-").replace("=", " ")
+    assert "--recompute-granularity full --recompute-method block --recompute-num-layers 2" in text
+    assert remark is not None
+    assert "each of the first 2 blocks of a stage again by itself" in remark
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["first_3", "first_1", "always", "never"], "its stages run 2, 1, 2, 0 first blocks again"),
+        (["first_3", "never", "never", "never"], "its stages run 2, 0, 0, 0 first blocks again"),
+        (["first_1", "never", "never", "never"], "its stages run 0, 0, 0, 0 first blocks again"),
+    ],
+)
+def test_other_first_layers_are_refused(make_decoder_plan: MakePlan, words: list[str], reason: str) -> None:
+    with pytest.raises(ExportError, match=reason):
+        export("megatron", first_blocks_plan(make_decoder_plan, words, [4, 3, 2, 2]))
+
+
+def test_runtimes_of_whole_stages_refuse_first_layers(make_decoder_plan: MakePlan) -> None:
+    for runtime in ("torchtitan", "nemo-automodel", "deepspeed"):
+        with pytest.raises(ExportError, match="first_3 and first_2 and always and never"):
+            export(runtime, first_blocks_plan(make_decoder_plan, FIRST, [4, 3, 2, 2]))

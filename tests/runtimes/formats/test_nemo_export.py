@@ -85,3 +85,16 @@ def test_modules_that_a_plan_does_not_know_are_told(make_decoder_plan: MakePlan)
     _, remark = export("nemo-automodel", plan)
     assert remark is not None
     assert "beside transformer.wte before the blocks" in remark
+
+
+@pytest.mark.parametrize("runtime", ["megatron", "megatron-bridge", "torchtitan", "nemo-automodel"])
+def test_layers_without_the_ends_of_a_model_say_so(make_decoder_plan: MakePlan, runtime: str) -> None:
+    """A table of costs may hold the blocks alone: the trainer's model has an embedding and a head besides."""
+    names = [f"layers.{number}" for number in range(4)]
+    for layers, missing in ((names, "no embedding and no head"), (["embed_tokens", *names[:3]], "no head")):
+        plan = make_decoder_plan([2, 2], names=layers)
+        _, remark = export(runtime, plan)
+        assert remark is not None
+        assert f"The plan's layers have {missing}: those of {runtime}'s model are not in" in remark
+    _, remark = export(runtime, make_decoder_plan([3, 2]))
+    assert remark is None or "The plan's layers have" not in remark
