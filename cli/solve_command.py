@@ -75,7 +75,9 @@ def solve_command(
     )
     if "gpus" not in grid.sweep and machine.gpus is None:
         machine = replace(machine, gpus=_count_gpus(machine.topology))
-    aim = "--robust" if plan_options.robust else f"--objective {objective.objective}"
+    aim = f"--objective {objective.objective}"
+    if plan_options.robust:
+        aim = FIELDS[plan_options.robust_field]
     _check_together(bool(grid.sweep), frontier, output, aim)
     paths = profile_files or [choose_input(None, ("profile",))]
     path = _only(paths, bool(grid.sweep), frontier)
