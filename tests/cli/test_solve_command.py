@@ -17,6 +17,7 @@ from pplan.cli.solve_command import _next_steps
 from pplan.cost_models.errors import ExportError, UsageError
 from pplan.cost_models.text_files import sha256
 from pplan.planner.plan_file import Plan
+from pplan.planner.plan_records import BUFFER_WARNING
 from pplan.profiler.profile_file import Profile
 
 Run = Callable[..., Any]
@@ -317,3 +318,14 @@ def test_what_says_nothing_together_names_what_was_given(
     assert ran.status == 2
     assert option.split("=")[0] in ran.lines[-2]
     assert ("--robust" in ran.err) == (option == "--robust")
+
+
+def test_an_export_that_lacks_room_for_pytorchs_buffers_says_so(profile: Profile) -> None:
+    """The plan warns of it; where no alternative fits it is exported all the same, not without a word."""
+    pins = [("features.0", 0), ("classifier[2]", 1)]
+    plan = pplan.solve(profile, gpus=2, mini_batch=8, pins=pins, time_limit=1)
+    warning = f"{BUFFER_WARNING}1 needs 5 MiB more than its limit"
+    lacking = plan.model_copy(update={"alternatives": [], "warnings": [warning]})
+    with pytest.warns(UserWarning, match="In PyTorch's pipelining device 1 needs 5 MiB more"):
+        pplan.export("torch", lacking)
+    pplan.export("deepspeed", lacking)
