@@ -63,10 +63,14 @@ def solve(profile: Profile, devices: int, memory: float | None, time_limit: floa
     known, cuts = [inf], [inf]
 
     def note_known(
-        problem: Problem, schedules: Iterable[str], limit: float = inf, work: float | None = None
+        problem: Problem,
+        schedules: Iterable[str],
+        limit: float = inf,
+        work: float | None = None,
+        near: Iterable[ScoredPlan] = (),
     ) -> ScheduleResult:
         known[:] = [min(*known, limit)]
-        return search_schedules(problem, schedules, limit, work)
+        return search_schedules(problem, schedules, limit, work, near)
 
     def note_cuts(problem: Problem, best: ScoredPlan | None, plans: Sequence[ScoredPlan]) -> list[ScoredPlan]:
         cuts[:] = [inf if best is None else best.step_seconds]

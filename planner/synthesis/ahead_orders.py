@@ -27,11 +27,11 @@ from .run_order import run_order
 
 SHARES = (0.9, 0.3, 0.0, 0.6, 1.0)
 """Of the seconds of a weight gradient: how far off an arrival must be for one to be made before it."""
-GROUPS = ((1, 1.0), (2, 0.8), (3, 0.9), (4, 0.9), (4, 0.7))
+GROUPS = ((1, 1.0), (2, 0.8), (4, 0.9))
 """Forwards of a group, and how far apart they are beside 1."""
 SLOPES = (1.0, 0.96)
 """Beside the steepest."""
-PERIODS = (1.0, 0.93, 0.6, 0.33)
+PERIODS = (0.93, 0.33)
 """Beside the number of stages less one."""
 POOL = 12
 """Rules that others are made of."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pplan.api.page.page_tables import stage_table
 from pplan.api.plan_answer import answer_lines
 from pplan.cli import streams
 from pplan.cli.plan_tables import planned_memory, print_answer, print_ledger, print_plan
@@ -380,3 +381,21 @@ def test_the_step_has_its_interval(
     console = terminal(110)
     print_plan(changed(plan, prediction=predicted), console)
     assert shown in " ".join(console.text.split()) + " "
+
+
+def test_layers_that_are_recomputed_have_a_column_where_stages_differ(plan: Plan, terminal: Terminal) -> None:
+    words = ["first_2", "always", "never"]
+    stages = [
+        stage.model_copy(update={"recompute": word}) for stage, word in zip(plan.stages, words, strict=True)
+    ]
+    differing = plan.model_copy(update={"stages": stages, "recompute": "selective"})
+    for show in (print_plan, lambda own, console: print_answer(own, console, "")):
+        whole, some = terminal(160), terminal(160)
+        show(plan, whole)
+        show(differing, some)
+        assert "recomputed" not in whole.text
+        rows = [line.split() for line in some.text.splitlines() if re.match(r" *[012]  ", line)]
+        assert [row[3] for row in rows[:3]] == ["2", "5", "0"]
+    table = stage_table(differing)
+    assert [row[list(table.headings).index("recomputed")].text for row in table.rows] == ["2", "5", "0"]
+    assert "recomputed" not in stage_table(plan).headings
