@@ -46,9 +46,10 @@ def megatron_remarks(plan: DegreePlan) -> list[str]:
     """Remarks on what Megatron-LM needs besides its arguments."""
     if plan.recompute != "offload":
         return []
+    experts = ", and --moe-grouped-gemm for that of experts" if any(plan.layers.shape.routed) else ""
     return [
         "Megatron-LM's and Megatron-Bridge's offload needs Transformer Engine, with NVTE_CPU_OFFLOAD_V1=1 in "
-        "the environment"
+        f"the environment{experts}"
     ]
 
 

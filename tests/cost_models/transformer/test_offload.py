@@ -167,6 +167,15 @@ def simulate_copies(parts: list[Part], blocks: int, actions: list[tuple[str, int
     return now, most
 
 
+ATTENTION_MODULES: list[tuple[float, float | None]] = [(2, None), (2.25, None), (1, None)]
+"""Of Llama's blocks the input and the norm's output, then queries, keys, values and result, then the result
+again; and the most of a block's seconds that they take, where it is not a fifth."""
+EXPERT_MODULES: list[tuple[float, float | None]] = [
+    (2, 0.1), (2.5, 0.1), (1, 0.06), (1, 0.02), (2, 0.5), (14, 0.2),
+]  # fmt: skip
+"""Of Mixtral's the same, and the norm's input, the tokens that are sent, both products up."""
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_a_simulation_of_the_copies(seed: int) -> None:
     """Of a device's own work under 1F1B, with a block's seconds divided at random over its modules: it takes
@@ -176,18 +185,18 @@ def test_a_simulation_of_the_copies(seed: int) -> None:
     stage, many, blocks = random.randrange(stages), random.randint(1, 12), random.randint(1, 6)
     host = 10 ** random.uniform(10, 12.5)
     setting = TrainingSetting(many, Tokens(4096), "offload")
-    shape = LLAMA.with_blocks(max(blocks, stages))
+    own_shape, routed = (MIXTRAL, True) if seed % 2 else (LLAMA, False)
+    shape = own_shape.with_blocks(max(blocks, stages))
     table = LayerTable(shape, ParallelDegrees(pipeline=stages), setting, costs_with(host))
-    work = table.blocks[False]
+    work = table.blocks[routed]
     forward, backward = table.costs.seconds(work, table.degrees)
     copy = work.offload.copied / host
-    shares = [random.uniform(0.05, 0.2) for _ in range(3)]
+    modules = EXPERT_MODULES if routed else ATTENTION_MODULES
+    shares = [random.uniform(0.05, 0.2) if most is None else random.uniform(0, most) for _, most in modules]
     shares.append(1 - sum(shares))
-    # Input and norm's output; queries, keys, values and result; the result again; a part that keeps all.
-    sizes = [2 / 5.25, 2.25 / 5.25, 1 / 5.25, 0.0]
-    parts = [
-        Part(forward * own, backward * own, copy * size) for own, size in zip(shares, sizes, strict=True)
-    ]
+    total = sum(size for size, _ in modules)
+    sizes = [*(size / total for size, _ in modules), 0.0]
+    parts = [Part(forward * a, backward * a, copy * b) for a, b in zip(shares, sizes, strict=True)]
     program = find_schedule("1f1b").program(stages, many)
     actions: list[tuple[str, int]] = [(action.kind, action.micro_batch) for action in program.actions[stage]]
     seconds, most = simulate_copies(parts, blocks, actions)
