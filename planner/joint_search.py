@@ -41,8 +41,8 @@ COSTLY = (
     *("spp", "piper", "asteroid"),
 )
 """Planners that search themselves: unless the problem is small, they run after the joint search."""
-BALANCED = ("galvatron", "spp")
-"""Planners that balance memory against time, or search with equal devices, each in half a second of processor
+BALANCED = ("galvatron", "spp", "bapipe")
+"""Planners that balance memory against time, or search with equal devices, most in half a second of processor
 time for 64 devices."""
 OF_MANY_SCHEDULES = "torch-partition"
 """The planner that divides layers for schedules with two stages a device or a backward in two parts."""
@@ -51,6 +51,8 @@ SIMPLE = ("one-gpu", "data-parallel", "even")
 OUT_OF_TIME = "the time limit was reached before it made a plan"
 PLANNER_SHARE = 0.2
 """Share of the remaining time that the proposals of one planner may take."""
+FIRST_SHARE = 0.1
+"""The same of a planner that is asked for a plan to start from."""
 MOST_NEAR = 4
 """Plans of other schedules whose shapes are the first that cuts are searched of."""
 SMALL = 1_000
@@ -96,7 +98,11 @@ def find_best_plan(
     more = () if quick or large else BALANCED
     if problem.heuristic_schedules and not large:
         more = (*more, OF_MANY_SCHEDULES)
-    proposed |= {name: plan_with(find_planner(name), problem) for name in more if name not in proposed}
+    proposed |= {
+        name: plan_with(find_planner(name), problem, share=FIRST_SHARE)
+        for name in more
+        if name not in proposed
+    }
     result = joint_search(problem, _allowed_plans(problem, proposed), cuts_others=cuts_others)
     others = [name for name in planners if name not in first]
     if others:
@@ -169,13 +175,15 @@ def _faster_of(problem: Problem, result: SearchResult, plans: Iterable[ScoredPla
     return with_bound(problem, best, result)
 
 
-def plan_with(planner: Planner, problem: Problem, *, required: bool = True) -> ScoredPlan | str:
+def plan_with(
+    planner: Planner, problem: Problem, *, required: bool = True, share: float = PLANNER_SHARE
+) -> ScoredPlan | str:
     """The planner's best plan under the problem's costs and limits, or why there is none. Where the time is
     over only the simple ones still make one, so that there is a plan, and those of which one is `required`
-    once they have proposals."""
+    once they have proposals; `share`: of the remaining time, for its proposals."""
     if problem.budget.over and planner.name not in SIMPLE:
         return OUT_OF_TIME
-    budget = problem.budget.part(share=PLANNER_SHARE)
+    budget = problem.budget.part(share=share)
     proposals = list[Proposal]()
     try:
         for proposal in _propose(planner, problem):
