@@ -75,7 +75,9 @@ def solve_command(
     )
     if "gpus" not in grid.sweep and machine.gpus is None:
         machine = replace(machine, gpus=_count_gpus(machine.topology))
-    aim = "--robust" if plan_options.robust else f"--objective {objective.objective}"
+    aim = f"--objective {objective.objective}"
+    if plan_options.robust:
+        aim = FIELDS[plan_options.robust_field]
     _check_together(bool(grid.sweep), frontier, output, aim)
     paths = profile_files or [choose_input(None, ("profile",))]
     path = _only(paths, bool(grid.sweep), frontier)
@@ -211,10 +213,11 @@ def _is_checked(plan: Plan) -> bool:
     """Whether `pplan check` runs the plan itself, by PyTorch's pipelining; its processes share no layers."""
     from ..cost_models.errors import ExportError
     from ..cost_models.runtime import find_runtime
-    from ..runtimes.formats.plan_choice import choose
+    from ..runtimes.formats.plan_choice import INSTEAD, choose
 
     try:
-        return plan.profile.tensor_parallel == 1 and choose(plan, find_runtime("torch"))[1] is None
+        remark = choose(plan, find_runtime("torch"))[1]
+        return plan.profile.tensor_parallel == 1 and INSTEAD not in (remark or "")
     except ExportError:
         return False
 

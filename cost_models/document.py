@@ -154,9 +154,10 @@ def _parse_json(text: str, where: str, kind: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise FileError(
-            f"{where}: not a whole JSON file (line {error.lineno}: {error.msg})", _again(kind)
-        ) from error
+        hint = _again(kind)
+        if kind == "profile" and where.lower().endswith((".csv", ".tsv", ".txt")):
+            hint = f"A table of costs becomes a profile first: pplan import {where}"
+        raise FileError(f"{where}: not a whole JSON file (line {error.lineno}: {error.msg})", hint) from error
     except RecursionError as error:
         raise FileError(
             f"{where}: not a {_file_words(kind)} of pplan: nested too deep", _again(kind)

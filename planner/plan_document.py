@@ -15,7 +15,7 @@ from .assembly import Assembly
 from .candidate import ScoredPlan
 from .coverage import describe_coverage, describe_search
 from .plan_file import Plan
-from .plan_records import TIE, DefaultMiniBatch, Prediction, ProfileReference
+from .plan_records import BUFFER_WARNING, TIE, DefaultMiniBatch, Prediction, ProfileReference
 from .plan_stages import bubble, plan_recompute, plan_stages, shared_weights
 from .problem import Problem
 from .robust.resampling import estimate_interval
@@ -130,7 +130,7 @@ def list_buffer_warnings(problem: Problem, assembly: Assembly) -> list[str]:
     if beyond <= 0:
         return []
     return [
-        f"in PyTorch's pipelining device {assembly.ranks[-device][0]} needs {format_bytes(beyond)} more than "
+        f"{BUFFER_WARNING}{assembly.ranks[-device][0]} needs {format_bytes(beyond)} more than "
         f"its limit: it has buffers for what a stage receives in all {assembly.program.micro_batches} "
         "micro-batches of a step; `runtime` torch plans with them"
     ]

@@ -268,10 +268,16 @@ class PlanOptions(Options):
             raise UsageError(f"memory_limit={self.memory_limit:g}: is no number of bytes", "Omit it.")
         if self.robust and self.planner != "best":
             raise UsageError(
-                f"`robust` with planner={self.planner!r}: a tool's own plan leaves nothing to choose",
+                f"`{self.robust_field}` with planner={self.planner!r}: a tool's own plan leaves nothing to "
+                "choose",
                 "Omit one of the two.",
             )
         self._check_words()
+
+    @property
+    def robust_field(self) -> str:
+        """The field by which a robust plan was asked for."""
+        return "robust" if self.slow_devices is None else "slow_devices"
 
     def _check_words(self) -> None:
         if self.schedule in ASYNCHRONOUS:

@@ -28,6 +28,8 @@ from ..cost_models.schedules import SCHEDULES
 
 TIE = 1e-9
 """Share of a step below which two are equal; a bound closer than this to a step excludes anything faster."""
+BUFFER_WARNING = "in PyTorch's pipelining device "
+"""How a plan's warning begins that a device lacks room for PyTorch's buffers."""
 MOST_DRAWN_LAYERS = 2_000
 """Of a plan's page: time and memory grow with their square."""
 

@@ -93,6 +93,7 @@ def _attack(case: Case, solver: Solver, result: Result) -> None:
         terms.check(problem, result)
     if case.kind in (*TERMS, *ASKED):
         terms.relaxed(problem, result)
+        terms.stopped(problem, result)
     _Attack(case, problem, plan, result).run()
 
 

@@ -7,14 +7,17 @@ those of its settings.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from math import inf
+from unittest.mock import patch
 
 import numpy as np
 
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import WHOLE_BOUNDS, busiest_seconds
-from pplan.planner.search import subproblem
+from pplan.planner.search import branch_and_bound, subproblem
+from pplan.planner.search.coarse import is_large
 from pplan.planner.search.device_sets import make_ranges
 from pplan.planner.search.fill_bound import fill_bound
 from pplan.planner.search.fluid_bound import fluid_bound
@@ -30,6 +33,8 @@ from .results import Result
 TOLERANCE = 1e-8
 
 
+FEW_WORK = 1e6
+"""Of a search that is stopped."""
 FEW = 3
 """Devices up to which all plans on any of them are enumerated for the relaxed bound."""
 
@@ -57,6 +62,32 @@ def relaxed(problem: Problem, result: Result) -> None:
     for name, least in (("relaxed", said), ("parted layers", parted)):
         low = best is not None and best.step_seconds < least * (1 - TOLERANCE)
         result.check(name, f"{least:.9g} s; {best}" if low else None)
+
+
+STOPS = (
+    {"FOR_ROOTS": 0.0, "FOR_REST": 1.0, "FOR_RELAXED": 3e7},
+    {"FOR_ROOTS": 0.0, "FOR_REST": 0.9, "MOST_UNFINISHED": 20},
+)
+"""Settings of a search that begins with few of its families, or drops what it has begun."""
+
+
+def stopped(problem: Problem, result: Result) -> None:
+    """What is proven by a search that ends early, against the best plan of one that proves that it is."""
+    if not problem.families or is_large(problem.space, problem.families):
+        return
+    whole = branch_and_bound.search(problem.space, problem.families, problem.stage_counts)
+    if not whole.exact:
+        return
+    for settings in STOPS:
+        with ExitStack() as changed:
+            for name, value in settings.items():
+                changed.enter_context(patch.object(branch_and_bound, name, value))
+            own = branch_and_bound.search(
+                problem.space, problem.families, problem.stage_counts, work=FEW_WORK
+            )
+        high = own.bound_seconds > whole.bound_seconds * (1 + TOLERANCE)
+        said = f"{settings}: {own.bound_seconds:.9g} s of {whole.bound_seconds:.9g} s"
+        result.check("stopped", said if high else None)
 
 
 def check(problem: Problem, result: Result) -> None:

@@ -91,7 +91,8 @@ def build_frontier(
         raise UsageError(f"memory_step={memory_step:g}: must be from 0 to below 1", "Give a share: 0.02.")
     if problem.options.robust:
         raise UsageError(
-            "`robust` with `frontier`: it is of the steps by the medians", "Omit one of the two."
+            f"`{problem.options.robust_field}` with `frontier`: it is of the steps by the medians",
+            "Omit one of the two.",
         )
     optima, complete, problem = list[FrontierOptimum](), False, problem.with_time_limit()
     for optimum in _stepping_down(problem, memory_step):

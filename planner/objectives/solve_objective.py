@@ -49,7 +49,7 @@ def optimize(objective: Objective, problem: Problem) -> ObjectiveResult:
     """The best plan for the objective, with what was proven. Raises UsageError."""
     if problem.options.robust and objective.name != STEP_TIME:
         raise UsageError(
-            f"`robust` with objective={objective.name!r}: it is of the step's time",
+            f"`{problem.options.robust_field}` with objective={objective.name!r}: it is of the step's time",
             "Omit one of the two.",
         )
     if objective.name == THROUGHPUT:

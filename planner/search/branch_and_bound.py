@@ -118,7 +118,7 @@ class _BranchAndBound:
         try:
             work = FOR_REST * self.work.remaining - FOR_ROOTS
             seconds = FOR_REST * self.work.seconds_left
-            for problem in sorted(self.problems, key=_quick_ones_first):
+            for problem in sorted(self.problems, key=_order):
                 in_time = self.work.remaining > work and self.work.seconds_left >= seconds
                 if in_time or self.best is None:
                     self._take(problem.seed(self.step))
@@ -213,8 +213,9 @@ class _BranchAndBound:
                         return
 
 
-def _quick_ones_first(problem: Subproblem) -> tuple[float, int]:
-    """Of bounds that are alike, those of fewer micro-batches, whose options are fewer."""
+def _order(problem: Subproblem) -> tuple[float, int]:
+    """Subproblems are begun by their least seconds; of those alike first the ones with fewer micro-batches,
+    which have fewer options."""
     return problem.quick_bound, problem.family.config.micro_batches
 
 

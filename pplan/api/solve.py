@@ -126,7 +126,7 @@ def _solve_degrees(
     """The fastest plan of all numbers of devices that may share the layers. Raises UsageError where none
     divides the machine, or where something else than the shortest step is asked for."""
     if objective.aim.name != STEP_TIME or options.robust:
-        what = "`robust`" if options.robust else f"objective={objective.aim.name!r}"
+        what = f"`{options.robust_field}`" if options.robust else f"objective={objective.aim.name!r}"
         raise UsageError(
             f"{what}: how many devices share the layers is chosen for the shortest step alone",
             f"Give one number: tp={degrees[0][0].tensor_parallel}, say.",

@@ -12,7 +12,7 @@ from ...cost_models.first_layers import recompute_kind, recompute_kinds
 from ...cost_models.quantities import format_count
 from ...cost_models.runtime import Runtime, find_runtime
 from ...planner.plan_file import Plan
-from ...planner.plan_records import Alternative
+from ...planner.plan_records import BUFFER_WARNING, Alternative
 from .export_document import hash_layers
 from .first_blocks import FirstBlocksError, count_first_blocks
 from .transformer_blocks import NotBlocksError, find_blocks
@@ -65,14 +65,15 @@ def choose(plan: Plan, runtime: Runtime) -> tuple[Choice, str | None]:
     Where one process drives all stages, or a stage has buffers for all micro-batches, a plan that was not
     made for such a runtime gives way to the alternative that was: only that one counts them.
 
-    The remark is a sentence for standard error: what was taken, its step time, and why not the plan.
+    The remark is a sentence for standard error: what was taken, its step time, and why not the plan; or what
+    of the runtime the plan, which was taken, does not count.
     Raises ExportError where there is nothing to take.
     """
     reasons = refusals(plan, runtime)
     usable = [alternative for alternative in plan.alternatives if _runs_alternative(runtime, alternative)]
     uncounted = _uncounted(plan, runtime)
     if not reasons and not (usable and uncounted):
-        return _plan_choice(plan), None
+        return _plan_choice(plan), _misfit_remark(plan, runtime) if uncounted else None
     if not usable:
         raise ExportError(
             f"{runtime.name} cannot run this plan of {plan.model}: {'; '.join(reasons)}; "
@@ -101,6 +102,14 @@ def _uncounted(plan: Plan, runtime: Runtime) -> str:
     if runtime.receives_ahead and not counts:
         return "has buffers for all micro-batches of a step, which the plan's memory does not count"
     return ""
+
+
+def _misfit_remark(plan: Plan, runtime: Runtime) -> str | None:
+    """The plan's own warning that it does not fit with the runtime's buffers, where no alternative does."""
+    if not runtime.receives_ahead:
+        return None
+    text = next((own for own in plan.warnings if own.startswith(BUFFER_WARNING)), None)
+    return None if text is None else f"{text[:1].upper()}{text[1:]}."
 
 
 def _same_cuts(plan: Plan, other: Alternative) -> bool:

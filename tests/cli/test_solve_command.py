@@ -17,6 +17,7 @@ from pplan.cli.solve_command import _next_steps
 from pplan.cost_models.errors import ExportError, UsageError
 from pplan.cost_models.text_files import sha256
 from pplan.planner.plan_file import Plan
+from pplan.planner.plan_records import BUFFER_WARNING
 from pplan.profiler.profile_file import Profile
 
 Run = Callable[..., Any]
@@ -296,3 +297,35 @@ def test_one_stage_has_no_buffers_of_pytorch(profile: Profile) -> None:
     whole = other.model_copy(update={"micro_batches": 1, "micro_batch_size": 8})
     document = pplan.export("torch", plan.model_copy(update={"alternatives": [whole]}))
     assert document.micro_batch_size == 2
+
+
+def test_a_table_of_costs_is_to_be_imported_first(run: Run, here: Path) -> None:
+    (here / "costs.csv").write_text("name,forward_ms,backward_ms\n")
+    ran = run("solve", "costs.csv", "--gpus", "2")
+    assert (ran.status, ran.lines[-1]) == (
+        2,
+        "  A table of costs becomes a profile first: pplan import costs.csv",
+    )
+
+
+@pytest.mark.parametrize("option", ["--robust", "--slow-devices=5%:1.5"])
+@pytest.mark.parametrize("other", [["--frontier"], ["--planner", "even"], ["--objective", "memory"]])
+def test_what_says_nothing_together_names_what_was_given(
+    run: Run, here: Path, profile: Profile, option: str, other: list[str]
+) -> None:
+    profile.save(here / "toy.profile.json", force=False)
+    ran = run("solve", "--gpus", "2", option, *other)
+    assert ran.status == 2
+    assert option.split("=")[0] in ran.lines[-2]
+    assert ("--robust" in ran.err) == (option == "--robust")
+
+
+def test_an_export_that_lacks_room_for_pytorchs_buffers_says_so(profile: Profile) -> None:
+    """The plan warns of it; where no alternative fits it is exported all the same, not without a word."""
+    pins = [("features.0", 0), ("classifier[2]", 1)]
+    plan = pplan.solve(profile, gpus=2, mini_batch=8, pins=pins, time_limit=1)
+    warning = f"{BUFFER_WARNING}1 needs 5 MiB more than its limit"
+    lacking = plan.model_copy(update={"alternatives": [], "warnings": [warning]})
+    with pytest.warns(UserWarning, match="In PyTorch's pipelining device 1 needs 5 MiB more"):
+        pplan.export("torch", lacking)
+    pplan.export("deepspeed", lacking)

@@ -21,6 +21,7 @@ from pplan.planner.plan_file import Plan
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import WHOLE_BOUNDS
 from pplan.planner.search import bounds_1f1b, subproblem
+from pplan.planner.search.relaxed_bound import RelaxedBound
 
 
 def found(cases: list[Case], solver: Solver = quickly_solved) -> Counter[str]:
@@ -104,6 +105,15 @@ def test_the_quick_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     own = subproblem.quick_bound
     monkeypatch.setattr(subproblem, "quick_bound", lambda *args: 1.01 * own(*args))
     assert found(PLAIN)["before searching"] > 0
+
+
+@pytest.mark.slow
+def test_what_a_stopped_search_did_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [case_of(7, "plain")]
+    least = RelaxedBound.least
+    assert found(cases) == {}
+    monkeypatch.setattr(RelaxedBound, "least", lambda own, step: 1.5 * least(own, step))
+    assert found(cases)["stopped"] > 1
 
 
 @pytest.mark.slow

@@ -245,3 +245,5 @@ def test_refused_where_it_says_nothing(make_problem: MakeProblem) -> None:
         build_frontier(requested, model="toy", profile=PROFILE)
     with pytest.raises(UsageError, match="`robust` with planner='gpipe'"):
         PlanOptions(planner="gpipe", robust=True)
+    with pytest.raises(UsageError, match="`slow_devices` with planner='gpipe'"):
+        PlanOptions(planner="gpipe", slow_devices=(0.1, 2.0))
