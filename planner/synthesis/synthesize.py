@@ -293,19 +293,19 @@ def _actions(own: OrderCandidate) -> int:
 
 
 def _improve(own: OrderCandidate, seconds: float, budget: SearchBudget) -> OrderCandidate:
-    """Improved for about so many seconds: by exchanges, then by the solver where there is one."""
+    """Improved for about so many seconds: by other rules, by exchanges, by the solver where there is one."""
     assert own.lists is not None, "an order was made"
     lists, solves = own.lists, has_solver() and _actions(own) <= MOST_SOLVED
-    share = seconds / 3 if solves else seconds
-    if steepest_slope(own.problem) is not None:
-        share /= 2
-        ahead, step = search_ahead(own.problem, own.bound, _turn_limit(own, share, budget))
+    tries = 0.0 if steepest_slope(own.problem) is None else seconds / 6
+    share = seconds / 3 if solves else seconds - tries
+    if tries:
+        ahead, step = search_ahead(own.problem, own.bound, _turn_limit(own, tries, budget))
         lists = ahead if ahead is not None and step < own.step else lists
     lists, step = improve_order(own.problem, lists, own.bound, _turn_limit(own, share, budget))
     own = replace(own, lists=lists, step=step)
     if not solves or step <= own.bound * (1 + 1e-9):
         return own
-    solution = solve_order(own.problem, lists, own.bound, seconds - share, budget.seconds_left)
+    solution = solve_order(own.problem, lists, own.bound, seconds - share - tries, budget.seconds_left)
     run = None if solution.lists is None else run_order(own.problem, solution.lists)
     own = replace(own, bound=max(own.bound, min(solution.bound, step)))
     if run is None or solution.lists is None or run.step >= step or not own.problem.fits(solution.lists):

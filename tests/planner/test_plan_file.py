@@ -224,3 +224,22 @@ def test_an_interval_has_two_ends_in_order(ends: dict[str, float], message: str)
         Plan.parse(json.dumps(plan), "x.plan.json")
     plan["prediction"] |= {"low_seconds": 0.51, "high_seconds": 0.6}
     assert Plan.parse(json.dumps(plan), "x.plan.json").prediction.low_seconds == 0.51
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "a.plan.json: not a whole JSON file (line 1: Expecting value)"),
+        ('{"schema": 1,', "a.plan.json: not a whole JSON file (line 1: Expecting property name"),
+        ("[]", "a.plan.json: not a plan of pplan (it has no key 'schema')"),
+        ("{}", "a.plan.json: not a plan of pplan (it has no key 'schema')"),
+        ("[" * 100_000, "a.plan.json: not a plan of pplan: nested too deep"),
+        (f'{{"schema": {"9" * 5_000}}}', "a.plan.json: not a plan of pplan: a number is too long"),
+    ],
+    ids=["empty", "cut off", "list", "no schema", "deep", "long number"],
+)
+def test_what_is_no_plan_file_at_all(text: str, words: str) -> None:
+    with pytest.raises(FileError) as caught:
+        Plan.parse(text, "a.plan.json")
+    assert caught.value.what.startswith(words)
+    assert caught.value.hint == "Make it again with `pplan solve`, or name another file."

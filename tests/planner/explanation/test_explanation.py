@@ -24,6 +24,7 @@ from pplan.planner.explanation.resolve import (
 )
 from pplan.planner.explanation.runner_up import runners_up
 from pplan.planner.explanation.sensitivity import WORTH, Sensitivity, sensitivities
+from pplan.planner.explanation.step_limits import find_limits
 from pplan.planner.joint_search import find_best_plan
 from pplan.planner.plan_file import REPLANNED
 from pplan.planner.plan_records import Aim
@@ -217,7 +218,6 @@ def test_what_launches_that_take_no_time_would_bring(
     assert "launches in no time" not in [other.change for other in free.what_if]
 
 
-@pytest.mark.slow
 def test_memory_that_forbids_a_faster_plan(
     make_chain: MakeChain, make_topology: MakeTopology, solved: Solve
 ) -> None:
@@ -226,10 +226,10 @@ def test_memory_that_forbids_a_faster_plan(
     free = solved(chain, make_topology(2), mini_batch=8, recompute="never", schedule="1f1b")
     most = max(stage.memory_bytes for stage in free.plan.stages)
     tight = solved(chain, make_topology(2, memory=most - 1), mini_batch=8, recompute="never", schedule="1f1b")
-    limits = tight.explained().limits
+    limits = find_limits(tight.question, [tight.question.present])
     assert limits.without_memory_limit is not None
     assert limits.without_memory_limit.step_seconds == pytest.approx(free.plan.prediction.step_seconds)
-    unlimited = free.explained().limits
+    unlimited = find_limits(free.question, [free.question.present])
     assert unlimited.without_memory_limit is None
     assert unlimited.memory_forbids_nothing
 
