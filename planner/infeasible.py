@@ -16,7 +16,7 @@ from ..cost_models.number_format import either
 from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.quantities import format_bytes
 from .candidate import ScoredPlan
-from .joint_search import BEST, find_best_plan, plan_with
+from .joint_search import BEST, find_best_plan, is_small_problem, plan_with
 from .pipeline_config import SEARCHED
 from .plan_options import PlanOptions
 from .plan_stages import plan_stages, run_in_words
@@ -75,6 +75,8 @@ def _hint(problem: Problem, changes: list[str]) -> str:
     """What would fit; where nothing was found that would, what forbids it."""
     if changes:
         return "What would fit: " + "; or ".join(changes) + "."
+    if not is_small_problem(problem):
+        return "No single change that would fit was found; of so many devices not all were tried."
     if _narrowing(problem.options):
         return f"With more memory none was found either. {_leave_out(_with_memory(problem, None))}"
     return "No single change was found with which one would: profile the model in smaller layers."
@@ -152,6 +154,8 @@ def _narrowing(options: PlanOptions) -> list[str]:
 def _leave_out(problem: Problem) -> str:
     """Which of the fields that leave plans out to omit: any one that is enough, else all of them."""
     fields = _narrowing(problem.options)
+    if fields and not is_small_problem(problem):
+        return f"Leave out some of {', '.join(f'`{field}`' for field in fields)}."
     enough = [f"`{field}`" for field in fields if _solve_with(problem, _without(problem, [field]))]
     if enough:
         return f"Leave out {either(enough)}."
@@ -229,7 +233,7 @@ def _fits(problem: Problem, gibibytes: str) -> bool:
 def _enough_memory(problem: Problem) -> str | None:
     """A memory with which a plan is found under all the options: what the plan without a limit needs, or
     less; None where none is found at all."""
-    free = _solve_quickly(_with_memory(problem, None))
+    free = _solve_quickly(_with_memory(problem, None)) if is_small_problem(problem) else None
     if free is None:
         return None
     enough = _memory_text(max(stage.memory_bytes for stage in plan_stages(problem.space, free)))
