@@ -17,6 +17,7 @@ time, time ends it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -118,7 +119,7 @@ class _BranchAndBound:
         try:
             work = FOR_REST * self.work.remaining - FOR_ROOTS
             seconds = FOR_REST * self.work.seconds_left
-            for problem in sorted(self.problems, key=_order):
+            for problem in _in_order(self.problems):
                 in_time = self.work.remaining > work and self.work.seconds_left >= seconds
                 if in_time or self.best is None:
                     self._take(problem.seed(self.step))
@@ -213,10 +214,18 @@ class _BranchAndBound:
                         return
 
 
-def _order(problem: Subproblem) -> tuple[float, int]:
-    """Subproblems are begun by their least seconds; of those alike first the ones with fewer micro-batches,
-    which have fewer options."""
-    return problem.quick_bound, problem.family.config.micro_batches
+def _in_order(problems: Iterable[Subproblem]) -> list[Subproblem]:
+    """As they are begun: every configuration on one order of the devices before the others on a second one;
+    of each by the least seconds, and of those alike first the ones with fewer micro-batches, which have fewer
+    options."""
+    earlier = Counter[tuple[object, ...]]()
+
+    def rank(problem: Subproblem) -> tuple[int, float, int]:
+        key = _config_key(problem.family)
+        earlier[key] += 1
+        return earlier[key], problem.quick_bound, problem.family.config.micro_batches
+
+    return sorted(problems, key=rank)
 
 
 _RangesKey = tuple[Placement, tuple[int, ...], bool, int]
