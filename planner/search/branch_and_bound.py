@@ -38,6 +38,8 @@ WORK = 3e9
 """The default work of a search, see `SearchBudget`."""
 FOR_ROOTS = 1e9
 """Further work on bounds and beams of subproblems that were not searched."""
+FIRST_COUNTS = 6
+"""Numbers of stages of which a plan is made first, of every subproblem."""
 FOR_REST = 0.2
 """Share of the work that is left once options were listed, for the search."""
 FOR_RELAXED = 1e9
@@ -117,12 +119,7 @@ class _BranchAndBound:
         for seed in seeds:
             self._take(seed)
         try:
-            work = FOR_REST * self.work.remaining - FOR_ROOTS
-            seconds = FOR_REST * self.work.seconds_left
-            for problem in _in_order(self.problems):
-                in_time = self.work.remaining > work and self.work.seconds_left >= seconds
-                if in_time or self.best is None:
-                    self._take(problem.seed(self.step))
+            self._begin()
             self._bound_rest()
             proven = self._explore()
             self._prefer_simple()
@@ -133,6 +130,16 @@ class _BranchAndBound:
         proven = max(proven, root)  # roots that a search which was stopped worked out after it
         exact = proven >= step * (1 - TIE)
         return SearchResult(self.best, step if exact else proven, min(root, step), exact)
+
+    def _begin(self) -> None:
+        """Lists the options of all subproblems as far as there is time, and takes good plans of each: first
+        of a few numbers of stages, then of the others."""
+        work, seconds = FOR_REST * self.work.remaining - FOR_ROOTS, FOR_REST * self.work.seconds_left
+        for part in ((0, FIRST_COUNTS), (FIRST_COUNTS, None)):
+            for problem in _in_order(self.problems):
+                in_time = self.work.remaining > work and self.work.seconds_left >= seconds
+                if in_time or self.best is None:
+                    self._take(problem.seed(self.step, *part))
 
     def _bound_rest(self) -> None:
         """Bounds the plans of the subproblems for whose options there was no time."""

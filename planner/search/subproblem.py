@@ -113,11 +113,12 @@ class Subproblem:
             self._choices_and_bound = choices, BOUNDS[self.family.config.schedule](choices, _within(limit))
         return self._choices_and_bound
 
-    def seed(self, limit: float) -> ScoredPlan | None:
-        """A good plan that is faster than `limit`, where there may be one: the best of a narrow beam."""
+    def seed(self, limit: float, first: int = 0, last: int | None = None) -> ScoredPlan | None:
+        """A good plan that is faster than `limit`, where there may be one: the best of a narrow beam. Of the
+        numbers of stages only some are tried, from the `first` on, the ones with the lowest bounds first."""
         best: ScoredPlan | None = None
         if self.may_improve(limit):
-            for stages in sorted(self.counts, key=lambda count: self.roots[count]):
+            for stages in sorted(self.counts, key=lambda count: self.roots[count])[first:last]:
                 if self.roots[stages] >= limit:
                     break
                 plan = self.beam(stages, limit)
