@@ -115,7 +115,7 @@ class Subproblem:
 
     def seed(self, limit: float, first: int = 0, last: int | None = None) -> ScoredPlan | None:
         """A good plan that is faster than `limit`, where there may be one: the best of a narrow beam. Of the
-        numbers of stages only some are tried, from the `first` on, the ones with the lowest bounds first."""
+        numbers of stages only some are tried, from the `first` on, those that may be the fastest first."""
         best: ScoredPlan | None = None
         if self.may_improve(limit):
             for stages in sorted(self.counts, key=lambda count: self.roots[count])[first:last]:
