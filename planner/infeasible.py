@@ -26,6 +26,8 @@ from .smallest_plan import TightestStage, find_smallest_plan
 
 SECONDS = 1.0
 """Of the search for each change, as of `PlanOptions.time_limit`."""
+FEW_GPUS = 16
+"""GPUs up to which every larger number is tried."""
 HALVINGS = 4
 """Of the range between the memory that there is and one with which a plan was found."""
 
@@ -312,14 +314,16 @@ def _with_memory(problem: Problem, size: float | None) -> Problem:
 
 
 def _more_gpus(problem: Problem, limit: int) -> int | None:
-    """The fewest GPUs above those offered, at most four times as many, with which a plan fits."""
+    """The fewest GPUs above those offered, at most four times as many, with which a plan fits: of more than
+    `FEW_GPUS` by eighths of those offered."""
     fixed = replace(problem.options, mini_batch=problem.mini_batch)
     if len(problem.topology.kinds) > 1:
         return None
     most = min(4 * problem.gpus, problem.topology.capacity or 4 * problem.gpus)
     if problem.runtime is not None and problem.runtime.replicas == "none":
         most = min(most, len(problem.chain))  # more have no stage, and are refused
-    for gpus in range(problem.gpus + 1, most + 1):
+    step = 1 if problem.gpus <= FEW_GPUS else problem.gpus // 8
+    for gpus in range(problem.gpus + step, most + 1, step):
         wider = replace(problem, topology=problem.topology.with_gpus(gpus), options=fixed)
         least = find_smallest_plan(wider, equal=True)
         fits = least is not None and least.memory_bytes <= limit

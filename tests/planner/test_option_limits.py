@@ -90,7 +90,6 @@ ALL = ("1f1b", "gpipe", "naive", "dapple", "interleaved", "looped-bfs", "zb-h1",
         ({"planner": "interleaved"}, {"1f1b", "gpipe", "interleaved"}),
         ({"planner": "interleaved", "runtime": "megatron"}, None),
     ],
-    ids=str,
 )
 def test_schedules_that_are_allowed(
     options: dict[str, Any], schedules: set[str] | None, problem: Callable[..., Problem]
