@@ -151,14 +151,10 @@ class _Filler:
         self.done[kind][part] += 1
         end = now + problem.duration(kind, part, number == 0)
         self.level[device] += sum(problem.level_change(kind, part))
-        if kind == F:
-            self.in_flight[device] += 1
-            if part + 1 < problem.parts:
-                self.arrivals[part + 1][F].append(end + problem.forward_wait[part])
-            else:
-                self.arrivals[part][B].append(end)
-        elif kind == B and part:
-            self.arrivals[part - 1][B].append(end + problem.backward_wait[part])
+        self.in_flight[device] += kind == F
+        if (arrival := problem.next_arrival(kind, part, end)) is not None:
+            other, action, at = arrival
+            self.arrivals[other][action].append(at)
         if kind == problem.release:
             self.in_flight[device] -= 1
         return end

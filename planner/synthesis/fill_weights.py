@@ -125,11 +125,7 @@ class _WeightFiller:
         done[kind] += 1
         self.own[part].append((kind, part))
         self.level[part] += sum(self.changes[part][kind])
-        if kind == F:
-            if part + 1 < problem.parts:
-                self.arrivals[part + 1][F].append(end + problem.forward_wait[part])
-            else:
-                self.arrivals[part][B].append(end)
-        elif kind == B and part:
-            self.arrivals[part - 1][B].append(end + problem.backward_wait[part])
+        if (arrival := problem.next_arrival(kind, part, end)) is not None:
+            other, action, at = arrival
+            self.arrivals[other][action].append(at)
         return end

@@ -240,6 +240,15 @@ class OrderProblem:
         each = self.forward[part] + self.backward[part] + self.weight[part]
         return self.micro_batches * each - self._credit_of_b(part) - self._credit_of_w(part)
 
+    def next_arrival(self, kind: int, part: int, end: float) -> tuple[int, int, float] | None:
+        """The part, the action and when it may begin that an action which ends at `end` makes possible: the
+        next part's F, or the B of the part before; None where there is none."""
+        if kind == F and part + 1 < self.parts:
+            return part + 1, F, end + self.forward_wait[part]
+        if kind == F:
+            return part, B, end
+        return (part - 1, B, end + self.backward_wait[part]) if kind == B and part else None
+
     def way_seconds(self, part: int) -> float:
         """From the start of an F of a part to the end of the same micro-batch's B, the first of all parts."""
         total = 0.0
