@@ -135,8 +135,9 @@ class _BranchAndBound:
         """Lists the options of all subproblems as far as there is time, and takes good plans of each: first
         of a few numbers of stages, then of the others."""
         work, seconds = FOR_REST * self.work.remaining - FOR_ROOTS, FOR_REST * self.work.seconds_left
+        problems = _in_order(self.problems)
         for part in ((0, FIRST_COUNTS), (FIRST_COUNTS, None)):
-            for problem in _in_order(self.problems):
+            for problem in problems:
                 in_time = self.work.remaining > work and self.work.seconds_left >= seconds
                 if in_time or self.best is None:
                     self._take(problem.seed(self.step, *part))
