@@ -183,8 +183,7 @@ class Assembly:
         if set(self.recompute) == {"never"}:
             return None
         shares = recompute_shares([whole_word(word) for word in self.recompute], self.program)
-        shares = shares if "except_last" in self.recompute else shares[:, :, :1]
-        return shares * self.first_shares(name)
+        return (shares if "except_last" in self.recompute else shares[:, :, :1]) * self.first_shares(name)
 
     def first_shares(self, name: str) -> Floats:
         """(devices, 1, 1): the share of the stage's `forward` or `forward_launch` that its first layers have
