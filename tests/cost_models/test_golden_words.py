@@ -16,7 +16,7 @@ from pplan.cost_models import arguments, option_readers
 from pplan.cost_models.data_parallel import Workers, asynchronous, hogwild, stale_synchronous, synchronous
 from pplan.cost_models.drawing import CostRow, draw_costs
 from pplan.cost_models.errors import PplanError
-from pplan.cost_models.optimizers import find_optimizer
+from pplan.cost_models.optimizers import OPTIMIZERS, find_optimizer
 from pplan.cost_models.precision import training_precision
 from pplan.cost_models.quantities import MOST_DEVICES, MOST_SLOWDOWN
 from pplan.cost_models.runtime import RUNTIMES
@@ -226,7 +226,7 @@ def test_words_of_tables(golden: Golden, as_text: AsText) -> None:
         "schedule": answer(find_schedule, "1f2b"),
         "transfers": answer(find_transfers, "slow"),
     }
-    rows["runtimes"] = RUNTIMES
+    rows |= {"runtimes": RUNTIMES, "optimizers": OPTIMIZERS}
     for name, runtime in RUNTIMES.items():
         for precision in ("fp32", "mixed", "bf16"):
             for zero in range(4):

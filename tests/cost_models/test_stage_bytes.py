@@ -57,6 +57,11 @@ def test_the_bytes_of_a_stage_by_hand() -> None:
     )
 
 
+def test_what_is_not_given_is_nothing() -> None:
+    left = list(vars(StageBytes(*(1.0,) * 9)).values())[9:]
+    assert [own or 0.0 for own in left] == [0.0] * len(left)
+
+
 def test_a_backward_in_two_parts() -> None:
     """The first stage's has one part in PyTorch; the last stage's first frees its loss and its output."""
     costs = replace(measured(), pending_gradient_bytes=np.arange(6.0), loss_saved_bytes=np.full(6, 7.0))

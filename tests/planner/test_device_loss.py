@@ -13,7 +13,7 @@ from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import Proposal, ScoredPlan
-from pplan.planner.device_loss import replan_problem
+from pplan.planner.device_loss import _Shapes, replan_problem
 from pplan.planner.joint_search import find_best_plan
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
@@ -178,3 +178,25 @@ def test_sixty_four_devices(make_chain: MakeChain) -> None:
     assert not answer.complete
     assert answer.plan.step_seconds <= answer.fastest_seconds * 1.05
     assert {3, 7}.isdisjoint(layers_by_device(answer.plan.proposal))
+
+
+@pytest.mark.parametrize(
+    ("left", "joined", "shared"),
+    [
+        ([0, 2, 1], ((4, 6), (2, 1)), (1, 1, 1)),
+        ([2, 1, 0], ((2, 6), (2, 1)), (1, 1, 1)),
+        ([3, 0, 0], ((6,), (3,)), (1, 1, 1)),
+        ([1, 1, 1], ((2, 4, 6), (1, 1, 1)), (1, 1, 1)),
+        ([4, 0, 1], ((4, 6), (4, 1)), (3, 1, 1)),
+    ],
+)
+def test_where_the_search_starts(
+    left: list[int], joined: object, shared: tuple[int, ...], make_chain: MakeChain
+) -> None:
+    """Stages that lost all devices joined to one beside them, or with one of the stage with most; as many on
+    each; and one stage."""
+    problem, best = solved(make_chain(1, 6, cuts=1.1), alike(6))
+    ranks = tuple(range(sum(left)))
+    starts = list(_Shapes(problem, best, ranks, 0.05)._starts((2, 4, 6), left))
+    equal = ((2, 4, 6), (len(ranks) // 3,) * 3)
+    assert starts == [joined, ((2, 4, 6), shared), equal, ((6,), (len(ranks),))]

@@ -39,6 +39,8 @@ from pplan.planner.planners.replica_groups import thin_cuts
 from pplan.planner.planners.torch_partition import _longest_part, _next_partitions
 from pplan.planner.problem import Problem
 from pplan.planner.replica_exchange import ReplicaExchange, bytes_at_end
+from pplan.planner.search import coarse
+from pplan.planner.search.budget import SearchBudget
 from pplan.planner.search.coarse import _spread
 from pplan.planner.search.deep_pipelines import _EvenStages
 from pplan.planner.search.fluid_bound import _FluidProgramme
@@ -452,3 +454,22 @@ def test_places_of_a_relaxed_chain_stand_at_equal_seconds(
     assert np.flatnonzero(_spread_relaxed(Space(first, make_topology(1), "sgd"))).tolist() == [0]
     last = replace(even, forward_seconds=even.forward_seconds * np.append(np.ones(11), 100.0)[:, None])
     assert np.flatnonzero(_spread_relaxed(Space(last, make_topology(1), "sgd"))).tolist() == [10]
+
+
+@pytest.mark.parametrize(("deeper", "counts"), [(False, [2]), (True, [2, 3])])
+def test_deep_pipelines_of_other_numbers_of_stages(
+    deeper: bool, counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only where they may be deeper than those that are searched."""
+    config, taken = PipelineConfig("1f1b", "never", 4, 1), list[int]()
+
+    class Scored:
+        space, step = SimpleNamespace(within=lambda _: None), 1.0
+
+        def __call__(self, proposals: list[Any]) -> None:
+            taken.extend(len(own.ends) for own in proposals)
+
+    made = [linear_pipeline(config, ends) for ends in ((2, 4), (1, 2, 4))]
+    monkeypatch.setattr(coarse, "propose_deep", lambda *_: iter(made))
+    coarse._score_deep(cast(Any, Scored()), [], [2], deeper, SearchBudget(1e9))
+    assert taken == counts

@@ -447,12 +447,17 @@ def test_candidates_side_by_side_are_the_single_ones(
     assert [float(step_seconds(program, together.candidate(i), "python")[0]) for i in range(4)] == expected
 
 
-@pytest.fixture(scope="module")
-def numba_there() -> None:
-    pytest.importorskip("numba")
+@pytest.fixture(params=["plain", "numba"])
+def loops_of_numba(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that numba compiles: as they stand, too, on the same arrays."""
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    else:
+        own = loops.CompiledLoops(loops.run_in_order, loops.run_by_events, loops.run_many_in_order)
+        monkeypatch.setattr(loops, "compiled_loops", lambda: own)
 
 
-@pytest.mark.usefixtures("numba_there")
+@pytest.mark.usefixtures("loops_of_numba")
 @pytest.mark.parametrize("transfers", TRANSFERS)
 @pytest.mark.parametrize("launches", [False, True])
 @pytest.mark.parametrize("links", [0, 2])

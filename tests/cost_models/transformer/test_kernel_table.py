@@ -16,6 +16,7 @@ from pplan.cost_models.transformer.kernel_table import (
     KernelTable,
     Matmul,
     load_kernel_table,
+    write_kernel_table,
 )
 
 ROWS = """operation,shape,peak_tflops,efficiency,achieved_tflops,note
@@ -102,3 +103,21 @@ def test_what_is_no_table(text: str, says: str, tmp_path: Path) -> None:
 def test_a_table_of_one_row_answers_for_all() -> None:
     own = KernelTable(1e12, {"matmul TN": {(8.0, 8.0, 8.0): 0.5}})
     assert math.isfinite(own.seconds(Matmul(2**20, 1, 2**20, "TN")))
+
+
+def test_a_table_that_was_written_is_read_back(tmp_path: Path) -> None:
+    seconds = {
+        Matmul(64, 128, 256, "NT"): 1e-6,
+        GroupedMatmul(4, 64, 256, 128, "input_gradient"): 2e-5,
+        AttentionKernel(64, 4, 2, 16, 8, backward=False): 3e-6,
+        AttentionKernel(64, 4, 2, 16, 8, backward=True): 5e-6,
+    }
+    file = tmp_path / "kernels.csv"
+    for peak in (None, 1e15):
+        file.write_text(write_kernel_table(seconds, peak))
+        table = load_kernel_table(file)
+        fastest = max(kernel.flops / own for kernel, own in seconds.items())
+        assert table.peak == pytest.approx(peak or fastest, rel=1e-5)
+        for kernel, own in seconds.items():
+            assert table.has(kernel)
+            assert table.seconds(kernel) == pytest.approx(own, rel=1e-5)
