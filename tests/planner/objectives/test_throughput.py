@@ -14,7 +14,12 @@ from pplan.cost_models.simulator.steady import steady_state
 from pplan.planner.asynchronous import assemble_endless, asynchronous_notes, pace, steady_seconds
 from pplan.planner.candidate import Proposal
 from pplan.planner.objectives import throughput as throughput_module
-from pplan.planner.objectives.throughput import fastest_asynchronous, throughput
+from pplan.planner.objectives.throughput import (
+    asynchronous_configs,
+    fastest_asynchronous,
+    plan_asynchronous,
+    throughput,
+)
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.problem import Problem
 
@@ -184,3 +189,29 @@ def test_pins_and_cuts_hold(make_problem: MakeProblem, every_shape: Shapes) -> N
         if len(proposal.ends) == 2 and proposal.ends[0] == names.index(cut) + 1
     ]
     assert best.step_seconds == pytest.approx(min(allowed), rel=1e-6)
+
+
+@pytest.mark.parametrize(("seed", "recompute"), [(3, "auto"), (3, "always")])
+def test_plans_of_pipedreams_programme_where_no_search_has_time(
+    seed: int, recompute: str, make_problem: MakeProblem
+) -> None:
+    problem = make_problem(seed, 5, 3, time_limit=1e-6, recompute=recompute)
+    found, bound = fastest_asynchronous(problem, inf)
+    steps = []
+    for config in asynchronous_configs(problem):
+        mode: Recompute = "always" if config.recompute == "always" else "never"
+        made = plan_asynchronous(
+            problem.space, config.micro_batch_size, schedule=config.schedule, recompute=mode
+        )
+        most = config.micro_batches if config.schedule == "pipedream-2bw" else 5
+        if made is not None and 1 < len(made.ends) <= most:
+            proposal = Proposal(config, made.ends, made.devices)
+            steps.append(steady_seconds(problem.space, proposal, (mode,) * len(made.ends)))
+    assert found is not None
+    assert found.step_seconds == min(steps)
+    assert set(found.recompute) == {"always" if recompute == "always" else "never"}
+    assert bound <= found.step_seconds
+    assert fastest_asynchronous(problem, min(steps)) == (None, bound)
+    whole, _ = fastest_asynchronous(make_problem(seed, 5, 3, recompute=recompute), inf)
+    assert whole is not None
+    assert bound <= whole.step_seconds <= found.step_seconds * (1 + 1e-9)

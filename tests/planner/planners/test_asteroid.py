@@ -15,7 +15,13 @@ from pplan.cost_models.port_sharing import Routes
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.planners.asteroid import ASTEROID, AsteroidSearch, shared_step
+from pplan.planner.planners.asteroid import (
+    ASTEROID,
+    AsteroidPlan,
+    AsteroidSearch,
+    shared_load,
+    shared_step,
+)
 from pplan.planner.planners.asteroid_shares import ShareTables
 from pplan.planner.planners.replica_groups import MicroBatchChoice
 from pplan.planner.problem import Problem
@@ -187,3 +193,26 @@ def test_its_shares_are_simulated(make_chain: MakeChain) -> None:
     busy = [float((chain.at(own).forward_seconds + chain.at(own).backward_seconds).sum()) for own in (4, 6)]
     slow, fast = 2 * busy[0] / 0.4, 2 * busy[1]
     assert even.step_seconds - by_speed == pytest.approx(slow - fast, rel=0.2)
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_what_unequal_shares_hold_and_compute(micro_batches: int, make_chain: MakeChain) -> None:
+    """Of two stages the first holds three micro-batches, if there are as many; a device without samples is
+    idle."""
+    chain = make_chain(3, 4, sizes=(1, 2, 4, 8), cuts=1.1)
+    space = Space(chain, machine(2, 1), "sgd")
+    plan = AsteroidPlan((2, 4), ((0, 1), (2,)), ((8, 0), (8,)), 1.0)
+    most, busy = shared_load(space, plan, MicroBatchChoice("1f1b", micro_batches, 8, ("never",)))
+    layers, held = chain.at(8), (min(3, micro_batches), 1)
+    needs = [
+        total(ledger(stage_bytes(layers, a, a + 1), in_flight=own, recompute="never", optimizer="sgd"))
+        for a, own in zip((0, 2), held, strict=True)
+    ]
+    assert most == pytest.approx(max(map(float, needs)))
+    seconds = layers.forward_seconds + layers.backward_seconds
+    scales = [space.topology.device(rank).seconds_scale for rank in (0, 2)]
+    assert busy == {
+        0: pytest.approx(micro_batches * seconds[:2].sum() * scales[0]),
+        1: 0.0,
+        2: pytest.approx(micro_batches * seconds[2:].sum() * scales[1]),
+    }
