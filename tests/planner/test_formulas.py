@@ -39,13 +39,14 @@ from pplan.planner.planners.replica_groups import thin_cuts
 from pplan.planner.planners.torch_partition import _longest_part, _next_partitions
 from pplan.planner.problem import Problem
 from pplan.planner.replica_exchange import ReplicaExchange, bytes_at_end
-from pplan.planner.search import coarse
+from pplan.planner.search import coarse, rounding
 from pplan.planner.search.budget import SearchBudget
 from pplan.planner.search.coarse import _spread
 from pplan.planner.search.deep_pipelines import _EvenStages
 from pplan.planner.search.fluid_bound import _FluidProgramme
 from pplan.planner.search.relaxed_stages import _spread_cuts as _spread_relaxed
 from pplan.planner.search.relaxed_stages import exposed_exchange
+from pplan.planner.search.rounding import _fit_replicas, _RoundedStage
 from pplan.planner.search.space import Space
 from pplan.planner.search.stage_recompute import cheapest_mode
 from pplan.planner.stage_table import StageTable
@@ -473,3 +474,39 @@ def test_deep_pipelines_of_other_numbers_of_stages(
     monkeypatch.setattr(coarse, "propose_deep", lambda *_: iter(made))
     coarse._score_deep(cast(Any, Scored()), [], [2], deeper, SearchBudget(1e9))
     assert taken == counts
+
+
+@pytest.mark.parametrize(
+    ("works", "replicas", "devices", "expected"),
+    [
+        (
+            (6.0, 2.0),
+            (3, 3),
+            4,
+            (3, 1),
+        ),
+        ((6.0, 4.0), (1, 1), 4, (2, 2)),
+        ((9.0, 1.0), (1, 1), 4, (3, 1)),
+        ((6.0, 2.0), (2, 1), 3, (2, 1)),
+        ((1.0, 1.0, 1.0), (1, 1, 1), 2, None),
+        ((8.0, 8.0), (4, 4), 5, (2, 2)),
+    ],
+)
+def test_replicas_that_fit_on_the_devices(
+    works: tuple[float, ...],
+    replicas: tuple[int, ...],
+    devices: int,
+    expected: tuple[int, ...] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One less where the stage stays the quickest, and one more for the slowest; of 1, 2, 3 or 4, and in the
+    last row of 1, 2 or 4."""
+    counts = (1, 2, 4) if works == (8.0, 8.0) else (1, 2, 3, 4)
+    monkeypatch.setattr(rounding, "_counts", lambda *_: iter(counts))
+    stages = [_RoundedStage(1, 0, own, work) for own, work in zip(replicas, works, strict=True)]
+    other = _RoundedStage(1, 1, 9, 100.0)
+    fits = _fit_replicas(cast(Any, None), cast(Any, None), [*stages, other], 0, devices)
+    assert fits == (expected is not None)
+    assert other.replicas == 9
+    if expected is not None:
+        assert tuple(own.replicas for own in stages) == expected

@@ -180,6 +180,14 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ({"alternatives": [7]}, "alternatives.0: Input should be"),
         ({"alternatives": 7}, "alternatives: Input should be a valid array, the value is 7"),
         ({"alternatives.0.micro_batches": "16"}, "alternatives.0.micro_batches: Input should be a valid int"),
+        (
+            {"alternatives.0.virtual_stages": 3},
+            "alternatives.0: virtual_stages is 3, which does not divide the",
+        ),
+        ({"alternatives.0.memory_bytes": [1, 2, 3]}, "alternatives.0: memory_bytes has 3 entries for"),
+        ({"alternatives.0.stage_recompute": ["never"]}, "alternatives.0: stage_recompute has 1 entries for"),
+        ({"gpus": 1}, "stages: device 1 is used, of 1 gpus from 0 on"),
+        ({"order": ["schedule own"]}, "order: line 1: 'schedule own' is no line of a schedule"),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], what: str) -> None:
