@@ -315,7 +315,7 @@ def receive_ahead(stage: StageBytes, micro_batches: float) -> StageBytes:
     )
 
 
-def with_reserve(terms: dict[str, Amount], context_bytes: float = 0) -> dict[str, Amount]:
+def with_reserve(terms: dict[str, Amount], context_bytes: float) -> dict[str, Amount]:
     """The terms with the reserve and, where there is one, the context, which no allocator divides."""
     context: dict[str, Amount] = {"context": context_bytes} if context_bytes else {}
     return terms | {"reserve": FRAGMENTATION_RESERVE * total(terms)} | context

@@ -77,12 +77,11 @@ class BatchSizes:
         return any(self.chain.reaches(share) for share in shares)
 
     def _reachable_sizes(self, batch: int) -> list[int]:
-        largest = batch if self.chain.scales_with_samples else self.chain.sizes[-1] * self.max_replicas
         smallest = -(-batch // MOST_MICRO_BATCHES)
         return [
             size
             for size in divisors(batch)
-            if smallest <= size <= largest and self._reaches_share(size, self.max_replicas)
+            if smallest <= size and self._reaches_share(size, self.max_replicas)
         ]
 
     def _requested_size(self, micro_batches: int) -> int:

@@ -510,3 +510,11 @@ def test_replicas_that_fit_on_the_devices(
     assert other.replicas == 9
     if expected is not None:
         assert tuple(own.replicas for own in stages) == expected
+
+
+@pytest.mark.parametrize(("end", "near"), [(1, range(4)), (5, range(1, 8)), (11, range(7, 11))])
+def test_cuts_near_those_of_a_plan(end: int, near: range, even: Chain, make_topology: MakeTopology) -> None:
+    """Three before and three behind, by the layer before each."""
+    best = SimpleNamespace(proposal=SimpleNamespace(ends=(end, 12)))
+    cuts = coarse._near(Space(even, make_topology(2), "sgd"), cast(Any, best))
+    assert np.flatnonzero(cuts).tolist() == list(near)

@@ -185,3 +185,9 @@ def test_numbers_inside_each_other(opening: str) -> None:
         read_schedule(f"name: mine\ndevice i: (F B)*({opening * 60}m{closing * 60})\n")
     beside = " + ".join([f"{opening}0{closing}"] * 60)
     read_schedule(f"name: mine\ndevice i: (F B)*(m + 0*({beside}))\n").program(2, 3)
+
+
+def test_actions_inside_each_other() -> None:
+    with pytest.raises(PplanError, match="brackets inside each other"):
+        read_schedule(f"name: mine\ndevice i: {'(' * 60}F B{')' * 60}*m\n")
+    read_schedule(f"name: mine\ndevice i: {'(F B)*0 ' * 60}(F B)*m\n").program(2, 3)

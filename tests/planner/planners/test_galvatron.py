@@ -130,3 +130,10 @@ def test_all_partitions_on_the_way_are_looked_at(seed: int) -> None:
     assert chosen is not None
     assert chosen in {*reached, by_time}
     assert tables.estimate(chosen, 4) == pytest.approx(min(steps))
+
+
+def test_the_slowest_stage() -> None:
+    seconds = np.array([[0.0, 1.0, 5.0], [0.0, 0.0, 3.0], [0.0, 0.0, 0.0]])
+    tables = StageTables([seconds, seconds], [seconds, seconds], np.zeros((3, 3)))
+    assert tables.slowest((1, 2)) == (3.0, 1)
+    assert tables.fullest((1, 2)) == 3.0
