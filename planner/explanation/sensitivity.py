@@ -127,8 +127,8 @@ def _reach(context: ExplainContext, seeds: Sequence[ScoredPlan], range: _Variati
         what=range.what,
         least=least,
         most=most,
-        below=contest.turn(least) if least < 1 else None,
-        above=contest.turn(most) if most > 1 else None,
+        below=contest.turn(least),
+        above=contest.turn(most),
     )
 
 
@@ -145,7 +145,7 @@ class _PlanRace:
     _solved: set[float] = field(default_factory=set)
 
     def turn(self, end: float) -> Crossover | None:
-        """Where between 1 and `end` the plan is first beaten."""
+        """Where between 1 and `end` the plan is first beaten; None where the range ends at 1."""
         if self._safe(end):
             return None
         factor = self._first(end)
