@@ -144,6 +144,17 @@ def test_all_reduces_take_no_less_than_the_least() -> None:
     assert tight > 30
 
 
+def test_the_least_all_reduce_by_hand() -> None:
+    """Of two and of four devices a ring over the middle level, whose links are the fastest: 1000 bytes there
+    and back at 100 B/s, and two latencies of a second for each device but one."""
+    links = Link(5.0, 0.05), Link(100.0, 1.0), Link(1.0, 0.05)
+    levels = (Level("a", 2, links[0]), Level("b", 2, links[1]), Level("c", None, links[2]))
+    topology = Topology((Group(Device("toy", None), 8),), levels)
+    for replicas, seconds in ((2, 2 / 2 * 10 + 2), (4, 2 * 3 / 4 * 10 + 6)):
+        least = least_all_reduce_seconds(topology, replicas, np.array([1000.0, 0.0]))
+        assert least.tolist() == pytest.approx([seconds, 0.0])
+
+
 def random_levels(rng: np.random.Generator, devices: int) -> Topology:
     """Three levels of alike devices, that outside slower, with shared ports."""
     paces = -np.sort(-rng.uniform(1e9, 1e11, 3))
