@@ -186,6 +186,7 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ),
         ({"alternatives.0.memory_bytes": [1, 2, 3]}, "alternatives.0: memory_bytes has 3 entries for"),
         ({"alternatives.0.stage_recompute": ["never"]}, "alternatives.0: stage_recompute has 1 entries for"),
+        ({"precision": "bf16"}, "precision='bf16': the profile was measured in float32"),
         ({"gpus": 1}, "stages: device 1 is used, of 1 gpus from 0 on"),
         ({"order": ["schedule own"]}, "order: line 1: 'schedule own' is no line of a schedule"),
     ],

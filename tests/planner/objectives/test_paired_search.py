@@ -10,6 +10,9 @@ from math import inf
 import pytest
 
 from pplan.cost_models.memory import Recompute
+from pplan.cost_models.schedules import find_schedule
+from pplan.cost_models.simulator.pipeline_costs import stage_costs
+from pplan.cost_models.timeline import simulate
 from pplan.planner.asynchronous import (
     assemble_endless,
     asynchronous_notes,
@@ -19,7 +22,7 @@ from pplan.planner.asynchronous import (
 )
 from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.objectives import paired_search, throughput
-from pplan.planner.objectives.paired_search import PairedSearch
+from pplan.planner.objectives.paired_search import PairedSearch, _most_in_flight
 from pplan.planner.objectives.throughput import asynchronous_names, fastest_asynchronous, paired_searches
 from pplan.planner.problem import Problem
 
@@ -182,3 +185,13 @@ def test_long_chains_and_runtimes_have_no_wpipe(make_problem: MakeProblem) -> No
     assert "wpipe" in asynchronous_names(make_problem(0, 6, 2))
     assert "wpipe" not in asynchronous_names(make_problem(0, 40, 2))
     assert "wpipe" not in asynchronous_names(make_problem(0, 6, 2, runtime="torch"))
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (3, 6)])
+def test_what_a_device_holds_of_each_part(stages: int, micro_batches: int) -> None:
+    """As many micro-batches as the simulator sees at the peak."""
+    program = find_schedule("wpipe").program(stages, micro_batches)
+    timeline = simulate(program, stage_costs(program, 1.0, 2.0))
+    for device in range(stages):
+        peaks = [timeline.peak_memory(device, 0, own).bytes for own in ([1.0, 0.0], [0.0, 1.0])]
+        assert _most_in_flight(program, device) == tuple(peaks)
