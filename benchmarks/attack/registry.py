@@ -151,7 +151,7 @@ NOT_BOUNDS: dict[str, str] = {
     "degrees/stage_degree_search.py:_Search._follow": "a part of search_stage_degrees, attacked with it",
     "degrees/stage_degree_search.py:_Search._bounds_with": "a part of search_stage_degrees, attacked with it",
     "degrees/stage_degree_search.py:_Search._longer": "a part of search_stage_degrees, attacked with it",
-    "degrees/degree_search.py:_BestPlans.fit": "plans of interleaved pipelines that did not fit, the least bound first",
+    "degrees/degree_search.py:_BestPlans.fit": "plans of pipelines that did not fit, by their bound",
     "degrees/degree_search.py:DegreeAnswer.gap": "what the answer's bound leaves",
     "synthesis/synthesize.py:_candidates": "leaves out what its bound excludes",
     "explanation/compare.py:_bound": "a bound that a plan's file says",
