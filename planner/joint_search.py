@@ -131,9 +131,9 @@ def _with_time_for_orders(problem: Problem) -> Problem:
     if problem.options.schedule != SYNTHESIZED:
         return problem
     budget = problem.budget.part(share=FOR_KNOWN)
-    known = replace(problem, budget=budget)
-    vars(known)["space"] = problem.space.within(budget)
-    return known
+    earlier = replace(problem, budget=budget)
+    vars(earlier)["space"] = problem.space.within(budget)
+    return earlier
 
 
 def _problem_for_planner(planner: str, problem: Problem) -> Problem:

@@ -98,14 +98,12 @@ def _change(
     reach = 1 if random.random() < NEIGHBOURS else random.randint(1, REACH)
     if random.random() < 0.5:
         # The one before goes behind this one, or further.
-        to = min(len(own) - 1, at - 1 + reach)
+        to = at - 1 + reach
         own.insert(to, own.pop(at - 1))
-        low, high = at - 1, to
     else:
         to = max(0, at - reach)
         own.insert(to, own.pop(at))
-        low, high = to, at
-    if tuple(own[low : high + 1]) == lists[device][low : high + 1]:
+    if tuple(own) == lists[device]:
         return None
     if not _keeps_order(own) or not problem.fits_device(device, own):
         return None
