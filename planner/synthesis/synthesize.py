@@ -114,7 +114,7 @@ def synthesize(
     others = _candidates(problem, _shapes(problem, best), limit)
     candidates = [*own_cuts, *sorted(others, key=lambda own: own.bound)[:MOST_SHAPES]]
     seconds = SHARE * problem.options.time_limit
-    filled = []
+    filled: list[OrderCandidate] = []
     for own in candidates:
         if problem.budget.over and (best is not None or any(earlier.lists for earlier in filled)):
             break

@@ -544,10 +544,13 @@ def test_known_schedules_leave_time_for_orders(
     ticks = count()
     budget = SearchBudget(seconds=1.0, clock=lambda: 0.01 * next(ticks))
     problem = Problem(make_chain(0, 12, cuts=1.0), make_topology(4, latency=0.01), options, budget=budget)
-    left = []
-    monkeypatch.setattr(
-        joint_search, "synthesize", lambda own, *_: left.append(own.budget.seconds_left) or []
-    )
+    left: list[float] = []
+
+    def note_time(own: Problem, *_: object) -> list[ScoredPlan]:
+        left.append(own.budget.seconds_left)
+        return []
+
+    monkeypatch.setattr(joint_search, "synthesize", note_time)
     assert find_best_plan(problem).best is not None
     assert left[0] > 0.1
     assert budget.was_interrupted
