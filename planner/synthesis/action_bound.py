@@ -7,7 +7,8 @@ none earlier than it can: the action starts no earlier than they can be done. It
 sends to it, and for the release that makes room; a part whose memory holds few holds back those behind it. So
 earliest starts follow from each other until none rises; in the same way, from the last micro-batch back, what
 follows each action at the least. Of each device the actions between both then take what one machine takes
-that may interrupt them (J. R. Jackson, "Scheduling a production line to minimize maximum tardiness", UCLA 1955).
+that may interrupt them (J. R. Jackson, "Scheduling a production line to minimize maximum tardiness", UCLA,
+1955).
 
 `OrderProblem.bound` chains round trips of one part's memory; this sees all parts' at once, those that differ,
 too. It takes a thousand times as long.
