@@ -28,8 +28,8 @@ Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 ThreeCounts = tuple[Counts, Counts, Counts]
 """Of F's, B's and W's."""
-MOST_WORK = 1e6
-"""Pairs of micro-batches, times parts and round trips: 0.4 s or so."""
+MOST_WORK = 2e6
+"""Pairs of micro-batches, times parts and round trips: 0.5 s or so."""
 NEAR = 1e-12
 """Share by which sums of times rise when they still do."""
 

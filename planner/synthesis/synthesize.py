@@ -302,8 +302,8 @@ def _actions(own: OrderCandidate) -> int:
 
 def _improve(own: OrderCandidate, seconds: float, budget: SearchBudget) -> OrderCandidate:
     """Improved for about so many seconds: by other rules, by exchanges, by the solver where there is one."""
-    assert own.lists is not None, "an order was made"
     own = replace(own, bound=max(own.bound, 0.0 if budget.over else action_bound(own.problem)))
+    assert own.lists is not None, "an order was made"
     lists, solves = own.lists, has_solver() and _actions(own) <= MOST_SOLVED
     tries = 0.0 if steepest_slope(own.problem) is None else seconds / 6
     share = seconds / 3 if solves else seconds - tries
