@@ -106,7 +106,7 @@ def simulate_plan(
             *_notes(layout),
             *list_prediction_limits(assembly),
             *optimizer_note(assembly, timeline.step_seconds),
-            *_too_large(memory),
+            *describe_lack(memory),
         ),
     )
 
@@ -122,8 +122,8 @@ def align_profiles(chain: Chain, profiles: Mapping[str, Chain]) -> dict[str, Cha
     return {name: replace(own, cut_after=chain.cut_after) for name, own in profiles.items()}
 
 
-def _too_large(memory: Sequence[DeviceMemory]) -> Iterator[str]:
-    """Where a stage has not enough memory: the one that lacks most."""
+def describe_lack(memory: Sequence[DeviceMemory]) -> Iterator[str]:
+    """Where a stage has not enough memory, a sentence on the one that lacks most."""
     lacking = [
         (own.bytes - own.limit_bytes, stage, own.bytes, own.limit_bytes)
         for stage, own in enumerate(memory)
