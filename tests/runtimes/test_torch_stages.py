@@ -140,6 +140,23 @@ def test_a_model_that_the_meta_device_cannot_run() -> None:
     assert torch.equal(given, torch.ones(2, 3))
 
 
+class Transposing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2) @ torch.ones(3, 2)
+
+
+def test_gradients_that_are_sent_back_are_contiguous_where_shapes_are_not_known() -> None:
+    """gloo receives into no other tensors: an encoder and decoder on two stages failed in their first step."""
+    received = torch.randn(4, 3, 5, requires_grad=True)
+    outputs = StageModule(nn.Sequential(Transposing()), None)(received)
+    assert isinstance(outputs, Tensor)
+    (gradient,) = torch.autograd.grad(outputs.sum(), received)
+    assert gradient.is_contiguous()
+    (own,) = torch.autograd.grad(Transposing()(received).sum(), received)
+    assert not own.is_contiguous()
+    assert torch.equal(gradient, own)
+
+
 def test_a_stage_overwrites_nothing_of_others() -> None:
     about = (CutTensor(torch.float32, True), CutTensor(torch.float32, True, is_overwritten=True))
     given = [torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)]
