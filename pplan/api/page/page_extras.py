@@ -65,7 +65,7 @@ def _rivals(explanation: Explanation) -> Iterator[tuple[str, PlanSummary | None,
     if as_fast is not None:
         yield "as fast", as_fast, None, ""
     for own in (explanation.second_best, explanation.other_stages):
-        yield own.differs, own.plan, own.proven, "none fits"
+        yield own.differs, own.plan, own.proven, own.reason
 
 
 def _plan_columns(name: str, step: float) -> list[Column]:
