@@ -289,7 +289,7 @@ def _transfers(program: Program, device: int, chunks: Sequence[StageBytes], ahea
     return max(received) + max(sent)
 
 
-def whole_bytes(terms: Mapping[str, float]) -> dict[str, int]:
+def round_ledger(terms: Mapping[str, float]) -> dict[str, int]:
     """A ledger's terms in whole bytes, each less than a byte off. Their sum is that of the terms, rounded
     up: the least whole memory that they fit into."""
     whole = {name: floor(amount) for name, amount in terms.items()}

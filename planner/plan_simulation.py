@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..cost_models.device_memory import micro_batch_bytes, whole_bytes
+from ..cost_models.device_memory import micro_batch_bytes, round_ledger
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain, list_cut_points
 from ..cost_models.quantities import format_bytes, format_count
@@ -48,7 +48,7 @@ class DeviceMemory:
 def device_memory(assembly: Assembly, device: int, timeline: Timeline) -> DeviceMemory:
     """The ledger of a device, and its bytes over time; the limit is that of its replica with the least
     memory."""
-    terms = whole_bytes(assembly.ledger(device))
+    terms = round_ledger(assembly.ledger(device))
     saves = assembly.recompute[device] == "never"
     chunks = [micro_batch_bytes(own, assembly.program)[saves] for own in assembly.chunk_bytes(device)]
     in_flight = tuple(sum(own.forward) for own in chunks)

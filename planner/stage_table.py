@@ -16,7 +16,7 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from ..cost_models.device_memory import whole_bytes
+from ..cost_models.device_memory import round_ledger
 from ..cost_models.first_layers import count_first_layers, recompute_first, whole_word
 from ..cost_models.hardware import Device
 from ..cost_models.layer import Chain, LayerCosts, list_cut_points
@@ -279,7 +279,7 @@ class StageTable:
             replicas=replicas,
             **options,
         )
-        return whole_bytes({name: float(amount) for name, amount in terms.items()})
+        return round_ledger({name: float(amount) for name, amount in terms.items()})
 
     def bytes_between(self, i: int, j: int, *, zero: int = 0, recompute: str = "never") -> StageBytes:
         """What the ledger of one stage is made from that recomputes by such a word."""
