@@ -138,9 +138,7 @@ class TestTheReadmesExample:
         assert rows
         for row in rows:
             assert not row.exact
-            assert "schedule='any' searches such, too" in row.reason
-            faster = row.step_seconds < plan.prediction.step_seconds
-            assert ("faster" if faster else "slower") in row.reason
+            assert row.reason == "a heuristic's proposal: schedule='any' searches such, too"
 
     def test_the_planner_of_interleaved_pipelines_may_be_asked(self) -> None:
         plan = solved(gpt(), four_gpus(40), mini_batch=16, micro_batches=4, planner="interleaved")
