@@ -40,6 +40,7 @@ from pplan.api.options import MachineOptions, PlanOptions, options_from
 from pplan.api.solve import make_problem
 from pplan.planner.candidate import ScoredPlan
 from pplan.planner.joint_search import OUT_OF_TIME, find_best_plan, plan_with
+from pplan.planner.plan_records import TIE
 from pplan.planner.planners import PLANNERS, find_planner
 from pplan.planner.problem import Problem
 
@@ -59,7 +60,8 @@ def memory_bytes(profile: pplan.Profile, gpus: int, memory: str) -> int:
 
 
 OWN, ANY = "pplan", "pplan --schedule any"
-"""The two answers of pplan, as the results name them."""
+OWN_NAMES = {"auto": OWN, "any": ANY}
+"""The two answers of pplan, by the option of the schedule, as the results name them."""
 MANY_SCHEDULES = ("torch-partition", "interleaved")
 """Planners that propose the schedules of `--schedule any` that they know."""
 
@@ -85,8 +87,9 @@ def problem_for(
 
 def plans_by_planner(
     profile: pplan.Profile, gpus: int, link: str, memory: str
-) -> dict[str, ScoredPlan | None]:
-    """pplan's plans and each planner's; None where none fits."""
+) -> tuple[dict[str, ScoredPlan | None], dict[str, float]]:
+    """pplan's plans and each planner's, None where none fits; and the bounds of pplan's two answers, in
+    seconds."""
     by_schedule = {
         schedule: problem_for(profile, gpus, link, memory, schedule) for schedule in ("auto", "any")
     }
@@ -102,7 +105,8 @@ def plans_by_planner(
         if plans.get(name, OUT_OF_TIME) == OUT_OF_TIME:
             problem = by_schedule["any" if name in MANY_SCHEDULES else "auto"]
             plans[name] = plan_with(find_planner(name), problem.with_time_limit())
-    return {name: plan if isinstance(plan, ScoredPlan) else None for name, plan in plans.items()}
+    bounds = {name: answers[schedule].result.bound_seconds for schedule, name in OWN_NAMES.items()}
+    return {name: plan if isinstance(plan, ScoredPlan) else None for name, plan in plans.items()}, bounds
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -120,13 +124,24 @@ def print_table(rows: list[dict[str, Any]]) -> None:
                 f"{mean_of(of_any):12.3f} {count_faster(of_any):16} {len(fitting) - len(ratios):11}"
             )
     for own in (OWN, ANY):
-        best = [
-            min(others) / steps[own]
-            for steps in fitting
-            if (others := [steps[name] for name in PLANNERS if steps.get(name) is not None])
-        ]
-        if best:
-            print(f"the best of all others in each case: {mean_of(best):.3f} of {own}'s step in the mean")
+        print_margin(own, [row for row in rows if row["steps"][own] is not None])
+
+
+def print_margin(own: str, rows: list[dict[str, Any]]) -> None:
+    """How far the best of all other planners in each case is from this answer of pplan, and from the bound
+    on all plans that it was allowed: so much faster at the most could any planner be."""
+    best = [
+        (min(others), row["steps"][own], row["bounds"][own])
+        for row in rows
+        if (others := [row["steps"][name] for name in PLANNERS if row["steps"].get(name) is not None])
+    ]
+    if best:
+        of_step, of_bound = (mean_of([own[0] / own[which] for own in best]) for which in (1, 2))
+        proven = sum(bound >= step * (1 - TIE) for _, step, bound in best)
+        print(
+            f"the best of all others in each case, over {own}'s step: {of_step:.3f} in the mean, over its "
+            f"bound: {of_bound:.3f}; proven to be the fastest: {proven} of {len(best)}"
+        )
 
 
 def ratios_to(cases: list[dict[str, float | None]], name: str, own: str) -> list[float]:
@@ -155,7 +170,7 @@ def run_case(case: Case, *, folder: Path, end: float) -> dict[str, Any] | None:
         return None
     model, gpus, link, memory = case
     begin = time.monotonic()
-    plans = plans_by_planner(profile_of(model, folder), gpus, link, memory)
+    plans, bounds = plans_by_planner(profile_of(model, folder), gpus, link, memory)
     return {
         "model": model,
         "gpus": gpus,
@@ -163,6 +178,7 @@ def run_case(case: Case, *, folder: Path, end: float) -> dict[str, Any] | None:
         "memory": memory,
         "steps": {name: None if plan is None else plan.step_seconds for name, plan in plans.items()},
         "configs": {name: None if plan is None else str(plan.config) for name, plan in plans.items()},
+        "bounds": bounds,
         "seconds": round(time.monotonic() - begin, 1),
     }
 

@@ -8,21 +8,18 @@ are the least that any device, number of replicas and link gives:
     M x sum of r w / capacity    all the work, shared by all devices as fast as each of them is
     sum of f + b                 one micro-batch, through all layers and back
     M x that                     `naive`, which has one micro-batch at a time
-    lead + M w                   a layer, also lead + M (f + b) + trail; M shared by the layer's copies
-    lead + M w + e               a stage of a straight pipeline (one stage a device): its first action is an F
-                                 that came through the stages before it; e: of the all-reduce over its
-                                 replicas what cannot run beside its last backward, and
-                                 sums of tied weights
-    lead + M (f + b) + trail     its last B goes back through the stages before it
+    lead + M w                   a layer: its first action is an F that came through the layers before it;
+                                 also lead + M (f + b) + trail, as its last B goes back through them; M
+                                 shared by the layer's copies
 
 The first backward on each copy of a stage's weights adds to no gradients and takes less: the work counts what
 it takes on average over the micro-batches, and one micro-batch's path is the first's. Of a straight pipeline
 with whole backwards it is any other's: where a B on the way back is the first of its stage, another follows
 there, and goes the same way.
 
-The last two are minimised over all partitions by a dynamic programme on (devices used, layers done) that
-keeps the least lead and the least lead and trail, each by itself, for stages that meet a step; the step is
-bisected. Memory is ignored, so that recomputation counts only where every stage must recompute.
+The step is bisected: a shorter one is asked of all partitions of the layers (`partition_bound`), with the
+replicas' all-reduces, and the memory that a part needs by itself. That of what a device holds besides is
+ignored, so that recomputation counts only where every stage must recompute.
 """
 
 from __future__ import annotations
@@ -38,6 +35,8 @@ import numpy as np
 from ..cost_models.hardware import Device
 from ..cost_models.layer import LayerCosts
 from ..cost_models.schedules import MOST_COPIES, SCHEDULES
+from .partition_bound import Exchanges, Partitions, PlanSettings
+from .pipeline_config import FIRST_LAYERS
 from .plan_records import TIE
 from .search.space import Space, divide_batch
 from .stage_table import Floats, part_seconds
@@ -57,7 +56,7 @@ UNKNOWN = ("",)
 HALVINGS = 12
 """Of what is open between the simple bound and the step."""
 MOST_ENTRIES = 1e8
-"""Of the dynamic programme's tables in all: of more the simple bounds are left."""
+"""Of the tables of all questions: of more the simple bounds are left."""
 
 
 def universal_bound(problem: Problem, schedules: Iterable[str], step: float = inf) -> float:
@@ -67,12 +66,9 @@ def universal_bound(problem: Problem, schedules: Iterable[str], step: float = in
     # Cases that bound alike stand for each other.
     distinct = sorted({case.key: case for case in cases}.values(), key=lambda case: case.simple)
     low = min((case.simple for case in distinct), default=inf)
-    if low >= step:
+    if low >= step or step == inf or problem.space.is_long:
         return low
-    cost = (HALVINGS + 2) * sum(case.entries for case in distinct)
-    if step == inf or cost > MOST_ENTRIES or problem.space.is_long:
-        return low
-    return _bisect(distinct, low, step)
+    return _Questions().least(distinct, step * (1 - TIE))
 
 
 def work_bound(problem: Problem) -> float:
@@ -90,28 +86,59 @@ def work_and_path_bound(
     return _case(problem, config.schedule, config, gpus, counts).simple
 
 
-def _bisect(cases: Sequence[_Case], low: float, step: float) -> float:
-    """The largest step from `low` on that is known to be too short for every case."""
+class _Questions:
+    """What steps are too short for cases: as many questions as `MOST_ENTRIES` allows."""
 
-    def too_short(seconds: float) -> bool:
-        return not any(case.allows(seconds) for case in cases)
+    def __init__(self) -> None:
+        self.left = MOST_ENTRIES
+        self.last: tuple[_Case, Partitions] | None = None
+        self.exchanges: Exchanges = {}
 
-    if too_short(step * (1 - TIE)):
-        return step * (1 - TIE)
-    high = step
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        if too_short(middle):
-            low = middle
-        else:
-            high = middle
-    return low
+    def least(self, cases: Sequence[_Case], high: float) -> float:
+        """The largest step up to `high` that is known to be too short for every case, those with the lowest
+        simple bounds first."""
+        for case in cases:
+            if case.simple >= high:
+                break
+            if self._allows(case, high):
+                high = self._bisect(case, high)
+        return high
+
+    def _bisect(self, case: _Case, high: float) -> float:
+        """The same for one case that allows `high`."""
+        low = case.simple
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._allows(case, middle) else (middle, high)
+        return low
+
+    def _allows(self, case: _Case, seconds: float) -> bool:
+        """Whether there may be a plan of so many seconds."""
+        seconds *= 1 + TIE / 10
+        partitions = self._partitions(case)
+        if not self._spend(partitions.entries):
+            return True
+        if not partitions.may_share(seconds):
+            return False
+        is_closer = case.kind == "straight" and self._spend(partitions.close_entries)
+        return not is_closer or partitions.may_follow(seconds)
+
+    def _partitions(self, case: _Case) -> Partitions:
+        if self.last is None or self.last[0] is not case:
+            self.last = case, Partitions(case.settings, self.exchanges)
+        return self.last[1]
+
+    def _spend(self, entries: float) -> bool:
+        """Whether so many are left; then they are spent."""
+        is_left = self.left >= entries
+        self.left -= entries if is_left else 0.0
+        return is_left
 
 
 def _cases(problem: Problem, schedule: str) -> Iterator[_Case]:
     """By micro-batch size, and by the numbers of replicas that stages may have together."""
     own = [config for config in problem.configs if config.schedule == schedule] or problem.configs
-    distinct = {(config.micro_batch_size, config.recompute == "always"): config for config in own}
+    distinct = {(config.micro_batch_size, _modes(schedule, config)): config for config in own}
     for (size, _), config in distinct.items():
         for counts in problem.replica_choices(size):
             yield _case(problem, schedule, config, problem.usable_gpus, counts)
@@ -129,40 +156,65 @@ def _case(
         kind=kind,
         splits=schedule not in LINEAR,
         copies=SCHEDULES[schedule].copies if schedule in SCHEDULES else MOST_COPIES,
+        one_model=schedule in SCHEDULES and SCHEDULES[schedule].trains_one_model,
         size=config.micro_batch_size,
         micro_batches=problem.mini_batch // config.micro_batch_size,
-        recompute=config.recompute == "always",
+        modes=_modes(schedule, config),
         counts=counts,
     )
+
+
+def _modes(schedule: str, config: PipelineConfig) -> str:
+    """How the stages of this schedule may recompute: always, never, first_layers, or any way."""
+    own = config.recompute
+    return own if own in ("always", FIRST_LAYERS) or (own, config.schedule) == ("never", schedule) else "any"
 
 
 @dataclass(frozen=True, eq=False)
 class _Case:
     """Plans of a kind of schedule with `micro_batches` of `size` samples, whose stages have these numbers of
-    replicas; `recompute`: every stage recomputes."""
+    replicas; `modes`: of recomputation."""
 
     space: Space
     usable_gpus: int
     kind: str
     splits: bool
     copies: int
+    one_model: bool
     size: int
     micro_batches: int
-    recompute: bool
+    modes: str
     counts: tuple[int, ...]
 
     @property
     def key(self) -> tuple[object, ...]:
         """What the bound depends on."""
-        return self.kind, self.splits, self.copies, self.size, self.recompute, self.counts
+        return self.kind, self.splits, self.copies, self.one_model, self.size, self.modes, self.counts
 
     @property
-    def entries(self) -> float:
-        """Of the tables of one question."""
-        if self.kind != "straight":
-            return 0.0
-        rows = sum(self.usable_gpus - count + 1 for count in self.counts)
-        return rows * (len(self._cut_points) ** 2 + 3_000.0)
+    def recompute(self) -> bool:
+        """Whether every stage recomputes."""
+        return self.modes == "always"
+
+    @property
+    def settings(self) -> PlanSettings:
+        """What its plans have in common."""
+        return PlanSettings(
+            space=self.space,
+            gpus=self.usable_gpus,
+            capacity=self._capacity,
+            slowest=min(self._paces.values()),
+            counts=self.counts,
+            size=self.size,
+            micro_batches=self.micro_batches,
+            copies=self.copies,
+            one_model=self.one_model,
+            splits=self.splits,
+            modes=self.modes,
+            straight=self.kind == "straight",
+            first=0.5 if self.kind == "sliced" else 1.0,
+            layers=self._layers,
+        )
 
     @cached_property
     def _layers(self) -> list[tuple[Floats, Floats, Floats]]:
@@ -232,19 +284,25 @@ class _Case:
         return self.micro_batches * float(np.min(works, axis=0).sum()) / self._capacity
 
     @cached_property
-    def _capacity(self) -> float:
-        """Devices, each counted as what it does in a second, at the most, of a second of the least work."""
-        topology, paces = self.space.topology, dict[Device, float]()
-        for kind in topology.kinds:
-            paces[kind] = max(
+    def _paces(self) -> dict[Device, float]:
+        """By kind, what a device does in a second, at the most, of a second of the least work."""
+        per_replica_batches = {divide_batch(self.size, count) for count in self.counts}
+        return {
+            kind: max(
                 _most_of_stage(
                     self.space.least(per_replica_batch, self._work),
                     self.space.on(kind, per_replica_batch, self._work),
                 )
-                for per_replica_batch in {divide_batch(self.size, count) for count in self.counts}
+                for per_replica_batch in per_replica_batches
             )
-        numbers = topology.count_kinds(range(self.usable_gpus))
-        return sum(paces[kind] * count for kind, count in numbers.items())
+            for kind in self.space.topology.kinds
+        }
+
+    @cached_property
+    def _capacity(self) -> float:
+        """Devices, each counted by its pace."""
+        numbers = self.space.topology.count_kinds(range(self.usable_gpus))
+        return sum(self._paces[kind] * count for kind, count in numbers.items())
 
     @property
     def _launches(self) -> float:
@@ -253,86 +311,6 @@ class _Case:
             self.size, self.counts, self.usable_gpus, recompute=self.recompute
         )
         return self.micro_batches * max(busiest, longest / self.copies)
-
-    def allows(self, seconds: float) -> bool:
-        """Whether there may be a plan of so many seconds."""
-        if seconds < self.simple:
-            return False
-        return self.kind != "straight" or self._reaches(seconds * (1 + TIE / 10))
-
-    def _reaches(self, seconds: float) -> bool:
-        last = len(self._cut_points) - 1
-        lead, both = (np.full((self.usable_gpus + 1, last + 1), inf) for _ in range(2))
-        lead[0, 0] = both[0, 0] = 0.0
-        for used in range(1, self.usable_gpus + 1):
-            for index, count in enumerate(self.counts):
-                if count > used or not np.isfinite(lead[used - count]).any():
-                    continue
-                forward, around, work, exposed_allreduce, launches = self._stages[index]
-                before, both_before = lead[used - count][:, None], both[used - count][:, None]
-                fits = (before + self.micro_batches * work + exposed_allreduce <= seconds) & (
-                    both_before + self.micro_batches * np.minimum(work, around) <= seconds
-                )
-                fits &= self.micro_batches * launches + exposed_allreduce <= seconds
-                ahead = np.where(fits, before + forward, inf).min(axis=0) + self._cuts
-                there_and_back = np.where(fits, both_before + around, inf).min(axis=0) + 2 * self._cuts
-                lead[used] = np.minimum(lead[used], ahead)
-                both[used] = np.minimum(both[used], there_and_back)
-            if np.isfinite(lead[used, last]):
-                return True
-        return False
-
-    @cached_property
-    def _cut_points(self) -> tuple[int, ...]:
-        return self.space.table(self.space.chain.sizes[0]).cut_points
-
-    @cached_property
-    def _stages(self) -> list[tuple[Floats, Floats, Floats, Floats, Floats]]:
-        """By number of replicas, (cut points, cut points) each, inf where there is no stage: f, f + b, w,
-        what of the all-reduce follows, and the host seconds of a micro-batch."""
-        table, stages = self.space.table(self.space.chain.sizes[0]), []
-        gradients = self.space.bytes_at_end(table.stage_sums(table.costs.trainable_bytes))
-        for count, (forward, back, work) in zip(self.counts, self._layers, strict=True):
-            exposed_allreduce = np.zeros_like(gradients)
-            if count > 1 and not self.splits:
-                reduced = 2 * (count - 1) / count * gradients / self._fastest
-                longest = table.stage_sums(self._longest_backward(count))
-                exposed_allreduce = np.maximum(reduced - longest, 0.0)
-            whole = np.where(table.valid, table.stage_sums(work), inf)
-            after = exposed_allreduce + self.space.least_tied(table, count)
-            own = self.space.table(divide_batch(self.size, count))
-            launches = (1 + self.recompute) * own.forward_launch + own.backward_launch
-            sums = (table.stage_sums(forward), table.stage_sums(forward + back))
-            stages.append((*sums, whole, after, launches))
-        return stages
-
-    def _longest_backward(self, replicas: int) -> Floats:
-        """(layers,): seconds on the slowest device for each layer."""
-        size, kinds = divide_batch(self.size, replicas), self.space.topology.kinds
-        each = [self.space.on(kind, size, lambda own: own.backward_seconds) for kind in kinds]
-        longest: Floats = np.maximum.reduce(each)
-        return longest
-
-    @property
-    def _fastest(self) -> float:
-        """Bytes a second of the fastest link."""
-        return max(level.link.bandwidth_bytes_per_second for level in self.space.topology.levels)
-
-    @cached_property
-    def _cuts(self) -> Floats:
-        """(cut points,): seconds of a transfer: a replica of the smaller side sends its share, through no
-        more than a port of every level."""
-        levels = self.space.topology.levels
-        together = sum(level.link.bandwidth_bytes_per_second for level in levels)
-        latency = min(level.link.latency_seconds for level in levels)
-        per_replica_batches = {divide_batch(self.size, count) for count in self.counts}
-        sent = np.min(
-            [self.space.table(per_replica_batch).crossing for per_replica_batch in per_replica_batches],
-            axis=0,
-        )
-        cuts: Floats = sent / together + latency
-        cuts[-1] = 0.0
-        return cuts
 
 
 def _least_backward(costs: LayerCosts, *, recompute: bool) -> Floats:

@@ -162,7 +162,7 @@ def _choice(
             for per_replica_batch in counts.per_replica_batches
         ]
     )
-    exchanged = _exposed_exchange(space, counts.fewest, table, slowest, exact=exact)
+    exchanged = exposed_exchange(space, counts.fewest, table, slowest, exact=exact)
     # Between few cut points stages are taken without their outer layers, of which all users may be one.
     tied = space.least_tied(table, counts.fewest) if exact else 0.0
     return ReplicaGroupCosts(
@@ -180,7 +180,7 @@ def _choice(
     )
 
 
-def _exposed_exchange(
+def exposed_exchange(
     space: Space, replicas: int, table: StageTable, slowest_backward: Floats, *, exact: bool
 ) -> Floats:
     """Of every stage with at least so many replicas, what follows its last backward; `slowest_backward`

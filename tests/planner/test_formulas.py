@@ -42,8 +42,8 @@ from pplan.planner.replica_exchange import ReplicaExchange, bytes_at_end
 from pplan.planner.search.coarse import _spread
 from pplan.planner.search.deep_pipelines import _EvenStages
 from pplan.planner.search.fluid_bound import _FluidProgramme
-from pplan.planner.search.relaxed_stages import _exposed_exchange
 from pplan.planner.search.relaxed_stages import _spread_cuts as _spread_relaxed
+from pplan.planner.search.relaxed_stages import exposed_exchange
 from pplan.planner.search.space import Space
 from pplan.planner.search.stage_recompute import cheapest_mode
 from pplan.planner.stage_table import StageTable
@@ -346,10 +346,10 @@ def test_what_follows_the_last_backward_under_zero(
     heavy = replace(even, parameter_bytes=np.full(12, 40.0), trainable_bytes=np.full(12, 40.0))
     space = Space(heavy, make_topology(2), "sgd", zero=zero)
     table = space.table(1)
-    exposed = _exposed_exchange(space, 2, table, np.zeros(12), exact=True)
+    exposed = exposed_exchange(space, 2, table, np.zeros(12), exact=True)
     # 20 B/s: two devices exchange all bytes once in an all-reduce.
     assert exposed[0, 12] == pytest.approx(share * 12 * 40.0 / 20.0)
-    assert not _exposed_exchange(space, 1, table, np.zeros(12), exact=True).any()
+    assert not exposed_exchange(space, 1, table, np.zeros(12), exact=True).any()
 
 
 def test_the_part_that_is_longest_on_a_path() -> None:

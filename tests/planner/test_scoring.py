@@ -156,5 +156,4 @@ def test_parts_of_a_backward_that_take_less_than_the_whole(
     assert found.best is not None
     assert busiest_seconds(problem.space, found.best.proposal) <= found.best.step_seconds * (1 + 1e-12)
     assert found.bound_seconds <= found.best.step_seconds
-    work = (chain.at(1).forward_seconds + 2 * half[:, 0]).sum() * 8 / 2
-    assert universal_bound(problem, ["zb-h1"], found.best.step_seconds) <= work
+    assert universal_bound(problem, ["zb-h1"], 2 * found.best.step_seconds) <= found.best.step_seconds

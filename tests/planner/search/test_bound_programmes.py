@@ -29,8 +29,8 @@ from pplan.planner.search.relaxed_programme import price_stages
 from pplan.planner.search.relaxed_stages import (
     _as_fast,
     _cut_seconds,
-    _exposed_exchange,
     _smaller,
+    exposed_exchange,
     make_relaxed_stages,
 )
 from pplan.planner.search.space import Space
@@ -312,7 +312,7 @@ class TestRelaxed:
         sent = np.append(0.0, costs.output_bytes)
         sent[0], sent[-1] = table.crossing[[0, -1]]
         assert _cut_seconds(space.topology, table) == pytest.approx(sent / 50 + [0, 0.2, 0.2, 0.2, 0])
-        left = _exposed_exchange(space, 4, table, costs.backward_seconds, exact=False)
+        left = exposed_exchange(space, 4, table, costs.backward_seconds, exact=False)
         pace = all_reduce_pace(space.topology, 4)
         for start, end in combinations(range(5), 2):
             gradients = costs.trainable_bytes[start:end].sum()
