@@ -125,7 +125,7 @@ def workspace_before_loss(own: Amount, loss_saved: Amount, loss_workspace: Amoun
     `own`: the layer's, counted without the loss. Nothing of the loss is held while the layer itself runs, so
     the layer needs no more than what exceeds the loss' saved bytes, or what the loss needs above them.
     """
-    return np.maximum(np.maximum(own - loss_saved, loss_workspace), 0)
+    return np.maximum(own - loss_saved, loss_workspace)
 
 
 @dataclass(frozen=True)

@@ -183,12 +183,11 @@ class Assembly:
         if set(self.recompute) == {"never"}:
             return None
         shares = recompute_shares([whole_word(word) for word in self.recompute], self.program)
-        shares = shares if "except_last" in self.recompute else shares[:, :, :1]
-        return shares * self.first_shares(name)
+        return (shares if "except_last" in self.recompute else shares[:, :, :1]) * self.first_shares(name)
 
     def first_shares(self, name: str) -> Floats:
         """(devices, 1, 1): the share of the stage's `forward` or `forward_launch` that its first layers have
-        where they alone run again; 1 of all others."""
+        where they alone run again; 1 of all others, and of a stage that takes no time."""
         shares = np.ones((self.program.devices, 1, 1))
         for device, first in enumerate(map(count_first_layers, self.recompute)):
             if first is not None:
@@ -196,7 +195,8 @@ class Assembly:
                 tables = self.timing_tables[device] if name == "forward" else [(self.table(device), 1.0)]
                 whole = max(getattr(table, name)[bounds] * scale for table, scale in tables)
                 again = max(table.first_sum(name, *bounds, first) * scale for table, scale in tables)
-                shares[device] = min(again / whole, 1.0) if whole else 0.0
+                if whole:
+                    shares[device] = min(again / whole, 1.0)
         return shares
 
     def _transfers(self) -> tuple[Floats, Floats]:

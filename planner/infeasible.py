@@ -132,10 +132,8 @@ def _of_searched(problem: Problem) -> str:
 
 
 def _none_left(problem: Problem) -> str:
-    if problem.heuristic_schedules and any(config.schedule in SEARCHED for config in problem.configs):
-        return f"no plan{_of_searched(problem)} is allowed by these options, whatever the memory"
     if any(config.schedule in SEARCHED for config in problem.configs):
-        return "no plan is allowed by these options, whatever the memory"
+        return f"no plan{_of_searched(problem)} is allowed by these options, whatever the memory"
     names = ", ".join(problem.schedules)
     return f"no plan under {names} was found for these options, whatever the memory; not all were tried"
 

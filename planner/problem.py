@@ -303,8 +303,7 @@ class Problem:
     def any_count(self) -> bool:
         """Whether the bound is to hold for every number of replicas, too many to search: `proposable` plans
         may have any."""
-        own = self.runtime is None and self.usable_gpus > MOST_DEVICES
-        return own or (self.runtime is None and self.space.is_long)
+        return self.runtime is None and (self.usable_gpus > MOST_DEVICES or self.space.is_long)
 
     def may_share(self, size: int, replicas: Iterable[int]) -> bool:
         """Whether these numbers of replicas may share micro-batches of so many samples: a runtime's, only

@@ -46,15 +46,31 @@ class Covering:
     ) -> Covering:
         """As it was written to `path`, or measured and written there."""
         if path is not None and path.is_file():
-            content = json.loads(path.read_text())
-            lines = {(file, int(line)): set(own) for file, line, own in content["lines"]}
-            return cls(content["seconds"], lines, {file: set(own) for file, own in content["files"].items()})
+            return cls.load(path)
         covering = cls.measure(folder, python, tests, marks)
         if path is not None:
-            rows = [[file, line, sorted(own)] for (file, line), own in covering.lines.items()]
-            files = {file: sorted(own) for file, own in covering.files.items()}
-            path.write_text(json.dumps({"seconds": covering.seconds, "lines": rows, "files": files}))
+            covering.save(path)
         return covering
+
+    @classmethod
+    def load(cls, path: Path) -> Covering:
+        """As `save` wrote it."""
+        content = json.loads(path.read_text())
+        tests = list(content["seconds"])
+        lines = {
+            (file, int(line)): {tests[own] for own in numbers} for file, line, numbers in content["lines"]
+        }
+        files = {file: {tests[own] for own in numbers} for file, numbers in content["files"].items()}
+        return cls(content["seconds"], lines, files)
+
+    def save(self, path: Path) -> None:
+        """As JSON; tests by their place in `seconds`."""
+        numbers = {test: number for number, test in enumerate(self.seconds)}
+        rows = [
+            [file, line, sorted(numbers[test] for test in own)] for (file, line), own in self.lines.items()
+        ]
+        files = {file: sorted(numbers[test] for test in own) for file, own in self.files.items()}
+        path.write_text(json.dumps({"seconds": self.seconds, "lines": rows, "files": files}))
 
     @classmethod
     def measure(cls, folder: Path, python: Sequence[str], tests: Sequence[str], marks: str) -> Covering:
@@ -97,16 +113,18 @@ class Covering:
                     covering.lines[file, line].add(test)
         return covering
 
+    def tests_of_lines(self, mutant: Mutant) -> set[str]:
+        """Those that run a line of the change."""
+        lines = range(mutant.line, mutant.last_line + 1)
+        return set[str]().union(*(self.lines.get((mutant.file, line), set()) for line in lines))
+
     def tests(self, mutant: Mutant) -> list[str]:
         """Those that run a line of the change, else those that run its file, else (tables of constants are
         read where they are imported) all of its folder: of the module's own test file first, then of its
         folder's tests, the quickest first."""
-        found = set[str]().union(
-            *(self.lines.get((mutant.file, line), set()) for line in range(mutant.line, mutant.last_line + 1))
-        )
         own, folder = f"test_{Path(mutant.file).stem}.py::", f"tests/{Path(mutant.file).parent}/"
         return sorted(
-            found or self.files.get(mutant.file) or self._of_folder(mutant.file),
+            self.tests_of_lines(mutant) or self.files.get(mutant.file) or self._of_folder(mutant.file),
             key=lambda test: (
                 own not in test,
                 not test.startswith(folder),

@@ -67,7 +67,8 @@ class RunnersUp:
 
 @dataclass(frozen=True)
 class _Best:
-    """What was found, beside the `ties`: plans as fast as that in question."""
+    """What was found, beside the `ties`: plans as fast as that in question. `proven`: of the schedules that
+    are searched."""
 
     plan: ScoredPlan | None
     proven: bool
@@ -85,10 +86,11 @@ def runners_up(context: ExplainContext, seeds: Sequence[ScoredPlan], busiest: in
     if stages.plan is not None and _as_fast(stages.plan, context.present):
         ties.append(stages.plan)
         slower.remove(stages.plan)
-    proven = every and not ties and all(best.proven for best in bests)
+    searched = _all_searched(context.problem)
+    proven = searched and every and not ties and all(best.proven for best in bests)
     return RunnersUp(
         _rival(context, _Best(_fastest(slower), proven), "cuts, replicas or devices"),
-        _rival(context, stages, "number of stages"),
+        _rival(context, replace(stages, proven=searched and stages.proven), "number of stages"),
         ties[0] if ties else None,
         (*slower, *ties),
     )
@@ -129,7 +131,7 @@ def _search_counts(problem: Problem, counts: Sequence[int], seeds: Sequence[Prop
     linear = [seed for seed in seeds if seed.config.schedule in SEARCHED]
     result = search_near(problem.space, problem.families, counts, linear, SECONDS / 4)
     other = fastest(problem.space, [seed for seed in seeds if seed.config.schedule not in SEARCHED])
-    return _Best(_fastest([result.best, other]), result.exact and _all_searched(problem))
+    return _Best(_fastest([result.best, other]), result.exact)
 
 
 def _all_searched(problem: Problem) -> bool:
@@ -176,7 +178,7 @@ def _without(context: ExplainContext, seeds: Sequence[ScoredPlan], forbidden: Se
     if parts > space.chain.max_stages:
         return _Best(None, proven=True)
     result = search_near(space, problem.families, [parts], others, SECONDS / 8)
-    return _Best(result.best, result.exact and _all_searched(problem))
+    return _Best(result.best, result.exact)
 
 
 def _move_cut(problem: Problem, proposal: Proposal, end: int) -> Iterator[Proposal]:

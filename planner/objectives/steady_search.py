@@ -42,6 +42,8 @@ from ..stage_table import Floats, Indices
 
 SAME = 1e-9
 """Share of the seconds that the bisection leaves open, and below which two are equal."""
+_LONGEST = 1e30
+"""Seconds that no micro-batch takes."""
 Row = dict[int, Floats]
 """By replicas, (positions + 1, cut points): the least h of a stage that starts there."""
 Bools = npt.NDArray[np.bool_]
@@ -78,7 +80,7 @@ class SteadySearch:
         count = self.config.micro_batches
         if not self.groups or not self.counts:
             return None, inf
-        best = self.find_pipeline(min(limit / count * (1 - SAME), self._endless))
+        best = self.find_pipeline(min(limit / count * (1 - SAME), _LONGEST))
         if best is None:
             return None, limit
         low, high = 0.0, best.step_seconds / count
@@ -98,7 +100,7 @@ class SteadySearch:
         least = self.config.micro_batches + 1 if self.config.schedule == XPIPE else 2
         if self.config.schedule == TWO_VERSIONS:
             most = min(most, self.config.micro_batches)
-        return range(max(2, least, self.stage_counts[0]), most + 1)
+        return range(max(least, self.stage_counts[0]), most + 1)
 
     @property
     def devices(self) -> int:
@@ -158,17 +160,6 @@ class SteadySearch:
             if count <= end and begin + following <= self.devices:
                 values[:, index] = self.space.pace(self._run(end - count, count), self._run(begin, following))
         return values[0], values[1]
-
-    @cached_property
-    def _endless(self) -> float:
-        """Seconds that any pipeline reaches."""
-        work = sum(float(np.max(2 * group.costs.forward + group.costs.backward)) for group in self.groups)
-        tables = [group.costs.table for group in self.groups]
-        work += max(float(np.max(2 * own.forward_launch + own.backward_launch)) for own in tables)
-        reduced = max(float(own.max()) for own in self._reduce_seconds)
-        sent = max(float(group.costs.table.crossing.max()) for group in self.groups)
-        routes = np.concatenate([latency + sent * each for latency, each in self._routes.values()])
-        return 2 * (work + reduced + float(routes[np.isfinite(routes)].max(initial=0.0))) * self.devices + 1.0
 
     def find_pipeline(self, seconds: float) -> ScoredPlan | None:
         """A pipeline whose micro-batches take at most so many seconds each; the fewest stages first."""

@@ -77,14 +77,12 @@ def _change(
     own, at = list(lists[device]), action - run.first[device]
     if random.random() < 0.5:
         # The one before goes behind this one, or further.
-        to = min(len(own) - 1, at - 1 + random.randint(1, REACH))
+        to = at - 1 + random.randint(1, REACH)
         own.insert(to, own.pop(at - 1))
-        low, high = at - 1, to
     else:
         to = max(0, at - random.randint(1, REACH))
         own.insert(to, own.pop(at))
-        low, high = to, at
-    if tuple(own[low : high + 1]) == lists[device][low : high + 1]:
+    if tuple(own) == lists[device]:
         return None
     if not _keeps_order(own) or not problem.fits_device(device, own):
         return None

@@ -184,7 +184,7 @@ class OrderProblem:
         work = [self._work(part) for part in range(self.parts)]
         lead = [0.0, *accumulate(f + wait for f, wait in zip(self.forward, self.forward_wait, strict=False))]
         trail = self._trails()
-        least = max(lead[part] + self.way_seconds(part) for part in range(self.parts))
+        least = self.way_seconds(0)
         for device, own in enumerate(self.own_parts):
             busy = sum(work[part] for part in own)
             least = max(least, min(lead[part] for part in own) + busy + self.end[device])

@@ -226,6 +226,7 @@ def test_words_of_tables(golden: Golden, as_text: AsText) -> None:
         "schedule": answer(find_schedule, "1f2b"),
         "transfers": answer(find_transfers, "slow"),
     }
+    rows["runtimes"] = RUNTIMES
     for name, runtime in RUNTIMES.items():
         for precision in ("fp32", "mixed", "bf16"):
             for zero in range(4):

@@ -77,6 +77,7 @@ def test_a_stage_without_actions_fills_all_the_time() -> None:
     assert timeline.stage_times[1] == StageTime(0, 0, 2, 0, 0, 0)
     assert timeline.peak_in_flight == (1, 0)
     assert timeline.bubble == 0.5
+    assert simulate(program, stage_costs(program, 0.0, 0.0)).bubble == 0.0
 
 
 SPLIT = linear_program(

@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, pairwise, product
 from math import inf
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from pplan.cost_models.schedules import SCHEDULES, Action, Program, StageSlot
 from pplan.cost_models.simulator.costs import Costs
 from pplan.cost_models.timeline import simulate, step_seconds
 from pplan.cost_models.topology import Topology
-from pplan.planner.candidate import linear_pipeline, replicated_pipeline
+from pplan.planner.candidate import ScoredPlan, linear_pipeline, replicated_pipeline
 from pplan.planner.joint_search import find_best_plan
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
@@ -35,7 +37,7 @@ from pplan.planner.synthesis.local_search import improve_order
 from pplan.planner.synthesis.order_problem import B, F, Lists, OrderProblem, Step, W
 from pplan.planner.synthesis.run_order import list_steps, run_order
 from pplan.planner.synthesis.solve_order import has_solver, solve_order
-from pplan.planner.synthesis.synthesize import make_candidate
+from pplan.planner.synthesis.synthesize import _with_base, make_candidate
 
 TOLERANCE = 1e-9
 RULES = (deep_orders, insert_orders, ahead_orders, fill_orders)
@@ -518,3 +520,57 @@ def test_no_room_is_no_order() -> None:
     assert problem.bound() == inf
     assert not list(fill_orders(problem))
     assert replace(problem, room=(inf, inf)).bound() < inf
+
+
+@pytest.mark.parametrize("base", ["zb-v", "interleaved"])
+@pytest.mark.parametrize("micro_batches", [3, 12])
+def test_the_bound_of_devices_with_several_parts_by_hand(base: str, micro_batches: int) -> None:
+    """One micro-batch's way there and back, or a device's work behind the way to its first part."""
+    own, _, _ = random_problem(base, 3, micro_batches, 5)
+    passes = np.array(own.forward) + own.backward
+    whole = passes + own.weight
+    # The first backward is shorter: of its weight gradient, where that is computed apart.
+    less = np.minimum(own.credit, own.weight if own.split else own.backward)
+    way = sum(passes) - (0 if own.split else sum(less)) + sum(own.forward_wait) + sum(own.backward_wait)
+    lead = np.cumsum([0.0, *(np.array(own.forward) + own.forward_wait)])
+    busy = [
+        min(lead[part] for part in parts)
+        + sum(micro_batches * whole[part] - less[part] for part in parts)
+        + own.end[device]
+        for device, parts in enumerate(own.own_parts)
+    ]
+    assert own.bound() == pytest.approx(max(way, *busy), rel=1e-12)
+
+
+def test_the_fastest_few_plans_of_each_base() -> None:
+    """Of nine plans of ZB-H1 six start orders with the backward in two parts, and six with it whole."""
+    plans = [
+        ScoredPlan(linear_pipeline(PipelineConfig("zb-h1", "never", 4, 1), (end, 12)), ("never",) * 2, 1.0)
+        for end in range(1, 10)
+    ]
+    asked = SimpleNamespace(schedules=("1f1b", "zb-h1", "zb-v"))
+    found = list(_with_base(cast(Any, asked), plans))
+    assert [own.config.schedule for own in found] == ["zb-h1", "1f1b"] * 6
+    assert [own.ends[0] for own in found] == [end for end in range(1, 7) for _ in range(2)]
+
+
+def test_no_order_is_slower_than_it_was(no_lower: Callable[..., None]) -> None:
+    """Orders a second of the fastest that each rule makes, and of what fifty turns make of it; and what is
+    proven."""
+    figures = {}
+    for base, devices, room in product(("zb-h1", "1f1b"), (3,), (1.7, 2.6, 4.5)):
+        problem, _, _ = random_problem(base, devices, 6, devices, room=room)
+        problem = replace(problem, first_part=((0.6, 0.1),) * devices if problem.split else ())
+        best: Lists | None = None
+        key = f"{base} x {devices}, {room}"
+        figures[f"{key}: bound"] = problem.bound()
+        for rule in RULES:
+            orders = [lists for lists in rule(problem) if problem.fits(lists)]
+            least = min(orders, key=lambda lists: step_of(problem, lists), default=None)
+            figures[f"{key}: {rule.__name__}"] = 0.0 if least is None else 1 / step_of(problem, least)
+            best = best or least
+        if best is not None:
+            turns = iter(range(50))
+            _, step = improve_order(problem, best, problem.bound(), lambda: next(turns, None) is None)  # noqa: B023
+            figures[f"{key}: improved"] = 1 / step
+    no_lower("orders", figures)
