@@ -106,9 +106,9 @@ def _hash(content: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _escape(found: re.Match[str]) -> str:
+def _escape(match: re.Match[str]) -> str:
     """As JSON may write it in a text. Ends of lines and tabs stay: they can only lie between its parts."""
-    character = found[0]
+    character = match[0]
     return json.dumps(character)[1:-1] if unicodedata.category(character) in _STEERS else character
 
 
