@@ -1,8 +1,9 @@
 """Mutates the files that pplan reads, and command lines: python benchmarks/fuzz.py [--cases N] [--kind KIND]
 
 With --read files go through their readers alone, in one process and with neither verbs nor a command line:
-hundreds a second. Of those that are read only one that holds what none before held goes through verbs, in
-three tenths of the time at the most. Without --read every file that is read goes through verbs.
+about a thousand a second of processor time. Of those that are read only one that holds what none before held
+goes through verbs, in three tenths of the time at the most. Without --read every file that is read goes
+through verbs.
 
 A reader returns what it read, or raises an error that is documented. A command may end with a status that is
 documented; both within 10 s of processor time and 1 GiB of memory, without a traceback, a warning of numpy,

@@ -1,4 +1,4 @@
-"""Mutated files through their readers alone, without a command line: thousands a second of small ones.
+"""Mutated files through their readers alone, without a command line: a thousand a second.
 
 A reader returns what it read, or raises an error that is documented. What pplan writes itself is written
 again where it was read, and must then be read as the same.
