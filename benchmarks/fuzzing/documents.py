@@ -128,7 +128,8 @@ def _length(content: Any, texts: dict[int, str], known: dict[int, int]) -> int:
 
 
 def _changed(content: Any, name: str, path: Path, value: Any = None) -> Any:
-    key, copy = path[0], content.copy()
+    key: Any = path[0]
+    copy = content.copy()
     if len(path) > 1:
         old, new = content[key], _changed(content[key], name, path[1:], value)
         if isinstance(content, list):  # what an edit repeated changes everywhere
