@@ -32,6 +32,7 @@ from ..other_schedules import propose_other_schedules
 from ..pipeline_config import SYNTHESIZED
 from ..scoring import assemble, fastest, possible
 from ..search.budget import SearchBudget
+from .action_bound import action_bound
 from .ahead_orders import ahead_orders, search_ahead, steepest_slope
 from .deep_orders import deep_orders
 from .fill_orders import fill_orders
@@ -76,8 +77,7 @@ STARTS = {
 }
 """By base, the known orders of the same places."""
 MOST_SHAPES, MOST_IMPROVED = 24, 2
-"""Shapes with the lowest bounds for which orders are made by rule; of these, the fastest that are
-improved."""
+"""Shapes with the lowest bounds, of which orders are made by rule; how many of the fastest are improved."""
 CHANGES_A_SECOND = 500_000
 """Actions of orders that are run through in a second, about."""
 MOST_FILLED = 20_000
@@ -302,6 +302,7 @@ def _actions(own: OrderCandidate) -> int:
 
 def _improve(own: OrderCandidate, seconds: float, budget: SearchBudget) -> OrderCandidate:
     """Improved for about so many seconds: by other rules, by exchanges, by the solver where there is one."""
+    own = replace(own, bound=max(own.bound, 0.0 if budget.over else action_bound(own.problem)))
     assert own.lists is not None, "an order was made"
     lists, solves = own.lists, has_solver() and _actions(own) <= MOST_SOLVED
     tries = 0.0 if steepest_slope(own.problem) is None else seconds / 6
@@ -309,8 +310,8 @@ def _improve(own: OrderCandidate, seconds: float, budget: SearchBudget) -> Order
     if tries:
         ahead, step = search_ahead(own.problem, own.bound, _turn_limit(own, tries, budget))
         lists = ahead if ahead is not None and step < own.step else lists
-    turns = _count_turns(own, share)
-    lists, step = improve_order(own.problem, lists, own.bound, turns, lambda: budget.over)
+    turns, is_over = _count_turns(own, share), lambda: budget.over
+    lists, step = improve_order(own.problem, lists, own.bound, turns, is_over)
     own = replace(own, lists=lists, step=step)
     if not solves or budget.over or step <= own.bound * (1 + 1e-9):
         return own
