@@ -15,6 +15,7 @@ from pplan.cost_models.transformer.kernel_table import (
     GroupedMatmul,
     KernelTable,
     Matmul,
+    Product,
     load_kernel_table,
     write_kernel_table,
 )
@@ -106,7 +107,7 @@ def test_a_table_of_one_row_answers_for_all() -> None:
 
 
 def test_a_table_that_was_written_is_read_back(tmp_path: Path) -> None:
-    seconds = {
+    seconds: dict[Product, float] = {
         Matmul(64, 128, 256, "NT"): 1e-6,
         GroupedMatmul(4, 64, 256, 128, "input_gradient"): 2e-5,
         AttentionKernel(64, 4, 2, 16, 8, backward=False): 3e-6,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from math import inf
+from typing import Literal
 
 import pytest
 
@@ -199,7 +200,7 @@ def test_plans_of_pipedreams_programme_where_no_search_has_time(
     found, bound = fastest_asynchronous(problem, inf)
     steps = []
     for config in asynchronous_configs(problem):
-        mode: Recompute = "always" if config.recompute == "always" else "never"
+        mode: Literal["never", "always"] = "always" if config.recompute == "always" else "never"
         made = plan_asynchronous(
             problem.space, config.micro_batch_size, schedule=config.schedule, recompute=mode
         )
