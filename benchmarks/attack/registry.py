@@ -164,7 +164,7 @@ NOT_BOUNDS: dict[str, str] = {
     "objectives/solve_objective.py:step_time": "of a robust plan no bound is said",
     "objectives/solve_objective.py:_additional_space": "says in words what a bound is about",
     "objectives/solve_objective.py:_extend_coverage": "says in words what a bound is about",
-    "partition_bound.py:Partitions._after": "seconds that both questions are made of",
+    "search/least_exchange.py:LeastExchanges.after": "seconds that bounds are made of",
     "universal_bound.py:_Questions.least": "a part of universal_bound",
     "universal_bound.py:_Questions._bisect": "a part of universal_bound",
     "universal_bound.py:_Case.key": "which cases are bounded alike",
