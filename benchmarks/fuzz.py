@@ -1,8 +1,9 @@
 """Mutates the files that pplan reads, and command lines: python benchmarks/fuzz.py [--cases N] [--kind KIND]
 
 With --read files go through their readers alone, in one process and with neither verbs nor a command line:
-hundreds a second. Of those that are read only one that holds what none before held goes through verbs, in
-three tenths of the time at the most. Without --read every file that is read goes through verbs.
+about a thousand a second of processor time. Of those that are read only one that holds what none before held
+goes through verbs, in three tenths of the time at the most. Without --read every file that is read goes
+through verbs.
 
 A reader returns what it read, or raises an error that is documented. A command may end with a status that is
 documented; both within 10 s of processor time and 1 GiB of memory, without a traceback, a warning of numpy,
@@ -15,35 +16,31 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import faulthandler
 import math
-import multiprocessing
 import os
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fuzzing.cases import KINDS, Case, Workspace, case_of
+from fuzzing.channel import KILLED_AFTER, Channel, Tallies, findings
 from fuzzing.reading import Inputs
-from fuzzing.seeds import DEFAULTS_FILE, make_seeds
+from fuzzing.seeds import make_seeds
 
 CASES = 10_000
-KILLED_AFTER = 600
-"""Seconds of a case that answers no signal: its process ends."""
 COMMAND_LINE = "command line"
 VERBS = 0.3
 """Of the time of --read, at the most."""
-Work = Callable[[dict[str, bytes], range, list[str], int, float, Connection], None]
+MEMORY = Path("/dev/shm")
+"""Where a file is in memory, if there is such a folder: one is written for every case of --read."""
 
 
 def work(
-    seeds: dict[str, bytes], numbers: range, kinds: list[str], seed: int, until: float, pipe: Connection
+    seeds: dict[str, bytes], kinds: list[str], seed: int, until: float, numbers: range, channel: Channel
 ) -> None:
     """Runs the cases of these numbers, as many as begin before `until`, and tells of each."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
@@ -54,27 +51,26 @@ def work(
                 break
             rng = random.Random(f"{seed} {number}")
             kind = kinds[number % len(kinds)]
-            pipe.send(("begin", number, kind))
-            faulthandler.dump_traceback_later(KILLED_AFTER, exit=True)
+            channel.begin(number)
             case = workspace.random_case(rng, kind)
             ran, fine, found, command = workspace.run(case)
             told = None
             if found is not None and found.kind not in known:
                 known.add(found.kind)
-                faulthandler.dump_traceback_later(10 * KILLED_AFTER, exit=True)
+                channel.watch(10 * KILLED_AFTER)
                 told = (found.kind, found.text, workspace.smaller(case, found.kind, command).as_json())
             elif found is not None:
                 told = (found.kind, "", case.as_json())
-            pipe.send(("end", number, kind, ran, fine, told))
-        faulthandler.cancel_dump_traceback_later()
-    pipe.send(("done",))
+            channel.end(number, ran, fine, told)
+    channel.close()
 
 
 def read(
-    seeds: dict[str, bytes], numbers: range, kinds: list[str], seed: int, until: float, pipe: Connection
+    seeds: dict[str, bytes], kinds: list[str], seed: int, until: float, numbers: range, channel: Channel
 ) -> None:
     """The same with readers alone; `numbers` of each kind in turn."""
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+    memory = MEMORY if os.access(MEMORY, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="fuzz-", dir=memory) as folder:
         os.chdir(folder)
         inputs = Inputs(Path(folder).resolve(), seeds)
         workspace, known, began, verbs = Workspace(inputs.folder, seeds), set[str](), time.monotonic(), 0.0
@@ -84,8 +80,7 @@ def read(
                 break
             rng = random.Random(f"{seed} {number}")
             kind = kinds[number % len(kinds)]
-            pipe.send(("begin", number, kind))
-            faulthandler.dump_traceback_later(KILLED_AFTER, exit=True)
+            channel.begin(number)
             file, edits = inputs.edits(number // len(kinds), kind, rng)
             fine, is_new, found = inputs.read(file, edits)
             ran, told = 0, None
@@ -100,40 +95,16 @@ def read(
                 told = None if found is None else (found.kind, found.text, case.as_json())
             if found is not None:
                 known.add(found.kind)
-            (inputs.folder / file).write_bytes(b"" if file == DEFAULTS_FILE else seeds[file])
-            pipe.send(("end", number, kind, ran, fine, told))
-        faulthandler.cancel_dump_traceback_later()
+            channel.end(number, ran, fine, told)
         os.chdir(tempfile.gettempdir())
-    pipe.send(("done",))
+    channel.close()
 
 
-def results(
-    run: Work, seeds: dict[str, bytes], numbers: range, kinds: list[str], seed: int, until: float
-) -> Iterator[tuple[Any, ...]]:
-    """Of every case, in a process that is started anew where one dies."""
-    while numbers:
-        receiving, sending = multiprocessing.Pipe(duplex=False)
-        process = multiprocessing.Process(target=run, args=(seeds, numbers, kinds, seed, until, sending))
-        process.start()
-        sending.close()
-        number, kind = numbers[0], ""
-        try:
-            while (told := receiving.recv())[0] != "done":
-                if told[0] == "begin":
-                    _, number, kind = told
-                else:
-                    yield told[1:]
-            numbers = numbers[:0]
-        except EOFError:
-            yield number, kind, 0, 0, ("killed", f"case {number} of seed {seed}: the process died", "")
-            numbers = range(number + 1, numbers.stop)
-        process.join()
-
-
-def report(found: Counter[str], rows: dict[str, list[int]]) -> str:
+def report(found: Counter[str], wrong: Counter[str], tallies: Tallies) -> str:
     """Cases, commands and findings by kind of file."""
     lines = [f"{'mutated':14} {'cases':>8} {'commands':>9} {'accepted':>9} {'findings':>9}"]
-    lines += [f"{kind:14} {row[0]:8,} {row[1]:9,} {row[2]:9,} {row[3]:9,}" for kind, row in rows.items()]
+    rows = tallies.by_kind.items()
+    lines += [f"{kind:14} {row[0]:8,} {row[1]:9,} {row[2]:9,} {wrong[kind]:9,}" for kind, row in rows]
     lines += ["", *(f"{count:6,}  {kind}" for kind, count in found.most_common())]
     return "\n".join(lines)
 
@@ -160,25 +131,23 @@ def main() -> int:
         seeds = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
     if arguments.again is not None:
         return run_again(seeds, arguments.again.resolve())
-    run, chosen = (read, [*KINDS]) if arguments.read else (work, every)
-    found, rows = Counter[str](), {kind: [0, 0, 0, 0] for kind in arguments.kind or chosen}
+    begin, chosen = (read, [*KINDS]) if arguments.read else (work, every)
+    tallies, found, wrong = Tallies(arguments.kind or chosen), Counter[str](), Counter[str]()
     began = time.monotonic()
     until = began + 60 * arguments.minutes
     numbers = range(arguments.first, arguments.first + arguments.cases)
+    run = partial(begin, seeds, tallies.kinds, arguments.seed, until)
     with contextlib.suppress(KeyboardInterrupt):  # the table of what was done is printed
-        for number, kind, ran, fine, told in results(run, seeds, numbers, list(rows), arguments.seed, until):
-            rows[kind] = [a + b for a, b in zip(rows[kind], (1, ran, fine, told is not None), strict=True)]
-            if told is None:
-                continue
-            name, text, case = told
+        for number, (name, text, case) in findings(run, numbers, tallies, arguments.seed):
+            wrong[tallies.kinds[number % len(tallies.kinds)]] += 1
             found[name] += 1
             if found[name] == 1:
                 print(f"--- {name} (case {number})\n{case}\n{text}\n", flush=True)
                 if arguments.corpus is not None and case:
                     with arguments.corpus.open("a") as corpus:
                         corpus.write(f"{case}\n")
-    cases = sum(row[0] for row in rows.values())
-    print(f"\n{report(found, rows)}\n\n{cases:,} cases, {time.monotonic() - began:,.0f} s")
+    cases = sum(row[0] for row in tallies.by_kind.values())
+    print(f"\n{report(found, wrong, tallies)}\n\n{cases:,} cases, {time.monotonic() - began:,.0f} s")
     return 1 if found else 0
 
 

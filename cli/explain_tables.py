@@ -28,7 +28,7 @@ LEAST_SHARE = 1e-3
 def print_explanation(explanation: Explanation, console: Console) -> None:
     """Prints all of it."""
     print_head(console, answer_lines(explanation))
-    _print_path(explanation.limits, console)
+    _print_path(explanation.limits, explanation.plan, console)
     _print_runner_ups(explanation, console)
     if explanation.holds:
         _print_sensitivity(explanation.holds, console)
@@ -46,7 +46,8 @@ def answer_lines(explanation: Explanation) -> list[str]:
         f"A step of {explanation.model} takes {format_seconds(plan.step_seconds)}: "
         f"{percent(main.share)} of it waits for {KINDS[main.kind]}.",
         f"The plan: {describe_plan(plan)}.",
-        f"Stage {busiest.stage} is the busiest: it is at work for {percent(busiest.busy)} of it.",
+        f"{_capitalized(stage_name(plan, busiest.stage))} is the busiest: it is at work for "
+        f"{percent(busiest.busy)} of it.",
     ]
     unlimited = limits.without_memory_limit
     if unlimited is not None:
@@ -63,6 +64,19 @@ def answer_lines(explanation: Explanation) -> list[str]:
             words = f"It was made for {explanation.made_for}, not for the shortest step"
         lines.append(f"{words}: {_compare_plan(explanation.better, plan)}.")
     return lines
+
+
+def _capitalized(words: str) -> str:
+    return words[:1].upper() + words[1:]
+
+
+def stage_name(plan: PlanSummary, number: int) -> str:
+    """A stage of the pipeline; where it has several parts of the layers, which a plan's tables number one by
+    one, its devices."""
+    if plan.virtual_stages == 1:
+        return f"stage {number}"
+    devices = plan.devices[number]
+    return f"device {devices[0]}" if len(devices) == 1 else f"each of devices {ranges(devices)}"
 
 
 def _compare_plan(other: PlanSummary, summary: PlanSummary) -> str:
@@ -86,10 +100,10 @@ def describe_plan(plan: PlanSummary) -> str:
     return ", ".join(parts)
 
 
-def _print_path(limits: StepLimits, console: Console) -> None:
+def _print_path(limits: StepLimits, plan: PlanSummary, console: Console) -> None:
     shares = [share for share in limits.places[:MOST_PLACES] if share.share >= LEAST_SHARE]
     remaining_places = limits.places[len(shares) :]
-    rows = [(_where(share), KINDS[share.kind], share.seconds, share.share) for share in shares]
+    rows = [(_where(share, plan), KINDS[share.kind], share.seconds, share.share) for share in shares]
     if remaining_places:
         sums = (
             sum(share.seconds for share in remaining_places),
@@ -106,10 +120,13 @@ def _print_path(limits: StepLimits, console: Console) -> None:
     print_table(console, columns, rows, kinds, title="Critical path: what the step waits for")
 
 
-def _where(share: PathShare) -> str:
-    if share.to_stage is not None:
+def _where(share: PathShare, plan: PlanSummary) -> str:
+    if share.to_stage is None:
+        return "-" if share.stage is None else stage_name(plan, share.stage)
+    if plan.virtual_stages == 1:
         return f"stage {share.stage} to {share.to_stage}"
-    return f"stage {share.stage}"
+    own, other = (ranges(plan.devices[stage]) for stage in (share.stage or 0, share.to_stage))
+    return f"device {own} to {other}" if max(plan.replicas) == 1 else f"devices {own} to {other}"
 
 
 class _OtherPlan(NamedTuple):
@@ -123,7 +140,7 @@ class _OtherPlan(NamedTuple):
 
 def _print_runner_ups(explanation: Explanation, console: Console) -> None:
     rivals = [
-        _OtherPlan(rival.differs, rival.plan, "none fits", rival.proven)
+        _OtherPlan(rival.differs, rival.plan, rival.reason, rival.proven)
         for rival in (explanation.second_best, explanation.other_stages)
     ]
     if explanation.as_fast is not None:

@@ -54,7 +54,7 @@ def _proof(frontier: Frontier) -> str:
     distance = "a byte" if not frontier.memory_step else f"{100 * frontier.memory_step:g} %"
     proof = "each is the fastest there is for its memory" if _exact(frontier) else "not all are proven"
     hint = "smaller ones may exist (--points, --time-limit)" if _exact(frontier) else "smaller ones may exist"
-    end = "nothing smaller fits" if frontier.complete else hint
+    end = f"nothing fits that needs {distance} less" if frontier.complete else hint
     return f"{count}, at least {distance} of memory apart; {proof}; {end}."
 
 

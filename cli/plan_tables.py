@@ -177,7 +177,7 @@ def _print_alternatives(plan: Plan, console: Console) -> None:
         number("step\n", lambda other: other.step_seconds, format_seconds),
         number("most\nmemory", lambda other: max(other.memory_bytes, default=None), format_bytes, drop=1),
     ]
-    title = "Alternatives: the best 1f1b and gpipe plans found, by runtime"
+    title = "Alternatives: the best plans found for other runtimes"
     print_table(console, columns, plan.alternatives, title=title)
 
 

@@ -23,9 +23,10 @@ gradient; and it keeps the gradients of the inputs to the end of the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import ceil, floor
 from typing import NamedTuple
 
 import numpy as np
@@ -286,6 +287,16 @@ def _transfers(program: Program, device: int, chunks: Sequence[StageBytes], ahea
             if after.device != before.device == device:
                 sent.append(float(chunks[before.chunk].sent))
     return max(received) + max(sent)
+
+
+def round_ledger(terms: Mapping[str, float]) -> dict[str, int]:
+    """A ledger's terms in whole bytes, each less than a byte off. Their sum is that of the terms, rounded
+    up: the least whole memory that they fit into."""
+    whole = {name: floor(amount) for name, amount in terms.items()}
+    lacking = ceil(sum(terms.values())) - sum(whole.values())
+    for name in sorted(terms, key=lambda name: whole[name] - terms[name])[:lacking]:
+        whole[name] += 1
+    return whole
 
 
 def _check(program: Program, device: int, chunks: Sequence[StageBytes], recompute: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 import tempfile
 import tomllib
@@ -36,6 +37,7 @@ _NEW = ".pplan-new"
 """How the name of a file ends that is being written."""
 _LAST = "# As pplan wrote it, by the SHA-256 of the lines above: "
 _STEERS = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+_NOT_PLAIN = re.compile(r"[^\n\t -~]")
 
 
 def add_hash(text: str) -> str:
@@ -53,7 +55,8 @@ def add_hash(text: str) -> str:
 def escape_text(text: str) -> str:
     """A JSON text in which no character stands as it is that a terminal would obey."""
     text = text.replace("\r", "")
-    return text if text.isascii() and text.replace("\n", "").isprintable() else "".join(map(_escape, text))
+    plain = text.isascii() and text.replace("\n", "").isprintable()
+    return text if plain else _NOT_PLAIN.sub(_escape, text)
 
 
 def add_line_hash(text: str) -> str:
@@ -103,11 +106,10 @@ def _hash(content: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _escape(character: str) -> str:
+def _escape(match: re.Match[str]) -> str:
     """As JSON may write it in a text. Ends of lines and tabs stay: they can only lie between its parts."""
-    if character in "\n\t" or unicodedata.category(character) not in _STEERS:
-        return character
-    return json.dumps(character)[1:-1]
+    character = match[0]
+    return json.dumps(character)[1:-1] if unicodedata.category(character) in _STEERS else character
 
 
 FOR_A_RUNTIME = "file for a runtime"

@@ -16,7 +16,6 @@ from .pipeline_config import (
     SEVERAL_PARTS,
     SYNTHESIZED,
     VIRTUAL_STAGES,
-    Mode,
     abbreviate,
 )
 from .problem import Problem
@@ -108,13 +107,49 @@ def describe_coverage(problem: Problem, result: SearchResult) -> str:
 def _any_plan(problem: Problem, schedules: tuple[str, ...]) -> str:
     if problem.options.schedule == SYNTHESIZED:
         schedules = ("any synchronous order of actions, each layer on one stage,",)
-    names = ", ".join(schedules[:-1]) + " and " + schedules[-1] if len(schedules) > 1 else schedules[0]
-    what = "any cuts and recomputation" if problem.gpus == 1 else "any cuts, replicas and recomputation"
+    what = f"any {_and(_left_free(problem))}"
     if problem.options.schedule != SYNTHESIZED and set(SEVERAL_PARTS).intersection(schedules):
         several = f"{VIRTUAL_STAGES[0]} to {VIRTUAL_STAGES[-1]} virtual stages where there are several"
         what += f", {several}, on two devices or more"
     order = "" if problem.gpus == 1 else ", any order of the devices"
-    return f"all plans of {names} with {describe_micro_batches(problem)}: {what}{order}"
+    limits = "".join(f", {limit}" for limit in _list_limits(problem))
+    return f"all plans of {_and(schedules)} with {describe_micro_batches(problem)}: {what}{order}{limits}"
+
+
+def _and(words: Sequence[str]) -> str:
+    """`cuts, replicas and recomputation`."""
+    return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else words[0]
+
+
+def _left_free(problem: Problem) -> list[str]:
+    """What the options leave to the search, of a plan of any schedule."""
+    replicas = problem.gpus > 1 and problem.runtime is None
+    recompute = problem.options.recompute == "auto"
+    return ["cuts", *(["replicas"] if replicas else []), *(["recomputation"] if recompute else [])]
+
+
+def _list_limits(problem: Problem) -> Iterator[str]:
+    """What the options, and the runtime, ask of a plan of any schedule."""
+    options, runtime = problem.options, problem.runtime
+    if options.recompute != "auto":
+        yield f"recompute {_describe_mode(options.recompute)}"
+    if runtime is not None and problem.gpus > 1:
+        yield "a device a stage" if runtime.replicas == "none" else "equal replicas"
+    if options.max_stages is not None:
+        yield "1 stage" if options.max_stages == 1 else f"at most {options.max_stages} stages"
+    yield from _list_other_limits(problem)
+
+
+def _list_other_limits(problem: Problem) -> Iterator[str]:
+    """On which devices, under which cuts, and which layers stay together."""
+    if problem.options.use_all:
+        yield "on all devices"
+    if cuts := _describe_cuts(problem):
+        yield f"under {cuts}"
+    if problem.untied_reason:
+        names = " and ".join(own.name for own in problem.chain.tied[:2])
+        more = f" and {len(problem.chain.tied) - 2} more" if len(problem.chain.tied) > 2 else ""
+        yield f"the layers that share {names}{more} on one stage ({problem.untied_reason})"
 
 
 def describe_search(problem: Problem) -> str:
@@ -140,15 +175,8 @@ def describe_exact_search(problem: Problem, *, relaxed: bool = False) -> str:
         f"recompute {' or '.join(_describe_mode(mode) for mode in MODES if mode in modes)}",
         describe_micro_batches(problem),
         _describe_devices(problem, any_order=relaxed) if exactly else "",
+        *_list_other_limits(problem),
     ]
-    if problem.options.use_all:
-        parts.append("on all devices")
-    if cuts := _describe_cuts(problem):
-        parts.append(f"under {cuts}")
-    if problem.untied_reason:
-        names = " and ".join(own.name for own in problem.chain.tied[:2])
-        more = f" and {len(problem.chain.tied) - 2} more" if len(problem.chain.tied) > 2 else ""
-        parts.append(f"the layers that share {names}{more} on one stage ({problem.untied_reason})")
     return ", ".join(part for part in parts if part)
 
 
@@ -200,6 +228,9 @@ def _describe_replicas(problem: Problem, *, any_count: bool) -> str:
     return f"1 to {most} replicas each" if len(counts) == most else f"{abbreviate(counts)} replicas each"
 
 
-def _describe_mode(mode: Mode) -> str:
-    words = {"by_stage": "if out of memory", FIRST_LAYERS: "as few first layers as a stage must"}
+def _describe_mode(mode: str) -> str:
+    words: dict[str, str] = {
+        "by_stage": "if out of memory",
+        FIRST_LAYERS: "as few first layers as a stage must",
+    }
     return words.get(mode) or mode.replace("_", " ")

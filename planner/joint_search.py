@@ -35,6 +35,8 @@ SEARCH_SHARE = 0.6
 """Share of the time limit's work that the search may do; the rest is for work that is not counted."""
 FOR_SEARCHED = 0.75
 """Share of the time that the search may take where it does not know all schedules that are allowed."""
+FOR_KNOWN = 0.75
+"""Share of the time that all of it may take where an order is made for the plan afterwards."""
 BEST = "best"
 COSTLY = (
     *("pipedream", "pipedream-published", "dapple", "alpa", "interleaved"),
@@ -88,6 +90,7 @@ def find_best_plan(
         own = {planner: plan}
         best = plan if isinstance(plan, ScoredPlan) else None
         return JointSearchResult(with_bound(problem, best, run_search(problem, _plans(own))), own)
+    whole, problem = problem, _with_time_for_orders(problem)
     quick = is_small_problem(problem)
     large = is_large(problem.space, problem.families)
     few = large or bool(problem.heuristic_schedules)
@@ -119,8 +122,18 @@ def find_best_plan(
         moved = _on_other_devices(problem, [other])
         result = _faster_of(problem, result, [other] if moved is None else [other, moved])
     if problem.options.schedule == SYNTHESIZED:
-        result = _faster_of(problem, result, synthesize(problem, result.best, result.other_plans))
+        result = _faster_of(problem, result, synthesize(whole, result.best, result.other_plans))
     return JointSearchResult(result, by_planner)
+
+
+def _with_time_for_orders(problem: Problem) -> Problem:
+    """The same, with the time that it leaves for an order of its own where one is asked for."""
+    if problem.options.schedule != SYNTHESIZED:
+        return problem
+    budget = problem.budget.part(share=FOR_KNOWN)
+    earlier = replace(problem, budget=budget)
+    vars(earlier)["space"] = problem.space.within(budget)
+    return earlier
 
 
 def _problem_for_planner(planner: str, problem: Problem) -> Problem:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..cost_models.device_memory import micro_batch_bytes
+from ..cost_models.device_memory import micro_batch_bytes, round_ledger
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain, list_cut_points
 from ..cost_models.quantities import format_bytes, format_count
@@ -48,7 +48,7 @@ class DeviceMemory:
 def device_memory(assembly: Assembly, device: int, timeline: Timeline) -> DeviceMemory:
     """The ledger of a device, and its bytes over time; the limit is that of its replica with the least
     memory."""
-    terms = {name: round(amount) for name, amount in assembly.ledger(device).items()}
+    terms = round_ledger(assembly.ledger(device))
     saves = assembly.recompute[device] == "never"
     chunks = [micro_batch_bytes(own, assembly.program)[saves] for own in assembly.chunk_bytes(device)]
     in_flight = tuple(sum(own.forward) for own in chunks)
@@ -106,7 +106,7 @@ def simulate_plan(
             *_notes(layout),
             *list_prediction_limits(assembly),
             *optimizer_note(assembly, timeline.step_seconds),
-            *_too_large(memory),
+            *describe_lack(memory),
         ),
     )
 
@@ -122,8 +122,8 @@ def align_profiles(chain: Chain, profiles: Mapping[str, Chain]) -> dict[str, Cha
     return {name: replace(own, cut_after=chain.cut_after) for name, own in profiles.items()}
 
 
-def _too_large(memory: Sequence[DeviceMemory]) -> Iterator[str]:
-    """Where a stage has not enough memory: the one that lacks most."""
+def describe_lack(memory: Sequence[DeviceMemory]) -> Iterator[str]:
+    """Where a stage has not enough memory, a sentence on the one that lacks most."""
     lacking = [
         (own.bytes - own.limit_bytes, stage, own.bytes, own.limit_bytes)
         for stage, own in enumerate(memory)

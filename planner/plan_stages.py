@@ -10,6 +10,7 @@ from operator import itemgetter
 
 import numpy as np
 
+from ..cost_models.device_memory import round_ledger
 from ..cost_models.document import Record
 from ..cost_models.errors import UsageError
 from ..cost_models.machines.rooflines import memory_bandwidth
@@ -42,7 +43,7 @@ def make_stages(space: Space, assembly: Assembly, plan: ScoredPlan) -> list[Plan
     for part, place in enumerate(assembly.program.pipes[0]):
         (first, end), mode = plan.proposal.bounds[part], plan.recompute[part]
         recompute = float(shares[place.device, 0, 0] * forward[place][0]) if mode != "never" else 0.0
-        ledger = {name: round(amount) for name, amount in assembly.ledger(place.device).items()}
+        ledger = round_ledger(assembly.ledger(place.device))
         stages.append(
             PlannedStage(
                 first_layer=first,

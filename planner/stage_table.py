@@ -16,6 +16,7 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from ..cost_models.device_memory import round_ledger
 from ..cost_models.first_layers import count_first_layers, recompute_first, whole_word
 from ..cost_models.hardware import Device
 from ..cost_models.layer import Chain, LayerCosts, list_cut_points
@@ -269,7 +270,7 @@ class StageTable:
         replicas: int = 1,
         **options: Unpack[LedgerOptions],
     ) -> dict[str, int]:
-        """The ledger of one stage, rounded to whole bytes. Arguments as of `ledger`."""
+        """The ledger of one stage in whole bytes. Arguments as of `ledger`."""
         terms = ledger(
             self.bytes_between(i, j, zero=options.get("zero", 0), recompute=recompute),
             in_flight=in_flight,
@@ -278,7 +279,7 @@ class StageTable:
             replicas=replicas,
             **options,
         )
-        return {name: round(float(amount)) for name, amount in terms.items()}
+        return round_ledger({name: float(amount) for name, amount in terms.items()})
 
     def bytes_between(self, i: int, j: int, *, zero: int = 0, recompute: str = "never") -> StageBytes:
         """What the ledger of one stage is made from that recomputes by such a word."""

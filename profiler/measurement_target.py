@@ -96,6 +96,11 @@ def build_target(
             representatives,
         )
     except Exception as error:
+        if isinstance(error, ModelError) and notes:
+            error.hint = (
+                f"Its parameters are of several dtypes, and were converted to {_name(kind)} before it ran: "
+                f"let forward convert by the weights at hand, as in x.to(layer.weight.dtype). {error.hint}"
+            )
         if not is_out_of_memory(error):
             raise
         reason = refusal(error)

@@ -23,20 +23,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 from pydantic import BaseModel
 
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
-
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before PyTorch is imported: several workers share the cores, and threads that wait for small work spin.
 
 if sys.dont_write_bytecode:
-    # Containers set PYTHONDONTWRITEBYTECODE; rewriting all assertions takes each worker 10 s a run.
+    # Containers set PYTHONDONTWRITEBYTECODE; rewriting all assertions takes each worker 10 s a run. Those of
+    # hypothesis are rewritten, too: it is imported behind this.
     sys.dont_write_bytecode = False
     sys.pycache_prefix = str(Path(__file__).parents[1] / ".pytest_cache/bytecode")
 
@@ -175,18 +172,33 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """xdist hands out files in the order of `pytest_collection_modifyitems`: its own ends with those of the
-    fewest tests, some of which take a minute. Tests measure on the CPU, where there is a CUDA device too,
-    unless `-m gpu` asks for that."""
+    """Examples of hypothesis may take long. xdist hands out files in the order of
+    `pytest_collection_modifyitems`: its own ends with those of the fewest tests, some of which take a minute.
+    Tests measure on the CPU, where there is a CUDA device too, unless `-m gpu` asks for that."""
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("untimed")
     if "gpu" not in str(config.getoption("markexpr")).split():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     config.option.loadscopereorder = False
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """No garbage is looked for while all modules are imported and tests listed: nothing of it is any."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files come first, a slow test taken for a hundred others: workers then end together."""
     tests = Counter(item.path for item in items)
-    tests.update(item.path for item in items for _ in range(99) if item.get_closest_marker("slow"))
+    for item in items:
+        tests[item.path] += 99 * (item.get_closest_marker("slow") is not None)
     items.sort(key=lambda item: -tests[item.path])
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_cuda():

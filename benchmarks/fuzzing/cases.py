@@ -11,7 +11,8 @@ from pathlib import Path
 from pplan.cost_models.text_files import sha256
 
 from .commands import Command, after, random_command, readers
-from .mutation import Edit, edited, random_edits
+from .documents import Edit
+from .mutation import edited, random_edits
 from .running import Finding, judge
 from .seeds import (
     CHECK,

@@ -15,14 +15,10 @@ from __future__ import annotations
 
 import json
 import random
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any
 
-Edit = list[Any]
-Path = list[str | int]
+from .documents import LARGEST, STRUCTURAL, Edit, Source, changed, json_text, source_of, value_at, word_spans
 
 COUNTS = (
     -(2**63),
@@ -102,67 +98,36 @@ WORDS = (
         "[[",
     ),
 )
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-v", "dualpipe-v", "pipedream", "chimera")
 ENCODINGS = ("utf-16", "utf-32", "utf-8-sig", "latin-1", "cp1252", "utf-16-be")
-LARGEST = 10**7
-"""Characters that a line repeated may have."""
-_WORD = re.compile(r"[\w.+]+|[^\w\s]")
-
-
-def paths(content: Any, at: Sequence[str | int] = ()) -> Iterator[Path]:
-    """To everything inside a document."""
-    inside: Iterator[tuple[str | int, Any]] = iter(())
-    if isinstance(content, dict):
-        inside = iter(content.items())
-    elif isinstance(content, list):
-        inside = iter(enumerate(content))
-    for key, value in inside:
-        yield [*at, key]
-        yield from paths(value, [*at, key])
-
-
-def value_at(content: Any, path: Path) -> Any:
-    """What stands there. Raises LookupError, TypeError."""
-    for key in path:
-        content = content[key]
-    return content
 
 
 def random_edits(text: str, rng: random.Random) -> list[Edit]:
     """One to four, of the structure where the text has one."""
-    content, by_name = _paths_by_name(text)
-    structured = content is not None and rng.random() < 0.9
+    source = source_of(text)
+    structured = source.content is not None and rng.random() < 0.9
     return [
-        _of_document(content, by_name, rng) if structured else _of_text(text, rng)
+        _of_document(source, rng) if structured else _of_text(text, rng)
         for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4)))
     ]
 
 
-@lru_cache(64)
-def _paths_by_name(text: str) -> tuple[Any, dict[str | int, list[Path]]]:
-    """The document, if it is one, and the paths in it by the last name in each: so a field of a list of equal
-    objects is not more often changed than one at the top."""
-    content, by_name = _document(text), dict[str | int, list[Path]]()
-    for path in paths(content):
-        by_name.setdefault(next((key for key in reversed(path) if isinstance(key, str)), 0), []).append(path)
-    return content, by_name
-
-
-def _of_document(content: Any, by_name: Mapping[str | int, Sequence[Path]], rng: random.Random) -> Edit:
-    path = rng.choice(by_name[rng.choice(list(by_name))])
-    old = value_at(content, path)
+def _of_document(source: Source, rng: random.Random) -> Edit:
+    path = rng.choice(source.paths_by_name[rng.choice(source.names)])
+    old = value_at(source.content, path)
     kind = rng.random()
     if kind < 0.80:
-        return ["set", path, _value(old, content, rng)]
+        return ["set", path, _value(old, source, rng)]
     if kind < 0.88:
         return ["drop", path]
     if kind < 0.94:
         return ["repeat", path, rng.choice((2, 2, 3, 10, 1000))]
     if kind < 0.97:
         return ["wrap", path, rng.choice((1, 2, 50, 500, 20_000))]
-    return ["twice", path[0], _value(old, content, rng)]
+    return ["twice", path[0], _value(old, source, rng)]
 
 
-def _value(old: Any, content: Any, rng: random.Random) -> Any:
+def _value(old: Any, source: Source, rng: random.Random) -> Any:
     """Mostly of the kind that was there."""
     if rng.random() < 0.12:
         return rng.choice((*OTHERS, *TEXTS[:4], *LONG[:2]))
@@ -175,15 +140,14 @@ def _value(old: Any, content: Any, rng: random.Random) -> Any:
         near_by = (old * 2, old / 2, old * 1e6, old * 1e-6, -old, str(old))
         return rng.choice((rng.choice(NUMBERS), rng.choice(near_by), rng.choice(EXTREMES), rng.choice(LONG)))
     if isinstance(old, str):
-        return rng.choice((rng.choice(TEXTS), _other_text(content, rng), _typed(old, rng)))
+        return rng.choice((rng.choice(TEXTS), _other_text(source, rng), _typed(old, rng)))
     if isinstance(old, list) and old:
         return rng.choice((old[:1], old[1:], old[::-1], old + old, [*old, rng.choice(old)], []))
     return rng.choice(OTHERS)
 
 
-def _other_text(content: Any, rng: random.Random) -> str:
-    found = [text for path in paths(content) if isinstance(text := value_at(content, path), str)]
-    return rng.choice([*found, "gpipe", "1f1b", "interleaved", "zb-v", "dualpipe-v", "pipedream", "chimera"])
+def _other_text(source: Source, rng: random.Random) -> str:
+    return rng.choice([*source.strings, *SCHEDULES])
 
 
 def _typed(text: str, rng: random.Random) -> str:
@@ -213,12 +177,10 @@ def _of_text(text: str, rng: random.Random) -> Edit:
 
 def edited(text: str, edits: Sequence[Edit]) -> bytes:
     """The file with all edits, those of the structure first. An edit of what is not there does nothing."""
-    content = _document(text)
-    structural = [edit for edit in edits if edit[0] in ("set", "drop", "repeat", "wrap")]
-    if structural and content is not None:
-        for edit in structural:
-            _change(content, edit)
-        text = _json(content)
+    source = source_of(text)
+    text = source.text
+    if source.content is not None and any(edit[0] in STRUCTURAL for edit in edits):
+        text = json_text(changed(source, edits), source.texts)
     encoding, changes = "utf-8", []
     for edit in edits:
         if edit[0] == "encode":
@@ -227,9 +189,10 @@ def edited(text: str, edits: Sequence[Edit]) -> bytes:
             changes.append(edit)
         elif edit[0] == "twice":
             head, end, tail = text.rpartition("}")
-            text = f"{head}, {json.dumps(edit[1])}: {_json(edit[2])}{end}{tail}"
-        elif edit not in structural:
-            text = _text_edited(text, edit)
+            text = f"{head}, {json.dumps(edit[1])}: {json_text(edit[2], {})}{end}{tail}"
+        elif edit[0] not in STRUCTURAL:
+            words = source.words if text is source.text and edit[0] == "word" else None
+            text = _text_edited(text, edit, words)
     made = bytearray(text.encode(encoding, errors="surrogatepass" if "utf" in encoding else "replace"))
     for _, position, number in changes:
         if made:
@@ -237,39 +200,8 @@ def edited(text: str, edits: Sequence[Edit]) -> bytes:
     return bytes(made)
 
 
-def _document(text: str) -> Any:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict | list) else None
-
-
-def _json(content: Any) -> str:
-    """Deeper than Python's own writer goes, where an edit asks for it."""
-    text = json.dumps(content)
-    return re.sub(r'"<deep (\d+)>"', lambda found: "[" * int(found[1]) + "]" * int(found[1]), text)
-
-
-def _change(content: Any, edit: Edit) -> None:
-    name, path, *more = edit
-    try:
-        inside = value_at(content, path[:-1])
-        if name == "set":
-            inside[path[-1]] = deepcopy(more[0])  # which later edits may change
-        elif name == "drop":
-            del inside[path[-1]]
-        elif name == "wrap":
-            inside[path[-1]] = f"<deep {more[0]}>" if more[0] > 2 else [inside[path[-1]]]
-        elif isinstance(inside, list):
-            inside[path[-1] : path[-1]] = [inside[path[-1]]] * (more[0] - 1)
-        elif isinstance(inside[path[-1]], list):
-            inside[path[-1]] = inside[path[-1]] * more[0]
-    except (LookupError, TypeError):
-        return
-
-
-def _text_edited(text: str, edit: Edit) -> str:
+def _text_edited(text: str, edit: Edit, words: Sequence[tuple[int, int]] | None = None) -> str:
+    """`words`: where those of the text are, if it is known."""
     name, where, *more = edit
     other = str(more[0]) if more else ""
     if name == "cut":
@@ -282,8 +214,7 @@ def _text_edited(text: str, edit: Edit) -> str:
         if lines and len(line := lines[where % len(lines)]) * more[0] <= LARGEST:
             lines[where % len(lines)] = line * more[0]
         return "".join(lines)
-    found = list(_WORD.finditer(text)) if name == "word" else []
-    if not found:
+    if name != "word" or not (words := word_spans(text) if words is None else words):
         return text
-    word = found[where % len(found)]
-    return text[: word.start()] + other + text[word.end() :]
+    start, end = words[where % len(words)]
+    return text[:start] + other + text[end:]

@@ -1,4 +1,4 @@
-"""Mutated files through their readers alone, without a command line: thousands a second of small ones.
+"""Mutated files through their readers alone, without a command line: a thousand a second.
 
 A reader returns what it read, or raises an error that is documented. What pplan writes itself is written
 again where it was read, and must then be read as the same.
@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ from pplan.runtimes.checking.check_report import Check
 from pplan.runtimes.reading.read import read_partition
 
 from .cases import KINDS, TABLES
-from .mutation import Edit, edited, random_edits
+from .documents import STRUCTURAL, Edit, changed, source_of
+from .mutation import edited, random_edits
 from .running import LARGEST, Finding, TooLong, last_frame, limited_time, peak_memory
 from .seeds import CHECK, CONFIGS, DEFAULTS_FILE, EXPORTS, PARTITIONS, PLANS, PROFILES, SCHEDULE, profile
 
@@ -91,29 +93,35 @@ class Inputs:
     seeds: dict[str, bytes]
     known: set[object] = field(default_factory=set)
     """What stood in files that were read: see `structure`."""
+    _whole: set[str] = field(default_factory=set)
+    """Files of which all that stands in the seed is among it."""
+
+    @cached_property
+    def texts(self) -> dict[str, str]:
+        return {name: content.decode() for name, content in self.seeds.items()}
 
     def edits(self, number: int, kind: str, rng: random.Random) -> tuple[str, list[Edit]]:
         """Those of the `number`-th input of a kind: one in four is a file cut, at each place in turn."""
         place, turn = divmod(number, 4)
         for file in KINDS[kind] if not turn else ():
-            length = len(self.seeds[file].decode())
+            length = len(self.texts[file])
             if place < length:
                 return file, [["cut", place]]
             place -= length
         file = rng.choice(KINDS[kind])
-        return file, random_edits(self.seeds[file].decode(), rng)
+        return file, random_edits(self.texts[file], rng)
 
     def read(self, file: str, edits: list[Edit]) -> tuple[bool, bool, Finding | None]:
         """Whether the file was read, whether something in it was in none before, and what is wrong."""
         path = self.folder / file
-        content = edited(self.seeds[file].decode(), edits)
+        content = edited(self.texts[file], edits)
         path.write_bytes(content)
         memory = peak_memory()
         try:
             with limited_time(), warnings.catch_warnings():
                 warnings.simplefilter("error", RuntimeWarning)
                 value = READERS[file](path)
-                new = structure(file, content) - self.known
+                new = self._new(file, content, edits)
                 if new:
                     _check_written(value)
         except TooLong as error:
@@ -127,7 +135,18 @@ class Inputs:
         if peak_memory() - memory > LARGEST:
             return True, False, Finding(f"memory: {file}", f"{(peak_memory() - memory) / 2**30:.1f} GiB more")
         self.known.update(new)
+        if file not in self._whole:
+            self._whole.add(file)
+            self.known.update(structure(file, self.seeds[file]))
         return True, bool(new), None
+
+    def _new(self, file: str, content: bytes, edits: list[Edit]) -> set[object]:
+        """Of its structure what no file before held; what it shares with the seed is not looked at again."""
+        source = source_of(self.texts[file])
+        if source.content is None or any(edit[0] not in STRUCTURAL for edit in edits):
+            return structure(file, content) - self.known
+        shared = source.texts if file in self._whole else {}
+        return set(_fields(changed(source, edits), (file,), shared)) - self.known
 
     def smaller(self, file: str, edits: list[Edit], kind: str) -> list[Edit]:
         """The edits without which it is no longer found left away."""
@@ -155,25 +174,28 @@ def structure(file: str, content: bytes) -> set[object]:
     magnitudes of their values; of another text its words, numbers by their magnitude."""
     text = content.decode(errors="replace")
     try:
-        return set(_fields(json.loads(text), (file,)))
+        return set(_fields(json.loads(text), (file,), {}))
     except (ValueError, RecursionError):
         return {(file, _plain(word), _magnitude(word)) for word in re.findall(r"[\w.+-]+|[^\w\s]", text)}
 
 
-def _fields(content: Any, path: tuple[object, ...]) -> Iterator[object]:
+def _fields(content: Any, path: tuple[object, ...], shared: dict[int, str]) -> Iterator[object]:
+    if id(content) in shared:
+        return
     if isinstance(content, dict):
         for key, value in content.items():
-            yield from _fields(value, (*path, _plain(key)))
+            yield from _fields(value, (*path, _plain(str(key))), shared)
     elif isinstance(content, list):
         yield (*path, min(len(content), 3))
         for value in content:
-            yield from _fields(value, (*path, "*"))
+            yield from _fields(value, (*path, "*"), shared)
     elif isinstance(content, str):
         yield (*path, _plain(content))
     else:
         yield (*path, type(content), _magnitude(content))
 
 
+@lru_cache(10_000)
 def _plain(text: str) -> str:
     """Without its digits."""
     return re.sub(r"\d+", "0", text[:WORD])

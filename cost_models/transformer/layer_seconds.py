@@ -33,10 +33,10 @@ class LayerSeconds:
         self.blocks = {routed: block_work(shape, routed, degrees, tokens) for routed in set(shape.routed)}
         self.embedding = embedding_work(shape, degrees, tokens)
         self.head = head_work(shape, degrees, tokens)
-        self._parameters = {routed: self._block_parameters(routed) for routed in self.blocks}
+        self.block_parameters = {routed: self._block_parameters(routed) for routed in self.blocks}
         self._seconds = {
             (routed, again): self._beside_collectives(
-                self._block_seconds(work, again), self._parameters[routed]
+                self._block_seconds(work, again), self.block_parameters[routed]
             )
             for routed, work in self.blocks.items()
             for again in (False, True)
@@ -164,15 +164,8 @@ class LayerSeconds:
             self._sums_before[key] = [self.seconds(range(end), 0).both for end in ends]
         return self._sums_before[key]
 
-    def least_equal_seconds(self, numbers: np.ndarray, again: np.ndarray, kind: bool) -> np.ndarray:
-        """Of so many blocks of a kind on a device without embedding and head, whatever others it has; of its
-        blocks, where the first ones run again, at least `again` do."""
-        once, more = self._least_block_seconds
-        fewest = np.minimum(numbers, self.setting.recomputed(self.shape.blocks))
-        return np.asarray(numbers * once[kind] + np.maximum(fewest, again) * more)
-
     @cached_property
-    def _least_block_seconds(self) -> tuple[dict[bool, float], float]:
+    def least_block_seconds(self) -> tuple[dict[bool, float], float]:
         """Of a block by kind, with none or all running again, and, where the first do, the least of that."""
         kinds = {kind: self._seconds[kind, self._all_again].both for kind in self.blocks}
         partial = not self._all_again and self.setting.recompute == "full"
@@ -231,7 +224,7 @@ class LayerSeconds:
         stages = self.degrees.pipeline
         parts = [self.parameters(range(0), slot) for slot in self.fixed_slots]
         for routed, count in self._kinds(range(self.shape.blocks)):
-            own = self._parameters[routed]
+            own = self.block_parameters[routed]
             parts.append(ParameterCounts(count * own.dense, count * own.routed))
         dense = sum(part.dense for part in parts) / stages
         experts = sum(part.routed for part in parts) / stages
@@ -283,7 +276,7 @@ class LayerSeconds:
         vectors = shape.beside_matrices()
         tables = table * (first + last - (first and last and shape.tied))
         tables += vectors.first * first + vectors.last * last
-        parts = [(count, self._parameters[routed]) for routed, count in self._kinds(blocks)]
+        parts = [(count, self.block_parameters[routed]) for routed, count in self._kinds(blocks)]
         if predicts:
             parts.append((self.setting.predictors, self._predictor_parameters))
             # The embedding again, but where the stage has it, or the head that is the same.

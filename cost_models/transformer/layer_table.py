@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +13,7 @@ from .layer_seconds import LayerSeconds
 from .layer_work import NUMBER, LayerWork
 from .parallel_degrees import ParallelDegrees
 from .rank_costs import RankCosts
-from .training_setting import TrainingSetting, block_ranges, chunks_in_flight, least_in_flight
+from .training_setting import TrainingSetting, block_ranges, chunks_in_flight
 from .transformer_shape import TransformerShape
 from .weight_update import GRADIENT, STATE, WEIGHT
 
@@ -50,12 +50,13 @@ class LayerTable(LayerSeconds):
         super().__init__(shape, degrees, setting, costs)
         self._bytes: dict[tuple[int, ...], float] = {}
         self._state_bytes: dict[tuple[int, int], float] = {}
+        self._beside: dict[tuple[object, ...], float] = {}
 
     def with_setting(self, setting: TrainingSetting) -> LayerTable:
         """The same layers, of other virtual stages on a device, or with other blocks that run again."""
         other = copy(self)
         other.setting, other._bytes = setting, {}
-        names = ("_least_block_seconds", "whole_seconds", "_fixed_parts_by_slot", "_fixed_seconds_by_slot")
+        names = ("least_block_seconds", "whole_seconds", "_fixed_parts_by_slot", "_fixed_seconds_by_slot")
         for name in names:
             other.__dict__.pop(name, None)
         return other
@@ -117,7 +118,7 @@ class LayerTable(LayerSeconds):
     def _largest_parameters(self, blocks: Sequence[range]) -> float:
         """Of a block, or of the embedding or head: FSDP has that which computes and the next one whole."""
         kinds = {kind for own in blocks for kind, _ in self._kinds(own)}
-        return max([self._table + self.shape.hidden, *(sum(self._parameters[kind]) for kind in kinds)])
+        return max([self._table + self.shape.hidden, *(sum(self.block_parameters[kind]) for kind in kinds)])
 
     def _unreduced_bytes(self, blocks: Sequence[range]) -> float:
         """Where gradients are spread: of the layer whose backward runs, in bfloat16 and in float32."""
@@ -192,20 +193,93 @@ class LayerTable(LayerSeconds):
         behind = np.append(np.maximum.accumulate(space[::-1])[::-1], 0.0)
         return rest + np.arange(len(works) + 1) * self._boundary, np.maximum(again.clip(0.0), behind)
 
-    def least_blocks_again(self, numbers: np.ndarray, device: int, memory_bytes: float) -> np.ndarray:
-        """How many of so many equal blocks a device runs again at least so that it needs no more than this,
-        however they lie in its virtual stages; inf where it needs more."""
-        none, one = self._states(device, 0), self._states(device, 1)
-        most = np.minimum(numbers, self.setting.virtual_stages * self.setting.recomputed(self.shape.blocks))
-        copies = least_in_flight(self._chunks_in_flight(device))
-        room = memory_bytes - LIBRARIES - none - numbers * (one - none)
-        saved = min(map(self._saved_by, self.blocks))
-        too_much = copies * (numbers * saved) - room
-        with np.errstate(divide="ignore", invalid="ignore"):
-            again = np.where(
-                too_much > 0, np.ceil(too_much / (copies * (saved - self._boundary)) - 1e-9), 0.0
-            )
-        return np.where((again <= most) & (again >= 0), again, np.inf)
+    def least_blocks_again(
+        self, numbers: Mapping[bool, np.ndarray], device: int, memory_bytes: float
+    ) -> np.ndarray:
+        """How many of so many blocks of each kind a device runs again at least so that it needs no more than
+        this, however they lie in its virtual stages, of which each has those that it must have; inf where it
+        needs more."""
+        total = np.asarray(sum(numbers.values()))
+        most = np.minimum(total, self.setting.virtual_stages * self.setting.recomputed(self.shape.blocks))
+        states = sum(own * self._block_states[kind] for kind, own in numbers.items())
+        room = (
+            memory_bytes * (1 + 1e-9) - self._states(device, 0) - states - self._least_beside(numbers, device)
+        )
+        peaks = np.array(self._chunks_in_flight(device), dtype=np.float64)
+        peaks = np.concatenate([peaks, peaks.mean(axis=0)[None]])
+        # Every block has at least as many micro-batches in flight as its device's stage with fewest, one of
+        # each stage that must have it those of its stage.
+        least, smallest = peaks.min(axis=1), min(map(self._saved_by, self.blocks))
+        more = (peaks - least[:, None])[:, self._fewest_by_chunk(device) > 0]
+        saved = np.asarray(sum(own * self._saved_by(kind) for kind, own in numbers.items()))
+        needs = np.multiply.outer(least, saved) + np.expand_dims(
+            more.sum(axis=1) * smallest, tuple(range(1, 1 + saved.ndim))
+        )
+        too_much = needs - room
+        if self.setting.recompute != "full" or (too_much <= 0).all():
+            return np.where((too_much <= 0).all(axis=0), 0.0, np.inf)
+        again = np.max([self._again_at_peak(*own) for own in zip(too_much, least, more, strict=True)], axis=0)
+        return np.where(again <= most, again, np.inf)
+
+    def _again_at_peak(self, too_much: np.ndarray, least: float, more: np.ndarray) -> np.ndarray:
+        """How many blocks must run again to free so many bytes: the first ones in the stages with most
+        micro-batches in flight, `more` than in that with the least."""
+        saved = [self._saved_by(kind) for kind in self.blocks]
+        once = max(0.0, least * (max(saved) - self._boundary))
+        first = once + np.sort(more)[::-1] * max(0.0, min(saved) - self._boundary)
+        freed = np.append(0.0, np.cumsum(first))
+        again = np.searchsorted(freed, too_much * (1 - 1e-9)).astype(float)
+        rest = np.ceil((too_much - freed[-1]) / once - 1e-9) if once else np.inf
+        return np.where(too_much <= 0, 0.0, np.where(again < len(freed), again, len(freed) - 1 + rest))
+
+    def _fewest_by_chunk(self, device: int) -> np.ndarray:
+        """Blocks that each virtual stage of a device must have."""
+        slots = range(device, self.slots, self.degrees.pipeline)
+        return np.array([self.setting.fewest_blocks(slot, self.slots) for slot in slots])
+
+    def _least_beside(self, numbers: Mapping[bool, np.ndarray], device: int) -> np.ndarray:
+        """Bytes that a device with so many blocks of each kind needs at least beside weights, gradients,
+        states and activations: workspace, placeholders, libraries."""
+        total = np.zeros(np.asarray(sum(numbers.values())).shape)
+        for kinds in ((False,), (True,), (False, True)):
+            if set(kinds) <= set(numbers):
+                there = np.all([numbers[kind] > 0 for kind in kinds], axis=0)
+                total = np.where(there, np.maximum(total, self._beside_bytes(kinds, device)), total)
+        return np.maximum(total, self._beside_bytes((), device))
+
+    def _beside_bytes(self, kinds: tuple[bool, ...], device: int) -> float:
+        predicts, last = self._has_predictors(device), device == self.degrees.pipeline - 1
+        key = kinds, predicts, last, self._all_again, self.setting.predictors
+        if key not in self._beside:
+            self._beside[key] = self._beside_with(kinds, predicts, last)
+        return self._beside[key]
+
+    def _beside_with(self, kinds: Sequence[bool], predicts: bool, last: bool) -> float:
+        places = [self.shape.routed.index(kind) for kind in kinds]
+        spaces = [self._workspace(self.blocks[kind]) for kind in kinds]
+        if self._all_again:
+            spaces = [self.blocks[kind].saved + self.blocks[kind].workspace for kind in kinds]
+        elif self.setting.recompute == "full":
+            # What runs again may need less, where more blocks follow it.
+            spaces = [min(map(self._workspace, self.blocks.values()))] if kinds else []
+        spaces.append(self._predictor_workspace if predicts else 0.0)
+        spaces.append((1 + self.setting.predictors) * self.head.saved if last else 0.0)
+        tables = self._placeholders([range(place, place + 1) for place in places], predicts)
+        return max(spaces) + tables + LIBRARIES
+
+    @cached_property
+    def _block_states(self) -> dict[bool, float]:
+        """Bytes of weights, gradients and states of a block of each kind."""
+        places = {kind: self.shape.routed.index(kind) for kind in self.blocks}
+        empty = (range(0),) * (self.setting.virtual_stages - 1)
+        return {
+            kind: self._state_sum((range(place, place + 1), *empty), 0) - self._states(0, 0)
+            for kind, place in places.items()
+        }
+
+    def _state_sum(self, blocks: Sequence[range], device: int) -> float:
+        ledger = self.ledger(blocks, device)
+        return sum(ledger[name] for name in ("weights", "gradients", "optimizer"))
 
     def _chunks_in_flight(self, device: int) -> tuple[tuple[int, ...], ...]:
         setting = self.setting
@@ -232,9 +306,7 @@ class LayerTable(LayerSeconds):
         key = (device > 0) + 2 * last + 4 * self._has_predictors(device), number
         if key not in self._state_bytes:
             own = (range(number),) + (range(0),) * (self.setting.virtual_stages - 1)
-            ledger = self.ledger(own if device == 0 else own[::-1], device)
-            states = ("weights", "gradients", "optimizer")
-            self._state_bytes[key] = sum(ledger[name] for name in states)
+            self._state_bytes[key] = self._state_sum(own if device == 0 else own[::-1], device)
         return self._state_bytes[key]
 
     def peak_bytes(self, counts: Sequence[int]) -> float:
@@ -242,8 +314,12 @@ class LayerTable(LayerSeconds):
         ranges = block_ranges(counts)
         if self.setting.virtual_stages == 1:
             return max(self.stage_bytes(own, stage) for stage, own in enumerate(ranges))
-        devices = range(self.degrees.pipeline)
-        return max(sum(self.ledger(self.own_blocks(ranges, each), each).values()) for each in devices)
+        return max(self.device_bytes(counts))
+
+    def device_bytes(self, counts: Sequence[int]) -> list[float]:
+        """Of each device, of (virtual) stages with so many blocks."""
+        ranges, devices = block_ranges(counts), range(self.degrees.pipeline)
+        return [sum(self.ledger(self.own_blocks(ranges, each), each).values()) for each in devices]
 
     def _placeholders(self, blocks: Sequence[range], predictors: bool) -> float:
         """Transformer Engine returns for a weight whose gradient was added up elsewhere an empty tensor in

@@ -104,9 +104,12 @@ def resharding_seconds(
     hidden: int,
 ) -> float:
     """From the end of a micro-batch's forward on a stage until all of it has arrived on the next: of the
-    device that sends or receives longest, by the links between the devices."""
+    device that sends or receives longest, by the links between the devices. What a device has already is not
+    sent, where both are the same devices."""
     bytes = message_bytes(before, after, sequence, samples, hidden)
     rows, columns = np.nonzero(bytes)
+    sent = before.first + rows != after.first + columns
+    rows, columns = rows[sent], columns[sent]
     levels = topology.shared_levels(before.first + rows, after.first + columns)
     links = [level.link for level in topology.levels]
     latency = np.array([link.latency_seconds for link in links])[levels]

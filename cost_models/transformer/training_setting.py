@@ -8,8 +8,6 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Literal
 
-import numpy as np
-
 from ..schedules import interleaved
 from ..schedules.one_f_one_b import in_flight
 from .layer_work import Tokens
@@ -129,11 +127,3 @@ def chunks_in_flight(
         if not any(all(a <= b for a, b in zip(own, other, strict=True)) for other in peaks):
             peaks.append(own)
     return tuple(peaks)
-
-
-@lru_cache(maxsize=4096)
-def least_in_flight(peaks: tuple[tuple[int, ...], ...]) -> float:
-    """Of each block that a device has, in whatever virtual stages the blocks lie: of what it holds at one of
-    these peaks the stage of which it holds least; or of all peaks the mean, of the stage with the least."""
-    alive = np.array(peaks)
-    return float(max(alive.min(axis=1).max(), alive.mean(axis=0).min()))

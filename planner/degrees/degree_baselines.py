@@ -5,7 +5,8 @@ node, then as many stages as the memory needs, data parallelism with the rest, a
 sequence (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
 SC 2021, section 3, takeaways 1 and 2); recomputation where it does not fit without. `grid`: the fastest
 of powers of two, tensor parallelism inside a node, micro-batches of 1 to 4 sequences, with and without
-recomputation. `data-parallel` (ZeRO 1) and `fsdp` (ZeRO 3): every device a replica.
+recomputation. `data-parallel` (ZeRO 1) and `fsdp` (ZeRO 3): every device a replica. `galvatron`: degrees that
+differ from block to block (layer_degrees.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from ...cost_models.topology import Topology
 from ...cost_models.transformer.layer_table import LayerTable
 from ...cost_models.transformer.parallel_degrees import ParallelDegrees
 from ...cost_models.transformer.rank_costs import RankCosts
@@ -22,19 +24,20 @@ from ...cost_models.transformer.transformer_shape import TransformerShape
 from .degree_combinations import Combination, list_combinations
 from .degree_options import DegreeOptions
 from .degree_search import DegreeBaseline, DegreePlan
+from .layer_degrees import plan_layer_degrees
 from .stage_divisions import lower_bound
 
 
 def degree_baselines(
     shape: TransformerShape,
-    devices: int,
+    topology: Topology,
     costs: RankCosts,
     options: DegreeOptions,
     memory_bytes: float,
-    gpus_per_node: int,
 ) -> tuple[DegreeBaseline, ...]:
     """All of them, of the same training; of the options' degrees they know nothing."""
-    every = list(_list_even(shape, devices, options, gpus_per_node))
+    devices = topology.gpus
+    every = list(_list_even(shape, devices, options, topology.gpus_per_node))
     plans = {
         "megatron": _first_that_fits(sorted(_megatron(every), key=_by_rule), shape, costs, memory_bytes),
         "grid": _fastest((one for one in every if one.degrees.zero == 1), shape, costs, memory_bytes),
@@ -43,7 +46,10 @@ def degree_baselines(
         replicas = (one for one in every if one.degrees.data == devices and one.degrees.zero == zero)
         plans[name] = _fastest(replicas, shape, costs, memory_bytes)
     none = "does not fit, or does not divide the devices, the batch and the model"
-    return tuple(DegreeBaseline(name, plan, "" if plan else none) for name, plan in plans.items())
+    by_layer = plan_layer_degrees(shape, topology, costs, options, memory_bytes)
+    baselines = [DegreeBaseline(name, plan, "" if plan else none) for name, plan in plans.items()]
+    baselines.append(DegreeBaseline("galvatron", None, "" if by_layer else none, by_layer))
+    return tuple(baselines)
 
 
 def _list_even(

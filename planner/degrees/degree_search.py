@@ -30,19 +30,22 @@ from .degree_combinations import (
 )
 from .degree_options import DegreeOptions
 from .division_bound import least_division
+from .interleaved_bound import interleaved_bound, least_interleaved
+from .layer_degrees import LayerPlan
 from .stage_degree_search import StageAnswer
 from .stage_divisions import (
     divide_by_seconds,
+    fit_division,
     improve_division,
-    interleaved_bound,
     interleaved_divisions,
-    least_interleaved,
     lower_bound,
 )
 
 MOST_PLANS = 10
-
 """Degrees and micro-batch sizes that an answer lists."""
+
+MOST_FITTED = 8
+"""Interleaved pipelines of which blocks are moved until they fit."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,12 @@ class DegreePlan(Combination):
 
 @dataclass(frozen=True)
 class DegreeBaseline:
-    """What a rule of this name plans; without a plan the `reason`."""
+    """What a rule of this name plans, with equal degrees or `by_layer`; without a plan the `reason`."""
 
     name: str
     plan: DegreePlan | None
     reason: str = ""
+    by_layer: LayerPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,7 @@ def search_degrees(
     count = sum(
         1 if one.recompute_blocks is None else most_recompute_blocks(shape, one) for one in combinations
     )
+    plans.fit()
     if not plans.best:
         raise _nothing_fits(shape, devices, count, plans.least, memory_bytes)
     plans.improve()
@@ -169,6 +174,7 @@ class _BestPlans:
         self.memory_bytes = memory_bytes
         self.best: dict[tuple[ParallelDegrees, Tokens, bool], DegreePlan] = {}
         self.bound = self.least = self.worst = float("inf")
+        self._unfit: list[tuple[float, int, LayerTable, Combination]] = []
 
     @property
     def plans(self) -> tuple[DegreePlan, ...]:
@@ -205,19 +211,31 @@ class _BestPlans:
     def _try_interleaved(self, layers: LayerTable, one: Combination) -> None:
         lower = lower_bound(layers)
         if lower < self._useful(one):
-            lower = least_interleaved(layers, self.memory_bytes)
+            lower = max(lower, least_interleaved(layers, self.memory_bytes))
         self.bound = min(self.bound, lower)
         if lower >= self._useful(one):
             return
+        fits = False
         for counts in interleaved_divisions(layers):
             if interleaved_bound(layers, counts) >= self._useful(one):
-                continue
-            if (peak := layers.peak_bytes(counts)) > self.memory_bytes:
+                fits = True
+            elif (peak := layers.peak_bytes(counts)) > self.memory_bytes:
                 self.least = min(self.least, peak)
             else:
-                self._keep(
-                    DegreePlan(one.degrees, one.setting, counts, estimate_stages(layers, counts), layers)
-                )
+                fits = True
+                self._keep(_plan(layers, one, counts))
+        if not fits and one.recompute_blocks is None:
+            self._unfit.append((lower, len(self._unfit), layers, one))
+
+    def fit(self) -> None:
+        """Of interleaved pipelines of which no division fitted, those of the least bounds, with blocks moved
+        until one fits."""
+        for lower, _, layers, one in sorted(self._unfit)[:MOST_FITTED]:
+            for counts in interleaved_divisions(layers) if lower < self._useful(one) else ():
+                own = fit_division(layers, counts, self.memory_bytes)
+                if own is not None and interleaved_bound(layers, own) < self._useful(one):
+                    counts, estimate = improve_division(layers, own, self.memory_bytes)
+                    self._keep(DegreePlan(one.degrees, one.setting, counts, estimate, layers))
 
     def improve(self) -> None:
         """Of each plan: blocks move from one stage to another while that makes the step shorter."""
@@ -238,6 +256,10 @@ class _BestPlans:
             plans = self.plans
             if len(plans) >= MOST_PLANS:
                 self.worst = _step_seconds(plans[-1])
+
+
+def _plan(layers: LayerTable, one: Combination, counts: tuple[int, ...]) -> DegreePlan:
+    return DegreePlan(one.degrees, one.setting, counts, estimate_stages(layers, counts), layers)
 
 
 def _pool(one: Combination) -> tuple[ParallelDegrees, Tokens, bool]:

@@ -13,7 +13,7 @@ from ...cost_models.transformer.transformer_shape import TransformerShape
 from .degree_combinations import Combination, list_combinations, nothing_possible
 from .degree_options import DegreeOptions
 from .degree_search import DegreePlan
-from .stage_divisions import interleaved_bound
+from .interleaved_bound import interleaved_bound
 
 
 def estimate_layout(

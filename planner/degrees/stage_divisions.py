@@ -12,35 +12,18 @@ follow, and the backwards of the stages before s. So a step takes at least
     max(m T,  total + (m - 1) b T + max(m - p, 0) (1 - b) T)
 
 with `total` the seconds of one micro-batch on all stages, and the shortest update that a device can have.
-
-**Interleaved 1F1B**, with v virtual stages on a device, s_k the seconds of a micro-batch in virtual stage k,
-and T_d those of all that are on device d. The first forward of chunk j on d waits for the forwards of
-the virtual stages before it; until then d has run at most p forwards of each of its chunks before j, and no
-backward. After the last backward of that chunk the same is true backwards. So for every d and j a step takes
-at least
-
-    m T_d + sum of s_k, k < j p + d - p (sum of s_(i p + d), i < j)
-
-and the longest update: `interleaved_bound` of a division. Every division takes no less than any weighted mean
-of these, with weights r_d / v that grow by 1 / (1 - 1 / (v m)) from device to device, in which every second
-of a block counts at least as often as where that is least; and no less than what whole blocks allow: device d
-with n blocks of a kind, whatever others it has, takes m T_d and waits for the embedding and one block of each
-virtual stage between, and there must be room for all blocks of the kind (`least_interleaved`); how many have
-to run again to fit is counted where all blocks are equal.
+interleaved_bound.py argues what is known of virtual stages.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from itertools import accumulate, pairwise
-
-import numpy as np
+from itertools import pairwise
 
 from ...cost_models.transformer.layer_table import LayerTable
-from ...cost_models.transformer.training_setting import block_ranges
 from ...cost_models.transformer.training_step import StepEstimate, estimate_stages
+from .interleaved_bound import interleaved_bound, mean_interleaved
 
 
 def lower_bound(layers: LayerTable) -> float:
@@ -48,7 +31,7 @@ def lower_bound(layers: LayerTable) -> float:
     stages, count = layers.degrees.pipeline, layers.setting.micro_batches
     slowest = layers.least_slowest_seconds()
     if layers.setting.virtual_stages > 1:
-        return max(count * slowest, _weighted_mean(layers)) + layers.least_update_seconds
+        return max(count * slowest, mean_interleaved(layers)) + layers.least_update_seconds
     whole = layers.whole_seconds
     share = layers.least_backward_share()
     ordered = whole + (count - 1) * share * slowest + max(count - stages, 0) * (1 - share) * slowest
@@ -59,78 +42,6 @@ def interleaved_divisions(layers: LayerTable) -> list[tuple[int, ...]]:
     """Of virtual stages those to begin with: evenly by number, and evenly by seconds."""
     even = layers.setting.even_blocks(layers.shape.blocks, layers.slots)
     return list(dict.fromkeys((tuple(even), tuple(divide_by_seconds(layers)))))
-
-
-def interleaved_bound(layers: LayerTable, counts: Sequence[int]) -> float:
-    """Seconds that a division of virtual stages takes at least; see the top of this file."""
-    stages, ranges = layers.degrees.pipeline, block_ranges(counts)
-    seconds = [layers.seconds(own, slot).both for slot, own in enumerate(ranges)]
-    before = [0.0, *accumulate(seconds)]
-    pipeline = 0.0
-    for device in range(stages):
-        own = seconds[device::stages]
-        earlier = [0.0, *accumulate(own)]
-        waits = (before[chunk * stages + device] - stages * earlier[chunk] for chunk in range(len(own)))
-        pipeline = max(pipeline, layers.setting.micro_batches * sum(own) + max(waits))
-    updates = (layers.update_seconds(layers.own_blocks(ranges, device), device) for device in range(stages))
-    return pipeline + max(updates)
-
-
-def least_interleaved(layers: LayerTable, memory_bytes: float) -> float:
-    """Seconds that no division of virtual stages that fits takes less than; inf where none fits."""
-    return max(
-        lower_bound(layers),
-        _whole_blocks(layers, memory_bytes) + layers.least_update_seconds,
-    )
-
-
-def _weighted_mean(layers: LayerTable) -> float:
-    """Of the bounds by device and chunk, as the top of this file says."""
-    setting = layers.setting
-    times = _mean_times(layers.degrees.pipeline, setting.virtual_stages, setting.micro_batches)
-    fixed = {slot: layers.fixed_seconds(slot) for slot in layers.fixed_slots}
-    blocks = layers.whole_seconds - sum(fixed.values())
-    return sum(times[slot] * own for slot, own in fixed.items()) + min(times) * blocks
-
-
-@lru_cache(maxsize=4096)
-def _mean_times(stages: int, virtual: int, count: int) -> list[float]:
-    """How often the mean counts a second of each virtual stage."""
-    weights = (1 - 1 / (virtual * count)) ** -np.arange(stages)
-    weights /= weights.sum()
-    behind = weights.sum() - np.cumsum(weights)
-    later = (virtual - 1 - np.arange(virtual))[:, None] / virtual
-    times = count * weights + behind / virtual + later * (1 - stages * weights)
-    return [float(own) for own in times.reshape(-1)]
-
-
-def _whole_blocks(layers: LayerTable, memory_bytes: float) -> float:
-    """The least seconds in which all blocks of a kind find room, of those that a device can have; of the kind
-    where they are longest. Where all blocks are equal, with as many of them run again as its memory asks; inf
-    where there is no room."""
-    return max(_room_for(layers, kind, memory_bytes) for kind in layers.blocks)
-
-
-def _room_for(layers: LayerTable, kind: bool, memory_bytes: float) -> float:
-    stages, blocks = layers.degrees.pipeline, layers.shape.routed.count(kind)
-    numbers = np.arange(1, blocks + 1)
-    one = np.ones(1, dtype=int)
-    block = min(float(layers.least_equal_seconds(one, np.zeros(1), each)[0]) for each in layers.blocks)
-    fixed = [0.0] * stages
-    for slot in layers.fixed_slots:
-        fixed[slot % stages] += layers.fixed_seconds(slot)
-    first = layers.fixed_seconds(0)
-    rooms: list[np.ndarray] = []
-    for device in range(stages):
-        wait = first + (device - 1) * block if device else 0.0
-        again = np.zeros(blocks)
-        if len(layers.blocks) == 1:
-            again = layers.least_blocks_again(numbers, device, memory_bytes)
-        middle = layers.least_equal_seconds(numbers, np.where(np.isinf(again), 0, again), kind)
-        own = wait + layers.setting.micro_batches * (middle + fixed[device])
-        rooms.append(own[np.isfinite(again)])
-    together = np.sort(np.concatenate(rooms))
-    return float(together[blocks - 1]) if len(together) >= blocks else float("inf")
 
 
 def divide_by_seconds(layers: LayerTable) -> list[int]:
@@ -184,8 +95,54 @@ def improve_division(
     return best, estimate
 
 
+MOST_FITTED_MOVES = 64
+"""Blocks that are moved to make a division fit."""
+
 _MOST_TRIALS = 24
 """Divisions that are simulated to improve one."""
+
+
+def fit_division(layers: LayerTable, counts: Sequence[int], memory_bytes: float) -> tuple[int, ...] | None:
+    """The division after moves of blocks from the device that needs most memory, each to where all devices
+    together lack least: to later virtual stages, of which fewer micro-batches are in flight, or to other
+    devices. None where that does not end in one that fits."""
+    best = tuple(counts)
+    lack = _lacking_bytes(layers, best, memory_bytes)
+    for _ in range(MOST_FITTED_MOVES):
+        if not sum(lack):
+            return best
+        device = max(range(len(lack)), key=lack.__getitem__)
+        trials = [
+            (sum(_lacking_bytes(layers, trial, memory_bytes)), trial)
+            for trial in _moves_from(layers, best, device)
+        ]
+        least, trial = min(trials, default=(float("inf"), best))
+        if least >= sum(lack):
+            return None
+        best, lack = trial, _lacking_bytes(layers, trial, memory_bytes)
+    return None
+
+
+def _lacking_bytes(layers: LayerTable, counts: Sequence[int], memory_bytes: float) -> list[float]:
+    """Bytes by device beyond the memory."""
+    return [max(0.0, own - memory_bytes) for own in layers.device_bytes(counts)]
+
+
+def _moves_from(layers: LayerTable, counts: tuple[int, ...], device: int) -> Iterator[tuple[int, ...]]:
+    """One block less on a virtual stage of a device, one more on one of the last half."""
+    slots = len(counts)
+    for source in range(device, slots, layers.degrees.pipeline):
+        for target in range(slots // 2, slots):
+            behind = layers.setting.is_behind_predictors(target, slots)
+            if (
+                source != target
+                and not behind
+                and counts[source] > layers.setting.fewest_blocks(source, slots)
+            ):
+                trial = list(counts)
+                trial[source] -= 1
+                trial[target] += 1
+                yield tuple(trial)
 
 
 def _moves(layers: LayerTable, counts: tuple[int, ...], estimate: StepEstimate) -> Iterator[tuple[int, ...]]:

@@ -45,7 +45,7 @@ Shape = tuple[tuple[int, ...], ...]
 
 class RunnerUp(Record):
     """The best other plan that was found, of those that are not as fast. `proven`: no other of the searched
-    space is faster. `plan` is None where none fits."""
+    space is faster. `plan` is None where none fits, or none was found."""
 
     differs: str
     """How, in words."""
@@ -53,6 +53,11 @@ class RunnerUp(Record):
     slower: float | None
     """Its step over the plan's, less 1: negative where it is faster."""
     proven: bool
+
+    @property
+    def reason(self) -> str:
+        """Why there is no plan, where there is none."""
+        return "none fits" if self.proven else "none was found"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -31,8 +32,8 @@ from .solve_objective import objective_plan_without_comparison
 
 
 class Point(Record):
-    """A plan of the frontier. `memory_bytes`: of the device that needs most. `exact`: no plan that needs no
-    more is faster."""
+    """A plan of the frontier. `memory_bytes`: of the device that needs most, rounded up, so that the plan
+    fits into so many. `exact`: no plan that needs no more is faster."""
 
     step_seconds: StepSeconds
     memory_bytes: TotalBytes
@@ -143,7 +144,7 @@ def _point(problem: Problem, optimum: FrontierOptimum, model: str, profile: Prof
     outside = list_prediction_limits(assemble(problem.space, optimum.plan.proposal, optimum.plan.recompute))
     return Point(
         step_seconds=optimum.plan.step_seconds,
-        memory_bytes=round(optimum.memory_bytes),
+        memory_bytes=ceil(optimum.memory_bytes),
         exact=optimum.result.exact,
         plan=plan.model_copy(update={"warnings": list(outside)}),
     )

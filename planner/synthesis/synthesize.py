@@ -32,6 +32,7 @@ from ..other_schedules import propose_other_schedules
 from ..pipeline_config import SYNTHESIZED
 from ..scoring import assemble, fastest, possible
 from ..search.budget import SearchBudget
+from .action_bound import action_bound
 from .ahead_orders import ahead_orders, search_ahead, steepest_slope
 from .deep_orders import deep_orders
 from .fill_orders import fill_orders
@@ -76,8 +77,7 @@ STARTS = {
 }
 """By base, the known orders of the same places."""
 MOST_SHAPES, MOST_IMPROVED = 24, 2
-"""Shapes with the lowest bounds for which orders are made by rule; of these, the fastest that are
-improved."""
+"""Shapes with the lowest bounds, of which orders are made by rule; how many of the fastest are improved."""
 CHANGES_A_SECOND = 500_000
 """Actions of orders that are run through in a second, about."""
 MOST_FILLED = 20_000
@@ -85,7 +85,9 @@ MOST_FILLED = 20_000
 REFILL_SHARES = (0.9, 0.3)
 """Of `fill_weights`, that the best order by rule is tried with."""
 SHARE = 0.5
-"""Of the time limit, for all of it."""
+"""Of the time limit, for improving orders."""
+FILL_SHARE = 1 / 3
+"""Of the time that is left, for the rules' orders of a shape."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,21 +107,22 @@ def synthesize(
     problem: Problem, best: ScoredPlan | None, plans: Sequence[ScoredPlan] = ()
 ) -> list[ScoredPlan]:
     """The fastest plans found with orders of their own, that fit and are faster than the `best` plan; `plans`
-    of known schedules with searched cuts, the fastest first, to start from."""
+    of known schedules with searched cuts, the fastest first, to start from. Where no plan is known that fits,
+    one order is sought also when the time is over."""
     limit = inf if best is None else best.step_seconds
     own_cuts = list(_candidates(problem, _with_base(problem, plans), limit))
     others = _candidates(problem, _shapes(problem, best), limit)
     candidates = [*own_cuts, *sorted(others, key=lambda own: own.bound)[:MOST_SHAPES]]
     seconds = SHARE * problem.options.time_limit
-    filled = []
+    filled: list[OrderCandidate] = []
     for own in candidates:
-        if problem.budget.over:
+        if problem.budget.over and (best is not None or any(earlier.lists for earlier in filled)):
             break
-        filled.append(_fill(own, problem.budget))
+        filled.append(_fill(own, problem.budget.part(share=FILL_SHARE), required=best is None))
     filled.sort(key=lambda own: own.step)
     plans = []
     for own in filled[:MOST_IMPROVED]:
-        if own.lists is None or own.bound >= limit or problem.budget.over:
+        if own.lists is None or own.bound >= limit:
             continue
         improved = _improve(_move_cuts(problem, own), seconds / MOST_IMPROVED, problem.budget)
         improved = _move_cuts(problem, improved)
@@ -147,9 +150,10 @@ def _shapes(problem: Problem, best: ScoredPlan | None) -> Iterator[Proposal]:
 
 
 def _candidates(problem: Problem, proposals: Iterable[Proposal], limit: float) -> Iterator[OrderCandidate]:
-    """Of these, those whose bound on all orders is below the limit."""
+    """Of these, those whose bound on all orders is below the limit; one at least where there is no limit."""
+    is_first = True
     for proposal in dict.fromkeys(proposals):
-        if problem.budget.over:
+        if problem.budget.over and (limit < inf or not is_first):
             return
         config = proposal.config
         devices = len(proposal.ends) // config.virtual_stages
@@ -158,7 +162,10 @@ def _candidates(problem: Problem, proposals: Iterable[Proposal], limit: float) -
         if proposal.config.recompute == "except_last" or not possible(problem.space, proposal):
             continue
         with suppress(UsageError):  # the schedule does not run with these numbers
-            yield from (own for own in _recomputing(problem, proposal) if own.bound < limit)
+            for own in _recomputing(problem, proposal):
+                if own.bound < limit:
+                    is_first = False
+                    yield own
 
 
 def _move_cuts(problem: Problem, own: OrderCandidate) -> OrderCandidate:
@@ -250,8 +257,9 @@ def _memory(problem: Problem, assembly: Assembly) -> tuple[list[float], list[flo
     return room, sizes, first_part, workspace
 
 
-def _fill(own: OrderCandidate, budget: SearchBudget) -> OrderCandidate:
-    """With the best of the known orders and of those made by rule."""
+def _fill(own: OrderCandidate, budget: SearchBudget, *, required: bool) -> OrderCandidate:
+    """With the best of the known orders and of those made by rule; where the time is over, of those tried by
+    then, one that fits at least where it is `required`."""
     numbers = own.problem
     best, lists = inf, None
     rules = (deep_orders, insert_orders, ahead_orders, fill_orders) if _actions(own) <= MOST_FILLED else ()
@@ -259,9 +267,9 @@ def _fill(own: OrderCandidate, budget: SearchBudget) -> OrderCandidate:
         run = run_order(numbers, order) if numbers.fits(order) else None
         if run is not None and run.step < best:
             best, lists = run.step, order
-        if best <= own.bound * (1 + 1e-9) or budget.over:
+        if best <= own.bound * (1 + 1e-9) or (budget.over and (lists is not None or not required)):
             break
-    return _fill_again(replace(own, lists=lists, step=best))
+    return own if lists is None else _fill_again(replace(own, lists=lists, step=best))
 
 
 def _fill_again(own: OrderCandidate) -> OrderCandidate:
@@ -294,6 +302,7 @@ def _actions(own: OrderCandidate) -> int:
 
 def _improve(own: OrderCandidate, seconds: float, budget: SearchBudget) -> OrderCandidate:
     """Improved for about so many seconds: by other rules, by exchanges, by the solver where there is one."""
+    own = replace(own, bound=max(own.bound, 0.0 if budget.over else action_bound(own.problem)))
     assert own.lists is not None, "an order was made"
     lists, solves = own.lists, has_solver() and _actions(own) <= MOST_SOLVED
     tries = 0.0 if steepest_slope(own.problem) is None else seconds / 6
@@ -301,9 +310,10 @@ def _improve(own: OrderCandidate, seconds: float, budget: SearchBudget) -> Order
     if tries:
         ahead, step = search_ahead(own.problem, own.bound, _turn_limit(own, tries, budget))
         lists = ahead if ahead is not None and step < own.step else lists
-    lists, step = improve_order(own.problem, lists, own.bound, _turn_limit(own, share, budget))
+    turns, is_over = _count_turns(own, share), lambda: budget.over
+    lists, step = improve_order(own.problem, lists, own.bound, turns, is_over)
     own = replace(own, lists=lists, step=step)
-    if not solves or step <= own.bound * (1 + 1e-9):
+    if not solves or budget.over or step <= own.bound * (1 + 1e-9):
         return own
     solution = solve_order(own.problem, lists, own.bound, seconds - share - tries, budget.seconds_left)
     run = None if solution.lists is None else run_order(own.problem, solution.lists)
@@ -314,9 +324,14 @@ def _improve(own: OrderCandidate, seconds: float, budget: SearchBudget) -> Order
 
 
 def _turn_limit(own: OrderCandidate, seconds: float, budget: SearchBudget) -> Callable[[], bool]:
-    """Whether so many orders were run through as about so many seconds allow."""
-    turns = iter(range(max(1, int(seconds * CHANGES_A_SECOND / _actions(own)))))
+    """Whether as many orders were run through."""
+    turns = iter(range(_count_turns(own, seconds)))
     return lambda: next(turns, None) is None or budget.over
+
+
+def _count_turns(own: OrderCandidate, seconds: float) -> int:
+    """Orders that are run through in about so many seconds."""
+    return max(1, int(seconds * CHANGES_A_SECOND / _actions(own)))
 
 
 def _score(problem: Problem, own: OrderCandidate) -> ScoredPlan | None:

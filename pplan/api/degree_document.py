@@ -54,7 +54,15 @@ def build_degrees_file(answer: DegreeAnswer, made_by: MadeBy) -> DegreesFile:
 
 
 def _baseline_entry(baseline: DegreeBaseline) -> BaselineEntry:
-    plan = baseline.plan
+    plan, by_layer = baseline.plan, baseline.by_layer
+    if by_layer is not None:
+        return BaselineEntry(
+            name=baseline.name,
+            degrees=by_layer.describe(),
+            recompute=by_layer.recompute,
+            micro_batch_size=by_layer.micro_batch_size,
+            step_seconds=by_layer.step_seconds,
+        )
     if plan is None:
         return BaselineEntry(name=baseline.name, reason=baseline.reason)
     return BaselineEntry(
@@ -187,6 +195,11 @@ def _notes(answer: DegreeAnswer) -> list[str]:
             notes.append(
                 f"the baseline {own.name} is faster, but not among what is allowed: {degrees.describe()}; "
                 f"allow it with `zero`, `tp`, `pp`, `ep` and `recompute`"
+            )
+        if own.by_layer is not None and own.by_layer.step_seconds < best:
+            notes.append(
+                f"the baseline {own.name} is faster: its blocks have degrees of their own, which no trainer "
+                "takes whose arguments are written here"
             )
     if answer.by_stage is not None:
         notes += _by_stage_notes(answer)

@@ -83,9 +83,7 @@ def find_degrees(
         best = answer.plans[0].estimate.step_seconds
         by_stage = search_stage_degrees(shape, topology, costs, options, limit, best)
         answer = replace(answer, by_stage=by_stage)
-    return answer.with_baselines(
-        degree_baselines(shape, topology.gpus, costs, options, limit, topology.gpus_per_node)
-    )
+    return answer.with_baselines(degree_baselines(shape, topology, costs, options, limit))
 
 
 def machine_costs(

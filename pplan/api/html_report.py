@@ -66,7 +66,8 @@ def report(
     >>> "<h1>" in page.html
     True
 
-    Raises UsageError (a profile of other layers; a frontier or a check of something else), FileError.
+    Raises UsageError (a profile of other layers; an explanation, a frontier or a check of something else),
+    FileError.
     """
     document = as_plan(plan)
     if profile is not None and len(document.layer_names) > MOST_DRAWN_LAYERS:
@@ -92,7 +93,7 @@ def report(
 
 
 def _check_subject(sources: PageSources, plan: Plan | str | Path) -> None:
-    """Raises UsageError where frontier or check are not of the plan's problem, or of the plan."""
+    """Raises UsageError where explanation, frontier or check are not of the plan, or of its problem."""
     own = sources.plan
     if sources.frontier is not None:
         first = sources.frontier.points[0].plan
@@ -102,6 +103,11 @@ def _check_subject(sources: PageSources, plan: Plan | str | Path) -> None:
                 f"frontier: it is of another {' and '.join(others)} than the plan",
                 "Make it with the options of the plan: pplan solve --frontier",
             )
+    if sources.explanation is not None and _is_of_another(sources.explanation, own):
+        raise UsageError(
+            f"explanation: it is of another plan than this one, of {sources.explanation.model}",
+            "Explain this plan: pplan.explain(plan, profile)",
+        )
     check = sources.check
     if check is None:
         return
@@ -112,6 +118,14 @@ def _check_subject(sources: PageSources, plan: Plan | str | Path) -> None:
             f"check: it is of {check.plan}, a plan of {check.model}, and not of this one",
             "Check this plan: pplan check --save",
         )
+
+
+def _is_of_another(explanation: Explanation, plan: Plan) -> bool:
+    """Whether model, stages, devices, micro-batches or schedule are not those of the plan."""
+    own = explanation.plan
+    stages = (own.balance, own.devices) == (plan.balance, [stage.devices for stage in plan.stages])
+    batches = (own.micro_batches, own.micro_batch_size) == (plan.micro_batches, plan.micro_batch_size)
+    return (explanation.model, own.schedule) != (plan.model, plan.schedule) or not (stages and batches)
 
 
 Kind = TypeVar("Kind", bound=Document)

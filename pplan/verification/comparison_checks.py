@@ -215,5 +215,5 @@ def _alternative_figures(check: LineCheck, inputs: VerificationInputs, table: Ta
             f"memory of stage {device}, above its limit", ledger.bytes, figures.limit(device, requested) + 1
         )
         for part in figures.order.device_stages(device) if plan_value else []:
-            check.bytes(f"memory_bytes of stage {part}", plan_value[part], ledger.rounded)
+            check.bytes(f"memory_bytes of stage {part}", plan_value[part], ledger.stated(plan_value[part]))
     check.near("step_seconds", table.number("step_seconds"), figures.step.seconds)

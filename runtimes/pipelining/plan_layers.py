@@ -42,6 +42,16 @@ def match_layers(
     return check_layers(document, count, layers, names)
 
 
+def check_groups(layers: nn.Sequential, stages: int) -> None:
+    """Raises ExportError where a layer of one of several stages waits for the processes of all of them."""
+    for name, module in layers.named_modules():
+        if stages > 1 and isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
+            raise ExportError(
+                f"{name} is a SyncBatchNorm of all processes: those of other stages never reach it",
+                "Give it the process group of its stage's replicas, or use nn.BatchNorm.",
+            )
+
+
 def _registers_twice(model: nn.Sequential) -> bool:
     by_layer = sum(len([*layer.parameters(), *layer.buffers()]) for layer in model)
     return by_layer != len([*model.parameters(), *model.buffers()])

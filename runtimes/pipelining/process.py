@@ -21,7 +21,7 @@ from ...profiler.user_model.loaded_model import ModelInput
 from ..formats.torch_actions import OWN_ORDER, splits_backward
 from ..formats.torch_export import TorchExport
 from .input_form import InputForm, check_samples
-from .plan_layers import match_layers
+from .plan_layers import check_groups, match_layers
 from .rank_coordinates import RankCoordinates, Replicate, average_gradients, find_coordinates, replicate_stage
 from .runtime_internals import Stage, load_order
 from .stage_module import StageModule, stage_loss
@@ -144,6 +144,7 @@ def build_process(
     count = document.parts[-1]
     layers = match_layers(document, count, model, example, layer_names, granularity=document.granularity)
     tied = find_tied_weights(layers, document.parts)
+    check_groups(layers, len(document.stages))
     check_equal_buffers(layers)
     place = _device(document) if device is None else torch.device(device)
     if tensor_parallel is not None and mesh is None:

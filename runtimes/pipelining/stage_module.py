@@ -66,7 +66,7 @@ class StageModule(nn.Module):
         if self.form is not None:
             return self.form.drop_repeats(tensors)
         if self.crossings is None:
-            return tensors
+            return tuple(pass_on(tensor) if tensor.requires_grad else tensor for tensor in tensors)
         return tuple(about.receive(tensor) for about, tensor in zip(self.crossings, tensors, strict=True))
 
     def _run(self, *tensors: Tensor, layers: nn.Sequential) -> Any:

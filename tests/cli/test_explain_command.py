@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 import pplan
-from pplan.cli.explain_tables import answer_lines, describe_plan, print_explanation
+from pplan.cli.explain_tables import answer_lines, describe_plan, print_explanation, stage_name
 from pplan.planner.explanation.explanation import Explanation
+from pplan.planner.explanation.runner_up import RunnerUp
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_stages import PlanSummary
 from pplan.profiler.profile_file import Profile
@@ -300,3 +301,31 @@ def test_a_group_costs_as_much_as_its_devices(here: Path, run: Callable[..., Any
     gpus = 2 * len({rank for stage in plan.stages for rank in stage.devices})
     assert plan.objective is not None
     assert plan.objective.value == pytest.approx(gpus * 3 / 3600 * plan.prediction.step_seconds / 4)
+
+
+def test_several_stages_of_a_device_are_named_by_the_device() -> None:
+    """A plan's tables number them one by one: "stage 3 is at work for 95 %" was said of the fourth device."""
+    summary = PlanSummary(
+        step_seconds=1.0,
+        samples_per_second=1.0,
+        balance=[1] * 4,
+        replicas=[1] * 4,
+        devices=[[0], [1], [1], [0]],
+        schedule="zb-v",
+        virtual_stages=2,
+        micro_batches=4,
+        micro_batch_size=1,
+        recompute="never",
+        stage_recompute=["never"] * 4,
+    )
+    assert stage_name(summary, 1) == "device 1"
+    pairs = summary.model_copy(update={"replicas": [2] * 4, "devices": [[0, 1], [2, 3], [2, 3], [0, 1]]})
+    assert stage_name(pairs, 1) == "each of devices 2-3"
+    assert stage_name(summary.model_copy(update={"virtual_stages": 1}), 3) == "stage 3"
+
+
+def test_a_runner_up_that_nobody_looked_for_is_not_said_not_to_fit() -> None:
+    assert (
+        RunnerUp(differs="number of stages", plan=None, slower=None, proven=False).reason == "none was found"
+    )
+    assert RunnerUp(differs="number of stages", plan=None, slower=None, proven=True).reason == "none fits"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pplan.cost_models.device_memory import round_ledger
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.memory import Moment, StageBytes, Training, ledger, stage_workspace, total
 from pplan.cost_models.optimizers import MIXED, Precision, StepKernels
@@ -197,3 +199,22 @@ def test_each_moment_is_a_line_of_the_micro_batches_in_flight(mode: str, version
         assert nine == pytest.approx(one + 8 * (two - one))
     for count in range(1, 10):
         assert bytes_at(count, "any") == pytest.approx(max(bytes_at(count, own) for own in moments))
+
+
+def test_a_ledger_in_whole_bytes_needs_no_less_than_it_does() -> None:
+    """A plan that says 13,575 bytes and needs 13,575.45 does not fit into 13,575."""
+    assert round_ledger({"weights": 12929.0, "reserve": 646.45}) == {"weights": 12929, "reserve": 647}
+    assert round_ledger({"weights": 3.5, "gradients": 2.25, "reserve": 0.25}) == {
+        "weights": 4,
+        "gradients": 2,
+        "reserve": 0,
+    }
+    random = Random(7)
+    for _ in range(300):
+        terms = {
+            str(i): random.choice([0.0, 7.0, 1e6 * random.random()]) for i in range(random.randint(1, 9))
+        }
+        whole = round_ledger(terms)
+        assert list(whole) == list(terms)
+        assert all(abs(whole[name] - amount) < 1 for name, amount in terms.items())
+        assert 0 <= sum(whole.values()) - sum(terms.values()) < 1

@@ -5,13 +5,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fuzzing.cases import KINDS, Workspace, case_of
+from fuzzing.channel import Channel, Tallies, findings
+from fuzzing.documents import LARGEST, STRUCTURAL
 from fuzzing.mutation import edited, random_edits
 from fuzzing.reading import Inputs
 from fuzzing.running import run
@@ -102,3 +107,67 @@ def test_edits_say_what_they_do() -> None:
     assert edited("ab", [["cut", 1], ["encode", "utf-16-be"]]) == b"\x00a"
     different = {edited(text, random_edits(text, random.Random(seed))) for seed in range(100)}
     assert len(different) > 60
+
+
+def plainly_changed(content: Any, name: str, path: list[Any], value: Any = None) -> None:
+    """As the edit says, in the document itself."""
+    try:
+        for key in path[:-1]:
+            content = content[key]
+        key = path[-1]
+        if name == "set":
+            content[key] = deepcopy(value)
+        elif name == "drop":
+            del content[key]
+        elif name == "wrap":
+            content[key] = f"<deep {value}>" if value > 2 else [content[key]]
+        elif isinstance(content, list):
+            content[key:key] = [content[key]] * (value - 1)
+        elif isinstance(content[key], list):
+            content[key] = content[key] * value
+    except (LookupError, TypeError):
+        return
+
+
+def test_what_an_edit_leaves_is_as_json_writes_it(workspace: Workspace) -> None:
+    """Copies share it with the seed; here a whole copy is changed and written."""
+    texts, compared = {name: content.decode() for name, content in workspace.seeds.items()}, 0
+    for seed in range(600):
+        rng = random.Random(seed)
+        text = texts[rng.choice(["plain.profile.json", "tied.plan.json", "config.json", "plain.torch.json"])]
+        edits = [edit for edit in random_edits(text, rng) if edit[0] in STRUCTURAL]
+        if not edits or any(edit[0] == "repeat" and edit[2] > 10 for edit in edits):
+            continue
+        content = json.loads(text)
+        for edit in edits:
+            plainly_changed(content, *edit)
+        plain = json.dumps(content)
+        for depth in (50, 500, 20_000):
+            plain = plain.replace(f'"<deep {depth}>"', "[" * depth + "]" * depth)
+        assert edited(text, edits) == plain.encode(), edits
+        compared += 1
+    assert compared > 300
+
+
+def test_what_is_repeated_again_and_again_stays_small(workspace: Workspace) -> None:
+    text = workspace.seeds["plain.profile.json"].decode()
+    edits: list[list[Any]] = [["repeat", ["layers"], 1000], ["repeat", ["layers", 0, "costs"], 1000]]
+    assert 10**6 < len(edited(text, edits[:1])) < LARGEST * 3
+    assert len(edited(text, [*edits, *edits])) < LARGEST * 3
+
+
+def dying(numbers: range, channel: Channel) -> None:
+    """Finds something in case 1, dies in case 3."""
+    for number in numbers:
+        channel.begin(number)
+        if number == 3:
+            os._exit(1)
+        channel.end(number, 2, 1, ("odd", "", "") if number == 1 else None)
+    channel.close()
+
+
+def test_a_process_that_dies_has_told_all_before() -> None:
+    tallies = Tallies(["a", "b"])
+    told = list(findings(dying, range(6), tallies, 0))
+    assert [(number, kind) for number, (kind, _, _) in told] == [(1, "odd"), (3, "killed")]
+    assert tallies.by_kind == {"a": (3, 6, 3), "b": (3, 4, 2)}

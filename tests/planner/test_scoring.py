@@ -36,7 +36,12 @@ def planned(problem: Problem) -> Plan:
     """The best plan, read back from its file."""
     answer = find_best_plan(problem, [])
     assert answer.best is not None
-    plan = plan_without_comparison(problem, answer.best, answer.result, model="toy", profile=REFERENCE)
+    return read_back(problem, answer.best, answer.result)
+
+
+def read_back(problem: Problem, best: ScoredPlan, result: SearchResult) -> Plan:
+    """The plan, from its file."""
+    plan = plan_without_comparison(problem, best, result, model="toy", profile=REFERENCE)
     return Plan.parse(plan.to_json(), "toy.plan.json")
 
 
@@ -61,11 +66,12 @@ def test_every_schedule(schedule: str, seed: int, make_chain: MakeChain, make_to
     for memory in (None, 3000, 2000):
         topology = make_topology(4, per_node=[4, 2, 8][seed], latency=0.01, memory=memory)
         problem = Problem(chain, topology, PlanOptions(mini_batch=8, schedule=schedule, time_limit=2.0))
-        best = find_best_plan(problem, []).best
+        answer = find_best_plan(problem, [])
+        best = answer.best
         if best is None:
             assert memory is not None
             continue
-        plan = planned(problem)
+        plan = read_back(problem, best, answer.result)
         assert plan.schedule == schedule
         assert busiest_seconds(problem.space, best.proposal) <= best.step_seconds * (1 + 1e-12)
         is_what_it_says(plan, chain, topology)

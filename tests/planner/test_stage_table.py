@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
+from math import ceil
 
 import numpy as np
 import pytest
@@ -31,7 +32,8 @@ def test_workspace_of_every_stage(seed: int, scale: float, make_chain: MakeChain
             expected, abs=1e-9
         )
         terms = table.stage_ledger(i, j, 1, "never", "sgd")
-        assert terms["workspace"] == round(expected)
+        assert abs(terms["workspace"] - expected) < 1
+        assert sum(terms.values()) == ceil(table.memory(1, "never", "sgd")[i, j])
 
 
 def test_early_workspace_is_not_added_to_all_that_is_saved(make_chain: MakeChain) -> None:
@@ -95,4 +97,4 @@ def test_memory_of_every_stage_is_its_ledger(zero: int, make_chain: MakeChain) -
         terms = ledger(layers, in_flight=3, recompute="always", optimizer="adamw-8bit", replicas=4, **options)
         assert needs[i, j] == pytest.approx(total(terms))
         found = table.stage_ledger(i, j, 3, "always", "adamw-8bit", 4, **options)
-        assert found == {name: pytest.approx(amount, abs=0.5) for name, amount in terms.items()}
+        assert found == {name: pytest.approx(amount, abs=1) for name, amount in terms.items()}

@@ -234,6 +234,23 @@ def test_a_model_of_several_dtypes_is_measured_in_float32_and_told_so() -> None:
     assert any("in bfloat16 and float32 and was measured in float32" in note for note in profile.notes)
 
 
+class ConvertsByName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4).double()
+
+    def forward(self, given: Tensor) -> Tensor:
+        output: Tensor = self.second(self.first(given).double())
+        return output
+
+
+def test_a_model_that_fails_once_it_is_converted_is_told_of_it() -> None:
+    """It trains as it is: that it does not on its example alone would be false."""
+    with pytest.raises(ModelError) as refusal:
+        profile_model((ConvertsByName(), torch.ones(2, 4)), ProfileOptions(device="cpu"))
+    assert "of several dtypes, and were converted to float32 before it ran" in refusal.value.hint
+
+
 def test_complex_parameters_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.complex64))
     for dtype in (None, "float32"):

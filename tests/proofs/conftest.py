@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from cProfile import Profile
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from types import CodeType
 import pytest
 from attack.attack import attacked, quickly_solved, solved
 from attack.problems import KINDS, case_of
+from attack.registry import BOUNDS
 from attack.results import Result
 
 PLANNER = Path(__file__).parents[2] / "planner"
@@ -19,9 +20,14 @@ EACH = 2
 """Problems of every kind."""
 OTHERWISE = {"many": 2, "long": 1, "throughput": 11, "runtimes": 3, "schedules": 6}
 """Of some kinds: those of many devices take longest; few of the highest throughput name a planner."""
-TRACED = 1
-"""Of which it is noted what runs, which takes longer; of some kinds of all."""
-ALL_TRACED = ("throughput", "explain", "schedules", "kinds", "runtimes", "levels")
+NOTED: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("plain", "levels", "many", "least memory", "cost", "frontier"), (0,)),
+    "explain": (0, 1),
+    "throughput": (0, 1, 6, 10),
+    "runtimes": (2,),
+    "schedules": (5,),
+}
+"""Problems that reached every bound together: what runs in them is noted, which takes twice as long."""
 
 
 @dataclass(frozen=True)
@@ -36,19 +42,27 @@ class BoundedRun:
 def bounded_run() -> BoundedRun:
     """Some problems of every kind, attacked."""
     codes = set[CodeType]()
-    by_kind = {kind: list(_attacked(kind, codes)) for kind in KINDS}
-    return BoundedRun(by_kind, frozenset(name for code in codes if (name := _name(code))))
+    by_kind = {
+        kind: [_attacked(kind, seed, codes if seed in NOTED.get(kind, ()) else None) for seed in _seeds(kind)]
+        for kind in KINDS
+    }
+    for kind in KINDS:  # others may reach what these do not
+        for seed in _seeds(kind):
+            if not _names(codes).issuperset(BOUNDS) and seed not in NOTED.get(kind, ()):
+                _attacked(kind, seed, codes)
+    return BoundedRun(by_kind, _names(codes))
 
 
-def _attacked(kind: str, codes: set[CodeType]) -> Iterator[Result]:
+def _seeds(kind: str) -> range:
+    return range(OTHERWISE.get(kind, EACH))
+
+
+def _attacked(kind: str, seed: int, codes: set[CodeType] | None) -> Result:
+    """`codes`: to which what runs is added."""
     # What an answer is compared with is attacked in a few: it takes as long again.
-    solvers = (solved, quickly_solved, quickly_solved)
-    for seed in range(OTHERWISE.get(kind, EACH)):
-        if seed < TRACED or kind in ALL_TRACED:
-            with _noting(codes):
-                yield attacked(case_of(seed, kind), solvers[seed % 3])
-        else:
-            yield attacked(case_of(seed, kind), solvers[seed % 3])
+    solver = (solved, quickly_solved, quickly_solved)[seed % 3]
+    with nullcontext() if codes is None else _noting(codes):
+        return attacked(case_of(seed, kind), solver)
 
 
 @contextmanager
@@ -58,6 +72,10 @@ def _noting(codes: set[CodeType]) -> Iterator[None]:
     with profiler:
         yield
     codes.update(entry.code for entry in profiler.getstats() if isinstance(entry.code, CodeType))
+
+
+def _names(codes: set[CodeType]) -> frozenset[str]:
+    return frozenset(name for code in codes if (name := _name(code)))
 
 
 def _name(code: CodeType) -> str:

@@ -21,6 +21,7 @@ from pplan.runtimes.formats.exporters import export
 from pplan.runtimes.formats.torch_export import TorchExport
 from pplan.runtimes.pipelining.cut_tensors import CutTensor, add_zero_gradients, pack_tensor, pass_on
 from pplan.runtimes.pipelining.input_form import InputForm
+from pplan.runtimes.pipelining.plan_layers import check_groups
 from pplan.runtimes.pipelining.process import PipelineProcess
 from pplan.runtimes.pipelining.runtime_internals import backward_parts
 from pplan.runtimes.pipelining.stage_module import StageModule, stage_loss
@@ -138,6 +139,23 @@ def test_a_model_that_the_meta_device_cannot_run() -> None:
     stage = StageModule(nn.Sequential(nn.ReLU(inplace=True), Stubborn()))
     stage(-given)
     assert torch.equal(given, torch.ones(2, 3))
+
+
+class Transposing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2) @ torch.ones(3, 2)
+
+
+def test_gradients_that_are_sent_back_are_contiguous_where_shapes_are_not_known() -> None:
+    """gloo takes no others: an encoder and decoder on two stages failed in their first step."""
+    received = torch.randn(4, 3, 5, requires_grad=True)
+    outputs = StageModule(nn.Sequential(Transposing()), None)(received)
+    assert isinstance(outputs, Tensor)
+    (gradient,) = torch.autograd.grad(outputs.sum(), received)
+    assert gradient.is_contiguous()
+    (own,) = torch.autograd.grad(Transposing()(received).sum(), received)
+    assert not own.is_contiguous()
+    assert torch.equal(gradient, own)
 
 
 def test_a_stage_overwrites_nothing_of_others() -> None:
@@ -265,6 +283,16 @@ def test_stages_that_share_a_buffer_that_is_written_are_refused(make_plan: MakeP
         layer.register_buffer("seen", seen)
     with pytest.raises(ExportError, match=r"stages 0 and 1 share a buffer of shape \(3,\)"):
         built(make_plan([2, 2], schedule="1f1b"), model)
+
+
+def test_batch_norm_that_waits_for_other_stages_is_refused(make_plan: MakePlan) -> None:
+    """SyncBatchNorm gathers over all processes unless it has a group: those of the other stage never come."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3), nn.Linear(3, 3), nn.Tanh())
+    with pytest.raises(ExportError, match="1 is a SyncBatchNorm of all processes"):
+        built(make_plan([2, 2], schedule="1f1b"), model)
+    check_groups(model, stages=1)
+    model[1] = nn.SyncBatchNorm(3, process_group="that of the replicas")
+    check_groups(model, stages=2)
 
 
 def test_a_plan_of_other_words_is_refused(tmp_path: Path) -> None:

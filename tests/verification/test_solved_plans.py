@@ -155,6 +155,11 @@ CASES |= {
 }
 
 
+@pytest.fixture(autouse=True)
+def plans_are_verified() -> None:
+    """Not all: every test here does it itself."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_agrees(name: str, make_profile: Callable[..., Any], solve_files: Callable[..., Any]) -> None:
@@ -193,6 +198,7 @@ def test_late_plans_agree(
 def test_a_given_partition(make_profile: Callable[..., Any], solve_files: Callable[..., Any]) -> None:
     """Another tool's cuts: nothing was searched, and it may not fit."""
     made = solve_files(make_profile(5, 8, cuts=1.0), **ONE_LEVEL)
+    assert made.verified().agrees
     plan = pplan.import_plan("3,5", made.folder / "toy.profile.json", gpus=2, memory_bytes=10_000_000)
     report = made.verified(json.loads(plan.to_json()))
     assert any("does not fit" in note for note in plan.warnings)
@@ -208,7 +214,9 @@ def test_first_layers_that_run_again(
     profile = make_profile(3, 12, cuts=1.0, host=1.0)
     for layer in profile["layers"]:
         layer |= {name: layer[name] // 50 for name in ("parameter_bytes", "trainable_bytes")}
-    most = max(stage["memory_bytes"] for stage in solve_files(profile, **wishes).plan["stages"])
+    whole = solve_files(profile, **wishes)
+    assert whole.verified().agrees
+    most = max(stage["memory_bytes"] for stage in whole.plan["stages"])
     solved = solve_files(profile, **wishes, memory_bytes=round(0.7 * most), recompute="first_layers")
     report = solved.verified()
     assert report.agrees, report.differing

@@ -16,7 +16,13 @@ from ...planner.assembly import Assembly
 from ...planner.layout import Layout
 from ...planner.overrides import Overrides
 from ...planner.plan_file import Plan
-from ...planner.plan_simulation import align_profiles, assemble_layout, simulate_plan
+from ...planner.plan_simulation import (
+    align_profiles,
+    assemble_layout,
+    describe_lack,
+    device_memory,
+    simulate_plan,
+)
 from ...profiler.profile_file import Profile
 from ...runtimes.checking.check_report import Check
 from ..plan_answer import answer_lines
@@ -113,7 +119,7 @@ def _simulation(sources: PageSources, profile: Profile, machine: Topology) -> Si
 
 
 def _schedules(sources: PageSources, simulation: Simulation) -> tables.PageTable:
-    """The step of every schedule that the plan's cuts and micro-batches allow."""
+    """The step of every schedule that the plan's cuts and micro-batches allow, and where it does not fit."""
     plan, own = sources.plan, simulation.mini_batch_seconds
     steps: list[tuple[str, float | None, str]] = [(plan.schedule, own, "the plan's")]
     few = len(simulation.timeline.order) <= MOST_SIMULATED
@@ -127,7 +133,9 @@ def _schedules(sources: PageSources, simulation: Simulation) -> tables.PageTable
 def _schedule_step(sources: PageSources, name: str) -> tuple[str, float | None, str]:
     try:
         assembly = _assembly(sources, name)
-        return name, simulate(assembly.program, assembly.costs()).step_seconds, ""
+        timeline = simulate(assembly.program, assembly.costs())
+        memory = [device_memory(assembly, device, timeline) for device in range(assembly.program.devices)]
+        return name, timeline.step_seconds, "".join(describe_lack(memory))
     except PplanError as error:
         return name, None, error.what
 

@@ -36,7 +36,9 @@ def summary_text(plan: PlanSummary | None, reason: str = "none fits") -> str:
         return reason
     balance = "-".join(map(str, islice(plan.balance, 16))) + ("-…" if len(plan.balance) > 16 else "")
     replicas = f", replicas {'-'.join(map(str, islice(plan.replicas, 16)))}" if max(plan.replicas) > 1 else ""
-    return f"{balance}{replicas}, {plan.micro_batches} x {plan.micro_batch_size}, {plan.schedule}"
+    again = "" if plan.recompute == "never" else f", recompute {plan.recompute.replace('_', '-')}"
+    batches = f"{plan.micro_batches} x {plan.micro_batch_size}"
+    return f"{balance}{replicas}, {batches}, {plan.schedule}{again}"
 
 
 def explanation_tables(explanation: Explanation) -> Iterator[PageTable]:
@@ -48,16 +50,22 @@ def explanation_tables(explanation: Explanation) -> Iterator[PageTable]:
         ("of the step", lambda row: share_cell(row.share)),
     ]
     yield make_table("Critical path", kinds, explanation.limits.kinds)
-    rivals = [
-        (own.differs, own.plan, own.proven) for own in (explanation.second_best, explanation.other_stages)
-    ]
-    yield make_table(
-        "Runner-up plans", _plan_columns("differs in", step), [(*own, "none fits") for own in rivals]
-    )
+    yield make_table("Runner-up plans", _plan_columns("differs in", step), list(_rivals(explanation)))
     if explanation.holds:
         yield _sensitivity_table(explanation.holds)
     changes = [(own.change, own.plan, own.proven, own.reason) for own in explanation.what_if]
     yield make_table("What-if (one change at a time)", _plan_columns("change", step), changes)
+
+
+def _rivals(explanation: Explanation) -> Iterator[tuple[str, PlanSummary | None, bool | None, str]]:
+    """The best plan for the same options where it is faster, one that is as fast, and the runner-up plans."""
+    better, as_fast = explanation.better, explanation.as_fast
+    if better is not None:
+        yield ("the shortest step" if explanation.made_for else "the best for its options"), better, None, ""
+    if as_fast is not None:
+        yield "as fast", as_fast, None, ""
+    for own in (explanation.second_best, explanation.other_stages):
+        yield own.differs, own.plan, own.proven, own.reason
 
 
 def _plan_columns(name: str, step: float) -> list[Column]:
@@ -70,7 +78,10 @@ def _plan_columns(name: str, step: float) -> list[Column]:
             lambda row: TableCell("-") if row[1] is None else _versus(row[1].step_seconds, step),
         ),
         ("the best plan found", lambda row: TableCell(summary_text(row[1], row[3]))),
-        ("proven", lambda row: TableCell("-" if row[1] is None else "yes" if row[2] else "no")),
+        (
+            "proven",
+            lambda row: TableCell("-" if row[1] is None or row[2] is None else "yes" if row[2] else "no"),
+        ),
     ]
 
 

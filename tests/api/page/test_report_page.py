@@ -279,3 +279,38 @@ def test_cuts_move_by_the_keyboard_and_all_follows(
     )
     assert result["sorted"] == list(range(9, -1, -1))
     assert result["wide"]
+
+
+def _rows(tree: Any, caption: str) -> dict[str, list[str]]:
+    table = next(
+        own for own in tree.findall(".//table[caption]") if texts(own.find("caption")).startswith(caption)
+    )
+    return {texts(row[0]): [texts(cell) for cell in row] for row in table.findall("tbody/tr")}
+
+
+def test_a_schedule_for_which_memory_is_too_small_says_so() -> None:
+    profile = profile_of([f"layers.{number}" for number in range(6)])
+    plan = pplan.solve(profile, gpus=2, mini_batch=16, micro_batches=16, memory_bytes=5 * 2**23, max_stages=2)
+    assert (plan.schedule, len(plan.stages)) == ("1f1b", 2)
+    rows = _rows(parse(report(plan, profile).html), "Other schedules")
+    simulated = pplan.simulate(plan, profile, schedule="gpipe")
+    assert not all(own.bytes <= (own.limit_bytes or 0) for own in simulated.simulation.memory or ())
+    assert rows["gpipe"][-1].startswith("it does not fit: stage ")
+    assert rows["naive"][-1] == ""
+
+
+def test_an_explanation_of_another_plan_is_refused(toy: tuple[pplan.Profile, pplan.Plan]) -> None:
+    profile, plan = toy
+    explanation = pplan.explain(planned(profile, (5, 5), 8), profile)
+    with pytest.raises(pplan.UsageError, match="explanation: it is of another plan than this one"):
+        report(plan, profile, explanation=explanation)
+
+
+def test_a_faster_plan_stands_among_the_runners_up(toy: tuple[pplan.Profile, pplan.Plan]) -> None:
+    """As `pplan explain` says it of a plan that is not the best for its options."""
+    profile, plan = toy
+    explanation = pplan.explain(plan, profile)
+    assert explanation.better is not None
+    rows = _rows(parse(report(plan, profile, explanation=explanation).html), "Runner-up plans")
+    assert rows["the best for its options"][1] == format_seconds(explanation.better.step_seconds)
+    assert rows["the best for its options"][-1] == "-"

@@ -14,7 +14,7 @@ import pytest
 from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.hardware import Device, Link
 from pplan.cost_models.topology import two_level_topology
-from pplan.cost_models.transformer.layer_table import LIBRARIES, LayerTable
+from pplan.cost_models.transformer.layer_table import LayerTable
 from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ContextExchange, ParallelDegrees
 from pplan.cost_models.transformer.rank_costs import DeviceLimits, Overheads, RankCosts, TopologyLinks
@@ -25,12 +25,8 @@ from pplan.planner.degrees.degree_combinations import list_combinations
 from pplan.planner.degrees.degree_options import DegreeOptions
 from pplan.planner.degrees.degree_search import search_degrees
 from pplan.planner.degrees.division_bound import least_division
-from pplan.planner.degrees.stage_divisions import (
-    divide_by_seconds,
-    interleaved_bound,
-    least_interleaved,
-    lower_bound,
-)
+from pplan.planner.degrees.interleaved_bound import interleaved_bound, least_interleaved
+from pplan.planner.degrees.stage_divisions import divide_by_seconds, fit_division, lower_bound
 
 NO_LIMIT = float("inf")
 
@@ -325,9 +321,10 @@ def test_how_many_equal_blocks_run_again_at_least(seed: int) -> None:
         copies = 2 - device  # micro-batches in flight under 1F1B
         for share in (0.2, 0.5, 0.9, 1.1):
             numbers = np.arange(1, 7)
-            fixed = [layers._states(device, number) + LIBRARIES for number in range(7)]
+            beside = layers._beside_bytes((False,), device)
+            fixed = [layers._states(device, number) + beside for number in range(7)]
             memory = fixed[3] + share * copies * 3 * block.saved
-            again = layers.least_blocks_again(numbers, device, memory)
+            again = layers.least_blocks_again({False: numbers}, device, memory)
             for number in numbers.tolist():
                 most = min(number, setting.recomputed(6))
                 fitting = [
@@ -337,3 +334,21 @@ def test_how_many_equal_blocks_run_again_at_least(seed: int) -> None:
                     <= memory * (1 + 1e-9)
                 ]
                 assert again[number - 1] == min(fitting, default=NO_LIMIT)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_division_that_does_not_fit_is_moved_until_it_does(seed: int) -> None:
+    """Into the memory of a division halfway between the best and the worst: all blocks are still there."""
+    random = Random(seed)
+    table = random_table(random)
+    shape = replace(table.shape, routed=table.shape.routed[:1] * 2 + table.shape.routed[-1:] * 5)
+    setting = TrainingSetting(8, Tokens(64), "none", 2)
+    layers = LayerTable(shape, ParallelDegrees(pipeline=2), setting, table.costs)
+    every = [tuple(own) for own in divisions(layers)]
+    worst = max(every, key=layers.peak_bytes)
+    peaks = sorted(map(layers.peak_bytes, every))
+    moved = fit_division(layers, worst, peaks[len(peaks) // 2])
+    assert moved in every
+    assert layers.peak_bytes(moved) <= peaks[len(peaks) // 2]
+    assert fit_division(layers, worst, peaks[0] * 0.999) is None
+    assert fit_division(layers, worst, peaks[-1]) == worst

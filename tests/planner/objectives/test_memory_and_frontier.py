@@ -10,10 +10,11 @@ import pytest
 
 from pplan.cost_models.errors import FileError, InfeasibleError, UsageError
 from pplan.planner.candidate import Proposal
+from pplan.planner.joint_search import find_best_plan
 from pplan.planner.objectives.frontier import Frontier, build_frontier
 from pplan.planner.objectives.least_memory import least_memory
 from pplan.planner.objectives.objective import Objective
-from pplan.planner.objectives.objective_result import peak_bytes
+from pplan.planner.objectives.objective_result import peak_bytes, with_memory_limit
 from pplan.planner.objectives.solve_objective import solve_objective
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_records import ProfileReference
@@ -74,6 +75,9 @@ def test_the_frontier_is_that_of_all_plans(
         assert max(stage.memory_bytes for stage in point.plan.stages) == pytest.approx(
             point.memory_bytes, abs=8
         )
+        again = find_best_plan(with_memory_limit(problem, point.memory_bytes)).best
+        assert again is not None, "what a point needs is less than its plan needs"
+        assert again.step_seconds == pytest.approx(point.step_seconds)
 
 
 def test_few_points_are_the_first_of_many(make_problem: MakeProblem) -> None:

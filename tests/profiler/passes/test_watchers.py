@@ -230,3 +230,37 @@ def test_the_loss_has_bytes_of_its_own() -> None:
     # Of cross-entropy: the logarithms of 3 x 5 probabilities, 3 targets of 8 bytes, and a sum of weights.
     assert saved.loss_saved_bytes == 60 + 24 + 4
     assert saved.loss_output_bytes == 4
+
+
+class RunAgain(torch.autograd.Function):
+    """Keeps its input alone, and runs a layer again in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(given, weight)
+        return (given @ weight).tanh()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        again = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = (again[0] @ again[1]).tanh()
+        return torch.autograd.grad(output, again, gradient)
+
+
+class RunsAgain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, given: Tensor) -> Tensor:
+        output: Tensor = RunAgain.apply(given, self.weight)
+        return output
+
+
+def test_what_a_backward_saves_for_itself_is_no_layers() -> None:
+    """It was counted to the last layer, or to the loss."""
+    model = nn.Sequential(nn.Linear(4, 4), RunsAgain(), RunsAgain(), nn.Linear(4, 2))
+    saved = count(model, torch.ones(2, 4))
+    assert saved.saved_bytes == [32, 32, 32, 32]
+    assert saved.saved_input_bytes == [0, 0, 0, 0]
