@@ -152,7 +152,8 @@ class Partitions:
             if parts is None:
                 return False
             before = lead[:, None]
-            fits = before + count * parts.work + parts.after <= seconds
+            with np.errstate(invalid="ignore"):  # no micro-batch on a part that may not be
+                fits = before + count * parts.work + parts.after <= seconds
             fits &= count * parts.launches + parts.after <= seconds
             lead = np.where(fits, before + self.settings.first * parts.forward, inf).min(axis=0)
             if index < len(is_sent) and is_sent[index]:

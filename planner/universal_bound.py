@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 LINEAR = frozenset({"naive", "gpipe", "1f1b", "dapple"})
 """One stage a device, whole backwards."""
 LINEAR_SPLIT = frozenset({"zb-h1", "zb-h2"})
-"""One stage a device; weight gradients may wait."""
+"""The same, where weight gradients may wait."""
 SLICED_SCHEDULES = frozenset({"autopipe"})
 """Whose first micro-batch goes through in halves."""
 TURNS = {
@@ -71,7 +71,7 @@ def universal_bound(problem: Problem, schedules: Iterable[str], step: float = in
     cases = [case for name in dict.fromkeys(schedules) for case in _cases(problem, name)]
     # Cases that bound alike stand for each other.
     distinct = sorted({case.key: case for case in cases}.values(), key=lambda case: case.simple)
-    low = min((case.simple for case in distinct), default=inf)
+    low = distinct[0].simple if distinct else inf
     if low >= step or step == inf or problem.space.is_long:
         return low
     return _Questions(problem.space).least(distinct, step * (1 - TIE))
@@ -124,8 +124,7 @@ class _Questions:
 
     def _allows(self, case: _Case, seconds: float) -> bool:
         """Whether there may be a plan of so many seconds."""
-        seconds *= 1 + TIE / 10
-        partitions = self._partitions(case)
+        seconds, partitions = seconds * (1 + TIE / 10), self._partitions(case)
         if not self._spend(partitions.entries):
             return True
         if not partitions.may_share(seconds):

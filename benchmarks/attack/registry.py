@@ -155,6 +155,7 @@ NOT_BOUNDS: dict[str, str] = {
     "degrees/degree_search.py:_BestPlans.fit": "plans of pipelines that did not fit, by their bound",
     "degrees/degree_search.py:DegreeAnswer.gap": "what the answer's bound leaves",
     "synthesis/synthesize.py:_candidates": "leaves out what its bound excludes",
+    "explanation/runner_up.py:runners_up": "which answers are told of, by the bounds that they have",
     "explanation/compare.py:_bound": "a bound that a plan's file says",
     "explanation/compare.py:_problem": "what plans have in common of whose steps one bound tells",
     "explanation/compare.py:_proven_bound": "a bound that a plan's file says",
