@@ -145,7 +145,7 @@ def least_seconds_after(
     points, total = np.array(cut_points), np.zeros((len(cut_points),) * 2)
     if not any(weight.trainable_bytes for weight in tied) or topology.gpus < 2:
         return 0.0
-    fastest = max(level.link.bandwidth_bytes_per_second for level in topology.levels)
+    fastest = max(level.link.bandwidth_bytes_per_second for level in topology.levels_in_use)
     share = 2 * replicas / (replicas + 1) * (precision.gradient / precision.weight)
     for weight in tied:
         has_all = (points <= weight.layers[0])[:, None] & (points > weight.layers[-1])[None, :]

@@ -258,7 +258,7 @@ class Topology:
     def describe(self) -> str:
         """One line in words: devices, their memory, devices a node, links."""
         start = " + ".join(_describe_group(group) for group in self.groups)
-        used = self.levels[: 1 + next(i for i, reach in enumerate(self._reach) if reach >= self.gpus)]
+        used = self.levels_in_use
         if self.gpus == 1:
             return start
         if len(used) == 1:
@@ -272,6 +272,11 @@ class Topology:
             for level, reach in zip(used[:-1], self._reach, strict=False)
         ]
         return f"{start}; {'; '.join(parts)}; {used[-1].link.describe()} between"
+
+    @cached_property
+    def levels_in_use(self) -> tuple[Level, ...]:
+        """Up to the first that joins all devices: no traffic goes over those further out."""
+        return self.levels[: 1 + next(i for i, reach in enumerate(self._reach) if reach >= self.gpus)]
 
     @property
     def _reach(self) -> tuple[int, ...]:

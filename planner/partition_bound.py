@@ -20,10 +20,12 @@ with M shared by the copies of a layer. The parts of a plan share its devices, e
     sum of r e <= T D                                        as each device has one all-reduce at a time
     sum of r (share of a device's memory) <= D               of states, and a micro-batch that waits
 
-The least of the left side over all partitions is a shortest way through the cuts, also of mixtures of two
-of them (Everett, Operations Research 11(3), 1963). Of one part a device there
-is a closer question, which takes longer: a dynamic programme on (devices used, layers done) that keeps the
-least lead, and the least lead and trail, of the parts before, transfers between them included.
+and a cut is in none over which M micro-batches cannot be sent in time, or after which the last one does not
+come back, unless both sides are on the same devices. The least of the left side over all partitions is a
+shortest way through the cuts, also of mixtures of two of them (Everett, Operations Research 11(3), 1963). Of
+one part a device there is a closer question, which takes longer: a dynamic programme on (devices used, layers
+done) that keeps the least lead, and the least lead and trail, of the parts before, transfers between them
+included.
 """
 
 from __future__ import annotations
@@ -34,48 +36,23 @@ from functools import cached_property
 from math import inf
 
 import numpy as np
+import numpy.typing as npt
 
-from ..cost_models.memory import Amount, StageBytes, Training, total, with_reserve
-from .pipeline_config import FIRST_LAYERS
-from .search.relaxed_stages import exposed_exchange
-from .search.space import Space, divide_batch
-from .stage_table import Floats, StageTable, ledger_options
+from .plan_settings import PlanSettings
+from .search.least_exchange import LeastExchanges
+from .search.space import divide_batch
+from .stage_table import Floats, StageTable
 
+Mask = npt.NDArray[np.bool_]
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Of the devices' time, the rest of their network's or memory, in sums of both."""
 
 
 @dataclass(frozen=True, eq=False)
-class PlanSettings:
-    """What the plans have in common.
-
-    Up to `gpus` devices, which together do `capacity` times the least work in a second, the slowest `slowest`
-    times; `counts` of replicas; `micro_batches` of `size` samples; parts in `copies`, which hold `one_model`
-    or several; whether a backward `splits`; `modes` of recomputation: always, never, first_layers or any.
-    `straight`: one part a device. `first`: the share of a micro-batch that is first on its way. `layers`: by
-    number of replicas, seconds of a micro-batch, (layers,) each: f, b and w.
-    """
-
-    space: Space
-    gpus: int
-    capacity: float
-    slowest: float
-    counts: tuple[int, ...]
-    size: int
-    micro_batches: int
-    copies: int
-    one_model: bool
-    splits: bool
-    modes: str
-    straight: bool
-    first: float
-    layers: Sequence[tuple[Floats, Floats, Floats]]
-
-
-@dataclass(frozen=True, eq=False)
 class _Parts:
     """On so many replicas, (cut points, cut points) each: f, f + b, w (inf where no part may be), e, the
-    host seconds of a micro-batch, and the share of a device's memory that is held for long."""
+    host seconds of a micro-batch, and the share of a device's memory that is held for long; (cut points,):
+    bytes that a replica sends; and w of all layers."""
 
     replicas: int
     forward: Floats
@@ -84,30 +61,33 @@ class _Parts:
     after: Floats
     launches: Floats
     memory: Floats
-
-
-Exchanges = dict[tuple[int, int, bool], Floats]
-"""Seconds of e, (cut points, cut points): by replicas, samples of one, and whether a backward hides some."""
+    crossing: Floats
+    whole: float
 
 
 @dataclass(frozen=True, eq=False)
 class Partitions:
-    """The partitions of the layers under some settings; `exchanges`: those that were worked out before."""
+    """The partitions of the layers under some settings; `exchanges`: e of any part."""
 
     settings: PlanSettings
-    exchanges: Exchanges
+    exchanges: LeastExchanges
 
     @property
     def entries(self) -> float:
         """Of the tables of one question."""
-        return 4 * len(self.settings.counts) * (len(self._cut_points) ** 2 + 3_000.0)
+        return 4 * len(self.settings.counts) * self.part_entries
+
+    @property
+    def part_entries(self) -> float:
+        """Of that of a part."""
+        return len(self._cut_points) ** 2 + 3_000.0
 
     @property
     def close_entries(self) -> float:
         """Of those of the closer question."""
         own = self.settings
         rows = sum(own.gpus - count + 1 for count in own.counts)
-        return rows * (len(self._cut_points) ** 2 + 3_000.0)
+        return rows * self.part_entries
 
     def may_share(self, seconds: float) -> bool:
         """Whether there may be one whose parts together have time on the devices, and on their network."""
@@ -122,15 +102,77 @@ class Partitions:
             if own.straight:
                 behind = parts.after if own.splits else np.maximum(parts.after, trail)
                 needs = needs + own.slowest * (lead + behind)
-            sent = own.copies * parts.replicas * parts.after
-            each.append((fits, parts.replicas * needs, sent, parts.replicas * seconds * parts.memory))
+            busy = parts.replicas * needs
+            if own.copies > 1:  # with replicas of their own, of which these do their share
+                busy = np.maximum(busy / own.copies, np.where(fits, self._cheapest, 0.0))
+            sent = (parts.replicas + own.copies - 1) * parts.after
+            each.append((fits, busy, sent, parts.replicas * seconds * parts.memory))
+
+        may_be_sent = lead[:, 0] + self._over_cuts <= seconds
 
         def has_room(which: int, share: float) -> bool:
-            costs = [share * own[1] + (1 - share) * own[which] for own in each]
-            least = _least_sum([np.where(own[0], cost, inf) for own, cost in zip(each, costs, strict=True)])
-            return least <= (share * own.capacity + (1 - share) * own.gpus) * seconds * (1 + 1e-9)
+            costs = [share * busy + (1 - share) * others[which] for _, busy, *others in each]
+            usable = [np.where(one[0], cost, inf) for one, cost in zip(each, costs, strict=True)]
+            room = (share * own.capacity + (1 - share) * own.gpus) * seconds * (1 + 1e-9)
+            return _least_sum(usable, may_be_sent, own.turns) <= room
 
-        return all(has_room(which, share) for which in (2, 3) for share in SHARES)
+        return self._fits_together(seconds) or all(has_room(i, share) for i in (0, 1) for share in SHARES)
+
+    def _fits_together(self, seconds: float) -> bool:
+        """Whether there may be one into several parts on the same devices, with one all-reduce after the
+        other."""
+        own, anywhere = self.settings, np.ones(self._shape[0], dtype=np.bool_)
+        return own.together and any(
+            own.micro_batches * parts.whole <= seconds
+            and _least_sum([np.where(np.isfinite(parts.work), parts.after, inf)], anywhere, None) <= seconds
+            for parts in self._parts
+        )
+
+    @cached_property
+    def _over_cuts(self) -> Floats:
+        """(cut points,): seconds from a cut on, where all micro-batches are sent over it to other devices,
+        one after another: until the last one was there, went through the layers behind, and back."""
+        own, each = self.settings, self.settings.micro_batches // self.settings.copies
+        # The smaller side, of half of the devices at the most, sends more bytes a replica.
+        counts = [count for count in own.counts if 2 * count <= own.gpus] or [min(own.counts)]
+        each_sent = [own.space.table(divide_batch(own.size, count)).crossing for count in counts]
+        sent = np.min(each_sent, axis=0) / self._together
+        behind = (self._lead[-1] - self._lead) + (self._trail[-1] - self._trail)
+        seconds: Floats = each * sent + own.first * sent + behind + self._trail
+        return seconds
+
+    def may_take(self, replicas: Sequence[int], is_sent: Sequence[bool], seconds: float) -> bool:
+        """Whether there may be one into parts with these numbers of replicas, in their order; by cut, whether
+        what crosses it `is_sent` to other devices."""
+        count = self.settings.micro_batches // self.settings.copies
+        lead = np.full(self._shape[0], inf)
+        lead[0] = 0.0
+        for index, own in enumerate(replicas):
+            parts = self._by_count.get(own)
+            if parts is None:
+                return False
+            before = lead[:, None]
+            with np.errstate(invalid="ignore"):  # no micro-batch on a part that may not be
+                fits = before + count * parts.work + parts.after <= seconds
+            fits &= count * parts.launches + parts.after <= seconds
+            lead = np.where(fits, before + self.settings.first * parts.forward, inf).min(axis=0)
+            if index < len(is_sent) and is_sent[index]:
+                following = self._by_count.get(replicas[index + 1], parts)
+                bytes_sent = np.minimum(parts.crossing, following.crossing)
+                sent = self.settings.first * bytes_sent / self._together
+                # A link carries one transfer at a time.
+                lead = np.where(lead + count * bytes_sent / self._together <= seconds, lead + sent, inf)
+        return bool(np.isfinite(lead[-1]))
+
+    @cached_property
+    def _by_count(self) -> dict[int, _Parts]:
+        return {parts.replicas: parts for parts in self._parts}
+
+    @cached_property
+    def _cheapest(self) -> Floats:
+        """(cut points, cut points): the least devices times seconds of all micro-batches."""
+        least: Floats = np.minimum.reduce([own.replicas * own.work for own in self._parts])
+        return self.settings.micro_batches * least
 
     def may_follow(self, seconds: float) -> bool:
         """Whether there may be one of straight pipelines whose parts have devices of their own."""
@@ -194,10 +236,12 @@ class Partitions:
         own, table = self.settings, self._table
         space = own.space
         per_replica = space.table(divide_batch(own.size, count))
-        after = self._after(count)
+        # Copies wait for each other.
+        others = own.copies - 1 if own.one_model and not space.zero else 0
+        after = self.exchanges.after(count + others, divide_batch(own.size, count), hides=not others)
         if own.straight:
             after = after + space.least_tied(table, count)
-        need, memory = self._memory(count, per_replica)
+        need, memory = own.memory(count, per_replica)
         again = 1 + (own.modes == "always")
         return _Parts(
             count,
@@ -207,86 +251,38 @@ class Partitions:
             after,
             again * per_replica.forward_launch + per_replica.backward_launch,
             memory,
+            per_replica.crossing,
+            float(work.sum()),
         )
 
-    def _after(self, count: int) -> Floats:
-        """e of parts on so many replicas."""
-        own, space = self.settings, self.settings.space
-        batch = divide_batch(own.size, count)
-        # Nothing hides an all-reduce that waits for other devices' backwards.
-        is_joint = own.copies > 1 and own.one_model and not space.zero
-        key = (count * (own.copies if is_joint else 1), batch, not is_joint)
-        if key not in self.exchanges:
-            kinds, table = space.topology.kinds, space.table(batch)
-            each = [space.on(kind, batch, lambda costs: costs.backward_seconds) for kind in kinds]
-            longest = 0.0 * each[0] if is_joint else np.maximum.reduce(each)
-            self.exchanges[key] = exposed_exchange(space, key[0], table, longest, exact=True)
-        return self.exchanges[key]
-
-    def _memory(self, count: int, table: StageTable) -> tuple[Floats, Floats]:
-        """The shares of a device's memory that parts need by themselves, with one micro-batch; and without
-        what comes and goes, which the parts of a device need together: when a micro-batch has passed the
-        last of them, all hold it."""
-        own, stage = self.settings, table.stage_bytes
-        space, nothing = own.space, np.zeros(self._shape)
-        limits = [inf if kind.memory_bytes is None else kind.memory_bytes for kind in space.topology.kinds]
-        limit = min(max(limits), inf if space.memory_limit is None else space.memory_limit)
-        if limit == inf:
-            return nothing, nothing
-        contexts = [ledger_options(kind, space.dtype)["context_bytes"] for kind in space.topology.kinds]
-        training = Training(space.optimizer, space.number_bytes, count * own.copies, space.zero)
-        temporaries = training.step_temporaries(stage)
-        states = total(training.states(stage))
-        if not space.zero:
-            states = states + training.exchange_bytes(stage)
-        at_work = np.maximum(self._at_work(stage), 0.0 if temporaries is None else temporaries)
-        waits = states + (self._waiting(stage) if own.copies == 1 else 0.0)
-        room = max(limit - min(contexts), 0.0)
-        with np.errstate(divide="ignore"):
-            each = [total(with_reserve({"bytes": amount}, 0)) / room for amount in (states + at_work, waits)]
-        need, share = (nothing + amount for amount in each)
-        return need, share
-
-    def _at_work(self, stage: StageBytes) -> Amount:
-        """Bytes of one micro-batch, or its first share, and the workspace of its forward, or of its whole
-        backward: all that its forward saves or, where it runs again, what is kept for that and, of a whole
-        backward, what it saves then."""
-        own = self.settings
-        if own.modes == FIRST_LAYERS:
-            return own.first * stage.input
-        whole = stage.saved + stage.saved_input
-        again = stage.input if own.splits else stage.input + whole
-        activations = {"never": whole, "always": again}.get(own.modes, np.minimum(whole, again))
-        return own.first * activations + stage.workspace
-
-    def _waiting(self, stage: StageBytes) -> Amount:
-        """Bytes of a micro-batch, or its first share, between its forward and its backward."""
-        own, whole = self.settings, stage.saved + stage.saved_input
-        return own.first * (whole if own.modes == "never" else np.minimum(whole, stage.input))
+    @property
+    def _together(self) -> float:
+        """Bytes a second of a port of every level: no device sends faster."""
+        levels = self.settings.space.topology.levels_in_use
+        return sum(level.link.bandwidth_bytes_per_second for level in levels)
 
     @cached_property
     def _cuts(self) -> Floats:
-        """(cut points,): seconds of a transfer: a replica of the smaller side sends its share, through no
-        more than a port of every level."""
+        """(cut points,): seconds of a transfer: a replica of the smaller side sends its share."""
         own = self.settings
-        levels = own.space.topology.levels
-        together = sum(level.link.bandwidth_bytes_per_second for level in levels)
-        latency = min(level.link.latency_seconds for level in levels)
+        latency = min(level.link.latency_seconds for level in own.space.topology.levels_in_use)
         per_replica_batches = {divide_batch(own.size, count) for count in own.counts}
         sent = np.min([own.space.table(batch).crossing for batch in per_replica_batches], axis=0)
-        cuts: Floats = sent / together + latency
+        cuts: Floats = sent / self._together + latency
         cuts[-1] = 0.0
         return cuts
 
 
-def _least_sum(costs: Sequence[Floats]) -> float:
+def _least_sum(costs: Sequence[Floats], may_be_sent: Mask, turns: int | None) -> float:
     """Over all partitions, of each part the least of its costs, (cut points, cut points) each; inf where
-    there are none."""
+    there are none. Of the cuts all but `turns` are where something may be sent to other devices."""
     if not costs:
         return inf
-    least = np.minimum.reduce(costs)
-    sums = np.full(len(least), inf)
-    sums[0] = 0.0
-    for end in range(1, len(sums)):
-        sums[end] = (sums[:end] + least[:end, end]).min()
-    return float(sums[-1])
+    least, last = np.minimum.reduce(costs), len(may_be_sent) - 1
+    sums = np.full((1 if turns is None else 1 + turns, last + 1), inf)  # by turns so far
+    sums[0, 0] = 0.0
+    for end in range(1, last + 1):
+        own = (sums[:, :end] + least[None, :end, end]).min(axis=1)
+        is_free = end == last or may_be_sent[end] or turns is None
+        sums[:, end] = own if is_free else np.append(inf, own[:-1])
+    return float(sums[:, -1].min())

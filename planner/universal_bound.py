@@ -1,9 +1,8 @@
 """A lower bound on the step of every plan of any schedule, on any devices in any order.
 
-It uses only what the orders of all synchronous schedules have in common. M micro-batches;
-of a stage and a micro-batch f forward, b backward (of the input alone where the weights' gradient is an
-action of its own), w all of its work; c a transfer between stages; D devices, of which a stage takes r. All
-are the least that any device, number of replicas and link gives:
+It uses only what the orders of all synchronous schedules have in common. M micro-batches; of a layer and a
+micro-batch f forward, b backward (of the input alone where the weights' gradient is an action of its own), w
+all of its work on r devices, all the least that any device and number of replicas gives:
 
     M x sum of r w / capacity    all the work, shared by all devices as fast as each of them is
     sum of f + b                 one micro-batch, through all layers and back
@@ -17,9 +16,9 @@ it takes on average over the micro-batches, and one micro-batch's path is the fi
 with whole backwards it is any other's: where a B on the way back is the first of its stage, another follows
 there, and goes the same way.
 
-The step is bisected: a shorter one is asked of all partitions of the layers (`partition_bound`), with the
-replicas' all-reduces, and the memory that a part needs by itself. That of what a device holds besides is
-ignored, so that recomputation counts only where every stage must recompute.
+The step is bisected: a shorter one is asked of all partitions of the layers (`partition_bound`), with their
+all-reduces and what memory each part needs. What else a device holds is ignored, so that recomputation counts
+only where every stage must recompute.
 """
 
 from __future__ import annotations
@@ -35,9 +34,11 @@ import numpy as np
 from ..cost_models.hardware import Device
 from ..cost_models.layer import LayerCosts
 from ..cost_models.schedules import MOST_COPIES, SCHEDULES
-from .partition_bound import Exchanges, Partitions, PlanSettings
+from .partition_bound import Partitions
 from .pipeline_config import FIRST_LAYERS
 from .plan_records import TIE
+from .plan_settings import PlanSettings
+from .search.least_exchange import LeastExchanges
 from .search.space import Space, divide_batch
 from .stage_table import Floats, part_seconds
 
@@ -48,15 +49,20 @@ if TYPE_CHECKING:
 LINEAR = frozenset({"naive", "gpipe", "1f1b", "dapple"})
 """One stage a device, whole backwards."""
 LINEAR_SPLIT = frozenset({"zb-h1", "zb-h2"})
-"""One stage a device; weight gradients may wait."""
+"""The same, where weight gradients may wait."""
 SLICED_SCHEDULES = frozenset({"autopipe"})
 """Whose first micro-batch goes through in halves."""
+TURNS = {
+    **dict.fromkeys((*LINEAR, *LINEAR_SPLIT, *SLICED_SCHEDULES, "chimera", "interleaved", "looped-bfs"), 0),
+    **dict.fromkeys(("zb-v", "dualpipe-v"), 1),
+}
+"""Cuts with the same devices on both sides, in pipelines of several stages."""
 UNKNOWN = ("",)
 """A schedule of which nothing is known."""
 HALVINGS = 12
 """Of what is open between the simple bound and the step."""
 MOST_ENTRIES = 1e8
-"""Of the tables of all questions: of more the simple bounds are left."""
+"""Of the tables of all questions."""
 
 
 def universal_bound(problem: Problem, schedules: Iterable[str], step: float = inf) -> float:
@@ -65,10 +71,10 @@ def universal_bound(problem: Problem, schedules: Iterable[str], step: float = in
     cases = [case for name in dict.fromkeys(schedules) for case in _cases(problem, name)]
     # Cases that bound alike stand for each other.
     distinct = sorted({case.key: case for case in cases}.values(), key=lambda case: case.simple)
-    low = min((case.simple for case in distinct), default=inf)
+    low = distinct[0].simple if distinct else inf
     if low >= step or step == inf or problem.space.is_long:
         return low
-    return _Questions().least(distinct, step * (1 - TIE))
+    return _Questions(problem.space).least(distinct, step * (1 - TIE))
 
 
 def work_bound(problem: Problem) -> float:
@@ -81,22 +87,27 @@ def work_bound(problem: Problem) -> float:
 def work_and_path_bound(
     problem: Problem, config: PipelineConfig, gpus: int, counts: tuple[int, ...]
 ) -> float:
-    """Seconds that no plan of a configuration is below whose stages have these numbers of replicas, on so
-    many devices in all (on the first ones, where they are not alike)."""
+    """Seconds that no plan of a configuration is below with these numbers of replicas on so many devices."""
     return _case(problem, config.schedule, config, gpus, counts).simple
+
+
+def make_partitions(problem: Problem, config: PipelineConfig, exchanges: LeastExchanges) -> Partitions:
+    """The partitions of the layers among the plans of a configuration."""
+    counts = {count for own in problem.replica_choices(config.micro_batch_size) for count in own}
+    settings = _case(problem, config.schedule, config, problem.usable_gpus, tuple(sorted(counts))).settings
+    return Partitions(settings, exchanges)
 
 
 class _Questions:
     """What steps are too short for cases: as many questions as `MOST_ENTRIES` allows."""
 
-    def __init__(self) -> None:
+    def __init__(self, space: Space) -> None:
         self.left = MOST_ENTRIES
         self.last: tuple[_Case, Partitions] | None = None
-        self.exchanges: Exchanges = {}
+        self.exchanges = LeastExchanges(space)
 
     def least(self, cases: Sequence[_Case], high: float) -> float:
-        """The largest step up to `high` that is known to be too short for every case, those with the lowest
-        simple bounds first."""
+        """The largest step up to `high` known to be too short for all, the lowest simple bounds first."""
         for case in cases:
             if case.simple >= high:
                 break
@@ -105,7 +116,6 @@ class _Questions:
         return high
 
     def _bisect(self, case: _Case, high: float) -> float:
-        """The same for one case that allows `high`."""
         low = case.simple
         for _ in range(HALVINGS):
             middle = (low + high) / 2
@@ -114,8 +124,7 @@ class _Questions:
 
     def _allows(self, case: _Case, seconds: float) -> bool:
         """Whether there may be a plan of so many seconds."""
-        seconds *= 1 + TIE / 10
-        partitions = self._partitions(case)
+        seconds, partitions = seconds * (1 + TIE / 10), self._partitions(case)
         if not self._spend(partitions.entries):
             return True
         if not partitions.may_share(seconds):
@@ -157,6 +166,8 @@ def _case(
         splits=schedule not in LINEAR,
         copies=SCHEDULES[schedule].copies if schedule in SCHEDULES else MOST_COPIES,
         one_model=schedule in SCHEDULES and SCHEDULES[schedule].trains_one_model,
+        turns=TURNS.get(schedule),
+        together=schedule not in TURNS or SCHEDULES[schedule].default_virtual_stages > 1,
         size=config.micro_batch_size,
         micro_batches=problem.mini_batch // config.micro_batch_size,
         modes=_modes(schedule, config),
@@ -181,6 +192,8 @@ class _Case:
     splits: bool
     copies: int
     one_model: bool
+    turns: int | None
+    together: bool
     size: int
     micro_batches: int
     modes: str
@@ -189,7 +202,17 @@ class _Case:
     @property
     def key(self) -> tuple[object, ...]:
         """What the bound depends on."""
-        return self.kind, self.splits, self.copies, self.one_model, self.size, self.modes, self.counts
+        return (
+            self.kind,
+            self.splits,
+            self.copies,
+            self.one_model,
+            self.turns,
+            self.together,
+            self.size,
+            self.modes,
+            self.counts,
+        )
 
     @property
     def recompute(self) -> bool:
@@ -213,6 +236,8 @@ class _Case:
             modes=self.modes,
             straight=self.kind == "straight",
             first=0.5 if self.kind == "sliced" else 1.0,
+            turns=self.turns,
+            together=self.together,
             layers=self._layers,
         )
 

@@ -1,19 +1,19 @@
 """A lower bound on the step under a schedule, over all ways to cut the layers.
 
 A schedule fixes the order of every device's actions, so that whatever the cuts, the step is no shorter than
-any path through its dependencies: on a device from an action to a later one, or along a transfer; nor than
-all launches of a host. A path says how often it meets the F, B and W of each part, their launches and each
-cut, and its seconds are a sum over the parts of what each takes alone. So of any mixture of paths (weights
-that add up to 1) the least over all cuts is a shortest way through the cut points, part by part, and no step
-is below it:
+any path through its dependencies: on a device from an action to a later one, or along a transfer, and behind
+the last backward of a part what of its all-reduce follows; nor than all launches of a host. A path says how
+often it meets the F, B and W of each part, their launches and each cut, and its seconds are a sum over the
+parts of what each takes alone. So of any mixture of paths (weights that add up to 1) the least over all cuts
+is a shortest way through the cut points, part by part, and no step is below it:
 
     step >= max over paths >= mixture of paths >= least mixture over all cuts
 
 The mixture is sought that makes the bound largest. Paths against cuts are a game, of which each turn solves
 what is known of it (regret matching plus, Tammelin, arXiv:1407.5042), and adds the cuts that are the least of
 the paths' mixture, and the critical path of the cuts' mixture, a step with the average of their seconds. The
-bound holds for any mixture, however good. What the cuts cost beside the paths (ports, all-reduces, sums of
-tied weights) only adds to a step.
+bound holds for any mixture, however good. What the cuts cost beside the paths (ports, sums of tied weights)
+only adds to a step.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from ...cost_models.simulator.costs import Costs, Hosts
 from ...cost_models.simulator.dependencies import NONE, Order, resolve_order
 from ...cost_models.simulator.engine import Run
 from ...cost_models.timeline import simulate
-from ..stage_table import Floats
+from ..stage_table import Floats, Indices
 from .part_tables import Cuts, PartTables
 
-FIGURES = 6
+FIGURES = 7
 """Of a slot that a path counts."""
+AFTER = 6
+"""Which of them is what follows the last backward."""
 ROUNDS = 120
 """Of the game in which a mixture is made."""
 
@@ -40,8 +42,8 @@ ROUNDS = 120
 @dataclass(frozen=True, eq=False)
 class PathCounts:
     """How often a path meets the forwards, backwards, weight gradients, credits of first backwards, launches
-    of forwards and of backwards of every slot (slots, 6), and the occupancy and the latency of every cut (2,
-    parts - 1)."""
+    of forwards and of backwards, and what follows the last backward, of every slot (slots, 7), and the
+    occupancy and the latency of every cut (2, parts - 1)."""
 
     actions: Floats
     transfers: Floats
@@ -52,14 +54,20 @@ class PathCounts:
         return self.actions.tobytes() + self.transfers.tobytes()
 
 
-def count_critical_path(program: Program, run: Run) -> PathCounts:
-    """The counts of the path that ends with the last action of a simulated step."""
+def count_critical_path(program: Program, run: Run, after: Floats) -> PathCounts:
+    """The counts of the path that ends last of a simulated step: with the last action, or `after` (slots,)
+    seconds behind the last backward of a slot."""
     order = resolve_order(program)
     columns, counts = _columns(order), np.zeros((program.devices * program.chunks, FIGURES))
     cuts = program.slots - 1
     transfers = np.zeros((2, max(cuts, 0)))
     end, arrival = run.columns[1], run.columns[3]
-    action = int(np.argmax(run.end))
+    action, last = int(np.argmax(run.end)), _last_actions(order)
+    ends = np.asarray(run.end)[last] + after
+    if ends.max() > run.end[action]:
+        slot = int(np.argmax(ends))
+        action = int(last[slot])
+        counts[slot, AFTER] = 1.0
     while action != NONE:
         counts[columns.slot[action]] += columns.counts[action]
         previous, source = columns.previous[action], columns.source[action]
@@ -79,6 +87,9 @@ def work_paths(program: Program) -> list[PathCounts]:
         counts = np.zeros((program.devices * program.chunks, FIGURES))
         own = np.flatnonzero(order.device == device)
         np.add.at(counts, np.array(columns.slot)[own], columns.counts[own])
+        slots = slice(device * program.chunks, (device + 1) * program.chunks)
+        latest = slots.start + int(np.argmax(_last_actions(order)[slots]))
+        counts[latest, AFTER] = 1.0
         paths.append(PathCounts(counts, transfers))
     return paths
 
@@ -95,6 +106,15 @@ def launch_paths(program: Program, hosts: Hosts) -> list[PathCounts]:
             np.add.at(counts[:, 4 + kind], slot[own], 1.0)
         paths.append(PathCounts(counts, transfers))
     return paths
+
+
+def _last_actions(order: Order) -> Indices:
+    """(slots,): the last of the actions that complete the gradients of each; on a device a later one has a
+    larger number."""
+    chunks, last = order.program.chunks, np.full(order.program.devices * order.program.chunks, NONE)
+    finishing = np.flatnonzero(order.finishing)
+    np.maximum.at(last, order.device[finishing] * chunks + order.chunk[finishing], finishing)
+    return last
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +158,7 @@ def mixture_tables(tables: PartTables, counts: PathCounts) -> Floats:
     seconds = np.zeros(tables.usable.shape)
     for slot, part in tables.program.parts_by_slot.items():
         own_counts = counts.actions[slot.device * tables.program.chunks + slot.chunk]
-        forward, backward, weight, credit, forward_launch, backward_launch = own_counts
+        forward, backward, weight, credit, forward_launch, backward_launch, after = own_counts
         own = seconds[part]
         own += forward * tables.forward[slot]
         own += backward * tables.backward[slot]
@@ -146,6 +166,8 @@ def mixture_tables(tables: PartTables, counts: PathCounts) -> Floats:
             own += weight * tables.weight[slot]
         if credit:
             own -= credit * tables.credit[slot]
+        if after:
+            own += after * tables.after[slot]
         if forward_launch or backward_launch:
             own += forward_launch * tables.forward_launch[slot]
             own += backward_launch * tables.backward_launch[slot]
@@ -212,11 +234,12 @@ class CutBound:
             self.cuts.append(list(cuts))
             own = [float(path_seconds(self.tables, path, row)[0]) for path in self.paths]
             self._values = np.column_stack([self._values, np.array(own)])
-        return self._add_critical_path(self.tables.costs(row).candidate(0)) or new_cuts
+        after = self.tables.seconds_after(row)[:, 0]
+        return self._add_critical_path(self.tables.costs(row).candidate(0), after) or new_cuts
 
-    def _add_critical_path(self, costs: Costs) -> bool:
+    def _add_critical_path(self, costs: Costs, after: Floats) -> bool:
         timeline = simulate(self.tables.program, costs)
-        return self._add_path(count_critical_path(self.tables.program, timeline.run))
+        return self._add_path(count_critical_path(self.tables.program, timeline.run, after))
 
     def _add_path(self, path: PathCounts) -> bool:
         if path.key in self._path_keys:
@@ -242,14 +265,16 @@ class CutBound:
         least_row = least_cuts(seconds, remaining)
         if least_row is None:
             return False
-        new_path = len(cuts) > 0 and self._add_critical_path(self._average(cuts))
+        new_path = len(cuts) > 0 and self._add_critical_path(*self._average(cuts))
         return self.add(least_row) or new_path
 
-    def _average(self, weights: Floats) -> Costs:
-        """The costs of all cuts, mixed."""
-        several = self.tables.costs(np.array(self.cuts, dtype=np.int64))
+    def _average(self, weights: Floats) -> tuple[Costs, Floats]:
+        """The costs of all cuts, and what follows their last backwards, mixed."""
+        rows = np.array(self.cuts, dtype=np.int64)
+        several = self.tables.costs(rows)
         averages = {name: values @ weights for name, values in several.arrays().items()}
-        return replace(several, **averages)  # type: ignore[arg-type]  # arrays only
+        costs = replace(several, **averages)  # type: ignore[arg-type]  # arrays only
+        return costs, self.tables.seconds_after(rows) @ weights
 
 
 def solve_game(values: Floats) -> tuple[Floats, Floats]:

@@ -7,23 +7,23 @@ it is given, or, for a bound on plans on any devices, the least that any kind of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from math import inf
 
 import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.hardware import Device
-from ...cost_models.memory import Amount, Training, total, with_reserve
 from ...cost_models.schedules import Program, StageSlot
 from ...cost_models.simulator.costs import Costs, Hosts
 from ..candidate import Proposal
 from ..pipeline_config import PipelineConfig
 from ..replica_exchange import ReplicaExchange, stage_figure
+from ..search.least_exchange import LeastExchanges
 from ..search.space import Space, divide_batch
-from ..stage_table import Floats, StageTable, ledger_options
+from ..stage_table import Floats, StageTable
+from .part_memory import PartMemory
 
 Ranks = tuple[int, ...]
 Cuts = npt.NDArray[np.int64]
@@ -48,7 +48,8 @@ class PipelineShape:
 class PartTables:
     """By slot of the program (n + 1, n + 1) seconds of a micro-batch. `credit`: what the first backward of
     all (its weights' part, where there is one) does not take. `forward_launch` and `backward_launch`: of the
-    `hosts`, as of `Costs`. `occupancy` (parts - 1, n + 1) and `latency`
+    `hosts`, as of `Costs`. `after`: of the exchange of gradients what follows the last backward, at the
+    least, on any devices; not in `costs`. `occupancy` (parts - 1, n + 1) and `latency`
     (parts - 1,) of transfers after each part, by where it ends. `usable` (parts, n + 1, n + 1): whether a
     part may lie there; of those that fit on no device with the rest of its parts, some are left in.
     """
@@ -60,6 +61,7 @@ class PartTables:
     credit: dict[StageSlot, Floats]
     forward_launch: dict[StageSlot, Floats]
     backward_launch: dict[StageSlot, Floats]
+    after: dict[StageSlot, Floats]
     hosts: Hosts
     occupancy: Floats
     latency: Floats
@@ -85,6 +87,14 @@ class PartTables:
             or bool((self.backward_launch[slot] > self.backward[slot] - self.credit[slot]).any())
             for slot in self.forward
         )
+
+    def seconds_after(self, cuts: Cuts) -> Floats:
+        """(slots, candidates): of `after`, slots by device and chunk."""
+        seconds = np.zeros((self.program.devices * self.program.chunks, len(cuts)))
+        for (device, chunk), table in self.after.items():
+            part = self.program.parts_by_slot[StageSlot(device, chunk)]
+            seconds[device * self.program.chunks + chunk] = table[cuts[:, part], cuts[:, part + 1]]
+        return seconds
 
     def costs(self, cuts: Cuts) -> Costs:
         """For the simulator, of many cuts side by side."""
@@ -115,22 +125,25 @@ class PartTables:
         )
 
 
-def make_part_tables(space: Space, shape: PipelineShape, *, anywhere: bool = False) -> PartTables:
+def make_part_tables(
+    space: Space, shape: PipelineShape, exchanges: LeastExchanges, *, anywhere: bool = False
+) -> PartTables:
     """The tables of a shape on its devices; `anywhere`: the least on any devices, with as many replicas."""
-    return _TableMaker(space, shape, anywhere).make()
+    return _TableMaker(space, shape, exchanges, anywhere).make()
 
 
 @dataclass(frozen=True, eq=False)
 class _TableMaker:
     space: Space
     shape: PipelineShape
+    exchanges: LeastExchanges
     anywhere: bool
 
     def make(self) -> PartTables:
         program = self.shape.program
         slots = list(program.parts_by_slot)
         figures = [self._figures(device) for device in range(program.devices)]
-        never, always = (self._fits(mode) for mode in ("never", "always"))
+        never, always = (self._memory.fits(mode) for mode in ("never", "always"))
         recompute = self.shape.config.recompute
         backward, backward_launch = {}, {}
         usable = np.repeat(self._possible, program.slots, axis=0)
@@ -154,11 +167,32 @@ class _TableMaker:
             credit={slot: figures[slot.device]["credit"] for slot in slots},
             forward_launch={slot: self._table(slot.device).forward_launch for slot in slots},
             backward_launch=backward_launch,
+            after={slot: self._after(slot) for slot in slots},
             hosts=self.space.hosts,
             occupancy=occupancy,
             latency=latency,
             usable=usable,
         )
+
+    @property
+    def _memory(self) -> PartMemory:
+        devices = range(self.shape.program.devices)
+        return PartMemory(
+            self.space,
+            self.shape.program,
+            self.shape.ranks,
+            [self._table(device) for device in devices],
+            [self._kinds(device) for device in devices],
+            self.anywhere,
+        )
+
+    def _after(self, slot: StageSlot) -> Floats:
+        """What follows the last backward of a slot's parts, at the least, whichever devices they are on."""
+        program, own = self.shape.program, self.shape.ranks[slot.device]
+        part = program.parts_by_slot[slot]
+        ranks = {rank for pipe in program.pipes for rank in self.shape.ranks[pipe[part].device]}
+        batch = divide_batch(self.shape.config.micro_batch_size, len(own))
+        return self.exchanges.after(len(ranks), batch, hides=len(ranks) == len(own))
 
     @cached_property
     def _possible(self) -> npt.NDArray[np.bool_]:
@@ -222,7 +256,7 @@ class _TableMaker:
         tables = [self._table(device) for device in range(self.shape.program.devices)]
         occupancy = np.zeros((len(pipe) - 1, len(tables[0].cut_points)))
         latency = np.zeros(len(pipe) - 1)
-        links = [level.link for level in topology.levels]
+        links = [level.link for level in topology.levels_in_use]
         for cut, (here, there) in enumerate(pairwise(pipe)):
             if here.device == there.device:
                 continue
@@ -237,114 +271,3 @@ class _TableMaker:
                 latency[cut], pace = self.space.pace(senders, receivers)
                 occupancy[cut] = np.maximum(*crossing) * pace
         return occupancy, latency
-
-    def _fits(self, mode: str) -> dict[StageSlot, npt.NDArray[np.bool_]]:
-        """By slot, which parts have room on a device with nothing of its other parts, but for what the
-        optimizer's step and exchanges between replicas need: a part that does not is on no plan."""
-        program, space = self.shape.program, self.space
-        fits = {}
-        for slot in program.parts_by_slot:
-            kinds = self._kinds(slot.device)
-            limit = space.limit(self.shape.ranks[slot.device]) if not self.anywhere else inf
-            if self.anywhere and len(kinds) == 1:
-                limit = space.limit([0])
-            if limit == inf:
-                fits[slot] = np.ones_like(self._possible[0])
-            else:
-                fits[slot] = self._least_bytes(slot, mode, kinds) <= limit * (1 + 1e-12)
-        return fits
-
-    def _least_bytes(self, slot: StageSlot, mode: str, kinds: Sequence[Device]) -> Floats:
-        program, space, table = self.shape.program, self.space, self._table(slot.device)
-        count = 0 if program.splits_backward else program.micro_batches
-        stage = space.with_buffers(replace(table.stage_bytes, gathered=None), count)
-        part = program.parts_by_slot[slot]
-        holders = {rank for pipe in program.pipes for rank in self.shape.ranks[pipe[part].device]}
-        context = min(float(ledger_options(kind, space.dtype)["context_bytes"]) for kind in kinds)
-        training = Training(space.optimizer, space.number_bytes, len(holders), space.zero)
-        shares = [program.share(micro_batch) for micro_batch in range(program.micro_batches)]
-        whole = stage.saved + stage.saved_input
-        if program.splits_backward:
-            waits, stays = (whole, 0.0) if mode == "never" else (stage.input, whole)
-            activations: Amount = self._most_in_parts(
-                slot, waits + stage.output, stays + stage.pending - stage.released
-            )
-            communication = sum(shares) * (2 * stage.received + stage.sent)
-        else:
-            most = self._most_in_flight[slot]
-            # Of a backward of its own, and of the last forward before one.
-            again = np.maximum(most * stage.input, min(shares) * (stage.input + whole))
-            activations = most * whole if mode == "never" else again
-            pipe, alone = program.pipes[0], len(program.pipes) == 1
-            received = alone and part > 0 and pipe[part - 1].device != slot.device
-            sent = alone and part + 1 < len(pipe) and pipe[part + 1].device != slot.device
-            communication = received * stage.received + sent * stage.sent
-        terms = {
-            **training.states(stage),
-            "activations": activations,
-            "communication": communication,
-            "workspace": stage.workspace if mode == "never" else 0.0 * whole,
-        }
-        return np.broadcast_to(total(with_reserve(terms, context)), table.valid.shape)
-
-    def _most_in_parts(self, slot: StageSlot, waiting: Amount, behind: Amount) -> Floats:
-        """The most that micro-batches hold of a slot's part where each holds `waiting` bytes from its F on,
-        and `behind` more from the start of its B."""
-        pairs = self._levels[slot]
-        amounts = [np.asarray(levels[0] * waiting + levels[1] * behind) for levels in pairs]
-        most: Floats = np.max(amounts, axis=0)
-        return most
-
-    @cached_property
-    def _levels(self) -> dict[StageSlot, set[tuple[float, float]]]:
-        """By slot, during its actions: micro-batches in flight, and those of them that have a W and whose B
-        has begun; without pairs beside which another has as many of both, or more in flight and fewer of
-        the others, so that it holds as much whatever the bytes' sign."""
-        program, levels = self.shape.program, dict[StageSlot, set[tuple[float, float]]]()
-        if "levels" in program.derived:
-            earlier: dict[StageSlot, set[tuple[float, float]]] = program.derived["levels"]
-            return earlier
-        for device, own in enumerate(program.actions):
-            split = {action[1:] for action in own if action.kind == "W"}
-            now: dict[StageSlot, list[float]] = {}
-            for action in own:
-                share, slot = program.share(action.micro_batch), StageSlot(device, action.chunk)
-                level = now.setdefault(slot, [0.0, 0.0])
-                in_parts = action[1:] in split
-                level[0] += share if action.kind == "F" else 0.0
-                level[1] += share if action.kind == "B" and in_parts else 0.0
-                levels.setdefault(slot, set()).add((level[0], level[1]))
-                if action.kind == ("W" if in_parts else "B"):
-                    level[:] = level[0] - share, level[1] - (share if in_parts else 0.0)
-        levels = {slot: most_pairs(pairs) for slot, pairs in levels.items()}
-        program.derived["levels"] = levels
-        return levels
-
-    @cached_property
-    def _most_in_flight(self) -> dict[StageSlot, float]:
-        """By slot, the most micro-batches whose forward has begun and whose last backward has not ended."""
-        program, most = self.shape.program, dict[StageSlot, float]()
-        if "most_in_flight" in program.derived:
-            return dict[StageSlot, float](program.derived["most_in_flight"])
-        for device, own in enumerate(program.actions):
-            split = {action[1:] for action in own if action.kind == "W"}
-            level = dict[int, float]()
-            for action in own:
-                share, slot = program.share(action.micro_batch), StageSlot(device, action.chunk)
-                if action.kind == "F":
-                    level[action.chunk] = level.get(action.chunk, 0.0) + share
-                    most[slot] = max(most.get(slot, 0.0), level[action.chunk])
-                elif action.kind == ("W" if action[1:] in split else "B"):
-                    level[action.chunk] -= share
-        program.derived["most_in_flight"] = most
-        return most
-
-
-def most_pairs(pairs: set[tuple[float, float]]) -> set[tuple[float, float]]:
-    """Those of which one is the largest a x + b y, whatever b, for a of at least 0."""
-    needed, least, most = set[tuple[float, float]](), inf, -inf
-    for x, y in sorted(pairs, reverse=True):
-        if y < least or y > most:
-            needed.add((x, y))
-            least, most = min(least, y), max(most, y)
-    return needed

@@ -13,18 +13,20 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from itertools import product
+from itertools import pairwise, product
 from math import inf
 from typing import TYPE_CHECKING
 
 from ...cost_models.errors import UsageError
 from ...cost_models.schedules import Program, find_schedule
 from ..candidate import ScoredPlan
+from ..partition_bound import Partitions
 from ..pipeline_config import SEVERAL_PARTS, VIRTUAL_STAGES, PipelineConfig
 from ..plan_records import TIE
 from ..search.budget import WORK_A_SECOND
 from ..search.device_classes import is_uniform
-from ..universal_bound import universal_bound, work_and_path_bound
+from ..search.least_exchange import LeastExchanges
+from ..universal_bound import make_partitions, universal_bound, work_and_path_bound
 from .part_tables import PipelineShape
 from .shape_search import SearchStage, ShapeSearch
 
@@ -37,8 +39,8 @@ MOST_SHAPES = 3_000
 """That are bounded each by itself."""
 MOST_ACTIONS = 30_000
 """Of a program whose cuts are searched."""
-SHARE = 0.15
-"""Of the time limit's work."""
+SHARE, LEFT = 0.15, 0.5
+"""Of the time limit, and of what is left of it: the larger is for this search."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ def search_schedules(
     low = universal_bound(problem, names, limit)
     if problem.space.is_long or low >= limit:
         return ScheduleResult(None, low)
-    amount = SHARE * problem.options.time_limit * WORK_A_SECOND if work is None else work
+    seconds = max(SHARE * problem.options.time_limit, LEFT * problem.budget.seconds_left)
+    amount = seconds * WORK_A_SECOND if work is None else work
     return _ScheduleSearch(problem, names, limit, low, amount).run(near)
 
 
@@ -83,6 +86,8 @@ class _ScheduleSearch:
         reaches = problem.stage_counts[-1] == most or not problem.may_be_deeper
         self.is_complete = reaches and problem.usable_gpus <= EVERY_COUNT
         self.bounds: dict[object, float] = {}
+        self.exchanges = LeastExchanges(problem.space)
+        self.partitions: dict[tuple[str, int, str], Partitions] = {}
 
     def run(self, near: Iterable[ScoredPlan] = ()) -> ScheduleResult:
         """The answer."""
@@ -121,16 +126,20 @@ class _ScheduleSearch:
             bound = self._simple_bound(shape)
             if bound >= self.limit * (1 - TIE):
                 continue
-            count += 1
-            if count > MOST_SHAPES or self.budget.spent:
+            if count == MOST_SHAPES or self.budget.spent:
                 self.is_complete = False
                 return
+            if not self._may_fit(shape):
+                continue
+            count += 1
             self.budget.spend(100_000)
             yield self._search(shape, bound)
 
     def _search(self, shape: PipelineShape, bound: float) -> ShapeSearch:
-        allows = self.problem.allows
-        return ShapeSearch(self.problem.space, shape, bound, self.is_alike, allows, self.budget)
+        problem = self.problem
+        return ShapeSearch(
+            problem.space, shape, bound, self.is_alike, problem.allows, self.budget, self.exchanges
+        )
 
     def _shapes_near(self, plans: Iterable[ScoredPlan]) -> Iterator[PipelineShape]:
         """Those of the plans whose schedules are searched."""
@@ -150,6 +159,18 @@ class _ScheduleSearch:
         if key not in self.bounds:
             self.bounds[key] = work_and_path_bound(self.problem, *key)
         return self.bounds[key]
+
+    def _may_fit(self, shape: PipelineShape) -> bool:
+        """Whether some cuts may take less than the limit, as far as each part shows by itself."""
+        config, slots = shape.config, shape.program.pipes[0]
+        key = config.schedule, config.micro_batch_size, config.recompute
+        if key not in self.partitions:
+            self.partitions[key] = make_partitions(self.problem, config, self.exchanges)
+        own = self.partitions[key]
+        self.budget.spend(len(slots) * (20_000 + 5 * own.part_entries))
+        replicas = [len(shape.ranks[slot.device]) for slot in slots]
+        is_sent = [here.device != there.device for here, there in pairwise(slots)]
+        return own.may_take(replicas, is_sent, self.limit)
 
     def _all_shapes(self) -> Iterator[PipelineShape]:
         problem, ranks = self.problem, self.problem.placements[0].ranks

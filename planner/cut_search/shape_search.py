@@ -25,6 +25,7 @@ from ..candidate import Proposal, ScoredPlan
 from ..plan_records import TIE
 from ..scoring import fastest
 from ..search.budget import SearchBudget
+from ..search.least_exchange import LeastExchanges
 from ..search.space import Space
 from ..stage_table import Floats
 from .cut_bound import CutBound, mixture_tables, remaining_seconds
@@ -73,6 +74,7 @@ class ShapeSearch:
     is_alike: bool
     allows: Callable[[Proposal], bool]
     budget: SearchBudget
+    exchanges: LeastExchanges
     stage: SearchStage = SearchStage.NEW
     best: ScoredPlan | None = None
     _scored: dict[tuple[int, ...], float] = field(default_factory=dict)
@@ -119,8 +121,9 @@ class ShapeSearch:
     @property
     def _tables(self) -> tuple[PartTables, PartTables]:
         if self._made_tables is None:
-            own = make_part_tables(self.space, self.shape)
-            least = own if self.is_alike else make_part_tables(self.space, self.shape, anywhere=True)
+            shape = (self.space, self.shape, self.exchanges)
+            own = make_part_tables(*shape)
+            least = own if self.is_alike else make_part_tables(*shape, anywhere=True)
             self._made_tables = least, own
         return self._made_tables
 

@@ -32,7 +32,7 @@ def all_reduce_pace(topology: Topology, replicas: int) -> float:
     """
     if replicas == 1:
         return 0.0
-    levels, inner = topology.levels, 1
+    levels, inner = topology.levels_in_use, 1
     paces = [2 * (replicas - 1) / replicas / max(level.link.bandwidth_bytes_per_second for level in levels)]
     for index, level in enumerate(levels[:-1]):
         inner *= level.size or 1
@@ -61,7 +61,7 @@ def least_all_reduce_seconds(topology: Topology, replicas: int, bytes: Floats) -
 
 def _least_pass(topology: Topology, replicas: int, bytes: Floats, share: float, steps: int) -> Floats:
     """`steps` latencies and a `share` of the bytes at the pace of the slowest level that must be used."""
-    links, inner = [level.link for level in topology.levels], _devices_of_members(topology)
+    links, inner = [level.link for level in topology.levels_in_use], _devices_of_members(topology)
     sent, latencies = share * bytes, steps * (bytes > 0)
 
     def seconds(link: Link) -> Floats:
@@ -79,7 +79,7 @@ def _least_pass(topology: Topology, replicas: int, bytes: Floats, share: float, 
 def _hierarchical(topology: Topology, replicas: int) -> tuple[tuple[float, float], ...]:
     """Seconds of each byte and latencies of a ring in every group at once, level by level, for each way to
     spread the devices over the inner levels; those that no other is below in both."""
-    sizes = [level.size or 1 for level in topology.levels[:-1]]
+    sizes = [level.size or 1 for level in topology.levels_in_use[:-1]]
     if prod(sizes) > MOST_SHAPES:
         return ((all_reduce_pace(topology, replicas), 0.0),)
     lines = sorted(_line(topology, replicas, shape) for shape in product(*(range(1, n + 1) for n in sizes)))
@@ -93,7 +93,9 @@ def _line(topology: Topology, replicas: int, shape: tuple[int, ...]) -> tuple[fl
     members = (*shape, max(1.0, replicas / prod(shape)))
     pace = latency = 0.0
     behind, remainder = 1, 1.0
-    for level, count, devices in zip(topology.levels, members, _devices_of_members(topology), strict=True):
+    for level, count, devices in zip(
+        topology.levels_in_use, members, _devices_of_members(topology), strict=True
+    ):
         link, ports = level.link, devices // level.devices_per_port
         at_once = ceil(behind / ports)
         pace += 2 * at_once * remainder * (count - 1) / count / link.bandwidth_bytes_per_second
@@ -104,4 +106,4 @@ def _line(topology: Topology, replicas: int, shape: tuple[int, ...]) -> tuple[fl
 
 def _devices_of_members(topology: Topology) -> Iterator[int]:
     """By level."""
-    return accumulate((level.size or 1 for level in topology.levels[:-1]), mul, initial=1)
+    return accumulate((level.size or 1 for level in topology.levels_in_use[:-1]), mul, initial=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from itertools import pairwise
 from math import inf
 
@@ -21,7 +21,7 @@ from ...cost_models.layer import MEASURED, LayerCosts
 from ...cost_models.memory import LedgerOptions
 from ...cost_models.topology import Topology
 from ..stage_table import Floats, StageTable, ledger_options
-from .least_collectives import all_reduce_pace, least_all_reduce_seconds
+from .least_exchange import exposed_exchange
 from .replica_group import ReplicaGroupCosts
 from .space import Space, divide_batch, with_cuts
 from .stage_recompute import stage_modes
@@ -180,29 +180,6 @@ def _choice(
     )
 
 
-def exposed_exchange(
-    space: Space, replicas: int, table: StageTable, slowest_backward: Floats, *, exact: bool
-) -> Floats:
-    """Of every stage with at least so many replicas, what follows its last backward; `slowest_backward`
-    (layers,): of a replica, at the most.
-
-    Without `exact` other layers lie around a stage's, which may hide more and fill other buckets: there only
-    backward and exchange together are no more than they take.
-    """
-    trainable = table.reduced_bytes(space.zero)
-    if replicas == 1:
-        return np.zeros_like(trainable)
-    seconds = partial(least_all_reduce_seconds, space.topology, replicas)
-    if space.zero:
-        weights = seconds(trainable) / 2 if space.zero < 3 else np.zeros_like(trainable)
-        return weights + (seconds(space.gradients(trainable)) / 2 if space.zero == 1 else 0.0)
-    if exact:
-        return space.buckets.exposed_seconds(slowest_backward, seconds)
-    sent = space.gradients(trainable) * all_reduce_pace(space.topology, replicas)
-    exposed: Floats = np.maximum(sent - table.stage_sums(slowest_backward), 0.0)
-    return exposed
-
-
 def _as_fast(kind: Device, kinds: Sequence[Device], numbers: Sequence[int]) -> int:
     """Devices of a stage whose slowest is of the kind: no more than there are as fast ones. Kinds that were
     profiled themselves may be slower for some layers and faster for others."""
@@ -242,7 +219,7 @@ def _bandwidth(link: object) -> float:
 def _cut_seconds(topology: Topology, table: StageTable) -> Floats:
     """(cut points,): the transfer of a replica's share, over a port of each level at once, as to receivers on
     its own node and on others. A stage that follows with fewer replicas has a larger share to take."""
-    links = [level.link for level in topology.levels]
+    links = [level.link for level in topology.levels_in_use]
     bandwidth, latency = sum(map(_bandwidth, links)), min(link.latency_seconds for link in links)
     seconds = table.crossing / bandwidth
     seconds[1:-1] += latency

@@ -44,8 +44,8 @@ from pplan.planner.search.budget import SearchBudget
 from pplan.planner.search.coarse import _spread
 from pplan.planner.search.deep_pipelines import _EvenStages
 from pplan.planner.search.fluid_bound import _FluidProgramme
+from pplan.planner.search.least_exchange import exposed_exchange
 from pplan.planner.search.relaxed_stages import _spread_cuts as _spread_relaxed
-from pplan.planner.search.relaxed_stages import exposed_exchange
 from pplan.planner.search.rounding import _fit_replicas, _RoundedStage
 from pplan.planner.search.space import Space
 from pplan.planner.search.stage_recompute import cheapest_mode

@@ -53,6 +53,10 @@ class Case:
         return self.schedule in ("gpipe", "1f1b", "zb-h1")
 
     @property
+    def first(self) -> float:
+        return 0.5 if self.schedule == "autopipe" else 1.0
+
+    @property
     def counts(self) -> list[int]:
         most = min(len(SPEEDS), self.size)
         return [n for n in range(1, most + 1) if self.chain.reaches(-(-self.size // n))]
@@ -100,6 +104,8 @@ class Case:
         time on the devices, on their network, and memory, and one that follows, of straight pipelines."""
         if seconds < self.simple():
             return False
+        if self.is_together(seconds):
+            return True
         parted = [list(own) for own in self.partitions(seconds)]
         mixed = [(which, share / 4) for which in (1, 2) for share in range(5)]
         gpus, work = len(SPEEDS), sum(SPEEDS) / max(SPEEDS)
@@ -109,13 +115,41 @@ class Case:
                 return False
         return not self.straight or self.follows(seconds)
 
+    def is_together(self, seconds: float) -> bool:
+        """Whether all parts of an interleaved pipeline may be on the same devices."""
+        if self.schedule not in ("interleaved", "zb-v"):
+            return False
+        for r in self.counts:
+            own = [
+                sum(self.exposed(r, *place) for place in places)
+                for places in self.parted()
+                if all(self.memory(r, *place)[0] <= 1 for place in places)
+            ]
+            if self.micro_batches * self.costs(r)[2].sum() <= seconds and min(own, default=inf) <= seconds:
+                return True
+        return False
+
+    def parted(self) -> Iterator[list[tuple[int, int]]]:
+        """All ways to part the layers: first and last of each part."""
+        layers = len(self.chain)
+        for cuts in product((False, True), repeat=layers - 1):
+            yield list(pairwise([0, *(i + 1 for i, cut in enumerate(cuts) if cut), layers]))
+
+    def may_be_sent(self, cut: int, seconds: float) -> bool:
+        """Whether all micro-batches may go over a cut to others, through all behind it, and back."""
+        near = min((-(-self.size // r) for r in self.counts if 2 * r <= len(SPEEDS)), default=self.size)
+        each = self.chain.at(near).output_bytes[cut - 1]
+        sent = each / (NEAR.bandwidth_bytes_per_second + FAR.bandwidth_bytes_per_second)
+        count, first = self.micro_batches // SCHEDULES[self.schedule].copies, self.ways(0, len(self.chain))
+        return bool(count * sent + self.first * sent + sum(first) <= seconds)
+
     def partitions(self, seconds: float) -> Iterator[Iterator[tuple[float, float, float]]]:
         """Of the parts of each the seconds that they take of the devices, of their network, and the share of
         their memory times the step; without those of which a part alone is too slow or fits nowhere."""
-        layers = len(self.chain)
-        for cuts in product((False, True), repeat=layers - 1):
-            ends = [i + 1 for i, cut in enumerate(cuts) if cut] + [layers]
-            places = list(pairwise([0, *ends]))
+        turns = int(self.schedule == "zb-v")
+        for places in self.parted():
+            if sum(not self.may_be_sent(end, seconds) for _, end in places[:-1]) > turns:
+                continue
             for counts in product(self.counts, repeat=len(places)):
                 each = list(zip(counts, places, strict=True))
                 if all(self.is_possible(r, *place, seconds) for r, place in each):
@@ -124,24 +158,26 @@ class Case:
     def is_possible(self, r: int, start: int, end: int, seconds: float) -> bool:
         f, b, w, host = (own[start:end].sum() for own in self.costs(r))
         count, e = self.micro_batches / SCHEDULES[self.schedule].copies, self.exposed(r, start, end)
-        lead, trail = self.ways(start)
+        lead, trail = self.ways(0, start)
         ends = (lead + count * w + e, lead + count * min(w, f + b) + trail, count * host + e)
         return bool(max(ends) <= seconds and self.memory(r, start, end)[0] <= 1)
 
     def needs(self, r: int, start: int, end: int, seconds: float) -> tuple[float, float, float]:
         e, busy = self.exposed(r, start, end), self.micro_batches * self.costs(r)[2][start:end].sum()
         if self.straight:
-            lead, trail = self.ways(start)
+            lead, trail = self.ways(0, start)
             busy += min(SPEEDS) / max(SPEEDS) * (lead + max(e, 0.0 if self.splits else trail))
-        shared = self.memory(r, start, end)[1] * seconds
-        return r * busy, r * SCHEDULES[self.schedule].copies * e, r * shared
+        shared, copies = self.memory(r, start, end)[1] * seconds, SCHEDULES[self.schedule].copies
+        others = [n for n in self.counts if self.memory(n, start, end)[0] <= 1]
+        works = [n * self.costs(n)[2][start:end].sum() for n in others]
+        busy = r * busy if copies == 1 else max(r * busy / copies, self.micro_batches * min(works))
+        return busy, (r + copies - 1) * e, r * shared
 
     @cache  # noqa: B019
-    def ways(self, start: int) -> tuple[float, float]:
-        """To a layer and back from it, of the first micro-batch, or its half, and of the last."""
+    def ways(self, start: int, end: int) -> tuple[float, float]:
+        """Through layers and back, of the first micro-batch, or its half, and of the last."""
         f, b = (np.min([self.costs(r)[i] for r in self.counts], axis=0) for i in (0, 1))
-        first = 0.5 if self.schedule == "autopipe" else 1.0
-        return first * f[:start].sum(), first * b[:start].sum()
+        return self.first * f[start:end].sum(), self.first * b[start:end].sum()
 
     @cache  # noqa: B019
     def memory(self, r: int, start: int, end: int) -> tuple[float, float]:
@@ -188,7 +224,7 @@ class Case:
         sizes = own.trainable_bytes[start:end]
         if not sizes.any():
             return 0.0
-        seconds = least_all_reduce_seconds(TOPOLOGY, replicas * copies, np.array([sizes.sum()]))[0]
+        seconds = least_all_reduce_seconds(TOPOLOGY, replicas + copies - 1, np.array([sizes.sum()]))[0]
         before = own.backward_seconds[start : start + int(np.argmax(sizes > 0))].sum() / min(SPEEDS)
         return float(max(seconds - (before if copies == 1 else 0.0), 0.0))
 

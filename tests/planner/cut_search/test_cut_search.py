@@ -19,7 +19,8 @@ from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import Proposal, ScoredPlan, linear_pipeline
 from pplan.planner.cut_search.cut_bound import CutBound
-from pplan.planner.cut_search.part_tables import PipelineShape, make_part_tables, most_pairs
+from pplan.planner.cut_search.part_memory import most_pairs
+from pplan.planner.cut_search.part_tables import PipelineShape, make_part_tables
 from pplan.planner.cut_search.schedule_search import MOST_ACTIONS, search_schedules
 from pplan.planner.joint_search import find_best_plan
 from pplan.planner.other_schedules import propose_parts
@@ -27,6 +28,7 @@ from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
+from pplan.planner.search.least_exchange import LeastExchanges
 
 TOLERANCE = 1e-9
 MakeChain = Callable[..., Chain]
@@ -246,10 +248,13 @@ def test_no_cut_is_below_the_bound_of_its_shape(
     parts = SCHEDULES[name].default_virtual_stages
     program = SCHEDULES[name].program(2, 4, parts)
     shape = PipelineShape(PipelineConfig(name, "by_stage", 4, 1, parts), program, ((0,), (1,)))
-    tables = make_part_tables(problem.space, shape)
+    tables = make_part_tables(problem.space, shape, LeastExchanges(problem.space))
     every = [(0, *cuts, 9) for cuts in combinations(range(1, 9), 2 * parts - 1)]
     rows = np.array(every, dtype=np.int64)
-    steps = step_seconds(program, tables.costs(rows))
+    after = tables.seconds_after(rows).reshape(2, -1, len(rows))
+    costs = [tables.costs(rows).candidate(index) for index in range(len(rows))]
+    reduced = [replace(own, all_reduce=after[:, :, index]) for index, own in enumerate(costs)]
+    steps = np.array([float(step_seconds(program, own)[0]) for own in reduced])
     fitting = 0
     for cuts, step in zip(every, steps.tolist(), strict=True):
         plan = fastest(problem.space, [shape.proposal(range(10), cuts)])

@@ -23,6 +23,7 @@ from pplan.planner.search import fluid_bound, relaxed_problem, relaxed_programme
 from pplan.planner.search.fill_bound import _FillProgramme
 from pplan.planner.search.fluid_bound import _FluidProgramme
 from pplan.planner.search.least_collectives import all_reduce_pace
+from pplan.planner.search.least_exchange import exposed_exchange
 from pplan.planner.search.relaxed_bound import _by_speed
 from pplan.planner.search.relaxed_problem import RelaxedProblem, Weights
 from pplan.planner.search.relaxed_programme import price_stages
@@ -30,7 +31,6 @@ from pplan.planner.search.relaxed_stages import (
     _as_fast,
     _cut_seconds,
     _smaller,
-    exposed_exchange,
     make_relaxed_stages,
 )
 from pplan.planner.search.space import Space
