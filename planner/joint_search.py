@@ -43,9 +43,9 @@ COSTLY = (
     *("spp", "piper", "asteroid"),
 )
 """Planners that search themselves: unless the problem is small, they run after the joint search."""
-BALANCED = ("galvatron", "spp", "bapipe")
-"""Planners that balance memory against time, or search with equal devices, most in half a second of processor
-time for 64 devices."""
+BALANCED = ("galvatron", "asteroid", "spp", "bapipe")
+"""Planners that balance memory against time, or search with equal devices, most in a second of processor time
+for 64 devices."""
 OF_MANY_SCHEDULES = "torch-partition"
 """The planner that divides layers for schedules with two stages a device or a backward in two parts."""
 SIMPLE = ("one-gpu", "data-parallel", "even")
