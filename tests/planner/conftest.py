@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from pplan.planner.problem import Problem
 from pplan.planner.search.budget import SearchBudget
 
 MakeChain = Callable[..., Chain]
-GOLDEN = Path(__file__).parents[1] / "golden" / "planner"
 
 
 @pytest.fixture
@@ -104,26 +102,6 @@ def toy_profile(tmp_path: Path) -> Path:
     path = tmp_path / "toy.profile.json"
     path.write_text(json.dumps({"schema": 1, "model": "toy", "device": "cuda:0", "layers": layers}))
     return path
-
-
-@pytest.fixture
-def no_lower() -> Callable[[str, Mapping[str, float]], None]:
-    """Compares figures with those of a file of tests/golden/planner: none may be lower. `make golden` writes
-    down those that there are."""
-
-    def compare(name: str, figures: Mapping[str, float]) -> None:
-        path = GOLDEN / f"{name}.txt"
-        if os.environ.get("PPLAN_UPDATE_GOLDEN") == "1":
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(
-                "".join(f"{what}: {own:.9g}\n" for what, own in figures.items()), encoding="utf-8"
-            )
-        rows = (line.rsplit(": ", 1) for line in path.read_text(encoding="utf-8").splitlines())
-        before = {what: float(own) for what, own in rows}
-        assert before.keys() == figures.keys()
-        assert not {what: own for what, own in before.items() if figures[what] < own - 1e-8 * abs(own)}
-
-    return compare
 
 
 @dataclass(frozen=True)

@@ -636,24 +636,3 @@ def test_the_fastest_few_plans_of_each_base() -> None:
     found = list(_with_base(cast(Any, asked), plans))
     assert [own.config.schedule for own in found] == ["zb-h1", "1f1b"] * 6
     assert [own.ends[0] for own in found] == [end for end in range(1, 7) for _ in range(2)]
-
-
-def test_no_order_is_slower_than_it_was(no_lower: Callable[..., None]) -> None:
-    """Orders a second of the fastest that each rule makes, and of what fifty turns make of it; and what is
-    proven."""
-    figures = {}
-    for base, devices, room in product(("zb-h1", "1f1b"), (3,), (1.7, 2.6, 4.5)):
-        problem, _, _ = random_problem(base, devices, 6, devices, room=room)
-        problem = replace(problem, first_part=((0.6, 0.1),) * devices if problem.split else ())
-        best: Lists | None = None
-        key = f"{base} x {devices}, {room}"
-        figures[f"{key}: bound"] = problem.bound()
-        for rule in RULES:
-            orders = [lists for lists in rule(problem) if problem.fits(lists)]
-            least = min(orders, key=lambda lists: step_of(problem, lists), default=None)
-            figures[f"{key}: {rule.__name__}"] = 0.0 if least is None else 1 / step_of(problem, least)
-            best = best or least
-        if best is not None:
-            _, step = improve_order(problem, best, problem.bound(), 50)
-            figures[f"{key}: improved"] = 1 / step
-    no_lower("orders", figures)
