@@ -1,10 +1,10 @@
-"""Degrees that differ from block to block, picks as Galvatron chooses them.
+"""Degrees that differ from block to block, as Galvatron chooses them.
 
 Miao et al., "Galvatron: Efficient Transformer Training over Multiple GPUs Using Automatic Parallelism", PVLDB
 16(3), 2022, section 4: the devices are divided into pipeline stages of equal size, with as many blocks on
 each, and a dynamic programme over the blocks of a stage gives each block degrees of its own, such that the
 seconds of all of them, and of passing the tokens on where the degrees change, are least within the memory.
-Whether a block's forward runs again is picks with them, as in the journal version (Wang et al.,
+Whether a block's forward runs again is chosen with them, as in the journal version (Wang et al.,
 arXiv:2307.02031). All numbers of stages and all sizes of micro-batches are tried. As there, degrees are
 powers of two and a stage is shared by tensors and data; here the schedule is 1F1B, optimizer states are
 spread over the replicas (ZeRO 1) instead of weights, and experts are on every device or on as many as can
