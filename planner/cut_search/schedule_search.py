@@ -39,8 +39,8 @@ MOST_SHAPES = 3_000
 """That are bounded each by itself."""
 MOST_ACTIONS = 30_000
 """Of a program whose cuts are searched."""
-SHARE, LEFT = 0.15, 0.5
-"""Of the time limit, and of what is left of it: the larger is for this search."""
+SHARE = 0.15
+"""Of the time limit's work."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,7 @@ def search_schedules(
     low = universal_bound(problem, names, limit)
     if problem.space.is_long or low >= limit:
         return ScheduleResult(None, low)
-    seconds = max(SHARE * problem.options.time_limit, LEFT * problem.budget.seconds_left)
-    amount = seconds * WORK_A_SECOND if work is None else work
+    amount = SHARE * problem.options.time_limit * WORK_A_SECOND if work is None else work
     return _ScheduleSearch(problem, names, limit, low, amount).run(near)
 
 

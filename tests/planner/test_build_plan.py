@@ -216,7 +216,7 @@ def test_ledger_and_stages_add_up(make_chain: MakeChain, make_topology: MakeTopo
         assert stage.memory_bytes == sum(stage.memory.values()) <= 4000
         assert stage.memory_limit_bytes == 4000
         weights = chain.trainable_bytes[stage.first_layer : stage.last_layer + 1].sum()
-        assert stage.memory["optimizer"] == round(2 * weights)
+        assert abs(stage.memory["optimizer"] - 2 * weights) < 1
 
 
 @pytest.mark.slow

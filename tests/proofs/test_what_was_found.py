@@ -40,7 +40,7 @@ def test_a_plan_of_another_schedule_fits_where_none_of_the_first_does() -> None:
     case = replace(case, options=options)
     with made_up_runtimes():
         problem = build_problem(case.chain, case.topology, case.options, REFERENCE, case.profiles)
-        assert quickly_solved(case, problem).schedule == "interleaved"
+        assert quickly_solved(case, problem).schedule in problem.heuristic_schedules
         assert not attacked(case, quickly_solved).violations
 
 
