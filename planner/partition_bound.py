@@ -39,12 +39,13 @@ import numpy as np
 import numpy.typing as npt
 
 from .plan_settings import PlanSettings
+from .search.least_collectives import fastest_transfer
 from .search.least_exchange import LeastExchanges
 from .search.space import divide_batch
 from .stage_table import Floats, StageTable
 
 Mask = npt.NDArray[np.bool_]
-SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
+SHARES = (0.75, 0.5, 0.25, 0.0)
 """Of the devices' time, the rest of their network's or memory, in sums of both."""
 
 
@@ -63,6 +64,13 @@ class _Parts:
     memory: Floats
     crossing: Floats
     whole: float
+
+    def ends_by(self, seconds: float, lead: Floats, micro_batches: float) -> Mask:
+        """(cut points, cut points): whether the work of so many micro-batches, which begins after `lead`, and
+        its launches, and then the exchange, may be done by these seconds."""
+        with np.errstate(invalid="ignore"):  # no micro-batch on a part that may not be
+            in_time: Mask = lead + micro_batches * self.work + self.after <= seconds
+        return in_time & (micro_batches * self.launches + self.after <= seconds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,14 +98,16 @@ class Partitions:
         return rows * self.part_entries
 
     def may_share(self, seconds: float) -> bool:
-        """Whether there may be one whose parts together have time on the devices, and on their network."""
+        """Whether there may be one whose parts together have room in the devices' time, on their network, and
+        in their memory."""
+        if self._least_together <= seconds:
+            return True
         own, count = self.settings, self.settings.micro_batches / self.settings.copies
         lead, trail = self._lead[:, None], self._trail[:, None]
         each = []
         for parts in self._parts:
             passes = count * np.minimum(parts.work, parts.around)
-            fits = lead + count * parts.work + parts.after <= seconds
-            fits &= (lead + passes + trail <= seconds) & (count * parts.launches + parts.after <= seconds)
+            fits = parts.ends_by(seconds, lead, count) & (lead + passes + trail <= seconds)
             needs = own.micro_batches * np.where(fits, parts.work, 0.0)
             if own.straight:
                 behind = parts.after if own.splits else np.maximum(parts.after, trail)
@@ -116,17 +126,17 @@ class Partitions:
             room = (share * own.capacity + (1 - share) * own.gpus) * seconds * (1 + 1e-9)
             return _least_sum(usable, may_be_sent, own.turns) <= room
 
-        return self._fits_together(seconds) or all(has_room(i, share) for i in (0, 1) for share in SHARES)
+        # Of the devices' time alone once, and with each of the others.
+        return has_room(0, 1.0) and all(has_room(i, share) for i in (0, 1) for share in SHARES)
 
-    def _fits_together(self, seconds: float) -> bool:
-        """Whether there may be one into several parts on the same devices, with one all-reduce after the
-        other."""
-        own, anywhere = self.settings, np.ones(self._shape[0], dtype=np.bool_)
-        return own.together and any(
-            own.micro_batches * parts.whole <= seconds
-            and _least_sum([np.where(np.isfinite(parts.work), parts.after, inf)], anywhere, None) <= seconds
-            for parts in self._parts
-        )
+    @cached_property
+    def _least_together(self) -> float:
+        """Seconds of one into several parts on the same devices, with one all-reduce after the other."""
+        own, anywhere, least = self.settings, np.ones(self._shape[0], dtype=np.bool_), inf
+        for parts in self._parts if own.together else ():
+            reduced = _least_sum([np.where(np.isfinite(parts.work), parts.after, inf)], anywhere, None)
+            least = min(least, max(own.micro_batches * parts.whole, reduced))
+        return least
 
     @cached_property
     def _over_cuts(self) -> Floats:
@@ -136,7 +146,7 @@ class Partitions:
         # The smaller side, of half of the devices at the most, sends more bytes a replica.
         counts = [count for count in own.counts if 2 * count <= own.gpus] or [min(own.counts)]
         each_sent = [own.space.table(divide_batch(own.size, count)).crossing for count in counts]
-        sent = np.min(each_sent, axis=0) / self._together
+        sent = np.min(each_sent, axis=0) / self._fastest[0]
         behind = (self._lead[-1] - self._lead) + (self._trail[-1] - self._trail)
         seconds: Floats = each * sent + own.first * sent + behind + self._trail
         return seconds
@@ -152,16 +162,14 @@ class Partitions:
             if parts is None:
                 return False
             before = lead[:, None]
-            with np.errstate(invalid="ignore"):  # no micro-batch on a part that may not be
-                fits = before + count * parts.work + parts.after <= seconds
-            fits &= count * parts.launches + parts.after <= seconds
+            fits = parts.ends_by(seconds, before, count)
             lead = np.where(fits, before + self.settings.first * parts.forward, inf).min(axis=0)
             if index < len(is_sent) and is_sent[index]:
                 following = self._by_count.get(replicas[index + 1], parts)
-                bytes_sent = np.minimum(parts.crossing, following.crossing)
-                sent = self.settings.first * bytes_sent / self._together
+                sent = np.minimum(parts.crossing, following.crossing) / self._fastest[0]
                 # A link carries one transfer at a time.
-                lead = np.where(lead + count * bytes_sent / self._together <= seconds, lead + sent, inf)
+                in_time = lead + count * sent <= seconds
+                lead = np.where(in_time, lead + self.settings.first * sent, inf)
         return bool(np.isfinite(lead[-1]))
 
     @cached_property
@@ -186,10 +194,8 @@ class Partitions:
                 if count > used or not np.isfinite(lead[used - count]).any():
                     continue
                 before, both_before = lead[used - count][:, None], both[used - count][:, None]
-                fits = (before + own.micro_batches * parts.work + parts.after <= seconds) & (
-                    both_before + own.micro_batches * np.minimum(parts.work, parts.around) <= seconds
-                )
-                fits &= own.micro_batches * parts.launches + parts.after <= seconds
+                passes = own.micro_batches * np.minimum(parts.work, parts.around)
+                fits = parts.ends_by(seconds, before, own.micro_batches) & (both_before + passes <= seconds)
                 ahead = np.where(fits, before + parts.forward, inf).min(axis=0) + self._cuts
                 there_and_back = np.where(fits, both_before + parts.around, inf).min(axis=0) + 2 * self._cuts
                 lead[used] = np.minimum(lead[used], ahead)
@@ -255,20 +261,18 @@ class Partitions:
             float(work.sum()),
         )
 
-    @property
-    def _together(self) -> float:
-        """Bytes a second of a port of every level: no device sends faster."""
-        levels = self.settings.space.topology.levels_in_use
-        return sum(level.link.bandwidth_bytes_per_second for level in levels)
+    @cached_property
+    def _fastest(self) -> tuple[float, float]:
+        """Bytes a second, and latency, of a transfer."""
+        return fastest_transfer(self.settings.space.topology)
 
     @cached_property
     def _cuts(self) -> Floats:
         """(cut points,): seconds of a transfer: a replica of the smaller side sends its share."""
-        own = self.settings
-        latency = min(level.link.latency_seconds for level in own.space.topology.levels_in_use)
+        own, (bandwidth, latency) = self.settings, self._fastest
         per_replica_batches = {divide_batch(own.size, count) for count in own.counts}
         sent = np.min([own.space.table(batch).crossing for batch in per_replica_batches], axis=0)
-        cuts: Floats = sent / self._together + latency
+        cuts: Floats = sent / bandwidth + latency
         cuts[-1] = 0.0
         return cuts
 

@@ -20,6 +20,7 @@ from ...cost_models.simulator.costs import Costs, Hosts
 from ..candidate import Proposal
 from ..pipeline_config import PipelineConfig
 from ..replica_exchange import ReplicaExchange, stage_figure
+from ..search.least_collectives import fastest_transfer
 from ..search.least_exchange import LeastExchanges
 from ..search.space import Space, divide_batch
 from ..stage_table import Floats, StageTable
@@ -256,16 +257,14 @@ class _TableMaker:
         tables = [self._table(device) for device in range(self.shape.program.devices)]
         occupancy = np.zeros((len(pipe) - 1, len(tables[0].cut_points)))
         latency = np.zeros(len(pipe) - 1)
-        links = [level.link for level in topology.levels_in_use]
+        bandwidth, least_latency = fastest_transfer(topology)
         for cut, (here, there) in enumerate(pairwise(pipe)):
             if here.device == there.device:
                 continue
             crossing = [tables[own.device].crossing for own in (here, there)]
             if self.anywhere:
-                # Through no more than a port of every level.
-                latency[cut] = min(link.latency_seconds for link in links)
-                together = sum(link.bandwidth_bytes_per_second for link in links)
-                occupancy[cut] = np.minimum(*crossing) / together
+                latency[cut] = least_latency
+                occupancy[cut] = np.minimum(*crossing) / bandwidth
             else:
                 senders, receivers = self.shape.ranks[here.device], self.shape.ranks[there.device]
                 latency[cut], pace = self.space.pace(senders, receivers)

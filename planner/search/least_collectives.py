@@ -59,6 +59,13 @@ def least_all_reduce_seconds(topology: Topology, replicas: int, bytes: Floats) -
     return least
 
 
+def fastest_transfer(topology: Topology) -> tuple[float, float]:
+    """Bytes a second and latency that no replica's transfer to another stage beats: over a port of each level
+    at once, as to receivers on its own node and on others."""
+    links = [level.link for level in topology.levels_in_use]
+    return sum(link.bandwidth_bytes_per_second for link in links), min(link.latency_seconds for link in links)
+
+
 def _least_pass(topology: Topology, replicas: int, bytes: Floats, share: float, steps: int) -> Floats:
     """`steps` latencies and a `share` of the bytes at the pace of the slowest level that must be used."""
     links, inner = [level.link for level in topology.levels_in_use], _devices_of_members(topology)

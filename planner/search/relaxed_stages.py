@@ -21,6 +21,7 @@ from ...cost_models.layer import MEASURED, LayerCosts
 from ...cost_models.memory import LedgerOptions
 from ...cost_models.topology import Topology
 from ..stage_table import Floats, StageTable, ledger_options
+from .least_collectives import fastest_transfer
 from .least_exchange import exposed_exchange
 from .replica_group import ReplicaGroupCosts
 from .space import Space, divide_batch, with_cuts
@@ -212,15 +213,10 @@ def _smaller(one: LayerCosts, other: LayerCosts) -> LayerCosts:
     return replace(one, input_bytes=min(one.input_bytes, other.input_bytes), **least)
 
 
-def _bandwidth(link: object) -> float:
-    return float(link.bandwidth_bytes_per_second)  # type: ignore[attr-defined]
-
-
 def _cut_seconds(topology: Topology, table: StageTable) -> Floats:
-    """(cut points,): the transfer of a replica's share, over a port of each level at once, as to receivers on
-    its own node and on others. A stage that follows with fewer replicas has a larger share to take."""
-    links = [level.link for level in topology.levels_in_use]
-    bandwidth, latency = sum(map(_bandwidth, links)), min(link.latency_seconds for link in links)
+    """(cut points,): the fastest transfer of a replica's share. A stage that follows with fewer replicas has
+    a larger share to take."""
+    bandwidth, latency = fastest_transfer(topology)
     seconds = table.crossing / bandwidth
     seconds[1:-1] += latency
     least_seconds: Floats = seconds
