@@ -222,3 +222,10 @@ def test_descriptions_of_more_levels_and_kinds() -> None:
     assert mixed.describe() == (
         "3 x big (16.00 GiB) + 2 x small (8.00 GiB, 0.5 x as fast) in one node; fast 100 GB/s, 1 µs"
     )
+
+
+def test_levels_further_out_than_all_devices_are_not_in_use() -> None:
+    links = [Link(300e9, 0.0), Link(25e9, 0.0)]
+    levels = (Level("node", 4, links[0]), Level("network", None, links[1]))
+    for gpus, number in ((1, 1), (4, 1), (5, 2), (8, 2)):
+        assert Topology((Group(Device("a", None), gpus),), levels).levels_in_use == levels[:number]
