@@ -1,6 +1,6 @@
 """Mutates the files that pplan reads, and command lines: python benchmarks/fuzz.py [--cases N] [--kind KIND]
 
-With --read small files, whose structure is that of the others, go through their readers alone, from memory and
+With --read small files, of the same structure, go through their readers alone, from memory and
 with neither verbs nor a command line: about five thousand a second of processor time. Of those that are read
 only one that holds what none before held goes on: its edits, of the larger file, through verbs, in a tenth of
 the time at the most. Without --read every file that is read goes through verbs.

@@ -50,7 +50,7 @@ from .cases import TABLES
 from .documents import STRUCTURAL, Edit, changed, source_of
 from .mutation import edited, random_edits
 from .running import LARGEST, Finding, TooLong, last_frame, limited_time, peak_memory
-from .seeds import CHECK, CONFIGS, DEFAULTS_FILE, EXPORTS, PARTITIONS, PLANS, PROFILES, SCHEDULE, profile
+from .seeds import CHECK, CONFIGS, DEFAULTS_FILE, EXPORTS, PARTITIONS, PLANS, PROFILES, profile
 from .small_seeds import MORE_KINDS
 
 NAMES = tuple(layer["name"] for layer in profile()["layers"])
@@ -99,7 +99,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "kernels.csv": load_kernel_table,
     "degrees.json": DegreesFile.load,
     **dict.fromkeys((*EXPORTS, *PARTITIONS), _read_partition),
-    SCHEDULE: _read_schedule,
+    **dict.fromkeys(KINDS["schedule"], _read_schedule),
     DEFAULTS_FILE: _read_defaults,
     CHECK: Check.load,
     **dict.fromkeys([name for name in KINDS["report"] if name != CHECK], Frontier.load),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from .documents import Path, paths, value_at
-from .seeds import PLAIN, TABLE, TIED, profile
+from .seeds import PLAIN, SCHEDULE, TABLE, TIED, profile
 
 Reads = Callable[[str, bytes], bool]
 """Whether a file of this name is read."""
@@ -55,7 +55,23 @@ JOURNAL: tuple[dict[str, Any], ...] = (
     {"size": 2, "without_parts": "a reason"},
 )
 """Of two layers."""
+FORMULAS = {
+    "loop.schedule": """name: loop  # with lists
+source: a paper
+places: loop
+let f = each c from 0 to v-1 (F.c*p)
+let b = each c from v-1 to 0 (B.c*p)
+device i: f*min(v*m, (v-1)*p + 2*(p-1-i)) (f b)*(v*m - ((v-1)*p + 2*(p-1-i)))
+  b*min(v*m, (v-1)*p + 2*(p-1-i))
+""",
+    "line.schedule": """name: line
+device 0: F*m each k from m-1 to 0 (B[k] W[k])
+device i: F*(p-i) (B F)*i (B W F)*(m-i) B*m W*m
+""",
+}
+"""Schedules by formulas: SCHEDULE lists its actions."""
 MORE_KINDS = {
+    "schedule": (SCHEDULE, *FORMULAS),
     "roofline": ("gpu.toml",),
     "calibration": ("machine.calibration.json",),
     "journal": ("profile.journal",),
@@ -74,6 +90,7 @@ def small_seeds(seeds: Mapping[str, bytes], reads: Reads) -> dict[str, bytes]:
     small[PLAIN] = json.dumps(content | {"tied": []}).encode()
     small["table.csv"] = "".join(TABLE.splitlines(keepends=True)[: 1 + ROWS]).encode()
     small |= {"gpu.toml": ROOFLINE.encode(), "machine.calibration.json": json.dumps(CALIBRATION).encode()}
+    small |= {name: text.encode() for name, text in FORMULAS.items()}
     small["profile.journal"] = "".join(f"{json.dumps(line)}\n" for line in JOURNAL).encode()
     small |= {"verified.plan.json": small["tied.plan.json"], "verified.profile.json": small[TIED]}
     for file, text in small.items():

@@ -91,25 +91,25 @@ def test_readers_alone(kind: str, workspace: Workspace, small: dict[str, bytes])
 
 PLANTED: dict[str, Callable[[Any], bool]] = {
     "profile": lambda own: any(layer.parameter_bytes > 2**50 for layer in own.layers),
-    "plan": lambda own: any((stage.memory_limit_bytes or 100) < 10 for stage in own.stages),
-    "costs": lambda own: any(cost.forward_seconds == 0 for layer in own.layers for cost in layer.costs),
-    "topology": lambda own: own.gpus == 1,
+    "plan": lambda own: any(stage.memory_limit_bytes is None for stage in own.stages),
+    "costs": lambda own: len(own.layers) == 1,
+    "topology": lambda own: any(level.link.latency_seconds == 0 for level in own.levels or ()),
     "configuration": lambda own: bool(own.hidden > 2**29),
-    "kernels": lambda own: bool(own.peak < 1e12),
-    "degrees": lambda own: bool(own.limit_bytes == 0),
-    "export": lambda own: bool(own.mini_batch == 1),
+    "kernels": lambda own: len(own.efficiency) < 5,
+    "degrees": lambda own: bool(own.gap < 0 or own.gap > 1000),
+    "export": lambda own: bool(own.recompute == "always"),
     "partition": lambda own: len(own.ends) == 1,
-    "schedule": lambda own: len({len(actions) for actions in own.actions}) > 1,
-    "defaults": lambda own: any(value == "0" for options in own.values() for value in options.values()),
-    "report": lambda own: getattr(own, "memory_step", 1) == 0,
-    "roofline": lambda own: bool(own.memory_bytes < 100),
-    "calibration": lambda own: bool(own.corrections.slowdown > 1e6),
+    "schedule": lambda own: any(len(actions) != 16 for actions in own.actions),
+    "defaults": lambda own: "degrees" not in own,
+    "report": lambda own: getattr(own, "notes", None) == [],
+    "roofline": lambda own: len(own.peaks) == 1,
+    "calibration": lambda own: own.corrections.latency is None,
     "journal": lambda own: any(counted.parts_left_out for counted in own[0].values()),
-    "verified": lambda own: isinstance(own, tuple) and own[1] is None,
+    "verified": lambda own: isinstance(own, tuple) and own[0].gpus is None,
 }
 """Of what was read, what a reader might not expect."""
-ENOUGH = 3000
-"""Inputs in which it is found: of 20 seeds each was found in a third of them."""
+ENOUGH = 4000
+"""Inputs in which it is found: most are in a tenth of them."""
 
 
 @pytest.mark.parametrize("kind", PLANTED)
@@ -195,7 +195,7 @@ def test_edits_say_what_they_do() -> None:
     assert edited(text, [["wrap", ["a"], 3]]) == b'{"a": [[[]]], "b": {"c": 0.5}}'
     assert edited(text, [["twice", "a", 7]]) == b'{"a": [1, 2], "b": {"c": 0.5}, "a": 7}'
     assert edited("x = 1\ny = 2\n", [["word", 2, "nan"], ["line", 1, 2]]) == b"x = nan\ny = 2\ny = 2\n"
-    assert edited("x = 1\ny = 2\n", [["at", 5, "z"], ["at", 99, "!"]]) == b"x = 1\nz = 2\n!"
+    assert edited("x = 1\ny = 2\n", [["at", 5, "z"], ["at", 11, "!"]]) == b"x = 1\nz = !\n"
     assert edited("ab", [["cut", 1], ["encode", "utf-16-be"]]) == b"\x00a"
     different = {edited(text, random_edits(text, random.Random(seed))) for seed in range(100)}
     assert len(different) > 60
