@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import ceil, inf
 
 import numpy as np
 
@@ -93,7 +93,7 @@ def _fullest(space: Space, proposal: Proposal) -> int:
     modes = stage_modes(proposal.config)
     ways = [assemble(space, proposal, [mode] * len(proposal.ends)) for mode in modes]
     devices = range(ways[0].program.devices)
-    return max(min(sum(own.ledger(device).values()) for own in ways) for device in devices)
+    return max(min(sum(map(ceil, own.ledger(device).values())) for own in ways) for device in devices)
 
 
 def _entries(problem: Problem, sets: Sequence[tuple[int, ...]]) -> float:
