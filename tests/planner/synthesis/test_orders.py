@@ -180,10 +180,17 @@ def every_list(parts: tuple[int, ...], micro_batches: int, split: bool) -> Itera
 
 def best_of_all(problem: OrderProblem) -> float:
     """The least step of all orders that fit."""
-    each = [list(every_list(own, problem.micro_batches, problem.split)) for own in problem.own_parts]
+    each = [
+        [
+            row
+            for row in every_list(own, problem.micro_batches, problem.split)
+            if problem.fits_device(device, row)
+        ]
+        for device, own in enumerate(problem.own_parts)
+    ]
     best = inf
     for lists in product(*each):
-        if problem.fits(lists) and (order_run := run_order(problem, lists, best)) is not None:
+        if (order_run := run_order(problem, lists, best)) is not None:
             best = min(best, order_run.step)
     return best
 
@@ -319,7 +326,7 @@ def test_rooms_that_differ_are_seen() -> None:
     assert bound < 0.5 * quick
     assert equal > 15
     known = equal_stages(6, 10, 6.0)
-    assert action_bound(known) == known.bound()  # ZB-H1 is proven by the quick one
+    assert action_bound(known) == pytest.approx(known.bound(), rel=TOLERANCE)  # of ZB-H1 the quick one's
     several, _, _ = random_problem("zb-v", 2, 4, 0)
     assert action_bound(several) == several.bound()
     assert action_bound(equal_stages(6, 10, 0.5)) == inf
