@@ -30,10 +30,10 @@ def written_buffers(layers: nn.Sequential) -> list[Tensor]:
 def names_in_stage(layers: nn.Sequential, written: Sequence[Tensor]) -> tuple[str, ...]:
     """Names in a stage's layers of the buffers that are `written`; without those of what torch.jit made,
     whose buffers cannot be replaced."""
-    known = {id(buffer) for buffer in written}
+    identities = {id(buffer) for buffer in written}
     scripted = tuple(f"{path}." for path in scripted_parts(layers))
-    named = layers.named_buffers()
-    return tuple(name for name, own in named if id(own) in known and not name.startswith(scripted))
+    buffers = layers.named_buffers()
+    return tuple(name for name, own in buffers if id(own) in identities and not name.startswith(scripted))
 
 
 def run_recomputed(
@@ -64,17 +64,20 @@ def run_recomputed(
 
 def warn_of_second_runs(layers: nn.Sequential, runtime: str) -> None:
     """A UserWarning where a runtime that recomputes by itself changes buffers twice for a micro-batch."""
-    names: Sequence[str] = ()
-    if isinstance(layers, LayerSequential):
-        names = layers.written_buffers or ()
-    if names:
-        index, _, rest = names[0].partition(".")
-        known = isinstance(layers, LayerSequential) and layers.layer_names
-        name = f"{layers.layer_names[int(index)]}.{rest}" if known else names[0]  # type: ignore[index]
-        others = f" and {format_count(len(names) - 1, 'more buffer')}" if len(names) > 1 else ""
-        warnings.warn(
-            f"forward changes {name}{others}: {runtime}, which recomputes by running it again, changes them "
-            "twice for a micro-batch (pplan.runtimes.torch_pipelining does not)",
-            UserWarning,
-            stacklevel=4,
-        )
+    names = (layers.written_buffers or ()) if isinstance(layers, LayerSequential) else ()
+    if not names:
+        return
+    others = f" and {format_count(len(names) - 1, 'more buffer')}" if len(names) > 1 else ""
+    warnings.warn(
+        f"forward changes {_in_model(layers, names[0])}{others}: {runtime}, which recomputes by running it "
+        "again, changes them twice for a micro-batch (pplan.runtimes.torch_pipelining does not)",
+        UserWarning,
+        stacklevel=4,
+    )
+
+
+def _in_model(layers: nn.Sequential, name: str) -> str:
+    """A buffer of the layers by its layer's name, where that is known."""
+    index, _, key = name.partition(".")
+    names = layers.layer_names if isinstance(layers, LayerSequential) else ()
+    return f"{names[int(index)]}.{key}" if names else name

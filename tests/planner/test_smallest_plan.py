@@ -105,5 +105,5 @@ def test_devices_of_unlike_memory(make_chain: MakeChain, make_topology: MakeTopo
     topology = replace(make_topology(2), groups=kinds)
     problem = Problem(make_chain(1, 1), topology, PlanOptions(mini_batch=4))
     error = no_plan_fits(problem)
-    assert error.what.startswith("no plan fits into 50 B to 60 B a GPU: at the least, stage 0 of 1 (")
+    assert error.what.startswith("no plan fits into 50 B to 60 B a device: at the least, stage 0 of 1 (")
     assert error.what.endswith(" are missing on the smallest")
