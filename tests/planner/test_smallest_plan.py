@@ -119,7 +119,7 @@ def test_what_other_schedules_need_is_said(make_chain: MakeChain, make_topology:
         options = PlanOptions(mini_batch=4, micro_batches=4, schedule=schedule, time_limit=0.3)
         problem = Problem(chain, topology, options)
         error = no_plan_fits(problem)
-        assert error.what.startswith(f"no plan{of_which} fits into 150 B a GPU: at the least, stage ")
+        assert error.what.startswith(f"no plan{of_which} fits into 150 B a device: at the least, stage ")
         assert ("one micro-batch at a time" in error.what) == (schedule == "synthesized")
         size, name = find_smallest_of_others(problem) or (0, "")
         assert error.what.endswith(f" are missing; {name} with balanced stages needs {format_bytes(size)}")
