@@ -102,7 +102,7 @@ def _smallest_limit(problem: Problem) -> int:
 def _room(problem: Problem) -> str:
     """What devices have, in words."""
     least, *more = map(format_bytes, (limit for limit in _limits(problem) if limit < inf))
-    return f"{least} to {more[-1]} a GPU" if more else f"{least} a GPU"
+    return f"{least} to {more[-1]} a device" if more else f"{least} a device"
 
 
 def _least_of(tightest: TightestStage) -> str:
@@ -203,7 +203,7 @@ def _no_plan_of_schedule(problem: Problem) -> InfeasibleError:
     if not changes and (enough := _enough_memory(problem)) is not None:
         changes = [enough]
     return InfeasibleError(
-        f"no plan under {', '.join(problem.schedules)} was found that fits into {limit} a GPU"
+        f"no plan under {', '.join(problem.schedules)} was found that fits into {limit} a device"
         f"{_with_balanced_stages(problem)}",
         _hint(problem, changes),
         {"would_fit": changes},
@@ -242,7 +242,7 @@ def _memory_text(size: float) -> str:
 
 
 def _memory_change(gibibytes: str) -> str:
-    return f"memory='{gibibytes}GiB' a GPU"
+    return f"memory='{gibibytes}GiB' a device"
 
 
 def _fits(problem: Problem, gibibytes: str) -> bool:
