@@ -49,8 +49,10 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
     limit = _smallest_limit(problem)
     missing, searched, room = tightest.memory_bytes - limit, _of_searched(problem), _room(problem)
     if missing <= 0 and _narrowing(problem.options):
+        free = _solve_quickly(_with_memory(problem, None)) if is_small_problem(problem) else problem
+        nor = "" if free else ", nor was one found with more memory"
         return InfeasibleError(
-            f"no plan{searched} that the options allow fits into {room}; without them one does",
+            f"no plan{searched} that the options allow fits into {room}{nor}; without them one does",
             _leave_out(problem),
         )
     if missing <= 0:
