@@ -96,7 +96,8 @@ def _faster(
             index = int(steps.argmin())
             if steps[index] < limit:
                 limit = float(steps[index])
-                best = ScoredPlan(*fitting[rows[index]], limit)
+                proposal, modes = fitting[rows[index]]
+                best = ScoredPlan(proposal, modes, limit)
         if best is not None:
             return best
     return None
