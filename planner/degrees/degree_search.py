@@ -222,9 +222,6 @@ class _BestPlans:
     def _try_interleaved(self, layers: LayerTable, one: Combination) -> None:
         lower = lower_bound(layers)
         if lower < self._useful(one):
-            programme = DivisionProgramme(layers, self.memory_bytes)
-            lower = max(lower, programme.bound() + layers.least_update_seconds)
-        if lower < self._useful(one):
             lower = max(lower, least_interleaved(layers, self.memory_bytes))
         self._interleaved.append((lower, len(self._interleaved), layers, one))
         if lower >= self._useful(one):
@@ -260,20 +257,22 @@ class _BestPlans:
                 self.best[key] = replace(plan, blocks=counts, estimate=estimate)
 
     def tighten(self) -> None:
-        """Closer bounds of the interleaved pipelines with the least ones, until one of these is no closer or
-        no bound is below the best plan; and the divisions that they lead to."""
+        """Closer bounds of the interleaved pipelines with the least ones, first of all that are below the best
+        plan, until one of these is as close as it gets; and the divisions that they lead to."""
         heapq.heapify(self._interleaved)
-        closer = dict[int, tuple[LayerTable, Combination]]()
-        while self._interleaved and len(closer) < MOST_TIGHTENED:
+        levels: dict[int, int] = {}
+        while self._interleaved:
             best = _step_seconds(self.plans[0])
             lower, number, layers, one = self._interleaved[0]
-            if lower >= min(best, self._bound) or number in closer:
+            level = levels[number] = levels.get(number, 0) + 1
+            closer = sum(own > 1 for own in levels.values())
+            if lower >= min(best, self._bound) or level > 2 or closer > MOST_TIGHTENED:
                 break
-            closer[number] = layers, one
             programme, update = DivisionProgramme(layers, self.memory_bytes), layers.least_update_seconds
-            lower = max(lower, programme.bound(MOST_PATHS, best - update) + update)
+            paths = MOST_PATHS if level > 1 else 0
+            lower = max(lower, programme.bound(paths, best - update) + update)
             heapq.heapreplace(self._interleaved, (lower, number, layers, one))
-            if lower < best and len(closer) <= MOST_FITTED:
+            if lower < best and paths and closer <= MOST_FITTED:
                 self._try_amounts(layers, one, programme.amounts().tolist())
 
     def _try_amounts(self, layers: LayerTable, one: Combination, amounts: Sequence[float]) -> None:
