@@ -28,7 +28,7 @@ def print_frontier(frontier: Frontier, console: Console) -> None:
         text("stages", lambda point: shape(point.plan.balance, point.plan.replicas), min_width=20),
         text("configuration", lambda point: _configuration(point.plan), drop=1),
     ]
-    print_table(console, columns, frontier.points, title="Step time vs. peak memory of a GPU")
+    print_table(console, columns, frontier.points, title="Step time vs. peak memory of a device")
     console.print()
     line(console, _proof(frontier))
 

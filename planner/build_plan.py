@@ -125,10 +125,10 @@ def _notes(problem: Problem) -> list[str]:
     if gpus > most and runtime is not None and runtime.replicas == "none":
         notes.append(
             f"the allowed cuts make at most {format_count(most, 'stage')}, "
-            f"fewer than {format_count(gpus, 'GPU')}"
+            f"fewer than {format_count(gpus, 'device')}"
         )
     if problem.usable_gpus < gpus and runtime is not None:
-        usable = format_count(problem.usable_gpus, "GPU")
+        usable = format_count(problem.usable_gpus, "device")
         notes.append(f"{runtime.name} is one process: it reaches the {usable} of one node")
     return notes
 

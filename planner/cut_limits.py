@@ -92,6 +92,6 @@ def check_layer_count(chain: Chain, gpus: int, options: PlanOptions) -> None:
     if gpus > len(chain) and options.runtime is not None and find_runtime(options.runtime).replicas == "none":
         raise UsageError(
             f"gpus={gpus}: the model has {format_count(len(chain), 'layer')}, and a stage needs at least one",
-            f"Use at most {format_count(len(chain), 'GPU')} (its allowed cuts make "
+            f"Use at most {format_count(len(chain), 'device')} (its allowed cuts make "
             f"{format_count(chain.max_stages, 'stage')}).",
         )

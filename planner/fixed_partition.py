@@ -75,7 +75,7 @@ def plan_partition(
     """
     if partition.gpus > problem.gpus:
         raise UsageError(
-            f"gpus={problem.gpus}: the partition takes {format_count(partition.gpus, 'GPU')}",
+            f"gpus={problem.gpus}: the partition takes {format_count(partition.gpus, 'device')}",
             f"Give as many: gpus={partition.gpus}",
         )
     _check_cuts(problem, partition)

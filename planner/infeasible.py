@@ -17,12 +17,12 @@ from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.quantities import format_bytes
 from .candidate import ScoredPlan
 from .joint_search import BEST, find_best_plan, is_small_problem, plan_with
-from .pipeline_config import SEARCHED
+from .pipeline_config import SEARCHED, SYNTHESIZED
 from .plan_options import PlanOptions
 from .plan_stages import plan_stages, run_in_words
 from .planners import find_planner
 from .problem import Problem
-from .smallest_plan import TightestStage, find_smallest_plan
+from .smallest_plan import TightestStage, find_smallest_of_others, find_smallest_plan
 
 SECONDS = 1.0
 """Of the search for each change, as of `PlanOptions.time_limit`."""
@@ -34,7 +34,8 @@ HALVINGS = 4
 
 def no_plan_fits(problem: Problem) -> InfeasibleError:
     """The error for a problem without a plan that fits."""
-    tightest, limited = find_smallest_plan(problem), problem.space.limit(range(problem.gpus)) < inf
+    limited = problem.space.limit(range(problem.gpus)) < inf
+    tightest = find_smallest_plan(problem, in_flight=1.0 if _in_any_order(problem) else None)
     others = _solve_with(problem, replace(problem.options, planner=BEST))
     if problem.options.planner != BEST and (others is not None or not limited):
         return _no_plan_of_planner(problem, others)
@@ -65,8 +66,9 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
     of_smallest = " on the smallest" if len(_limits(problem)) > 1 else ""
     what = (
         f"no plan{searched} fits into {room}: {_least_of(tightest)}, stage {tightest.stage} "
-        f"of {tightest.stages} ({first} to {last}{shared}; {_in_words(tightest)}) needs "
+        f"of {tightest.stages} ({first} to {last}{shared}; {_in_words(problem, tightest)}) needs "
         f"{format_bytes(tightest.memory_bytes)} ({terms}); {format_bytes(missing)} are missing{of_smallest}"
+        f"{_with_balanced_stages(problem)}"
     )
     changes = _changes(problem, tightest)
     details = _details(tightest, limit, first, last) | {"would_fit": changes}
@@ -100,7 +102,7 @@ def _smallest_limit(problem: Problem) -> int:
 def _room(problem: Problem) -> str:
     """What devices have, in words."""
     least, *more = map(format_bytes, (limit for limit in _limits(problem) if limit < inf))
-    return f"{least} to {more[-1]} a GPU" if more else f"{least} a GPU"
+    return f"{least} to {more[-1]} a device" if more else f"{least} a device"
 
 
 def _least_of(tightest: TightestStage) -> str:
@@ -126,9 +128,23 @@ def _details(tightest: TightestStage, limit: int, first: str, last: str) -> dict
 
 
 def _of_searched(problem: Problem) -> str:
-    """Says that only some plans of heuristic schedules were tried."""
+    """Says of which plans it is proven, where only some of others were tried."""
+    if _in_any_order(problem):
+        return " of one stage a device, in any order,"
     searched = [name for name in problem.schedules if name in SEARCHED]
     return f" of {' or '.join(searched)}" if problem.heuristic_schedules else ""
+
+
+def _in_any_order(problem: Problem) -> bool:
+    """Whether an order may hold one micro-batch at a time, which needs no less with the backward in two
+    parts: where that may not recompute."""
+    return problem.options.schedule == SYNTHESIZED and problem.options.recompute in ("auto", "never")
+
+
+def _with_balanced_stages(problem: Problem) -> str:
+    """What balanced plans of schedules that are not searched need at the least."""
+    least = find_smallest_of_others(problem) if problem.heuristic_schedules else None
+    return "" if least is None else f"; {least[1]} with balanced stages needs {format_bytes(least[0])}"
 
 
 def _none_left(problem: Problem) -> str:
@@ -187,15 +203,19 @@ def _no_plan_of_schedule(problem: Problem) -> InfeasibleError:
     if not changes and (enough := _enough_memory(problem)) is not None:
         changes = [enough]
     return InfeasibleError(
-        f"no plan under {', '.join(problem.schedules)} was found that fits into {limit} a GPU",
+        f"no plan under {', '.join(problem.schedules)} was found that fits into {limit} a device"
+        f"{_with_balanced_stages(problem)}",
         _hint(problem, changes),
         {"would_fit": changes},
     )
 
 
-def _in_words(tightest: TightestStage) -> str:
+def _in_words(problem: Problem, tightest: TightestStage) -> str:
     config = tightest.config
     mode = tightest.recompute.replace("_", " ")
+    if _in_any_order(problem):
+        sizes = f"{config.micro_batches} x {config.micro_batch_size}"
+        return f"{sizes}, one micro-batch at a time, recompute {mode}"
     return f"{config.micro_batches} x {config.micro_batch_size}, {config.schedule}, recompute {mode}"
 
 
@@ -222,7 +242,7 @@ def _memory_text(size: float) -> str:
 
 
 def _memory_change(gibibytes: str) -> str:
-    return f"memory='{gibibytes}GiB' a GPU"
+    return f"memory='{gibibytes}GiB' a device"
 
 
 def _fits(problem: Problem, gibibytes: str) -> bool:

@@ -28,6 +28,7 @@ from .search.branch_and_bound import SearchResult, search
 from .search.budget import WORK_A_SECOND, OutOfTime
 from .search.coarse import is_large, search_large
 from .search.space import Space
+from .shape_descent import descend
 from .synthesis.synthesize import synthesize
 from .universal_bound import universal_bound
 
@@ -38,14 +39,10 @@ FOR_SEARCHED = 0.75
 FOR_KNOWN = 0.75
 """Share of the time that all of it may take where an order is made for the plan afterwards."""
 BEST = "best"
-COSTLY = (
-    *("pipedream", "pipedream-published", "dapple", "alpa", "interleaved"),
-    *("spp", "piper", "asteroid"),
-)
+COSTLY = (*("pipedream", "pipedream-published", "dapple", "alpa", "interleaved"), "spp", "piper", "asteroid")
 """Planners that search themselves: unless the problem is small, they run after the joint search."""
 BALANCED = ("galvatron", "asteroid", "spp", "bapipe")
-"""Planners that balance memory against time, or search with equal devices, most in a second of processor time
-for 64 devices."""
+"""Planners that balance memory against time, or search with equal devices: a second for 64 devices."""
 OF_MANY_SCHEDULES = "torch-partition"
 """The planner that divides layers for schedules with two stages a device or a backward in two parts."""
 SIMPLE = ("one-gpu", "data-parallel", "even")
@@ -106,7 +103,13 @@ def find_best_plan(
         for name in more
         if name not in proposed
     }
-    result = joint_search(problem, _allowed_plans(problem, proposed), cuts_others=cuts_others)
+    seeds = _allowed_plans(problem, proposed)
+    if not quick and not large:
+        seeds += descend(problem, seeds)
+    result = joint_search(problem, seeds, cuts_others=cuts_others)
+    if not large and not result.exact:
+        starts = seeds if result.best is None else [result.best, *seeds]
+        result = _faster_of(problem, result, descend(problem, starts))
     others = [name for name in planners if name not in first]
     if others:
         by_planner |= {

@@ -10,22 +10,30 @@ not: without them no plan needs less.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from math import inf
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from math import ceil, inf
 
 import numpy as np
 
+from ..cost_models.errors import UsageError
 from ..cost_models.memory import Recompute
 from ..cost_models.schedules import find_schedule
+from .candidate import Proposal, replicated_pipeline
+from .other_schedules import propose_other_schedules, propose_parts
 from .pipeline_config import SEARCHED, PipelineConfig
 from .problem import Problem
+from .scoring import assemble, possible
+from .search.budget import SearchBudget
 from .search.replica_group import ReplicaGroupCosts
 from .search.space import Space
-from .search.stage_recompute import least_bytes, stage_word
+from .search.stage_recompute import least_bytes, stage_modes, stage_word
 from .stage_table import Floats, Indices
 
 MOST_ENTRIES = 3e7
 """Of the tables of all configurations with any replicas."""
+SECONDS = 1.0
+"""For the plans of other schedules."""
 
 
 @dataclass(frozen=True)
@@ -43,21 +51,49 @@ class TightestStage:
     memory_bytes: int
     ledger: dict[str, int]
     is_least: bool
+    proposal: Proposal
+    """The plan."""
 
 
-def find_smallest_plan(problem: Problem, *, equal: bool = False) -> TightestStage | None:
+def find_smallest_plan(
+    problem: Problem, *, equal: bool = False, in_flight: float | None = None
+) -> TightestStage | None:
     """The plan whose largest stage is smallest, with `equal` of those with as many replicas of every stage;
-    None where no plan is allowed whatever the memory."""
+    None where no plan is allowed whatever the memory. `in_flight`: micro-batches that each stage holds at a
+    time, as an order of its own may, instead of what 1F1B or GPipe does."""
+    names = SEARCHED if in_flight is None else ("1f1b",)
     configs = [
-        config for config in problem.configs if config.schedule in SEARCHED and config.virtual_stages == 1
+        config for config in problem.configs if config.schedule in names and config.virtual_stages == 1
     ]
     sets = problem.replica_sets
     if equal or _entries(problem, sets) * len(configs) > MOST_ENTRIES:
         sets, equal = [(count,) for counts in sets for count in counts], True
-    plans = (_smallest(problem, config, counts) for config in configs for counts in sets)
+    plans = (_smallest(problem, config, counts, in_flight) for config in configs for counts in sets)
     least = min((plan for plan in plans if plan is not None), key=lambda plan: plan.largest, default=None)
     is_least = not equal or problem.replica_sets == sets
     return None if least is None else least.tightest(is_least=is_least)
+
+
+def find_smallest_of_others(problem: Problem) -> tuple[int, str] | None:
+    """Bytes of the fullest device, and the schedule, of the plan that needs least of those that are tried of
+    other schedules than 1F1B and GPipe; None where there is none."""
+    problem = replace(problem, budget=SearchBudget(seconds=SECONDS))
+    names, least = problem.heuristic_schedules, list[tuple[int, str]]()
+    for proposal in (*propose_parts(problem, names), *propose_other_schedules(problem, names, None)):
+        if least and problem.budget.over:
+            break
+        if possible(problem.space, proposal):
+            with suppress(UsageError):  # the schedule does not run with these numbers
+                least.append((_fullest(problem.space, proposal), proposal.config.schedule))
+    return min(least, default=None)
+
+
+def _fullest(space: Space, proposal: Proposal) -> int:
+    """Bytes of its fullest device, each with the recomputation with which it needs least."""
+    modes = stage_modes(proposal.config)
+    ways = [assemble(space, proposal, [mode] * len(proposal.ends)) for mode in modes]
+    devices = range(ways[0].program.devices)
+    return max(min(sum(map(ceil, own.ledger(device).values())) for own in ways) for device in devices)
 
 
 def _entries(problem: Problem, sets: Sequence[tuple[int, ...]]) -> float:
@@ -65,7 +101,9 @@ def _entries(problem: Problem, sets: Sequence[tuple[int, ...]]) -> float:
     return float(sum(len(own) for own in sets) * problem.stage_counts[-1] * devices * places**2)
 
 
-def _smallest(problem: Problem, config: PipelineConfig, counts: Sequence[int]) -> _SmallestPlan | None:
+def _smallest(
+    problem: Problem, config: PipelineConfig, counts: Sequence[int], in_flight: float | None
+) -> _SmallestPlan | None:
     own = [
         count
         for count in counts
@@ -73,7 +111,8 @@ def _smallest(problem: Problem, config: PipelineConfig, counts: Sequence[int]) -
         and problem.may_share(config.micro_batch_size, [count])
         and problem.space.fits_someone(config.micro_batch_size, count)
     ]
-    return _SmallestProgramme(problem.space, config, own).run(problem.stage_counts[-1], problem.usable_gpus)
+    programme = _SmallestProgramme(problem.space, config, own, in_flight)
+    return programme.run(problem.stage_counts[-1], problem.usable_gpus)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +136,24 @@ class _SmallestPlan:
         ledger = programme.ledger(replicas, count - stage, start, end, mode)
         total = sum(ledger.values())
         return TightestStage(
-            programme.config, mode, replicas, count, stage, start, end, total, ledger, is_least
+            programme.config,
+            mode,
+            replicas,
+            count,
+            stage,
+            start,
+            end,
+            total,
+            ledger,
+            is_least,
+            self._proposal(),
         )
+
+    def _proposal(self) -> Proposal:
+        space = self.programme.space
+        cut_points = space.table(space.chain.sizes[0]).cut_points
+        ends = [int(cut_points[end]) for _, end, _ in self.stages]
+        return replicated_pipeline(self.programme.config, ends, [count for _, _, count in self.stages])
 
 
 Row = dict[int, Floats]
@@ -112,6 +167,7 @@ class _SmallestProgramme:
     space: Space
     config: PipelineConfig
     counts: Sequence[int]
+    in_flight: float | None = None
     _needs: dict[tuple[int, float], tuple[Floats, Indices]] = field(default_factory=dict)
 
     def run(self, most_stages: int, devices: int) -> _SmallestPlan | None:
@@ -155,7 +211,9 @@ class _SmallestProgramme:
         return self.space.replica_group(self.config.micro_batch_size, range(count))
 
     def _in_flight(self, to_last: int) -> float:
-        """Of 1F1B and GPipe, by the stages from this one to the last."""
+        """Of 1F1B and GPipe, by the stages from this one to the last; or what is given."""
+        if self.in_flight is not None:
+            return self.in_flight
         return find_schedule(self.config.schedule).in_flight(0, to_last, self.config.micro_batches)
 
     def need(self, count: int, to_last: int) -> Floats:

@@ -65,6 +65,8 @@ def as_sequential(chain: LayerChain) -> LayerSequential:
     layers.unused_names = chain.unused
     read_only = {id(own.tensor) for own in chain.users if own.is_read_only}
     layers.read_only_buffers = tuple(name for name, own in layers.named_buffers() if id(own) in read_only)
+    written = {id(own.tensor) for own in chain.users if own.is_written}
+    layers.written_buffers = tuple(name for name, own in layers.named_buffers() if id(own) in written)
     layers.mode_bound = tuple(layer.name for layer in chain.layers if is_mode_bound(layer.module))
     layers.traced_mode = any(layer.module.training for layer in chain.layers)
     layers.own_modes = chain.own_modes

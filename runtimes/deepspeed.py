@@ -56,6 +56,7 @@ def build(
     from ..profiler.user_model.loaded_model import ModelInput
     from .pipelining.cut_hooks import guard_cuts
     from .pipelining.plan_layers import match_layers
+    from .pipelining.recomputation import warn_of_second_runs
     from .pipelining.runtime_internals import partitioned_module
     from .pipelining.weight_copies import check_equal_buffers, find_tied_weights, split_stage
 
@@ -63,6 +64,8 @@ def build(
     example = None if example_input is None else ModelInput.of(example_input)
     count = document.parts[-1]
     layers = match_layers(document, count, model, example, layer_names, granularity=document.granularity)
+    if document.config.get("pipeline", {}).get("activation_checkpoint_interval"):
+        warn_of_second_runs(layers, "deepspeed")
     tied = find_tied_weights(layers, document.parts)
     _check_parameters(document, layers, tied)
     try:

@@ -123,6 +123,7 @@ ATTACKED_BY_TESTS: dict[str, str] = {
     "joint_search.py:without_plan": "tests/proofs/test_shared_layers.py",
     "shared_layers.py:solve_degrees": "tests/proofs/test_shared_layers.py",
     "synthesis/action_bound.py:action_bound": "tests/planner/synthesis/test_orders.py",
+    "synthesis/crossing_bound.py:crossing_bound": "tests/planner/synthesis/test_crossing_bound.py",
     "synthesis/ahead_orders.py:search_ahead": "tests/planner/synthesis/test_orders.py",
     "synthesis/order_problem.py:OrderProblem.bound": "tests/planner/synthesis/test_orders.py",
     "synthesis/local_search.py:improve_order": "tests/planner/synthesis/test_orders.py",

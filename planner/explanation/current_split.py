@@ -71,7 +71,8 @@ def compare_split(context: ExplainContext, current: ExplainOptions) -> SplitComp
     partition = _as_partition(own, current)
     if partition.gpus > own.gpus:
         raise UsageError(
-            f"`current`: the split takes {format_count(partition.gpus, 'GPU')}, the plan is for {own.gpus}",
+            f"`current`: the split takes {format_count(partition.gpus, 'device')}, "
+            f"the plan is for {own.gpus}",
             f"Explain a plan for as many: pplan solve gpus={partition.gpus}",
         )
     plan_of_split = plan_partition(own, partition, model="", profile=ProfileReference(file="", sha256=""))

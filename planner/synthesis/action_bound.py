@@ -22,6 +22,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
+from .crossing_bound import crossing_bound
 from .order_problem import KINDS, B, F, OrderProblem, W
 
 Floats = npt.NDArray[np.float64]
@@ -34,9 +35,9 @@ NEAR = 1e-12
 """Share by which sums of times rise when they still do."""
 
 
-def action_bound(problem: OrderProblem) -> float:
+def action_bound(problem: OrderProblem, limit: float = inf) -> float:
     """Seconds that no order is below, no less than `OrderProblem.bound`: that, of several parts a device and
-    where it would take long."""
+    where it would take long. `limit`: a step that an order has; no more is worked out."""
     least = problem.bound()
     if not problem.is_line or least == inf:
         return least
@@ -52,7 +53,7 @@ def action_bound(problem: OrderProblem) -> float:
             for number, (head, tail) in enumerate(zip(heads[part, kind], tails[part, kind], strict=True))
         ]
         least = max(least, _one_machine(jobs))
-    return least
+    return crossing_bound(problem, heads, tails, least, limit)
 
 
 class _ActionTimes:

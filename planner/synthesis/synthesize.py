@@ -13,25 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING
 
-from ...cost_models.device_memory import micro_batch_bytes
 from ...cost_models.errors import UsageError
-from ...cost_models.memory import FRAGMENTATION_RESERVE, Recompute
 from ...cost_models.quantities import MOST_ACTIONS
-from ...cost_models.schedules import Program, StageSlot, find_schedule
+from ...cost_models.schedules import find_schedule
 from ...cost_models.schedules.registration import register_order
 from ...cost_models.schedules.schedule_text import read_schedule, write_program
-from ..assembly import Assembly
 from ..candidate import Proposal, ScoredPlan
 from ..other_schedules import propose_other_schedules
 from ..pipeline_config import SYNTHESIZED
-from ..scoring import assemble, fastest, possible
+from ..scoring import fastest, possible
 from ..search.budget import SearchBudget
+from ..smallest_plan import find_smallest_plan
 from .action_bound import action_bound
 from .ahead_orders import ahead_orders, search_ahead, steepest_slope
 from .deep_orders import deep_orders
@@ -39,7 +37,15 @@ from .fill_orders import fill_orders
 from .fill_weights import fill_weights, list_turns
 from .insert_orders import insert_orders
 from .local_search import improve_order
-from .order_problem import Lists, OrderProblem, order_problem
+from .order_candidate import (
+    OrderCandidate,
+    has_order,
+    make_candidate,
+    near_proposals,
+    one_at_a_time,
+    recompute_choices,
+)
+from .order_problem import Lists
 from .run_order import list_steps, run_order
 from .solve_order import MOST_ACTIONS as MOST_SOLVED
 from .solve_order import has_solver, solve_order
@@ -57,16 +63,6 @@ SAME_PLACES = {
     "interleaved": ("interleaved",),
 }
 """By schedule, the bases whose parts lie on the same places."""
-COMING = (
-    "activations",
-    "stage_inputs",
-    "pending_gradients",
-    "workspace",
-    "optimizer_step",
-    "reserve",
-    "context",
-)
-"""Terms of the ledger that an order changes, or that are not bytes of a device's allocator."""
 MOST_OF_BASE = 6
 """Plans with searched cuts, by base."""
 STARTS = {
@@ -90,46 +86,60 @@ FILL_SHARE = 1 / 3
 """Of the time that is left, for the rules' orders of a shape."""
 
 
-@dataclass(frozen=True, eq=False)
-class OrderCandidate:
-    """A plan's shape with the numbers of its orders, and the best of them so far."""
-
-    proposal: Proposal
-    program: Program
-    recompute: tuple[Recompute, ...]
-    problem: OrderProblem
-    bound: float
-    lists: Lists | None = None
-    step: float = inf
-
-
 def synthesize(
     problem: Problem, best: ScoredPlan | None, plans: Sequence[ScoredPlan] = ()
 ) -> list[ScoredPlan]:
     """The fastest plans found with orders of their own, that fit and are faster than the `best` plan; `plans`
     of known schedules with searched cuts, the fastest first, to start from. Where no plan is known that fits,
-    one order is sought also when the time is over."""
+    an order is sought until there is one, also when the time is over."""
     limit = inf if best is None else best.step_seconds
-    own_cuts = list(_candidates(problem, _with_base(problem, plans), limit))
-    others = _candidates(problem, _shapes(problem, best), limit)
-    candidates = [*own_cuts, *sorted(others, key=lambda own: own.bound)[:MOST_SHAPES]]
-    seconds = SHARE * problem.options.time_limit
-    filled: list[OrderCandidate] = []
-    for own in candidates:
-        if problem.budget.over and (best is not None or any(earlier.lists for earlier in filled)):
-            break
-        filled.append(_fill(own, problem.budget.part(share=FILL_SHARE), required=best is None))
-    filled.sort(key=lambda own: own.step)
-    plans = []
-    for own in filled[:MOST_IMPROVED]:
-        if own.lists is None or own.bound >= limit:
+    filled = _fill_all(problem, best, plans, limit)
+    seconds, faster = SHARE * problem.options.time_limit, list[ScoredPlan]()
+    for number, own in enumerate(sorted(filled, key=lambda own: own.step)):
+        if own.bound >= limit or (number >= MOST_IMPROVED and limit < inf):
             continue
         improved = _improve(_move_cuts(problem, own), seconds / MOST_IMPROVED, problem.budget)
         improved = _move_cuts(problem, improved)
         if improved.step < limit and (plan := _score(problem, improved)) is not None:
-            plans.append(plan)
+            faster.append(plan)
             limit = min(limit, plan.step_seconds)
-    return plans
+    return faster
+
+
+def _fill_all(
+    problem: Problem, best: ScoredPlan | None, plans: Sequence[ScoredPlan], limit: float
+) -> list[OrderCandidate]:
+    """Candidates with orders that fit: on searched cuts, then on the shapes with the lowest bounds; where no
+    plan is known, on any that were left, until there is one."""
+    searched = _candidates(problem, _with_base(problem, plans), limit)
+    others = _candidates(problem, _shapes(problem, best), limit)
+    own_cuts, shapes = _make_in_time(problem, searched), _make_in_time(problem, others)
+    shapes.sort(key=lambda own: own.bound)
+    filled: list[OrderCandidate] = []
+    least = _candidates(problem, _smallest_shape(problem) if best is None else (), limit)
+    for number, own in enumerate(chain(own_cuts, shapes, searched, others, least)):
+        is_last = problem.budget.over or number >= len(own_cuts) + MOST_SHAPES
+        if is_last and (best is not None or filled):
+            break
+        changed = _fill(own, problem.budget.part(share=FILL_SHARE), required=best is None)
+        filled += [] if changed.lists is None else [changed]
+    return filled
+
+
+def _smallest_shape(problem: Problem) -> Iterator[Proposal]:
+    """The shape that needs least with one micro-batch at a time: if it does not fit, none does of stages on
+    devices of their own."""
+    smallest = find_smallest_plan(problem, in_flight=1)
+    if smallest is not None and problem.allows(smallest.proposal):
+        yield smallest.proposal
+
+
+def _make_in_time(problem: Problem, candidates: Iterator[OrderCandidate]) -> list[OrderCandidate]:
+    """The next ones, until the time is over."""
+    early = list[OrderCandidate]()
+    while not (early and problem.budget.over) and (own := next(candidates, None)) is not None:
+        early.append(own)
+    return early
 
 
 def _with_base(problem: Problem, plans: Sequence[ScoredPlan]) -> Iterator[Proposal]:
@@ -150,10 +160,10 @@ def _shapes(problem: Problem, best: ScoredPlan | None) -> Iterator[Proposal]:
 
 
 def _candidates(problem: Problem, proposals: Iterable[Proposal], limit: float) -> Iterator[OrderCandidate]:
-    """Of these, those whose bound on all orders is below the limit; one at least where there is no limit."""
-    is_first = True
+    """Of these, those whose bound on all orders is below the limit; none later than in time where there is
+    one."""
     for proposal in dict.fromkeys(proposals):
-        if problem.budget.over and (limit < inf or not is_first):
+        if problem.budget.over and limit < inf:
             return
         config = proposal.config
         devices = len(proposal.ends) // config.virtual_stages
@@ -162,9 +172,8 @@ def _candidates(problem: Problem, proposals: Iterable[Proposal], limit: float) -
         if proposal.config.recompute == "except_last" or not possible(problem.space, proposal):
             continue
         with suppress(UsageError):  # the schedule does not run with these numbers
-            for own in _recomputing(problem, proposal):
-                if own.bound < limit:
-                    is_first = False
+            for own in recompute_choices(problem, proposal):
+                if own.bound < limit and has_order(own.problem):
                     yield own
 
 
@@ -175,7 +184,7 @@ def _move_cuts(problem: Problem, own: OrderCandidate) -> OrderCandidate:
     goes_on = True
     while goes_on and not problem.budget.over:
         goes_on = False
-        for proposal in _near(problem, own.proposal):
+        for proposal in near_proposals(problem, own.proposal):
             changed = make_candidate(problem, proposal, own.recompute)
             if not changed.problem.fits(own.lists) or problem.budget.over:
                 continue
@@ -185,85 +194,15 @@ def _move_cuts(problem: Problem, own: OrderCandidate) -> OrderCandidate:
     return own
 
 
-def _near(problem: Problem, proposal: Proposal) -> Iterator[Proposal]:
-    """With one cut at the next place."""
-    cut_points = problem.space.table(problem.space.chain.sizes[0]).cut_points
-    for part, end in enumerate(proposal.ends[:-1]):
-        for move in (-1, 1):
-            place = cut_points.index(end) + move
-            ends = (*proposal.ends[:part], cut_points[place], *proposal.ends[part + 1 :])
-            changed = replace(proposal, ends=ends)
-            rising = all(first < last for first, last in changed.bounds)
-            if rising and possible(problem.space, changed) and problem.allows(changed):
-                yield changed
-
-
-def _recomputing(problem: Problem, proposal: Proposal) -> Iterator[OrderCandidate]:
-    """A shape where nothing recomputes; all; and what has no room for as many micro-batches as 1F1B holds."""
-    never: list[Recompute] = ["never" for _ in proposal.ends]
-    always: list[Recompute] = ["always" for _ in proposal.ends]
-    if proposal.config.recompute != "by_stage":
-        yield make_candidate(problem, proposal, always if proposal.config.recompute == "always" else never)
-        return
-    without = make_candidate(problem, proposal, never)
-    yield without
-    whole = without.problem
-    lacking = set()
-    for device, parts in enumerate(whole.own_parts):
-        needed = min(whole.micro_batches, whole.devices - device)
-        if sum(whole.micro_batch_bytes[part] for part in parts) * needed > whole.room[device]:
-            lacking.add(device)
-    if not lacking:
-        return
-    if len(lacking) < whole.devices:
-        mixed: list[Recompute] = ["always" if device in lacking else "never" for device in whole.device]
-        yield make_candidate(problem, proposal, mixed)
-    yield make_candidate(problem, proposal, always)
-
-
-def make_candidate(problem: Problem, proposal: Proposal, modes: Sequence[Recompute]) -> OrderCandidate:
-    """The numbers of a shape's orders, with what its parts recompute."""
-    assembly = assemble(problem.space, proposal, modes)
-    costs = assembly.costs()
-    numbers = order_problem(assembly, costs, *_memory(problem, assembly))
-    return OrderCandidate(proposal, assembly.program, tuple(modes), numbers, numbers.bound())
-
-
-Pairs = list[tuple[float, float]]
-
-
-def _memory(problem: Problem, assembly: Assembly) -> tuple[list[float], list[float], Pairs, Pairs]:
-    """By device, the room for micro-batches in flight and workspace, the optimizer's step left out; by part,
-    the bytes of one, what the first part of a backward adds, and workspaces."""
-    program = assembly.program
-    room: list[float] = []
-    sizes = [0.0] * program.slots
-    first_part, workspace = ([(0.0, 0.0)] * program.slots for _ in range(2))
-    for device in range(program.devices):
-        terms = assembly.ledger(device)
-        lasting = sum(amount for name, amount in terms.items() if name not in COMING)
-        limit = problem.space.limit(assembly.ranks[device]) - terms.get("context", 0.0)
-        room.append(limit / (1 + FRAGMENTATION_RESERVE) - lasting)
-        saves = assembly.recompute[device] == "never"
-        for chunk, own in enumerate(assembly.chunk_bytes(device)):
-            part = program.parts_by_slot[StageSlot(device, chunk)]
-            amounts = micro_batch_bytes(own, program)[saves]
-            sizes[part] = sum(amounts.forward)
-            again, split = sum(amounts.backward), program.splits_backward
-            if split:
-                first_part[part] = again + sum(amounts.first_part), sum(amounts.behind_first_part)
-            behind = float(own.layer_workspace) if split else float(own.workspace) + again
-            workspace[part] = float(own.workspace), behind
-    return room, sizes, first_part, workspace
-
-
 def _fill(own: OrderCandidate, budget: SearchBudget, *, required: bool) -> OrderCandidate:
     """With the best of the known orders and of those made by rule; where the time is over, of those tried by
     then, one that fits at least where it is `required`."""
     numbers = own.problem
     best, lists = inf, None
     rules = (deep_orders, insert_orders, ahead_orders, fill_orders) if _actions(own) <= MOST_FILLED else ()
-    for order in chain(_published_orders(own), *(rule(numbers) for rule in rules)):
+    made_by_rule = (rule(numbers) for rule in rules)
+    last = one_at_a_time(numbers, numbers.micro_batches)
+    for order in chain(_published_orders(own), *made_by_rule, [last]):
         run = run_order(numbers, order) if numbers.fits(order) else None
         if run is not None and run.step < best:
             best, lists = run.step, order
@@ -302,7 +241,7 @@ def _actions(own: OrderCandidate) -> int:
 
 def _improve(own: OrderCandidate, seconds: float, budget: SearchBudget) -> OrderCandidate:
     """Improved for about so many seconds: by other rules, by exchanges, by the solver where there is one."""
-    own = replace(own, bound=max(own.bound, 0.0 if budget.over else action_bound(own.problem)))
+    own = replace(own, bound=max(own.bound, 0.0 if budget.over else action_bound(own.problem, own.step)))
     assert own.lists is not None, "an order was made"
     lists, solves = own.lists, has_solver() and _actions(own) <= MOST_SOLVED
     tries = 0.0 if steepest_slope(own.problem) is None else seconds / 6

@@ -106,7 +106,9 @@ def _rival_answer(plan: Plan, rival: Baseline) -> str:
     step = rival.step_seconds or 0.0
     unable = rival.name == "data-parallel" and plan.runtime and plan.gpus and not _replicates(plan)
     reason = f"{plan.runtime} does not run it" if unable else "the options given leave it out"
-    return f"{_rival(plan, rival)}{on} is faster: {_figures(step, plan.mini_batch / step)}; {reason}."
+    otherwise = ", run otherwise," if _describe_shape(plan) == f"{_rival(plan, rival)}{on}" else ""
+    figures = _figures(step, plan.mini_batch / step)
+    return f"{_rival(plan, rival)}{on}{otherwise} is faster: {figures}; {reason}."
 
 
 def _rival(plan: Plan, rival: Baseline) -> str:

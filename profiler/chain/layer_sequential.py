@@ -45,6 +45,8 @@ class LayerSequential(nn.Sequential):
     use."""
     read_only_buffers: tuple[str, ...] = ()
     """Names of buffers that several layers use and none writes: stages may have copies of these."""
+    written_buffers: tuple[str, ...] | None = None
+    """Names of buffers that forward changes, as statistics of batch norms; None: not known."""
     traced_mode: bool = True
     """Whether the model was in training mode then."""
     own_modes: tuple[str, ...] = ()

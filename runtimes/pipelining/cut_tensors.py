@@ -7,6 +7,7 @@ they are: they travel as floating-point numbers of the same bits, and their grad
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,22 +23,30 @@ _ASKS_FOR_ALL = "output_grads" not in inspect.signature(PipelineStage).parameter
 
 @dataclass(frozen=True)
 class CutTensor:
-    """A tensor at a cut: whether a gradient comes back for it, and whether the stage behind overwrites it."""
+    """A tensor at a cut: whether a gradient comes back for it, whether the stage behind overwrites it, and
+    whether it crosses alone in a tuple, which that stage's first layer takes apart."""
 
     dtype: torch.dtype
     has_gradient: bool
     is_overwritten: bool = False
+    in_tuple: bool = False
 
     @classmethod
-    def of(cls, tensor: Tensor) -> CutTensor:
+    def of(cls, tensor: Tensor, *, in_tuple: bool = False) -> CutTensor:
         """The description of a tensor that the stage before hands out."""
-        return cls(tensor.dtype, tensor.requires_grad)
+        return cls(tensor.dtype, tensor.requires_grad, in_tuple=in_tuple)
 
     def receive(self, sent: Tensor) -> Tensor:
         """The tensor for the stage's layers, from what crossed the cut."""
         if self.has_gradient:
             return pass_on(sent)
         return _unpack(sent.detach(), self.dtype)
+
+
+def as_layer_input(tensors: Sequence[Tensor], crossings: Sequence[CutTensor] | None) -> Any:
+    """A tensor, or the tuple of several; also of one where it was in one."""
+    in_tuple = crossings is not None and any(about.in_tuple for about in crossings)
+    return tensors[0] if len(tensors) == 1 and not in_tuple else tuple(tensors)
 
 
 def pack_tensor(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from ...profiler.user_model.shared_parameters import tensors_used
 from ..formats.export_document import ExportDocument, check_layers, stage_bounds
 from ..formats.pipe_export import PipeExport
 from .cut_hooks import guard_cuts
+from .recomputation import warn_of_second_runs
 from .weight_copies import read_only_buffers, shared_tensor_error, split_stage
 
 
@@ -89,6 +90,8 @@ def prepare_pipe(
     _check_input(document, example)
     parts = stage_bounds(document.balance)
     layers = match_layers(document, parts[-1], model, example, layer_names, granularity=document.granularity)
+    if document.checkpoint != "never":
+        warn_of_second_runs(layers, document.kind)
     arguments = document.arguments()
     if devices is not None:
         arguments["devices"] = _as_devices(devices, len(document.balance))

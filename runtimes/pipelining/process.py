@@ -23,6 +23,7 @@ from ..formats.torch_export import TorchExport
 from .input_form import InputForm, check_samples
 from .plan_layers import check_groups, match_layers
 from .rank_coordinates import RankCoordinates, Replicate, average_gradients, find_coordinates, replicate_stage
+from .recomputation import names_in_stage, written_buffers
 from .runtime_internals import Stage, load_order
 from .stage_module import StageModule, stage_loss
 from .stage_shapes import StageShapes, trace_shapes
@@ -155,13 +156,14 @@ def build_process(
     samples = document.micro_batch_size // document.replicas
     first_inputs = form.micro_batch(example, samples)
     splits = splits_backward(document.actions)
-    shapes = trace_shapes(layers, document.parts, first_inputs, form, splits_backward=splits)
+    shapes = trace_shapes(layers, document.parts, first_inputs, form, splits_backward=splits, device=place)
+    written = written_buffers(layers)
     stage_layers = {
         stage: split_stage(layers, document.parts, stage, tied)
         for stage in document.stages[coordinates.index]
     }
     stages = {
-        stage: _stage_module(document, stage_layers[stage].layers, stage, shapes, form)
+        stage: _stage_module(document, stage_layers[stage].layers, stage, shapes, form, written)
         for stage in stage_layers
     }
     wrapped: dict[int, nn.Module] = {stage: module.to(place) for stage, module in stages.items()}
@@ -240,16 +242,21 @@ def _stage_module(
     stage: int,
     shapes: Sequence[StageShapes] | None,
     form: InputForm,
+    written: Sequence[Tensor],
 ) -> StageModule:
     end, word = document.parts[stage + 1], document.recompute[stage]
     first = count_first_layers(word)
-    return StageModule(
+    module = StageModule(
         layers,
         None if shapes is None else shapes[stage].crossings,
         recompute=(len(layers) if word == "always" else 0) if first is None else first,
+        written=names_in_stage(layers, written),
+        outputs=None if shapes is None else shapes[stage].outputs,
         form=form if stage == 0 else None,
         is_last=end == document.parts[-1],
     )
+    module.is_told_nothing = shapes is None
+    return module
 
 
 def _pipeline_stage(

@@ -7,6 +7,7 @@ is looked for where it is used, so that the other runtimes work without it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,12 @@ def _backward_parts() -> tuple[Callable[..., Any], Callable[..., Any]]:
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
     return stage_backward_input, stage_backward_weight
+
+
+def _fake_tensor_mode() -> Callable[..., AbstractContextManager[Any]]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode
 
 
 def _pipe_module() -> Any:
@@ -67,7 +74,13 @@ IGNORED = Internal(
     "replicas of stages that share a weight, whose gradients are added up over all that hold it",
     "Use replicate='fsdp', or a plan without replicas.",
 )
-TORCH_INTERNALS = (BACKWARD_PARTS, OWN_SCHEDULE, NEIGHBOURS, IGNORED)
+FAKE_TENSORS = Internal(
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+    _fake_tensor_mode,
+    "shapes and dtypes at the cuts of a model that runs parts under autocast",
+    "Let PyTorch run the stages to find out, as for models that the meta device cannot run.",
+)
+TORCH_INTERNALS = (BACKWARD_PARTS, OWN_SCHEDULE, NEIGHBOURS, IGNORED, FAKE_TENSORS)
 DEEPSPEED_PARTITION = Internal(
     "deepspeed.runtime.pipe.module.PipelineModule._partition_layers, _set_bounds, _topo",
     lambda: (_pipe_module()._partition_layers, _pipe_module()._set_bounds),
@@ -109,6 +122,12 @@ def backward_parts() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """stage_backward_input and stage_backward_weight. Raises MachineError."""
     check_internals([BACKWARD_PARTS], torch.__version__)
     return _backward_parts()
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Inside, new tensors say that they are on a device, and have no values. Raises MachineError."""
+    check_internals([FAKE_TENSORS], torch.__version__)
+    return _fake_tensor_mode()(allow_non_fake_inputs=True)
 
 
 def load_order(schedule: Any, file: Path) -> None:

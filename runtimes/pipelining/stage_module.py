@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from ...cost_models.errors import ExportError
 from ...profiler.torch_internals import TreeSpec, tree_flatten, tree_unflatten
-from .cut_tensors import CutTensor, add_zero_gradients, attach_all, pack_tensor, pass_on
+from .cut_tensors import CutTensor, add_zero_gradients, as_layer_input, attach_all, pack_tensor, pass_on
 from .input_form import InputForm
+from .recomputation import run_recomputed
 
 
 class StageModule(nn.Module):
@@ -19,7 +20,8 @@ class StageModule(nn.Module):
 
     `crossings`: of the tensors it takes, in order; None where they are not known: then they are taken as they
     are, and cloned, for the stage may overwrite them. `recompute`: how many of the first layers run again in
-    backward, for their activations.
+    backward, for their activations; `written`: names of the buffers that forward changes. `outputs`: what the
+    stage behind was told to expect, where it was told.
     `form`: of the input, for the first stage. The last one returns the tensors of the model's output, which
     `assemble` puts together.
     """
@@ -30,13 +32,19 @@ class StageModule(nn.Module):
         crossings: Sequence[CutTensor] | None = None,
         *,
         recompute: int = 0,
+        written: Sequence[str] = (),
+        outputs: Sequence[Tensor] | None = None,
         form: InputForm | None = None,
         is_last: bool = False,
     ) -> None:
         super().__init__()
         self.layers = layers
         self.crossings = None if crossings is None else tuple(crossings)
-        self.recompute, self.form, self.is_last = recompute, form, is_last
+        self.recompute, self.written = recompute, tuple(written)
+        self.form, self.is_last = form, is_last
+        self._expected = None if is_last or outputs is None else [tensor.dtype for tensor in outputs]
+        self.is_told_nothing = False
+        """Whether the stage behind does not know what it is sent."""
         self.output_tensors: tuple[CutTensor, ...] = ()
         """Of the latest output, as the next stage's crossings."""
         self._structure: tuple[TreeSpec, list[Any]] | None = None
@@ -46,11 +54,11 @@ class StageModule(nn.Module):
         tensors = self.receive(inputs)
         again = self.recompute if torch.is_grad_enabled() else 0
         if again:
-            output = checkpoint(self._run, *tensors, layers=self.layers[:again], use_reentrant=False)
+            output = run_recomputed(self.layers[:again], self._layer_input, tensors, self.written)
             if again < len(self.layers):
                 output = self.layers[again:](output)
         else:
-            output = self._run(*tensors, layers=self.layers)
+            output = self.layers(self._layer_input(*tensors))
         return self._pack_output(output, inputs)
 
     def build_output(self, output: Tensor | tuple[Tensor, ...]) -> Any:
@@ -69,29 +77,53 @@ class StageModule(nn.Module):
             return tuple(pass_on(tensor) if tensor.requires_grad else tensor for tensor in tensors)
         return tuple(about.receive(tensor) for about, tensor in zip(self.crossings, tensors, strict=True))
 
-    def _run(self, *tensors: Tensor, layers: nn.Sequential) -> Any:
-        """The first layers, on clones of what they overwrite: a micro-batch is needed again to recompute."""
+    def _layer_input(self, *tensors: Tensor) -> Any:
+        """Clones of what the layers overwrite: a micro-batch is needed again to recompute."""
         pairs = zip(tensors, self.crossings or (None,) * len(tensors), strict=True)
         layer_inputs = tuple(
             tensor.clone() if about is None or about.is_overwritten else tensor for tensor, about in pairs
         )
-        return layers(layer_inputs[0] if len(layer_inputs) == 1 else layer_inputs)
+        return as_layer_input(layer_inputs, self.crossings)
 
     def _pack_output(self, output: Any, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         if self.is_last:
             leaves, spec = tree_flatten(output)
-            tensors = [leaf.contiguous() for leaf in leaves if isinstance(leaf, Tensor)]
+            tensors = [_output_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
             markers = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             self._structure = None if isinstance(output, Tensor) else (spec, markers)
         else:
+            in_tuple = not isinstance(output, Tensor) and len(output) == 1
             outputs = (output,) if isinstance(output, Tensor) else output
-            self.output_tensors = tuple(CutTensor.of(tensor) for tensor in outputs)
+            self.output_tensors = tuple(CutTensor.of(tensor, in_tuple=in_tuple) for tensor in outputs)
             tensors = attach_all([pack_tensor(tensor) for tensor in outputs])
+            self._check_outputs(tensors)
         carried = self._without_gradients(inputs)
         if carried and tensors:
             target = max(range(len(tensors)), key=lambda i: tensors[i].requires_grad)
             tensors[target] = add_zero_gradients(tensors[target], carried)
         return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+    def _check_outputs(self, tensors: Sequence[Tensor]) -> None:
+        """Raises ExportError where the stage behind would take them for others."""
+        about = self.output_tensors
+        pairs = list(zip(tensors, about, strict=True))
+        if self.is_told_nothing and any(own.in_tuple or sent.dtype != own.dtype for sent, own in pairs):
+            raise ExportError(
+                "what crosses a cut is no floating-point tensor, or one in a tuple, and the stages cannot be "
+                "traced on the meta device to tell the stage behind",
+                "Let the layers hand on floating-point tensors, or look at no values in forward.",
+            )
+        dtypes = [tensor.dtype for tensor in tensors]
+        if self._expected is not None and dtypes != self._expected:
+            sent, expected = (
+                ", ".join(str(dtype).removeprefix("torch.") for dtype in some)
+                for some in (dtypes, self._expected)
+            )
+            raise ExportError(
+                f"a stage hands on {sent} where {expected} was expected: it runs under another autocast, "
+                "or in another precision, than when it was built",
+                "Call build inside the torch.autocast that the steps run in, with the model in its dtype.",
+            )
 
     def _without_gradients(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Inputs of which the schedule asks a gradient that they do not have."""
@@ -99,6 +131,13 @@ class StageModule(nn.Module):
             return ()
         pairs = zip(tensors, self.crossings, strict=True)
         return tuple(tensor for tensor, about in pairs if tensor.requires_grad and not about.has_gradient)
+
+
+def _output_tensor(tensor: Tensor) -> Tensor:
+    """An output of the model. A weight is handed on: PyTorch detaches outputs in place, which would freeze
+    it."""
+    is_weight = tensor.is_leaf and tensor.requires_grad
+    return pass_on(tensor) if is_weight else tensor.contiguous()
 
 
 class _Tensor:

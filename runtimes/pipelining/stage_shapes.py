@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +20,9 @@ from torch import Tensor, nn
 from ...cost_models.errors import ExportError
 from ...profiler.torch_internals import tensor_version
 from ...profiler.user_model.loaded_model import copy_to_meta
-from .cut_tensors import CutTensor
+from .cut_tensors import CutTensor, as_layer_input
 from .input_form import InputForm
-from .runtime_internals import backward_parts
+from .runtime_internals import backward_parts, fake_tensors
 from .stage_module import StageModule
 
 
@@ -41,8 +43,12 @@ def trace_shapes(
     form: InputForm,
     *,
     splits_backward: bool = False,
+    device: torch.device | None = None,
 ) -> list[StageShapes] | None:
     """For each stage, with `inputs` of that form to the first; None where the meta device cannot run them.
+
+    The meta device knows no autocast: where the layers are under one, or switch one on, or do not run on
+    meta, they are traced with tensors that are said to be on `device` (default: the CPU).
 
     PyTorch computes weight gradients apart only on what lies between an input with a gradient and the output:
     where `splits_backward`, a stage behind frozen ones has such an input all the same, and its gradient is
@@ -50,17 +56,67 @@ def trace_shapes(
 
     Raises ExportError where PyTorch cannot run the two parts of a stage's backward.
     """
+    place = device or torch.device("cpu")
+    meta_inputs = tuple(tensor.to("meta") for tensor in inputs)
     try:
         meta_layers = copy_to_meta(layers, "the model")
-        stages = _trace_stages(
-            meta_layers, parts, tuple(tensor.to("meta") for tensor in inputs), form, splits_backward
-        )
-        return list(stages)
+        with _notice_autocast() as noticed, suppress(*_NOT_ON_META):
+            stages = list(_trace_stages(meta_layers, parts, meta_inputs, form, splits_backward))
+            if not noticed and not torch.is_autocast_enabled(place.type):
+                return stages
+        meta_layers = copy_to_meta(layers, "the model")
+        with fake_tensors():
+            _pretend(meta_layers, place)
+            fake_inputs = tuple(_pretended(tensor, place) for tensor in meta_inputs)
+            stages = list(_trace_stages(meta_layers, parts, fake_inputs, form, splits_backward=False))
+        return [_on_meta(stage) for stage in stages]
     except ExportError:
         raise
     except Exception:
         # Whatever a model does on the meta device that it does not do elsewhere; PyTorch finds out itself.
         return None
+
+
+_NOT_ON_META = (RuntimeError, NotImplementedError, ValueError, TypeError)
+"""What a forward raises that the meta device cannot run."""
+
+
+@contextmanager
+def _notice_autocast() -> Iterator[list[bool]]:
+    """Inside, every torch.autocast that is entered adds to the list."""
+    entered: list[bool] = []
+    enter: Any = torch.autocast.__enter__
+
+    def noticing(context: Any) -> Any:
+        entered.append(True)
+        return enter(context)
+
+    with mock.patch.object(torch.autocast, "__enter__", noticing):
+        yield entered
+
+
+def _pretend(layers: nn.Module, device: torch.device) -> None:
+    """Inside `fake_tensors`: makes parameters and buffers, which are on meta, look as if on `device`."""
+    for module in layers.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(_pretended(parameter, device), parameter.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, _pretended(buffer, device))
+
+
+def _pretended(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_like(tensor.detach(), device=device).requires_grad_(tensor.requires_grad)
+
+
+def _on_meta(stage: StageShapes) -> StageShapes:
+    """With tensors of the meta device alone."""
+
+    def plain(tensor: Tensor) -> Tensor:
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return meta.requires_grad_(tensor.requires_grad)
+
+    inputs, outputs = (tuple(map(plain, tensors)) for tensors in (stage.inputs, stage.outputs))
+    return dataclasses.replace(stage, inputs=inputs, outputs=outputs)
 
 
 def _trace_stages(
@@ -118,7 +174,7 @@ def _mark_overwritten(
     stage_inputs = StageModule(layers, crossings, form=form).receive(inputs)
     clones = tuple(tensor.clone() for tensor in stage_inputs)
     versions = [tensor_version(tensor) for tensor in clones]
-    layers(clones[0] if len(clones) == 1 else clones)
+    layers(as_layer_input(clones, crossings))
     changes = (tensor_version(tensor) > old for tensor, old in zip(clones, versions, strict=True))
     return tuple(
         dataclasses.replace(about, is_overwritten=is_changed)

@@ -242,7 +242,7 @@ def test_a_split_in_use(run: Run, planned: Plan) -> None:
         ("--current 4,0", "--current 0: must be at least 1"),
         ("--current 4,4", "--current 4,4: holds 8 layers, the model has 12"),
         ("--current 5,7", "stage 0 ends after layer 4"),
-        ("--current 3,3,3,3", "the split takes 4 GPUs, the plan is for"),
+        ("--current 3,3,3,3", "the split takes 4 devices, the plan is for"),
         ("--current 6,6 --schedule 1f2b", "--schedule 1f2b: not known"),
         ("--current 6,6 --replicas 0", "--replicas 0: must be at least 1"),
         ("--replicas 2", "explain --replicas 2: without --current"),

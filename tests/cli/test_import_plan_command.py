@@ -116,7 +116,7 @@ def test_a_file_and_the_verbs_after_it(run: Run, decoder_file: Path) -> None:
         (("",), "is no partition, and no file", "12,34"),
         (("nothing.txt",), "nothing.txt: no such partition file", ""),
         (("4,4",), "4,4: the balance adds up to 8 layers, the profile has 9", "--profile FILE"),
-        (("4,5", "--gpus", "1"), "--gpus 1: the partition takes 2 GPUs", "--gpus 2"),
+        (("4,5", "--gpus", "1"), "--gpus 1: the partition takes 2 devices", "--gpus 2"),
         (("4,5", "--replicas", "0"), "--replicas 0: must be at least 1", ""),
         (("4,5", "--virtual-stages", "3"), "--virtual-stages 3: 4,5 has 2 stages", "divides"),
         (("4,5", "--schedule", "1f1bb"), "--schedule 1f1bb: not known", "1f1b"),

@@ -134,7 +134,7 @@ def test_frontier_is_printed_and_stored_beside_the_plan(run: Run, toy: Path) -> 
     del toy
     ran = run("solve", "--gpus", "3", "--mini-batch", "16", *MACHINE, "--frontier")
     assert ran.status == 0, ran.err
-    assert "Step time vs. peak memory of a GPU" in ran.out
+    assert "Step time vs. peak memory of a device" in ran.out
     assert ran.lines[-2:] == ["Wrote toy.plan.json", "Wrote toy.frontier.json"]
     found, plan = Frontier.load("toy.frontier.json"), Plan.load("toy.plan.json")
     assert len(found.points) > 1

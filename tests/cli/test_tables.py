@@ -235,6 +235,15 @@ def test_answer_when_options_leave_out_what_the_runtime_runs(plan: Plan, runtime
     assert first.endswith("the options given leave it out.")
 
 
+def test_a_faster_way_over_the_same_devices_is_told_apart_from_the_plan(plan: Plan) -> None:
+    stage = plan.stages[0].model_copy(update={"last_layer": plan.stages[-1].last_layer})
+    baselines = [plan.baselines[1].model_copy(update={"name": "one-gpu", "step_seconds": 0.5})]
+    one = changed(plan, stages=[stage.model_copy(update={"devices": [0]})], baselines=baselines, gpus=1)
+    first, second = answer_lines(one)[:2]
+    assert first.startswith("One GPU, run otherwise, is faster: 500 ms a step")
+    assert second.startswith("This plan is one GPU: ")
+
+
 def test_answer_is_not_proven_without_exact(plan: Plan) -> None:
     prediction = plan.prediction.model_copy(update={"exact": False})
     first = answer_lines(changed(plan, prediction=prediction))[0]

@@ -231,7 +231,7 @@ def test_notes_say_what_was_assumed(make_chain: MakeChain, make_topology: MakeTo
     assert small.micro_batch_size == 1
     assert "micro-batch size 1 is below the smallest measured (2): extrapolated" in small.warnings
     few = solved(make_chain(1, 4, cuts=0.0), make_topology(3), runtime="torchgpipe")
-    assert any("at most 1 stage, fewer than 3 GPUs" in note for note in few.notes)
+    assert any("at most 1 stage, fewer than 3 devices" in note for note in few.notes)
 
 
 @pytest.mark.slow
@@ -245,7 +245,7 @@ def test_an_infeasible_problem_names_the_stage_and_the_way_out(
     for memory in (400, 1000, 1500, 1800):
         with pytest.raises(InfeasibleError) as caught:
             solved(chain, make_topology(2, memory=memory), **fixed, optimizer="adam")
-        assert "a GPU: at the least, stage" in caught.value.what
+        assert "a device: at the least, stage" in caught.value.what
         assert "of 2 (layer" in caught.value.what
         assert "are missing" in caught.value.what
         assert caught.value.exit_status == 3
@@ -324,7 +324,7 @@ def test_one_process_stays_on_one_node(make_chain: MakeChain, make_topology: Mak
     two = solved(chain, make_topology(2, per_node=2), runtime="torchgpipe", mini_batch=alone.mini_batch)
     assert [base.step_seconds for base in alone.baselines[2:]] == [b.step_seconds for b in two.baselines[2:]]
     assert len(alone.stages) <= 2
-    assert "torchgpipe is one process: it reaches the 2 GPUs of one node" in alone.notes
+    assert "torchgpipe is one process: it reaches the 2 devices of one node" in alone.notes
 
 
 @pytest.mark.slow

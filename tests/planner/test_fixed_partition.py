@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_a_plan_that_says_so(make_chain: MakeChain, make_to
 
 def test_what_cannot_be(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     chain, topology = make_chain(5, 6, cuts=1.0), make_topology(2)
-    with pytest.raises(UsageError, match="gpus=2: the partition takes 3 GPUs"):
+    with pytest.raises(UsageError, match="gpus=2: the partition takes 3 devices"):
         plan_of(chain, topology, FixedPartition((2, 4, 6)))
     forbidden = replace(chain, cut_after=np.array([True, False, True, True, True, False]))
     with pytest.raises(UsageError, match="stage 0 ends after layer 1, layer1, where the profile"):

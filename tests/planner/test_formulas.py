@@ -50,8 +50,8 @@ from pplan.planner.search.rounding import _fit_replicas, _RoundedStage
 from pplan.planner.search.space import Space
 from pplan.planner.search.stage_recompute import cheapest_mode
 from pplan.planner.stage_table import StageTable
+from pplan.planner.synthesis.order_candidate import near_proposals
 from pplan.planner.synthesis.order_problem import _after
-from pplan.planner.synthesis.synthesize import _near
 from pplan.planner.universal_bound import _least_backward
 from pplan.planner.weight_moves import list_moves
 
@@ -138,7 +138,7 @@ def test_memory_is_of_one_replica_where_none_is_said(even: Chain) -> None:
 def test_one_cut_at_the_next_place(even: Chain, make_topology: MakeTopology) -> None:
     problem = Problem(even, make_topology(3), PlanOptions(mini_batch=4, micro_batches=4))
     config = next(own for own in problem.configs if own.schedule == "1f1b")
-    near = {proposal.ends for proposal in _near(problem, linear_pipeline(config, [4, 8, 12]))}
+    near = {proposal.ends for proposal in near_proposals(problem, linear_pipeline(config, [4, 8, 12]))}
     assert near == {(3, 8, 12), (5, 8, 12), (4, 7, 12), (4, 9, 12)}
 
 

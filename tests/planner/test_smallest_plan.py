@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.layer import Chain, list_cut_points
+from pplan.cost_models.quantities import format_bytes
 from pplan.cost_models.topology import Device, Group, Topology
-from pplan.planner.candidate import Proposal, replicated_pipeline
+from pplan.planner.candidate import Proposal, linear_pipeline, replicated_pipeline
 from pplan.planner.infeasible import no_plan_fits
+from pplan.planner.joint_search import find_best_plan
 from pplan.planner.pipeline_config import SEARCHED
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble, is_measured
-from pplan.planner.smallest_plan import find_smallest_plan
+from pplan.planner.search.budget import SearchBudget
+from pplan.planner.smallest_plan import find_smallest_of_others, find_smallest_plan
+from pplan.planner.synthesis.order_candidate import has_order, recompute_choices
+from pplan.planner.synthesis.synthesize import synthesize
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -79,6 +84,52 @@ def test_no_plan_needs_less(
     assert plan.memory_bytes == sum(plan.ledger.values())
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("recompute", ["auto", "never"])
+def test_no_order_needs_less(
+    seed: int, recompute: Any, make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    """One byte less, and on no cuts is there an order, with the backward whole or in two parts; and in so
+    much memory one is made, also without time."""
+    options = PlanOptions(mini_batch=4, micro_batches=4, schedule="synthesized", recompute=recompute)
+    problem = Problem(make_chain(seed, 4, cuts=1.0), make_topology(2, latency=0.01), options)
+    least = find_smallest_plan(problem, in_flight=1)
+    assert least is not None
+    shapes = [
+        linear_pipeline(config, (end, 4))
+        for config, end in product(problem.configs, (1, 2, 3))
+        if config.schedule in ("1f1b", "zb-h1") and config.recompute != "except_last"
+    ]
+    assert len({shape.config.schedule for shape in shapes}) == 2
+    for less, fits in ((0, True), (1, False)):
+        memory_limit = least.memory_bytes - less
+        own = replace(
+            problem, options=replace(options, memory_limit=memory_limit), budget=SearchBudget(seconds=0.0)
+        )
+        every = (candidate for shape in shapes for candidate in recompute_choices(own, shape))
+        assert any(has_order(candidate.problem) for candidate in every) == fits
+        assert bool(synthesize(own, None)) >= fits
+
+
+def test_what_other_schedules_need_is_said(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    """Of a plan in any order what one micro-batch at a time needs; of others what balanced stages do."""
+    chain, topology = make_chain(1, 6, cuts=1.0), make_topology(2, memory=150)
+    words = {"synthesized": " of one stage a device, in any order,", "any": " of 1f1b or gpipe"}
+    for schedule, of_which in words.items():
+        options = PlanOptions(mini_batch=4, micro_batches=4, schedule=schedule, time_limit=0.3)
+        problem = Problem(chain, topology, options)
+        error = no_plan_fits(problem)
+        assert error.what.startswith(f"no plan{of_which} fits into 150 B a device: at the least, stage ")
+        assert ("one micro-batch at a time" in error.what) == (schedule == "synthesized")
+        size, name = find_smallest_of_others(problem) or (0, "")
+        assert error.what.endswith(f" are missing; {name} with balanced stages needs {format_bytes(size)}")
+        enough = replace(options, schedule=name, memory_limit=size)
+        assert find_best_plan(Problem(chain, make_topology(2), enough)).best is not None
+    options = PlanOptions(mini_batch=4, micro_batches=4, schedule="1f1b")
+    assert no_plan_fits(Problem(chain, topology, options)).what.endswith(" are missing")
+    assert find_smallest_of_others(Problem(chain, topology, options)) is None
+
+
 def test_unequal_replicas_need_less(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     """The case is one in which it matters."""
     found = 0
@@ -105,5 +156,5 @@ def test_devices_of_unlike_memory(make_chain: MakeChain, make_topology: MakeTopo
     topology = replace(make_topology(2), groups=kinds)
     problem = Problem(make_chain(1, 1), topology, PlanOptions(mini_batch=4))
     error = no_plan_fits(problem)
-    assert error.what.startswith("no plan fits into 50 B to 60 B a GPU: at the least, stage 0 of 1 (")
+    assert error.what.startswith("no plan fits into 50 B to 60 B a device: at the least, stage 0 of 1 (")
     assert error.what.endswith(" are missing on the smallest")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import json
@@ -219,7 +220,9 @@ def test_shared_parameters(make_plan: MakePlan, runtime: str, name: str, recompu
     chunks = 1 if name == "norm" else 4
     plan = make_plan(balance, micro_batches=chunks, micro_batch_size=8 // chunks, recompute=recompute)
     document, _ = export(runtime, plan, device="cpu")
-    pipe = BUILDERS[runtime](document, sequential(model, batch[0]))
+    twice = name == "norm" and recompute == "always"
+    with pytest.warns(UserWarning, match="change.* twice") if twice else contextlib.nullcontext():
+        pipe = BUILDERS[runtime](document, sequential(model, batch[0]))
     own = {id(parameter) for parameter in pipe.parameters()}
     run = train(pipe, list(model.parameters()), batch)
     del pipe

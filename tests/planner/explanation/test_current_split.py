@@ -105,7 +105,7 @@ def test_a_split_that_does_not_fit_says_so(made: Any, solved: Solve) -> None:
     ("current", "message"),
     [
         (ExplainOptions((3, 3)), "holds 6 layers, the model has 9"),
-        (ExplainOptions((1,) * 9), "takes 9 GPUs"),
+        (ExplainOptions((1,) * 9), "takes 9 devices"),
         (ExplainOptions((5, 4), micro_batches=3), "does not divide"),
         (ExplainOptions((5, 4), schedule="chimera", micro_batches=1), "chimera"),
     ],
