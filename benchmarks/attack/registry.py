@@ -148,6 +148,8 @@ NOT_BOUNDS: dict[str, str] = {
     "degrees/degree_search.py:_best_division": "the plan of some divisions",
     "degrees/division_bound.py:_DivisionProgramme.bounds": "a part of least_division, attacked with it",
     "degrees/degree_search.py:_BestPlans.try_combination": "a part of search_degrees, attacked with it",
+    "degrees/linear_bound.py:DivisionProgramme.amounts": "where divisions that are tried begin",
+    "degrees/linear_bound.py:_times": "a part of DivisionProgramme.bound, attacked with it",
     "degrees/degree_search.py:_BestPlans.bound": "a part of search_degrees, attacked with it",
     "degrees/degree_search.py:_BestPlans.tighten": "a part of search_degrees, attacked with it",
     "degrees/interleaved_bound.py:mean_interleaved": "a part of lower_bound and least_interleaved",

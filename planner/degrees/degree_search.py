@@ -257,7 +257,7 @@ class _BestPlans:
                 self.best[key] = replace(plan, blocks=counts, estimate=estimate)
 
     def tighten(self) -> None:
-        """Closer bounds of the interleaved pipelines with the least ones, first of all that are below the best
+        """Closer bounds of the interleaved pipelines with the least ones, first of all below the best
         plan, until one of these is as close as it gets; and the divisions that they lead to."""
         heapq.heapify(self._interleaved)
         levels: dict[int, int] = {}
