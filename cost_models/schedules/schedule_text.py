@@ -33,6 +33,7 @@ from ..errors import UsageError, short_repr
 from ..quantities import MOST_ACTIONS
 from .action import Action, Program, Schedule, StageSlot
 from .interleaved import looped_pipe
+from .text_progress import check_progress
 from .text_reader import HELP, DeviceList, LineReader, Number, ScheduleTextError, Values, Writer, Written
 from .zb_v import v_pipe
 
@@ -91,7 +92,7 @@ class ScheduleText:
             lines.append(line)
             actions.append(tuple(own))
         pipe = _pipe(self.places, stages, chunks)
-        _check_progress(actions, pipe, lines)
+        check_progress(actions, pipe, lines)
         return Program(tuple(actions), (pipe,), (0,) * micro_batches)
 
     def _check_devices(self, values: Values) -> None:
@@ -188,48 +189,6 @@ def _pipe(places: str, stages: int, chunks: int) -> tuple[StageSlot, ...]:
     if places == "v":
         return v_pipe(stages)[0]
     return looped_pipe(stages, chunks)[0]
-
-
-def _check_progress(
-    actions: Sequence[Sequence[Action]], pipe: Sequence[StageSlot], lines: Sequence[int]
-) -> None:
-    """Raises ScheduleTextError where devices wait for each other for ever, with the first that waits."""
-    part_of = {slot: part for part, slot in enumerate(pipe)}
-    done: set[tuple[str, int, int]] = set()
-    at = [0] * len(actions)
-    moved = True
-    while moved:
-        moved = False
-        for device, own in enumerate(actions):
-            while at[device] < len(own):
-                action = own[at[device]]
-                part = part_of[StageSlot(device, action.chunk)]
-                if not _needs(action, part, len(pipe)) <= done:
-                    break
-                done.add((action.kind, action.micro_batch, part))
-                at[device] += 1
-                moved = True
-    for device, own in enumerate(actions):
-        if at[device] < len(own):
-            action = own[at[device]]
-            part = part_of[StageSlot(device, action.chunk)]
-            missing = sorted(_needs(action, part, len(pipe)) - done)[0]
-            raise ScheduleTextError(
-                f"line {lines[device]}: device {device} waits for ever at {action}, for "
-                f"{missing[0]}{missing[1]} of device {pipe[missing[2]].device}",
-                "Order the actions so that what an action needs comes first: F of the part before, B of the "
-                "part after, and F, B, W of one micro-batch in this order.",
-            )
-
-
-def _needs(action: Action, part: int, parts: int) -> set[tuple[str, int, int]]:
-    """What must have run before, as (kind, micro-batch, part)."""
-    kind, m = action.kind, action.micro_batch
-    if kind == "F":
-        return {("F", m, part - 1)} if part else set()
-    if kind == "W":
-        return {("B", m, part)}
-    return {("F", m, part)} | ({("B", m, part + 1)} if part + 1 < parts else set())
 
 
 def read_schedule(text: str) -> ScheduleText:

@@ -102,6 +102,9 @@ WRONG = {
     "name: mine\ndevice i: F*m B*m F.1": "line 2: device 0: F0.1 is on chunk 1",
     "name: mine\ndevice i: F9 F*m B*m": "line 2: F9: there are 8 micro-batches",
     "name: mine\ndevice i: B*m F*m": "line 2: device 0 waits for ever at B0",
+    "name: mine\ndevice i: B F*m B*m": "line 2: device 0 waits for ever at B0, for F0 of device 0",
+    "name: mine\ndevice i: F*m B*m\ndevice 1: (F B)*m": "line 3: device 1 waits for ever at B0, for B0 of "
+    "device 2; line 2: device 2 waits for ever at F1, for F1 of device 1",
     "name: mine\ndevice 0: F*m B*m": "device 1 of 3 has no line",
     "name: mine\ndevice i: F*m B*m\ndevice 7: F*m B*m": "line 3: device 7, of devices 0 to 2",
     "name: mine\ndevice i: F*m B*m\ndevice p-4: F": "line 3: device -1, of devices 0 to 2",
