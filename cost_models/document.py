@@ -6,6 +6,7 @@ Here are also the types of their fields, which hold every value to its range whe
 from __future__ import annotations
 
 import json
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -61,6 +62,22 @@ MemberCount = Annotated[int, Field(ge=1, le=MOST_MEMBERS)]
 """Of a level of links: of a node, say."""
 DeviceIndex = Annotated[int, Field(ge=0, lt=MOST_DEVICES)]
 ZeroStage = Annotated[int, Field(ge=0, le=3)]
+
+
+def _all_finite(content: dict[str, Any]) -> dict[str, Any]:
+    """Of what another program names: JSON has no word for other numbers, but reads 1e400 as one of them."""
+    parts: list[Any] = [content]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict | list):
+            parts += part.values() if isinstance(part, dict) else part
+        elif isinstance(part, float) and not isfinite(part):
+            raise ValueError("Input should have finite numbers alone")
+    return content
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_all_finite)]
+"""Keys and values that are not pplan's own."""
 
 
 class Record(BaseModel):

@@ -49,10 +49,10 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
     limit = _smallest_limit(problem)
     missing, searched, room = tightest.memory_bytes - limit, _of_searched(problem), _room(problem)
     if missing <= 0 and _narrowing(problem.options):
-        return InfeasibleError(
-            f"no plan{searched} that the options allow fits into {room}; without them one does",
-            _leave_out(problem),
-        )
+        unlimited = is_small_problem(problem) and not _solve_quickly(_with_memory(problem, None))
+        nor = ", nor was one found with more memory" if unlimited else ""
+        what = f"no plan{searched} that the options allow fits into {room}{nor}; without them one does"
+        return InfeasibleError(what, _leave_out(problem))
     if missing <= 0:
         return InfeasibleError(
             f"no plan{searched} was found that fits into {room}; there is one", "Give `time_limit` more."

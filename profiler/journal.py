@@ -28,7 +28,7 @@ from .passes.timed_passes import TimedPasses
 from .passes.timing import WholeTimes
 
 _SYNC_SECONDS = 1.0
-_BROKEN = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+_BROKEN = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError)
 """What a line that is none of ours raises when it is read."""
 
 PassKind = Literal["layers", "whole", "parts", "first"]

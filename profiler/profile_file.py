@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from ..cost_models.document import Bytes, DeviceCount, Dimension, Document, MadeBy, Samples, Seed
+from ..cost_models.document import Bytes, DeviceCount, Dimension, Document, JsonObject, MadeBy, Samples, Seed
 from ..cost_models.drawing import CostRow, Drawing, draw_costs
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
@@ -60,7 +60,7 @@ class Profile(Document):
     """All tensors that the model takes."""
     input_bytes_per_sample: Bytes = 0
     classes: Dimension | None = None
-    settings: dict[str, Any] = {}
+    settings: JsonObject = {}
     """What its factory or configuration was given, as far as JSON can say it."""
     input_like: str | None = None
     """The user's function that made the example input."""

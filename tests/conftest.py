@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib.util
@@ -9,7 +10,9 @@ import itertools
 import multiprocessing
 import os
 import runpy
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -177,8 +180,11 @@ def pytest_configure(config: pytest.Config) -> None:
     Tests measure on the CPU, where there is a CUDA device too, unless `-m gpu` asks for that."""
     from hypothesis import HealthCheck, settings
 
-    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("untimed")
+    # The same examples in every run, so that none fails by chance; --hypothesis-profile=random draws others.
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("untimed", deadline=None, suppress_health_check=slow, derandomize=True)
+    settings.register_profile("random", deadline=None, suppress_health_check=slow)
+    settings.load_profile(config.getoption("--hypothesis-profile") or "untimed")
     if "gpu" not in str(config.getoption("markexpr")).split():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     config.option.loadscopereorder = False
@@ -251,6 +257,21 @@ def forked_python() -> type[ForkedPython]:
         multiprocessing.get_context("forkserver").set_forkserver_preload(list(IMPORTED_ONCE))
         forkserver.ensure_running()
     return ForkedPython
+
+
+@pytest.fixture(scope="session")
+def free_port() -> Callable[[], int]:
+    """A port at which nothing listens, below those that a system hands out by itself: nobody else is given it
+    before it is used."""
+
+    def choose() -> int:
+        while True:
+            port = 20_000 + secrets.randbelow(12_000)
+            with socket.socket() as bound, contextlib.suppress(OSError):
+                bound.bind(("127.0.0.1", port))
+                return port
+
+    return choose
 
 
 @pytest.fixture

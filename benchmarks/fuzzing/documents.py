@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import isfinite
 from typing import Any
 
 Path = list[str | int]
@@ -20,6 +21,8 @@ LARGEST = 10**7
 """Characters that a document, or a line, may have where an edit repeats a part of it."""
 _WORD = re.compile(r"[\w.+]+|[^\w\s]")
 _DEEP = re.compile(r"<deep (\d+)>")
+_quoted = lru_cache(10_000)(json.encoder.encode_basestring_ascii)
+"""A text as JSON writes it; most are keys and names that stand in every copy."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,6 @@ class Source:
     content: Any
     texts: dict[int, str]
     """The JSON of every object and list in the document, by its `id`."""
-
-    @cached_property
-    def words(self) -> list[tuple[int, int]]:
-        """Where each begins and ends."""
-        return word_spans(self.text)
 
     @cached_property
     def paths_by_name(self) -> dict[str | int, list[Path]]:
@@ -76,6 +74,12 @@ def _note_texts(content: Any, texts: dict[int, str]) -> None:
         if isinstance(each, dict | list):
             _note_texts(each, texts)
     texts[id(content)] = json_text(content, texts)
+
+
+def next_word(text: str, position: int) -> tuple[int, int]:
+    """Where the first word from a position on begins and ends; the end of the text where there is none."""
+    word = _WORD.search(text, position)
+    return (len(text), len(text)) if word is None else word.span()
 
 
 def word_spans(text: str) -> list[tuple[int, int]]:
@@ -154,9 +158,13 @@ def json_text(content: Any, texts: dict[int, str]) -> str:
     if text is not None:
         return text
     if isinstance(content, dict):
-        pairs = [f"{json.dumps(str(key))}: {json_text(each, texts)}" for key, each in content.items()]
+        pairs = [f"{_quoted(str(key))}: {json_text(each, texts)}" for key, each in content.items()]
         return "{" + ", ".join(pairs) + "}"
     if isinstance(content, list):
         return "[" + ", ".join([json_text(each, texts) for each in content]) + "]"
-    deep = _DEEP.fullmatch(content) if isinstance(content, str) else None
-    return json.dumps(content) if deep is None else "[" * int(deep[1]) + "]" * int(deep[1])
+    if type(content) is int or (type(content) is float and isfinite(content)):
+        return repr(content)
+    if not isinstance(content, str):
+        return json.dumps(content)
+    deep = _DEEP.fullmatch(content) if content[:1] == "<" else None
+    return _quoted(content) if deep is None else "[" * int(deep[1]) + "]" * int(deep[1])

@@ -5,6 +5,7 @@ An edit is a list that JSON can hold, so that a finding is a file name and its e
     ["set", PATH, VALUE]   ["drop", PATH]   ["repeat", PATH, TIMES]   ["wrap", PATH, DEPTH]
     ["twice", KEY, VALUE]      the key again, at the end of the document
     ["word", INDEX, TEXT]      the INDEX-th word of the text becomes TEXT
+    ["at", POSITION, TEXT]     the first word from there on
     ["line", INDEX, TIMES]     the INDEX-th line stands so many times
     ["cut", LENGTH]   ["insert", POSITION, TEXT]   ["encode", NAME]   ["bytes", POSITION, NUMBER]
 
@@ -18,7 +19,18 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from .documents import LARGEST, STRUCTURAL, Edit, Source, changed, json_text, source_of, value_at, word_spans
+from .documents import (
+    LARGEST,
+    STRUCTURAL,
+    Edit,
+    Source,
+    changed,
+    json_text,
+    next_word,
+    source_of,
+    value_at,
+    word_spans,
+)
 
 COUNTS = (
     -(2**63),
@@ -121,7 +133,7 @@ def _of_document(source: Source, rng: random.Random) -> Edit:
     if kind < 0.88:
         return ["drop", path]
     if kind < 0.94:
-        return ["repeat", path, rng.choice((2, 2, 3, 10, 1000))]
+        return ["repeat", path, rng.choice((2, 2, 2, 2, 3, 3, 3, 10, 10, 1000))]
     if kind < 0.97:
         return ["wrap", path, rng.choice((1, 2, 50, 500, 20_000))]
     return ["twice", path[0], _value(old, source, rng)]
@@ -159,9 +171,9 @@ def _of_text(text: str, rng: random.Random) -> Edit:
     position = rng.randrange(len(text) + 1)
     kind = rng.random()
     if kind < 0.6:
-        return ["word", rng.randrange(10**6), rng.choice(WORDS)]
+        return ["at", position, rng.choice(WORDS)]
     if kind < 0.75:
-        return ["line", rng.randrange(10**6), rng.choice((0, 0, 2, 2, 1000))]
+        return ["line", rng.randrange(10**6), rng.choice((0, 0, 0, 0, 2, 2, 2, 2, 3, 1000))]
     if kind < 0.82:
         return ["cut", position]
     if kind < 0.92:
@@ -191,8 +203,7 @@ def edited(text: str, edits: Sequence[Edit]) -> bytes:
             head, end, tail = text.rpartition("}")
             text = f"{head}, {json.dumps(edit[1])}: {json_text(edit[2], {})}{end}{tail}"
         elif edit[0] not in STRUCTURAL:
-            words = source.words if text is source.text and edit[0] == "word" else None
-            text = _text_edited(text, edit, words)
+            text = _text_edited(text, edit)
     made = bytearray(text.encode(encoding, errors="surrogatepass" if "utf" in encoding else "replace"))
     for _, position, number in changes:
         if made:
@@ -200,8 +211,7 @@ def edited(text: str, edits: Sequence[Edit]) -> bytes:
     return bytes(made)
 
 
-def _text_edited(text: str, edit: Edit, words: Sequence[tuple[int, int]] | None = None) -> str:
-    """`words`: where those of the text are, if it is known."""
+def _text_edited(text: str, edit: Edit) -> str:
     name, where, *more = edit
     other = str(more[0]) if more else ""
     if name == "cut":
@@ -209,12 +219,15 @@ def _text_edited(text: str, edit: Edit, words: Sequence[tuple[int, int]] | None 
     if name == "insert":
         position = where % (len(text) + 1)
         return text[:position] + other + text[position:]
+    if name == "at":
+        start, end = next_word(text, where % (len(text) + 1))
+        return text[:start] + other + text[end:]
     if name == "line":
         lines = text.splitlines(keepends=True)
         if lines and len(line := lines[where % len(lines)]) * more[0] <= LARGEST:
             lines[where % len(lines)] = line * more[0]
         return "".join(lines)
-    if name != "word" or not (words := word_spans(text) if words is None else words):
+    if name != "word" or not (words := word_spans(text)):
         return text
     start, end = words[where % len(words)]
     return text[:start] + other + text[end:]

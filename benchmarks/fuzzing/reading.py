@@ -1,4 +1,4 @@
-"""Mutated files through their readers alone, without a command line: a thousand a second.
+"""Mutated files through their readers alone, without a command line: thousands a second, from memory.
 
 A reader returns what it read, or raises an error that is documented. What pplan writes itself is written
 again where it was read, and must then be read as the same.
@@ -6,13 +6,14 @@ again where it was read, and must then be read as the same.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -20,8 +21,10 @@ from typing import Any
 
 from pplan.cli.config_command import default_map
 from pplan.cli.verbs import root
+from pplan.cost_models import text_files
 from pplan.cost_models.document import Document
 from pplan.cost_models.errors import LONGEST, PplanError
+from pplan.cost_models.machines.rooflines import load_roofline
 from pplan.cost_models.machines.topology_file import load_topology
 from pplan.cost_models.schedules.schedule_text import read_schedule
 from pplan.cost_models.text_files import read_text
@@ -30,17 +33,25 @@ from pplan.cost_models.transformer.kernel_table import load_kernel_table
 from pplan.planner.degrees.degree_file import DegreesFile
 from pplan.planner.objectives.frontier import Frontier
 from pplan.planner.plan_file import Plan
+from pplan.profiler import journal
 from pplan.profiler.importing.import_options import ProfileImportOptions
 from pplan.profiler.importing.importer import import_profile
 from pplan.profiler.profile_file import Profile
+from pplan.runtimes.checking.calibration import Calibration
 from pplan.runtimes.checking.check_report import Check
 from pplan.runtimes.reading.read import read_partition
+from pplan.verification.documents import parse
+from pplan.verification.layer_costs import read_layers
+from pplan.verification.stated_machine import parse_machine
+from pplan.verification.stated_plan import parse_plan
 
-from .cases import KINDS, TABLES
+from .cases import KINDS as OF_VERBS
+from .cases import TABLES
 from .documents import STRUCTURAL, Edit, changed, source_of
 from .mutation import edited, random_edits
 from .running import LARGEST, Finding, TooLong, last_frame, limited_time, peak_memory
-from .seeds import CHECK, CONFIGS, DEFAULTS_FILE, EXPORTS, PARTITIONS, PLANS, PROFILES, SCHEDULE, profile
+from .seeds import CHECK, CONFIGS, DEFAULTS_FILE, EXPORTS, PARTITIONS, PLANS, PROFILES, profile
+from .small_seeds import MORE_KINDS
 
 NAMES = tuple(layer["name"] for layer in profile()["layers"])
 DECADES = 10
@@ -64,10 +75,21 @@ def _read_defaults(_: Path) -> object:
     return default_map(root)
 
 
+def _read_verified(path: Path) -> object:
+    """As `pplan verify` reads it, which shares no reader with the others."""
+    content = text_files.read_bytes(path, "file")
+    if path.name == "verified.profile.json":
+        return read_layers(parse(content, str(path), "profile", "layers"))
+    plan = parse_plan(parse(content, str(path), "plan", "prediction"))
+    return plan, parse_machine(plan.machine, str(path)) if plan.machine else None
+
+
 def _read_partition(path: Path) -> object:
     return read_partition(read_text(path, "partition"), NAMES, str(path))
 
 
+KINDS = OF_VERBS | MORE_KINDS
+"""Files by kind."""
 READERS: dict[str, Callable[[Path], object]] = {
     **dict.fromkeys(PROFILES, _read_profile),
     **dict.fromkeys(PLANS, Plan.load),
@@ -77,12 +99,41 @@ READERS: dict[str, Callable[[Path], object]] = {
     "kernels.csv": load_kernel_table,
     "degrees.json": DegreesFile.load,
     **dict.fromkeys((*EXPORTS, *PARTITIONS), _read_partition),
-    SCHEDULE: _read_schedule,
+    **dict.fromkeys(KINDS["schedule"], _read_schedule),
     DEFAULTS_FILE: _read_defaults,
     CHECK: Check.load,
     **dict.fromkeys([name for name in KINDS["report"] if name != CHECK], Frontier.load),
+    "gpu.toml": load_roofline,
+    "machine.calibration.json": Calibration.load,
+    "profile.journal": lambda path: journal.read(text_files.read_bytes(path, "journal"), "key", 2),
+    **dict.fromkeys(KINDS["verified"], _read_verified),
 }
 """By file of the seeds."""
+
+
+@contextlib.contextmanager
+def in_memory(contents: Mapping[str, bytes]) -> Iterator[None]:
+    """Files of these names are read from here: to write and open one takes as long as to read it."""
+    read_bytes = text_files.read_bytes
+
+    def read_from_memory(path: Path, kind: str) -> bytes:
+        return contents[path.name] if path.name in contents else read_bytes(path, kind)
+
+    text_files.read_bytes = read_from_memory
+    try:
+        yield
+    finally:
+        text_files.read_bytes = read_bytes
+
+
+def reads(folder: Path, file: str, content: bytes) -> bool:
+    """Whether the file is read with this content."""
+    try:
+        with in_memory({file: content}):
+            READERS[file](folder / file)
+    except PplanError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -113,14 +164,12 @@ class Inputs:
 
     def read(self, file: str, edits: list[Edit]) -> tuple[bool, bool, Finding | None]:
         """Whether the file was read, whether something in it was in none before, and what is wrong."""
-        path = self.folder / file
         content = edited(self.texts[file], edits)
-        path.write_bytes(content)
         memory = peak_memory()
         try:
-            with limited_time(), warnings.catch_warnings():
+            with limited_time(), warnings.catch_warnings(), in_memory({file: content}):
                 warnings.simplefilter("error", RuntimeWarning)
-                value = READERS[file](path)
+                value = READERS[file](self.folder / file)
                 new = self._new(file, content, edits)
                 if new:
                     _check_written(value)
@@ -176,7 +225,7 @@ def structure(file: str, content: bytes) -> set[object]:
     try:
         return set(_fields(json.loads(text), (file,), {}))
     except (ValueError, RecursionError):
-        return {(file, _plain(word), _magnitude(word)) for word in re.findall(r"[\w.+-]+|[^\w\s]", text)}
+        return {(file, *_alike(word)) for word in re.findall(r"[\w.+-]+|[^\w\s]", text)}
 
 
 def _fields(content: Any, path: tuple[object, ...], shared: dict[int, str]) -> Iterator[object]:
@@ -193,6 +242,12 @@ def _fields(content: Any, path: tuple[object, ...], shared: dict[int, str]) -> I
         yield (*path, _plain(content))
     else:
         yield (*path, type(content), _magnitude(content))
+
+
+@lru_cache(10_000)
+def _alike(word: str) -> tuple[str, object]:
+    """What words have in common that are alike."""
+    return _plain(word), _magnitude(word)
 
 
 @lru_cache(10_000)

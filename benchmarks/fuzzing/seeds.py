@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -211,9 +212,9 @@ def check() -> dict[str, Any]:
     }
 
 
-def profile() -> dict[str, Any]:
-    """Of a small GPT, with all that a measured profile has."""
-    names = ["transformer.wte", *(f"transformer.h.{block}" for block in range(4))]
+def profile(blocks: int = 4, sizes: Sequence[int] = (1, 2, 4)) -> dict[str, Any]:
+    """Of a small GPT, with all that a measured profile has, at these micro-batch sizes."""
+    names = ["transformer.wte", *(f"transformer.h.{block}" for block in range(blocks))]
     names += ["transformer.ln_f", "lm_head"]
     return {
         "schema": 1,
@@ -225,21 +226,21 @@ def profile() -> dict[str, Any]:
         "input_shape": [128],
         "inputs": [{"shape": [128], "dtype": "int64"}],
         "input_bytes_per_sample": 1024,
-        "settings": {"n_layer": 4},
+        "settings": {"n_layer": blocks},
         "seed": 0,
         "granularity": "block",
-        "layers": [_layer(name, number) for number, name in enumerate(names)],
+        "layers": [_layer(name, number, sizes) for number, name in enumerate(names)],
         "edges": [list(pair) for pair in pairwise(names)],
-        "whole": [_whole(size) for size in (1, 2, 4)],
-        "loss": {"name": "cross-entropy", "costs": [_costs(size, 0.1) for size in (1, 2, 4)]},
+        "whole": [_whole(size) for size in sizes],
+        "loss": {"name": "cross-entropy", "costs": [_costs(size, 0.1) for size in sizes]},
         "tied": [{"tensor": "transformer.wte.weight", "layers": [names[0], names[-1]], "bytes": 2**20}],
-        "unmeasured": [{"micro_batch_size": 8, "reason": "does not fit"}],
+        "unmeasured": [{"micro_batch_size": 2 * sizes[-1], "reason": "does not fit"}],
         "notes": ["a note"],
         "made_by": {"pplan": "0.1.0", "command": "pplan profile hf:gpt2", "time": "2026-01-01T00:00:00Z"},
     }
 
 
-def _layer(name: str, number: int) -> dict[str, Any]:
+def _layer(name: str, number: int, sizes: Sequence[int]) -> dict[str, Any]:
     return {
         "name": name,
         "kind": "GPT2Block" if ".h." in name else "Embedding",
@@ -249,7 +250,7 @@ def _layer(name: str, number: int) -> dict[str, Any]:
         "cut_after": name != "transformer.ln_f",
         "cut_reason": "one tensor" if name == "transformer.ln_f" else None,
         "crossing": 1,
-        "costs": [_costs(size, 1 + number % 3) for size in (1, 2, 4)],
+        "costs": [_costs(size, 1 + number % 3) for size in sizes],
     }
 
 

@@ -171,6 +171,10 @@ class LayerSeconds:
         partial = not self._all_again and self.setting.recompute == "full"
         return {False: 0.0, True: 0.0, **kinds}, self._least_again if partial else 0.0
 
+    def block_seconds(self, kind: bool, *, again: bool) -> PassSeconds:
+        """Of a micro-batch in a block, with experts or without, whose forward runs again or does not."""
+        return self._seconds[kind, again]
+
     @property
     def _least_again(self) -> float:
         """Seconds of running a block's forward again, of the kind where they are least."""

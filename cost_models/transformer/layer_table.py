@@ -281,6 +281,19 @@ class LayerTable(LayerSeconds):
         ledger = self.ledger(blocks, device)
         return sum(ledger[name] for name in ("weights", "gradients", "optimizer"))
 
+    def peak_room(self, device: int, memory_bytes: float) -> tuple[np.ndarray, float]:
+        """Micro-batches in flight at each peak in each virtual stage of a device, and the bytes that it has
+        at most for blocks: their states, and what they keep of these micro-batches."""
+        kinds = [(kind,) for kind in self.blocks] if self._fewest_by_chunk(device).any() else [()]
+        beside = min(self._beside_bytes(own, device) for own in kinds)
+        peaks = np.array(self._chunks_in_flight(device), dtype=np.float64)
+        return peaks, memory_bytes * (1 + 1e-9) - self._states(device, 0) - beside
+
+    def block_bytes(self, kind: bool, *, again: bool) -> tuple[float, float]:
+        """Of a block, with experts or without, whose forward runs again or does not: its states, and what it
+        keeps of a micro-batch."""
+        return self._block_states[kind], self._boundary if again else self._saved_by(kind)
+
     def _chunks_in_flight(self, device: int) -> tuple[tuple[int, ...], ...]:
         setting = self.setting
         return chunks_in_flight(device, self.degrees.pipeline, setting.micro_batches, setting.virtual_stages)

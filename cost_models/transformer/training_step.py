@@ -71,7 +71,8 @@ def estimate_stages(layers: LayerTable, counts: Sequence[int]) -> StepEstimate:
 
 
 @lru_cache(maxsize=16)
-def _program(stages: int, micro_batches: int, virtual_stages: int) -> Program:
+def pipeline_program(stages: int, micro_batches: int, virtual_stages: int) -> Program:
+    """The order in which the devices of a pipeline work: 1F1B, interleaved where there are virtual stages."""
     name = "1f1b" if virtual_stages == 1 else "interleaved"
     return find_schedule(name).program(stages, micro_batches, virtual_stages)
 
@@ -88,6 +89,23 @@ def _pipeline_seconds(layers: LayerTable, ranges: Sequence[range]) -> float:
     return pipeline_seconds(own, transfers, layers.setting.micro_batches, layers.setting.virtual_stages)
 
 
+def pipeline_costs(own: Sequence[PassSeconds], transfers: Sequence[float], virtual: int) -> Costs:
+    """Of (virtual) stages that take so long for a micro-batch, as the simulator takes them."""
+    stages = len(own) // virtual
+    forward, backward = (
+        np.array(each, dtype=np.float64).reshape(virtual, stages).T[:, :, None]
+        for each in zip(*own, strict=True)
+    )
+    cuts = np.array([transfers], dtype=np.float64)
+    return Costs(
+        forward=forward,
+        backward=backward,
+        forward_occupancy=cuts,
+        backward_occupancy=cuts,
+        transfers="rendezvous" if virtual == 1 else "overlapped",
+    )
+
+
 def pipeline_seconds(
     own: Sequence[PassSeconds], transfers: Sequence[float], micro_batches: int, virtual: int = 1
 ) -> float:
@@ -96,21 +114,10 @@ def pipeline_seconds(
     stages = len(own) // virtual
     if len(own) == 1:
         return micro_batches * own[0].both
-    forward, backward = (
-        np.array(each, dtype=np.float64).reshape(virtual, stages).T[:, :, None]
-        for each in zip(*own, strict=True)
-    )
-    cuts = np.array([transfers], dtype=np.float64)
-    costs = Costs(
-        forward=forward,
-        backward=backward,
-        forward_occupancy=cuts,
-        backward_occupancy=cuts,
-        transfers="rendezvous" if virtual == 1 else "overlapped",
-    )
+    costs = pipeline_costs(own, transfers, virtual)
 
     def seconds(count: int) -> float:
-        return float(simulate(_program(stages, count, virtual), costs).step_seconds)
+        return float(simulate(pipeline_program(stages, count, virtual), costs).step_seconds)
 
     many = max(-(-_SIMULATED // stages), 16 if virtual == 1 else 4) * stages
     if micro_batches <= 2 * many:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from ...cost_models.document import (
     DeviceCount,
     Document,
+    JsonObject,
     LayerBound,
     MadeBy,
     MicroBatches,
@@ -94,7 +95,7 @@ class PlanEntry(Record):
     megatron: list[str]
     megatron_bridge: list[str] = []
     torchtitan: list[str]
-    nemo_automodel: dict[str, Any] = {}
+    nemo_automodel: JsonObject = {}
     remarks: list[str] = []
 
 

@@ -32,6 +32,7 @@ from .degree_options import DegreeOptions
 from .division_bound import least_division
 from .interleaved_bound import interleaved_bound, least_interleaved
 from .layer_degrees import LayerPlan
+from .linear_bound import DivisionProgramme
 from .stage_degree_search import StageAnswer
 from .stage_divisions import (
     divide_by_seconds,
@@ -39,6 +40,7 @@ from .stage_divisions import (
     improve_division,
     interleaved_divisions,
     lower_bound,
+    round_division,
 )
 
 MOST_PLANS = 10
@@ -46,6 +48,8 @@ MOST_PLANS = 10
 
 MOST_FITTED = 8
 """Interleaved pipelines of which blocks are moved until they fit."""
+MOST_TIGHTENED, MOST_PATHS = 48, 40
+"""Interleaved pipelines whose bounds are made closer, and critical paths of each."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,7 @@ def search_degrees(
     if not plans.best:
         raise _nothing_fits(shape, devices, count, plans.least, memory_bytes)
     plans.improve()
+    plans.tighten()
     bound = min(plans.bound, _step_seconds(plans.plans[0]))
     return DegreeAnswer(shape, devices, options, costs, plans.plans, bound, count, memory_bytes)
 
@@ -173,8 +178,14 @@ class _BestPlans:
     def __init__(self, memory_bytes: float) -> None:
         self.memory_bytes = memory_bytes
         self.best: dict[tuple[ParallelDegrees, Tokens, bool], DegreePlan] = {}
-        self.bound = self.least = self.worst = float("inf")
+        self.least = self.worst = self._bound = float("inf")
         self._unfit: list[tuple[float, int, LayerTable, Combination]] = []
+        self._interleaved: list[tuple[float, int, LayerTable, Combination]] = []
+
+    @property
+    def bound(self) -> float:
+        """Seconds that nothing that was tried takes less than."""
+        return min([self._bound, *(own[0] for own in self._interleaved)])
 
     @property
     def plans(self) -> tuple[DegreePlan, ...]:
@@ -196,7 +207,7 @@ class _BestPlans:
     def _try_divisions(self, layers: LayerTable, one: Combination) -> None:
         quick = lower_bound(layers)
         if quick >= self._useful(one):
-            self.bound = min(self.bound, quick)
+            self._bound = min(self._bound, quick)
             return
         lower, divided = least_division(layers, self.memory_bytes)
         if divided is None:
@@ -204,7 +215,7 @@ class _BestPlans:
                 self.least, layers.peak_bytes(layers.setting.even_blocks(layers.shape.blocks, layers.slots))
             )
             return
-        self.bound = min(self.bound, max(lower, quick))
+        self._bound = min(self._bound, max(lower, quick))
         if lower < self._useful(one):
             self._keep(_best_division(layers, divided, one, self.memory_bytes))
 
@@ -212,7 +223,7 @@ class _BestPlans:
         lower = lower_bound(layers)
         if lower < self._useful(one):
             lower = max(lower, least_interleaved(layers, self.memory_bytes))
-        self.bound = min(self.bound, lower)
+        self._interleaved.append((lower, len(self._interleaved), layers, one))
         if lower >= self._useful(one):
             return
         fits = False
@@ -244,6 +255,32 @@ class _BestPlans:
             if key[:2] in keys:
                 counts, estimate = improve_division(plan.layers, plan.blocks, self.memory_bytes)
                 self.best[key] = replace(plan, blocks=counts, estimate=estimate)
+
+    def tighten(self) -> None:
+        """Closer bounds of the interleaved pipelines with the least ones, first of all below the best
+        plan, until one of these is as close as it gets; and the divisions that they lead to."""
+        heapq.heapify(self._interleaved)
+        levels: dict[int, int] = {}
+        while self._interleaved:
+            best = _step_seconds(self.plans[0])
+            lower, number, layers, one = self._interleaved[0]
+            level = levels[number] = levels.get(number, 0) + 1
+            closer = sum(own > 1 for own in levels.values())
+            if lower >= min(best, self._bound) or level > 2 or closer > MOST_TIGHTENED:
+                break
+            programme, update = DivisionProgramme(layers, self.memory_bytes), layers.least_update_seconds
+            paths = MOST_PATHS if level > 1 else 0
+            lower = max(lower, programme.bound(paths, best - update) + update)
+            heapq.heapreplace(self._interleaved, (lower, number, layers, one))
+            if lower < best and paths and closer <= MOST_FITTED:
+                self._try_amounts(layers, one, programme.amounts().tolist())
+
+    def _try_amounts(self, layers: LayerTable, one: Combination, amounts: Sequence[float]) -> None:
+        """The division into whole blocks nearest to these, with blocks moved until it fits."""
+        counts = fit_division(layers, round_division(layers, amounts), self.memory_bytes)
+        if counts is not None and interleaved_bound(layers, counts) < self._useful(one):
+            counts, estimate = improve_division(layers, counts, self.memory_bytes)
+            self._keep(DegreePlan(one.degrees, one.setting, counts, estimate, layers))
 
     def _useful(self, one: Combination) -> float:
         """Seconds from which on a plan is of no use."""

@@ -44,6 +44,19 @@ def interleaved_divisions(layers: LayerTable) -> list[tuple[int, ...]]:
     return list(dict.fromkeys((tuple(even), tuple(divide_by_seconds(layers)))))
 
 
+def round_division(layers: LayerTable, amounts: Sequence[float]) -> tuple[int, ...]:
+    """Whole blocks of (virtual) stages that should have so many, each as many as it must and may."""
+    setting, slots = layers.setting, layers.slots
+    free = [slot for slot in range(slots) if not setting.is_behind_predictors(slot, slots)]
+    fewest = [setting.fewest_blocks(slot, slots) for slot in range(slots)]
+    counts = [max(int(amounts[slot]), fewest[slot]) if slot in free else 0 for slot in range(slots)]
+    while (left := layers.shape.blocks - sum(counts)) != 0:
+        step = 1 if left > 0 else -1
+        allowed = [slot for slot in free if counts[slot] + step >= fewest[slot]]
+        counts[max(allowed, key=lambda slot: step * (amounts[slot] - counts[slot]))] += step
+    return tuple(counts)
+
+
 def divide_by_seconds(layers: LayerTable) -> list[int]:
     """Each stage ends where the seconds before come nearest to its share of the whole; with as few blocks
     as a stage can have at least."""

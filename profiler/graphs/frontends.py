@@ -29,6 +29,8 @@ _HIGHER = 2
 """Modules around those that cannot be traced that are tried, where what these keep is changed from there."""
 _MANY = 16
 """From so many blocks on, to look into each takes too long."""
+_CACHE = "Cache'> in output"
+"""What torch.export says of a model of transformers that returns its keys and values."""
 ELEMENTS = "its elements"
 """The `tool` of a plain nn.Sequential's graph, which is not traced."""
 
@@ -225,7 +227,10 @@ def _combined(failures: list[ModelError], name: str) -> ModelError:
     parts = [", ".join(dict.fromkeys(which)) + (why and f": {why}") for why, which in tools.items()]
     parts[0] = (prefix if failures[0].what.startswith(prefix) else "") + parts[0]
     differs = next((failure for failure in failures if isinstance(failure, NotTheModel)), None)
-    return ModelError("; nor by ".join(parts), INSTEAD if differs is None else differs.hint)
+    hint = INSTEAD if differs is None else differs.hint
+    if any(_CACHE in failure.what for failure in failures):
+        hint = "The output holds keys and values for generating text: set model.config.use_cache = False."
+    return ModelError("; nor by ".join(parts), hint)
 
 
 def is_plain_sequential(module: nn.Module) -> bool:

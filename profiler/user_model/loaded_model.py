@@ -179,7 +179,7 @@ class LoadedModel:
 
 def _is_json(value: object) -> bool:
     try:
-        return bool(json.loads(json.dumps(value)) == value)
+        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
     except (TypeError, ValueError):
         return False
 

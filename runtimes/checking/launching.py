@@ -133,7 +133,8 @@ def _watch(launcher: subprocess.Popen[bytes], folder: Path, job: Job, callbacks:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(OWN_WORDS_SECONDS)
             raise _error(folder, [])
-        time_limit = job.timeout_seconds if doing else max(job.timeout_seconds, STARTING_SECONDS)
+        all_began = len(doing) == job.processes
+        time_limit = job.timeout_seconds if all_began else max(job.timeout_seconds, STARTING_SECONDS)
         if time.monotonic() - since > time_limit:
             raise _hanging(folder, doing, job.timeout_seconds)
     _report_predictions(folder, callbacks, predictions)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ...cost_models.document import DeviceCount, DeviceIndex, LayerBound, LayerCount, MadeBy
+from ...cost_models.document import DeviceCount, DeviceIndex, JsonObject, LayerBound, LayerCount, MadeBy
 from ...cost_models.errors import ExportError
 from ...cost_models.runtime import find_runtime
 from ...planner.plan_file import Plan
@@ -44,7 +44,7 @@ class DeepspeedExport(ExportDocument):
     parts: Annotated[list[LayerBound], Field(min_length=2)]
     devices: list[DeviceIndex]
     """By rank, as the plan numbers them."""
-    config: dict[str, Any]
+    config: JsonObject
     granularity: str = "block"
     """How the model is cut into layers."""
 

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from ...cost_models.document import MadeBy
+from ...cost_models.document import JsonObject, MadeBy
 from ...cost_models.errors import ExportError
 from ...planner.plan_file import Plan
 from .module_lists import ModuleLists, ModuleNames, TransformerChoice, choose_blocks, is_decoder, list_modules
@@ -25,7 +25,7 @@ class NemoExport(TrainerText):
     suffix: ClassVar[str] = "yaml"
     runtime: Literal["nemo-automodel"]
     module_fqns_per_model_part: ModuleLists
-    sections: dict[str, dict[str, Any]]
+    sections: dict[str, JsonObject]
 
     def text(self, path: Path) -> str:
         """A piece of YAML: sections to be put into a recipe."""

@@ -68,7 +68,7 @@ def _plain(text: str) -> str:
     text = text.strip()
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text.strip("'\"")
     return text if isinstance(value, list | dict) else str(value)
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, get_args, get_type_hints
 
 import pytest
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from pplan.cost_models.document import Document, Record, Seed
+from pplan.cost_models.document import Document, JsonObject, Record, Seed
 from pplan.cost_models.errors import FileError
 from pplan.cost_models.machines.topology_file import load_topology
 from pplan.cost_models.text_files import decode_text, detect_kind, file_kind, read_text, sha256, write_whole
+from pplan.planner.degrees.degree_file import DegreesFile
+from pplan.profiler.profile_file import Profile
+from pplan.runtimes.formats.deepspeed_export import DeepspeedExport
+from pplan.runtimes.formats.nemo_export import NemoExport
 
 
 class Part(Record):
@@ -80,6 +85,34 @@ def test_an_integer_that_is_too_long() -> None:
 def test_a_number_beyond_every_float() -> None:
     for number in ("1" * 400, "1e400", "NaN", "-Infinity"):
         assert "parts.0.seconds" in refused(text({"seconds": 0.5}).replace("0.5", number)).what
+
+
+def test_what_is_not_pplans_own_is_finite_at_any_depth() -> None:
+    """JSON has no infinity; what is written of one is null, and another answer when it is read again."""
+    own = TypeAdapter[dict[str, Any]](JsonObject)
+    assert own.validate_json('{"a": [{"b": [1e300, null, true, "inf"]}], "c": 10}')["c"] == 10
+    for text in ('{"a": 1e400}', '{"a": [{"b": [0, -1e400]}]}'):
+        with pytest.raises(ValidationError, match="finite numbers alone"):
+            own.validate_json(text)
+
+
+@pytest.mark.parametrize("document", [Profile, DegreesFile, DeepspeedExport, NemoExport])
+def test_no_field_takes_any_object(document: type[Document]) -> None:
+    """Also in the parts of a file."""
+    todo, fields = [document], 0
+    for record in todo:
+        for name, field in get_type_hints(record, include_extras=True).items():
+            fields += 1
+            assert not re.search(r"(?<!Annotated\[)dict\[str, (typing\.)?Any\]", str(field)), name
+            todo += [own for own in records(field) if own not in todo]
+    assert fields > 10
+
+
+def records(field: Any) -> list[type[Any]]:
+    """The classes of records in a type."""
+    if isinstance(field, type) and issubclass(field, Record):
+        return [field]
+    return [own for part in get_args(field) for own in records(part)]
 
 
 def test_a_field_is_named_with_its_value() -> None:

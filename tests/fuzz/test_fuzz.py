@@ -8,21 +8,27 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzzing.cases import KINDS, Workspace, case_of
+from fuzzing import reading
+from fuzzing.cases import KINDS, Case, Workspace, case_of
 from fuzzing.channel import Channel, Tallies, findings
 from fuzzing.documents import LARGEST, STRUCTURAL
 from fuzzing.mutation import edited, random_edits
-from fuzzing.reading import Inputs
+from fuzzing.reading import Inputs, in_memory, reads
 from fuzzing.running import run
 from fuzzing.seeds import make_seeds
+from fuzzing.small_seeds import MORE_KINDS, shape, small_seeds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from pplan.cost_models import text_files
+from pplan.cost_models.errors import FileError
 
 CORPUS = Path(__file__).with_name("corpus")
 TOO_LONG = {"configuration"}
@@ -42,8 +48,16 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspace]:
     before = Path.cwd()
     make_seeds(made)
     os.chdir(folder)
-    yield Workspace(folder, {path.name: path.read_bytes() for path in made.iterdir()})
+    workspace = Workspace(folder, {path.name: path.read_bytes() for path in made.iterdir()})
+    workspace.write(Case("", [], []))
+    yield workspace
     os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def small(workspace: Workspace) -> dict[str, bytes]:
+    """The seeds of readers alone."""
+    return small_seeds(workspace.seeds, partial(reads, workspace.folder))
 
 
 @pytest.mark.parametrize("name", [pytest.param("first", marks=pytest.mark.slow), "reported"])
@@ -54,17 +68,94 @@ def test_what_was_found_once(name: str, workspace: Workspace) -> None:
         assert found is None, f"{found.kind}\n{line[:600]}\n{found.text}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_readers_alone(kind: str, workspace: Workspace) -> None:
+def test_what_readers_alone_were_found_to_do(workspace: Workspace, small: dict[str, bytes]) -> None:
+    inputs = Inputs(workspace.folder, small)
+    for line in (CORPUS / "readers.jsonl").read_text(encoding="utf-8").splitlines():
+        case = case_of(line)
+        found = inputs.read(case.file, [*case.edits])[2]
+        assert found is None, f"{found.kind}\n{line[:600]}\n{found.text}"
+
+
+@pytest.mark.parametrize("kind", reading.KINDS)
+def test_readers_alone(kind: str, workspace: Workspace, small: dict[str, bytes]) -> None:
     """Each reads its seed, in which nothing is unlike what was read before when it is read again."""
-    inputs = Inputs(workspace.folder, workspace.seeds)
-    for file in KINDS[kind]:
+    inputs = Inputs(workspace.folder, small)
+    for file in reading.KINDS[kind]:
         assert inputs.read(file, []) == (True, True, None)
         assert inputs.read(file, []) == (True, False, None)
     for number in range(30):
         file, edits = inputs.edits(97 * number, kind, random.Random(number))
         found = inputs.read(file, edits)[2]
         assert found is None, f"{file}: {found.kind}\n{edits}\n{found.text}"
+
+
+PLANTED: dict[str, Callable[[Any], bool]] = {
+    "profile": lambda own: any(layer.parameter_bytes > 2**50 for layer in own.layers),
+    "plan": lambda own: not own.made_by.command,
+    "costs": lambda own: len(own.layers) == 1,
+    "topology": lambda own: any(level.link.latency_seconds == 0 for level in own.levels or ()),
+    "configuration": lambda own: bool(own.hidden > 2**29),
+    "kernels": lambda own: len(own.efficiency) < 5,
+    "degrees": lambda own: bool(own.gap < 0 or own.gap > 1000),
+    "export": lambda own: bool(own.recompute == "always"),
+    "partition": lambda own: len(own.ends) == 1,
+    "schedule": lambda own: any(len(actions) != 16 for actions in own.actions),
+    "defaults": lambda own: "degrees" not in own,
+    "report": lambda own: getattr(own, "notes", None) == [],
+    "roofline": lambda own: len(own.peaks) == 1,
+    "calibration": lambda own: own.corrections.latency is None,
+    "journal": lambda own: any(counted.parts_left_out for counted in own[0].values()),
+    "verified": lambda own: isinstance(own, tuple) and own[0].gpus is None,
+}
+"""Of what was read, what a reader might not expect."""
+ENOUGH = 4000
+"""Inputs in which it is found: most are in a tenth of them."""
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_an_error_that_is_planted_is_found(
+    kind: str, workspace: Workspace, small: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fuzzer that went blind would find nothing, as one does where all is well."""
+
+    def plant(read: Callable[[Path], object]) -> Callable[[Path], object]:
+        def wrong(path: Path) -> object:
+            if PLANTED[kind](value := read(path)):
+                raise ZeroDivisionError
+            return value
+
+        return wrong
+
+    for file in reading.KINDS[kind]:
+        monkeypatch.setitem(reading.READERS, file, plant(reading.READERS[file]))
+    inputs = Inputs(workspace.folder, small)
+    for number in range(ENOUGH):
+        found = inputs.read(*inputs.edits(7 * number, kind, random.Random(number)))[2]
+        if found is not None:
+            assert found.kind.startswith("ZeroDivisionError")
+            return
+    pytest.fail(f"not found in {ENOUGH} inputs")
+
+
+def test_small_seeds_lack_nothing_but_size(workspace: Workspace, small: dict[str, bytes]) -> None:
+    """All keys with all kinds of values, and every list that had several members still has two."""
+    assert set(small) == {*workspace.seeds, *(file for kind in MORE_KINDS.values() for file in kind)}
+    for file, content in small.items():
+        assert reads(workspace.folder, file, content), file
+        if file in workspace.seeds and content[:1] == b"{":
+            large = json.loads(workspace.seeds[file])
+            assert set(shape(json.loads(content))) == set(shape(large)), file
+    for file in ("degrees.json", "plain.profile.json"):
+        assert len(small[file]) < len(workspace.seeds[file]) / 2
+
+
+def test_a_file_in_memory_hides_no_other(tmp_path: Path) -> None:
+    (tmp_path / "other").write_bytes(b"on the disk")
+    with in_memory({"one": b"in memory"}):
+        assert text_files.read_bytes(tmp_path / "one", "file") == b"in memory"
+        assert text_files.read_bytes(tmp_path / "other", "file") == b"on the disk"
+    with pytest.raises(FileError):
+        text_files.read_bytes(tmp_path / "one", "file")
 
 
 @pytest.mark.slow
@@ -81,7 +172,7 @@ def test_random_mutations(kind: str, workspace: Workspace) -> None:
 
 
 def test_the_whole_corpus_is_run() -> None:
-    assert {path.stem for path in CORPUS.glob("*.jsonl")} == {"first", "reported"}
+    assert {path.stem for path in CORPUS.glob("*.jsonl")} == {"first", "readers", "reported"}
 
 
 def test_without_debug_there_is_no_traceback(workspace: Workspace) -> None:
@@ -104,6 +195,7 @@ def test_edits_say_what_they_do() -> None:
     assert edited(text, [["wrap", ["a"], 3]]) == b'{"a": [[[]]], "b": {"c": 0.5}}'
     assert edited(text, [["twice", "a", 7]]) == b'{"a": [1, 2], "b": {"c": 0.5}, "a": 7}'
     assert edited("x = 1\ny = 2\n", [["word", 2, "nan"], ["line", 1, 2]]) == b"x = nan\ny = 2\ny = 2\n"
+    assert edited("x = 1\ny = 2\n", [["at", 5, "z"], ["at", 9, "!"]]) == b"x = 1\nz = !\n"
     assert edited("ab", [["cut", 1], ["encode", "utf-16-be"]]) == b"\x00a"
     different = {edited(text, random_edits(text, random.Random(seed))) for seed in range(100)}
     assert len(different) > 60

@@ -168,3 +168,14 @@ def test_pins_that_no_memory_helps(make_chain: MakeChain, make_topology: MakeTop
     options = PlanOptions(mini_batch=8, pins=(("layer1", 2),))
     hint = refused(Problem(make_chain(3, 8, cuts=1.1), make_topology(4, memory=50), options)).hint
     assert hint == "With more memory none was found either. Leave out `pins`."
+
+
+def test_memory_is_not_blamed_for_what_the_options_forbid(
+    make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    chain, topology = make_chain(3, 8, cuts=1.1), make_topology(3, memory=10**9)
+    options = PlanOptions(mini_batch=8, keep_together=("*",), use_all=True, runtime="torchgpipe")
+    error = refused(Problem(chain, topology, options))
+    assert "that the options allow fits into" in error.what
+    assert error.what.endswith(", nor was one found with more memory; without them one does")
+    assert error.hint == "Leave out `keep_together`, `use_all` or `runtime`."

@@ -110,7 +110,12 @@ def test_it_goes_on_behind_the_last_whole_line(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [b"", b"{}", b"[]", b'{"size": 9, "round": 1}', b"\xff", b'{"size": 4, "pass": "no"}']
+    "line",
+    [
+        *(b"", b"{}", b"[]", b'{"size": 9, "round": 1}', b"\xff", b'{"size": 4, "pass": "no"}'),
+        b'{"size": 4, "pass": "parts", "seconds": {"input": [1, 1%s], "weight": [1, 1]}}' % (b"0" * 400),
+        b'{"size": 4, "round": 1%s}' % (b"0" * 400),
+    ],
 )
 def test_nothing_is_read_behind_a_line_that_is_not_ours(path: Path, line: bytes) -> None:
     lines = path.read_bytes().splitlines(keepends=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -64,15 +63,10 @@ def ended(*processes: Any) -> list[tuple[int, str, str]]:
     return [(each.returncode, each.stdout, each.stderr) for each in results]
 
 
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port: int = held.getsockname()[1]
-        return port
-
-
 @pytest.mark.slow
-def test_two_processes_of_one_machine(forked_python: ForkedPython, tmp_path: Path) -> None:
+def test_two_processes_of_one_machine(
+    forked_python: ForkedPython, free_port: Callable[[], int], tmp_path: Path
+) -> None:
     port, options = free_port(), ("--json", "-o", "own.toml")
     first, second = ended(
         *(process(forked_python, tmp_path, PPLAN, rank, port, *options) for rank in range(2))
@@ -97,7 +91,7 @@ def test_two_processes_of_one_machine(forked_python: ForkedPython, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_two_nodes(forked_python: ForkedPython, tmp_path: Path) -> None:
+def test_two_nodes(forked_python: ForkedPython, free_port: Callable[[], int], tmp_path: Path) -> None:
     """Two torchruns, as on two machines: node 0 has two processes, node 1 has one."""
     port = free_port()
     first, second = ended(*(torchrun(forked_python, tmp_path, node, 2 - node, port) for node in range(2)))
@@ -122,7 +116,9 @@ def test_a_process_that_never_comes(forked_python: ForkedPython, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_process_that_is_gone(forked_python: ForkedPython, tmp_path: Path) -> None:
+def test_a_process_that_is_gone(
+    forked_python: ForkedPython, free_port: Callable[[], int], tmp_path: Path
+) -> None:
     port = free_port()
     codes = enumerate((PPLAN, DIES))
     first, second = ended(

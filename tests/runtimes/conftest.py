@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,7 +35,7 @@ def run_processes(forked_python: Callable[..., Any]) -> RunProcesses:
 
 
 @pytest.fixture(scope="session")
-def run_ranks(forked_python: Callable[..., Any]) -> RunRanks:
+def run_ranks(forked_python: Callable[..., Any], free_port: Callable[[], int]) -> RunRanks:
     """What so many processes of `python COMMAND...` print whose ranks are told as torchrun tells them; all
     must succeed."""
 
@@ -45,9 +44,7 @@ def run_ranks(forked_python: Callable[..., Any]) -> RunRanks:
         ranks = [
             {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)} for rank in range(count)
         ]
-        with socket.socket() as bound:
-            bound.bind(("127.0.0.1", 0))
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(bound.getsockname()[1])}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         started = [
             forked_python(outputs / own["RANK"], folder, *command, **own, **meeting, **environment)
             for own in ranks

@@ -144,3 +144,25 @@ def test_what_cannot_be_copied_is_looked_at_itself() -> None:
     for second, reader in ((Counts(), ""), (ReadsNeighbour(first), "second")):
         side = SideBySide(nn.Sequential(first, second), ModelInput.of(X), "model", with_a_lock)
         assert find_reader(side, ["first", "second"]) == reader
+
+
+class Rounds(nn.Module):
+    """Adds more each time that any copy of it is called, also to what is zero."""
+
+    def __init__(self, step: float, calls: list[int]) -> None:
+        super().__init__()
+        self.step, self.calls = step, calls
+
+    def __deepcopy__(self, memo: object) -> Rounds:
+        return Rounds(self.step, self.calls)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(1)
+        return x.relu() + self.step * len(self.calls)
+
+
+@pytest.mark.parametrize(("step", "reader"), [(1e-7, ""), (1e-2, "second")])
+def test_rounding_of_what_is_nearly_zero_is_no_hidden_state(step: float, reader: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Rounds(step, []))
+    side = SideBySide(model, ModelInput.of(X), "model", lambda copied: nn.Sequential(*copied.children()))
+    assert find_reader(side, ["first", "second"]) == reader

@@ -139,3 +139,17 @@ def test_all_lines_that_stopped_the_tools_are_named() -> None:
     assert "if given.sum() > 0:" in export
     assert "module:PATTERN" in caught.value.hint
     assert "a module of its own" in caught.value.hint
+
+
+class EncoderDecoderCache:
+    """As the class of transformers, no tensor that torch.export knows."""
+
+
+def test_a_model_that_returns_its_cache_is_told_how_not_to() -> None:
+    class Generates(nn.Module):
+        def forward(self, given: Tensor) -> tuple[Tensor, EncoderDecoderCache]:
+            return given * int(given.shape[0]), EncoderDecoderCache()
+
+    with pytest.raises(ModelError, match="Cache'> in output") as caught:
+        build_chain(Generates(), torch.ones(2, 2))
+    assert caught.value.hint.endswith("set model.config.use_cache = False.")

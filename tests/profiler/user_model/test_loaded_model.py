@@ -13,7 +13,7 @@ from torch import nn
 from pplan.cost_models.errors import ModelError
 from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.graphs import tracing, trial
-from pplan.profiler.user_model.loaded_model import copy_model, copy_to_host, copy_to_meta
+from pplan.profiler.user_model.loaded_model import _is_json, copy_model, copy_to_host, copy_to_meta
 
 
 class Kept(nn.Parameter):
@@ -105,3 +105,10 @@ def test_a_host_copy_is_on_the_cpu_and_made_of_twins() -> None:
         assert ours.data_ptr() != theirs.data_ptr()
     assert twin[0].weight is twin[2].weight  # type: ignore[index]
     assert [p.requires_grad for p in twin.parameters()] == [p.requires_grad for p in model.parameters()]
+
+
+def test_settings_that_json_cannot_say_are_left_out() -> None:
+    assert [_is_json(value) for value in (1, 0.5, None, [1, {"a": "b"}])] == [True] * 4
+    assert [_is_json(value) for value in (float("inf"), float("nan"), [float("-inf")], {1: 2}, object())] == [
+        False
+    ] * 5

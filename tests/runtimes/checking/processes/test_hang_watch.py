@@ -24,10 +24,10 @@ HANGS = """
         time.sleep(100)
 
     journal = RankJournal(None, 1)
-    with HangWatch(journal, 0.4):
-        for step in range(4):
+    with HangWatch(journal, 1.0):
+        for step in range(12):
             journal.begin(f"step {step} (plan)")
-            time.sleep(0.2)
+            time.sleep(0.1)
         stuck_in_the_model()
 """
 
@@ -38,7 +38,7 @@ def test_it_says_where_it_stands_and_ends(tmp_path: Path, forked_python: Callabl
     ended = forked_python(tmp_path / "output", tmp_path, "hangs.py").wait(60)
     assert ended.returncode == 2
     what, hint = ended.stderr.splitlines()
-    assert what == "pplan: check: rank 1 hangs while step 3 (plan): nothing went on for 0.4 s"
+    assert what == "pplan: check: rank 1 hangs while step 11 (plan): nothing went on for 1 s"
     assert hint.startswith("  It stands at ")
     assert hint.endswith("hangs.py:7, in stuck_in_the_model.")
 
