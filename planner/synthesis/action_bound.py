@@ -35,9 +35,10 @@ NEAR = 1e-12
 """Share by which sums of times rise when they still do."""
 
 
-def action_bound(problem: OrderProblem, limit: float = inf) -> float:
+def action_bound(problem: OrderProblem, limit: float = inf, seconds: float = inf) -> float:
     """Seconds that no order is below, no less than `OrderProblem.bound`: that, of several parts a device and
-    where it would take long. `limit`: a step that an order has; no more is worked out."""
+    where it would take long. `limit`: a step that an order has; no more is worked out; `seconds`: about
+    as many for crossings."""
     least = problem.bound()
     if not problem.is_line or least == inf:
         return least
@@ -53,7 +54,7 @@ def action_bound(problem: OrderProblem, limit: float = inf) -> float:
             for number, (head, tail) in enumerate(zip(heads[part, kind], tails[part, kind], strict=True))
         ]
         least = max(least, _one_machine(jobs))
-    return crossing_bound(problem, heads, tails, least, limit)
+    return crossing_bound(problem, heads, tails, least, limit, seconds)
 
 
 class _ActionTimes:

@@ -39,24 +39,31 @@ SEQUENCES = 3
 MOST_STATES = 50
 """With the same actions done."""
 MOST_STEPS = 250_000
-"""States that are gone on from: about two seconds."""
+"""States that are gone on from, of each part: about a second and a half."""
+STEPS_A_SECOND = 150_000
 MOST_PARTS = 2
 """From whose memory sequences are made: those with the longest round trip for each micro-batch."""
 
 
 def crossing_bound(
-    problem: OrderProblem, heads: Floats, tails: Floats, least: float, limit: float = inf
+    problem: OrderProblem,
+    heads: Floats,
+    tails: Floats,
+    least: float,
+    limit: float = inf,
+    seconds: float = inf,
 ) -> float:
     """Seconds that no order is below, or `limit`, which one takes, where none is faster; no less than
     `least`. `heads` and `tails`: (parts, kinds, micro-batches), seconds before the start and after the end of
-    each action at the least."""
+    each action at the least. In about so many `seconds`."""
     turns = {
         part: (problem.way_seconds(part) + problem.weight[part]) / most
         for part, most in enumerate(problem.most_in_flight)
         if 1 < most < problem.micro_batches
     }
+    steps = min(MOST_STEPS, seconds * STEPS_A_SECOND / MOST_PARTS)
     for part in sorted(turns, key=lambda part: -turns[part])[:MOST_PARTS]:
-        least = max(least, _Crossings(problem, part, heads, tails).bound(least, limit))
+        least = max(least, _Crossings(problem, part, heads, tails).bound(least, limit, steps))
     return least
 
 
@@ -104,12 +111,12 @@ class _Crossings:
             return self.problem.forward_wait[part]
         return self.problem.backward_wait[part] if kind == B and part > self.steps[0][1] else 0.0
 
-    def bound(self, least: float, limit: float) -> float:
+    def bound(self, least: float, limit: float, most_steps: float) -> float:
         """Seconds at the least; where there is no time to go on, as far as it is certain."""
         begins = [own.heads[0] for own in self.sequences]
         states: dict[Counts, list[State]] = {(0,) * len(begins): [(least, *begins, *(0.0 for _ in begins))]}
         best, steps = limit, 0
-        while states and steps <= MOST_STEPS:
+        while states and steps <= most_steps:
             following = defaultdict[Counts, list[State]](list)
             for counts, alike in states.items():
                 for state in _leave_out_later(alike):

@@ -241,7 +241,9 @@ def _actions(own: OrderCandidate) -> int:
 
 def _improve(own: OrderCandidate, seconds: float, budget: SearchBudget) -> OrderCandidate:
     """Improved for about so many seconds: by other rules, by exchanges, by the solver where there is one."""
-    own = replace(own, bound=max(own.bound, 0.0 if budget.over else action_bound(own.problem, own.step)))
+    own = replace(
+        own, bound=max(own.bound, 0.0 if budget.over else action_bound(own.problem, own.step, seconds / 3))
+    )
     assert own.lists is not None, "an order was made"
     lists, solves = own.lists, has_solver() and _actions(own) <= MOST_SOLVED
     tries = 0.0 if steepest_slope(own.problem) is None else seconds / 6
