@@ -108,7 +108,11 @@ def _name_together(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
     stem, _, first = names[0].rpartition(".")
-    if first.isdecimal() and list(names) == [f"{stem}.{int(first) + i}" for i in range(len(names))]:
+    if (
+        first.isdecimal()
+        and len(first) <= 18
+        and list(names) == [f"{stem}.{int(first) + i}" for i in range(len(names))]
+    ):
         return f"{stem}.{first}-{int(first) + len(names) - 1} x {len(names)}"
     return f"{names[0]} and {len(names) - 1} equal"
 

@@ -35,7 +35,7 @@ def parse_device(name: str | None) -> torch.device:
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    match = re.fullmatch(r"cpu|meta|cuda(?::(\d+))?", name)
+    match = re.fullmatch(r"cpu|meta|cuda(?::(\d{1,9}))?", name)
     if match is None:
         raise UsageError(f"device {name!r} is not known", f"Use one of {_available()}.")
     if name in ("cpu", "meta"):

@@ -55,7 +55,7 @@ class TensorParallelKeywords(TypedDict, total=False):
 
 def read_shape(text: str, name: str) -> tuple[int, ...]:
     """`3x224x224` as numbers. Raises UsageError."""
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
+    if not re.fullmatch(r"[1-9]\d{0,17}(x[1-9]\d{0,17})*", text):
         raise UsageError(
             f"{name} {text}: is not the shape of one sample",
             f"Give its sizes without the batch, with an x between: {name} 3x224x224",

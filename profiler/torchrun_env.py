@@ -54,7 +54,7 @@ def read_torchrun_env(
 
 def _whole(environment: Mapping[str, str], name: str, verb: str) -> int:
     text = environment[name]
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > 9:
         raise UsageError(
             f"{verb}: {name} is {text!r}, not a whole number", f"Start it with: {COMMAND} {verb}"
         )

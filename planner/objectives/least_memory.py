@@ -8,7 +8,7 @@ plan is fast enough any more: then none with less memory exists, as far as each 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, inf
+from math import inf
 
 from ...cost_models.quantities import format_bytes, format_seconds
 from ..candidate import ScoredPlan
@@ -41,9 +41,9 @@ def least_memory(problem: Problem, slack: float) -> ObjectiveResult:
     peak, before = (peak_bytes(problem.space, plan) for plan in (search.best, fastest))
     aim = Aim(
         name="memory",
-        value=ceil(peak),
+        value=peak,
         unit="bytes",
-        lower_bound=min(search.none_below, ceil(peak)) if is_exact else 0.0,
+        lower_bound=min(search.none_below, peak) if is_exact else 0.0,
         exact=exact,
         detail=f"the most that a device holds, with a step at most {100 * slack:g} % longer than the fastest",
         covers=describe_coverage(problem, answer.result),

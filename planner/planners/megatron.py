@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ..problem import Problem
 
 
-_NUMBERED = re.compile(r"(?:^|[._])(?:layers?|h|(?:res|transformer_)?blocks?)[._]?(\d+)(?=[._]|$)")
+_NUMBERED = re.compile(r"(?:^|[._])(?:layers?|h|(?:res|transformer_)?blocks?)[._]?(\d{1,18})(?=[._]|$)")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from ...cost_models.errors import FileError
 from ..profile_records import LayerMeasurement, ProfiledLayer
 from .pipedream_graph import Graph, Node
 
-_NUMBERED = re.compile(r"(.*?)(\d+)")
+_NUMBERED = re.compile(r"(.*?)(\d{1,18})")
 _PLAIN = re.compile(r"[\w./\[\]:+-]+")
 _KINDS = 2
 """So many kinds of operations are named for a layer of several."""

@@ -59,6 +59,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[str]:
     gc.collect()
 
 
+@pytest.mark.filterwarnings("ignore:forward changes 2.running_mean")
 @pytest.mark.usefixtures("models")
 @pytest.mark.parametrize(
     ("model", "balance", "checkpoint", "again"),
