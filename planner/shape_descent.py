@@ -26,7 +26,7 @@ from .search.pipelines import Pipelines, build_pipelines
 from .search.space import Space
 from .search.stage_recompute import choose_modes
 
-SHARE = 0.12
+SHARE = 0.08
 """Of the remaining work and time, what all steps may take."""
 STARTS = 4
 """Plans from which steps are taken: the fastest of unlike numbers of stages."""
