@@ -4,9 +4,9 @@
 
 Needs a quiet machine of two cores. The link is measured first. A model is profiled by two processes at a
 time, so that each core is busy with the same work, as it is in training: a profile of one busy core says
-nothing of what two share (bandwidth of the memory, cache, clock). Where the two differ by more than `ALIKE`,
-one of the cores was taken from its process, and they measure again, `TRIES` times at most: the two that are
-the most alike count, layer by layer with their mean. The plans are pplan's, and those of
+nothing of what two share (bandwidth of the memory, cache, clock). Where the sums of the
+two differ by more than `ALIKE`, they measure again, `TRIES` times at most: the two that are the most alike
+count, layer by layer with their mean. The plans are pplan's, and those of
 `even`, `parameters` and `torchgpipe-time`: GPipe, 8 micro-batches of 4 samples, two stages. What the profile
 predicts of each is written to FILE before any of them runs; then all run in torch.distributed.pipelining,
 in `ROUNDS` rounds whose order turns, real layers on gloo, and the median of all steps counts. `--runtimes`:
@@ -77,19 +77,19 @@ def measure_on_both(name: str, folder: Path) -> tuple[pplan.Profile, list[float]
     second's sum of all layers was from the first's."""
     command = [sys.executable, __file__, "--measure", name]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pairs: list[tuple[pplan.Profile, pplan.Profile]] = []
-    differences: list[float] = []
-    while not differences or (abs(differences[-1]) > ALIKE and len(differences) < TRIES):
-        files = [folder / f"{name.replace(':', '-')}.{process}.profile.json" for process in range(2)]
+    files = [folder / f"{name.replace(':', '-')}.{process}.profile.json" for process in range(2)]
+    pairs = dict[float, tuple[pplan.Profile, pplan.Profile]]()
+    for _ in range(TRIES):
         running = [subprocess.Popen([*command, str(file)], env=environment) for file in files]
-        if any(tuple(process.wait() for process in running)):
+        statuses = [process.wait() for process in running]
+        if any(statuses):
             raise SystemExit(f"{name}: a process that profiled it failed.")
         first, second = (pplan.Profile.load(file) for file in files)
-        pairs.append((first, second))
-        differences.append(sum_of_layers(second) / sum_of_layers(first) - 1)
-    return mean_profile(
-        *pairs[min(range(len(pairs)), key=lambda index: abs(differences[index]))]
-    ), differences
+        difference = sum_of_layers(second) / sum_of_layers(first) - 1
+        pairs[difference] = first, second
+        if abs(difference) <= ALIKE:
+            break
+    return mean_profile(*pairs[min(pairs, key=abs)]), list(pairs)
 
 
 def sum_of_layers(profile: pplan.Profile) -> float:

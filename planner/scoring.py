@@ -52,13 +52,44 @@ def fastest(
     optional = not required or limit < inf
     if space.is_long:
         return _score_long(space, unique, limit, optional=optional)
-    key: Callable[[Proposal], tuple[str, int]] = lambda p: (str(p.config), len(p.ends))  # noqa: E731
     trials: list[_Trial] = []
-    for _, alike in groupby(sorted(unique, key=key), key=key):
+    for alike in group_alike(unique):
         if (trials or optional) and space.budget.over:
             break
-        trials += _trials(space, list(alike), optional=optional)
+        trials += _trials(space, alike, optional=optional)
     return _score_trials(space, sorted(trials, key=lambda trial: trial.bound), limit, optional=optional)
+
+
+def group_alike(proposals: Iterable[Proposal]) -> Iterator[list[Proposal]]:
+    """Those of one configuration with as many parts together."""
+    key: Callable[[Proposal], tuple[str, int]] = lambda p: (str(p.config), len(p.ends))  # noqa: E731
+    for _, alike in groupby(sorted(proposals, key=key), key=key):
+        yield list(alike)
+
+
+@dataclass(frozen=True)
+class LinearGroup:
+    """Pipelines of 1F1B or GPipe side by side, of one configuration with as many stages; by row, the proposal
+    and what each stage recomputes, and a bound on the step."""
+
+    pipelines: Pipelines
+    rows: list[tuple[Proposal, tuple[Recompute, ...]]]
+    bounds: list[float]
+
+
+def linear_group(space: Space, proposals: Iterable[Proposal]) -> LinearGroup | None:
+    """Of these, those that fit, as far as the time goes, one at least; None where none does."""
+    rows = list[tuple[Proposal, tuple[Recompute, ...]]]()
+    for proposal in proposals:
+        if rows and space.budget.over:
+            break
+        modes = choose_modes(space, proposal)
+        if modes is not None:
+            rows.append((proposal, modes))
+    if not rows:
+        return None
+    pipelines = build_pipelines(space, [own for own, _ in rows], [modes for _, modes in rows])
+    return LinearGroup(pipelines, rows, WHOLE_BOUNDS[pipelines.config.schedule](pipelines).tolist())
 
 
 @dataclass(frozen=True)
@@ -125,26 +156,15 @@ def _score_long(
 
 
 def _linear_trials(space: Space, proposals: Sequence[Proposal]) -> Iterator[_Trial]:
-    fitting = list[tuple[Proposal, tuple[Recompute, ...]]]()
-    for proposal in proposals:
-        if fitting and space.budget.over:
-            break
-        modes = choose_modes(space, proposal)
-        if modes is not None:
-            fitting.append((proposal, modes))
-    if not fitting:
-        return
-    pipelines = build_pipelines(space, [p for p, _ in fitting], [modes for _, modes in fitting])
-    bounds = WHOLE_BOUNDS[pipelines.config.schedule](pipelines)
-    for row, (proposal, modes) in enumerate(fitting):
-        yield _Trial(float(bounds[row]), True, partial(_score_linear, pipelines, row, proposal, modes))
+    group = linear_group(space, proposals)
+    if group is not None:
+        for row, bound in enumerate(group.bounds):
+            yield _Trial(bound, True, partial(_score_linear, group, row))
 
 
-def _score_linear(
-    pipelines: Pipelines, row: int, proposal: Proposal, modes: tuple[Recompute, ...], limit: float
-) -> ScoredPlan | None:
-    step = float(pipelines.select(np.array([row])).step_seconds()[0])
-    return ScoredPlan(proposal, modes, step) if step < limit else None
+def _score_linear(group: LinearGroup, row: int, limit: float) -> ScoredPlan | None:
+    step = float(group.pipelines.select(np.array([row])).step_seconds()[0])
+    return ScoredPlan(*group.rows[row], step) if step < limit else None
 
 
 def _trial(space: Space, proposal: Proposal, *, optional: bool) -> _Trial | None:

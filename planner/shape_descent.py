@@ -7,24 +7,19 @@ stages, and on many devices may need long for its first good plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from itertools import groupby, product
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import product
 
 import numpy as np
 
-from ..cost_models.errors import UsageError
 from ..cost_models.layer import list_cut_points
-from ..cost_models.memory import Recompute
 from .candidate import Proposal, ScoredPlan, Shape, near_shapes, replicated_pipeline
 from .pipeline_config import SEARCHED, PipelineConfig
 from .plan_records import TIE
 from .problem import Problem
-from .scoring import WHOLE_BOUNDS
-from .search.budget import SearchBudget
-from .search.pipelines import Pipelines, build_pipelines
+from .scoring import LinearGroup, group_alike, linear_group
 from .search.space import Space
-from .search.stage_recompute import choose_modes
 
 SHARE = 0.08
 """Of the remaining work and time, what all steps may take."""
@@ -43,64 +38,59 @@ PROPOSAL_WORK = 150_000
 def descend(problem: Problem, plans: Iterable[ScoredPlan]) -> list[ScoredPlan]:
     """What steps from the fastest of these plans of 1F1B and GPipe lead to, the fastest first, as far as the
     time goes. None of a plan that no step makes faster."""
-    budget = problem.budget.part(SHARE * problem.budget.remaining, share=SHARE)
+    space = problem.space.within(problem.budget.part(SHARE * problem.budget.remaining, share=SHARE))
     starts = dict[int, ScoredPlan]()
     for plan in sorted(plans, key=lambda plan: plan.step_seconds):
         if plan.config.schedule in SEARCHED:
             starts.setdefault(len(plan.proposal.ends), plan)
-    ways = [_descend(problem, plan, budget) for plan in list(starts.values())[:STARTS]]
+    ways = [_descend(problem, plan, space) for plan in list(starts.values())[:STARTS]]
     return sorted((plan for plan in ways if plan is not None), key=lambda plan: plan.step_seconds)
 
 
-def _descend(problem: Problem, start: ScoredPlan, budget: SearchBudget) -> ScoredPlan | None:
+def _descend(problem: Problem, start: ScoredPlan, space: Space) -> ScoredPlan | None:
     """Where steps from this plan end; None where no step makes it faster."""
     best, far = start, False
-    while not budget.spent:
+    while not space.budget.spent:
         near = list(_near(problem, best, far=far))
-        budget.spend(PROPOSAL_WORK * len(near))
-        faster = _faster(problem.space, near, best.step_seconds * (1 - TIE), budget)
+        space.budget.spend(PROPOSAL_WORK * len(near))
+        faster = _faster(space, near, best.step_seconds * (1 - TIE))
         if faster is None and far:
             break
         best, far = faster or best, faster is None
     return None if best is start else best
 
 
-def _faster(
-    space: Space, proposals: Sequence[Proposal], limit: float, budget: SearchBudget
-) -> ScoredPlan | None:
-    """A plan among the proposals that takes less than the limit: of those the most promising, as
-    many as are simulated side by side, the fastest."""
-    key: Callable[[Proposal], tuple[str, int]] = lambda p: (str(p.config), len(p.ends))  # noqa: E731
-    trials = list[tuple[float, int, int]]()
-    sides = list[tuple[Pipelines, list[tuple[Proposal, tuple[Recompute, ...]]]]]()
-    for _, alike in groupby(sorted(proposals, key=key), key=key):
-        if budget.over:
+def _faster(space: Space, proposals: Iterable[Proposal], limit: float) -> ScoredPlan | None:
+    """A plan among the proposals that takes less than the limit: of those with the lowest bounds, as many as
+    are simulated together, the fastest."""
+    groups = list[LinearGroup]()
+    for alike in group_alike(proposals):
+        if space.budget.over:
             return None
-        fitting = [(own, modes) for own in alike if (modes := choose_modes(space, own)) is not None]
-        if fitting:
-            pipelines = build_pipelines(space, [own for own, _ in fitting], [modes for _, modes in fitting])
-            bounds = WHOLE_BOUNDS[pipelines.config.schedule](pipelines)
-            trials += [(bound, len(sides), row) for row, bound in enumerate(bounds.tolist()) if bound < limit]
-            sides.append((pipelines, fitting))
-    trials.sort()
+        group = linear_group(space, alike)
+        groups += [] if group is None else [group]
+    trials = sorted(
+        (bound, number, row)
+        for number, group in enumerate(groups)
+        for row, bound in enumerate(group.bounds)
+        if bound < limit
+    )
+    best: ScoredPlan | None = None
     for first in range(0, min(len(trials), MOST_SIMULATED), SIDE_BY_SIDE):
-        if budget.over:
-            return None
-        best: ScoredPlan | None = None
-        batch = sorted(trials[first : first + SIDE_BY_SIDE], key=lambda trial: trial[1])
-        for side, own in groupby(batch, key=lambda trial: trial[1]):
-            pipelines, fitting = sides[side]
-            rows = [row for _, _, row in own]
+        if best is not None or space.budget.over:
+            break
+        together = defaultdict[int, list[int]](list)
+        for _, number, row in trials[first : first + SIDE_BY_SIDE]:
+            together[number].append(row)
+        for number, rows in sorted(together.items()):
+            pipelines = groups[number].pipelines
             steps = pipelines.select(np.array(rows)).step_seconds(limit)
-            budget.simulate(len(rows), 2 * pipelines.stages * pipelines.config.micro_batches)
+            space.budget.simulate(len(rows), 2 * pipelines.stages * pipelines.config.micro_batches)
             index = int(steps.argmin())
             if steps[index] < limit:
                 limit = float(steps[index])
-                proposal, modes = fitting[rows[index]]
-                best = ScoredPlan(proposal, modes, limit)
-        if best is not None:
-            return best
-    return None
+                best = ScoredPlan(*groups[number].rows[rows[index]], limit)
+    return best
 
 
 def _near(problem: Problem, plan: ScoredPlan, *, far: bool) -> Iterator[Proposal]:
@@ -112,9 +102,8 @@ def _near(problem: Problem, plan: ScoredPlan, *, far: bool) -> Iterator[Proposal
     for config, (ends, replicas) in product(configs, sorted(shapes)):
         fewer = tuple(min(count, config.micro_batch_size) for count in replicas)
         proposal = replicated_pipeline(config, ends, fewer)
-        with suppress(UsageError):
-            if problem.allows(proposal):
-                yield proposal
+        if problem.allows(proposal):
+            yield proposal
 
 
 def _near_configs(problem: Problem, config: PipelineConfig) -> list[PipelineConfig]:

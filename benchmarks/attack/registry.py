@@ -135,6 +135,7 @@ NOT_BOUNDS: dict[str, str] = {
     "search/fluid_bound.py:_largest": "a part of fluid_bound",
     "synthesis/crossing_bound.py:crossing_bound": "a part of action_bound, attacked with it",
     "synthesis/crossing_bound.py:_Crossings.bound": "a part of crossing_bound, attacked with it",
+    "shape_descent.py:_faster": "simulates plans in the order of bounds that are registered",
     "synthesis/synthesize.py:_fill_all": "makes orders, which are simulated",
     "coverage.py:_is_bounded": "a part of is_searched, of large problems",
     "objectives/solve_objective.py:_robust_aim": "of a robust plan no bound is said",
