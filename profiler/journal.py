@@ -12,7 +12,8 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from math import inf
 from pathlib import Path
 from time import monotonic
 from typing import Any, BinaryIO, Literal, Self
@@ -208,17 +209,14 @@ def _take(record: Mapping[str, Any], sizes: dict[int, JournalSize], layers: int)
     """Raises one of `_BROKEN`."""
     size = record["size"]
     if "counted" in record:
-        counted = _COUNTED.validate_python(record["counted"])
-        if len(counted.saved_bytes) != layers:
-            raise ValueError("other layers")
-        sizes[size] = JournalSize(counted)
+        sizes[size] = JournalSize(_counted(record["counted"], layers))
         return
     of_size = sizes[size]
     if "pass" in record:
         kind = record["pass"]
         getattr(of_size.rounds, kind).append(_times(_TIMES[kind], record["seconds"], layers))
     elif "round" in record:
-        of_size.round_seconds.append(float(record["round"]))
+        of_size.round_seconds.append(_number(record["round"]))
     else:
         of_size.parts_left_out = str(record["without_parts"])
         of_size.rounds.parts.clear()
@@ -231,12 +229,38 @@ def _plain(times: Times) -> dict[str, Any]:
     return {name: plain(value) for name, value in asdict(times).items()}
 
 
-def _times(kind: type[Any], seconds: Mapping[str, Any], layers: int) -> Any:
-    def value(entry: Any) -> Any:
-        if isinstance(entry, list):
-            if len(entry) != layers:
-                raise ValueError("other layers")
-            return np.array(entry, dtype=np.float64)
-        return LossTimes(**entry) if isinstance(entry, dict) else entry
+def _counted(record: Any, layers: int) -> CountedBytes:
+    counted = _COUNTED.validate_python(record)
+    memory = counted.memory
+    entries = [counted.saved_bytes, counted.saved_input_bytes, counted.output_bytes]
+    entries += [] if memory is None else [[*memory.saved], [*memory.forward], [*memory.backward]]
+    if any(len(own) != layers for own in entries):
+        raise ValueError("other layers")
+    for amount in (amount for own in entries for amount in own):
+        _number(amount)
+    return counted
 
-    return kind(**{name: value(entry) for name, entry in seconds.items()})
+
+def _number(value: Any) -> float:
+    """Of seconds or bytes."""
+    if isinstance(value, str) or not 0 <= float(value) < inf:
+        raise ValueError("no amount")
+    return float(value)
+
+
+def _times(kind: type[Any], seconds: Mapping[str, Any], layers: int) -> Any:
+    required = {own.name for own in fields(kind) if own.default is MISSING}
+
+    def entries(values: Any) -> Any:
+        if len(values) != layers:
+            raise ValueError("other layers")
+        return np.array([*map(_number, values)], dtype=np.float64)
+
+    def value(name: str, entry: Any) -> Any:
+        if entry is None and name not in required:
+            return None
+        if name == "loss":
+            return _times(LossTimes, entry, layers)
+        return _number(entry) if kind in (WholeTimes, LossTimes) else entries(entry)
+
+    return kind(**{name: value(name, entry) for name, entry in seconds.items()})

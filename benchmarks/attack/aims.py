@@ -36,7 +36,7 @@ def least_memory(problem: Problem, plan: Plan, slack: float, fastest: float, res
         "objective's bound", f"no plan holds less than {aim.lower_bound:.9g}; {text}" if low else None
     )
     if aim.exact:
-        less = least < aim.value * (1 - TOLERANCE)
+        less = least <= (aim.value - 1) * (1 - TOLERANCE)  # whole bytes
         result.check("objective exact", f"least memory {aim.value:.9g}, exact; {text}" if less else None)
 
 

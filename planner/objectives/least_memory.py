@@ -1,14 +1,15 @@
 """The least memory: of the plans whose step is nearly the fastest, the one whose fullest device holds least.
 
-What a plan's fullest device holds is limited more and more, and the fastest plan under the limit searched
-each time. First the limit is bisected; once it is near, it is each time a byte below the last plan, until no
-plan is fast enough any more: then none with less memory exists, as far as each search was exact.
+What a plan's fullest device holds, in whole bytes, is limited more and more, and the fastest plan under the
+limit searched each time. First the limit is bisected; once it is near, it is each time a byte below the last
+plan, until no plan is fast enough any more: then none with less memory exists, as far as each search was
+exact.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 
 from ...cost_models.quantities import format_bytes, format_seconds
 from ..candidate import ScoredPlan
@@ -38,7 +39,7 @@ def least_memory(problem: Problem, slack: float) -> ObjectiveResult:
         problem, to_searched_devices(problem, search.best.proposal)
     )
     exact = search.step_down() and is_exact
-    peak, before = (peak_bytes(problem.space, plan) for plan in (search.best, fastest))
+    peak, before = (_whole_peak(problem, plan) for plan in (search.best, fastest))
     aim = Aim(
         name="memory",
         value=peak,
@@ -56,6 +57,11 @@ def least_memory(problem: Problem, slack: float) -> ObjectiveResult:
     return ObjectiveResult(with_bound(problem, search.best, answer.result), answer, aim, (note,))
 
 
+def _whole_peak(problem: Problem, plan: ScoredPlan) -> int:
+    """Whole bytes that what the fullest device holds fits into."""
+    return ceil(peak_bytes(problem.space, plan))
+
+
 @dataclass
 class _MemorySearch:
     """The best plan so far, and the bytes below which there is none that is fast enough."""
@@ -63,19 +69,19 @@ class _MemorySearch:
     problem: Problem
     best: ScoredPlan
     most_seconds: float
-    none_below: float = 0.0
+    none_below: int = 0
     proven: bool = True
     """Whether every limit that no plan was found for has none."""
 
     def __post_init__(self) -> None:
-        self.peak = peak_bytes(self.problem.space, self.best)
+        self.peak = _whole_peak(self.problem, self.best)
 
-    def fits(self, limit: float) -> bool:
+    def fits(self, limit: int) -> bool:
         """Whether a plan that is fast enough needs at most `limit` bytes."""
         result = search_again(with_memory_limit(self.problem, limit), [self.best])
         if result.best is not None and result.best.step_seconds <= self.most_seconds:
             self.best = result.best
-            self.peak = min(peak_bytes(self.problem.space, result.best), limit)
+            self.peak = min(_whole_peak(self.problem, result.best), limit)
             return True
         bound = inf if result.best is None and result.exact else result.bound_seconds
         self.proven = self.proven and bound > self.most_seconds
@@ -85,9 +91,9 @@ class _MemorySearch:
 
     def bisect(self) -> None:
         """Halves the range of limits until it is small."""
-        low = 0.0
-        while self.peak - low > NEAR * self.peak:
-            limit = (low + self.peak) / 2
+        low = 0
+        while self.peak - low > max(NEAR * self.peak, 1):
+            limit = (low + self.peak) // 2
             if not self.fits(limit):
                 low = limit
 

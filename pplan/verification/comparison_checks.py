@@ -51,7 +51,7 @@ def _objective(check: LineCheck, inputs: VerificationInputs, table: Table) -> No
         check.skip(f"{name}: the file does not say what it is worked out from")
     figures = inputs.figures(check)
     most = max(figures.ledger(device).bytes for device in range(figures.order.devices))
-    check.near("value, the most that a device holds", value, most)
+    check.bytes("value, the most that a device holds", value, most)
 
 
 def _baseline(check: LineCheck, inputs: VerificationInputs, name: str, table: Table) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...cost_models.errors import ExportError
 from ...profiler.torch_internals import copy_registries, tree_leaves
 from ...profiler.user_model.loaded_model import ModelInput
 from .cut_tensors import CutTensor, add_zero_gradients, attach_all, pack_tensor
 from .input_form import InputForm
-from .stage_shapes import trace_shapes
+from .stage_shapes import StageShapes, trace_shapes
 
 Crossings = tuple[CutTensor, ...]
 
@@ -71,14 +72,23 @@ def guard_cuts(
     samples: int,
     *,
     packs_all: bool = False,
+    recomputed_by: str | None = None,
 ) -> list[nn.Module]:
     """The layers, those at cuts as twins with a hook where that is needed: all names stay, and parameters.
 
     `samples`: of a micro-batch. Without an `example`, or where the meta device cannot run the model, it is
     not known what crosses the cuts: then every stage works on clones. `packs_all`: tensors that have
-    gradients are packed, too: where stages are processes, they are to be contiguous.
+    gradients are packed, too: where stages are processes, they are to be contiguous. `recomputed_by`:
+    the runtime, where it recomputes as torchgpipe does, which runs backward from every tensor of the output.
+
+    Raises ExportError where a tensor of that has no gradient.
     """
-    crossings = _crossings(layers, parts, example, samples)
+    shapes = _trace(layers, parts, example, samples)
+    crossings: list[Crossings | None] = (
+        [None] * (len(parts) - 1) if shapes is None else [shape.crossings for shape in shapes]
+    )
+    if recomputed_by is not None and shapes is not None:
+        _check_output(shapes[-1].outputs, recomputed_by)
     packed = [False, *(_is_packed(about, always=packs_all) for about in crossings[1:]), False]
     safe = list(layers)
     for stage, (first, end) in enumerate(pairwise(parts)):
@@ -96,16 +106,25 @@ def guard_cuts(
     return safe
 
 
-def _crossings(
+def _trace(
     layers: nn.Sequential, parts: Sequence[int], example: ModelInput | None, samples: int
-) -> list[Crossings | None]:
-    """The tensors that each stage is handed; None where they are not known."""
-    if example is not None:
-        tensors = example.repeated(samples).tensors
-        shapes = trace_shapes(layers, parts, tensors, InputForm((False,) * len(tensors)))
-        if shapes is not None:
-            return [shape.crossings for shape in shapes]
-    return [None] * (len(parts) - 1)
+) -> list[StageShapes] | None:
+    """What each stage is handed and hands on; None where that is not known."""
+    if example is None:
+        return None
+    tensors = example.repeated(samples).tensors
+    return trace_shapes(layers, parts, tensors, InputForm((False,) * len(tensors)))
+
+
+def _check_output(outputs: Sequence[Tensor], runtime: str) -> None:
+    for number, tensor in enumerate(outputs):
+        if not tensor.requires_grad:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise ExportError(
+                f"tensor {number} of the model's output, {dtype}, has no gradient: {runtime}, where it "
+                "recomputes, runs backward from every tensor of the output, and fails",
+                "Make a plan with recompute='never', or leave that tensor out of the output.",
+            )
 
 
 def _copy_with_own_hooks(layer: nn.Module) -> nn.Module:

@@ -90,7 +90,10 @@ def prepare_pipe(
     _check_input(document, example)
     parts = stage_bounds(document.balance)
     layers = match_layers(document, parts[-1], model, example, layer_names, granularity=document.granularity)
-    if document.checkpoint != "never":
+    recomputes = document.checkpoint == "always" or (
+        document.checkpoint == "except_last" and document.chunks > 1
+    )
+    if recomputes:
         warn_of_second_runs(layers, document.kind)
     arguments = document.arguments()
     if devices is not None:
@@ -98,7 +101,8 @@ def prepare_pipe(
     _check_devices(document, arguments["devices"])
     check_sharing(layers, parts, [torch.device(device) for device in arguments["devices"]])
     layers = _with_own_buffers(layers, parts)
-    safe = guard_cuts(layers, parts, example, document.micro_batch_size)
+    size, runtime = document.micro_batch_size, document.kind if recomputes else None
+    safe = guard_cuts(layers, parts, example, size, recomputed_by=runtime)
     names = [name for name, _ in layers.named_children()]
     return nn.Sequential(OrderedDict(zip(names, safe, strict=True))), arguments
 

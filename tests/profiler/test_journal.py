@@ -115,6 +115,13 @@ def test_it_goes_on_behind_the_last_whole_line(path: Path) -> None:
         *(b"", b"{}", b"[]", b'{"size": 9, "round": 1}', b"\xff", b'{"size": 4, "pass": "no"}'),
         b'{"size": 4, "pass": "parts", "seconds": {"input": [1, 1%s], "weight": [1, 1]}}' % (b"0" * 400),
         b'{"size": 4, "round": 1%s}' % (b"0" * 400),
+        b'{"size": 4, "round": -1}',
+        b'{"size": 4, "round": NaN}',
+        b'{"size": 4, "pass": "whole", "seconds": {"forward": "1", "backward": 1}}',
+        b'{"size": 4, "pass": "whole", "seconds": {"forward": null, "backward": 1}}',
+        b'{"size": 4, "pass": "layers", "seconds": {"forward": 1, "backward": [1, 1]}}',
+        b'{"size": 4, "pass": "layers", "seconds": {"forward": [1, NaN], "backward": [1, 1]}}',
+        b'{"size": 4, "pass": "layers", "seconds": {"forward": [1, 1], "backward": [1, -1]}}',
     ],
 )
 def test_nothing_is_read_behind_a_line_that_is_not_ours(path: Path, line: bytes) -> None:
@@ -154,3 +161,16 @@ def test_two_processes_do_not_write_the_same(path: Path) -> None:
     assert path.read_bytes() == before
     journal.remove()
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("output_bytes", [4]), ("saved_input_bytes", [4, -1]), ("memory.forward", [1, 2, 3])],
+)
+def test_bytes_of_other_layers_or_below_zero_are_not_read(path: Path, field: str, value: list[int]) -> None:
+    first, line, *others = path.read_bytes().splitlines()
+    record = json.loads(line)
+    *inside, name = field.split(".")
+    (record["counted"][inside[0]] if inside else record["counted"])[name] = value
+    changed = b"\n".join([first, json.dumps(record).encode(), *others, b""])
+    assert read(changed, "key", 2) == ({}, len(first) + 1)

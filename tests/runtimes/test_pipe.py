@@ -408,6 +408,31 @@ def test_what_all_samples_share_is_refused(make_plan: MakePlan, runtime: str) ->
         BUILDERS[runtime](document, Adding(), (torch.randn(2, 7, 6), torch.randn(7, 6)))
 
 
+class Labelled(nn.Module):
+    """Returns integers beside what is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, given: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.body(given))
+        return logits, logits.argmax(1)
+
+
+def test_an_output_without_a_gradient_is_refused(make_plan: MakePlan, runtime: str) -> None:
+    """Both would fail in backward."""
+    given, count = torch.randn(8, 6), len(build_chain(Labelled(), torch.randn(8, 6)))
+    for recompute in ("always", "except_last"):
+        document, _ = export(runtime, make_plan([1, count - 1], recompute=recompute), device="cpu")
+        with pytest.raises(ExportError, match=rf"tensor 1 of the model's output, int64, .* {runtime}"):
+            BUILDERS[runtime](document, Labelled(), given)
+    pipe = BUILDERS[runtime](export(runtime, make_plan([1, count - 1]), device="cpu")[0], Labelled(), given)
+    logits, labels = pipe(given)
+    torch.autograd.backward(logits.sum())
+    assert labels.dtype == torch.int64
+
+
 def test_parameters_on_two_devices_are_refused(make_plan: MakePlan, runtime: str) -> None:
     """Stages on one device may share them."""
     model, (given, _) = sharing_model("tied")
