@@ -16,6 +16,7 @@ from ..cost_models.errors import ModelError
 from .chain.block_rows import shorten
 from .chain.layers import LayerChain, build_chain
 from .comparison.model_check import left_alone
+from .graphs.frontends import refuse_hooks
 from .local_machine import DTYPES, parse_dtype
 from .passes.clocks import Clock
 from .passes.modes import Modes
@@ -27,7 +28,7 @@ from .user_model.loaded_model import (
     copy_to_host,
     copy_to_meta,
     own_dtype,
-    refuse_lazy_or_sparse,
+    refuse_unusable,
 )
 from .user_model.losses import Loss, load_loss
 from .user_model.shared_parameters import storage_aliases
@@ -75,6 +76,7 @@ def build_target(
     blocks only some need be traced. Raises DoesNotFit."""
     kind, notes = dtype_for(loaded, setup.dtype)
     place = torch.device("cpu") if host else setup.device
+    refuse_hooks(loaded.module, loaded.name)  # a copy of a GraphModule has none
     try:
         copy = setup.modes.converted(_copied_to(place, loaded).to(kind))
         for parameter in copy.parameters():
@@ -142,6 +144,12 @@ def _copied_to(place: torch.device, loaded: LoadedModel) -> nn.Module:
         return copy_to_meta(model, name)
     if place.type == "cpu" and any(parameter.device.type == "cuda" for parameter in model.parameters()):
         return copy_to_host(model, name)
+    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ModelError(
+                f"{name}: {path} is on the meta device and has no values",
+                "Build it outside torch.device('meta'), or look at its structure alone: device='meta'.",
+            )
     return copy_model(model, name).to(place)
 
 
@@ -149,7 +157,7 @@ def dtype_for(loaded: LoadedModel, name: str | None) -> tuple[torch.dtype, tuple
     """What the model is converted to, and what is to be said of it. Raises UsageError, ModelError."""
     dtype = None if name is None else parse_dtype(name)
     module = loaded.module
-    refuse_lazy_or_sparse(loaded.name, module)
+    refuse_unusable(loaded.name, module)
     tensors = list(itertools.chain(module.named_parameters(), module.named_buffers()))
     for path, tensor in tensors:
         if tensor.is_complex():

@@ -17,7 +17,7 @@ from ..graphs.graph import TracedGraph
 from ..graphs.remodule import attribute
 from ..graphs.segments import GraphSegment
 from ..graphs.trial import Trial, suggest_larger_pictures
-from ..user_model.loaded_model import ModelInput, refuse_lazy_or_sparse
+from ..user_model.loaded_model import ModelInput, refuse_unusable
 from ..user_model.seeding import fixed_seed
 from ..user_model.shared_parameters import storage_aliases, tensors_used
 from .cut_reasons import (
@@ -143,7 +143,7 @@ def build_chain(
     cut_by = Granularity.parse(granularity)
     name = name or model_name(model)
     example = ModelInput.of(example_input, name)
-    refuse_lazy_or_sparse(name, model)
+    refuse_unusable(name, model)
     granularity_text = str(cut_by)
     if isinstance(model, LayerSequential) and cut_by.kind != "module":
         # Its elements are the layers that it was made of.

@@ -35,6 +35,15 @@ ELEMENTS = "its elements"
 """The `tool` of a plain nn.Sequential's graph, which is not traced."""
 
 
+def refuse_hooks(model: nn.Module, name: str) -> None:
+    """Raises ModelError where the model has hooks."""
+    if has_hooks(model):
+        raise ModelError(
+            f"{name} has hooks of its own, which running its layers one by one would leave out",
+            "Remove the hook, or wrap the model: nn.Sequential(model) keeps it, as one layer.",
+        )
+
+
 def trace_model(
     model: nn.Module,
     example: ModelInput,
@@ -52,11 +61,7 @@ def trace_model(
     input, a pattern matches no module, `example` does not fit forward, or the model has hooks; and what
     `make` raises.
     """
-    if has_hooks(model):
-        raise ModelError(
-            f"{name} has hooks of its own, which running its layers one by one would leave out",
-            "Remove the hook, or wrap the model: nn.Sequential(model) keeps it, as one layer.",
-        )
+    refuse_hooks(model, name)
     modules = [path for path, _ in model.named_modules() if path]
     refuse_unmatched(granularity.patterns, modules, "module", name)
     failures: list[ModelError] = []

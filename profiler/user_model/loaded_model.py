@@ -184,6 +184,10 @@ def _is_json(value: object) -> bool:
         return False
 
 
+_PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel")
+"""Classes of torch, which imports them only where they are used."""
+
+
 def describe_type(value: object) -> str:
     """What somebody returned instead of what was expected."""
     if isinstance(value, tuple):
@@ -191,9 +195,21 @@ def describe_type(value: object) -> str:
     return "None" if value is None else f"an object of type {type(value).__name__}"
 
 
-def refuse_lazy_or_sparse(name: str, module: nn.Module) -> None:
-    """Raises ModelError where a parameter or buffer has no shape yet, or no memory of its own."""
+def refuse_unusable(name: str, module: nn.Module) -> None:
+    """Raises ModelError where a parameter or buffer has no shape yet, no memory of its own, or lies in
+    several processes, and for wrappers whose forward or backward is of several processes."""
+    for path, part in module.named_modules():
+        if type(part).__name__ in _PARALLEL:
+            raise ModelError(
+                f"{name}: {path or 'it'} is a {type(part).__name__}, which runs in several processes",
+                "Give the module inside, `.module`: replicas of stages are made by pplan's `build`.",
+            )
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if type(tensor).__name__ == "DTensor":
+            raise ModelError(
+                f"{name}: {path} is a DTensor, of which each process has a part",
+                "Give the module as it was before fully_shard or parallelize_module.",
+            )
         if is_lazy(tensor):
             raise ModelError(
                 f"{name}: {path} is lazy and has no shape yet", "Run it once first, on an input of its own."

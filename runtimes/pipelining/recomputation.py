@@ -3,22 +3,24 @@
 Forward may change buffers: the statistics of a batch norm, the vectors of a spectral norm, a queue. To run
 it again as torch.utils.checkpoint does changes them twice, and of another state come other activations than
 those whose gradient is asked for. Here the second run works on copies of the buffers as the first one found
-them, which every micro-batch in flight keeps.
+them, which every micro-batch in flight keeps. Of what torch.jit made, whose buffers cannot be replaced, the
+values are put back.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ...cost_models.quantities import format_count
 from ...profiler.chain.layer_sequential import LayerSequential
-from ...profiler.user_model.loaded_model import scripted_parts
 
 
 def written_buffers(layers: nn.Sequential) -> list[Tensor]:
@@ -28,12 +30,9 @@ def written_buffers(layers: nn.Sequential) -> list[Tensor]:
 
 
 def names_in_stage(layers: nn.Sequential, written: Sequence[Tensor]) -> tuple[str, ...]:
-    """Names in a stage's layers of the buffers that are `written`; without those of what torch.jit made,
-    whose buffers cannot be replaced."""
+    """Names in a stage's layers of the buffers that are `written`."""
     identities = {id(buffer) for buffer in written}
-    scripted = tuple(f"{path}." for path in scripted_parts(layers))
-    buffers = layers.named_buffers()
-    return tuple(name for name, own in buffers if id(own) in identities and not name.startswith(scripted))
+    return tuple(name for name, own in layers.named_buffers() if id(own) in identities)
 
 
 def run_recomputed(
@@ -41,10 +40,12 @@ def run_recomputed(
     make_input: Callable[..., Any],
     tensors: Sequence[Tensor],
     written: Sequence[str],
+    scripted: Sequence[str] = (),
 ) -> Any:
     """What `layers` make of `make_input(*tensors)`, without keeping their activations.
 
-    `written`: names of the buffers that they change.
+    `written`: names of the buffers that they change. `scripted`: of the modules that torch.jit made: they do
+    not let the exception through by which torch.utils.checkpoint ends the second run early.
     """
     buffers = dict(layers.named_buffers())
     before = {name: buffers[name].clone() for name in written if name in buffers}
@@ -55,11 +56,32 @@ def run_recomputed(
         runs += 1
         if runs == 1 or not before:
             return layers(make_input(*own))
-        state = {name: buffer.clone() for name, buffer in before.items()}
-        return functional_call(layers, state, (make_input(*own),))
+        inside = tuple(f"{path}." for path in scripted)
+        state = {name: buffer.clone() for name, buffer in before.items() if not name.startswith(inside)}
+        fixed = [(buffers[name], buffer) for name, buffer in before.items() if name.startswith(inside)]
+        with _put_back(fixed):
+            return functional_call(layers, state, (make_input(*own),))
 
     call: Callable[..., Any] = checkpoint
-    return call(run, *tensors, use_reentrant=False)
+    with set_checkpoint_early_stop(False) if scripted else nullcontext():
+        return call(run, *tensors, use_reentrant=False)
+
+
+@contextmanager
+def _put_back(buffers: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Inside, each of these buffers has the values that stand beside it."""
+    values = [(buffer, buffer.detach().clone()) for buffer, _ in buffers]
+    _assign(buffers)
+    try:
+        yield
+    finally:
+        _assign(values)
+
+
+def _assign(values: Sequence[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for buffer, value in values:
+            buffer.copy_(value)
 
 
 def warn_of_second_runs(layers: nn.Sequential, runtime: str) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...cost_models.errors import ExportError
 from ...profiler.torch_internals import TreeSpec, tree_flatten, tree_unflatten
+from ...profiler.user_model.loaded_model import scripted_parts
 from .cut_tensors import CutTensor, add_zero_gradients, as_layer_input, attach_all, pack_tensor, pass_on
 from .input_form import InputForm
 from .recomputation import run_recomputed
@@ -41,6 +42,7 @@ class StageModule(nn.Module):
         self.layers = layers
         self.crossings = None if crossings is None else tuple(crossings)
         self.recompute, self.written = recompute, tuple(written)
+        self._scripted = tuple(scripted_parts(layers)) if recompute else ()
         self.form, self.is_last = form, is_last
         self._expected = None if is_last or outputs is None else [tensor.dtype for tensor in outputs]
         self.is_told_nothing = False
@@ -54,7 +56,8 @@ class StageModule(nn.Module):
         tensors = self.receive(inputs)
         again = self.recompute if torch.is_grad_enabled() else 0
         if again:
-            output = run_recomputed(self.layers[:again], self._layer_input, tensors, self.written)
+            first = self.layers[:again]
+            output = run_recomputed(first, self._layer_input, tensors, self.written, self._scripted)
             if again < len(self.layers):
                 output = self.layers[again:](output)
         else:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torchvision
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torchvision.models.resnet import BasicBlock
 
 from pplan.cost_models.errors import MachineError, ModelError, UsageError
@@ -395,3 +400,43 @@ def test_values_that_are_no_numbers_take_as_long(clock: Any, takes: Any) -> None
     assert [layer.costs[0].forward_seconds for layer in profile.layers] == [1, 0, 3]
     assert [layer.costs[0].backward_seconds for layer in profile.layers] == [2, 0, 4]
     assert Profile.model_validate_json(profile.to_json()) == profile
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _distributed(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def _sharded(model: nn.Module) -> nn.Module:
+    return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+
+def _hooked(model: nn.Module) -> nn.Module:
+    traced = torch.fx.symbolic_trace(model)
+    traced.register_forward_hook(lambda module, inputs, output: output)  # noqa: ARG005
+    return traced
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize(
+    ("wrap", "expected", "hint"),
+    [
+        (_distributed, "it is a DistributedDataParallel, which runs in several processes", r"`\.module`"),
+        (_sharded, r"0\.weight is a DTensor, of which each process has a part", "before fully_shard"),
+        (_hooked, "has hooks of its own", "Remove the hook"),
+        (lambda model: model.to("meta"), r"0\.weight is on the meta device", "device='meta'"),
+    ],
+)
+def test_models_that_are_wrapped_or_without_values(
+    wrap: Callable[[nn.Module], nn.Module], expected: str, hint: str
+) -> None:
+    model = wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    with pytest.raises(ModelError, match=expected) as caught:
+        profile_model((model, torch.ones(1, 4)), ProfileOptions(device="cpu"))
+    assert re.search(hint, caught.value.hint)

@@ -63,6 +63,27 @@ def test_layers_that_run_again_find_their_first_state_and_leave_the_last(
         torch.testing.assert_close(value, changed, rtol=1e-12, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:FutureWarning")
+def test_what_torch_jit_made_runs_again_in_its_first_state_too() -> None:
+    plain = stateful()
+    inner = nn.Sequential(nn.Linear(4, 4).double(), nn.BatchNorm1d(4).double(), nn.ReLU())
+    plain.append(torch.jit.script(inner))
+    own = nn.Sequential(*copy.deepcopy(plain[:4]), torch.jit.script(copy.deepcopy(inner)))
+    stage = StageModule(
+        own, (CutTensor(torch.float64, False),), recompute=5, written=names_in_stage(own, list(own.buffers()))
+    )
+    inputs = [torch.randn(5, 4, dtype=torch.float64) for _ in range(3)]
+    for module in (plain, stage):
+        for output in [module(given) for given in inputs]:
+            output.square().sum().backward()
+    pairs = [*zip(own.buffers(), plain.buffers(), strict=True)]
+    assert len(pairs) == 9
+    for parameter, expected in zip(own.parameters(), plain.parameters(), strict=True):
+        pairs.append((parameter.grad, expected.grad))
+    for value, expected in pairs:
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
+
+
 def test_the_layers_of_a_model_know_which_buffers_forward_changes() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
