@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import product
+from math import isinf
 from typing import Any, ClassVar
 
 import numpy as np
+from pydantic import field_serializer
 
 from ..cost_models.document import Document, MadeBy, Record
 from ..cost_models.errors import InfeasibleError, MachineError, PplanError, UsageError
@@ -51,6 +53,17 @@ class SweepRow(Record):
     reason: str | None = None
     warnings: list[str] = []
     """Of the plan."""
+
+    @field_serializer("point", when_used="json")
+    def _in_json(self, point: dict[str, Any]) -> dict[str, Any]:
+        """Links of any speed are "inf", as they are typed: JSON has no such number."""
+
+        def value(own: Any) -> Any:
+            if isinstance(own, tuple | list):
+                return [value(part) for part in own]
+            return str(own) if isinstance(own, float) and isinf(own) else own
+
+        return {key: value(own) for key, own in point.items()}
 
 
 class SweepResult(Document):

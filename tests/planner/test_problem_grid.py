@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 from pplan.cost_models.errors import InfeasibleError, MachineError, UsageError
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_records import PlannedStage, Prediction, ProfileReference
-from pplan.planner.problem_grid import list_points, make_row, solve_points
+from pplan.planner.problem_grid import SweepResult, list_points, make_row, solve_points
 
 
 def made(gpus: int, size: int = 1, **others: Any) -> Plan:
@@ -53,6 +54,13 @@ def made(gpus: int, size: int = 1, **others: Any) -> Plan:
         profile=ProfileReference(file="", sha256=""),
         notes=[str(others)],
     )
+
+
+def test_links_of_any_speed_are_written_as_they_are_typed() -> None:
+    row = make_row({"bandwidth": (float("inf"), 1e9), "gpus": 2}, made(2))
+    text = SweepResult(model="toy", rows=[row]).to_json()
+    assert json.loads(text)["rows"][0]["point"] == {"bandwidth": ["inf", 1e9], "gpus": 2}
+    assert row.point["bandwidth"][0] == float("inf")
 
 
 def test_the_last_key_changes_fastest() -> None:
