@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import numpy as np
 import pytest
 
+from pplan.cli.app import main
 from pplan.cost_models.errors import InfeasibleError, MachineError, UsageError
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_records import PlannedStage, Prediction, ProfileReference
@@ -177,6 +178,24 @@ def test_a_cluster_that_loses_a_worker_has_all_rows(
     rows = solve_points(partial(_kill_itself_at_three, 1, str(tmp_path)), points, backend=backend, jobs=2)
     assert len(list(tmp_path.iterdir())) == 1
     assert rows == [make_row(point, made(point["gpus"] + 10)) for point in points]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["dask", "ray"])
+def test_the_command_solves_its_points_on_a_cluster(
+    backend: str, toy_profile: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Into the rows that it makes in this process."""
+    request.getfixturevalue(f"{backend}_cluster")
+    rows = []
+    for name, where in (("alone", ("--jobs", "1")), (backend, ("--backend", backend))):
+        file = tmp_path / f"{name}.csv"
+        sweep = ("--sweep", "gpus=1,2,4", "--mini-batch", "32", "--csv", str(file))
+        assert main(["solve", str(toy_profile), *sweep, *where]) == 0
+        rows.append(file.read_text(encoding="utf-8"))
+    assert rows[0] == rows[1]
+    assert len(rows[0].splitlines()) == 4
 
 
 _SWEEP = """
