@@ -12,12 +12,14 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import Recompute
 from pplan.cost_models.topology import Topology
+from pplan.planner.candidate import Proposal
 from pplan.planner.pipeline_config import Mode, PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
-from pplan.planner.search.deep_pipelines import HALVINGS, _EvenStages
+from pplan.planner.search.deep_pipelines import HALVINGS, ROUNDS, _as_recomputed, _EvenStages
 from pplan.planner.search.device_sets import make_ranges
 from pplan.planner.search.stage_choices import GroupChoices, StageChoices, list_stage_choices
+from pplan.planner.search.stage_recompute import choose_modes
 from pplan.planner.search.subproblem import Family
 
 MakeChain = Callable[..., Chain]
@@ -232,3 +234,31 @@ def test_layers_are_divided_so_that_the_longest_stage_is_shortest(
     assert stages.devices == tuple(tuple(range(a, b)) for a, b in pairwise(devices))
     few = replace(stages, replicas=(1,) * (len(cuts) + 2), scales=(1.0,) * (len(cuts) + 2))
     assert few.divide(["never"] * (len(cuts) + 2)) is None
+
+
+def test_stages_are_divided_again_for_what_they_recompute(
+    make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    """Until a division needs what it was made for, three times at the most."""
+    rounds = set()
+    for seed in range(40):
+        problem = Problem(
+            make_chain(seed, 9), make_topology(3, memory=500 + 30 * seed), PlanOptions(mini_batch=8)
+        )
+        family = Family(PipelineConfig("1f1b", "by_stage", 4, 2), problem.placements[0], (1,))
+        stages = _EvenStages(problem.space, family, (1, 1, 1), (1.0,) * 3)
+        assumed: tuple[Recompute, ...] = ("never",) * 3
+        expected, divisions = [], 0
+        while divisions < ROUNDS and (ends := stages.divide(assumed)) is not None:
+            divisions += 1
+            proposal = Proposal(family.config, ends, stages.devices)
+            modes = choose_modes(problem.space, proposal)
+            if modes is not None:
+                expected.append(proposal)
+            if modes == assumed or (modes is None and divisions > 1):
+                break
+            assumed = modes or ("always",) * 3
+        assert list(_as_recomputed(stages)) == expected
+        rounds.add((divisions, len(expected)))
+    assert {(1, 1), (2, 2)} <= rounds
+    assert any(divisions > found for divisions, found in rounds)

@@ -9,6 +9,7 @@ from math import inf
 import numpy as np
 import pytest
 
+from pplan.planner.synthesis.action_bound import _one_machine
 from pplan.planner.synthesis.fill_orders import Rule, _Filler
 from pplan.planner.synthesis.fill_weights import fill_weights, list_turns
 from pplan.planner.synthesis.insert_orders import _Inserter, _Timeline
@@ -306,3 +307,20 @@ def test_weight_gradients_are_put_where_the_rule_says() -> None:
             moved += list_turns(lists) != turns
     assert complete > 15
     assert moved > 3
+
+
+def test_one_machine_that_may_interrupt_by_units_of_time() -> None:
+    """Of all that have come, the job with the longest tail runs for one unit; some come
+    as others end."""
+    for seed in range(200):
+        random = np.random.default_rng(seed)
+        jobs = random.integers((0, 0, 1), (12, 10, 5), (1 + seed % 6, 3)).tolist()
+        left, now, least = [seconds for _, _, seconds in jobs], 0, 0
+        while any(left):
+            ready = [(tail, job) for job, (head, tail, _) in enumerate(jobs) if head <= now and left[job]]
+            now += 1
+            if ready:
+                tail, job = max(ready)
+                left[job] -= 1
+                least = max(least, (now + tail) * (left[job] == 0))
+        assert _one_machine([(float(a), float(b), float(c)) for a, b, c in jobs]) == least
