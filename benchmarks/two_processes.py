@@ -12,8 +12,9 @@ predicts of each is written to FILE before any of them runs; then all run in tor
 in `ROUNDS` rounds whose order turns, real layers on gloo, and the median of all steps counts. `--runtimes`:
 pplan's plan also in torchgpipe, FairScale (both run all stages in one process on a CPU) and DeepSpeed.
 
-All processes keep the memory that they free (`KEEPS_MEMORY`), as PyTorch's allocator does on a GPU. Else glibc
-hands it back, and each step has its pages cleared anew, which a profile of one layer at a time does not see.
+All processes keep the memory that they free (`KEEPS_MEMORY`), as PyTorch's allocator does on a GPU. Else
+glibc hands it back, and each step has its pages cleared anew, which a profile of one layer at a time does
+not see.
 
 A model's rows are kept in FILE, a JSON object a line, and are not measured again; after `--minutes` no model
 is begun. Without `--results` the file is in a temporary folder.
