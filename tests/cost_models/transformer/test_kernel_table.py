@@ -126,6 +126,7 @@ def test_a_table_that_was_written_is_read_back(tmp_path: Path) -> None:
 
 def test_a_table_that_was_used_is_the_same() -> None:
     """What it keeps of shapes between its own is no part of it."""
+    own: dict[str, dict[tuple[float, ...], float]]
     own = {"matmul TN": {(64.0, 64.0, 64.0): 0.5, (512.0, 512.0, 512.0): 0.9}}
     used, new = KernelTable(1e12, own), KernelTable(1e12, own)
     before = repr(used)
