@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -403,8 +404,8 @@ def test_values_that_are_no_numbers_take_as_long(clock: Any, takes: Any) -> None
 
 
 @pytest.fixture
-def one_process() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def one_process(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -414,7 +415,8 @@ def _distributed(model: nn.Module) -> nn.Module:
 
 
 def _sharded(model: nn.Module) -> nn.Module:
-    return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    return model
 
 
 def _hooked(model: nn.Module) -> nn.Module:
