@@ -99,4 +99,4 @@ class _MemorySearch:
 
     def step_down(self) -> bool:
         """Lowers the limit to the least memory; whether that is proven to be the least."""
-        return any(not self.fits(self.peak - 1) for _ in range(STEPS)) and self.proven
+        return any(not (self.peak and self.fits(self.peak - 1)) for _ in range(STEPS)) and self.proven

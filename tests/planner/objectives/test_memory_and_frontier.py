@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import pplan
 from pplan.cost_models.errors import FileError, InfeasibleError, UsageError
 from pplan.planner.candidate import Proposal
 from pplan.planner.joint_search import find_best_plan
@@ -19,6 +20,7 @@ from pplan.planner.objectives.solve_objective import solve_objective
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_records import ProfileReference
 from pplan.planner.problem import Problem
+from pplan.profiler.profile_file import Profile
 
 MakeProblem = Callable[..., Problem]
 EveryPlan = Callable[[Problem], list[tuple[Proposal, float, float]]]
@@ -116,6 +118,22 @@ def test_the_plan_says_what_it_is_the_best_of(make_problem: MakeProblem) -> None
     assert plan.prediction.lower_bound_seconds == fastest.prediction.step_seconds
     assert not plan.prediction.exact
     assert any("50 % more time" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(("saved", "least"), [((7, 20), 12), ((0, 0), 0)])
+def test_the_least_memory_is_whole_bytes(saved: tuple[int, int], least: int) -> None:
+    """Of two samples, 7 + 13 / 3 bytes are saved, and a twentieth is kept free."""
+    costs = [
+        {"micro_batch_size": size, "forward_seconds": 1.0 * size, "backward_seconds": 2.0 * size}
+        | {"output_bytes": 0, "saved_bytes": amount}
+        for size, amount in zip((1, 4), saved, strict=True)
+    ]
+    layer = {"name": "a", "kind": "Linear", "parameter_bytes": 0, "costs": costs}
+    profile = Profile.model_validate({"model": "toy", "device": "cuda:0", "layers": [layer]})
+    plan = pplan.solve(profile, gpus=1, mini_batch=2, micro_batches=1, memory_bytes=10**6, objective="memory")
+    assert plan.objective is not None
+    assert plan.objective.exact
+    assert plan.objective.value == plan.stages[0].memory_bytes == least
 
 
 def test_nothing_that_fits_is_an_error(make_problem: MakeProblem) -> None:
