@@ -12,6 +12,10 @@ predicts of each is written to FILE before any of them runs; then all run in tor
 in `ROUNDS` rounds whose order turns, real layers on gloo, and the median of all steps counts. `--runtimes`:
 pplan's plan also in torchgpipe, FairScale (both run all stages in one process on a CPU) and DeepSpeed.
 
+All processes keep the memory that they free (`KEEPS_MEMORY`), as PyTorch's allocator does on a GPU. Else
+glibc hands it back, and each step has its pages cleared anew, which a profile of one layer at a time does
+not see.
+
 A model's rows are kept in FILE, a JSON object a line, and are not measured again; after `--minutes` no model
 is begun. Without `--results` the file is in a temporary folder.
 """
@@ -48,6 +52,12 @@ PROFILE_SECONDS = 15.0
 ALIKE, TRIES = 0.05, 4
 PLANNERS = {"pplan": "best", "even": "even", "DeepSpeed": "parameters", "torchgpipe": "torchgpipe-time"}
 RUNTIMES = ("torchgpipe", "fairscale", "deepspeed")
+KEEPS_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_TOP_PAD_": "67108864",
+}
+"""For glibc (mallopt(3)): nothing is mapped, and nothing that is freed goes back to the kernel."""
 MEDIAN_TARGET, WORST_TARGET, FASTEST_TARGET = 0.05, 0.15, 7
 _IMAGES = {"input_shape": (3, 96, 96), "classes": 100}
 _TEXTS = {"hidden": 256, "heads": 4, "sequence": 64, "vocabulary": 4096}
@@ -283,6 +293,7 @@ def main() -> None:
     if chosen.measure:
         measure(chosen.measure[0], Path(chosen.measure[1]))
         return
+    os.environ |= KEEPS_MEMORY
     end = time.monotonic() + 60 * chosen.minutes
     torch.set_num_threads(1)
     print(f"Python {platform.python_version()}, torch {torch.__version__}", flush=True)

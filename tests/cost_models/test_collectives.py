@@ -52,7 +52,14 @@ def ring_by_steps(topology: Topology, ranks: list[int], size: float) -> float:
     return now
 
 
-@pytest.mark.parametrize("topology", [TOPOLOGY, three_levels()], ids=["two levels", "three levels"])
+def slow_inside() -> Topology:
+    """Whose links inside a node are the slower ones."""
+    return two_level_topology(GPU, 8, 4, BETWEEN, INSIDE)
+
+
+@pytest.mark.parametrize(
+    "topology", [TOPOLOGY, three_levels(), slow_inside()], ids=["two levels", "three levels", "slow inside"]
+)
 @pytest.mark.parametrize("ranks", [[0, 1], [0, 1, 2, 3], [5, 6, 7], [3, 4], [0, 2, 5], list(range(8))])
 @pytest.mark.parametrize("size", [1.0, 1e6, 3e9])
 def test_a_ring_by_its_steps(topology: Topology, ranks: list[int], size: float) -> None:

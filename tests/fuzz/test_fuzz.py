@@ -60,7 +60,8 @@ def small(workspace: Workspace) -> dict[str, bytes]:
     return small_seeds(workspace.seeds, partial(reads, workspace.folder))
 
 
-@pytest.mark.parametrize("name", [pytest.param("first", marks=pytest.mark.slow), "reported"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["first", "reported"])
 def test_what_was_found_once(name: str, workspace: Workspace) -> None:
     for line in (CORPUS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
         case = case_of(line)

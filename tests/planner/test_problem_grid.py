@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import numpy as np
 import pytest
 
+from pplan.cli.app import main
 from pplan.cost_models.errors import InfeasibleError, MachineError, UsageError
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_records import PlannedStage, Prediction, ProfileReference
@@ -139,11 +140,12 @@ def _kill_itself_at_three(times: int, folder: str, gpus: int) -> Plan:
 
 
 @pytest.fixture
-def shipped() -> Iterator[None]:
-    """Functions of this file are sent to other processes, which cannot import it."""
+def shipped() -> Iterator[Callable[..., Plan]]:
+    """`_kill_itself_at_three` for other processes, which cannot import this file: a copy. What is
+    found under its name Dask sends by that name alone, upon which its workers fail again and again."""
     cloudpickle, module = pytest.importorskip("cloudpickle"), sys.modules[__name__]
     cloudpickle.register_pickle_by_value(module)
-    yield
+    yield cloudpickle.loads(cloudpickle.dumps(_kill_itself_at_three))
     cloudpickle.unregister_pickle_by_value(module)
 
 
@@ -167,16 +169,33 @@ def ray_cluster() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of both packages, about sockets and ports
-@pytest.mark.usefixtures("shipped")
 @pytest.mark.parametrize("backend", ["dask", "ray"])
 def test_a_cluster_that_loses_a_worker_has_all_rows(
-    backend: str, tmp_path: Path, request: pytest.FixtureRequest
+    backend: str, shipped: Callable[..., Plan], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     request.getfixturevalue(f"{backend}_cluster")
     points = list_points({"gpus": [1, 2, 3, 4, 5, 6]})
-    rows = solve_points(partial(_kill_itself_at_three, 1, str(tmp_path)), points, backend=backend, jobs=2)
+    rows = solve_points(partial(shipped, 1, str(tmp_path)), points, backend=backend, jobs=2)
     assert len(list(tmp_path.iterdir())) == 1
     assert rows == [make_row(point, made(point["gpus"] + 10)) for point in points]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["dask", "ray"])
+def test_the_command_solves_its_points_on_a_cluster(
+    backend: str, toy_profile: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Into the rows that it makes in this process."""
+    request.getfixturevalue(f"{backend}_cluster")
+    rows = []
+    for name, where in (("alone", ("--jobs", "1")), (backend, ("--backend", backend))):
+        file = tmp_path / f"{name}.csv"
+        sweep = ("--sweep", "gpus=1,2,4", "--mini-batch", "32", "--csv", str(file))
+        assert main(["solve", str(toy_profile), *sweep, *where]) == 0
+        rows.append(file.read_text(encoding="utf-8"))
+    assert rows[0] == rows[1]
+    assert len(rows[0].splitlines()) == 4
 
 
 _SWEEP = """
@@ -222,8 +241,7 @@ def _is_free(file: TextIO) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("shipped")
-def test_a_process_of_this_machine_that_is_lost_is_said(tmp_path: Path) -> None:
+def test_a_process_of_this_machine_that_is_lost_is_said(shipped: Callable[..., Plan], tmp_path: Path) -> None:
     points = list_points({"gpus": [1, 2, 3, 4, 5, 6]})
     with pytest.raises(MachineError, match="a process that solved points was lost"):
-        solve_points(partial(_kill_itself_at_three, 1, str(tmp_path)), points, jobs=2)
+        solve_points(partial(shipped, 1, str(tmp_path)), points, jobs=2)

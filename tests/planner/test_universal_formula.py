@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 from math import inf
 
 import numpy as np
@@ -21,7 +21,8 @@ from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.search.least_collectives import least_all_reduce_seconds
-from pplan.planner.universal_bound import universal_bound
+from pplan.planner.search.least_exchange import LeastExchanges
+from pplan.planner.universal_bound import make_partitions, universal_bound
 
 MakeChain = Callable[..., Chain]
 SPEEDS = (1.0, 2.0, 1.0)
@@ -275,3 +276,17 @@ def test_the_largest_of_its_terms(schedule: str, make_chain: MakeChain) -> None:
         assert bound == pytest.approx(step) or case.allows(bound + 1.01 * width)
         refined += bound > simple + 2 * width
     assert refined > 0
+
+
+@pytest.mark.parametrize("schedule", CHECKED)
+def test_the_share_of_the_memory_that_parts_need(schedule: str, make_chain: MakeChain) -> None:
+    """Of every part on every number of replicas: by itself, and while others of its device are at work."""
+    for seed in range(5, 11):
+        problem, case = problem_and_case(seed, schedule, make_chain)
+        partitions = make_partitions(problem, problem.configs[0], LeastExchanges(problem.space))
+        for count in case.counts:
+            table = problem.space.table(-(-case.size // count))
+            need, share = partitions.settings.memory(count, table)
+            for start, end in combinations(range(len(case.chain) + 1), 2):
+                expected = case.memory(count, start, end)
+                assert (need[start, end], share[start, end]) == pytest.approx(expected, rel=1e-9)

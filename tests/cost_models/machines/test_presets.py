@@ -174,3 +174,17 @@ def test_a_name_like_none_gets_the_list_only() -> None:
         find_preset("quantum!")
     assert "Did you mean" not in refused.value.hint
     assert "mi300x" in refused.value.hint
+
+
+def test_memory_as_the_tools_of_the_makers_print_it() -> None:
+    """In MiB: what deviceQuery or nvidia-smi says of a card."""
+    said = {
+        "v100-16gb": 16_160.5,
+        "v100-32gb": 32_510.5,
+        "a100-40gb": 40_339.3125,
+        "a100-80gb": 81_050.625,
+        "h100": 81_079.25,
+        "a10g": 22_731,
+        "t4": 15_109.75,
+    }
+    assert {name: PRESETS[name].memory_bytes.value / 2**20 for name in said} == said

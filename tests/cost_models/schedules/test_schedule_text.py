@@ -194,3 +194,18 @@ def test_actions_inside_each_other() -> None:
     with pytest.raises(PplanError, match="brackets inside each other"):
         read_schedule(f"name: mine\ndevice i: {'(' * 60}F B{')' * 60}*m\n")
     read_schedule(f"name: mine\ndevice i: {'(F B)*0 ' * 60}(F B)*m\n").program(2, 3)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "zb-v"])
+def test_words_in_another_form_say_the_same(name: str) -> None:
+    """Actions with their numbers, some of them run once, in brackets or one after the other by `each`."""
+    program = SCHEDULES[name].program(2, 4)
+    head, *rows = write_program("mine", program).splitlines()
+    for seed in range(10):
+        rng, lines = random.Random(seed), [head]
+        for row in rows:
+            key, colon, words = row.partition(": ")
+            forms = ("{}", "{}*1", "({})", "({})*1", "{} (F0 B0)*0", "each k from 1 to 1 ({})")
+            own = [rng.choice(forms).format(word) for word in words.split()]
+            lines.append(f"{key}{colon}{' '.join(own)}" if key.startswith("device") else row)
+        assert read_schedule("\n".join(lines)).program(2, 4).actions == program.actions

@@ -108,3 +108,11 @@ def test_asynchronous_programs_reduce_at_every_update() -> None:
     # F and B end at 2, 4 and 6; the second all-reduce waits for the first.
     assert spans(program, costs) == [((0,), 2, 5), ((0,), 5, 8), ((0,), 8, 11)]
     assert spans(replace(program, update_every=2), costs) == [((0,), 4, 7)]
+
+
+def test_ports_that_are_shared_hold_up_what_takes_no_time_by_itself() -> None:
+    """Each takes the port for 2 s: of stage 1 from 1 to 3, as its backward ends, of stage 0 behind it."""
+    port = (1, 0)
+    costs = replace(stage_costs(TWO, 1.0, 1.0), reduce_loads={0: {port: 2.0}, 1: {port: 2.0}})
+    assert spans(TWO, costs) == [((1,), 3.0, 3.0), ((0,), 4.0, 5.0)]
+    assert simulate(TWO, costs).step_seconds == 5

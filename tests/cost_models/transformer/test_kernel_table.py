@@ -122,3 +122,14 @@ def test_a_table_that_was_written_is_read_back(tmp_path: Path) -> None:
         for kernel, own in seconds.items():
             assert table.has(kernel)
             assert table.seconds(kernel) == pytest.approx(own, rel=1e-5)
+
+
+def test_a_table_that_was_used_is_the_same() -> None:
+    """What it keeps of shapes between its own is no part of it."""
+    own: dict[str, dict[tuple[float, ...], float]]
+    own = {"matmul TN": {(64.0, 64.0, 64.0): 0.5, (512.0, 512.0, 512.0): 0.9}}
+    used, new = KernelTable(1e12, own), KernelTable(1e12, own)
+    before = repr(used)
+    assert used.seconds(Matmul(128, 128, 128, "TN")) > 0
+    assert used == new
+    assert repr(used) == before

@@ -22,6 +22,7 @@ from pplan.planner.cut_search.cut_bound import CutBound
 from pplan.planner.cut_search.part_memory import most_pairs
 from pplan.planner.cut_search.part_tables import PipelineShape, make_part_tables
 from pplan.planner.cut_search.schedule_search import MOST_ACTIONS, search_schedules
+from pplan.planner.cut_search.shape_search import ShapeSearch
 from pplan.planner.joint_search import find_best_plan
 from pplan.planner.other_schedules import propose_parts
 from pplan.planner.pipeline_config import PipelineConfig
@@ -303,3 +304,18 @@ def test_virtual_stages_with_replicas_are_proposed(
     counts = {own.config.micro_batches for own in propose_parts(many, ["interleaved"])}
     assert counts
     assert max(counts) * 3 * 4 <= MOST_ACTIONS
+
+
+def test_where_a_shape_is_looked_at_first(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    """Of forty equal layers the parts of a V as long as each other, and those down shorter or longer than
+    those up: by shares of 0.7 and 1.3, or 0.5 and 1.5."""
+    chain, alike = make_chain(0, 40, cuts=1.1, traffic=0.0), np.ones((40, 3)) * [1, 2, 4]
+    chain = replace(chain, forward_seconds=alike, backward_seconds=alike)
+    problem = Problem(chain, make_topology(2), PlanOptions(mini_batch=8, micro_batches=8, schedule="zb-v"))
+    program = SCHEDULES["zb-v"].program(2, 8)
+    shape = PipelineShape(replace(problem.configs[0], virtual_stages=2), program, ((0,), (1,)))
+    search = ShapeSearch(
+        problem.space, shape, 0.0, True, problem.allows, problem.budget, LeastExchanges(problem.space)
+    )
+    starts = {tuple(own) for own in search._starts()}
+    assert starts >= {(0, 10, 20, 30, 40), (0, 7, 14, 27, 40), (0, 13, 26, 33, 40), (0, 5, 10, 25, 40)}

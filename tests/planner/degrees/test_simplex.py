@@ -50,3 +50,10 @@ def test_without_a_largest_value() -> None:
     assert solution.ray is not None
     assert solution.ray.sum() > 0
     assert (matrix @ (solution.values + 100 * solution.ray) <= limits + 1e-4).all()
+
+
+def test_what_costs_nothing_is_no_ray() -> None:
+    """A variable that no limit holds, and that the objective does not count."""
+    solution = maximize(np.array([1.0, 0.0]), np.array([[1.0, 0.0]]), np.array([2.0]))
+    assert solution.ray is None
+    assert solution.values[0] == pytest.approx(2.0, abs=1e-6)

@@ -231,3 +231,19 @@ class TestProposals:
         for proposal in proposals:
             assert set(proposal.replicas) == {1}
             assert max(rank for own in proposal.devices for rank in own) < 4
+
+
+def test_a_stage_whose_shares_were_not_measured_is_never_planned(make_chain: MakeChain) -> None:
+    """Of eight samples two replicas and more compute four at most, the largest measured size; so slow a link
+    and such weights that one device a stage would be best."""
+    topology = Topology((Group(Device("toy", None), 4),), (Level("node", None, Link(1.0, 0.0)),))
+    several = 0
+    for seed in range(6):
+        chain = make_chain(seed, 6, traffic=0.001, cuts=1.1)
+        plan = plan_asynchronous(Space(chain, topology, "sgd"), 8)
+        assert plan is not None
+        assert min(map(len, plan.devices)) > 1
+        single = plan_asynchronous(Space(chain, topology, "sgd"), 4)
+        assert single is not None
+        several += min(map(len, single.devices)) == 1
+    assert several == 6

@@ -13,8 +13,16 @@ from pplan.cost_models.schedules import find_schedule
 from pplan.cost_models.simulator.costs import Costs
 from pplan.cost_models.simulator.dependencies import Order, resolve_order
 from pplan.cost_models.timeline import step_seconds
+from pplan.cost_models.topology import Topology
 from pplan.planner.balance import balance
-from pplan.planner.planners.torch_partition import TORCH_PARTITION, partition, simulate_parts
+from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.plan_options import PlanOptions
+from pplan.planner.planners.torch_partition import (
+    TORCH_PARTITION,
+    _find_partition,
+    partition,
+    simulate_parts,
+)
 from pplan.planner.problem import Problem
 
 SHAPES = [("1f1b", 3, 6, 1), ("interleaved", 2, 4, 2), ("interleaved", 3, 6, 2), ("zb-h1", 3, 6, 1)]
@@ -102,3 +110,24 @@ def test_schedules_and_estimates(
     alone = make_problem(make_chain(1, 8), 1, mini_batch=8)
     assert not list(TORCH_PARTITION.propose(alone))
     assert TORCH_PARTITION.refusal(alone) == "one device has no pipeline"
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 3), ("gpipe", 2), ("zb-h1", 2)])
+def test_of_many_micro_batches_the_others_take_what_the_slowest_stage_does(
+    schedule: str, stages: int, make_chain: Callable[..., Chain], make_topology: Callable[..., Topology]
+) -> None:
+    """The estimate of each micro-batch beyond two a stage, which are looked at one by one."""
+    problem = Problem(make_chain(4, 7), make_topology(stages), PlanOptions(mini_batch=64))
+    few, more, most = (
+        _find_partition(problem, PipelineConfig(schedule, "never", stages * times, 1), stages, 1)
+        for times in (2, 3, 4)
+    )
+    assert few is not None
+    assert more is not None
+    assert most is not None
+    assert few.ends == more.ends == most.ends
+    costs = problem.chain.at(1)
+    work = costs.forward_seconds + costs.backward_seconds
+    slowest = max(float(work[a:b].sum()) for a, b in few.bounds)
+    estimates = [own.estimate_seconds or 0.0 for own in (few, more, most)]
+    assert np.diff(estimates) == pytest.approx([stages * slowest] * 2)

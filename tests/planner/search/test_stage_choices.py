@@ -1,0 +1,264 @@
+"""The stages that a pipeline may have, each by itself; and layers divided evenly, against every division."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.memory import Recompute
+from pplan.cost_models.topology import Topology
+from pplan.planner.candidate import Proposal
+from pplan.planner.pipeline_config import Mode, PipelineConfig
+from pplan.planner.plan_options import PlanOptions
+from pplan.planner.problem import Problem
+from pplan.planner.search.deep_pipelines import HALVINGS, ROUNDS, _as_recomputed, _EvenStages
+from pplan.planner.search.device_sets import make_ranges
+from pplan.planner.search.stage_choices import GroupChoices, StageChoices, list_stage_choices
+from pplan.planner.search.stage_recompute import choose_modes
+from pplan.planner.search.subproblem import Family
+
+MakeChain = Callable[..., Chain]
+MakeTopology = Callable[..., Topology]
+
+
+@pytest.fixture
+def make_choices(make_chain: MakeChain, make_topology: MakeTopology) -> Callable[..., StageChoices]:
+    """All choices of a small problem of four devices in two nodes whose stages have 1, 2 or 4 replicas."""
+
+    def make(
+        seed: int, mode: Mode, *, memory: int | None = None, limit: float = np.inf, layers: int = 6
+    ) -> StageChoices:
+        topology = make_topology(4, per_node=2, latency=0.1, memory=memory)
+        options = PlanOptions(mini_batch=8, recompute=mode if mode == "first_layers" else "auto")
+        problem = Problem(make_chain(seed, layers, adding=0.5), topology, options)
+        ranges = make_ranges(problem.space, problem.placements[0], (1, 2, 4))
+        return list_stage_choices(problem.space, PipelineConfig("1f1b", mode, 2, 4), ranges, limit)
+
+    return make
+
+
+MakeChoices = Callable[..., StageChoices]
+
+
+def work_seconds(group: GroupChoices, start: int, end: int) -> float:
+    """Of a stage alone with all micro-batches, summed in words."""
+    costs, count = group.costs, group.config.micro_batches
+    tied = costs.least_tied if isinstance(costs.least_tied, float) else costs.least_tied[start, end]
+    passes = sum(costs.forward[start, end] + costs.backward[start, end] for _ in range(count))
+    return float(passes - costs.accumulation[start, end] + costs.exposed_allreduce[start, end] + tied)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stages_that_alone_take_too_long_are_left_out(seed: int, make_choices: MakeChoices) -> None:
+    whole = make_choices(seed, "never")
+    assert sorted({group.replicas for group in whole.groups}) == [1, 2, 4]
+    assert sum(len(group.keys) for group in whole.groups) == 4 + 3 + 1
+    works = sorted(work_seconds(g, s, e) for g in whole.groups for s, e in zip(g.start, g.end, strict=True))
+    limit = works[len(works) // 2]
+    fewer = make_choices(seed, "never", limit=limit * (1 + 1e-12))
+    kept = {(g.positions.tobytes(), g.replicas): set(zip(g.start, g.end, strict=True)) for g in fewer.groups}
+    for group in whole.groups:
+        every = [
+            (start, end)
+            for start, end in combinations(range(whole.last_place + 1), 2)
+            if fewer.space.usable[start, end]
+        ]
+        assert list(zip(group.start, group.end, strict=True)) == every
+        expected = {pair for pair in every if work_seconds(group, *pair) <= limit * (1 + 1e-12)}
+        assert kept.get((group.positions.tobytes(), group.replicas), set()) == expected
+    assert fewer.entries == sum(len(g.start) * len(g.positions) for g in fewer.groups) < whole.entries
+
+
+@pytest.mark.parametrize(("mode", "memory"), [("by_stage", 900), ("never", 900), ("always", 600)])
+def test_what_runs_again_is_the_least_that_fits(
+    mode: Mode, memory: int | None, make_choices: MakeChoices
+) -> None:
+    """Of every stage, each by itself; with whole stages that run again, which cost another forward."""
+    again, tried = 0, 0
+    allowed: tuple[Recompute, ...] = ("never", "always") if mode == "by_stage" else (mode,)
+    for group in make_choices(2, mode, memory=memory).groups:
+        for in_flight in (1.0, 2.0, 3.0):
+            seconds, place = group.backward(in_flight)
+            for pair, (start, end) in enumerate(zip(group.start, group.end, strict=True)):
+                at = np.array([start]), np.array([end])
+                fitting = [own for own in allowed if in_flight <= group.costs.room(own, *at)[0]]
+                tried += 1
+                if not fitting:
+                    assert seconds[pair] == np.inf
+                    continue
+                plain = fitting[0] == "never"
+                assert seconds[pair] == group.plain[pair] + (0.0 if plain else group.forward[pair])
+                assert place[pair] == (start if plain else end)
+                launches = group.costs.table.forward_launch[start, place[pair]]
+                assert group.repeat_launch(in_flight)[pair] == launches
+                again += not plain
+    assert tried > 100
+    assert (again > 0) == (mode != "never")
+
+
+def test_the_fewest_first_layers_run_again(make_choices: MakeChoices) -> None:
+    parts = 0
+    for group in make_choices(2, "first_layers", memory=900).groups:
+        for in_flight in (1.0, 2.0):
+            seconds, place = group.backward(in_flight)
+            for pair, (start, end) in enumerate(zip(group.start, group.end, strict=True)):
+                at = np.array([start]), np.array([end])
+                rooms = [group.costs.room("never", *at)[0]]
+                rooms += [
+                    group.costs.room("always", *at, np.array([own]))[0] for own in range(start + 1, end)
+                ]
+                rooms.append(group.costs.room("always", *at)[0])
+                least = next((start + own for own, room in enumerate(rooms) if in_flight <= room), None)
+                if least is None:
+                    assert seconds[pair] == np.inf
+                    continue
+                assert place[pair] == least
+                forward = group.costs.forward[start, least] if least > start else 0.0
+                assert seconds[pair] == pytest.approx(group.plain[pair] + forward, rel=1e-12)
+                parts += start < least < end
+    assert parts > 5
+
+
+def test_entries_are_the_stages_that_others_may_follow(make_choices: MakeChoices) -> None:
+    random = np.random.default_rng(0)
+    for group in make_choices(1, "never").groups:
+        reachable = random.random((5, group.costs.table.blocks + 1)) < 0.4
+        stages = [
+            (position, after, key, pair)
+            for position, after, key in zip(group.positions, group.afters, group.keys, strict=True)
+            for pair in range(len(group.start))
+            if reachable[after, group.end[pair]]
+        ]
+        own = group.before(reachable)
+        assert own is not None
+        assert list(zip(own.position, own.after, own.key, own.pair, strict=True)) == stages
+        assert own.start.tolist() == group.start[own.pair].tolist()
+        assert own.end.tolist() == group.end[own.pair].tolist()
+        runs = [(key, group.start[pair]) for _, _, key, pair in stages]
+        assert own.first.tolist() == [i for i, run in enumerate(runs) if i == 0 or run != runs[i - 1]]
+        values, table = random.random(len(stages)), random.random((5, group.costs.table.blocks + 1))
+        expected = table.copy()
+        for (position, _, _, pair), value in zip(stages, values, strict=True):
+            place = position, group.start[pair]
+            expected[place] = min(expected[place], value)
+        own.least_into(table, values)
+        assert table.tolist() == expected.tolist()
+        assert group.before(np.zeros_like(reachable)) is None
+        asked = np.array([3, 0, 0, 2, 1])
+        rows, found = group.runs_from(asked)
+        pairs = [(row, run) for row, at in enumerate(asked) for run in np.flatnonzero(group.positions == at)]
+        assert list(zip(rows, found, strict=True)) == pairs
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_stages_before_a_place_take_less(seed: int, make_choices: MakeChoices) -> None:
+    """Every sequence of stages on the first devices, against the least that is said of them."""
+    choices = make_choices(seed, "never", layers=5)
+    forward, both, work = choices.prefixes
+    group = {(g.replicas, at): g for g in choices.groups for at in g.positions.tolist()}
+    tight = 0
+    for used in range(1, 5):
+        for place in range(1, choices.last_place + 1):
+            sums = []
+            for stages in range(1, min(used, place) + 1):
+                for cuts in combinations(range(1, place), stages - 1):
+                    for bounds in combinations(range(1, used), stages - 1):
+                        counts = [b - a for a, b in pairwise((0, *bounds, used))]
+                        if not all((n, a) in group for n, a in zip(counts, (0, *bounds), strict=True)):
+                            continue
+                        own = [
+                            (group[n, at].costs, start, end)
+                            for n, at, (start, end) in zip(
+                                counts, (0, *bounds), pairwise((0, *cuts, place)), strict=True
+                            )
+                        ]
+                        passes = [
+                            2 * (c.forward[s, e] + c.backward[s, e]) - c.accumulation[s, e] for c, s, e in own
+                        ]
+                        ahead = sum(c.forward[s, e] for c, s, e in own)
+                        way = ahead + sum(c.backward[s, e] for c, s, e in own)
+                        sums.append((ahead, way, max(passes)))
+            if sums:
+                least = np.min(sums, axis=0)
+                said = np.array([forward[used, place], both[used, place], work[used, place]])
+                assert (said <= least * (1 + 1e-12)).all(), (used, place)
+                tight += bool((said[:2] > 0.5 * least[:2]).all())
+    assert tight > 8
+    assert not forward[:, 0].any()
+    assert np.isinf(forward[0, 1:]).all()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_layers_are_divided_so_that_the_longest_stage_is_shortest(
+    seed: int, make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    """Stages of several devices, some slower and some that run forward again, against every division."""
+    random = np.random.default_rng(seed)
+    problem = Problem(make_chain(seed, 9), make_topology(6), PlanOptions(mini_batch=8))
+    family = Family(PipelineConfig("1f1b", "by_stage", 2, 4), problem.placements[0], (1, 2))
+    replicas = tuple(random.choice([1, 2], 3).tolist())
+    scales = tuple(random.uniform(1, 2, 3).tolist())
+    modes: list[Recompute] = [("never", "always")[own] for own in random.integers(2, size=3)]
+    stages = _EvenStages(problem.space, family, replicas, scales)
+    seconds = []
+    for count, mode, scale in zip(replicas, modes, scales, strict=True):
+        costs = problem.space.table(4 // count).costs
+        forwards = 1 if mode == "never" else 2
+        seconds.append(scale * (forwards * costs.forward_seconds + costs.backward_seconds))
+
+    def longest(ends: tuple[int, ...]) -> float:
+        bounds = pairwise((0, *ends))
+        return max(float(own[a:b].sum()) for own, (a, b) in zip(seconds, bounds, strict=True))
+
+    cuts = (np.flatnonzero(problem.chain.cut_after) + 1).tolist()
+    best = min(longest((*own, 9)) for own in combinations(cuts, 2))
+    ends = stages.divide(modes)
+    assert ends is not None
+    assert ends[-1] == 9
+    assert set(ends[:-1]) <= set(cuts)
+    assert longest(ends) <= best * (1 + 4 / 2**HALVINGS)
+    # Parted anywhere they would take as long as this, with nothing run again.
+    whole = [float(problem.space.table(4 // count).costs.forward_seconds.sum()) for count in replicas]
+    whole = [
+        own + float(problem.space.table(4 // count).costs.backward_seconds.sum())
+        for own, count in zip(whole, replicas, strict=True)
+    ]
+    rates = sum(1 / (own * scale) for own, scale in zip(whole, scales, strict=True))
+    assert stages.least_seconds == pytest.approx(1 / rates, rel=1e-12)
+    devices = [0, *np.cumsum(replicas).tolist()]
+    assert stages.devices == tuple(tuple(range(a, b)) for a, b in pairwise(devices))
+    few = replace(stages, replicas=(1,) * (len(cuts) + 2), scales=(1.0,) * (len(cuts) + 2))
+    assert few.divide(["never"] * (len(cuts) + 2)) is None
+
+
+def test_stages_are_divided_again_for_what_they_recompute(
+    make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    """Until a division needs what it was made for, three times at the most."""
+    rounds = set()
+    for seed in range(40):
+        problem = Problem(
+            make_chain(seed, 9), make_topology(3, memory=500 + 30 * seed), PlanOptions(mini_batch=8)
+        )
+        family = Family(PipelineConfig("1f1b", "by_stage", 4, 2), problem.placements[0], (1,))
+        stages = _EvenStages(problem.space, family, (1, 1, 1), (1.0,) * 3)
+        assumed: tuple[Recompute, ...] = ("never",) * 3
+        expected, divisions = [], 0
+        while divisions < ROUNDS and (ends := stages.divide(assumed)) is not None:
+            divisions += 1
+            proposal = Proposal(family.config, ends, stages.devices)
+            modes = choose_modes(problem.space, proposal)
+            if modes is not None:
+                expected.append(proposal)
+            if modes == assumed or (modes is None and divisions > 1):
+                break
+            assumed = modes or ("always",) * 3
+        assert list(_as_recomputed(stages)) == expected
+        rounds.add((divisions, len(expected)))
+    assert {(1, 1), (2, 2)} <= rounds
+    assert any(divisions > found for divisions, found in rounds)
