@@ -140,4 +140,9 @@ def schema_arguments(operator: Any) -> Sequence[Any]:
     return arguments
 
 
+def writes_arguments(operator: Any) -> bool:
+    """Whether an operator changes what it is given."""
+    return bool(operator._schema.is_mutable)
+
+
 check_internals((internal for internal in OPERATOR_INTERNALS if internal.is_required), torch.__version__)

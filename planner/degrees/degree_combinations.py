@@ -174,6 +174,34 @@ def nothing_possible(shape: TransformerShape, devices: int, options: DegreeOptio
     )
 
 
+def options_to_allow(one: Combination, options: DegreeOptions) -> dict[str, object]:
+    """The options, by field, that must have other values so that a combination without offload is among those
+    that are tried; empty where it is.
+
+    >>> one = Combination(ParallelDegrees(data=8, zero=3), TrainingSetting(8, Tokens(4096)))
+    >>> options_to_allow(one, DegreeOptions(zero=(1,)))
+    {'zero': (1, 3)}
+    """
+    degrees = one.degrees
+    values = {
+        "tp": degrees.tensor,
+        "pp": degrees.pipeline,
+        "cp": degrees.context,
+        "ep": degrees.expert,
+        "zero": degrees.zero,
+        "micro_batch_size": one.micro_batch_size,
+        "virtual_stages": one.virtual_stages,
+    }
+    allowed = {name: getattr(options, name) for name in values}
+    changes: dict[str, object] = {
+        name: tuple(sorted({*allowed[name], value}))
+        for name, value in values.items()
+        if allowed[name] is not None and value not in allowed[name]
+    }
+    word = one.recompute if one.recompute_blocks is None else "partial"
+    return changes if options.recompute in ("auto", word) else {**changes, "recompute": "auto"}
+
+
 def stage_degrees(
     shape: TransformerShape, devices: int, samples: int, options: DegreeOptions
 ) -> Iterator[ParallelDegrees]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..cost_models.document import MadeBy
 from ..cost_models.quantities import format_seconds
 from ..cost_models.transformer.layer_table import StageEstimate
+from ..planner.degrees.degree_combinations import options_to_allow
 from ..planner.degrees.degree_file import (
     BaselineEntry,
     ByStageEntry,
@@ -190,11 +191,13 @@ def _notes(answer: DegreeAnswer) -> list[str]:
         )
     best = answer.plans[0].estimate.step_seconds
     for own in answer.baselines:
-        if own.plan is not None and own.plan.estimate.step_seconds < best:
-            degrees = own.plan.degrees
+        plan = own.plan
+        if plan is not None and plan.estimate.step_seconds < best:
+            changes = options_to_allow(plan, answer.options)
             notes.append(
-                f"the baseline {own.name} is faster, but not among what is allowed: {degrees.describe()}; "
-                f"allow it with `zero`, `tp`, `pp`, `ep` and `recompute`"
+                f"the baseline {own.name} is faster, but not among what is allowed: "
+                f"{plan.degrees.describe()}; allow it with "
+                + " and ".join(f"{field}={value!r}" for field, value in changes.items())
             )
         if own.by_layer is not None and own.by_layer.step_seconds < best:
             notes.append(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..graphs.cutting import Granularity
 from ..graphs.tracing_patches import masks_as_in_training
 from ..graphs.trial import trial_run
+from ..memory.meta_results import MetaResults
 from ..torch_internals import tree_leaves
 from ..user_model.failures import is_out_of_memory
 from ..user_model.loaded_model import ModelInput
@@ -30,8 +31,9 @@ from .cut_reasons import find_tensor_users
 from .layers import Layer, LayerChain, list_unused
 from .operation_record import Description, OperationRecord
 
-LEFT = 8
-"""Blocks at each end of a row that stay: sixteen in all, which are still taken whole (frontends.py)."""
+LEFT = 3
+"""Blocks at each end of a row that stay: two that are counted by themselves (equal_layers.py), and one that
+stands for the others; six in all, which are still taken whole (frontends.py)."""
 _WORTH_IT = 8
 """From so many that can be dropped on."""
 
@@ -225,7 +227,8 @@ def _run(model: nn.Module, blocks: Sequence[nn.Module], example: ModelInput) -> 
         hooks.append(block.register_forward_hook(end))
     try:
         masks = masks_as_in_training(one_text_a_row="position_ids" not in example.kwargs)
-        with trial_run(example, gradients=True), masks, record:
+        remembered = MetaResults()  # type: ignore[no-untyped-call]
+        with remembered, trial_run(example, gradients=True), masks, record:
             record.begin(None, ())
             record.end(example.clone().call(model))
     except Exception as error:

@@ -27,8 +27,8 @@ _Result = TypeVar("_Result")
 
 _HIGHER = 2
 """Modules around those that cannot be traced that are tried, where what these keep is changed from there."""
-_MANY = 16
-"""From so many blocks on, to look into each takes too long."""
+_MANY = 6
+"""From so many blocks on, to look into each takes too long; block_rows.py leaves so many of a row."""
 _CACHE = "Cache'> in output"
 """What torch.export says of a model of transformers that returns its keys and values."""
 ELEMENTS = "its elements"

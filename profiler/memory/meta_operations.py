@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..operator_internals import EMBEDDING_BAGS, schema_arguments, suggest_memory_format
 from ..torch_internals import TorchDispatchMode
+from .meta_results import run_on_meta
 
 _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 _SUM = 0
@@ -37,7 +38,7 @@ class MetaOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = run_on_meta(func, args, kwargs or {})
         corrected = self._corrections.get(func)
         if corrected is None or not args[0].is_meta:
             return result

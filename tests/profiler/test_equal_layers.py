@@ -94,7 +94,7 @@ def test_blocks_that_are_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> Non
     """A transformer with blocks taken whole is the one that torch.export looks into, layer by layer."""
     pytest.importorskip("transformers")
     options: Any = {
-        "settings": {"layers": 6, "hidden": 32, "heads": 2, "sequence": 8, "vocabulary": 50},
+        "settings": {"layers": 5, "hidden": 32, "heads": 2, "sequence": 8, "vocabulary": 50},
         "device": "analytic:h100",
         "micro_batch_sizes": [1, 3],
     }

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
+from random import Random
+from typing import Any
 
 import pytest
 
 import pplan
+from pplan.api.degree_document import build_degrees_file
+from pplan.cost_models.document import MadeBy
+from pplan.cost_models.transformer.configuration import transformer_shape
 from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.training_setting import TrainingSetting
 from pplan.cost_models.transformer.training_step import estimate_step
+from pplan.planner.degrees.degree_combinations import list_combinations, options_to_allow
+from pplan.planner.degrees.degree_options import DegreeOptions
 
 MODEL = {
     "model_type": "llama",
@@ -67,3 +75,39 @@ def test_megatrons_rule_adds_stages_where_a_node_is_too_small() -> None:
     rule = next(own.plan for own in small.baselines if own.name == "megatron")
     assert rule is not None
     assert rule.degrees.pipeline == 1
+
+
+EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 4}
+RESTRICTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"tp": (2,), "recompute": "full"},
+    {"pp": (1, 2), "zero": (0, 3), "micro_batch_size": (2,)},
+    {"cp": (1,), "ep": (1, 4), "virtual_stages": (2, 4), "recompute": "partial"},
+)
+
+
+@pytest.mark.parametrize("restricted", RESTRICTIONS)
+def test_the_options_that_would_allow_a_plan(restricted: dict[str, Any]) -> None:
+    """Of every combination: none where it is among those that are tried; with them it is."""
+    shape = transformer_shape({**MODEL, **EXPERTS}, "small")
+    options = DegreeOptions(mini_batch=8, sequence=8192, **restricted)
+    free = DegreeOptions(mini_batch=8, sequence=8192, zero=(0, 1, 2, 3))
+    tried = set(list_combinations(shape, 4, options))
+    every = list(list_combinations(shape, 4, free))
+    assert tried < set(every)
+    for one in every:
+        changes: Any = options_to_allow(one, options)
+        assert (one in tried) == (not changes)
+    for one in Random(0).sample(every, 5):
+        changes = options_to_allow(one, options)
+        assert one in set(list_combinations(shape, 4, replace(options, **changes)))
+
+
+def test_a_note_says_what_allows_a_faster_baseline() -> None:
+    """With it none is faster any more."""
+    options: dict[str, Any] = {"gpus": 8, "gpu": "h100", "mini_batch": 32, "layers": 2}
+    notes = build_degrees_file(pplan.degrees(MODEL, **options), MadeBy()).notes
+    (note,) = (text for text in notes if "baseline" in text)
+    assert note.endswith("not among what is allowed: DP 8, ZeRO 3; allow it with zero=(1, 3)")
+    allowed = build_degrees_file(pplan.degrees(MODEL, **options, zero=(1, 3)), MadeBy())
+    assert not any("baseline" in text for text in allowed.notes)
