@@ -16,6 +16,7 @@ import pytest
 import torch
 import torchvision
 from torch import Tensor, nn
+from two_processes import KEEPS_MEMORY
 
 import pplan
 from pplan.planner.planners import ALWAYS
@@ -23,15 +24,12 @@ from pplan.planner.planners import ALWAYS
 SHAPE = (3, 32, 32)
 MINI_BATCH = 4
 SOLVED = ("--gpus", "6", "--mini-batch", str(MINI_BATCH), "--micro-batches", "2")
-KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
-KEEPS_MEMORY |= {"MALLOC_TOP_PAD_": "67108864"}
-"""For glibc, which else hands the gigabytes of copies of VGG-19 back, to get them cleared anew."""
 FORBIDDEN = 16 + 2
 """Cuts of VGG-19 before an in-place ReLU: after every convolution and two of the three linear layers."""
 
 
 def pplan_command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs the console script."""
+    """Runs the console script, in a process that keeps the gigabytes of copies of VGG-19 that it frees."""
     script = Path(sys.executable).with_name("pplan")
     environment = os.environ | KEEPS_MEMORY
     return subprocess.run(
