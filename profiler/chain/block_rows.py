@@ -20,6 +20,7 @@ from itertools import groupby, pairwise
 from torch import Tensor, nn
 
 from ..graphs.cutting import Granularity
+from ..graphs.frontends import MANY
 from ..graphs.tracing_patches import masks_as_in_training
 from ..graphs.trial import trial_run
 from ..memory.meta_results import MetaResults
@@ -31,9 +32,9 @@ from .cut_reasons import find_tensor_users
 from .layers import Layer, LayerChain, list_unused
 from .operation_record import Description, OperationRecord
 
-LEFT = 3
+LEFT = MANY // 2
 """Blocks at each end of a row that stay: two that are counted by themselves (equal_layers.py), and one that
-stands for the others; six in all, which are still taken whole (frontends.py)."""
+stands for the others. All that stay are still too many to be looked into."""
 _WORTH_IT = 8
 """From so many that can be dropped on."""
 

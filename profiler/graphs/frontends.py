@@ -27,8 +27,8 @@ _Result = TypeVar("_Result")
 
 _HIGHER = 2
 """Modules around those that cannot be traced that are tried, where what these keep is changed from there."""
-_MANY = 6
-"""From so many blocks on, to look into each takes too long; block_rows.py leaves so many of a row."""
+MANY = 6
+"""From so many blocks on, to look into each takes too long."""
 _CACHE = "Cache'> in output"
 """What torch.export says of a model of transformers that returns its keys and values."""
 ELEMENTS = "its elements"
@@ -215,7 +215,7 @@ def _repeated(model: nn.Module, paths: Sequence[str]) -> list[str]:
     """Those of the modules that have a class of which there are many."""
     classes = {path: type(model.get_submodule(path)) for path in paths}
     counts = Counter(classes.values())
-    return [path for path in paths if counts[classes[path]] >= _MANY]
+    return [path for path in paths if counts[classes[path]] >= MANY]
 
 
 def _with_leaves(leaves: list[str]) -> _Frontend:
