@@ -42,9 +42,9 @@ def compare_steps(step: float, reference: float) -> str:
     factor = max(step, reference) / min(step, reference)
     if factor - 1 <= SAME:
         return "the same"
-    if factor < 1.005:
+    if (digits := three_digits(factor)) == "1.00":
         return compare_percent(step, reference)
-    return f"{three_digits(factor)} x {'slower' if step > reference else 'faster'}"
+    return f"{digits} x {'slower' if step > reference else 'faster'}"
 
 
 def compare_percent(step: float, reference: float) -> str:

@@ -59,7 +59,7 @@ def _changed(problem: Problem, change: str) -> Problem | None:
     """The problem after a change in words."""
     topology, options = problem.topology, problem.options
     try:
-        if change == "one more GPU":
+        if change in ("one more GPU", "one more CPU"):
             return replace(problem, topology=topology.with_gpus(topology.gpus + 1))
         if change == "double the bandwidth":
             return replace(problem, topology=_faster(topology, 2))

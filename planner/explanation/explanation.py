@@ -49,13 +49,13 @@ sensitivities, five of what-ifs (six where it waits for launches)."""
 
 
 def solve_what_ifs(
-    context: ExplainContext, seeds: Sequence[ScoredPlan], *, sharers: int, launches: bool
+    context: ExplainContext, seeds: Sequence[ScoredPlan], *, sharers: int, device: str, launches: bool
 ) -> Iterator[WhatIf]:
     """Each change by itself, that of `launches` where the step waits for some; the searches start from the
     seeds, so that a change for the better is never answered with a slower plan. `sharers`: the devices that
-    share every layer."""
+    share every layer; `device`: what they are called."""
     changes: list[tuple[str, Change]] = [
-        ("one more GPU" if sharers == 1 else f"one more group of {sharers} GPUs", _one_more),
+        (f"one more {device}" if sharers == 1 else f"one more group of {sharers} {device}s", _one_more),
         ("double the bandwidth", lambda p: with_topology(p, with_bandwidth(p.topology, 2))),
         ("double the memory", lambda p: with_memory(p, 2)),
         ("recompute always", lambda p: _recomputing(p, "always")),
@@ -145,7 +145,8 @@ def explain_plan(
     pool = [*seeds, *rivals.plans]
     launches = any(share.kind == "host" for share in limits.kinds)
     holds = sensitivities(context, pool, busiest) if better is None and context.fits else iter(())
-    changed = solve_what_ifs(context, pool, sharers=plan.profile.tensor_parallel, launches=launches)
+    sharers = plan.profile.tensor_parallel
+    changed = solve_what_ifs(context, pool, sharers=sharers, device=plan.device_kind, launches=launches)
     return Explanation(
         model=plan.model,
         plan=summarize(present),

@@ -75,6 +75,7 @@ def test_shares_in_percent() -> None:
         (1.00051, 1.0, "0.1 % slower", "0.1 % slower"),
         (1.0, 1.004, "0.4 % faster", "0.4 % faster"),
         (1.0, 1.00499, "0.5 % faster", "0.5 % faster"),
+        (1.005, 1.0, "0.5 % slower", "0.5 % slower"),
         (1.0051, 1.0, "1.01 x slower", "0.5 % slower"),
         (1.0, 1.0051, "1.01 x faster", "0.5 % faster"),
         (2.5, 2.0, "1.25 x slower", "25.0 % slower"),
