@@ -199,6 +199,16 @@ def test_a_change_for_the_better_is_never_worse(
     assert sum(share.share for share in explained.limits.places) == pytest.approx(1)
 
 
+@pytest.mark.parametrize("kind", ["GPU", "CPU"])
+def test_what_is_added_is_called_what_it_is(
+    kind: str, make_chain: MakeChain, make_topology: MakeTopology, solved: Solve
+) -> None:
+    made = solved(make_chain(1, 3), make_topology(2), mini_batch=4)
+    made = replace(made, plan=made.plan.model_copy(update={"device_kind": kind}))
+    changes = [row.change for row in made.explained().what_if]
+    assert [change for change in changes if change.startswith("one more")] == [f"one more {kind}"]
+
+
 def test_what_launches_that_take_no_time_would_bring(
     make_chain: MakeChain, make_topology: MakeTopology, solved: Solve
 ) -> None:
