@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,35 @@ def make_topology() -> Callable[..., Topology]:
 def _topology(gpus: int, *, per_node: int = 8, memory: int | None = None, latency: float = 0.0) -> Topology:
     inside, between = Link(20.0, latency), Link(5.0, 4 * latency)
     return two_level_topology(Device("toy", memory), gpus, per_node, inside, between)
+
+
+@pytest.fixture
+def in_units() -> Callable[[Chain, Topology, float], tuple[Chain, Topology]]:
+    """A function of (chain, topology, factor): all their seconds multiplied by it, and what is by second
+    divided."""
+    return _in_units
+
+
+def _in_units(chain: Chain, topology: Topology, factor: float) -> tuple[Chain, Topology]:
+    """The same problem with seconds that are 1 / `factor` of those before."""
+    seconds: dict[str, Any] = {
+        own.name: factor * getattr(chain, own.name)
+        for own in fields(chain)
+        if own.name.endswith("_seconds") and getattr(chain, own.name) is not None
+    }
+    assert len(seconds) >= 5
+    levels = tuple(
+        replace(
+            level,
+            link=replace(
+                level.link,
+                bandwidth_bytes_per_second=level.link.bandwidth_bytes_per_second / factor,
+                latency_seconds=level.link.latency_seconds * factor,
+            ),
+        )
+        for level in topology.levels
+    )
+    return replace(chain, **seconds), replace(topology, levels=levels)
 
 
 @pytest.fixture
