@@ -2,7 +2,8 @@
 
 All seconds of the layers and the links' latencies are multiplied by a power of two, which rounds nothing, and
 the bandwidths are divided by it. Cuts, replicas, micro-batches, schedule and recomputation must stay, and the
-step, its bound and every prediction be that many times as long.
+step and its bound be that many times as long. Of bytes the like does not hold: DistributedDataParallel's
+buckets have a size of their own, and each costs the link's latency.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pytest
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
-from pplan.planner.build_plan import find_best_plan
+from pplan.planner.joint_search import find_best_plan
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 

@@ -42,6 +42,7 @@ def differs(path: str, first: Any, second: Any) -> bool:
     return bool(first != second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", [{}, {"per_node": 2}, {"memory": 1500}, {"latency": 0.2}], ids=str)
 @pytest.mark.parametrize("seed", range(2))
 def test_an_explanation_is_the_same_in_other_units_of_time(
