@@ -49,11 +49,12 @@ sensitivities, five of what-ifs (six where it waits for launches)."""
 
 
 def solve_what_ifs(
-    context: ExplainContext, seeds: Sequence[ScoredPlan], *, sharers: int, device: str, launches: bool
+    context: ExplainContext, seeds: Sequence[ScoredPlan], plan: Plan, *, launches: bool
 ) -> Iterator[WhatIf]:
     """Each change by itself, that of `launches` where the step waits for some; the searches start from the
-    seeds, so that a change for the better is never answered with a slower plan. `sharers`: the devices that
-    share every layer; `device`: what they are called."""
+    seeds, so that a change for the better is never answered with a slower plan. The `plan` says what devices
+    are called, and how many share every layer."""
+    sharers, device = plan.profile.tensor_parallel, plan.device_kind
     changes: list[tuple[str, Change]] = [
         (f"one more {device}" if sharers == 1 else f"one more group of {sharers} {device}s", _one_more),
         ("double the bandwidth", lambda p: with_topology(p, with_bandwidth(p.topology, 2))),
@@ -145,8 +146,7 @@ def explain_plan(
     pool = [*seeds, *rivals.plans]
     launches = any(share.kind == "host" for share in limits.kinds)
     holds = sensitivities(context, pool, busiest) if better is None and context.fits else iter(())
-    sharers = plan.profile.tensor_parallel
-    changed = solve_what_ifs(context, pool, sharers=sharers, device=plan.device_kind, launches=launches)
+    changed = solve_what_ifs(context, pool, plan, launches=launches)
     return Explanation(
         model=plan.model,
         plan=summarize(present),

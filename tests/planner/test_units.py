@@ -1,4 +1,4 @@
-"""A problem in other units of time has the same plan: no constant of the planner is in seconds.
+"""A small problem in other units of time has the same plan: no cost of the planner has seconds of its own.
 
 All seconds of the layers and the links' latencies are multiplied by a power of two, which rounds nothing, and
 the bandwidths are divided by it. Cuts, replicas, micro-batches, schedule and recomputation must stay, and the

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
 SHORT, FACTOR = 2.0**-10, 2.0**-20
 """The units that are compared: in neither is a bandwidth near the least that a topology may have."""
@@ -18,10 +16,6 @@ Solve = Callable[..., Any]
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """All numbers and words below a value, each with where it stands."""
-    if isinstance(value, BaseModel):
-        value = {name: getattr(value, name) for name in type(value).model_fields}
-    elif is_dataclass(value) and not isinstance(value, type):
-        value = {own.name: getattr(value, own.name) for own in fields(value)}
     if isinstance(value, dict):
         for name, part in value.items():
             yield from leaves(part, f"{path}.{name}")
@@ -58,7 +52,7 @@ def test_an_explanation_is_the_same_in_other_units_of_time(
         solved(*in_units(chain, topology, factor), mini_batch=6).explained()
         for factor in (SHORT, SHORT * FACTOR)
     )
-    first, second = dict(leaves(now)), dict(leaves(other))
+    first, second = dict(leaves(now.model_dump())), dict(leaves(other.model_dump()))
     assert first.keys() == second.keys()
     wrong = {path: (own, second[path]) for path, own in first.items() if differs(path, own, second[path])}
     assert not wrong
