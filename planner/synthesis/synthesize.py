@@ -32,6 +32,7 @@ from ..search.budget import SearchBudget
 from ..smallest_plan import find_smallest_plan
 from .action_bound import action_bound
 from .ahead_orders import ahead_orders, search_ahead, steepest_slope
+from .compiled_loops import can_compile
 from .deep_orders import deep_orders
 from .fill_orders import fill_orders
 from .fill_weights import fill_weights, list_turns
@@ -76,6 +77,10 @@ MOST_SHAPES, MOST_IMPROVED = 24, 2
 """Shapes with the lowest bounds, of which orders are made by rule; how many of the fastest are improved."""
 CHANGES_A_SECOND = 500_000
 """Actions of orders that are run through in a second, about."""
+WORK_A_SECOND, COMPILED_WORK_A_SECOND = 6e5, 4e7
+"""Actions that exchanges time in a second, in Python and by numba."""
+LEAST_SECONDS, COMPILING_SECONDS = 2.0, 15.0
+"""Of exchanges for which numba is taken, where so many are left at least: it takes that long the first time."""
 MOST_FILLED = 20_000
 """Actions of an order that is made by rule, event by event."""
 REFILL_SHARES = (0.9, 0.3)
@@ -251,8 +256,9 @@ def _improve(own: OrderCandidate, seconds: float, budget: SearchBudget) -> Order
     if tries:
         ahead, step = search_ahead(own.problem, own.bound, _turn_limit(own, tries, budget))
         lists = ahead if ahead is not None and step < own.step else lists
-    turns, is_over = _count_turns(own, share), lambda: budget.over
-    lists, step = improve_order(own.problem, lists, own.bound, turns, is_over)
+    fast = can_compile() and share >= LEAST_SECONDS and budget.seconds_left > COMPILING_SECONDS
+    work = share * (COMPILED_WORK_A_SECOND if fast else WORK_A_SECOND)
+    lists, step = improve_order(own.problem, lists, own.bound, work, lambda: budget.over, fast=fast)
     own = replace(own, lists=lists, step=step)
     if not solves or budget.over or step <= own.bound * (1 + 1e-9):
         return own
