@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
@@ -13,11 +13,12 @@ Loop = Callable[..., Any]
 
 
 def can_compile() -> bool:
+    """Whether numba is installed."""
     return loops.available()
 
 
 @lru_cache(maxsize=8)
-def compile_loops(functions: tuple[FunctionType, ...]) -> tuple[Loop, ...]:
+def compile_loops(functions: tuple[Loop, ...]) -> tuple[Loop, ...]:
     """Each with those before it that it calls."""
     import numba
 

@@ -12,7 +12,7 @@ What is spent is counted in actions that are timed (`exchange_loops`), many more
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from math import inf, log
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 from . import exchange_loops
 from .compiled_loops import compile_loops
 from .exchange_loops import NONE, RANDOM_MODULUS, Jobs, Row
-from .order_problem import B, F, Lists, OrderProblem, Step
+from .order_problem import F, Lists, OrderProblem, Step
 from .run_order import OrderRun, run_order
 
 HEAT = 0.4
@@ -87,7 +87,7 @@ class _Network:
         at = {
             (*step, number): i for i, (step, number) in enumerate(zip(self.steps, self.number, strict=True))
         }
-        self.seconds = [problem.duration(*step, number == 0) for step, number in self._each()]
+        self.seconds = [problem.duration(kind, part, number == 0) for (kind, part), number in self._each()]
         self.needs = [
             NONE if kind == F else at[kind - 1, part, number] for (kind, part), number in self._each()
         ]
@@ -97,7 +97,7 @@ class _Network:
         self._connect(at, run.end)
         self.start = run.start
 
-    def _each(self) -> Any:
+    def _each(self) -> Iterator[tuple[Step, int]]:
         return zip(self.steps, self.number, strict=True)
 
     def _connect(self, at: dict[tuple[int, int, int], int], end: list[float]) -> None:

@@ -75,12 +75,10 @@ STARTS = {
 """By base, the known orders of the same places."""
 MOST_SHAPES, MOST_IMPROVED = 24, 2
 """Shapes with the lowest bounds, of which orders are made by rule; how many of the fastest are improved."""
-CHANGES_A_SECOND = 500_000
-"""Actions of orders that are run through in a second, about."""
-WORK_A_SECOND, COMPILED_WORK_A_SECOND = 6e5, 4e7
-"""Actions that exchanges time in a second, in Python and by numba."""
+RATES = {False: (4e5, 6e5), True: (1e7, 4e7)}
+"""In a second, in Python and by numba: actions of orders that are made by rule, and that exchanges time."""
 LEAST_SECONDS, COMPILING_SECONDS = 2.0, 15.0
-"""Of exchanges for which numba is taken, where so many are left at least: it takes that long the first time."""
+"""Of exchanges for which numba is taken, where so many are left at least: it takes about as long once."""
 MOST_FILLED = 20_000
 """Actions of an order that is made by rule, event by event."""
 REFILL_SHARES = (0.9, 0.3)
@@ -253,12 +251,13 @@ def _improve(own: OrderCandidate, seconds: float, budget: SearchBudget) -> Order
     lists, solves = own.lists, has_solver() and _actions(own) <= MOST_SOLVED
     tries = 0.0 if steepest_slope(own.problem) is None else seconds / 6
     share = seconds / 3 if solves else seconds - tries
-    if tries:
-        ahead, step = search_ahead(own.problem, own.bound, _turn_limit(own, tries, budget))
-        lists = ahead if ahead is not None and step < own.step else lists
     fast = can_compile() and share >= LEAST_SECONDS and budget.seconds_left > COMPILING_SECONDS
-    work = share * (COMPILED_WORK_A_SECOND if fast else WORK_A_SECOND)
-    lists, step = improve_order(own.problem, lists, own.bound, work, lambda: budget.over, fast=fast)
+    rules, work = RATES[fast]
+    if tries:
+        is_over = _turn_limit(max(1, int(tries * rules / _actions(own))), budget)
+        ahead, step = search_ahead(own.problem, own.bound, is_over, fast=fast)
+        lists = ahead if ahead is not None and step < own.step else lists
+    lists, step = improve_order(own.problem, lists, own.bound, share * work, lambda: budget.over, fast=fast)
     own = replace(own, lists=lists, step=step)
     if not solves or budget.over or step <= own.bound * (1 + 1e-9):
         return own
@@ -270,15 +269,10 @@ def _improve(own: OrderCandidate, seconds: float, budget: SearchBudget) -> Order
     return replace(own, lists=solution.lists, step=run.step)
 
 
-def _turn_limit(own: OrderCandidate, seconds: float, budget: SearchBudget) -> Callable[[], bool]:
-    """Whether as many orders were run through."""
-    turns = iter(range(_count_turns(own, seconds)))
-    return lambda: next(turns, None) is None or budget.over
-
-
-def _count_turns(own: OrderCandidate, seconds: float) -> int:
-    """Orders that are run through in about so many seconds."""
-    return max(1, int(seconds * CHANGES_A_SECOND / _actions(own)))
+def _turn_limit(turns: int, budget: SearchBudget) -> Callable[[], bool]:
+    """Whether it was asked as often, or the time is over."""
+    left = iter(range(turns))
+    return lambda: next(left, None) is None or budget.over
 
 
 def _score(problem: Problem, own: OrderCandidate) -> ScoredPlan | None:
