@@ -355,3 +355,12 @@ def test_what_is_said(
     assert refused.result is answer.result
     assert len(refused.notes) == 1
     assert len(asked) == 2
+
+
+def test_pairs_take_no_less_than_all_work_shared(make_problem: MakeProblem) -> None:
+    """Seconds a global batch, on devices that are alike."""
+    problem = make_problem(1, 8, 4, mini_batch=8, time_limit=1e6)
+    for search in paired_searches(problem):
+        costs = problem.chain.at(-(-search.config.micro_batch_size // search.replicas))
+        work = float((costs.forward_seconds + costs.backward_seconds).sum())
+        assert search._least == pytest.approx(work / search.stages * search.config.micro_batches)
