@@ -205,3 +205,12 @@ def test_parameters_of_a_shape_without_biases() -> None:
     assert own.parameters() == 2 * 1024 * 256 + 256 + blocks
     assert own.active_parameters() == own.parameters() - 6 * 2 * 256 * 64
     assert replace(GROUPED, tied=True).parameters() == GROUPED.parameters() - 1024 * 256
+
+
+def test_what_attention_saves_of_two_layers() -> None:
+    """4 bytes a token and head, of a block, and of a predictor, which is a block with more before it."""
+    block = block_work(GROUPED, False, ParallelDegrees(), TOKENS)
+    saved = 4.0 * 64 * 3 * 8
+    assert block.attention_saved == saved
+    assert (predictor_work(GROUPED, ParallelDegrees(), TOKENS) + block).attention_saved == saved
+    assert (block + block).attention_saved == 2 * saved

@@ -8,6 +8,7 @@ from itertools import combinations, pairwise, product
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pplan.cost_models.hardware import Device, Link
@@ -20,7 +21,12 @@ from pplan.cost_models.transformer.training_setting import TrainingSetting, bloc
 from pplan.cost_models.transformer.transformer_shape import AttentionShape, ExpertShape, TransformerShape
 from pplan.cost_models.transformer.weight_update import ParameterCounts, update_seconds
 from pplan.planner.degrees.degree_options import DegreeOptions
-from pplan.planner.degrees.interleaved_bound import interleaved_bound, least_interleaved, mean_interleaved
+from pplan.planner.degrees.interleaved_bound import (
+    _first_blocks,
+    interleaved_bound,
+    least_interleaved,
+    mean_interleaved,
+)
 from pplan.planner.degrees.stage_degree_bound import DeviceSlot, stage_bound, stage_slots
 from pplan.planner.degrees.stage_degree_search import _sample_counts, _stage_counts
 from pplan.planner.degrees.stage_divisions import lower_bound
@@ -196,4 +202,16 @@ def test_numbers_of_stages_that_are_searched() -> None:
         for own in (1, 2, 3, 4, 6, 12)
         if any(own % n == 0 and own // n in (1, 2, 4, 8) for n in (1, 2, 3))
     ]
-    assert _sample_counts(4, DegreeOptions(mini_batch=8, micro_batch_size=2)) == [2, 4, 8]
+    assert _sample_counts(4, DegreeOptions(mini_batch=8, micro_batch_size=(2,))) == [2, 4, 8]
+
+
+@pytest.mark.parametrize("again", [1, 2, 3, None])
+@pytest.mark.parametrize("stages", [0, 1, 2, 3])
+def test_how_many_blocks_run_again_at_least(stages: int, again: int | None) -> None:
+    """Of every way to share blocks over virtual stages, each of which has one; the first ones run again."""
+    layers = table(1, 2, 2, recompute="full", recompute_blocks=again)
+    for number in range(max(stages, 1), 8):
+        first = number if again is None else again
+        ways = product(range(1, number + 1), repeat=max(stages, 1))
+        expected = min(sum(min(own, first) for own in way) for way in ways if sum(way) == number)
+        assert _first_blocks(layers, np.array(float(number)), stages) == expected
