@@ -15,6 +15,7 @@ from .assembly import Assembly
 from .candidate import ScoredPlan
 from .coverage import describe_coverage, describe_search
 from .plan_file import Plan
+from .plan_options import PlanOptions
 from .plan_records import BUFFER_WARNING, TIE, DefaultMiniBatch, Prediction, ProfileReference
 from .plan_stages import bubble, plan_recompute, plan_stages, shared_weights
 from .problem import Problem
@@ -53,12 +54,18 @@ def plan_without_comparison(
         stages=stages,
         tied=shared_weights(problem.space, best),
         prediction=_prediction(problem, best, result),
-        options=problem.options,
+        options=_settled(problem),
         searched=describe_search(problem),
         default_mini_batch=_default_mini_batch(problem),
         layer_names=list(problem.chain.names),
         profile=profile,
     )
+
+
+def _settled(problem: Problem) -> PlanOptions:
+    """The options; where stages may offload, with the bandwidth that was planned with."""
+    host = problem.space.host
+    return problem.options if host is None else replace(problem.options, host_bandwidth=host.bandwidth)
 
 
 def _device_kind(topology: Topology, profile: ProfileReference) -> Literal["GPU", "CPU"]:

@@ -23,7 +23,7 @@ from ..cost_models.document import (
 )
 from ..cost_models.first_layers import count_first_layers
 from ..cost_models.memory import RECOMPUTES
-from ..cost_models.runtime import RUNTIMES
+from ..cost_models.runtime import OFFLOAD, RUNTIMES
 from ..cost_models.schedules import SCHEDULES
 
 TIE = 1e-9
@@ -47,8 +47,9 @@ def _known_runtime(name: str) -> str:
 
 
 def _known_recompute(word: str) -> str:
-    if word not in RECOMPUTES and count_first_layers(word) is None:
-        raise ValueError(f"must be one of {', '.join(RECOMPUTES)}, or first_N for its first N layers")
+    words = (*RECOMPUTES, OFFLOAD)
+    if word not in words and count_first_layers(word) is None:
+        raise ValueError(f"must be one of {', '.join(words)}, or first_N for its first N layers")
     return word
 
 
@@ -76,6 +77,8 @@ class PlannedStage(Record):
     """The ledger: bytes by term."""
     recompute: StageRecompute | None = None
     """The stage's own, where the plan's is `selective`; else as the plan's."""
+    host_bytes: TotalBytes | None = None
+    """What each device keeps in its host's memory, where the stage offloads."""
 
     @property
     def layers(self) -> int:
@@ -87,7 +90,7 @@ class PlannedStage(Record):
         """How many of them it recomputes; None where it does not say, as all stages do what the plan does."""
         if self.recompute is None:
             return None
-        whole = 0 if self.recompute == "never" else self.layers
+        whole = 0 if self.recompute in ("never", OFFLOAD) else self.layers
         return count_first_layers(self.recompute) or whole
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from math import inf
+from math import ceil, inf
 from operator import itemgetter
 
 import numpy as np
@@ -13,10 +13,12 @@ import numpy as np
 from ..cost_models.device_memory import round_ledger
 from ..cost_models.document import Record
 from ..cost_models.errors import UsageError
+from ..cost_models.first_layers import repeat_word
 from ..cost_models.machines.rooflines import memory_bandwidth
 from ..cost_models.number_format import percent
 from ..cost_models.optimizers import find_optimizer
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
+from ..cost_models.runtime import OFFLOAD
 from ..cost_models.simulator.costs import Costs
 from ..cost_models.simulator.steady import steady_state
 from ..cost_models.timeline import simulate, step_seconds
@@ -42,7 +44,8 @@ def make_stages(space: Space, assembly: Assembly, plan: ScoredPlan) -> list[Plan
     stages = []
     for part, place in enumerate(assembly.program.pipes[0]):
         (first, end), mode = plan.proposal.bounds[part], plan.recompute[part]
-        recompute = float(shares[place.device, 0, 0] * forward[place][0]) if mode != "never" else 0.0
+        repeats = repeat_word(mode) != "never"
+        recompute = float(shares[place.device, 0, 0] * forward[place][0]) if repeats else 0.0
         ledger = round_ledger(assembly.ledger(place.device))
         stages.append(
             PlannedStage(
@@ -56,9 +59,17 @@ def make_stages(space: Space, assembly: Assembly, plan: ScoredPlan) -> list[Plan
                 memory_limit_bytes=_whole(space.limit(assembly.ranks[place.device])),
                 memory=ledger,
                 recompute=mode if mixed else None,
+                host_bytes=_host_bytes(assembly, part) if mode == OFFLOAD else None,
             )
         )
     return stages
+
+
+def _host_bytes(assembly: Assembly, part: int) -> int:
+    """What a replica keeps on its host at most, of a schedule with one stage a device."""
+    device, program = assembly.program.pipes[0][part].device, assembly.program
+    in_flight = assembly.schedule.in_flight(device, program.devices, program.micro_batches)
+    return ceil(in_flight * assembly.offloaded_bytes(part))
 
 
 def energy_joules(
@@ -107,7 +118,7 @@ _PLAN_WORDS: Mapping[str, Recompute] = {"never": "never", "always": "always", "e
 
 
 def plan_recompute(plan: ScoredPlan) -> Recompute:
-    """The plan's word: `selective` where the stages differ, or run their first layers again."""
+    """The plan's word: `selective` where the stages differ, run their first layers again, or offload."""
     modes = set(plan.recompute)
     return _PLAN_WORDS.get(modes.pop(), "selective") if len(modes) == 1 else "selective"
 
@@ -236,7 +247,7 @@ def _slow_host(assembly: Assembly) -> Iterator[str]:
         return
     # Pipes of two directions share the micro-batches: a device has its places in each of them.
     pipes = len(assembly.program.pipes)
-    repeats = np.array([float(mode != "never") for mode in assembly.recompute])[:, None, None]
+    repeats = np.array([repeat_word(mode) != "never" for mode in assembly.recompute])[:, None, None]
     times = 1 + repeats * assembly.first_shares("forward_launch")
     launches = times * assembly.launch_seconds("forward_launch")
     launching = (launches + assembly.launch_seconds("backward_launch")).sum(axis=(1, 2)) / pipes

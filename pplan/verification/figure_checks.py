@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import ceil, inf
 from typing import TYPE_CHECKING
 
 from .orders import ASYNCHRONOUS
 from .report import EXACT, LineCheck, ReportBuilder
-from .stated_plan import StatedStage
+from .stated_plan import OFFLOAD, StatedStage
 from .verification_inputs import VerificationInputs, planned_order
 from .wiring import check_order, most_in_flight
 
@@ -70,6 +70,7 @@ def _memory(check: LineCheck, inputs: VerificationInputs) -> None:
         limit = figures.limit(device, requested)
         for part in figures.order.device_stages(device):
             _stage_memory(check, part, plan.stages[part], ledger, limit)
+            _host_memory(check, inputs, part, device)
         check.at_most(f"memory of stage {device}, above its limit", ledger.bytes, inf if lacking else limit)
 
 
@@ -96,6 +97,18 @@ def _stage_memory(check: LineCheck, part: int, stage: StatedStage, ledger: Ledge
     check.bytes(f"memory_bytes of stage {part}", stage.memory_bytes, ledger.stated(stage.memory_bytes))
     own = None if limit == inf else int(limit)
     check.same(f"memory_limit_bytes of stage {part}", stage.memory_limit_bytes, own)
+
+
+def _host_memory(check: LineCheck, inputs: VerificationInputs, part: int, device: int) -> None:
+    """What of a part that offloads is on the host, of all micro-batches in flight."""
+    stage, figures = inputs.plan.stages[part], inputs.figures(check)
+    expected = None
+    if figures.modes[part] == OFFLOAD:
+        expected = ceil(most_in_flight(figures.order)[device] * figures.host_bytes(part, device))
+    check.require(f"host_bytes of stage {part}", stage.host_bytes == expected, stage.host_bytes, expected)
+    limit = inputs.plan.options.optional_number("host_memory_bytes")
+    if expected is not None and limit is not None:
+        check.at_most(f"host_bytes of stage {part}, above the limit", expected, limit)
 
 
 def _step(check: LineCheck, inputs: VerificationInputs) -> None:
