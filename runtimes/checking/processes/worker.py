@@ -170,8 +170,8 @@ class LostRankError(MachineError):
 
 
 def _hint(failure: Mapping[str, object]) -> str:
-    if failure["lost"]:
-        return "See what the other processes printed, and what torchrun says of them."
     if re.search("EADDRINUSE|in use", str(failure["what"])):
         return "Another program has this port: name another with torchrun --master-port."
+    if failure["lost"]:
+        return "See what the other processes printed, and what torchrun says of them."
     return "Run it again as pplan --debug check to see more."
