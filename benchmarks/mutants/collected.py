@@ -111,6 +111,7 @@ class CollectedTests:
                 function.__code__ = own
             items = [self.items[test] for test in tests]
             reports = _Failures()
+            items[0].config.pluginmanager.unregister(name="terminalreporter")
             items[0].config.pluginmanager.register(reports)
             for item, following in zip(items, [*items[1:], None], strict=True):
                 signal.setitimer(signal.ITIMER_REAL, LEAST_SECONDS + TIMES * seconds.get(item.nodeid, 0.0))
