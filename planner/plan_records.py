@@ -126,6 +126,10 @@ class Prediction(Record):
     In 8 of 10 cases the step lies from `low_seconds` to `high_seconds`, as far as the layers' seconds spread
     and miss the whole model (see planner/robust); None where their spread is not known. Both may lie above
     step_seconds, which is that of the layers' medians: of many stages some one is always late.
+
+    `optimizer_seconds`: of the optimizer's own step, at the least: the bytes that it reads and writes on the
+    device where that takes longest, at the bandwidth of its memory; None where no bandwidth is known. They
+    come after step_seconds, which the search compares plans by without them.
     """
 
     step_seconds: StepSeconds
@@ -139,6 +143,7 @@ class Prediction(Record):
     uncertainty: Rate | None = None
     low_seconds: StepSeconds | None = None
     high_seconds: StepSeconds | None = None
+    optimizer_seconds: PredictedSeconds | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

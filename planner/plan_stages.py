@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil, inf
-from operator import itemgetter
+from operator import attrgetter
 
 import numpy as np
 
@@ -213,30 +213,52 @@ WORTH = 0.01
 """Share of the step that launches, or the optimizer, must take for that to be said."""
 
 
-def optimizer_note(
-    assembly: Assembly, step_seconds: float, micro_batches: int | None = None
-) -> Iterator[str]:
-    """Of the device whose optimizer takes longest, where its memory's bandwidth is known and the updates that
-    belong to a step take at least `WORTH` of it. `micro_batches`: of a step; None: the program's."""
+@dataclass(frozen=True)
+class OptimizerStep:
+    """What the optimizer takes at the least on the device where it takes longest: it reads and writes `bytes`
+    at the `bandwidth` of that device's memory, `updates` times a step."""
+
+    bytes: float
+    bandwidth: float
+    rank: int
+    updates: int
+
+    @property
+    def seconds(self) -> float:
+        """Of all updates of a step."""
+        return self.updates * self.bytes / self.bandwidth
+
+
+def optimizer_step(assembly: Assembly, micro_batches: int | None = None) -> OptimizerStep | None:
+    """None where no device's memory has a bandwidth that is known. `micro_batches`: of a step; None: the
+    program's."""
     optimizer, precision = find_optimizer(assembly.optimizer), assembly.number_bytes
     every, micro_batches = assembly.program.update_every, micro_batches or assembly.program.micro_batches
-    each = list[tuple[float, float, float, int]]()
+    updates = 1 if every is None else micro_batches // every
+    each = list[OptimizerStep]()
     for device, ranks in enumerate(assembly.ranks):
         parameters = sum(own.trainable for own in assembly.chunk_bytes(device)) / precision.weight
         share = len(ranks) if assembly.zero else 1
         amount = float(parameters) / share * optimizer.update_bytes(precision)
         for rank in ranks:
             if bandwidth := memory_bandwidth(assembly.topology.device(rank).name):
-                each.append((amount / bandwidth, amount, bandwidth, rank))
-    seconds, amount, bandwidth, rank = max(each, key=itemgetter(0), default=(0.0, 0.0, 0.0, 0))
-    updates = 1 if every is None else micro_batches // every
-    if seconds * updates >= WORTH * step_seconds > 0:
-        often = "" if updates == 1 else f", {updates} times a step"
+                each.append(OptimizerStep(amount, bandwidth, rank, updates))
+    return max(each, key=attrgetter("seconds"), default=None)
+
+
+def optimizer_note(
+    assembly: Assembly, step_seconds: float, micro_batches: int | None = None
+) -> Iterator[str]:
+    """Where the updates that belong to a step take at least `WORTH` of it. Arguments as of
+    `optimizer_step`."""
+    own = optimizer_step(assembly, micro_batches)
+    if own is not None and own.seconds >= WORTH * step_seconds > 0:
+        often = "" if own.updates == 1 else f", {own.updates} times a step"
         yield (
-            f"the optimizer's step is not in the prediction: {optimizer.name} reads and writes at least "
-            f"{format_bytes(amount)} on device {rank}{often}, which takes its memory of "
-            f"{format_rate(bandwidth)} {format_seconds(seconds * updates)} or more, "
-            f"{percent(seconds * updates / step_seconds)} of the step"
+            f"the optimizer's step is not in the prediction: {assembly.optimizer} reads and writes at least "
+            f"{format_bytes(own.bytes)} on device {own.rank}{often}, which takes its memory of "
+            f"{format_rate(own.bandwidth)} {format_seconds(own.seconds)} or more, "
+            f"{percent(own.seconds / step_seconds)} of the step"
         )
 
 

@@ -31,8 +31,14 @@ def _figures(plan: Plan) -> list[str]:
         f"Step {format_seconds(prediction.step_seconds)}{_interval(prediction)}, "
         f"{three_digits(prediction.samples_per_second)} samples/s, bubble {percent(prediction.bubble)}.",
         f"{batch_equation(plan)}; schedule {plan.schedule}; recompute {_recompute(plan)}; "
-        f"optimizer {plan.optimizer}{_states(plan)}.",
+        f"optimizer {plan.optimizer}{_update(prediction)}{_states(plan)}.",
     ]
+
+
+def _update(prediction: Prediction) -> str:
+    """What is known of the optimizer's own step."""
+    least = prediction.optimizer_seconds
+    return f" (its own step{'' if least is None else f', {format_seconds(least)} or more,'} not counted)"
 
 
 def _recompute(plan: Plan) -> str:

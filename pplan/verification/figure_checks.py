@@ -160,6 +160,10 @@ def _check_prediction(builder: ReportBuilder, inputs: VerificationInputs) -> Non
         check.require("a bound of no seconds", bound > 0, bound)
         check.near("gap", gap, step / bound - 1, around=1.0)
         check.require("exact, with a gap", not plan_value.flag("exact") or gap <= EXACT, gap, 0)
+    with builder.line(
+        "optimizer's step", "what it reads and writes of the largest stage, by the memory's bandwidth"
+    ) as check:
+        _optimizer(check, inputs)
     if rows := plan.whole.tables("degrees"):
         about = "of all numbers of devices that may share them the fastest; the bound holds for all"
         with builder.line("sharing of layers", about) as check:
@@ -199,6 +203,22 @@ def _check_degrees(check: LineCheck, inputs: VerificationInputs, rows: list[Tabl
             bound,
             other_bound,
         )
+
+
+def _optimizer(check: LineCheck, inputs: VerificationInputs) -> None:
+    stated = inputs.plan.prediction.optional_number("optimizer_seconds")
+    if stated is None:
+        check.skip("the plan does not state it")
+    if inputs.plan.schedule in ASYNCHRONOUS:
+        check.skip(f"{inputs.plan.schedule} is asynchronous: it updates several times a step")
+    figures, each = inputs.figures(check), list[float]()
+    for device, ranks in enumerate(figures.ranks):
+        parts = figures.order.device_parts(device)
+        trainable = sum(figures.part_bytes(part, device).trainable for part in parts)
+        amount = figures.training.spread(trainable * figures.training.update_bytes, len(ranks), 1)
+        rates = {figures.machine.kind(rank).memory_bandwidth for rank in ranks}
+        each += [amount / rate for rate in rates if rate is not None]
+    check.near("optimizer_seconds", stated, max(each, default=0.0))
 
 
 def _uncertainty(check: LineCheck, inputs: VerificationInputs) -> None:

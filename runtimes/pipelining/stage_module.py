@@ -124,9 +124,9 @@ class StageModule(nn.Module):
         pairs = list(zip(tensors, about, strict=True))
         if self.is_told_nothing and any(own.in_tuple or sent.dtype != own.dtype for sent, own in pairs):
             raise ExportError(
-                "what crosses a cut is no floating-point tensor, or one in a tuple, and the stages cannot be "
-                "traced on the meta device to tell the stage behind",
-                "Let the layers hand on floating-point tensors, or look at no values in forward.",
+                "what crosses a cut is no floating-point tensor, or one in a tuple, and the stages could "
+                "not be run on the example input to tell the stage behind",
+                "Give `build` an example input that a copy of the model takes.",
             )
         dtypes = [tensor.dtype for tensor in tensors]
         if self._expected is not None and dtypes != self._expected:
