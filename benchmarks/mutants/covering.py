@@ -129,12 +129,12 @@ class Covering:
         return set[str]().union(*(self.lines.get((mutant.file, line), set()) for line in lines))
 
     def tests(self, mutant: Mutant) -> list[str]:
-        """Those that run a line of the change, else those that run its file, else (tables of constants are
-        read where they are imported) all of its folder: of the module's own test file first, then of its
+        """Those that run a line of the change, else (tables of constants are read where they are imported)
+        those that run its file and all of its folder: of the module's own test file first, then of its
         folder's tests, the quickest first."""
         own, folder = f"test_{Path(mutant.file).stem}.py::", f"tests/{Path(mutant.file).parent}/"
         return sorted(
-            self.tests_of_lines(mutant) or self.files.get(mutant.file) or self._of_folder(mutant.file),
+            self.tests_of_lines(mutant) or self.files.get(mutant.file, set()) | self._of_folder(mutant.file),
             key=lambda test: (
                 own not in test,
                 not test.startswith(folder),

@@ -70,9 +70,17 @@ def scored(
     return plan
 
 
-def answer(plan: ScoredPlan | None, *, exact: bool = True, **by_planner: Any) -> JointSearchResult:
+def noted(log: list[Any], entry: Any, answer: Any) -> Any:
+    """The answer of a function that notes what it was asked."""
+    log.append(entry)
+    return answer
+
+
+def answer(
+    plan: ScoredPlan | None, *, exact: bool = True, by_planner: dict[str, Any] | None = None
+) -> JointSearchResult:
     bound = 0.0 if plan is None else plan.step_seconds
-    return JointSearchResult(SearchResult(plan, bound, bound, exact=exact), by_planner)
+    return JointSearchResult(SearchResult(plan, bound, bound, exact=exact), by_planner or {})
 
 
 def test_runtimes_that_train_so_and_run_what_is_searched(make_problem: MakeProblem) -> None:
@@ -265,13 +273,15 @@ def test_baselines_beside_the_planners(make_problem: MakeProblem, monkeypatch: P
     made before."""
     problem = make_problem()
     own, shared = scored(problem, "1f1b", (0,), (1,)), scored(problem, "1f1b", (0, 1))
-    asked = list[str]()
+    asked = list[Any]()
     monkeypatch.setattr(
         alternatives,
         "plan_with",
-        lambda planner, _: asked.append(planner.name) or (shared if len(asked) > 1 else "why"),
+        lambda planner, _: noted(asked, planner.name, shared if asked else "why"),
     )
-    rows = score_baselines(problem, answer(own, even=own, megatron="no blocks", **{"one-gpu": own}))
+    rows = score_baselines(
+        problem, answer(own, by_planner={"even": own, "megatron": "no blocks", "one-gpu": own})
+    )
     assert asked == ["one-gpu", "data-parallel"]
     seconds = [(row.record.name, row.record.step_seconds, row.size) for row in rows]
     assert seconds == [
@@ -282,7 +292,7 @@ def test_baselines_beside_the_planners(make_problem: MakeProblem, monkeypatch: P
     ]
     assert [row.record.reason for row in rows] == ["why", None, None, "no blocks"]
     over = replace(problem, budget=SearchBudget(seconds=0.0))
-    rows = score_baselines(over, answer(own, even=own, **{"one-gpu": own}))
+    rows = score_baselines(over, answer(own, by_planner={"even": own, "one-gpu": own}))
     assert [(row.record.name, row.record.reason) for row in rows] == [
         ("one-gpu", None),
         ("data-parallel", OUT_OF_TIME),

@@ -53,12 +53,19 @@ def plan(seconds: float, schedule: str = "1f1b") -> ScoredPlan:
     return ScoredPlan(Proposal(config, (3, 6), ((0,), (1,))), ("never",) * 2, seconds)
 
 
+def noted(log: list[Any], entry: Any, answer: Any) -> Any:
+    """The answer of a function that notes what it was asked."""
+    log.append(entry)
+    return answer
+
+
 class Searches:
     """What each search of the step is asked, and answers: `own` of the searched schedules, `others` on other
     devices, `shapes` and `parts` by rule, `cut` with cuts of their own."""
 
     def __init__(self, monkeypatch: Patch, **answers: float | None) -> None:
         self.answers, self.asked = answers, dict[str, Any]()
+        self.result: Any = None
         monkeypatch.setattr(joint_search, "run_search", self.run)
         monkeypatch.setattr(joint_search, "_on_other_devices", self.on_other_devices)
         monkeypatch.setattr(joint_search, "propose_other_schedules", lambda *own: ("shapes", own))
@@ -91,8 +98,9 @@ class Searches:
     def answer(
         self, problem: Problem, seeds: Sequence[ScoredPlan], *, cuts_others: bool = True
     ) -> float | None:
-        best, self.result = joint_search.joint_search(problem, seeds, cuts_others=cuts_others)  # type: ignore[misc]
-        return None if best is None else best.step_seconds  # type: ignore[has-type]
+        answer: Any = joint_search.joint_search(problem, seeds, cuts_others=cuts_others)
+        best, self.result = answer
+        return None if best is None else float(best.step_seconds)
 
 
 def test_what_the_search_of_cuts_starts_from(make_problem: MakeProblem, monkeypatch: Patch) -> None:
@@ -153,7 +161,7 @@ def test_a_plan_on_other_devices(make_problem: MakeProblem, monkeypatch: Patch) 
     """Of all that are faster than these, by more than a tie."""
     seen = list[Any]()
     monkeypatch.setattr(joint_search, "reassign", lambda _, plans, limit: (plans, limit))
-    monkeypatch.setattr(joint_search, "fastest", lambda _, own, limit: seen.append((own, limit)) or plan(1.0))
+    monkeypatch.setattr(joint_search, "fastest", lambda _, own, limit: noted(seen, (own, limit), plan(1.0)))
     plans = [plan(3.0), plan(2.0), plan(4.0)]
     assert _on_other_devices(make_problem(), plans) == plan(1.0)
     assert seen.pop() == ((plans, 2.0), 2.0 * (1 - TIE))
@@ -204,16 +212,16 @@ def test_other_orders_are_searched_at_last(
     answer = SearchResult(plan(4.0), 4.0, 4.0, exact=True, other_plans=(plan(8.0),))
     monkeypatch.setattr(joint_search, "joint_search", lambda *_, **__: answer)
     monkeypatch.setattr(
-        joint_search, "search_other_orders", lambda _, best: asked.append(best) or (other and plan(other))
+        joint_search, "search_other_orders", lambda _, best: noted(asked, best, other and plan(other))
     )
     monkeypatch.setattr(
-        joint_search, "_on_other_devices", lambda _, plans: asked.append(plans) or (moved and plan(moved))
+        joint_search, "_on_other_devices", lambda _, plans: noted(asked, plans, moved and plan(moved))
     )
     monkeypatch.setattr(joint_search, "with_bound", lambda _, best, result: replace(result, best=best))
     monkeypatch.setattr(
         joint_search,
         "synthesize",
-        lambda own, best, others: asked.append((own, best.step_seconds, others)) or [plan(9.0)],
+        lambda own, best, others: noted(asked, (own, best.step_seconds, others), [plan(9.0)]),
     )
     best = find_best_plan(problem, []).best
     assert best is not None
@@ -227,7 +235,7 @@ def test_other_orders_are_searched_at_last(
 def test_the_plan_of_a_named_planner(make_problem: MakeProblem, monkeypatch: Patch) -> None:
     """It alone is the answer, and the search is there for the bound."""
     problem, seeds = make_problem(planner="dapple"), list[Any]()
-    monkeypatch.setattr(joint_search, "run_search", lambda _, own: seeds.append(own) or "searched")
+    monkeypatch.setattr(joint_search, "run_search", lambda _, own: noted(seeds, own, "searched"))
     monkeypatch.setattr(joint_search, "with_bound", lambda _, best, result: (best, result))
     for own, best in ((plan(2.0), plan(2.0)), ("it has none", None)):
         monkeypatch.setattr(joint_search, "plan_with", lambda *_, own=own: own)

@@ -64,6 +64,12 @@ def result(best: ScoredPlan | None, bound: float, root: float = 0.5, **more: Any
     return SearchResult(best, bound, root, exact=more.pop("exact", False), **more)
 
 
+def noted(log: list[Any], entry: Any, answer: Any) -> Any:
+    """The answer of a function that notes what it was asked."""
+    log.append(entry)
+    return answer
+
+
 def test_the_faster_of_an_answer_and_others(make_problem: MakeProblem, monkeypatch: Patch) -> None:
     """Of equal ones the answer; of another it is said what holds for that."""
     monkeypatch.setattr(joint_search, "with_bound", lambda _, best, own: ("bounded", best, own))
@@ -71,9 +77,11 @@ def test_the_faster_of_an_answer_and_others(make_problem: MakeProblem, monkeypat
     assert _faster_of(problem, own, []) is own
     assert _faster_of(problem, own, [plan(3.0), plan(2.0, "gpipe")]) is own
     fast = plan(1.5)
-    assert _faster_of(problem, own, [plan(1.9), fast, plan(3.0)]) == ("bounded", fast, own)
+    better: Any = _faster_of(problem, own, [plan(1.9), fast, plan(3.0)])
+    assert better == ("bounded", fast, own)
     none = result(None, inf)
-    assert _faster_of(problem, none, [fast, plan(1.9)]) == ("bounded", fast, none)
+    better = _faster_of(problem, none, [fast, plan(1.9)])
+    assert better == ("bounded", fast, none)
 
 
 @pytest.mark.parametrize(("gpus", "fewer"), [(1, None), (2, 1), (3, 2), (4, 2), (5, 4), (8, 4), (9, 8)])
@@ -143,9 +151,7 @@ class TestPlanWith:
         problem = make_problem(max_stages=1)
         inside, outside = plan(1.0, devices=((0,),)), plan(1.0)
         seen = list[Any]()
-        monkeypatch.setattr(
-            joint_search, "fastest", lambda _, own, **more: seen.append((own, more)) or inside
-        )
+        monkeypatch.setattr(joint_search, "fastest", lambda _, own, **more: noted(seen, (own, more), inside))
         assert plan_with(Named("x", outside.proposal, inside.proposal), problem, required=False) is inside
         ((proposals, more),) = seen
         assert proposals == [inside.proposal]
@@ -154,9 +160,9 @@ class TestPlanWith:
         assert plan_with(Named("x", inside.proposal), problem) == "does not fit"
         assert plan_with(Named("x", outside.proposal), problem) == "not applicable to this problem"
         runtime = make_problem(max_stages=1, runtime="deepspeed", schedule="1f1b")
-        assert plan_with(Named("x", inside.proposal), runtime).startswith(
-            "does not fit, or a stage has nothing"
-        )  # type: ignore[union-attr]
+        why = plan_with(Named("x", inside.proposal), runtime)
+        assert isinstance(why, str)
+        assert why.startswith("does not fit, or a stage has nothing")
 
     def test_the_time_that_it_has(self, make_problem: MakeProblem, monkeypatch: Patch) -> None:
         """Of ten seconds that are left a fifth, or what is said; once it has a proposal, it ends there."""
@@ -286,9 +292,9 @@ class TestWithBound:
 def test_which_search_is_run(make_problem: MakeProblem, monkeypatch: Patch) -> None:
     """With plans of its own schedules, for its share of the time; near good plans where it is large."""
     calls = list[Any]()
-    monkeypatch.setattr(joint_search, "search", lambda *own: calls.append(("search", *own)) or 1)
+    monkeypatch.setattr(joint_search, "search", lambda *own: noted(calls, ("search", *own), 1))
     monkeypatch.setattr(
-        joint_search, "search_large", lambda *own, deeper: calls.append(("large", *own, deeper)) or 2
+        joint_search, "search_large", lambda *own, deeper: noted(calls, ("large", *own, deeper), 2)
     )
     problem, seeds = make_problem(4), [plan(1.0), plan(1.0, "zb-h1"), plan(2.0, "gpipe")]
     assert run_search(problem, seeds) == 1  # type: ignore[comparison-overlap]
@@ -363,7 +369,7 @@ def test_who_is_asked(
     monkeypatch.setattr(joint_search, "joint_search", search)
     monkeypatch.setattr(joint_search, "descend", near)
     monkeypatch.setattr(joint_search, "search_other_orders", lambda *_: None)
-    monkeypatch.setattr(joint_search, "_plans_on_fewer_devices", lambda _: log.append("fewer") or [])
+    monkeypatch.setattr(joint_search, "_plans_on_fewer_devices", lambda _: noted(log, "fewer", []))
     answer = find_best_plan(problem, [SIMPLE, COSTLY, OTHER])
     expected: list[Any] = [(name, True, 0.2) for name in first]
     expected += [(name, True, 0.1) for name in more]

@@ -19,8 +19,10 @@ from pplan.cost_models.transformer.rank_costs import DeviceLimits, RankCosts, To
 from pplan.cost_models.transformer.training_setting import TrainingSetting, block_ranges
 from pplan.cost_models.transformer.transformer_shape import AttentionShape, ExpertShape, TransformerShape
 from pplan.cost_models.transformer.weight_update import ParameterCounts, update_seconds
+from pplan.planner.degrees.degree_options import DegreeOptions
 from pplan.planner.degrees.interleaved_bound import interleaved_bound, least_interleaved, mean_interleaved
 from pplan.planner.degrees.stage_degree_bound import DeviceSlot, stage_bound, stage_slots
+from pplan.planner.degrees.stage_degree_search import _sample_counts, _stage_counts
 from pplan.planner.degrees.stage_divisions import lower_bound
 
 NO_LIMIT = float("inf")
@@ -179,3 +181,19 @@ def test_the_least_room_for_whole_blocks(seed: int, stages: int, virtual: int) -
     least = min(max(seconds(d, counts) for d, counts in enumerate(way)) for way in ways)
     expected = max(least, mean_interleaved(layers) + layers.least_update_seconds)
     assert least_interleaved(layers, NO_LIMIT) == pytest.approx(expected)
+
+
+def test_numbers_of_stages_that_are_searched() -> None:
+    """From two on, as many as there are devices, blocks and, unless more are asked for, sixteen."""
+    shape = table(1, 1).shape
+    assert _stage_counts(shape.with_blocks(40), 40, DegreeOptions()) == list(range(2, 17))
+    assert _stage_counts(shape.with_blocks(5), 40, DegreeOptions()) == [2, 3, 4, 5]
+    assert _stage_counts(shape.with_blocks(40), 3, DegreeOptions()) == [2, 3]
+    assert _stage_counts(shape.with_blocks(40), 40, DegreeOptions(pp=(1, 2, 20, 40, 41))) == [2, 20, 40]
+    sizes = _sample_counts(3, DegreeOptions(mini_batch=12))
+    assert sizes == [
+        own
+        for own in (1, 2, 3, 4, 6, 12)
+        if any(own % n == 0 and own // n in (1, 2, 4, 8) for n in (1, 2, 3))
+    ]
+    assert _sample_counts(4, DegreeOptions(mini_batch=8, micro_batch_size=2)) == [2, 4, 8]

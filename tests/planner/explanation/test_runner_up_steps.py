@@ -13,6 +13,7 @@ import pytest
 
 from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.explanation import runner_up
+from pplan.planner.explanation.resolve import SECONDS
 from pplan.planner.explanation.runner_up import (
     MOST_LISTED,
     MOST_SHAPES,
@@ -97,7 +98,7 @@ def test_other_numbers_of_stages(monkeypatch: Patch) -> None:
     two, three, other = plan(5.0), plan(6.0, (1, 2, 6)), plan(5.0, (2, 6), schedule="zb-h1")
     own = _other_stage_counts(context, [two, three, other])
     assert (own.plan, own.proven) == (plan(4.5), True)
-    assert asked.pop() == (["families"], [1, 2, 4], [two.proposal], runner_up.SECONDS / 4)
+    assert asked.pop() == (["families"], [1, 2, 4], [two.proposal], SECONDS / 4)
     own = _search_counts(context.problem, [1], [two.proposal])
     assert own.plan == plan(5.0)
     # Two virtual stages on each of two devices are two stages.
@@ -129,7 +130,7 @@ def test_plans_without_cuts(monkeypatch: Patch) -> None:
     space, families, counts, others, seconds = asked.pop()
     assert (space.places, families, counts) == ([0, 2, 3], ["families"], [3])
     assert others == [seeds[1].proposal, moved]
-    assert seconds == runner_up.SECONDS / 8
+    assert seconds == SECONDS / 8
     none = _without(context, seeds, [2, 3, 4, 5])
     assert (none.plan, none.proven, asked) == (None, True, [])
     heuristic: Any = Context(plan(4.0, (2, 4, 6), schedule="zb-h1"))
@@ -171,7 +172,7 @@ def test_a_cut_is_forbidden_with_those_that_take_its_place(monkeypatch: Patch) -
 
 def test_other_devices_of_the_same_stages(monkeypatch: Patch) -> None:
     """One after another of those that make a difference, until one is not as fast."""
-    shapes = [((0,), (1,), (2,)), ((0,), (1,), (3,)), ((0, 1), (2,), (3,)), ((0,), (1, 2), (3,))]
+    shapes: list[Any] = [((0,), (1,), (2,)), ((0,), (1,), (3,)), ((0, 1), (2,), (3,)), ((0,), (1, 2), (3,))]
     steps = dict(zip(shapes, (3.0, 4.0, 4.0, 5.0), strict=True))
     monkeypatch.setattr(runner_up, "_shapes", lambda *_: (shapes, "every"))
     monkeypatch.setattr(runner_up, "_differs", lambda _, devices: devices != shapes[0])
@@ -193,7 +194,10 @@ def test_other_devices_of_the_same_stages(monkeypatch: Patch) -> None:
 def test_devices_that_make_a_difference(monkeypatch: Patch) -> None:
     """More or fewer on a stage; else where the step of the same configuration is another."""
     context: Any = Context()
-    steps = {((0,), (1,), (3,)): 4.0 * (1 + 2 * TIE), ((1,), (0,), (2,)): 4.0 * (1 + TIE / 2)}
+    steps: dict[Any, float] = {
+        ((0,), (1,), (3,)): 4.0 * (1 + 2 * TIE),
+        ((1,), (0,), (2,)): 4.0 * (1 + TIE / 2),
+    }
     monkeypatch.setattr(
         runner_up, "fastest", lambda _, own: plan(steps[own[0].devices]) if own[0].devices in steps else None
     )
@@ -250,7 +254,7 @@ def test_the_runners_up(change: dict[str, Any], second: bool, others: bool, monk
     monkeypatch.setattr(runner_up, "_other_stage_counts", lambda *_: own["stages"])
     monkeypatch.setattr(runner_up, "_without_cut", lambda _, __, end: own[str(end)])
     monkeypatch.setattr(runner_up, "_other_devices", lambda _: own["devices"])
-    answer = runners_up(context, [], 1)
+    answer: Any = runners_up(context, [], 1)
     assert (answer.second_best.plan, answer.second_best.slower) == (plan(4.5, (6,)), 0.125)
     assert answer.second_best.differs == "cuts, replicas or devices"
     assert (answer.other_stages.plan, answer.other_stages.slower) == (plan(4.5, (6,)), 0.125)

@@ -66,21 +66,24 @@ def objective(name: str, **more: Any) -> Objective:
 def test_who_is_asked(
     name: str, asked: tuple[Any, ...], small_problem: MakeProblem, monkeypatch: Patch
 ) -> None:
-    for own in ("step_time", "throughput", "least_memory", "least_cost"):
-        monkeypatch.setattr(solving, own, lambda _, *more, own=own: (own, *more))
+    for function in ("step_time", "throughput", "least_memory", "least_cost"):
+        monkeypatch.setattr(solving, function, lambda _, *more, function=function: (function, *more))
     own: Any = SimpleNamespace(name=name, slack=0.25, prices={"toy": 1.0})
-    assert optimize(own, small_problem()) == asked
+
+    def answer(**options: Any) -> Any:
+        return optimize(own, small_problem(**options))
+
+    assert answer() == asked
     if name != "step-time":
         with pytest.raises(UsageError, match=f"`robust` with objective='{name}'"):
-            optimize(own, small_problem(robust=True))
+            answer(robust=True)
     else:
-        assert optimize(own, small_problem(robust=True)) == asked
-    layers = small_problem(recompute="first_layers")
+        assert answer(robust=True) == asked
     if name == "throughput":
         with pytest.raises(UsageError, match="recompute='first_layers' with objective='throughput'"):
-            optimize(own, layers)
+            answer(recompute="first_layers")
     else:
-        assert optimize(own, layers) == asked
+        assert answer(recompute="first_layers") == asked
 
 
 def test_what_an_objective_searches_besides(small_problem: MakeProblem, monkeypatch: Patch) -> None:

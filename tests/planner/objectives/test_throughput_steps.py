@@ -46,6 +46,12 @@ def plan(seconds: float, schedule: str = "pipedream-2bw") -> ScoredPlan:
     return ScoredPlan(proposal, ("never", "never"), seconds)
 
 
+def noted(log: list[Any], entry: Any, answer: Any) -> Any:
+    """The answer of a function that notes what it was asked."""
+    log.append(entry)
+    return answer
+
+
 @pytest.mark.parametrize(
     ("flushed", "bound", "late", "late_bound", "expected"),
     [
@@ -209,7 +215,7 @@ def test_the_largest_space_that_there_is_time_for(make_problem: MakeProblem, mon
         own = make_problem(1, 6, 3, time_limit=seconds * (1 + 1e-12))
         searches = list(_searches(own))
         assert len(searches) == len(asynchronous_configs(own)) * len(own.placements)
-        assert {search.of.replicas for search in searches} == {counts}  # type: ignore[union-attr]
+        assert {search.of.replicas for search in searches} == {counts}
         assert {search.whole for search in searches} == {whole}
     assert list(_searches(make_problem(1, 6, 3, time_limit=few * 0.999))) == []
 
@@ -292,11 +298,12 @@ def test_the_fastest_of_all_searches(
             steps["last"] = inf if best is None else best.step_seconds
             return best, bound
 
-    for each in (*[search.of for search in own], *twins):
-        each.__class__ = Noted  # type: ignore[assignment]
+    every: list[Any] = [*[search.of for search in own], *twins]
+    for each in every:
+        each.__class__ = Noted
     best, bound = fastest_asynchronous(make_problem(1, 4, 2), 5.0)
     assert (None if best is None else best.step_seconds, bound) == expected
-    asked = [each.asked for each in (*[search.of for search in own], *twins)]  # type: ignore[union-attr]
+    asked = [each.asked for each in every]
     assert all(len(each) == 1 for each in asked)
     below = [each[0] for each in asked]
     assert below == sorted(below, reverse=True)
@@ -328,10 +335,10 @@ def test_what_is_said(
     answer = SimpleNamespace(
         best=plan(4.0, "1f1b"), result=SearchResult(plan(4.0, "1f1b"), 1.0, 1.0, exact=False)
     )
-    asked = list[float]()
+    asked = list[Any]()
     monkeypatch.setattr(module, "find_best_plan", lambda _: answer)
     monkeypatch.setattr(
-        module, "fastest_asynchronous", lambda _, step: asked.append(step) or (late and plan(late), 1.5)
+        module, "fastest_asynchronous", lambda _, step: noted(asked, step, (late and plan(late), 1.5))
     )
     monkeypatch.setattr(module, "asynchronous_notes", lambda _: ["late"])
     outcome = throughput(make_problem(1, 4, 2))
@@ -348,3 +355,12 @@ def test_what_is_said(
     assert refused.result is answer.result
     assert len(refused.notes) == 1
     assert len(asked) == 2
+
+
+def test_pairs_take_no_less_than_all_work_shared(make_problem: MakeProblem) -> None:
+    """Seconds a global batch, on devices that are alike."""
+    problem = make_problem(1, 8, 4, mini_batch=8, time_limit=1e6)
+    for search in paired_searches(problem):
+        costs = problem.chain.at(-(-search.config.micro_batch_size // search.replicas))
+        work = float((costs.forward_seconds + costs.backward_seconds).sum())
+        assert search._least == pytest.approx(work / search.stages * search.config.micro_batches)
