@@ -141,7 +141,7 @@ def search_degrees(
     )
     plans.fit()
     if not plans.best:
-        raise _nothing_fits(shape, devices, count, plans.tried, memory_bytes)
+        raise _nothing_fits(shape, devices, count, plans.attempts, memory_bytes)
     plans.improve()
     plans.tighten()
     bound = min(plans.bound, _step_seconds(plans.plans[0]))
@@ -172,15 +172,15 @@ def _layer_tables(
 
 
 class _BestPlans:
-    """The best plan of each degrees with a micro-batch size, the `bound` of all that was tried, and what was
-    `tried` before the first that fitted. Of 1F1B and of interleaved pipelines each, until blocks were moved:
-    it gains more in these."""
+    """The best plan of each degrees with a micro-batch size, the `bound` of all that was tried, and the
+    `attempts` before the first that fitted. Of 1F1B and of interleaved pipelines each, until blocks were
+    moved: it gains more in these."""
 
     def __init__(self, memory_bytes: float) -> None:
         self.memory_bytes = memory_bytes
         self.best: dict[tuple[ParallelDegrees, Tokens, bool], DegreePlan] = {}
         self.worst = self._bound = float("inf")
-        self.tried: list[tuple[LayerTable, Combination]] = []
+        self.attempts: list[tuple[LayerTable, Combination]] = []
         self._unfit: list[tuple[float, int, LayerTable, Combination]] = []
         self._interleaved: list[tuple[float, int, LayerTable, Combination]] = []
 
@@ -200,7 +200,7 @@ class _BestPlans:
     def try_combination(self, layers: LayerTable, one: Combination) -> None:
         """All divisions of its layers: the bound of all, and the best of a few."""
         if not self.best:
-            self.tried.append((layers, one))
+            self.attempts.append((layers, one))
         if layers.least_bytes() > self.memory_bytes:
             return
         if one.virtual_stages == 1:
@@ -323,12 +323,12 @@ def _nothing_fits(
     shape: TransformerShape,
     devices: int,
     combinations: int,
-    tried: Sequence[tuple[LayerTable, Combination]],
+    attempts: Sequence[tuple[LayerTable, Combination]],
     memory_bytes: float,
 ) -> InfeasibleError:
     """Names the combination that needs least with stages of as many blocks, and its bytes."""
     least, name = float("inf"), ""
-    for layers, one in sorted(tried, key=lambda each: each[0].least_bytes()):
+    for layers, one in sorted(attempts, key=lambda each: each[0].least_bytes()):
         if layers.least_bytes() >= least:
             break
         peak = layers.peak_bytes(layers.setting.even_blocks(shape.blocks, layers.slots))
@@ -336,8 +336,8 @@ def _nothing_fits(
             least = peak
             name = f"{one.degrees.describe()}, micro-batches of {one.micro_batch_size}, {_again(one)}"
     return InfeasibleError(
-        f"{shape.name}: none of {format_count(combinations, 'combination')} fits: of those with even stages "
-        f"{name} needs least, {format_bytes(least)} on a device, of which "
+        f"{shape.name}: none of {format_count(combinations, 'combination')} was found to fit: of those with "
+        f"even stages {name} needs least, {format_bytes(least)} on a device, of which "
         f"{format_bytes(max(memory_bytes, 0.0))} may be used",
         f"Use more than {format_count(devices, 'device')}, a shorter sequence, or allow more degrees.",
         {"needed_bytes": least},
