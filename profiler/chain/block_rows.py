@@ -210,7 +210,7 @@ def _run(model: nn.Module, blocks: Sequence[nn.Module], example: ModelInput) -> 
     def origin(leaf: object) -> object:
         """Where a tensor comes from: None for what the block before returns or what is made behind it; of
         others the same for the same memory, and nothing is equal to one that may skip layers."""
-        if not isinstance(leaf, Tensor) or record.has_made(leaf) or storage_key(leaf) in returned:
+        if not isinstance(leaf, Tensor) or record.has_allocated(leaf) or storage_key(leaf) in returned:
             return None
         if leaf.requires_grad:
             return object()
