@@ -53,7 +53,7 @@ class OperationRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.descriptions.append(tuple(self._lines))
         self._lines = []
 
-    def has_new_storages(self, tensor: Tensor) -> bool:
+    def has_allocated(self, tensor: Tensor) -> bool:
         """Whether the part, or the last, allocated the memory that the tensor lies in."""
         return storage_key(tensor) in self._new_storages
 
