@@ -210,8 +210,10 @@ def _run(model: nn.Module, blocks: Sequence[nn.Module], example: ModelInput) -> 
     def origin(leaf: object) -> object:
         """Where a tensor comes from: None for what the block before returns or what is made behind it; of
         others the same for the same memory, and nothing is equal to one that may skip layers."""
-        if not isinstance(leaf, Tensor) or record.has_made(leaf) or storage_key(leaf) in returned:
+        if not isinstance(leaf, Tensor) or storage_key(leaf) in returned:
             return None
+        if record.has_allocated(leaf) and (returned or leaf.requires_grad):
+            return None  # before the first block tables are made, which others are handed, too
         if leaf.requires_grad:
             return object()
         return tables.setdefault(storage_key(leaf), (len(tables), leaf))[0]

@@ -26,14 +26,14 @@ class OperationRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """By part, in the order in which they ended."""
         self._lines: list[Description] = []
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
-        self._made: dict[int, torch.UntypedStorage] = {}
+        self._new_storages: dict[int, torch.UntypedStorage] = {}
         self._is_inside = False
 
     def begin(self, module: nn.Module | None, inputs: object, origins: Sequence[object] = ()) -> None:
         """The next part begins: the call of a module (None: what runs between two of them). `origins`: where
         its inputs come from."""
         self._storages.clear()
-        self._made.clear()
+        self._new_storages.clear()
         self._is_inside = True
         weights = [] if module is None else [*module.parameters(), *module.buffers()]
         self._lines = [
@@ -53,9 +53,9 @@ class OperationRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.descriptions.append(tuple(self._lines))
         self._lines = []
 
-    def has_made(self, tensor: Tensor) -> bool:
-        """Whether the part, or the last, made the memory that the tensor lies in."""
-        return storage_key(tensor) in self._made
+    def has_allocated(self, tensor: Tensor) -> bool:
+        """Whether the part, or the last, allocated the memory that the tensor lies in."""
+        return storage_key(tensor) in self._new_storages
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -67,7 +67,7 @@ class OperationRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
             read = {storage_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor) and storage_key(leaf) not in read:
-                    self._made[storage_key(leaf)] = leaf.untyped_storage()
+                    self._new_storages[storage_key(leaf)] = leaf.untyped_storage()
         return result
 
     def _describe(self, leaf: Any) -> Description:

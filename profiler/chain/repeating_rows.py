@@ -52,16 +52,16 @@ def find_rows(kinds: Sequence[Hashable]) -> list[RepeatingRow]:
 def disjoint_rows(kinds: Sequence[Hashable]) -> list[RepeatingRow]:
     """Rows that do not overlap, first that in which most is repeated, in their order."""
     rows = find_rows(kinds)
-    chosen: list[RepeatingRow] = []
+    apart: list[RepeatingRow] = []
     free = [(0, len(kinds))]
     while free and rows:
         start, stop = free.pop()
         parts = [row.between(start, stop) for row in rows]
         best = max(parts, key=lambda row: len(row.repeated()))
         if best.repeated():
-            chosen.append(best)
+            apart.append(best)
             free += [(start, best.start), (best.stop, stop)]
-    return sorted(chosen)
+    return sorted(apart)
 
 
 def _rows_of_period(places: Sequence[int], period: int) -> Iterator[RepeatingRow]:
