@@ -196,4 +196,4 @@ def test_numbers_of_stages_that_are_searched() -> None:
         for own in (1, 2, 3, 4, 6, 12)
         if any(own % n == 0 and own // n in (1, 2, 4, 8) for n in (1, 2, 3))
     ]
-    assert _sample_counts(4, DegreeOptions(mini_batch=8, micro_batch_size=2)) == [2, 4, 8]
+    assert _sample_counts(4, DegreeOptions(mini_batch=8, micro_batch_size=(2,))) == [2, 4, 8]
