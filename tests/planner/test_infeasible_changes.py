@@ -172,11 +172,12 @@ def test_options_that_are_left_to_the_search(
 ) -> None:
     """One by one, the fastest first; together only where none is enough."""
     problem = make_problem(mini_batch=None, micro_batches=4, schedule="gpipe", recompute="never")
-    steps: dict[str, float] = {"recompute": 3.0, "micro_batches": 1.0, "schedule": 2.0}
+    steps: dict[str, float] = {"recompute": 3.0, "micro_batches": 1.0, "schedule": 2.0, "offload": 2.5}
 
     def solve(_: Problem, options: PlanOptions) -> Any:
         freed = {
             "recompute": options.recompute == "auto",
+            "offload": options.recompute == "offload",
             "micro_batches": options.micro_batches is None,
             "schedule": options.schedule == "auto",
         }
@@ -189,10 +190,13 @@ def test_options_that_are_left_to_the_search(
 
     monkeypatch.setattr(infeasible, "_solve_with", solve)
     monkeypatch.setattr(infeasible, "run_in_words", lambda own: f"{own.step_seconds:g} s")
-    words = ["micro_batches='auto' (1 s)", "schedule='auto' (2 s)", "recompute='auto' (3 s)"]
+    words = ["micro_batches='auto' (1 s)", "schedule='auto' (2 s)"]
+    words += ["recompute='offload' (2.5 s)", "recompute='auto' (3 s)"]
     assert _other_runs(problem) == words
     del steps["micro_batches"]
     assert _other_runs(problem) == words[1:]
+    split = replace(problem.options, schedule="zb-h1", recompute="never")  # which does not offload
+    assert _other_runs(replace(problem, options=split)) == [words[1], words[3]]
     steps.clear()
     assert _other_runs(problem) == ["9 s (leave `micro_batches`, `schedule` and `recompute` at auto)"]
     monkeypatch.setattr(infeasible, "_solve_with", lambda *_: None)

@@ -320,8 +320,11 @@ def test_an_answer_against_all_there_is(seed: int) -> None:
     limit = random.choice((NO_LIMIT, peaks[len(peaks) // 4], peaks[0] * 0.999))
     fitting = [estimate.step_seconds for _, estimate in every if estimate.peak_bytes <= limit]
     if not fitting:
-        with pytest.raises(InfeasibleError, match="GiB"):
+        with pytest.raises(InfeasibleError, match="needs least") as caught:
             search_degrees(shape, devices, costs, options, limit)
+        needed = caught.value.details["needed_bytes"]
+        assert any(needed == pytest.approx(peak) for peak in peaks)
+        assert search_degrees(shape, devices, costs, options, needed * (1 + 1e-9)).plans
         return
     answer = search_degrees(shape, devices, costs, options, limit)
     best = answer.plans[0].estimate
@@ -365,6 +368,18 @@ def test_nothing_possible(options: DegreeOptions, devices: int, says: str) -> No
     random = Random(3)
     with pytest.raises(UsageError, match=says):
         search_degrees(random_shape(random), devices, random_costs(random), options, NO_LIMIT)
+
+
+def test_only_context_parallelism_divides() -> None:
+    """Which is tried without being asked for only where a device keeps 4,096 tokens."""
+    random = Random(3)
+    shape = replace(random_shape(random).with_blocks(1), attention=AttentionShape(1, 1, 16, 16), experts=None)
+    shape, costs = replace(shape, routed=(False,)), random_costs(random)
+    options = DegreeOptions(sequence=4096, mini_batch=1)
+    with pytest.raises(UsageError, match="that leave a device 4096 tokens") as caught:
+        search_degrees(shape, 8, costs, options, NO_LIMIT)
+    assert "`cp=8`" in caught.value.hint
+    assert search_degrees(shape, 8, costs, replace(options, cp=(8,)), NO_LIMIT).plans
 
 
 @pytest.mark.parametrize("seed", range(12))

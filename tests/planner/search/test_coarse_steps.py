@@ -16,8 +16,8 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import Proposal, ScoredPlan
+from pplan.planner.cut_limits import CutLimits
 from pplan.planner.pipeline_config import PipelineConfig
-from pplan.planner.plan_options import CutLimits
 from pplan.planner.plan_records import TIE
 from pplan.planner.search import coarse
 from pplan.planner.search.branch_and_bound import SearchResult
