@@ -51,7 +51,9 @@ def test_each_change_by_itself(
 
     monkeypatch.setattr(module, "resolve", resolve)
     monkeypatch.setattr(module, "summarize", lambda _: None)
-    context: Any = SimpleNamespace(problem=problem, present=SimpleNamespace(step_seconds=4.0))
+    context: Any = SimpleNamespace(
+        problem=problem, present=SimpleNamespace(step_seconds=4.0, recompute=("never",))
+    )
     plan: Any = SimpleNamespace(profile=SimpleNamespace(tensor_parallel=sharers), device_kind="GPU")
     seeds: Any = ["seed"]
     answers = list(solve_what_ifs(context, seeds, plan, launches=launches))
@@ -72,7 +74,9 @@ def test_changes_without_a_plan(
     make_chain: MakeChain, make_topology: MakeTopology, monkeypatch: Patch
 ) -> None:
     problem = Problem(make_chain(1, 6), make_topology(3), PlanOptions(mini_batch=8))
-    context: Any = SimpleNamespace(problem=problem, present=SimpleNamespace(step_seconds=4.0))
+    context: Any = SimpleNamespace(
+        problem=problem, present=SimpleNamespace(step_seconds=4.0, recompute=("never",))
+    )
     plan: Any = SimpleNamespace(profile=SimpleNamespace(tensor_parallel=1), device_kind="CPU")
     monkeypatch.setattr(module, "resolve", lambda *_: SimpleNamespace(best=None, exact=True))
     answers = list(solve_what_ifs(context, [], plan, launches=False))
