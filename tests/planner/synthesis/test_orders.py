@@ -199,7 +199,7 @@ def best_of_all(problem: OrderProblem) -> float:
 
 SMALL = [
     pytest.param("zb-h1", 2, 2, inf, marks=pytest.mark.slow),
-    ("zb-h1", 2, 2, 1.0),
+    pytest.param("zb-h1", 2, 2, 1.0, marks=pytest.mark.slow),
     ("1f1b", 2, 4, inf),
     ("1f1b", 2, 4, 1.0),
     ("1f1b", 2, 4, 2.0),
