@@ -214,3 +214,11 @@ def test_what_attention_saves_of_two_layers() -> None:
     assert block.attention_saved == saved
     assert (predictor_work(GROUPED, ParallelDegrees(), TOKENS) + block).attention_saved == saved
     assert (block + block).attention_saved == 2 * saved
+
+
+def test_blocks_that_exchange_tokens() -> None:
+    """Those with experts, also behind what a predictor has before them."""
+    dense, routed = (block_work(LATENT, kind, ParallelDegrees(), TOKENS) for kind in (False, True))
+    assert (dense.exchanges_tokens, routed.exchanges_tokens) == (False, True)
+    before = predictor_work(LATENT, ParallelDegrees(), TOKENS)
+    assert ((before + dense).exchanges_tokens, (before + routed).exchanges_tokens) == (False, True)

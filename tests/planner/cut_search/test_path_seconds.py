@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.hardware import Device
+from pplan.cost_models.schedules import find_schedule
 from pplan.planner.cut_search.cut_bound import (
     PathCounts,
     least_cuts,
     mixture_tables,
     path_seconds,
     remaining_seconds,
+    work_paths,
 )
 from pplan.planner.search.subproblem import _fast_devices
 
@@ -133,3 +135,20 @@ def test_devices_that_all_are_worth(ranks: tuple[int, ...], profile: str | None,
     assert _fast_devices(space, family) == expected
     alone: Any = SimpleNamespace(topology=SimpleNamespace(kinds=(slow,)))
     assert _fast_devices(alone, family) == len(ranks)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "1f1b", "interleaved"])
+def test_the_path_through_all_actions_of_a_device(name: str) -> None:
+    """Every micro-batch forward and backward once in each of its parts, and what follows the last of them."""
+    virtual = 2 if name == "interleaved" else 1
+    program = find_schedule(name).program(2, 4, virtual)
+    paths = work_paths(program)
+    assert len(paths) == 2
+    for device, path in enumerate(paths):
+        for other in range(2):
+            for chunk in range(virtual):
+                row = path.actions[other * virtual + chunk]
+                assert row[:2].tolist() == ([4.0, 4.0] if other == device else [0.0, 0.0])
+        assert path.actions[:, 6].sum() == 1.0
+        assert path.actions[device * virtual : (device + 1) * virtual, 6].sum() == 1.0
+        assert not path.transfers.any()
