@@ -187,8 +187,8 @@ def _notes(answer: DegreeAnswer) -> list[str]:
     if (share := answer.shape.attended_share(answer.options.sequence)) < 1:
         local = sum(own is not None for own in answer.shape.windows)
         notes.append(
-            f"attention of {local} of {len(answer.shape.windows)} blocks is local; each block is given the mean, "
-            f"{share:.0%} of what whole attention computes, and a ring of context parallelism all of it"
+            f"attention of {local} of {len(answer.shape.windows)} blocks is local; each block is given the "
+            f"mean, {share:.0%} of what whole attention computes, and a ring of context parallelism all of it"
         )
     if answer.shape.predictors > answer.options.predictors:
         notes.append(
