@@ -146,7 +146,8 @@ def both(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> tuple[Any, Any, l
         # The last block is followed by the head, and in no row.
         pytest.param("t" + "." * 11, 8, marks=pytest.mark.slow),
         pytest.param("t." * 6, 12, marks=pytest.mark.slow),
-        pytest.param("." * 10, 7, marks=pytest.mark.slow),
+        # Nor is the first: its table may be one that was made for all.
+        pytest.param("." * 10, 8, marks=pytest.mark.slow),
     ],
 )
 def test_equal_to_a_profile_of_all_blocks(monkeypatch: pytest.MonkeyPatch, kinds: str, left: int) -> None:
