@@ -206,6 +206,44 @@ def test_places_in_the_list(monkeypatch: pytest.MonkeyPatch, odd: str, left: int
     assert short == whole
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "layers", "settings", "left"),
+    [
+        ("gemma2", 18, {"sliding_window": 16, "head_dim": 16}, 12),
+        ("cohere2", 28, {"sliding_window": 16, "num_key_value_heads": 2}, 20),
+        ("gpt_oss", 18, {"num_local_experts": 4, "sliding_window": 16, "head_dim": 16}, 12),
+    ],
+)
+def test_local_and_global_attention(
+    monkeypatch: pytest.MonkeyPatch, family: str, layers: int, settings: dict[str, int], left: int
+) -> None:
+    """Of sequences longer than the window, so that there are two masks."""
+    pytest.importorskip("transformers")
+    counts = blocks_traced(monkeypatch)
+    sizes = {
+        "layers": layers,
+        "hidden": 64,
+        "heads": 4,
+        "intermediate": 96,
+        "vocabulary": 128,
+        "sequence": 32,
+    }
+    profiles = []
+    for worth_it in (2, 10**6):
+        monkeypatch.setattr(block_rows, "_WORTH_IT", worth_it)
+        profile = pplan.profile(
+            f"hf:{family}",
+            device="analytic:h100",
+            dtype="bfloat16",
+            micro_batch_sizes=[2],
+            settings=sizes | settings,
+        )
+        profiles.append(profile.model_dump(exclude={"made_by"}))
+    assert counts == [left, layers]
+    assert profiles[0] == profiles[1]
+
+
 def test_rows_are_found() -> None:
     """By what blocks run, and what runs between them. A class a letter."""
 
