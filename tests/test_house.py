@@ -494,7 +494,6 @@ SMALL = {
     "cli/profile_kernels_command.py": "a file a verb",
     "cli/import_command.py": "a file a verb",
     "planner/objectives/objective_result.py": "all objectives import it",
-    "planner/synthesis/compiled_loops.py": "two kinds of loops are compiled by it",
     "pplan/api/export.py": "a file a verb",
     "pplan/api/provenance.py": "all verbs that write a file import it",
     "pplan/api/verify.py": "a file a verb",

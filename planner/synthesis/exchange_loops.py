@@ -42,7 +42,7 @@ class Jobs(NamedTuple):
     exponential: Any
 
 
-class Row(NamedTuple):
+class TimedOrder(NamedTuple):
     """The actions device after device (`own`), by action its place there, the one before and the one after,
     start, end, and what follows its end; the actions by the clock, and by action its rank there; by place,
     bytes held behind it. The rest is for a change in the making, and the best order."""

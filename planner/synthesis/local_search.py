@@ -21,7 +21,7 @@ import numpy as np
 
 from . import exchange_loops
 from .compiled_loops import compile_loops
-from .exchange_loops import NONE, RANDOM_MODULUS, Jobs, Row
+from .exchange_loops import NONE, RANDOM_MODULUS, Jobs, TimedOrder
 from .order_problem import F, Lists, OrderProblem, Step
 from .run_order import OrderRun, run_order
 
@@ -155,7 +155,7 @@ class _Network:
         ]  # fmt: skip
         return Jobs(*(np.array(column) if fast else column for column in columns))
 
-    def row(self, fast: bool) -> Row:
+    def row(self, fast: bool) -> TimedOrder:
         """The order, timed."""
         count = len(self.device)
         own = list(range(count))
@@ -192,7 +192,7 @@ class _Network:
         ends = [start + seconds for start, seconds in zip(starts, self.seconds, strict=True)]
         columns: list[list[Any]] = [own, own, before, after, starts, ends, tails, clock, rank, level, starts]
         columns += [[0] * count for _ in range(4)] + [own]
-        return Row(*(np.array(column) if fast else list(column) for column in columns))
+        return TimedOrder(*(np.array(column) if fast else list(column) for column in columns))
 
     def lists(self, own: Any) -> Lists:
         """By device, what it does in an order of the actions."""
