@@ -48,12 +48,15 @@ PREDICTOR_KEYS = ("num_nextn_predict_layers", "mtp_num_layers")
 
 def transformer_shape(keys: Mapping[str, Any], name: str = "") -> TransformerShape:
     """Of the keys of a configuration, in any of the families' spellings. Raises UsageError."""
+    whole = keys
     keys = _section(keys, "text_config") or keys
     for part in ("attn_config", "ffn_config"):  # of DBRX and MPT
         keys = {**_section(keys, part), **keys}
     sizes = ConfigurationSizes(keys)
     name = sizes.text("model_type") or name
     _check_kind(keys, name)
+    if ConfigurationSizes(whole).flag(("is_encoder_decoder", False)):
+        _check_kind(whole, name)
     family = FAMILIES.get(name, ModelFamily())
     hidden, heads = sizes.needed(*SIZE_KEYS["hidden"]), sizes.needed(*SIZE_KEYS["heads"])
     blocks = sizes.needed(*SIZE_KEYS["layers"])
@@ -68,7 +71,7 @@ def transformer_shape(keys: Mapping[str, Any], name: str = "") -> TransformerSha
         experts=experts,
         gated=family.gated,
         tied=sizes.flag(("tie_word_embeddings", family.tied)),
-        note=_note(name),
+        note=_note(name, is_part=keys.get("model_type") != whole.get("model_type")),
         predictors=sizes.optional(*PREDICTOR_KEYS),
         windows=read_windows(sizes, name, min(blocks, MOST_BLOCKS)),
     )
@@ -99,13 +102,14 @@ def _check_kind(keys: Mapping[str, Any], name: str) -> None:
         )
 
 
-def _note(name: str) -> str:
-    if name in FAMILIES:
-        return ""
-    return (
+def _note(name: str, *, is_part: bool) -> str:
+    """What is not known, or not counted; `is_part`: of a model that reads more than text."""
+    unknown = (
         f"the model_type {name[:40]!r} is not known, its blocks are taken for Llama's: compare its number of "
         "parameters"
     )
+    part = "of the model its text_config alone is counted, and nothing that reads pictures or sound"
+    return "; ".join([*([] if name in FAMILIES else [unknown]), *([part] if is_part else [])])
 
 
 def _feed_forward_width(sizes: ConfigurationSizes, hidden: int) -> int:

@@ -14,15 +14,14 @@ then, as long as there is time, others near the best ones.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, replace
 from itertools import product
 from math import inf
 from random import Random
 
-from .fill_weights import fill_weights
-from .order_problem import B, F, Lists, OrderProblem
+from .fill_weights import WeightFiller
+from .order_problem import Lists, OrderProblem
 from .run_order import run_order
 
 SHARES = (0.9, 0.3, 0.0, 0.6, 1.0)
@@ -35,6 +34,8 @@ PERIODS = (0.93, 0.33)
 """Beside the number of stages less one."""
 POOL = 12
 """Rules that others are made of."""
+NEAR = 1e-9
+"""Share by which steps differ that are taken for the same."""
 FRESH = 0.15
 """Of the rules tried, those that are made of none."""
 
@@ -67,22 +68,25 @@ def ahead_orders(problem: OrderProblem) -> Iterator[Lists]:
 
 
 def search_ahead(
-    problem: OrderProblem, bound: float, is_over: Callable[[], bool], seed: int = 0
+    problem: OrderProblem, bound: float, is_over: Callable[[], bool], seed: int = 0, *, fast: bool = False
 ) -> tuple[Lists | None, float]:
     """The fastest order of the rules tried, those of `ahead_orders` first, and its step: None and infinite
-    where none fits; ends at the `bound`."""
+    where none fits; ends at the `bound`. `fast`: with numba, which changes nothing but the time."""
     most = steepest_slope(problem)
     best, least = None, inf
     pool: list[tuple[float, AheadRule]] = []
     random, first = Random(seed), iter(_first_rules(problem))
-    while most is not None and least > bound * (1 + 1e-9) and not is_over():
+    orders = None if most is None else _RuleOrders(problem, fast=fast)
+    while most is not None and orders is not None and least > bound * (1 + 1e-9) and not is_over():
         rule = next(first, None) or _next_rule(random, pool, most)
-        lists = order_by_rule(problem, rule)
-        run = None if lists is None else run_order(problem, lists)
-        if run is None:
+        step = orders.step(rule)
+        if step == inf or any(abs(step - own) <= NEAR * step for own, _ in pool):
             continue
-        pool = sorted([*pool, (run.step, rule)], key=lambda own: own[0])[:POOL]
-        if run.step < least:
+        pool = sorted([*pool, (step, rule)], key=lambda own: own[0])[:POOL]
+        # Where transfers of a link wait for each other the order takes longer than that.
+        lists = orders.lists() if step < least else None
+        run = None if lists is None else run_order(problem, lists)
+        if run is not None and run.step < least:
             best, least = lists, run.step
     return best, least
 
@@ -99,8 +103,8 @@ def steepest_slope(problem: OrderProblem) -> float | None:
 
 def order_by_rule(problem: OrderProblem, rule: AheadRule) -> Lists | None:
     """None where there is no room, or the stages wait for each other for ever."""
-    lists = fill_weights(problem, _turns(problem, rule), rule.share, rule.most_behind)
-    return lists if lists is not None and problem.fits(lists) else None
+    orders = _RuleOrders(problem)
+    return None if orders.step(rule) == inf else orders.lists()
 
 
 def _distances(problem: OrderProblem) -> list[float]:
@@ -109,22 +113,27 @@ def _distances(problem: OrderProblem) -> list[float]:
     return [(way - ways[-1]) / (ways[0] - ways[-1]) if ways[0] > ways[-1] else 0.0 for way in ways]
 
 
-def _turns(problem: OrderProblem, rule: AheadRule) -> list[list[int]]:
-    """By part, F's and B's in order."""
-    count = range(problem.micro_batches)
-    begins = [number // rule.group * rule.group + number % rule.group * rule.apart for number in count]
-    turns, behind = list[list[int]](), [0] * len(count)
-    for distance in reversed(_distances(problem)):
-        own, forwards, until = list[int](), 0, 0.0
-        for number in count:
-            later = (number / rule.period + rule.phase) % 1.0 if rule.period else 0.0
-            until = max(until, begins[number] + rule.slope * distance + later + rule.offset)
-            # No fewer than the part behind: it would wait for ever.
-            behind[number] = max(number + 1, bisect_right(begins, until + 1e-9), behind[number])
-            own += [F] * (behind[number] - forwards) + [B]
-            forwards = max(forwards, behind[number])
-        turns.append(own)
-    return turns[::-1]
+class _RuleOrders:
+    """Makes the order of one rule after another."""
+
+    def __init__(self, problem: OrderProblem, *, fast: bool = False) -> None:
+        self.problem, self.filler = problem, WeightFiller(problem, fast=fast)
+        self.distances = self.filler.column(_distances(problem))
+        self.forwards = self.filler.column([0] * problem.micro_batches)
+
+    def step(self, rule: AheadRule) -> float:
+        """Of a rule's order, with links that carry any number at a time; infinite where there is none."""
+        count, filler = self.problem.micro_batches, self.filler
+        begins = [j // rule.group * rule.group + j % rule.group * rule.apart for j in range(count)]
+        numbers = float(rule.slope), float(rule.period), float(rule.phase), float(rule.offset)
+        own = filler.column(begins), numbers, self.forwards, filler.turns
+        filler.make_turns(count, self.distances, *own)
+        return filler.fill(float(rule.share), rule.most_behind)
+
+    def lists(self) -> Lists | None:
+        """The last one's, if it fits."""
+        lists = self.filler.lists()
+        return lists if self.problem.fits(lists) else None
 
 
 def _first_rules(problem: OrderProblem) -> list[AheadRule]:

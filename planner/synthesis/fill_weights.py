@@ -9,13 +9,14 @@ to make, lets the next B go first. So memory is used up before anything is slowe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heappop, heappush
 from math import inf
+from typing import Any
 
-from .order_problem import KINDS, B, F, Lists, OrderProblem, Step, W
+import numpy as np
 
-WAIT = -1
-"""Nothing can be done yet."""
+from .compiled_loops import Loop, compile_loops
+from .order_problem import KINDS, B, F, Lists, OrderProblem, W
+from .rule_loops import RULE_LOOPS
 
 
 def list_turns(lists: Lists) -> list[list[int]]:
@@ -29,103 +30,53 @@ def fill_weights(
     """The order of these turns, of parts on devices of their own, in which an arrival further off than
     `share` of a weight gradient's seconds lets one go first, and more than `most_behind` are never kept back;
     None where a device has no room, or they wait for each other for ever."""
-    filler = _WeightFiller(problem, turns, share, most_behind)
-    filler.run()
-    last = problem.release
-    if any(done[last] < problem.micro_batches for done in filler.done):
-        return None
-    return tuple(tuple(own) for own in filler.own)
+    filler = WeightFiller(problem)
+    filler.turns[:] = [kind for own in turns for kind in own]
+    return None if filler.fill(share, most_behind) == inf else filler.lists()
 
 
-class _WeightFiller:
-    """The devices as the clock goes on; a device's number is its part's."""
+class WeightFiller:
+    """What the loops need of a problem, and the turns that they fill; a device's number is its part's."""
 
-    def __init__(
-        self, problem: OrderProblem, turns: Sequence[Sequence[int]], share: float, most_behind: int
-    ) -> None:
-        parts = range(problem.parts)
-        self.problem, self.most_behind = problem, most_behind
-        self.turns = [list(own) for own in turns]
-        self.patience = [share * problem.weight[part] for part in parts]
-        self.room = [problem.room[problem.device[part]] * (1 + 1e-12) for part in parts]
-        self.changes = [[problem.level_change(kind, part) for kind in range(len(KINDS))] for part in parts]
-        self.needed = [
-            [self.changes[part][kind][0] + problem.workspace_bytes(kind, part) for kind in range(len(KINDS))]
-            for part in parts
+    def __init__(self, problem: OrderProblem, *, fast: bool = False) -> None:
+        self.problem, self.fast = problem, fast
+        parts, count = problem.parts, problem.micro_batches
+        places = [(kind, part) for part in range(parts) for kind in range(len(KINDS))]
+        waits = {F: problem.forward_wait, B: problem.backward_wait, W: (0.0,) * parts}
+        self._numbers = [
+            self.column([problem.duration(*place, False) for place in places]),
+            self.column([problem.duration(*place, True) for place in places]),
+            self.column([waits[kind][part] for kind, part in places]),
+            self.column([sum(problem.level_change(*place)) for place in places]),
+            self.column([problem.level_change(*own)[0] + problem.workspace_bytes(*own) for own in places]),
+            self.column(list(problem.micro_batch_bytes)),
+            self.column([problem.room[device] * (1 + 1e-12) for device in problem.device]),
+            self.column([problem.end[device] for device in problem.device]),
         ]
-        self.arrivals: list[list[list[float]]] = [[[], []] for _ in parts]
-        self.arrivals[0][F] = [0.0] * problem.micro_batches
-        self.done = [[0] * len(KINDS) for _ in parts]
-        self.level = [0.0] * problem.parts
-        self.own: list[list[Step]] = [[] for _ in parts]
+        self.turns, self.own = self.column([0] * 2 * count * parts), self.column([0] * 3 * count * parts)
+        self._scratch = [self.column([0.0] * 2 * parts * count), self.column([0] * 3 * parts)]
+        self._scratch += [self.column([0.0] * parts) for _ in range(3)] + [self.column([0] * parts)]
+        loops: tuple[Loop, ...] = compile_loops(RULE_LOOPS) if fast else RULE_LOOPS
+        self.make_turns, self._put_weights = loops
 
-    def run(self) -> None:
-        """All that can be done."""
-        parts = self.problem.parts
-        events = [(0.0, part) for part in range(parts)]
-        free, waits = [0.0] * parts, [False] * parts
-        while events:
-            now, part = heappop(events)
-            if now < free[part]:
-                continue
-            kind, ready = self._choose(part, now)
-            if kind == WAIT:
-                waits[part] = ready == inf
-                if ready < inf:
-                    heappush(events, (ready, part))
-                continue
-            free[part] = self._start(part, kind, now)
-            heappush(events, (free[part], part))
-            other = part + 1 if kind == F else part - 1
-            if kind != W and 0 <= other < parts and waits[other]:
-                waits[other] = False
-                heappush(events, (max(now, free[other]), other))
+    def column(self, values: list[Any]) -> Any:
+        """As the loops take it."""
+        return np.array(values) if self.fast else values
 
-    def _choose(self, part: int, now: float) -> tuple[int, float]:
-        """What is done next, or until when to wait, as far as it is known."""
-        done, turns = self.done[part], self.turns[part]
-        number = done[F] + done[B]
-        behind = done[B] - done[W] if self.problem.split else 0
-        if number == len(turns):
-            return (W, now) if behind else (WAIT, inf)
-        kind = turns[number]
-        if behind > self.most_behind or not self._fits(part, kind):
-            if behind:
-                return W, now
-            if kind == B or not self._let_backward_go(part, number):
-                return WAIT, inf
-            kind = B
-        arrived = self.arrivals[part][kind]
-        ready = arrived[done[kind]] if done[kind] < len(arrived) else inf
-        if ready <= now:
-            return kind, now
-        return (W, now) if behind and ready - now >= self.patience[part] else (WAIT, ready)
+    def fill(self, share: float, most_behind: int) -> float:
+        """The step of the order that is made of the turns, with links that carry any number at a time;
+        infinite where there is none."""
+        problem = self.problem
+        split, numbers, scratch = problem.split, self._numbers, self._scratch
+        own = (*numbers, self.turns, *scratch, self.own)
+        return float(self._put_weights(problem.micro_batches, split, share, most_behind, *own))
 
-    def _fits(self, part: int, kind: int) -> bool:
-        """Whether there is room, and behind an F for a B when all weight gradients are made."""
-        room = self.room[part]
-        if self.level[part] + self.needed[part][kind] > room:
-            return False
-        done = self.done[part]
-        bytes_before = (done[F] - done[B] + 1) * self.problem.micro_batch_bytes[part]
-        return kind == B or bytes_before + self.needed[part][B] <= room
-
-    def _let_backward_go(self, part: int, number: int) -> bool:
-        """Whether the next B can go first, which it then does."""
-        turns = self.turns[part]
-        if self.done[part][F] <= self.done[part][B] or not self._fits(part, B):
-            return False
-        turns.insert(number, turns.pop(turns.index(B, number)))
-        return True
-
-    def _start(self, part: int, kind: int, now: float) -> float:
-        """An action; when it ends."""
-        problem, done = self.problem, self.done[part]
-        end = now + problem.duration(kind, part, done[kind] == 0)
-        done[kind] += 1
-        self.own[part].append((kind, part))
-        self.level[part] += sum(self.changes[part][kind])
-        if (arrival := problem.next_arrival(kind, part, end)) is not None:
-            other, action, at = arrival
-            self.arrivals[other][action].append(at)
-        return end
+    def lists(self) -> Lists:
+        """The order that was made last."""
+        kinds = list(map(int, self.own))
+        each = (3 if self.problem.split else 2) * self.problem.micro_batches
+        room = 3 * self.problem.micro_batches
+        return tuple(
+            tuple((kind, part) for kind in kinds[room * part : room * part + each])
+            for part in range(self.problem.parts)
+        )

@@ -32,6 +32,7 @@ from ..search.budget import SearchBudget
 from ..smallest_plan import find_smallest_plan
 from .action_bound import action_bound
 from .ahead_orders import ahead_orders, search_ahead, steepest_slope
+from .compiled_loops import can_compile
 from .deep_orders import deep_orders
 from .fill_orders import fill_orders
 from .fill_weights import fill_weights, list_turns
@@ -74,8 +75,10 @@ STARTS = {
 """By base, the known orders of the same places."""
 MOST_SHAPES, MOST_IMPROVED = 24, 2
 """Shapes with the lowest bounds, of which orders are made by rule; how many of the fastest are improved."""
-CHANGES_A_SECOND = 500_000
-"""Actions of orders that are run through in a second, about."""
+RATES = {False: (4e5, 6e5), True: (1e7, 4e7)}
+"""In a second, in Python and by numba: actions of orders that are made by rule, and that exchanges time."""
+LEAST_SECONDS, COMPILING_SECONDS = 2.0, 15.0
+"""Of exchanges for which numba is taken, where so many are left at least: it takes about as long once."""
 MOST_FILLED = 20_000
 """Actions of an order that is made by rule, event by event."""
 REFILL_SHARES = (0.9, 0.3)
@@ -248,11 +251,13 @@ def _improve(own: OrderCandidate, seconds: float, budget: SearchBudget) -> Order
     lists, solves = own.lists, has_solver() and _actions(own) <= MOST_SOLVED
     tries = 0.0 if steepest_slope(own.problem) is None else seconds / 6
     share = seconds / 3 if solves else seconds - tries
+    fast = can_compile() and share >= LEAST_SECONDS and budget.seconds_left > COMPILING_SECONDS
+    rules, work = RATES[fast]
     if tries:
-        ahead, step = search_ahead(own.problem, own.bound, _turn_limit(own, tries, budget))
+        is_over = _turn_limit(max(1, int(tries * rules / _actions(own))), budget)
+        ahead, step = search_ahead(own.problem, own.bound, is_over, fast=fast)
         lists = ahead if ahead is not None and step < own.step else lists
-    turns, is_over = _count_turns(own, share), lambda: budget.over
-    lists, step = improve_order(own.problem, lists, own.bound, turns, is_over)
+    lists, step = improve_order(own.problem, lists, own.bound, share * work, lambda: budget.over, fast=fast)
     own = replace(own, lists=lists, step=step)
     if not solves or budget.over or step <= own.bound * (1 + 1e-9):
         return own
@@ -264,15 +269,10 @@ def _improve(own: OrderCandidate, seconds: float, budget: SearchBudget) -> Order
     return replace(own, lists=solution.lists, step=run.step)
 
 
-def _turn_limit(own: OrderCandidate, seconds: float, budget: SearchBudget) -> Callable[[], bool]:
-    """Whether as many orders were run through."""
-    turns = iter(range(_count_turns(own, seconds)))
-    return lambda: next(turns, None) is None or budget.over
-
-
-def _count_turns(own: OrderCandidate, seconds: float) -> int:
-    """Orders that are run through in about so many seconds."""
-    return max(1, int(seconds * CHANGES_A_SECOND / _actions(own)))
+def _turn_limit(turns: int, budget: SearchBudget) -> Callable[[], bool]:
+    """Whether it was asked as often, or the time is over."""
+    left = iter(range(turns))
+    return lambda: next(left, None) is None or budget.over
 
 
 def _score(problem: Problem, own: OrderCandidate) -> ScoredPlan | None:

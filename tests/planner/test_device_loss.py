@@ -154,6 +154,38 @@ def test_orders_that_are_not_made_anew(make_chain: MakeChain) -> None:
         replan_problem(problem, best, [1])
 
 
+def unlike(random: np.random.Generator, gpus: int) -> Topology:
+    """The slow devices come first, or the fast ones."""
+    slow = int(random.integers(1, gpus))
+    groups = (
+        Group(Device("one", None, 1.0), slow),
+        Group(Device("two", None, float(random.choice([0.2, 3]))), gpus - slow),
+    )
+    return Topology(groups, (Level("node", None, Link(float(random.choice([1.0, 1e6])), 0.0)),))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_unlike_devices_against_every_plan_on_one(seed: int, make_chain: MakeChain) -> None:
+    """What is called the fastest is no slower than any device alone that is left, nor than the answer, and
+    the answer is as near to it as asked."""
+    random = np.random.default_rng(seed)
+    topology = unlike(random, gpus=4)
+    problem, present = solved(make_chain(seed, int(random.integers(1, 5))), topology, schedule="1f1b")
+    lost, within = int(random.integers(4)), float(random.choice([0.0, 0.05, 1.0]))
+    answer = replan_problem(problem, present, [lost], within)
+    whole = problem.space.table(problem.chain.sizes[0]).cut_points[-1]
+    alone = [
+        fastest(problem.space, [Proposal(config, (whole,), ((rank,),))])
+        for config in problem.configs
+        for rank in range(4)
+        if rank != lost
+    ]
+    single = min(plan.step_seconds for plan in alone if plan is not None)
+    assert answer.fastest_seconds <= min(single, answer.plan.step_seconds) * (1 + 1e-9)
+    assert answer.plan.step_seconds <= answer.fastest_seconds * (1 + within) * (1 + 1e-9)
+    assert lost not in {rank for ranks in answer.plan.proposal.devices for rank in ranks}
+
+
 def test_a_replica_that_is_gone_moves_nothing(make_chain: MakeChain) -> None:
     """All layers on each of four devices, with a link so slow that nothing else is near: three go on."""
     chain = make_chain(1, 3, cuts=0.0)

@@ -145,7 +145,10 @@ class TestMoveLeast:
         problem: Any = SimpleNamespace(runtime=runtime, topology=topology, space=None, options=None)
         shapes = _Shapes(problem, near[0], (0, 1, 2), longest / near[0].step_seconds - 1)
         shapes.steps = {((3,), (1,)): near[0]}
-        return shapes.move_least(near, more.get("before", {0: (1, 3), 1: (0, 1)}), np.array([8.0, 4.0, 1.0]))
+        before = more.get("before", {0: (1, 3), 1: (0, 1)})
+        own, least = shapes.move_least(near, before, np.array([8.0, 4.0, 1.0]))
+        assert least <= min(plan.step_seconds for plan in near)
+        return own
 
     def test_on_devices_that_have_its_layers(self) -> None:
         near = [self.plan(1.0, (1, 3), (0,), (1,)), self.plan(1.5, (2, 3), (0,), (1,))]

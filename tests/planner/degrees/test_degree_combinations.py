@@ -71,7 +71,7 @@ def allowed(shape: TransformerShape, devices: int, options: DegreeOptions) -> se
     )  # fmt: skip
     left = set()
     for group, *others in every:
-        one = Choice._make([*group, *others])
+        one = Choice._make((*group, *others))
         t, c, p, d, e, zero, exchange, size, virtual = one
         lists = (
             (t, options.tp),

@@ -156,7 +156,7 @@ def test_the_division_of_the_least_bound_is_the_fastest(recompute: Any) -> None:
     assert estimate_stages(layers, division).step_seconds == pytest.approx(fastest, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", seeds(18, 60))
+@pytest.mark.parametrize("seed", seeds(12, 60))
 def test_no_interleaved_division_is_below_its_bound(seed: int) -> None:
     """Of every division over the virtual stages, and of the bounds of all and of those that fit."""
     random = Random(seed)
@@ -295,7 +295,10 @@ def test_stages_end_where_the_seconds_come_nearest_to_their_share() -> None:
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(seed, marks=[pytest.mark.slow] * (seed in (3, 5, 7))) for seed in (0, 1, *range(3, 11))],
+    [
+        pytest.param(seed, marks=[pytest.mark.slow] * (seed in (3, 5, 7, 9, 10)))
+        for seed in (0, 1, *range(3, 11))
+    ],
 )
 def test_an_answer_against_all_there_is(seed: int) -> None:
     random = Random(1000 + seed)

@@ -69,7 +69,7 @@ def test_orders_are_proven_that_round_trips_leave_open(
     """Equal stages in less than 1F1B's memory: the best order of a rule, which exchanges do not mend."""
     problem = equal_stages(stages, count, float(room))
     best = min(insert_orders(problem), key=lambda lists: step_of(problem, lists))
-    lists, step = improve_order(problem, best, 0.0, 200)
+    lists, step = improve_order(problem, best, 0.0, 20_000)
     assert problem.fits(lists)
     bound = action_bound(problem)
     assert bound > (1 + rise) * problem.bound()

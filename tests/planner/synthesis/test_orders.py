@@ -216,7 +216,7 @@ def test_against_every_order(base: str, devices: int, micro_batches: int, room: 
         least = best_of_all(problem)
         assert least >= action_bound(problem) * (1 - TOLERANCE)
         start = min(fill_orders(problem), key=lambda lists: step_of(problem, lists))
-        lists, step = improve_order(problem, start, problem.bound(), 1000)
+        lists, step = improve_order(problem, start, problem.bound(), 20_000)
         assert problem.fits(lists)
         assert step_of(problem, lists) == step
         assert least * (1 - TOLERANCE) <= step <= step_of(problem, start)
@@ -549,11 +549,11 @@ def test_exchanges_lead_out_of_orders_behind_which_all_are_worse() -> None:
     orders = chain.from_iterable(rule(problem) for rule in RULES)
     start = min(orders, key=lambda lists: step_of(problem, lists))
     assert step_of(problem, start) > 1.05 * problem.bound()
-    lists, step = improve_order(problem, start, problem.bound(), 3000)
+    lists, step = improve_order(problem, start, problem.bound(), 300_000)
     assert problem.fits(lists)
     assert step == step_of(problem, lists) == pytest.approx(problem.bound(), rel=TOLERANCE)
     first = step_of(problem, start)
-    assert improve_order(problem, start, problem.bound(), 3000, lambda: True) == (start, first)
+    assert improve_order(problem, start, problem.bound(), 300_000, lambda: True) == (start, first)
     assert improve_order(problem, start, problem.bound(), 5)[1] <= first
 
 

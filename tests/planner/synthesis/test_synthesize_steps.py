@@ -17,7 +17,6 @@ from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.search.budget import SearchBudget
 from pplan.planner.synthesis import synthesize as module
 from pplan.planner.synthesis.synthesize import (
-    CHANGES_A_SECOND,
     FILL_SHARE,
     MOST_IMPROVED,
     MOST_OF_BASE,
@@ -385,13 +384,9 @@ def test_weight_gradients_are_put_anew(monkeypatch: Patch) -> None:
 
 
 def test_how_many_orders_are_run_through() -> None:
-    """Of thirty actions."""
-    own: Any = Candidate("x")
-    assert steps._count_turns(own, 3.0) == int(3.0 * CHANGES_A_SECOND / 30)
-    assert steps._count_turns(own, 1e-9) == 1
-    limit = steps._turn_limit(own, 3.5 * 30 / CHANGES_A_SECOND, SearchBudget())
+    limit = steps._turn_limit(3, SearchBudget())
     assert [limit() for _ in range(5)] == [False, False, False, True, True]
-    assert steps._turn_limit(own, 3.0, SearchBudget(seconds=0.0))()
+    assert steps._turn_limit(3, SearchBudget(seconds=0.0))()
 
 
 @dataclass
@@ -405,12 +400,14 @@ class Improving:
     local: float = 5.0
     solved: tuple[Any, float] = ("solved", 3.0)
     steps: Any = None
+    compiles: bool = False
 
     def patch(self, monkeypatch: Patch) -> list[Any]:
         log = list[Any]()
 
         def noted(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
-            def own(*asked: Any) -> Any:
+            def own(*asked: Any, fast: bool = False) -> Any:
+                assert fast == self.compiles
                 log.append((name, *asked[1:]))
                 return answer(*asked)
 
@@ -421,8 +418,10 @@ class Improving:
         monkeypatch.setattr(module, "steepest_slope", lambda _: self.slope)
         monkeypatch.setattr(module, "action_bound", noted("bound", lambda *_: self.bound))
         monkeypatch.setattr(module, "search_ahead", noted("ahead", lambda *_: self.ahead))
-        monkeypatch.setattr(module, "_turn_limit", lambda _, seconds, __: seconds)
-        monkeypatch.setattr(module, "_count_turns", lambda _, seconds: seconds)
+        monkeypatch.setattr(module, "_turn_limit", lambda turns, _: turns)
+        # Of thirty actions: a rule a second and an exchange of one, or ten and a hundred.
+        monkeypatch.setattr(module, "RATES", {False: (30.0, 1.0), True: (300.0, 100.0)})
+        monkeypatch.setattr(module, "can_compile", lambda: self.compiles)
         monkeypatch.setattr(
             module, "improve_order", noted("local", lambda _, lists, *__: (f"{lists}+", self.local))
         )
@@ -455,7 +454,7 @@ def test_an_order_is_improved(monkeypatch: Patch) -> None:
     assert (own.lists, own.step, own.bound) == ("solved", 4.0, 3.0)
     assert log == [
         ("bound", 7.0, 2.0),
-        ("ahead", 2.0, 1.0),
+        ("ahead", 2.0, 1),
         ("local", "ahead", 2.0, 2.0),
         ("solve", "ahead+", 2.0, 3.0, inf),
     ]
