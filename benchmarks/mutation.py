@@ -2,11 +2,13 @@
 
 Draws mutants at random, each as likely as any other: a comparison, operator, number, condition, loop or call
 is changed, or a statement left away. Each runs in a process of its own, in a copy of the repository, against
-the tests that run its lines: the quick ones of `OWN`, first those of few files, and where all pass those of
-the other folders, and with `--slow` those that are marked slow; of each of these parts up to `--seconds`. A
-mutant is killed where a test fails, or where one takes three times as long as without it and half a minute.
-Prints the share killed with its 95 % interval, and the survivors. Takes hours: 10 s a mutant that dies,
-minutes where it survives; `--results` keeps what was done, and goes on from there.
+the tests that run its lines: the quick ones of `OWN`, and where all pass those of the other folders, and with
+`--slow` those that are marked slow; of each of these parts up to `--seconds`. The process is forked from one
+that has collected all tests, and gets the changed functions; where something is changed that runs at import,
+from one that has imported nothing of pplan. A mutant is killed where a test fails, or where one takes three
+times as long as without it and half a minute. Prints the share killed with its 95 % interval, and the
+survivors. Takes about a second a mutant that dies, and `--seconds` where it survives, first some minutes to
+measure which tests run which lines; `--results` keeps what was done, and goes on from there.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import gc
 import importlib
 import json
 import math
+import os
 import random
 import shutil
 import subprocess
@@ -27,13 +30,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+from mutants.collected import ColdTests, Collected, CollectedTests
 from mutants.covering import Covering
 from mutants.operators import Mutant, mutants
-from mutants.running import run_tests
+from mutants.running import CopyFinder
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("cost_models", "planner")
@@ -50,8 +55,6 @@ PARTS = {
 """The tests that are run one after the other until one fails, with their marks."""
 WARM = ("numpy", "pydantic", "networkx", "torch", "typer", "rich.console")
 """Imported once; nothing of pplan."""
-FIRST_FILES = 4
-"""Test files that are collected first."""
 
 
 @dataclass(frozen=True)
@@ -80,25 +83,30 @@ class Part:
             chosen.append(test)
         return chosen
 
+    def run(
+        self, mutant: Mutant, tests: Sequence[str], collected: CollectedTests, cold: ColdTests
+    ) -> tuple[str, str]:
+        """How the tests end with the mutant, and what failed."""
+        seconds = self.covering.seconds
+        result = None if self.covering.is_imported(mutant) else collected.run(mutant, tests, seconds)
+        return cold.run(mutant, tests, seconds) if result is None else result
 
-def judge(copy: Path, mutant: Mutant, parts: Sequence[Part], most_seconds: float) -> dict[str, Any]:
+
+def judge(
+    mutant: Mutant, parts: Sequence[Part], most_seconds: float, collected: CollectedTests, cold: ColdTests
+) -> dict[str, Any]:
     """The verdict on one mutant."""
     began = time.monotonic()
     verdict, by, last, tests = "not covered", "", "", 0
     for part in parts:
         chosen = part.chosen(mutant, most_seconds)
         tests += len(chosen)
-        files = list(dict.fromkeys(test.partition("::")[0] for test in chosen))[:FIRST_FILES]
-        first = [test for test in chosen if test.partition("::")[0] in files]
-        later = [test for test in chosen if test.partition("::")[0] not in files]
-        for some in filter(None, (first, later)):
-            verdict, by = run_tests(copy, mutant, some, part.covering.seconds)
-            if verdict != "passed":
-                break
+        if chosen:
+            verdict, by = part.run(mutant, chosen, collected, cold)
         last = part.name
         if verdict.startswith("killed"):
             break
-    line = (copy / mutant.file).read_text().splitlines()[mutant.line - 1].strip()
+    line = (collected.copy / mutant.file).read_text().splitlines()[mutant.line - 1].strip()
     return asdict(mutant) | {
         "verdict": "survived" if verdict == "passed" else verdict,
         "by": by,
@@ -155,8 +163,6 @@ def main() -> None:
         importlib.import_module(name)
     gc.freeze()
     results = _results(arguments.results)
-    turn, turns = map(int, arguments.turn.split("/"))
-    end = time.monotonic() + 60 * arguments.minutes
     with copied() as copy:
         everything = [
             mutant
@@ -171,25 +177,46 @@ def main() -> None:
             Part(name, copy, None if kept is None else kept.with_name(f"{kept.name}.{name}"))
             for name in (PARTS if arguments.slow else list(PARTS)[:2])
         ]
-        for number, mutant in enumerate(drawn):
-            known = results.get((mutant.file, mutant.number))
-            if known is not None and not (arguments.again and not known["verdict"].startswith("killed")):
-                continue
-            if number % turns != turn - 1 or time.monotonic() > end:
-                continue
-            own = judge(copy, mutant, parts, arguments.seconds)
-            results[mutant.file, mutant.number] = own
-            print(
-                f"{number + 1:4} {own['verdict']:14} {own['seconds']:6} s  {own['file']}:{own['line']}",
-                flush=True,
-            )
-            if arguments.results:
-                with arguments.results.open("a") as file:
-                    file.write(json.dumps(own) + "\n")
+        cold = ColdTests(copy)
+        os.chdir(copy)
+        sys.meta_path.insert(0, CopyFinder(copy, None))
+        work = partial(judge_all, drawn, parts, cold, results, arguments)
+        tests = [folder for part in parts for folder in PARTS[part.name][0]]
+        words = ["-q", "-p", "no:cacheprovider", *([] if arguments.slow else ["-m", "not slow"])]
+        if status := pytest.main([*words, *dict.fromkeys(tests)], plugins=[Collected(copy, work)]):
+            raise SystemExit(f"the tests could not be collected: status {status}")
     print(f"of {len(everything)} mutants")
     report(
         [results[mutant.file, mutant.number] for mutant in drawn if (mutant.file, mutant.number) in results]
     )
+
+
+def judge_all(
+    drawn: Sequence[Mutant],
+    parts: Sequence[Part],
+    cold: ColdTests,
+    results: dict[tuple[str, int], dict[str, Any]],
+    arguments: argparse.Namespace,
+    collected: CollectedTests,
+) -> None:
+    """Those whose turn it is, and that are not known, until the time is over."""
+    turn, turns = map(int, arguments.turn.split("/"))
+    end = time.monotonic() + 60 * arguments.minutes
+    for number, mutant in enumerate(drawn):
+        known = results.get((mutant.file, mutant.number))
+        if known is not None and not (arguments.again and not known["verdict"].startswith("killed")):
+            continue
+        if number % turns != turn - 1 or time.monotonic() > end:
+            continue
+        own = judge(mutant, parts, arguments.seconds, collected, cold)
+        results[mutant.file, mutant.number] = own
+        print(
+            f"{number + 1:4} {own['verdict']:14} {own['seconds']:6} s  {own['file']}:{own['line']}",
+            flush=True,
+        )
+        if arguments.results:
+            with arguments.results.open("a") as file:
+                file.write(json.dumps(own) + "\n")
 
 
 def _arguments() -> argparse.Namespace:

@@ -61,17 +61,19 @@ def check_command(
 
 
 def _run(files: PlanAndProfile, options: CheckOptions) -> Check | None:
-    """Runs the check. Of several processes that torchrun started, only the one that failed says what went
-    wrong."""
+    """Runs the check. Of several processes that torchrun started, the one that failed says so, and
+    the first of a node that it lost another. What all fail with is told by the first."""
     from ..api.check import check_plan, run_here
     from ..api.provenance import made_by
     from ..runtimes.checking.launching import ProgressCallbacks
     from .field_names import command_line
 
     folder = files.plan_file.parent
+    is_first = os.environ.get("RANK", "0") == "0"
 
     def run(job: Job) -> CheckMeasurements | None:
-        _announce_length(job)
+        if is_first:
+            _announce_length(job)
         with waiting("Checking") as wait:
 
             def tell(doing: str, seconds: float) -> None:
@@ -82,8 +84,7 @@ def _run(files: PlanAndProfile, options: CheckOptions) -> Check | None:
     try:
         check = check_plan(files.plan, files.profile, folder, files.plan_file.name, options, run)
     except Exception as error:
-        # What all fail with is told by the first.
-        if os.environ.get("RANK", "0") != "0" and type(error).__name__ != "RankFailedError":
+        if not (is_first or _is_of_this_process(error)):
             raise typer.Exit(2) from None
         raise
     if check is None:
@@ -93,6 +94,13 @@ def _run(files: PlanAndProfile, options: CheckOptions) -> Check | None:
 
     origin = made_by(MadeBy(), command=command_line(), measured=files.profile.made_by)
     return check.model_copy(update={"made_by": origin, "plan_sha256": sha256(files.plan_file.read_bytes())})
+
+
+def _is_of_this_process(error: Exception) -> bool:
+    """Whether the first process may not fail with it: this one did, or lost another, as the first of its
+    node."""
+    kind = type(error).__name__
+    return kind == "RankFailedError" or (kind == "LostRankError" and os.environ.get("LOCAL_RANK") == "0")
 
 
 def _announce_length(job: Job) -> None:

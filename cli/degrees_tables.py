@@ -6,7 +6,7 @@ import json
 import shlex
 from typing import TYPE_CHECKING
 
-from ..cost_models.number_format import format_amount, percent
+from ..cost_models.number_format import compare_percent, format_amount, percent
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from .table import Column, line, number, print_head, print_notes, print_table, text, word
 
@@ -31,16 +31,22 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
     """The best plan, the fastest of all degrees, the stages, and the arguments of training programs."""
     best, step = document.plans[0], document.plans[0].step_seconds
     tokens = document.mini_batch * document.sequence / step
-    sizes = f"{document.parameters / 1e9:.4g} billion parameters"
+    sizes = f"{format_amount(document.parameters)} parameters"
     if document.active_parameters != document.parameters:
-        sizes += f", of which a token uses {document.active_parameters / 1e9:.4g} billion"
+        sizes += f", of which a token uses {format_amount(document.active_parameters)}"
+    others = [(own.step_seconds, own.name) for own in document.baselines if own.step_seconds is not None]
+    other_step, other = min(others, default=(step, ""))
+    among = f" of those allowed ({other} is faster)" if other_step < step * (1 - 1e-9) else ""
+    name = f"{best.degrees[:1].upper()}{best.degrees[1:]}"
     print_head(
         console,
         [
-            f"{best.degrees} is the fastest found for {document.model} on {document.devices} devices: "
+            f"{name} is the fastest found{among} for {document.model} on "
+            f"{format_count(document.devices, 'device')}: "
             f"{format_seconds(step)} a step, {format_amount(tokens)} tokens/s.",
-            f"{document.layer_count} layers, {sizes}; a batch of {document.mini_batch} sequences of "
-            f"{document.sequence} tokens, in bfloat16 with float32 gradients and Adam.",
+            f"{format_count(document.layer_count, 'layer')}, {sizes}; a batch of "
+            f"{format_count(document.mini_batch, 'sequence')} of {document.sequence} tokens, in bfloat16 "
+            "with float32 gradients and Adam.",
             f"Pipeline {format_seconds(best.pipeline_seconds)}, gradients and update "
             f"{format_seconds(best.update_seconds)}; {_schedule(best)}, "
             f"{format_count(best.micro_batches, 'micro-batch')} of {best.micro_batch_size}; "
@@ -66,7 +72,9 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
             number("micro-batches of", lambda own: own.micro_batch_size, drop=2),
             word("recompute", lambda own: own.recompute, drop=1),
             number("step", lambda own: own.step_seconds, format_seconds),
-            number("vs. the fastest", lambda own: own.step_seconds and percent(own.step_seconds / step - 1)),
+            number(
+                "vs. the fastest", lambda own: own.step_seconds and compare_percent(own.step_seconds, step)
+            ),
         ]
         print_table(console, baselines, document.baselines, title="Baselines")
     stages: list[Column[StageEntry]] = [

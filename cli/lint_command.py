@@ -76,34 +76,40 @@ def _print(report: LayoutReport, screen: Console) -> None:
 
 
 def _estimate_lines(report: LayoutReport) -> list[str]:
-    from ..cost_models.number_format import percent
-    from ..cost_models.quantities import format_bytes, format_seconds
+    from ..cost_models.number_format import compare_percent, percent
+    from ..cost_models.quantities import format_bytes, format_count, format_seconds
     from .degrees_tables import recompute_words
 
     plan, best = report.plan, report.best
     assert plan is not None
-    peak, limit = format_bytes(plan.estimate.peak_bytes), format_bytes(report.limit_bytes)
+    peak, limit = format_bytes(plan.estimate.peak_bytes), format_bytes(max(report.limit_bytes, 0.0))
     setting = (
-        f"{plan.degrees.describe()}, {plan.micro_batches} micro-batches of {plan.micro_batch_size}, "
-        f"recompute {recompute_words(plan)}"
+        f"{plan.degrees.describe()}, {format_count(plan.micro_batches, 'micro-batch')} of "
+        f"{plan.micro_batch_size}, recompute {recompute_words(plan)}"
     )
     if not report.fits:
-        lines = [f"It does not fit: {peak} of {limit} where it needs least, with {setting}."]
+        lines = [
+            f"It does not fit: where it needs least, {peak} of the {limit} that may be used, with {setting}."
+        ]
     else:
         step = format_seconds(plan.estimate.step_seconds)
         lines = [f"{step} a step, {peak} of {limit} at most: {setting}."]
     if best is None:
-        return [*lines, "No layout fits at these degrees."]
+        return [*lines, "None that fits at these degrees was found."]
     fastest = best.plans[0]
     how = (
-        f"{fastest.micro_batches} micro-batches of {fastest.micro_batch_size}, recompute "
+        f"{format_count(fastest.micro_batches, 'micro-batch')} of {fastest.micro_batch_size}, recompute "
         f"{recompute_words(fastest)}, "
         f"{report.best_layout or fastest.blocks}"
     )
     seconds, gap = format_seconds(fastest.estimate.step_seconds), percent(best.gap)
     lines.append(f"The best found at these degrees: {seconds}, at most {gap} from its bound: {how}.")
     if report.slower is not None:
-        lines.append(f"The layout is {percent(report.slower)} slower than that.")
+        difference = compare_percent(1 + report.slower, 1.0)
+        than = {"the same": "as fast as", "nearly the same": "nearly as fast as"}.get(
+            difference, f"{difference} than"
+        )
+        lines.append(f"The layout is {than} that.")
     return lines
 
 

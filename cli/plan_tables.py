@@ -100,6 +100,8 @@ def _print_stages(plan: Plan, console: Console, *, short: bool) -> None:
     stages, count = plan.stages, len(plan.stages)
     first, last, seconds, limit, used, width = (1, 1, 3, 2, 4, 12) if short else (4, 3, 6, 2, 7, 16)
     limited = any(stage.memory_limit_bytes is not None for stage in stages)
+    recomputes = plan.recompute == "selective" and any(stage.layers_again != 0 for stage in stages)
+    offloads = any(stage.host_bytes is not None for stage in stages)
 
     def name(layer: int) -> str:
         """A layer's name, or its number where the plan does not know the name."""
@@ -111,7 +113,7 @@ def _print_stages(plan: Plan, console: Console, *, short: bool) -> None:
         number("stage", lambda row: row),
         text("devices", lambda row: stages[row].devices, ranges, min_width=8),
         number("layers", lambda row: stages[row].layers),
-        number("recomputed", lambda row: stages[row].layers_again, visible=plan.recompute == "selective"),
+        number("recomputed", lambda row: stages[row].layers_again, visible=recomputes),
         text(
             "from" if short else "first layer",
             lambda row: stages[row].first_layer,
@@ -125,6 +127,7 @@ def _print_stages(plan: Plan, console: Console, *, short: bool) -> None:
         number("forward", lambda row: stages[row].forward_seconds, format_seconds, seconds),
         number("backward", lambda row: stages[row].backward_seconds, format_seconds, seconds),
         number("memory", lambda row: stages[row].memory_bytes, format_bytes),
+        number("on the host", lambda row: stages[row].host_bytes, format_bytes, visible=offloads),
         number("limit", lambda row: stages[row].memory_limit_bytes, format_bytes, limit, visible=limited),
         number("used", lambda row: _memory_share(stages[row]), whole_percent, used, visible=limited),
         word(

@@ -12,7 +12,7 @@ from typing import Any
 
 from .errors import UsageError
 from .option_readers import read_slow_devices
-from .quantities import MOST_DEVICES, MOST_SLOWDOWN
+from .quantities import LEAST_RATE, MOST_DEVICES, MOST_RATE, MOST_SLOWDOWN
 
 
 def whole(name: str, value: Any, *, at_least: int = 1, at_most: int | None = None, example: str = "") -> int:
@@ -67,6 +67,17 @@ def flag(name: str, value: Any) -> bool:
 def optional_number(name: str, value: Any) -> float | None:
     """A number or None. Raises UsageError."""
     return None if value is None else number(name, value)
+
+
+def optional_rate(name: str, value: Any) -> float | None:
+    """Bytes per second or None. Raises UsageError."""
+    rate = optional_number(name, value)
+    if rate is not None and not LEAST_RATE <= rate <= MOST_RATE:
+        raise UsageError(
+            f"{name}={rate:g}: must be from {LEAST_RATE:g} to {MOST_RATE:g} bytes per second",
+            f"For example: {name}=50e9.",
+        )
+    return rate
 
 
 def pins(name: str, values: Any) -> tuple[tuple[str, int], ...]:

@@ -32,8 +32,9 @@ from typing import NamedTuple
 import numpy as np
 
 from .errors import UsageError
-from .memory import RECOMPUTES, Amount, StageBytes, Training, step_excess, with_reserve
+from .memory import RECOMPUTES, Training, step_excess, with_reserve
 from .schedules.action import Action, Program
+from .stage_bytes import Amount, StageBytes
 from .tied_weights import Floats
 
 
@@ -116,7 +117,7 @@ def device_ledger(
     (AvgPipe's reference). Activations, stage inputs and the workspace of the chunk at work are taken
     together, at the action at which their sum is largest; the optimizer's step as in `memory.ledger`.
     Transfers: the largest received and the largest sent tensor of a chunk; none between chunks of the device.
-    `ahead`: of all chunks, whose bytes are those of `memory.receive_ahead`.
+    `ahead`: of all chunks, whose bytes are those of `stage_bytes.receive_ahead`.
     Raises UsageError.
     """
     usage = bytes_by_action(program, device, chunk_bytes, recompute)

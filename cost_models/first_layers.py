@@ -15,7 +15,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from .memory import StageBytes
+from .runtime import OFFLOAD
+from .stage_bytes import StageBytes
 
 _WORD = re.compile(r"first_([1-9]\d{0,6})")
 
@@ -40,12 +41,23 @@ def count_first_layers(word: str) -> int | None:
 
 
 def whole_word(word: str) -> str:
-    """The word as the ledger and the costs take it, for which a stage of `recompute_first` recomputes always.
+    """The word as the ledger takes it, for which a stage of `recompute_first` recomputes always, and so does
+    one of `offload_saved`.
 
-    >>> whole_word("first_3"), whole_word("never")
+    >>> whole_word("first_3"), whole_word("never"), whole_word("offload")
+    ('always', 'never', 'always')
+    """
+    return word if count_first_layers(word) is None and word != OFFLOAD else "always"
+
+
+def repeat_word(word: str) -> str:
+    """The word as the seconds take it: what is run again, of some layers or of all; what comes back from the
+    host is not.
+
+    >>> repeat_word("first_3"), repeat_word("offload")
     ('always', 'never')
     """
-    return word if count_first_layers(word) is None else "always"
+    return "never" if word == OFFLOAD else whole_word(word)
 
 
 def recompute_kind(word: str) -> str:

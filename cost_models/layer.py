@@ -83,6 +83,13 @@ class LayerCosts:
         return 0.0 if self.loss_saved_bytes is None else float(self.loss_saved_bytes[-1])
 
     @property
+    def offloaded_bytes(self) -> Vector:
+        """(layers,): what goes to the host where saved tensors do: all but what the loss saves."""
+        if self.loss_saved_bytes is None:
+            return self.saved_bytes
+        return np.maximum(self.saved_bytes - self.loss_saved_bytes, 0.0)
+
+    @property
     def largest_bytes(self) -> Vector:
         """(layers,): bytes of each layer's largest trainable parameter; where that is not known, of all."""
         return self.trainable_bytes if self.largest_parameters is None else self.largest_parameters

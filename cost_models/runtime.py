@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from .errors import UsageError
 from .schedules import PUBLISHED
+
+OFFLOAD: Final = "offload"
+"""The word for a stage that keeps what it saves for backward in the host's memory meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ RUNTIMES: dict[str, Runtime] = {
         Runtime(
             "torch",
             _TORCH,
-            frozenset({"never", "always", "first_layers"}),
+            frozenset({"never", "always", "first_layers", OFFLOAD}),
             replicas="equal",
             one_process=False,
             trains_every_stage=False,

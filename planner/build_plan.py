@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
-from ..cost_models.quantities import format_count
+from ..cost_models.quantities import format_count, format_rate
+from ..cost_models.runtime import OFFLOAD
 from ..cost_models.topology import Topology
 from .alternatives import find_alternatives, larger_micro_batches, score_baselines
 from .assembly import Assembly
@@ -107,8 +108,24 @@ def build_plan(
             "baselines": [row.record for row in baselines],
             "alternatives": alternatives,
             "warnings": list(dict.fromkeys([*warnings, *list_problem_warnings(problem), *limits, *own])),
-            "notes": list(dict.fromkeys([*notes, *_notes(problem), *others, *update])),
+            "notes": list(
+                dict.fromkeys([*notes, *_notes(problem), *_offload_note(problem, own_plan), *others, *update])
+            ),
         }
+    )
+
+
+def _offload_note(problem: Problem, plan: ScoredPlan) -> Iterator[str]:
+    """What is taken for granted of copies to the host."""
+    host = problem.space.host
+    if host is None or OFFLOAD not in plan.recompute:
+        return
+    is_stated = problem.options.host_bandwidth is not None
+    source = "as given" if is_stated else "an assumption: 85 % of the GPU's PCIe link, shared with none"
+    yield (
+        f"what stages offload goes to the host's memory, and comes back, at {format_rate(host.bandwidth)} "
+        f"({source}), in turn with computing; nothing of it was measured on a GPU, and PyTorch rounds each "
+        "pinned tensor up to a power of two"
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from ..cost_models.runtime import OFFLOAD
 from .batch_sizes import divisors
 from .candidate import Proposal
 from .pipeline_config import (
@@ -232,5 +233,6 @@ def _describe_mode(mode: str) -> str:
     words: dict[str, str] = {
         "by_stage": "if out of memory",
         FIRST_LAYERS: "as few first layers as a stage must",
+        OFFLOAD: "or offload to the host if out of memory",
     }
     return words.get(mode) or mode.replace("_", " ")

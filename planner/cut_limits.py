@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -14,7 +14,22 @@ from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.quantities import format_count
 from ..cost_models.runtime import find_runtime
-from .plan_options import CutLimits, PlanOptions
+from .plan_options import PlanOptions
+
+
+@dataclass(frozen=True)
+class CutLimits:
+    """`must_cut`: layers after which a stage ends; `pins`: (layer, its stage). All 0-based."""
+
+    must_cut: tuple[int, ...] = ()
+    pins: tuple[tuple[int, int], ...] = ()
+
+    def allow(self, bounds: Sequence[tuple[int, int]]) -> bool:
+        """Whether stages with these first layers and layers after the last may be."""
+        ends = {end for _, end in bounds}
+        return all(layer + 1 in ends for layer in self.must_cut) and all(
+            stage < len(bounds) and bounds[stage][0] <= layer < bounds[stage][1] for layer, stage in self.pins
+        )
 
 
 def limit_cuts(chain: Chain, options: PlanOptions, *, untied_reason: str = "") -> tuple[Chain, CutLimits]:

@@ -4,8 +4,8 @@ Of the plans that are looked at, the fastest has a step of T seconds. Of those w
 `within` times T, the answer is the one whose devices get the fewest bytes of weights that they do not have;
 of equal ones the fastest. Looked at are, with the plan's schedule, where there are few, all cuts, replicas
 and micro-batches; else what follows from the plan by moving a cut or a device, joining or parting stages,
-again and again, from the fastest so far. Stages take the devices that are left in rank order, or those that
-have most of their layers.
+again and again, from the fastest so far. Stages take the devices that are left in rank order, the faster
+ones first, or those that have most of their layers.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ def replan_problem(
     before = layers_by_device(present.proposal)
     before = {rank: before[rank] for rank in ranks if rank in before}
     weights = np.asarray(problem.chain.parameter_bytes + problem.chain.buffer_bytes, dtype=np.float64)
-    best = shapes.move_least(near, before, weights)
+    best, fastest_seconds = shapes.move_least(near, before, weights)
     moves, seconds = list_moves(problem.topology, before, ranks, best.proposal, weights)
     alike = is_uniform(problem.topology)
-    return ReplannedPlan(best, moves, seconds, near[0].step_seconds, shapes.complete, any_devices=alike)
+    return ReplannedPlan(best, moves, seconds, fastest_seconds, shapes.complete, any_devices=alike)
 
 
 def _ranks_left(problem: Problem, present: ScoredPlan, lost: Iterable[int]) -> tuple[int, ...]:
@@ -206,15 +206,22 @@ class _Shapes:
                 continue
             self._scored.add((shape, config))
             first = np.append(0, np.cumsum(replicas))
-            devices = tuple(self.ranks[a:b] for a, b in pairwise(first))
-            proposal = Proposal(config, ends, devices)
-            if self._allows(proposal):
-                alike.setdefault((config, len(ends)), []).append(proposal)
+            for ranks in self._orders:
+                proposal = Proposal(config, ends, tuple(ranks[a:b] for a, b in pairwise(first)))
+                if self._allows(proposal):
+                    alike.setdefault((config, len(ends)), []).append(proposal)
         for proposals in alike.values():
             for plan in self._score_alike(proposals):
                 other = self.steps.get(_shape(plan))
                 if other is None or plan.step_seconds < other.step_seconds:
                     self.steps[_shape(plan)] = plan
+
+    @cached_property
+    def _orders(self) -> tuple[tuple[int, ...], ...]:
+        """The devices that are left by rank and, where they differ, those first that are faster."""
+        topology = self.problem.topology
+        by_speed = tuple(sorted(self.ranks, key=lambda rank: -topology.device(rank).speed))
+        return tuple(dict.fromkeys((self.ranks, by_speed)))
 
     def _score_alike(self, proposals: Sequence[Proposal]) -> Iterator[ScoredPlan]:
         """Those of one configuration and number of stages that fit."""
@@ -242,26 +249,23 @@ class _Shapes:
 
     def move_least(
         self, near: Sequence[ScoredPlan], before: dict[int, Layers], weights: Floats
-    ) -> ScoredPlan:
+    ) -> tuple[ScoredPlan, float]:
         """Of these plans, the fastest first, as they are or on the devices that have most of their layers,
-        where they are near the fastest there, too: the one that moves the fewest bytes. A runtime numbers
+        the one near the fastest that moves the fewest bytes; and the step of the fastest. A runtime numbers
         its devices."""
-
-        def moved(plan: ScoredPlan) -> tuple[float, float]:
-            return count_moved_bytes(before, plan.proposal, weights), plan.step_seconds
-
-        best = min(near, key=moved)
-        if self.problem.runtime is not None:
-            return best
-        others = [self._on_owners(plan, before, weights) for plan in near[:MOST_NEAR]]
-        alike = is_uniform(self.problem.topology)
-        for other in sorted(others, key=moved):
-            if moved(other)[0] > moved(best)[0]:
-                break
-            scored = other if alike else fastest(self.problem.space, [other.proposal])
-            if scored is not None and scored.step_seconds <= self.longest:
-                best = min(best, scored, key=moved)
-        return best
+        plans = list(near)
+        if self.problem.runtime is None:
+            others = [self._on_owners(plan, before, weights) for plan in near[:MOST_NEAR]]
+            if not is_uniform(self.problem.topology):
+                scored = [fastest(self.problem.space, [other.proposal]) for other in others]
+                others = [plan for plan in scored if plan is not None]
+            plans += others
+        least = min(plan.step_seconds for plan in plans)
+        plans = [plan for plan in plans if plan.step_seconds <= least * (1 + self.within)]
+        best = min(
+            plans, key=lambda plan: (count_moved_bytes(before, plan.proposal, weights), plan.step_seconds)
+        )
+        return best, least
 
     def _on_owners(self, plan: ScoredPlan, before: dict[int, Layers], weights: Floats) -> ScoredPlan:
         """The plan on the devices that have most of its layers; its step is of its own devices."""

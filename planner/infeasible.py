@@ -15,6 +15,7 @@ from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.number_format import either
 from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.quantities import format_bytes
+from ..cost_models.runtime import OFFLOAD
 from .candidate import ScoredPlan
 from .joint_search import BEST, find_best_plan, is_small_problem, plan_with
 from .pipeline_config import SEARCHED, SYNTHESIZED
@@ -270,31 +271,30 @@ def _enough_memory(problem: Problem) -> str | None:
 
 
 def _other_runs(problem: Problem) -> list[str]:
-    """Fields that cost no more than time, the fastest first: one that is left to the search; where one is
-    not enough, all of them."""
+    """Fields that cost no more than time, the fastest first: one of them; where none is enough, all."""
     options, ways = problem.options, list[tuple[float, str]]()
     single: list[tuple[str, PlanOptions]] = [
-        ("recompute", replace(options, recompute="auto")),
-        ("micro_batches", replace(options, mini_batch=problem.mini_batch, micro_batches=None)),
-        ("schedule", replace(options, schedule="auto")),
+        ("recompute='auto'", replace(options, recompute="auto")),
+        ("micro_batches='auto'", replace(options, mini_batch=problem.mini_batch, micro_batches=None)),
+        ("schedule='auto'", replace(options, schedule="auto")),
     ]
-    for field, freed in single:
-        plan = _solve_with(problem, freed)
-        if plan is not None:
-            ways.append((plan.step_seconds, f"{field}='auto' ({run_in_words(plan)})"))
+    with suppress(UsageError):  # the schedule, or ZeRO's stage, does not
+        single.append((f"recompute={OFFLOAD!r}", replace(options, recompute=OFFLOAD)))
+    for words, freed in single:
+        if (plan := _solve_with(problem, freed)) is not None:
+            ways.append((plan.step_seconds, f"{words} ({run_in_words(plan)})"))
     if ways:
         return [words for _, words in sorted(ways)]
     with suppress(UsageError):
-        plan = _solve_with(problem, problem.freest.options)
-        if plan is not None:
+        if (plan := _solve_with(problem, problem.freest.options)) is not None:
             return [f"{run_in_words(plan)} (leave `micro_batches`, `schedule` and `recompute` at auto)"]
     return []
 
 
 def _lighter_optimizers(problem: Problem) -> Iterator[str]:
     """That keep less than the requested one, the heaviest first."""
-    precision, options = problem.precision.bytes, problem.options
-    size = {name: optimizer.bytes_per_parameter(precision) for name, optimizer in OPTIMIZERS.items()}
+    numbers, options = problem.precision.bytes, problem.options
+    size = {name: optimizer.bytes_per_parameter(numbers) for name, optimizer in OPTIMIZERS.items()}
     for name in sorted(size, key=lambda name: -size[name]):
         lighter = size[name] < size[options.optimizer]
         if lighter and _solve_with(problem, replace(options, optimizer=name)) is not None:

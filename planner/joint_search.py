@@ -18,7 +18,7 @@ from .cut_search.schedule_search import search_schedules
 from .cut_search.shape_search import FAR
 from .other_placements import reassign, search_other_orders
 from .other_schedules import propose_other_schedules, propose_parts
-from .pipeline_config import FIRST_LAYERS, SEARCHED, SYNTHESIZED
+from .pipeline_config import SEARCHED, SYNTHESIZED, UNPROPOSED
 from .plan_records import TIE
 from .planners import ALWAYS, find_planner
 from .planners.base import Planner, refusal_reason
@@ -219,8 +219,9 @@ def plan_with(
 
 
 def _propose(planner: Planner, problem: Problem) -> Iterator[Proposal]:
-    """Its proposals. Where stages may run their first layers again, those that it makes of whole stages."""
-    if problem.options.recompute != FIRST_LAYERS:
+    """Its proposals. Where first layers may run again, or stages offload, those that it makes otherwise."""
+    mode = problem.options.recompute
+    if mode not in UNPROPOSED:
         yield from planner.propose(problem)
         return
     whole = replace(problem, options=replace(problem.options, recompute="auto"))
@@ -229,7 +230,7 @@ def _propose(planner: Planner, problem: Problem) -> Iterator[Proposal]:
         if proposal.config.schedule in problem.schedules:
             own = proposal.config
             if own.recompute != "except_last":
-                proposal = replace(proposal, config=replace(own, recompute=FIRST_LAYERS))
+                proposal = replace(proposal, config=replace(own, recompute=mode))
             yield proposal
 
 
@@ -339,8 +340,8 @@ def run_search(
     space = problem.space
     if problem.heuristic_schedules:
         space = space.within(problem.budget.part(share=FOR_SEARCHED))
-    # Of first layers there is no bound but that of the search.
-    by_layer = problem.options.recompute == FIRST_LAYERS
+    # Of first layers, and of what offloads, there is no bound but that of the search.
+    by_layer = problem.options.recompute in UNPROPOSED
     large = is_large(problem.space, problem.families) or not (whole or by_layer)
     if not large:
         return search(space, problem.families, problem.stage_counts, own, work)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from ..cost_models.errors import UsageError
-from ..cost_models.runtime import Runtime
+from ..cost_models.runtime import OFFLOAD, Runtime
 
 MOST_MICRO_BATCHES = 2**14
 """Of a step. Every one of them is simulated on every stage."""
@@ -21,16 +21,23 @@ SYNTHESIZED = "synthesized"
 
 FIRST_LAYERS: Final = "first_layers"
 """The word for stages that run their first layers again, each as few as it must."""
+UNPROPOSED: tuple[Literal["first_layers", "offload"], ...] = (FIRST_LAYERS, OFFLOAD)
+"""The words for ways to recompute that are searched of 1F1B and GPipe where they are asked for, and that no
+bound but the search's own knows, nor a named planner."""
 SEVERAL_PARTS = ("interleaved", "looped-bfs")
 """Schedules of any number of virtual stages."""
 VIRTUAL_STAGES = (2, 3, 4)
 """Of theirs, those that are planned with."""
 
-Mode = Literal["by_stage", "first_layers", "never", "always", "except_last"]
+Mode = Literal["by_stage", "first_layers", "offload", "never", "always", "except_last"]
 """What recomputes: all stages in one way; or each as it must, the whole of it, or its first layers, as few as
-there may be: no stage that fits without recomputes."""
-MODES: tuple[Mode, ...] = ("by_stage", "first_layers", "never", "except_last", "always")
-_MUST = {"by_stage": "where it must", "first_layers": "first layers where it must"}
+there may be, or the whole of it or none, where it offloads instead: no stage that fits without does any."""
+MODES: tuple[Mode, ...] = ("by_stage", "first_layers", "offload", "never", "except_last", "always")
+_MUST = {
+    "by_stage": "where it must",
+    "first_layers": "first layers where it must",
+    "offload": "or offload where it must",
+}
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,12 @@ from .assembly import Assembly
 from .candidate import ScoredPlan
 from .coverage import describe_coverage, describe_search
 from .plan_file import Plan
+from .plan_options import PlanOptions
 from .plan_records import BUFFER_WARNING, TIE, DefaultMiniBatch, Prediction, ProfileReference
-from .plan_stages import bubble, plan_recompute, plan_stages, shared_weights
+from .plan_stages import bubble, optimizer_step, plan_recompute, plan_stages, shared_weights
 from .problem import Problem
 from .robust.resampling import estimate_interval
-from .scoring import write_order
+from .scoring import assemble, write_order
 from .search.branch_and_bound import SearchResult
 from .search.space import divide_batch
 
@@ -53,12 +54,18 @@ def plan_without_comparison(
         stages=stages,
         tied=shared_weights(problem.space, best),
         prediction=_prediction(problem, best, result),
-        options=problem.options,
+        options=_settled(problem),
         searched=describe_search(problem),
         default_mini_batch=_default_mini_batch(problem),
         layer_names=list(problem.chain.names),
         profile=profile,
     )
+
+
+def _settled(problem: Problem) -> PlanOptions:
+    """The options; where stages may offload, with the bandwidth that was planned with."""
+    host = problem.space.host
+    return problem.options if host is None else replace(problem.options, host_bandwidth=host.bandwidth)
 
 
 def _device_kind(topology: Topology, profile: ProfileReference) -> Literal["GPU", "CPU"]:
@@ -76,6 +83,8 @@ def _prediction(problem: Problem, best: ScoredPlan, result: SearchResult) -> Pre
     off = [problem.chain.uncertainty_at(size) for size in sizes]
     shares = [share for share in off if share is not None]
     interval = estimate_interval(problem.space, best)
+    assembly = assemble(problem.space, best.proposal, best.recompute)
+    update = optimizer_step(assembly, best.config.micro_batches)
     return Prediction(
         step_seconds=step,
         samples_per_second=problem.mini_batch / step,
@@ -88,6 +97,7 @@ def _prediction(problem: Problem, best: ScoredPlan, result: SearchResult) -> Pre
         uncertainty=max(shares) if shares else None,
         low_seconds=None if interval is None else interval.low_seconds,
         high_seconds=None if interval is None else interval.high_seconds,
+        optimizer_seconds=None if update is None else update.seconds,
     )
 
 

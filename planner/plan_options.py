@@ -18,12 +18,14 @@ from ..cost_models.quantities import (
     MOST_MINI_BATCH,
     MOST_SECONDS,
     MOST_TOTAL_BYTES,
+    parse_bytes,
+    parse_rate,
     parse_seconds,
 )
-from ..cost_models.runtime import RUNTIMES, find_runtime
+from ..cost_models.runtime import OFFLOAD, RUNTIMES, find_runtime
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.schedules.registration import schedule_word
-from .pipeline_config import FIRST_LAYERS, MODES, MOST_MICRO_BATCHES, SEARCHED
+from .pipeline_config import MODES, MOST_MICRO_BATCHES, SEARCHED, UNPROPOSED
 
 ASYNCHRONOUS = tuple(name for name, schedule in SCHEDULES.items() if not schedule.synchronous)
 
@@ -33,6 +35,8 @@ class TrainingKeywords(TypedDict, total=False):
 
     mini_batch: int | None
     micro_batches: int | Literal["auto"] | None
+    host_bandwidth: float | None
+    host_memory_bytes: int | None
     optimizer: str
     precision: Literal["auto", "fp32", "mixed", "bf16"] | str
     gradient_dtype: Literal["auto", "fp32", "bf16", "fp16"] | str
@@ -81,9 +85,8 @@ def _recompute(name: str, value: Any) -> str:
 
 
 def _read_recompute(text: str, name: str) -> str:
-    return read_choice(("never", "always", "except-last", "first-layers", "auto"))(text, name).replace(
-        "-", "_"
-    )
+    words = ("never", "always", "except-last", "first-layers", OFFLOAD, "auto")
+    return read_choice(words)(text, name).replace("-", "_")
 
 
 def read_pins(texts: Sequence[str], name: str) -> tuple[tuple[str, int], ...]:
@@ -106,8 +109,9 @@ class PlanOptions(Options):
     mixed for a profile in 16 bits or under autocast. `gradient_dtype`: in which micro-batches add up. `zero`:
     what the replicas of a stage spread over them: 1 the optimizer's states, 2 the gradients too, 3 the
     weights too. `tp`: of the numbers of devices that share every layer, for which the profile has costs,
-    those that are allowed. `planner`: "best", the joint search, or a named planner. `use_all`: no device may
-    stay free.
+    those that are allowed. `host_bandwidth`: bytes per second of a device's copies to its host's memory and
+    back, where stages may offload; None: those of a known GPU's link. `planner`: "best", the joint search, or
+    a named planner. `use_all`: no device may stay free.
     `cut_after`: names of layers after which a stage must end; `keep_together`: patterns of names, no cut
     between neighbours that match the same; `pins`: (name of a layer, number of its stage, from 0).
     `memory_limit`: bytes that no device may exceed, besides what it has. `time_limit`: seconds of processor
@@ -150,9 +154,25 @@ class PlanOptions(Options):
     recompute: str = _training(
         "auto",
         _recompute,
-        "never|always|except-last|first-layers|auto",
-        "Whether to run forward again in backward, which saves memory; first-layers: of as few as must.",
+        "never|always|except-last|first-layers|offload|auto",
+        "Whether to run forward again in backward, which saves memory; first-layers: of as few as must; "
+        "offload: or to keep what is saved in the host's memory, where that is faster.",
         read=_read_recompute,
+    )
+    host_bandwidth: float | None = _training(
+        None,
+        arguments.optional_rate,
+        "50GB/s",
+        "Of a GPU's copies to the host's memory, and back; default: 85 % of its link to the host.",
+        read=parse_rate,
+    )
+    host_memory_bytes: int | None = _training(
+        None,
+        arguments.optional_whole,
+        "64GiB",
+        "Of the host's memory, for what each GPU offloads; default: any.",
+        flag="host-memory",
+        read=parse_bytes,
     )
     optimizer: str = _training(
         "sgd",
@@ -307,28 +327,13 @@ class PlanOptions(Options):
                 "the last one",
                 "Use schedule='gpipe', or recompute='always'.",
             )
-        if self.recompute == FIRST_LAYERS and self.schedule not in ("auto", *SEARCHED):
+        if self.recompute in UNPROPOSED and self.schedule not in ("auto", *SEARCHED):
             raise UsageError(
-                f"recompute={FIRST_LAYERS!r} with schedule={self.schedule!r}: not searched",
+                f"recompute={self.recompute!r} with schedule={self.schedule!r}: not searched",
                 "Use 1f1b or gpipe, or recompute='auto'.",
             )
-        if self.recompute == FIRST_LAYERS and self.zero > 1:
+        if self.recompute in UNPROPOSED and self.zero > 1:
             raise UsageError(
-                f"recompute={FIRST_LAYERS!r} with zero={self.zero}: it gathers by whole stages",
+                f"recompute={self.recompute!r} with zero={self.zero}: it gathers by whole stages",
                 "Use zero=1, or recompute='auto'.",
             )
-
-
-@dataclass(frozen=True)
-class CutLimits:
-    """`must_cut`: layers after which a stage ends; `pins`: (layer, its stage). All 0-based."""
-
-    must_cut: tuple[int, ...] = ()
-    pins: tuple[tuple[int, int], ...] = ()
-
-    def allow(self, bounds: Sequence[tuple[int, int]]) -> bool:
-        """Whether stages with these first layers and layers after the last may be."""
-        ends = {end for _, end in bounds}
-        return all(layer + 1 in ends for layer in self.must_cut) and all(
-            stage < len(bounds) and bounds[stage][0] <= layer < bounds[stage][1] for layer, stage in self.pins
-        )

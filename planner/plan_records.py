@@ -23,7 +23,7 @@ from ..cost_models.document import (
 )
 from ..cost_models.first_layers import count_first_layers
 from ..cost_models.memory import RECOMPUTES
-from ..cost_models.runtime import RUNTIMES
+from ..cost_models.runtime import OFFLOAD, RUNTIMES
 from ..cost_models.schedules import SCHEDULES
 
 TIE = 1e-9
@@ -47,8 +47,9 @@ def _known_runtime(name: str) -> str:
 
 
 def _known_recompute(word: str) -> str:
-    if word not in RECOMPUTES and count_first_layers(word) is None:
-        raise ValueError(f"must be one of {', '.join(RECOMPUTES)}, or first_N for its first N layers")
+    words = (*RECOMPUTES, OFFLOAD)
+    if word not in words and count_first_layers(word) is None:
+        raise ValueError(f"must be one of {', '.join(words)}, or first_N for its first N layers")
     return word
 
 
@@ -76,6 +77,8 @@ class PlannedStage(Record):
     """The ledger: bytes by term."""
     recompute: StageRecompute | None = None
     """The stage's own, where the plan's is `selective`; else as the plan's."""
+    host_bytes: TotalBytes | None = None
+    """What each device keeps in its host's memory, where the stage offloads."""
 
     @property
     def layers(self) -> int:
@@ -87,7 +90,7 @@ class PlannedStage(Record):
         """How many of them it recomputes; None where it does not say, as all stages do what the plan does."""
         if self.recompute is None:
             return None
-        whole = 0 if self.recompute == "never" else self.layers
+        whole = 0 if self.recompute in ("never", OFFLOAD) else self.layers
         return count_first_layers(self.recompute) or whole
 
     @model_validator(mode="after")
@@ -123,6 +126,10 @@ class Prediction(Record):
     In 8 of 10 cases the step lies from `low_seconds` to `high_seconds`, as far as the layers' seconds spread
     and miss the whole model (see planner/robust); None where their spread is not known. Both may lie above
     step_seconds, which is that of the layers' medians: of many stages some one is always late.
+
+    `optimizer_seconds`: of the optimizer's own step, at the least: the bytes that it reads and writes on the
+    device where that takes longest, at the bandwidth of its memory; None where no bandwidth is known. They
+    come after step_seconds, which the search compares plans by without them.
     """
 
     step_seconds: StepSeconds
@@ -136,6 +143,7 @@ class Prediction(Record):
     uncertainty: Rate | None = None
     low_seconds: StepSeconds | None = None
     high_seconds: StepSeconds | None = None
+    optimizer_seconds: PredictedSeconds | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

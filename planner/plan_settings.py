@@ -8,8 +8,9 @@ from math import inf
 
 import numpy as np
 
-from ..cost_models.memory import Amount, StageBytes, Training, total, with_reserve
-from .pipeline_config import FIRST_LAYERS
+from ..cost_models.memory import Training, total, with_reserve
+from ..cost_models.stage_bytes import Amount, StageBytes
+from .pipeline_config import UNPROPOSED
 from .search.space import Space
 from .stage_table import Floats, StageTable, ledger_options
 
@@ -20,8 +21,8 @@ class PlanSettings:
 
     Up to `gpus` devices, which together do `capacity` times the least work in a second, the slowest `slowest`
     times; `counts` of replicas; `micro_batches` of `size` samples; parts in `copies`, which hold `one_model`
-    or several; whether a backward `splits`; `modes` of recomputation: always, never, first_layers or any.
-    `straight`: one part a device. `first`: the share of a micro-batch that is first on its way. `turns`:
+    or several; whether a backward `splits`; `modes` of recomputation: always, never, first_layers, offload or
+    any. `straight`: one part a device. `first`: the share of a micro-batch that is first on its way. `turns`:
     cuts between parts of the same devices, where there are others (None: any number); or all parts may be
     `together`. `layers`: by number of replicas, seconds of a micro-batch, (layers,) each: f, b and w.
     """
@@ -71,9 +72,9 @@ class PlanSettings:
         """Bytes of one micro-batch, or its first share, and the workspace of its forward, or of its whole
         backward: all that its forward saves or, where it runs again, what is kept for that and, of a whole
         backward, what it saves then."""
-        if self.modes == FIRST_LAYERS:
-            return self.first * stage.input
         whole = stage.saved + stage.saved_input
+        if self.modes in UNPROPOSED:
+            return self.first * np.minimum(whole, stage.input)
         again = stage.input if self.splits else stage.input + whole
         activations = {"never": whole, "always": again}.get(self.modes, np.minimum(whole, again))
         return self.first * activations + stage.workspace

@@ -154,6 +154,7 @@ def assemble_layout(layout: Layout, topology: Topology, profiles: Mapping[str, C
         transfers=layout.overrides.transfers,
         receives_ahead=layout.receives_ahead,
         profiles=profiles,
+        host_bandwidth=layout.plan.options.host_bandwidth,
     )
 
 

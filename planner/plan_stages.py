@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
-from math import inf
-from operator import itemgetter
+from dataclasses import dataclass, replace
+from math import ceil, inf
+from operator import attrgetter
 
 import numpy as np
 
 from ..cost_models.device_memory import round_ledger
 from ..cost_models.document import Record
 from ..cost_models.errors import UsageError
+from ..cost_models.first_layers import repeat_word
 from ..cost_models.machines.rooflines import memory_bandwidth
 from ..cost_models.number_format import percent
 from ..cost_models.optimizers import find_optimizer
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
+from ..cost_models.runtime import OFFLOAD
 from ..cost_models.simulator.costs import Costs
 from ..cost_models.simulator.steady import steady_state
 from ..cost_models.timeline import simulate, step_seconds
@@ -42,7 +44,8 @@ def make_stages(space: Space, assembly: Assembly, plan: ScoredPlan) -> list[Plan
     stages = []
     for part, place in enumerate(assembly.program.pipes[0]):
         (first, end), mode = plan.proposal.bounds[part], plan.recompute[part]
-        recompute = float(shares[place.device, 0, 0] * forward[place][0]) if mode != "never" else 0.0
+        repeats = repeat_word(mode) != "never"
+        recompute = float(shares[place.device, 0, 0] * forward[place][0]) if repeats else 0.0
         ledger = round_ledger(assembly.ledger(place.device))
         stages.append(
             PlannedStage(
@@ -56,9 +59,17 @@ def make_stages(space: Space, assembly: Assembly, plan: ScoredPlan) -> list[Plan
                 memory_limit_bytes=_whole(space.limit(assembly.ranks[place.device])),
                 memory=ledger,
                 recompute=mode if mixed else None,
+                host_bytes=_host_bytes(assembly, part) if mode == OFFLOAD else None,
             )
         )
     return stages
+
+
+def _host_bytes(assembly: Assembly, part: int) -> int:
+    """What a replica keeps on its host at most, of a schedule with one stage a device."""
+    device, program = assembly.program.pipes[0][part].device, assembly.program
+    in_flight = assembly.schedule.in_flight(device, program.devices, program.micro_batches)
+    return ceil(in_flight * assembly.offloaded_bytes(part))
 
 
 def energy_joules(
@@ -107,7 +118,7 @@ _PLAN_WORDS: Mapping[str, Recompute] = {"never": "never", "always": "always", "e
 
 
 def plan_recompute(plan: ScoredPlan) -> Recompute:
-    """The plan's word: `selective` where the stages differ, or run their first layers again."""
+    """The plan's word: `selective` where the stages differ, run their first layers again, or offload."""
     modes = set(plan.recompute)
     return _PLAN_WORDS.get(modes.pop(), "selective") if len(modes) == 1 else "selective"
 
@@ -202,30 +213,52 @@ WORTH = 0.01
 """Share of the step that launches, or the optimizer, must take for that to be said."""
 
 
-def optimizer_note(
-    assembly: Assembly, step_seconds: float, micro_batches: int | None = None
-) -> Iterator[str]:
-    """Of the device whose optimizer takes longest, where its memory's bandwidth is known and the updates that
-    belong to a step take at least `WORTH` of it. `micro_batches`: of a step; None: the program's."""
+@dataclass(frozen=True)
+class OptimizerStep:
+    """What the optimizer takes at the least on the device where it takes longest: it reads and writes `bytes`
+    at the `bandwidth` of that device's memory, `updates` times a step."""
+
+    bytes: float
+    bandwidth: float
+    rank: int
+    updates: int
+
+    @property
+    def seconds(self) -> float:
+        """Of all updates of a step."""
+        return self.updates * self.bytes / self.bandwidth
+
+
+def optimizer_step(assembly: Assembly, micro_batches: int | None = None) -> OptimizerStep | None:
+    """None where no device's memory has a bandwidth that is known. `micro_batches`: of a step; None: the
+    program's."""
     optimizer, precision = find_optimizer(assembly.optimizer), assembly.number_bytes
     every, micro_batches = assembly.program.update_every, micro_batches or assembly.program.micro_batches
-    each = list[tuple[float, float, float, int]]()
+    updates = 1 if every is None else micro_batches // every
+    each = list[OptimizerStep]()
     for device, ranks in enumerate(assembly.ranks):
         parameters = sum(own.trainable for own in assembly.chunk_bytes(device)) / precision.weight
         share = len(ranks) if assembly.zero else 1
         amount = float(parameters) / share * optimizer.update_bytes(precision)
         for rank in ranks:
             if bandwidth := memory_bandwidth(assembly.topology.device(rank).name):
-                each.append((amount / bandwidth, amount, bandwidth, rank))
-    seconds, amount, bandwidth, rank = max(each, key=itemgetter(0), default=(0.0, 0.0, 0.0, 0))
-    updates = 1 if every is None else micro_batches // every
-    if seconds * updates >= WORTH * step_seconds > 0:
-        often = "" if updates == 1 else f", {updates} times a step"
+                each.append(OptimizerStep(amount, bandwidth, rank, updates))
+    return max(each, key=attrgetter("seconds"), default=None)
+
+
+def optimizer_note(
+    assembly: Assembly, step_seconds: float, micro_batches: int | None = None
+) -> Iterator[str]:
+    """Where the updates that belong to a step take at least `WORTH` of it. Arguments as of
+    `optimizer_step`."""
+    own = optimizer_step(assembly, micro_batches)
+    if own is not None and own.seconds >= WORTH * step_seconds > 0:
+        often = "" if own.updates == 1 else f", {own.updates} times a step"
         yield (
-            f"the optimizer's step is not in the prediction: {optimizer.name} reads and writes at least "
-            f"{format_bytes(amount)} on device {rank}{often}, which takes its memory of "
-            f"{format_rate(bandwidth)} {format_seconds(seconds * updates)} or more, "
-            f"{percent(seconds * updates / step_seconds)} of the step"
+            f"the optimizer's step is not in the prediction: {assembly.optimizer} reads and writes at least "
+            f"{format_bytes(own.bytes)} on device {own.rank}{often}, which takes its memory of "
+            f"{format_rate(own.bandwidth)} {format_seconds(own.seconds)} or more, "
+            f"{percent(own.seconds / step_seconds)} of the step"
         )
 
 
@@ -236,7 +269,7 @@ def _slow_host(assembly: Assembly) -> Iterator[str]:
         return
     # Pipes of two directions share the micro-batches: a device has its places in each of them.
     pipes = len(assembly.program.pipes)
-    repeats = np.array([float(mode != "never") for mode in assembly.recompute])[:, None, None]
+    repeats = np.array([repeat_word(mode) != "never" for mode in assembly.recompute])[:, None, None]
     times = 1 + repeats * assembly.first_shares("forward_launch")
     launches = times * assembly.launch_seconds("forward_launch")
     launching = (launches + assembly.launch_seconds("backward_launch")).sum(axis=(1, 2)) / pipes

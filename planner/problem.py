@@ -16,10 +16,10 @@ from .candidate import Proposal
 from .cut_limits import check_layer_count, limit_cuts
 from .pipeline_config import (
     ANY_SCHEDULE,
-    FIRST_LAYERS,
     MODES,
     SEARCHED,
     SYNTHESIZED,
+    UNPROPOSED,
     Mode,
     PipelineConfig,
     make_config_error,
@@ -37,6 +37,7 @@ from .search.placements import (
     list_replica_counts,
     place_anywhere,
 )
+from .search.replica_group import find_host
 from .search.space import Space
 from .search.subproblem import Family
 
@@ -177,6 +178,7 @@ class Problem:
             limits=limits,
             budget=self.budget,
             mini_batch=self.mini_batch if self.runtime is not None and self.runtime.receives_ahead else None,
+            host=find_host(self.topology, self.options, self.sharers),
         )
 
     @cached_property
@@ -185,7 +187,7 @@ class Problem:
         runtime, requested = self.runtime, self.options.schedule
         if requested not in ("auto", ANY_SCHEDULE, SYNTHESIZED):
             return (requested,) if runtime is None or runtime.runs(requested) else ()
-        if requested == "auto" and (runtime is None or self.options.recompute == FIRST_LAYERS):
+        if requested == "auto" and (runtime is None or self.options.recompute in UNPROPOSED):
             return SEARCHED
         if requested == SYNTHESIZED and not (runtime is None or runtime.any_order):
             return ()
@@ -229,7 +231,7 @@ class Problem:
         requested, runtime = self.options.recompute, self.runtime
         if requested == "auto" and schedule in SCHEDULES and SCHEDULES[schedule].splits_backward:
             return ("never",)  # torch.utils.checkpoint would run forward again for each group of weights
-        own: Mode = FIRST_LAYERS if requested == FIRST_LAYERS else "by_stage"
+        own: Mode = next((mode for mode in UNPROPOSED if mode == requested), "by_stage")
         if runtime is None:
             # That of torchgpipe differs little from always: not worth as much again on many devices.
             modes: Sequence[Mode] = (own, "except_last") if self.gpus <= EVERY_COUNT else (own,)
@@ -238,7 +240,7 @@ class Problem:
         else:
             modes = [mode for mode in MODES if mode in runtime.recompute]
         allowed = runtime is None or requested in runtime.recompute
-        if requested == "auto" or (allowed and requested == FIRST_LAYERS):
+        if requested == "auto" or (allowed and requested in UNPROPOSED):
             return tuple(mode for mode in modes if mode != "except_last" or schedule == "gpipe")
         return tuple(mode for mode in MODES if mode == requested and allowed)
 

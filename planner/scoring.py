@@ -257,6 +257,7 @@ def assemble(space: Space, proposal: Proposal, modes: Sequence[Recompute]) -> As
         transfers="overlapped" if runtime is None else runtime.transfers,
         receives_ahead=space.mini_batch is not None,
         profiles=space.profiles,
+        host_bandwidth=None if space.host is None else space.host.bandwidth,
     )
 
 

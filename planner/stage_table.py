@@ -21,9 +21,11 @@ from ..cost_models.first_layers import count_first_layers, recompute_first, whol
 from ..cost_models.hardware import Device
 from ..cost_models.layer import Chain, LayerCosts, list_cut_points
 from ..cost_models.machines.catalogue import device_context
-from ..cost_models.memory import LedgerOptions, StageBytes, ledger, stage_bytes, total
+from ..cost_models.memory import LedgerOptions, ledger, total
 from ..cost_models.optimizers import Precision
 from ..cost_models.precision import training_precision
+from ..cost_models.runtime import OFFLOAD
+from ..cost_models.stage_bytes import StageBytes, stage_bytes
 from ..cost_models.tied_weights import buffer_copy_bytes, copy_bytes
 
 Floats = npt.NDArray[np.float64]
@@ -133,6 +135,7 @@ class StageTable:
             copies=copies,
             largest=self._largest_parameter,
             **self._split_bytes(),
+            **self._working_bytes(),
         )
 
     def _split_bytes(self) -> dict[str, Floats]:
@@ -148,6 +151,20 @@ class StageTable:
             "released": released[None, :] * is_inner,
             "layer_workspace": self._largest(costs.workspace_bytes),
         }
+
+    def _working_bytes(self) -> dict[str, Floats]:
+        """What is on the device of a micro-batch at work where saved tensors go to the host."""
+        costs, starts = self.costs, np.array(self.cut_points[:-1])
+        received = np.append(0.0, costs.output_bytes[:-1])
+        loss = np.append(np.zeros(self.blocks), costs.loss_bytes)[None, :]
+        largest = {"loss": loss}
+        for name, more in (("working", 0.0), ("working_peak", costs.workspace_bytes)):
+            further = received + costs.offloaded_bytes + more
+            first = further.copy()
+            first[starts] -= received[starts]  # it counts as the stage's input
+            rows = (np.maximum.reduceat(own, starts) for own in (first, further))
+            largest[name] = self._running(*rows)
+        return largest
 
     @cached_property
     def _largest_parameter(self) -> Floats:
@@ -274,7 +291,7 @@ class StageTable:
         terms = ledger(
             self.bytes_between(i, j, zero=options.get("zero", 0), recompute=recompute),
             in_flight=in_flight,
-            recompute=whole_word(recompute),
+            recompute=OFFLOAD if recompute == OFFLOAD else whole_word(recompute),
             optimizer=optimizer,
             replicas=replicas,
             **options,

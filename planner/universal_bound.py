@@ -35,7 +35,7 @@ from ..cost_models.hardware import Device
 from ..cost_models.layer import LayerCosts
 from ..cost_models.schedules import MOST_COPIES, SCHEDULES
 from .partition_bound import Partitions
-from .pipeline_config import FIRST_LAYERS
+from .pipeline_config import UNPROPOSED
 from .plan_records import TIE
 from .plan_settings import PlanSettings
 from .search.least_exchange import LeastExchanges
@@ -176,9 +176,9 @@ def _case(
 
 
 def _modes(schedule: str, config: PipelineConfig) -> str:
-    """How the stages of this schedule may recompute: always, never, first_layers, or any way."""
+    """How the stages of this schedule may recompute: always, never, first_layers, offload, or any way."""
     own = config.recompute
-    return own if own in ("always", FIRST_LAYERS) or (own, config.schedule) == ("never", schedule) else "any"
+    return own if own in ("always", *UNPROPOSED) or (own, config.schedule) == ("never", schedule) else "any"
 
 
 @dataclass(frozen=True, eq=False)

@@ -118,7 +118,7 @@ def _operations(
         # Of the table only the rows asked for.
         read = [*read[1:], *written]
     read += [read[position] for position in _READ_TWICE.get(packet, ())]
-    count = flop_registry.get(packet) or _FLOPS.get(packet)
+    count = flop_registry.get(packet) or _FLOPS.get(packet) or _FLOPS_BY_NAME.get(str(packet))
     flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
     if packet is _aten.convolution_backward:
         return _backward_of_convolution(flops, *read[:3], *result)
@@ -187,11 +187,27 @@ def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
     return sdpa_backward_flop_count(*shapes)  # type: ignore[no-untyped-call]
 
 
+def _grouped_product(one: Tensor, other: Tensor, *_: Any, **__: Any) -> int:
+    """Of experts: where both are matrices or one is, each row (or column) is of one group."""
+    groups = one.shape[0] if one.dim() == other.dim() == 3 else 1
+    return int(2 * groups * one.shape[-2] * one.shape[-1] * other.shape[-1])
+
+
+def _grouped_product_backward(one: Tensor, other: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * _grouped_product(one, other)
+
+
 _FLOPS: dict[Any, Any] = {
     **dict.fromkeys(CPU_FLASH_FORWARDS, _attention),
     **dict.fromkeys(CPU_FLASH_BACKWARDS, _attention_backward),
 }
 """What earlier torches do not count."""
+_FLOPS_BY_NAME = {
+    "aten._grouped_mm": _grouped_product,
+    "transformers.grouped_mm_fallback": _grouped_product,
+    "transformers.grouped_mm_fallback_backward": _grouped_product_backward,
+}
+"""What torch does not count, and what is there only once transformers is imported."""
 _FREE = {
     *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),
     *(*FREE_OPERATORS, _aten.lift_fresh, _aten.detach),

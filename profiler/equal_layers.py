@@ -1,9 +1,10 @@
-"""Equal layers in a row, as the blocks of a transformer: on the meta device one of them is counted for all.
+"""Equal layers in a row, as the blocks of a transformer, or kinds in turn: on the meta device one of each is
+counted for all.
 
 Two layers are equal where they run the same operations on tensors of the same shapes, dtypes and storages,
 in modules of the same classes with parameters of the same shapes; a run of all layers forward tells. What a
 layer saves and needs besides depends on its neighbours too, so the first and the last of a row are counted by
-themselves.
+themselves (repeating_rows.py).
 """
 
 from __future__ import annotations
@@ -12,21 +13,17 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from .chain import block_rows
 from .chain.layers import Layer
 from .chain.operation_record import Description, OperationRecord
+from .chain.repeating_rows import disjoint_rows
 from .measurement_target import MeasurementTarget
 from .passes.timing import forward_layers
 from .user_model.loaded_model import ModelInput
 
-_ENDS = 2
-"""So many layers at each end of a row are counted by themselves: those whose neighbour is another layer, and
-those whose neighbour's neighbour is."""
 _Value = TypeVar("_Value")
 
 
@@ -73,8 +70,6 @@ def find_equal_layers(subject: MeasurementTarget, size: int) -> EqualLayers | No
     representatives = subject.representatives or tuple(range(len(subject.chain)))
     runnable = sorted(set(representatives))
     layers = [subject.chain.layers[index] for index in runnable]
-    if len(layers) <= 2 * _ENDS + 1:
-        return EqualLayers(subject, representatives)
     example = ModelInput.of(subject.loaded.example_input_for(size))
     example = example.to(subject.device, subject.dtype, subject.modes.memory_format).clone()
     recorder = _Recorder(layers)
@@ -82,29 +77,25 @@ def find_equal_layers(subject: MeasurementTarget, size: int) -> EqualLayers | No
         forward_layers(layers, example.layer_input, recorder, lambda _index, _tensors: None)
     if not _are_rows(representatives, dict(zip(runnable, recorder.descriptions, strict=True))):
         return None
-    counted: list[int] = []
-    for _, row in groupby(range(len(layers)), key=lambda index: recorder.descriptions[index]):
-        counted += _counted_in_row(list(row))
+    counted = list(range(len(layers)))
+    for row in disjoint_rows(recorder.descriptions):
+        for place in row.repeated():
+            counted[place] = counted[place - row.period]
     by_layer = {index: runnable[place] for index, place in zip(runnable, counted, strict=True)}
     return EqualLayers(subject, tuple(by_layer[index] for index in representatives))
 
 
 def _are_rows(representatives: Sequence[int], descriptions: Mapping[int, Description]) -> bool:
-    """Whether the layers that are left of a row run the same, but for two at each end, as the one that stands
-    for those between."""
-    left = block_rows.LEFT - _ENDS
-    for own, row in groupby(representatives):
-        number = len(list(row))
-        if number > 1:
-            around = (*range(own + 1 - left, own), *range(own + number, own + number + left))
-            if any(descriptions.get(index, descriptions[own]) != descriptions[own] for index in around):
-                return False
+    """Whether the period behind layers that cannot be run is as that before them, which stands for them."""
+    dropped = [index for index, own in enumerate(representatives) if own != index]
+    firsts = [index for index in dropped if index - 1 not in dropped]
+    ends = [index + 1 for index in dropped if index + 1 not in dropped]
+    for first, end in zip(firsts, ends, strict=True):
+        own = representatives[first]
+        behind = [descriptions.get(end + place) for place in range(first - own)]
+        if behind != [descriptions.get(own + place) for place in range(first - own)]:
+            return False
     return True
-
-
-def _counted_in_row(row: list[int]) -> list[int]:
-    middle = row[_ENDS:-_ENDS]
-    return [*row[:_ENDS], *middle[:1] * len(middle), *row[-_ENDS:]] if middle else row
 
 
 class _Recorder(OperationRecord):  # type: ignore[no-untyped-call]

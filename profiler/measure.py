@@ -18,6 +18,7 @@ from ..cost_models.quantities import format_bytes
 from .analytic import AnalyticTarget, estimate
 from .build_profile import build_profile
 from .equal_layers import all_different, find_equal_layers
+from .graphs.tracing_patches import experts_on_meta
 from .journal import Journal
 from .local_machine import free_bytes, parse_device
 from .measurement_target import MeasurementTarget, Setup, build_target
@@ -161,7 +162,8 @@ def _measured(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> P
     if limits.progress is not None:
         limits.progress(Progress("tracing", limits.smallest, None, 0.0))
     if setup.device.type == "meta":
-        return _structure(loaded, setup, limits)
+        with experts_on_meta():
+            return _structure(loaded, setup, limits)
     try:
         return _in_one(loaded, setup, limits)
     except DoesNotFit:

@@ -9,8 +9,8 @@ import numpy as np
 from pydantic import Field
 
 from ..cost_models.document import Bytes, DeviceCount, Dimension, LayerBound, Record, Samples, Seconds
-from ..cost_models.memory import workspace_before_loss
 from ..cost_models.quantities import MOST_LAYERS
+from ..cost_models.stage_bytes import workspace_before_loss
 
 SHORTEST_PASS = 1e-12
 """Seconds. No machine runs a model faster: such a profile was not measured, and gives no rates."""

@@ -237,6 +237,11 @@ def storage_key(of: Tensor | torch.UntypedStorage) -> int:
     return key
 
 
+def version(tensor: Tensor) -> int:
+    """How often its values, or those of a view of them, were overwritten."""
+    return tensor._version
+
+
 def sequence_number(node: Node) -> int:
     """Grows with the order in which autograd recorded the operations."""
     return node._sequence_nr()

@@ -11,6 +11,7 @@ from typing import Literal
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.memory import Recompute
+from pplan.cost_models.runtime import OFFLOAD
 from pplan.cost_models.schedules import Program, find_schedule
 from pplan.cost_models.timeline import step_seconds
 from pplan.planner.assembly import Assembly
@@ -185,7 +186,7 @@ class Enumeration:
             return None
         made = assemble_endless(space, proposal, modes) if late else assemble(space, proposal, modes)
         needs = self._needed(made, self._keys(proposal, modes))
-        peak = max(needs)
+        peak = max(needs) if self._fits_host(made, proposal) else inf
         if peak >= peak_below:
             return None
         self.simulated += 1
@@ -196,6 +197,26 @@ class Enumeration:
         else:
             step = float(step_seconds(made.program, made.costs())[0])
         return Scored(proposal, modes, step, peak) if step < below else None
+
+    def _fits_host(self, made: Assembly, proposal: Proposal) -> bool:
+        """Whether the hosts have the memory for what is offloaded: of every micro-batch between its forward
+        and its backward, what the layers save, the loss aside."""
+        limit, config = self.problem.options.host_memory_bytes, proposal.config
+        if limit is None:
+            return True
+        for device, mode in enumerate(made.recompute):
+            if mode == OFFLOAD:
+                first, end = proposal.bounds[device]
+                size = -(-config.micro_batch_size // len(proposal.devices[device]))
+                costs = self.problem.chain.at(size, past_largest=True)
+                each = float(costs.saved_bytes[first:end].sum())
+                if end == len(self.problem.chain) and costs.loss_saved_bytes is not None:
+                    each -= float(costs.loss_saved_bytes[-1])
+                stages, count = len(proposal.ends), config.micro_batches
+                held = count if config.schedule == "gpipe" else min(count, stages - device)
+                if held * each > limit * (1 - NEAR):
+                    return False
+        return True
 
     def _needed(self, made: Assembly, keys: Sequence[object]) -> list[float]:
         """Bytes by device; inf where they are more than it may hold."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from pplan.cost_models.layer import Chain
+from pplan.cost_models.runtime import OFFLOAD
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.pipeline_config import FIRST_LAYERS
@@ -42,6 +43,7 @@ KINDS: dict[str, int] = {
     "states": 8,
     "tied": 10,
     "first layers": 8,
+    "offload": 8,
 }
 """Kinds of problems, and how often they come."""
 RUNTIMES = (
@@ -104,7 +106,7 @@ class _Maker:
         if self.kind == "many" and self.rng.random() < 0.3:
             return self._one_scales()
         layers = self._between(
-            3, {"many": 6, "schedules": 6, "runtimes": 7, "first layers": 6}.get(self.kind, 8)
+            3, {"many": 6, "schedules": 6, "runtimes": 7, "first layers": 6, "offload": 6}.get(self.kind, 8)
         )
         if self.kind == "long":
             layers = self._between(MOST_BLOCKS + 2, MOST_BLOCKS + 30)
@@ -112,12 +114,21 @@ class _Maker:
         chain = random_chain(self.rng, layers, topology.gpus)
         if self.kind == "long":
             chain = replace(chain, cut_after=np.arange(layers) < layers - 1)
+        if self.kind == "offload":
+            chain = self._saves_more(chain)
         if self.kind == "tied":
             chain = tie(self.rng, chain)
         options = self._plan_options(chain, topology)
         profiles = {OWN: slower_by_layer(self.rng, chain)} if _has_own(topology) else {}
         topology, options = self._with_memory(chain, topology, options)
         return Case(self.seed, self.kind, chain, topology, options, profiles, self._objective(topology))
+
+    def _saves_more(self, chain: Chain) -> Chain:
+        """With memory that is mostly what is saved for backward, at times in part by a loss."""
+        saved = chain.saved_bytes * self.rng.uniform(2, 10)
+        loss = np.zeros_like(saved)
+        loss[-1] = self.rng.choice([0.0, 0.4]) * saved[-1]
+        return replace(chain, saved_bytes=saved, loss_saved_bytes=loss)
 
     def _one_scales(self) -> Case:
         """Layers that take as long at any size, each as long as all devices that are left take for one that
@@ -148,6 +159,7 @@ class _Maker:
             "tied": 4,
             "long": 3,
             "first layers": 3,
+            "offload": 3,
         }
         most = few.get(self.kind, 5)
         if self.kind in ("throughput", "least memory", "cost"):
@@ -182,6 +194,17 @@ class _Maker:
         if self.kind == "first layers":
             made["recompute"] = FIRST_LAYERS
             if self.rng.random() < 0.2:
+                made["runtime"] = "torch"
+        if self.kind == "offload":
+            made["recompute"] = OFFLOAD
+            seconds = float(chain.at(chain.sizes[-1]).forward_seconds.mean())
+            moved = float(chain.at(chain.sizes[-1]).saved_bytes.mean())
+            made["host_bandwidth"] = float(
+                np.clip(moved / seconds * 10 ** self.rng.uniform(-0.7, 1), 1, 1e17)
+            )
+            if self.rng.random() < 0.3:
+                made["host_memory_bytes"] = int(moved * self.rng.uniform(0.5, 20)) + 1
+            if self.rng.random() < 0.3:
                 made["runtime"] = "torch"
         if self.kind == "schedules":
             made["schedule"] = str(self.rng.choice(NAMED))
@@ -225,9 +248,9 @@ class _Maker:
             made["pins"] = ((chain.names[layer], min(self._between(0, gpus - 1), layer)),)
         if rng.random() < 0.3:
             made["micro_batches"] = int(rng.choice([n for n in range(1, batch + 1) if batch % n == 0]))
-        if rng.random() < 0.3 and self.kind not in ("schedules", "first layers"):
+        if rng.random() < 0.3 and self.kind not in ("schedules", "first layers", "offload"):
             made["recompute"] = str(rng.choice(["never", "always"]))
-        if rng.random() < 0.2 and self.kind not in ("schedules", "runtimes", "first layers"):
+        if rng.random() < 0.2 and self.kind not in ("schedules", "runtimes", "first layers", "offload"):
             made["schedule"] = str(rng.choice(["1f1b", "gpipe"]))
             if made["schedule"] == "gpipe" and rng.random() < 0.3 and made.get("micro_batches", 2) > 1:
                 made["recompute"] = "except_last"
@@ -242,6 +265,7 @@ class _Maker:
             "memory": 1.0,
             "infeasible": 1.0,
             "first layers": 1.0,
+            "offload": 1.0,
             "states": 0.6,
             "tied": 0.5,
         }
@@ -267,7 +291,7 @@ class _Maker:
     def _objective(self, topology: Topology) -> Objective:
         if self.kind == "throughput":
             return Objective("throughput")
-        if self.kind == "least memory":
+        if self.kind == "least memory" or (self.kind == "offload" and self.rng.random() < 0.2):
             return Objective("memory", float(self.rng.choice([0.0, 0.05, 0.2, 1.0])))
         if self.kind == "cost":
             prices = {kind.name: float(self.rng.uniform(0.5, 4)) for kind in topology.kinds}

@@ -11,10 +11,10 @@ from itertools import combinations, product
 from pplan.cost_models.first_layers import count_first_layers, first_layers_word
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import Recompute
-from pplan.cost_models.runtime import Runtime, find_runtime
+from pplan.cost_models.runtime import OFFLOAD, Runtime, find_runtime
 from pplan.cost_models.schedules import SCHEDULES
 from pplan.cost_models.topology import Topology
-from pplan.planner.pipeline_config import FIRST_LAYERS
+from pplan.planner.pipeline_config import FIRST_LAYERS, UNPROPOSED
 from pplan.planner.plan_options import PlanOptions
 
 OPEN = ("1f1b", "gpipe")
@@ -58,7 +58,7 @@ class Rules:
             return tuple(name for name in ANY if runtime is None or name in runtime.schedules)
         if requested != "auto":
             return (requested,) if runtime is None or requested in runtime.schedules else ()
-        if runtime is None or self.options.recompute == FIRST_LAYERS:
+        if runtime is None or self.options.recompute in UNPROPOSED:
             return OPEN
         return tuple(name for name in SCHEDULES if name in runtime.schedules)
 
@@ -148,6 +148,9 @@ class Rules:
         if requested == FIRST_LAYERS:
             first = [first_layers_word(count) for count in range(1, len(self.chain))]
             made = dict.fromkeys(product(["never", "always", *first], repeat=devices))
+            return [*made, *((mode,) * devices for mode in whole if mode == "except_last")]
+        if requested == OFFLOAD:
+            made = dict.fromkeys(product(["never", "always", OFFLOAD], repeat=devices))
             return [*made, *((mode,) * devices for mode in whole if mode == "except_last")]
         if requested != "auto":
             return [(mode,) * devices for mode in whole if mode == requested]

@@ -34,11 +34,13 @@ def pytest_sessionfinish():
 
 @dataclass
 class Covering:
-    """Tests that pass, by file and line, by file alone (what runs at import too), and the seconds of each."""
+    """Tests that pass, by file and line, by file alone (what runs at import too), and the seconds of each;
+    `imported`: the lines that run outside of tests."""
 
     seconds: dict[str, float]
     lines: dict[tuple[str, int], set[str]] = field(default_factory=lambda: defaultdict(set))
     files: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    imported: set[tuple[str, int]] = field(default_factory=set)
 
     @classmethod
     def kept(
@@ -61,7 +63,7 @@ class Covering:
             (file, int(line)): {tests[own] for own in numbers} for file, line, numbers in content["lines"]
         }
         files = {file: {tests[own] for own in numbers} for file, numbers in content["files"].items()}
-        return cls(content["seconds"], lines, files)
+        return cls(content["seconds"], lines, files, {(file, line) for file, line in content["imported"]})
 
     def save(self, path: Path) -> None:
         """As JSON; tests by their place in `seconds`."""
@@ -70,7 +72,8 @@ class Covering:
             [file, line, sorted(numbers[test] for test in own)] for (file, line), own in self.lines.items()
         ]
         files = {file: sorted(numbers[test] for test in own) for file, own in self.files.items()}
-        path.write_text(json.dumps({"seconds": self.seconds, "lines": rows, "files": files}))
+        content = {"seconds": self.seconds, "lines": rows, "files": files, "imported": sorted(self.imported)}
+        path.write_text(json.dumps(content))
 
     @classmethod
     def measure(cls, folder: Path, python: Sequence[str], tests: Sequence[str], marks: str) -> Covering:
@@ -106,12 +109,19 @@ class Covering:
         )
         for path, context, numbits in rows:
             test = context.partition("|")[0]
+            file = str(Path(path).relative_to(folder))
+            if not test:
+                covering.imported |= {(file, line) for line in numbits_to_nums(numbits)}
             if test in seconds:
-                file = str(Path(path).relative_to(folder))
                 covering.files[file].add(test)
                 for line in numbits_to_nums(numbits):
                     covering.lines[file, line].add(test)
         return covering
+
+    def is_imported(self, mutant: Mutant) -> bool:
+        """Whether a line of the change runs at import."""
+        lines = range(mutant.line, mutant.last_line + 1)
+        return any((mutant.file, line) in self.imported for line in lines)
 
     def tests_of_lines(self, mutant: Mutant) -> set[str]:
         """Those that run a line of the change."""
@@ -119,12 +129,12 @@ class Covering:
         return set[str]().union(*(self.lines.get((mutant.file, line), set()) for line in lines))
 
     def tests(self, mutant: Mutant) -> list[str]:
-        """Those that run a line of the change, else those that run its file, else (tables of constants are
-        read where they are imported) all of its folder: of the module's own test file first, then of its
+        """Those that run a line of the change, else (tables of constants are read where they are imported)
+        those that run its file and all of its folder: of the module's own test file first, then of its
         folder's tests, the quickest first."""
         own, folder = f"test_{Path(mutant.file).stem}.py::", f"tests/{Path(mutant.file).parent}/"
         return sorted(
-            self.tests_of_lines(mutant) or self.files.get(mutant.file) or self._of_folder(mutant.file),
+            self.tests_of_lines(mutant) or self.files.get(mutant.file, set()) | self._of_folder(mutant.file),
             key=lambda test: (
                 own not in test,
                 not test.startswith(folder),

@@ -97,11 +97,11 @@ def run_tests(
     began = time.monotonic()
     while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
         if time.monotonic() - began > limit:
-            _kill_group(pid)
+            kill_group(pid)
             os.waitpid(pid, 0)
             return "killed by time", ""
         time.sleep(0.05)
-    _kill_group(pid)  # what a test that was ended left running
+    kill_group(pid)  # what a test that was ended left running
     code = os.waitstatus_to_exitcode(ended[1])
     if code == -signal.SIGALRM:
         return "killed by time", ""
@@ -112,7 +112,8 @@ def run_tests(
     return ("passed" if code == 0 else "killed"), "".join((failures or text)[-1:])[:200]
 
 
-def _kill_group(pid: int) -> None:
+def kill_group(pid: int) -> None:
+    """Of a process that called `setsid`, with what it left running."""
     with contextlib.suppress(OSError):
         os.killpg(pid, signal.SIGKILL)
 

@@ -129,22 +129,32 @@ def _step_kernels(
     shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens
 ) -> tuple[AttentionKernel, AttentionKernel]:
     """Forward and backward of the tokens of one device of the context to as many."""
-    sequence = tokens.sequence // degrees.context
+    sequence, has_windows = tokens.sequence // degrees.context, degrees.exchange != "ring"
     forward, backward = (
-        _attention_kernel(shape, sequence, tokens, degrees.tensor, part) for part in (False, True)
+        _attention_kernel(shape, sequence, tokens, degrees.tensor, part, has_windows=has_windows)
+        for part in (False, True)
     )
     return forward, backward
 
 
 def _attention_kernel(
-    shape: TransformerShape, sequence: int, tokens: Tokens, sharers: int, backward: bool
+    shape: TransformerShape,
+    sequence: int,
+    tokens: Tokens,
+    sharers: int,
+    backward: bool,
+    *,
+    has_windows: bool = True,
 ) -> AttentionKernel:
-    """Of so many tokens of each sample, with the share of the heads of one of `sharers` devices."""
+    """Of so many tokens of each sample, with the share of the heads of one of `sharers` devices.
+
+    Each block has the mean of all blocks' windows. A ring passes all keys round whatever the window is.
+    """
     own = shape.attention
+    attended = shape.attended_share(tokens.sequence) if has_windows else 1.0
     heads, shared = own.heads // sharers, own.key_value_heads // sharers
-    return AttentionKernel(
-        sequence, heads, shared, own.head_width, own.value_width, backward, tokens.samples, own.causal
-    )
+    widths, samples = (own.head_width, own.value_width), tokens.samples
+    return AttentionKernel(sequence, heads, shared, *widths, backward, samples, own.causal, attended)
 
 
 def _grouped_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: Tokens) -> LayerWork:

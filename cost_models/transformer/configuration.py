@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import FileError, UsageError, short_repr
+from ..errors import FileError, UsageError
 from ..text_files import read_text
-from .model_families import FAMILIES, FOREIGN_FAMILIES, SIZE_KEYS, Flag, ModelFamily
+from .attention_windows import read_windows
+from .configuration_sizes import NO_DECODER, ConfigurationSizes, wrong_value
+from .model_families import FAMILIES, FOREIGN_FAMILIES, SIZE_KEYS, ModelFamily
 from .transformer_shape import (
     MOST_BLOCKS,
     AttentionShape,
@@ -20,16 +22,11 @@ from .transformer_shape import (
     VectorParameters,
 )
 
-_LARGEST = 2**31
-"""Of any size of a configuration: far above what is trained."""
-_LONGEST = 100
-"""Characters of a model's name."""
 _ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _STATE_SPACE = (
     "mamba", "ssm_", "linear_num", "linear_conv", "conv_l", "lru_", "rwkv", "state_size", "time_step",
 )  # fmt: skip
 """Beginnings of keys that only models with other layers than attention have."""
-_NO_DECODER = "Give the config.json of a decoder-only transformer."
 
 
 def load_transformer_shape(path: Path) -> TransformerShape:
@@ -51,12 +48,15 @@ PREDICTOR_KEYS = ("num_nextn_predict_layers", "mtp_num_layers")
 
 def transformer_shape(keys: Mapping[str, Any], name: str = "") -> TransformerShape:
     """Of the keys of a configuration, in any of the families' spellings. Raises UsageError."""
+    whole = keys
     keys = _section(keys, "text_config") or keys
     for part in ("attn_config", "ffn_config"):  # of DBRX and MPT
         keys = {**_section(keys, part), **keys}
-    sizes = _ConfigurationSizes(keys)
+    sizes = ConfigurationSizes(keys)
     name = sizes.text("model_type") or name
     _check_kind(keys, name)
+    if ConfigurationSizes(whole).flag(("is_encoder_decoder", False)):
+        _check_kind(whole, name)
     family = FAMILIES.get(name, ModelFamily())
     hidden, heads = sizes.needed(*SIZE_KEYS["hidden"]), sizes.needed(*SIZE_KEYS["heads"])
     blocks = sizes.needed(*SIZE_KEYS["layers"])
@@ -71,30 +71,25 @@ def transformer_shape(keys: Mapping[str, Any], name: str = "") -> TransformerSha
         experts=experts,
         gated=family.gated,
         tied=sizes.flag(("tie_word_embeddings", family.tied)),
-        note=_note(name),
+        note=_note(name, is_part=keys.get("model_type") != whole.get("model_type")),
         predictors=sizes.optional(*PREDICTOR_KEYS),
+        windows=read_windows(sizes, name, min(blocks, MOST_BLOCKS)),
     )
     return replace(shape, vectors=_vectors(shape, family, sizes)).with_blocks(blocks)
-
-
-def _wrong(key: str, value: object, expected: str) -> UsageError:
-    is_huge = isinstance(value, int) and abs(value) > 10**40
-    text = "a number of more than 40 digits" if is_huge else short_repr(value)
-    return UsageError(f"{key}={text}: must be {expected}", "Give the model's own config.json.")
 
 
 def _section(keys: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The keys under a key; none where it is missing, or null."""
     section = keys.get(name)
     if section is not None and not isinstance(section, Mapping):
-        raise _wrong(name, section, "keys with their values")
+        raise wrong_value(name, section, "keys with their values")
     return section or {}
 
 
 def _check_kind(keys: Mapping[str, Any], name: str) -> None:
     """Raises UsageError for a model that is not blocks of attention and feed-forward layers."""
     other = next((str(key) for key in keys if str(key).lower().startswith(_STATE_SPACE)), None)
-    sizes = _ConfigurationSizes(keys)
+    sizes = ConfigurationSizes(keys)
     kinds = sizes.members("layer_types", str, "a list of names") or []
     other = next((f"layer_types: {kind}" for kind in kinds if kind not in _ATTENTION_KINDS), other)
     if sizes.flag(("is_encoder_decoder", False)):
@@ -103,77 +98,27 @@ def _check_kind(keys: Mapping[str, Any], name: str) -> None:
         other = "its blocks"
     if other:
         raise UsageError(
-            f"{name or 'the model'}: {other[:60]}: not a stack of blocks with attention", _NO_DECODER
+            f"{name or 'the model'}: {other[:60]}: not a stack of blocks with attention", NO_DECODER
         )
 
 
-def _note(name: str) -> str:
-    if name in FAMILIES:
-        return ""
-    return (
+def _note(name: str, *, is_part: bool) -> str:
+    """What is not known, or not counted; `is_part`: of a model that reads more than text."""
+    unknown = (
         f"the model_type {name[:40]!r} is not known, its blocks are taken for Llama's: compare its number of "
         "parameters"
     )
+    part = "of the model its text_config alone is counted, and nothing that reads pictures or sound"
+    return "; ".join([*([] if name in FAMILIES else [unknown]), *([part] if is_part else [])])
 
 
-class _ConfigurationSizes:
-    """Whole numbers by any of several keys."""
-
-    def __init__(self, keys: Mapping[str, Any]) -> None:
-        self.keys = keys
-
-    def optional(self, *names: str) -> int:
-        """0 where none of them is given."""
-        for name in names:
-            value = self.keys.get(name)
-            if value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LARGEST:
-                raise _wrong(name, value, f"a whole number from 0 to {_LARGEST}")
-            return value
-        return 0
-
-    def needed(self, *names: str) -> int:
-        size = self.optional(*names)
-        if not size:
-            raise UsageError(f"the key {' or '.join(names[:2])} is missing, or 0", _NO_DECODER)
-        return size
-
-    def flag(self, flag: Flag) -> bool:
-        """What it says of the model."""
-        if isinstance(flag, bool):
-            return flag
-        value = self.keys.get(flag[0])
-        if value is None:
-            return flag[1]
-        if not isinstance(value, int) or value not in (0, 1):
-            raise _wrong(flag[0], value, "true or false")
-        return bool(value)
-
-    def text(self, name: str) -> str:
-        """A word; empty where it is missing."""
-        value = self.keys.get(name)
-        if value is not None and not (isinstance(value, str) and len(value) <= _LONGEST):
-            raise _wrong(name, value, f"a text of up to {_LONGEST} characters")
-        return value or ""
-
-    def members(self, name: str, kind: type, expected: str) -> list[Any] | None:
-        """A list of this kind of values; None where it is missing."""
-        values = self.keys.get(name)
-        if values is None:
-            return None
-        if not isinstance(values, list) or any(type(each) is not kind for each in values):
-            raise _wrong(name, values, expected)
-        return values
-
-
-def _feed_forward_width(sizes: _ConfigurationSizes, hidden: int) -> int:
+def _feed_forward_width(sizes: ConfigurationSizes, hidden: int) -> int:
     """Of the blocks without experts."""
     ratio = sizes.optional("expansion_ratio") or 4
     return sizes.optional("intermediate_size_mlp", *SIZE_KEYS["intermediate"]) or ratio * hidden
 
 
-def _attention(sizes: _ConfigurationSizes, hidden: int, heads: int, family: ModelFamily) -> AttentionShape:
+def _attention(sizes: ConfigurationSizes, hidden: int, heads: int, family: ModelFamily) -> AttentionShape:
     latent = sizes.optional("kv_lora_rank")
     if latent:
         rotary = sizes.needed("qk_rope_head_dim")
@@ -201,7 +146,7 @@ def _attention(sizes: _ConfigurationSizes, hidden: int, heads: int, family: Mode
     return AttentionShape(heads, shared, width, width, causal=not family.encoder)
 
 
-def _key_value_heads(sizes: _ConfigurationSizes, heads: int) -> int:
+def _key_value_heads(sizes: ConfigurationSizes, heads: int) -> int:
     """Those of one head where the key is multi_query; Falcon's later ones have their number."""
     grouped = sizes.optional(*SIZE_KEYS["key_value_heads"]) or heads
     if "multi_query" not in sizes.keys or sizes.flag(("new_decoder_architecture", False)):
@@ -209,7 +154,7 @@ def _key_value_heads(sizes: _ConfigurationSizes, heads: int) -> int:
     return 1 if sizes.flag(("multi_query", True)) else heads
 
 
-def _experts(sizes: _ConfigurationSizes) -> ExpertShape | None:
+def _experts(sizes: ConfigurationSizes) -> ExpertShape | None:
     number = sizes.optional("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
     if number < 2:
         return None
@@ -228,7 +173,7 @@ def _experts(sizes: _ConfigurationSizes) -> ExpertShape | None:
     return ExpertShape(number, per_token, width, shared)
 
 
-def _routed(sizes: _ConfigurationSizes, blocks: int) -> Iterator[bool]:
+def _routed(sizes: ConfigurationSizes, blocks: int) -> Iterator[bool]:
     """By block: `first_k_dense_replace` (DeepSeek), `mlp_only_layers` and `decoder_sparse_step` (Qwen),
     `moe_layer_freq`, `moe_layer_start_index` (Ernie), `moe_layers` (Llama 4) say which have no experts;
     without them all have."""
@@ -244,7 +189,7 @@ def _routed(sizes: _ConfigurationSizes, blocks: int) -> Iterator[bool]:
         expected = "a whole number, or 0 or 1 for each layer"
         flags = sizes.members("moe_layer_freq", int, expected) or []
         if not flags or not set(flags) <= {0, 1}:
-            raise _wrong("moe_layer_freq", flags, expected)
+            raise wrong_value("moe_layer_freq", flags, expected)
     else:
         every = sizes.optional("moe_layer_freq") or 1
     for block in range(min(blocks, MOST_BLOCKS)):
@@ -257,7 +202,7 @@ def _routed(sizes: _ConfigurationSizes, blocks: int) -> Iterator[bool]:
             yield inside and (block + 1) % step == 0 and block % every == 0
 
 
-def _vectors(shape: TransformerShape, family: ModelFamily, sizes: _ConfigurationSizes) -> VectorParameters:
+def _vectors(shape: TransformerShape, family: ModelFamily, sizes: ConfigurationSizes) -> VectorParameters:
     """Biases, norms and tables of positions."""
     norm = {"rms": 1, "layer": 2, "scale": 1, "none": 0}[family.norm] * shape.hidden
     ends = norm if not family.encoder else shape.hidden * (shape.hidden + 3) + shape.vocabulary
@@ -275,7 +220,7 @@ def _vectors(shape: TransformerShape, family: ModelFamily, sizes: _Configuration
     )
 
 
-def _norms_before(family: ModelFamily, sizes: _ConfigurationSizes) -> tuple[int, int]:
+def _norms_before(family: ModelFamily, sizes: ConfigurationSizes) -> tuple[int, int]:
     """Norms of attention and feed-forward layer; blocks that compute both side by side can have one."""
     both = family.attention_norms, family.feed_forward_norms
     one = family.attention_norms, 0
@@ -289,7 +234,7 @@ def _norms_before(family: ModelFamily, sizes: _ConfigurationSizes) -> tuple[int,
 
 
 def _attention_vectors(
-    shape: TransformerShape, family: ModelFamily, sizes: _ConfigurationSizes, norm: int
+    shape: TransformerShape, family: ModelFamily, sizes: ConfigurationSizes, norm: int
 ) -> LayerParameters:
     attention = shape.attention
     whole, shared = norm * _norms_before(family, sizes)[0], 0
@@ -310,7 +255,7 @@ def _attention_vectors(
 
 
 def _dense_vectors(
-    shape: TransformerShape, family: ModelFamily, sizes: _ConfigurationSizes, norm: int
+    shape: TransformerShape, family: ModelFamily, sizes: ConfigurationSizes, norm: int
 ) -> LayerParameters:
     whole = norm * _norms_before(family, sizes)[1] + family.block_scalars
     if not sizes.flag(family.feed_forward_bias):
@@ -319,7 +264,7 @@ def _dense_vectors(
 
 
 def _expert_vectors(
-    shape: TransformerShape, family: ModelFamily, sizes: _ConfigurationSizes, norm: int
+    shape: TransformerShape, family: ModelFamily, sizes: ConfigurationSizes, norm: int
 ) -> LayerParameters:
     if shape.experts is None:
         return LayerParameters(0, 0, 0)

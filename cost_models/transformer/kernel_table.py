@@ -68,7 +68,10 @@ class GroupedMatmul:
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """Attention (flash attention) of `samples` sequences; `causal`: to the tokens before only."""
+    """Attention (flash attention) of `samples` sequences; `causal`: to the tokens before only.
+
+    `attended`: the share of its FLOPs, and so of its seconds, that is computed where attention has a window.
+    """
 
     sequence: int
     heads: int
@@ -78,11 +81,12 @@ class AttentionKernel:
     backward: bool
     samples: int = 1
     causal: bool = True
+    attended: float = 1.0
 
     @property
     def flops(self) -> float:
-        """Of the half below the diagonal, or of the square: two products forward, five backward (Dao,
-        "FlashAttention-2", ICLR 2024, section 3.1)."""
+        """Of the half below the diagonal, or of the square, without a window: two products forward, five
+        backward (Dao, "FlashAttention-2", ICLR 2024, section 3.1)."""
         half = self.samples * float(self.sequence) ** 2 * self.heads * (self.head_width + self.value_width)
         return half * (2.5 if self.backward else 1) * (1 if self.causal else 2)
 

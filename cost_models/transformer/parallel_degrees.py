@@ -87,7 +87,9 @@ class ParallelDegrees:
             return f"a sequence of {sequence} tokens is no multiple of tensor x context = {pieces}"
         if self.context > 1 and sequence % (2 * self.context):
             return f"a sequence of {sequence} tokens is no multiple of 2 x context = {2 * self.context}"
-        widths = [shape.feed_forward, *([shape.experts.shared_width] if shape.experts else [])]
+        # Where all blocks have experts, no layer has the width of the dense ones.
+        dense = [] if all(shape.routed) else [shape.feed_forward]
+        widths = [*dense, *([shape.experts.shared_width] if shape.experts else [])]
         if any(width % tensor for width in widths):
             return f"a feed-forward layer of {max(widths)} cannot be shared by {tensor} devices"
         if self.expert > 1:

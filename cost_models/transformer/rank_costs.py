@@ -164,9 +164,10 @@ class RankCosts:
                 )
                 return own + (steps - 1) * max(own, sent)
             case _:
+                share = kernel.attended if isinstance(kernel, AttentionKernel) else 1.0
                 if self.table is not None and self.table.knows(kernel):
-                    return self.table.seconds(kernel) * self.overheads.slowdown
-                return self.limits.product_seconds(kernel) * self.overheads.slowdown
+                    return share * self.table.seconds(kernel) * self.overheads.slowdown
+                return share * self.limits.product_seconds(kernel) * self.overheads.slowdown
 
 
 def products(works: Iterable[LayerWork]) -> list[Product]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -82,6 +83,22 @@ class ExpertShape:
     shared_width: int = 0
 
 
+class AttentionWindow(NamedTuple):
+    """A token attends to at most `tokens`, itself included: the last ones, or, `chunked`, those of its piece
+    of the sequence (Llama 4)."""
+
+    tokens: int
+    chunked: bool = False
+
+    def pairs(self, sequence: int) -> int:
+        """Of a token and one that it attends to."""
+        size = min(self.tokens, sequence)
+        if not self.chunked:
+            return size * (size + 1) // 2 + (sequence - size) * size
+        pieces, rest = divmod(sequence, size)
+        return pieces * (size * (size + 1) // 2) + rest * (rest + 1) // 2
+
+
 @dataclass(frozen=True)
 class TransformerShape:
     """Sizes of embedding, blocks and head. `routed`: by block, whether its feed-forward layer has experts.
@@ -89,7 +106,8 @@ class TransformerShape:
     `gated` feed-forward layers have two matrices up and one down (SwiGLU and the like), others one up.
     `vectors`: the parameters beside the matrices; None: a scale for each norm of a block and behind the last.
     `note`: what is not known of the model, as a sentence. `predictors`: blocks that predict further tokens
-    (DeepSeek-AI, "DeepSeek-V3", arXiv:2412.19437, section 2.2); they are counted nowhere else.
+    (DeepSeek-AI, "DeepSeek-V3", arXiv:2412.19437, section 2.2); they are counted nowhere else. `windows`: by
+    block what attention is limited to, or None; empty where all blocks attend to all tokens before.
     """
 
     name: str
@@ -104,6 +122,7 @@ class TransformerShape:
     vectors: VectorParameters | None = None
     note: str = ""
     predictors: int = 0
+    windows: tuple[AttentionWindow | None, ...] = ()
 
     @property
     def blocks(self) -> int:
@@ -114,7 +133,16 @@ class TransformerShape:
         """The same with fewer or more blocks: the first ones as they are, more like the last."""
         if not 0 < number <= MOST_BLOCKS:
             raise UsageError(f"layers={number}: must be from 1 to {MOST_BLOCKS}", "Give the model's layers.")
-        return replace(self, routed=(*self.routed, *self.routed[-1:] * number)[:number])
+        windows = self.windows * (number // len(self.windows) + 1) if self.windows else ()
+        routed = (*self.routed, *self.routed[-1:] * number)
+        return replace(self, routed=routed[:number], windows=windows[:number])
+
+    def attended_share(self, sequence: int) -> float:
+        """Of the half below the diagonal what a block's attention computes, in the mean of all blocks."""
+        whole = sequence * (sequence + 1) // 2
+        counts = Counter(self.windows)
+        pairs = sum(count * (own.pairs(sequence) if own else whole) for own, count in counts.items())
+        return pairs / (len(self.windows) * whole) if self.windows else 1.0
 
     def beside_matrices(self) -> VectorParameters:
         """Biases, norms, tables of positions."""

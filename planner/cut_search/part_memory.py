@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.hardware import Device
-from ...cost_models.memory import Amount, Training, total, with_reserve
+from ...cost_models.memory import Training, total, with_reserve
 from ...cost_models.schedules import Program, StageSlot
+from ...cost_models.stage_bytes import Amount
 from ..search.space import Space
 from ..stage_table import Floats, StageTable, ledger_options
 

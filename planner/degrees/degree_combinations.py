@@ -163,6 +163,15 @@ def nothing_possible(shape: TransformerShape, devices: int, options: DegreeOptio
             "and the model",
             "Allow more of them.",
         )
+    divisors = [number for number in range(1, devices + 1) if devices % number == 0]
+    for context in divisors:
+        if any(list_combinations(shape, devices, replace(free, cp=(context,)))):
+            return UsageError(
+                f"no degrees divide {devices} devices, {shape.blocks} layers and a batch of "
+                f"{options.mini_batch} that leave a device {LEAST_TOKENS} tokens of a sequence of "
+                f"{options.sequence}",
+                f"Allow that {context} devices share a sequence: `cp={context}`.",
+            )
     degrees = ParallelDegrees(pipeline=1, data=devices)
     why = (
         degrees.problem_with(shape, options.sequence) or f"the batch of {options.mini_batch} does not divide"

@@ -54,15 +54,6 @@ def _degree_option(what: str) -> Any:
     return option(None, _counts, what, "N[,N]", panel="The search", read=_read_counts)
 
 
-def _host_bandwidth(name: str, value: Any) -> float | None:
-    rate = arguments.optional_number(name, value)
-    if rate is not None and not 1 <= rate <= 1e18:
-        raise UsageError(
-            f"{name}={rate:g}: must be from 1 to 1e18 bytes per second", f"For example: {name}=50e9."
-        )
-    return rate
-
-
 def _predictors(name: str, value: Any) -> int:
     return arguments.whole(name, value, at_least=0, at_most=8)
 
@@ -178,7 +169,7 @@ class DegreeOptions(Options):
     )
     host_bandwidth: float | None = option(
         None,
-        _host_bandwidth,
+        arguments.optional_rate,
         "Of a GPU's copies to the host's memory, and as much back; default: 85 % of its link to the host.",
         "50GB/s",
         panel="The search",

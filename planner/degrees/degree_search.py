@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...cost_models.errors import InfeasibleError
+from ...cost_models.quantities import format_bytes, format_count
 from ...cost_models.transformer.kernel_table import Product
 from ...cost_models.transformer.layer_table import LayerTable
 from ...cost_models.transformer.layer_work import Tokens
@@ -140,7 +141,7 @@ def search_degrees(
     )
     plans.fit()
     if not plans.best:
-        raise _nothing_fits(shape, devices, count, plans.least, memory_bytes)
+        raise _nothing_fits(shape, devices, count, plans.attempts, memory_bytes)
     plans.improve()
     plans.tighten()
     bound = min(plans.bound, _step_seconds(plans.plans[0]))
@@ -172,13 +173,14 @@ def _layer_tables(
 
 class _BestPlans:
     """The best plan of each degrees with a micro-batch size, the `bound` of all that was tried, and the
-    `least` bytes that did not fit. Of 1F1B and of interleaved pipelines each, until blocks were moved: it
-    gains more in these."""
+    `attempts` before the first that fitted. Of 1F1B and of interleaved pipelines each, until blocks were
+    moved: it gains more in these."""
 
     def __init__(self, memory_bytes: float) -> None:
         self.memory_bytes = memory_bytes
         self.best: dict[tuple[ParallelDegrees, Tokens, bool], DegreePlan] = {}
-        self.least = self.worst = self._bound = float("inf")
+        self.worst = self._bound = float("inf")
+        self.attempts: list[tuple[LayerTable, Combination]] = []
         self._unfit: list[tuple[float, int, LayerTable, Combination]] = []
         self._interleaved: list[tuple[float, int, LayerTable, Combination]] = []
 
@@ -197,9 +199,11 @@ class _BestPlans:
 
     def try_combination(self, layers: LayerTable, one: Combination) -> None:
         """All divisions of its layers: the bound of all, and the best of a few."""
+        if not self.best:
+            self.attempts.append((layers, one))
         if layers.least_bytes() > self.memory_bytes:
-            self.least = min(self.least, layers.least_bytes())
-        elif one.virtual_stages == 1:
+            return
+        if one.virtual_stages == 1:
             self._try_divisions(layers, one)
         else:
             self._try_interleaved(layers, one)
@@ -211,9 +215,6 @@ class _BestPlans:
             return
         lower, divided = least_division(layers, self.memory_bytes)
         if divided is None:
-            self.least = min(
-                self.least, layers.peak_bytes(layers.setting.even_blocks(layers.shape.blocks, layers.slots))
-            )
             return
         self._bound = min(self._bound, max(lower, quick))
         if lower < self._useful(one):
@@ -230,9 +231,7 @@ class _BestPlans:
         for counts in interleaved_divisions(layers):
             if interleaved_bound(layers, counts) >= self._useful(one):
                 fits = True
-            elif (peak := layers.peak_bytes(counts)) > self.memory_bytes:
-                self.least = min(self.least, peak)
-            else:
+            elif layers.peak_bytes(counts) <= self.memory_bytes:
                 fits = True
                 self._keep(_plan(layers, one, counts))
         if not fits and one.recompute_blocks is None:
@@ -321,10 +320,30 @@ def _best_division(
 
 
 def _nothing_fits(
-    shape: TransformerShape, devices: int, combinations: int, least: float, memory_bytes: float
+    shape: TransformerShape,
+    devices: int,
+    combinations: int,
+    attempts: Sequence[tuple[LayerTable, Combination]],
+    memory_bytes: float,
 ) -> InfeasibleError:
+    """Names the combination that needs least with stages of as many blocks, and its bytes."""
+    least, name = float("inf"), ""
+    for layers, one in sorted(attempts, key=lambda each: each[0].least_bytes()):
+        if layers.least_bytes() >= least:
+            break
+        peak = layers.peak_bytes(layers.setting.even_blocks(shape.blocks, layers.slots))
+        if peak < least:
+            least = peak
+            name = f"{one.degrees.describe()}, micro-batches of {one.micro_batch_size}, {_again(one)}"
     return InfeasibleError(
-        f"{shape.name}: none of {combinations} combinations fits: the least needs {least / 2**30:.1f} GiB "
-        f"on a device, which has {memory_bytes / 2**30:.1f} GiB",
-        f"Use more than {devices} devices, a shorter sequence, or allow more degrees.",
+        f"{shape.name}: none of {format_count(combinations, 'combination')} was found to fit: of those with "
+        f"even stages {name} needs least, {format_bytes(least)} on a device, of which "
+        f"{format_bytes(max(memory_bytes, 0.0))} may be used",
+        f"Use more than {format_count(devices, 'device')}, a shorter sequence, or allow more degrees.",
+        {"needed_bytes": least},
     )
+
+
+def _again(one: Combination) -> str:
+    number = one.recompute_blocks
+    return f"recompute {one.recompute if number is None else f'first {number}'}"

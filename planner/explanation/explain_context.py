@@ -16,7 +16,7 @@ from ..assembly import Assembly
 from ..candidate import Proposal, ScoredPlan
 from ..layout import Layout
 from ..overrides import Overrides
-from ..pipeline_config import FIRST_LAYERS, Mode, PipelineConfig
+from ..pipeline_config import UNPROPOSED, Mode, PipelineConfig
 from ..plan_file import Plan
 from ..plan_options import PlanOptions
 from ..plan_simulation import align_profiles
@@ -125,7 +125,7 @@ def _proposal(plan: Plan, mode: Mode) -> Proposal:
 def _modes(problem: Problem, plan: Plan) -> Iterator[Mode]:
     """Ways to recompute that the plan may stand for: as its options say, and to the letter."""
     requested = problem.modes(plan.schedule)
-    yield from (mode for mode in requested if mode in ("by_stage", FIRST_LAYERS))
+    yield from (mode for mode in requested if mode in ("by_stage", *UNPROPOSED))
     yield "by_stage" if plan.recompute == "selective" else plan.recompute
 
 

@@ -7,6 +7,7 @@ recomputation forced or forbidden; where the step waits for launches, launches t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
@@ -14,6 +15,7 @@ from ...cost_models.document import Document, Record
 from ...cost_models.errors import UsageError
 from ...cost_models.layer import Chain
 from ...cost_models.quantities import format_seconds
+from ...cost_models.runtime import OFFLOAD
 from ...cost_models.topology import Topology
 from ..candidate import ScoredPlan
 from ..plan_file import Plan
@@ -62,6 +64,8 @@ def solve_what_ifs(
         ("recompute always", lambda p: _recomputing(p, "always")),
         ("recompute never", lambda p: _recomputing(p, "never")),
     ]
+    if set(context.present.recompute) - {"never", OFFLOAD} and _may_offload(context.problem):
+        changes.append((f"recompute {OFFLOAD}", lambda p: _recomputing(p, OFFLOAD)))
     if launches:
         changes.append(("launches in no time", without_launches))
     return (_solve_what_if(context, seeds, words, change) for words, change in changes)
@@ -86,6 +90,13 @@ def _one_more(problem: Problem) -> Problem:
 
 def _recomputing(problem: Problem, mode: str) -> Problem:
     return replace(problem, options=replace(problem.options, recompute=mode))
+
+
+def _may_offload(problem: Problem) -> bool:
+    """Whether plans whose stages offload may be searched."""
+    with suppress(UsageError):
+        return _recomputing(problem, OFFLOAD).space.host is not None
+    return False
 
 
 class Explanation(Document):

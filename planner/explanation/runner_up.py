@@ -45,7 +45,7 @@ Shape = tuple[tuple[int, ...], ...]
 
 class RunnerUp(Record):
     """The best other plan that was found, of those that are not as fast. `proven`: no other of the searched
-    space is faster. `plan` is None where none fits, or none was found."""
+    space is faster. `plan` is None where none is possible, or none was found."""
 
     differs: str
     """How, in words."""
@@ -57,7 +57,7 @@ class RunnerUp(Record):
     @property
     def reason(self) -> str:
         """Why there is no plan, where there is none."""
-        return "none fits" if self.proven else "none was found"
+        return "none is possible" if self.proven else "none was found"
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ from math import inf
 
 import numpy as np
 
-from ...cost_models.memory import Amount, Recompute, Training, total, with_reserve
+from ...cost_models.memory import Recompute, Training, total, with_reserve
 from ...cost_models.schedules import Program, find_schedule
+from ...cost_models.stage_bytes import Amount
 from ..asynchronous import assemble_endless, reduced_seconds, steady_seconds
 from ..candidate import Proposal, ScoredPlan
 from ..pipeline_config import PipelineConfig

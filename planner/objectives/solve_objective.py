@@ -13,7 +13,7 @@ from ..coverage import describe_order, describe_search
 from ..infeasible import no_plan_fits
 from ..joint_search import find_best_plan, with_bound
 from ..mini_batch import choose_mini_batch, smaller_defaults
-from ..pipeline_config import FIRST_LAYERS
+from ..pipeline_config import UNPROPOSED
 from ..plan_document import list_problem_warnings, plan_without_comparison
 from ..plan_file import Plan
 from ..plan_records import Aim, ProfileReference
@@ -53,9 +53,10 @@ def optimize(objective: Objective, problem: Problem) -> ObjectiveResult:
             "Omit one of the two.",
         )
     if objective.name == THROUGHPUT:
-        if problem.options.recompute == FIRST_LAYERS:
+        mode = problem.options.recompute
+        if mode in UNPROPOSED:
             raise UsageError(
-                f"recompute={FIRST_LAYERS!r} with objective={THROUGHPUT!r}: it is searched of 1f1b and gpipe",
+                f"recompute={mode!r} with objective={THROUGHPUT!r}: it is searched of 1f1b and gpipe",
                 "Omit one of the two.",
             )
         return throughput(problem)

@@ -25,7 +25,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from ..candidate import ScoredPlan
-from ..pipeline_config import FIRST_LAYERS
+from ..pipeline_config import UNPROPOSED
 from ..plan_records import TIE
 from .budget import OutOfTime, SearchBudget
 from .device_sets import make_ranges
@@ -145,7 +145,7 @@ class _BranchAndBound:
     def _bound_rest(self) -> None:
         """Bounds the plans of the subproblems for whose options there was no time."""
         rest = [problem for problem in self.whole if self._is_left(problem)]
-        if not rest or self.limit < np.inf or rest[0].family.config.recompute == FIRST_LAYERS:
+        if not rest or self.limit < np.inf or rest[0].family.config.recompute in UNPROPOSED:
             return
         families, budget = [problem.family for problem in rest], self.space.budget.part(FOR_RELAXED)
         bound = RelaxedBound(self.space, families, self.counts, False, budget).least(self.step)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ...cost_models.errors import UsageError
 from ..candidate import Proposal, ScoredPlan
-from ..pipeline_config import FIRST_LAYERS
+from ..pipeline_config import UNPROPOSED
 from ..plan_records import TIE
 from .branch_and_bound import WORK, SearchResult, search
 from .budget import OutOfTime, SearchBudget
@@ -65,10 +65,11 @@ def search_large(
 ) -> SearchResult:
     """The best plan found of these families, no slower than the seeds; and a bound on all of them, with any
     of the devices. `deeper`: plans with more stages are allowed, too: they are only bounded.
-    Raises UsageError where first layers are to recompute, of which the bound knows nothing."""
-    if any(family.config.recompute == FIRST_LAYERS for family in families):
+    Raises UsageError where first layers are to recompute, or stages to offload, of which the bound knows
+    nothing."""
+    if unknown := [own.config.recompute for own in families if own.config.recompute in UNPROPOSED]:
         raise UsageError(
-            f"recompute={FIRST_LAYERS!r} of so many devices or layers",
+            f"recompute={unknown[0]!r} of so many devices or layers",
             f"It is searched up to {MOST_DEVICES} devices and {MOST_BLOCKS} places to cut: recompute='auto'.",
         )
     budget = space.budget.part(WORK if work is None else work)

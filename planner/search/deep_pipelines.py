@@ -155,11 +155,7 @@ def _shapes(space: Space, family: Family) -> Iterator[_EvenStages]:
                     break
                 replicas.append(own)
                 at += own
-            if (
-                replicas
-                and tuple(replicas) not in shapes
-                and len(replicas) <= min(MOST_STAGES, len(space.chain))
-            ):
+            if replicas and tuple(replicas) not in shapes:
                 shapes.add(tuple(replicas))
                 ends = np.cumsum(replicas)
                 slowest = [

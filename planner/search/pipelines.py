@@ -18,6 +18,7 @@ from ...cost_models.port_sharing import (
     TopologyPorts,
     all_reduce_ends,
 )
+from ...cost_models.runtime import OFFLOAD
 from ...cost_models.schedules import Program, cached_program
 from ...cost_models.simulator.costs import Costs, Hosts, find_transfers
 from ...cost_models.simulator.linear import LinearCosts, linear_ends
@@ -283,10 +284,11 @@ def build_pipelines(
             backward, accumulation = group.backward_seconds(config.micro_batches)
             at = cut_points.index(first), cut_points.index(end)
             again = at[0], repeat_end(cut_points, *at, modes[row][stage])
-            columns["forward"][row, stage] = group.forward[at]
-            columns["plain"][row, stage] = backward[at]
-            columns["backward"][row, stage] = backward[at] + (
-                group.forward[again] if again[1] > again[0] else 0.0
+            copies = group.copy_seconds[at] if modes[row][stage] == OFFLOAD else 0.0
+            columns["forward"][row, stage] = group.forward[at] + copies
+            columns["plain"][row, stage] = backward[at] + copies
+            columns["backward"][row, stage] = (
+                backward[at] + copies + (group.forward[again] if again[1] > again[0] else 0.0)
             )
             columns["accumulation"][row, stage] = accumulation[at]
             columns["exposed_allreduce"][row, stage] = group.exposed_allreduce[at]

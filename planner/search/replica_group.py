@@ -9,13 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ...cost_models.communication import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from ...cost_models.errors import UsageError
+from ...cost_models.machines.rooflines import host_bandwidth
 from ...cost_models.memory import LedgerOptions, Moment, Recompute
 from ...cost_models.optimizers import FLOAT32, find_optimizer
+from ...cost_models.runtime import OFFLOAD
+from ...cost_models.topology import Topology
+from ..plan_options import PlanOptions
 from ..stage_table import Floats, Indices, StageTable
 
 
@@ -82,6 +90,37 @@ def make_buckets(gradient_bytes: Floats, cut_points: Sequence[int]) -> Buckets:
     return Buckets(tuple(cut_points), tuple(closed), last_bytes, left_layer)
 
 
+class HostMemory(NamedTuple):
+    """Of the host of each device: bytes per second of copies there, and as many back; and how many bytes of
+    its memory the device may use."""
+
+    bandwidth: float
+    limit: float = inf
+
+
+def find_host(topology: Topology, options: PlanOptions, sharers: int) -> HostMemory | None:
+    """The host of every device, the slowest of several kinds; None where no stage may offload. `sharers`:
+    GPUs that share every layer. Raises UsageError."""
+    if options.recompute != OFFLOAD:
+        return None
+    if sharers > 1:
+        raise UsageError(
+            f"recompute={OFFLOAD!r} of layers that {sharers} GPUs share: it is not run",
+            "Use recompute='auto', or a profile of whole layers.",
+        )
+    rates = list[float]()
+    for kind in topology.kinds:
+        rate = options.host_bandwidth or host_bandwidth(kind.name)
+        if rate is None:
+            raise UsageError(
+                f"recompute={OFFLOAD!r}: how fast {kind.name} copies to its host's memory is not known",
+                "Give it: host_bandwidth=25e9 for 25 GB/s, say.",
+            )
+        rates.append(rate)
+    limit = options.host_memory_bytes
+    return HostMemory(min(rates), inf if limit is None else float(limit))
+
+
 @dataclass(frozen=True, eq=False)
 class ReplicaGroupCosts:
     """What all stages cost on so many devices of these kinds, so joined. Tables as of `StageTable`.
@@ -101,6 +140,8 @@ class ReplicaGroupCosts:
     limit: float
     optimizer: str
     ledger: LedgerOptions
+    host: HostMemory | None = None
+    """Where stages may offload."""
     least_tied: Floats | float = 0.0
     """Of sums of tied weights' gradients, at the least: they follow the all-reduce."""
     _room: dict[str, Floats] = field(default_factory=dict)
@@ -112,12 +153,29 @@ class ReplicaGroupCosts:
             return self.backward, self.accumulation
         return self.backward - self.accumulation, np.zeros_like(self.accumulation)
 
+    @cached_property
+    def copy_seconds(self) -> Floats:
+        """Of what a micro-batch offloads, to the host: at the end of its forward, and as long back."""
+        assert self.host is not None
+        seconds: Floats = np.asarray(self.table.stage_bytes.offloaded) / self.host.bandwidth
+        return seconds
+
+    def fits_host(self, in_flight: float) -> npt.NDArray[np.bool_]:
+        """Whether the host has memory for so many micro-batches of each stage that offloads."""
+        assert self.host is not None
+        fits: npt.NDArray[np.bool_] = np.asarray(
+            in_flight * self.table.stage_bytes.offloaded <= self.host.limit
+        )
+        return fits
+
     def room(
         self, recompute: Recompute, start: Indices, end: Indices, again: Indices | None = None
     ) -> Floats:
         """(pairs,): `most_in_flight` of some stages alone; `again` as of `StageTable.stage_memory`."""
         if recompute in self._room and again is None:
             return self._room[recompute][start, end]
+        if recompute == OFFLOAD:
+            return self.most_in_flight(recompute)[start, end]
         if self.limit == inf:
             return np.full(len(start), inf)
 
@@ -146,6 +204,10 @@ class ReplicaGroupCosts:
                 if self.limit == inf
                 else self._most(lambda in_flight, moment: self.bytes(in_flight, recompute, moment))
             )
+            if recompute == OFFLOAD and self.host is not None and self.host.limit < inf:
+                with np.errstate(divide="ignore"):
+                    most = self.host.limit / np.asarray(self.table.stage_bytes.offloaded)
+                self._room[recompute] = np.minimum(self._room[recompute], most)
         return self._room[recompute]
 
     def _most(self, need: Callable[[float, Moment], Floats]) -> Floats:

@@ -15,19 +15,19 @@ from ...cost_models.collectives import all_reduce_seconds, link_signature
 from ...cost_models.errors import UsageError
 from ...cost_models.hardware import Device
 from ...cost_models.layer import Chain, LayerCosts
-from ...cost_models.memory import StageBytes, receive_ahead
 from ...cost_models.optimizers import Precision
 from ...cost_models.port_sharing import Routes, TopologyPorts
 from ...cost_models.precision import training_precision
 from ...cost_models.runtime import Runtime
 from ...cost_models.simulator.costs import Hosts
+from ...cost_models.stage_bytes import StageBytes, receive_ahead
 from ...cost_models.tied_weights import least_seconds_after, reduction_seconds
 from ...cost_models.topology import Topology
-from ..plan_options import CutLimits
+from ..cut_limits import CutLimits
 from ..replica_exchange import ReplicaExchange, bytes_at_end, gradient_bytes
 from ..stage_table import Floats, StageTable, fullest_kind, ledger_options
 from .budget import SearchBudget
-from .replica_group import Buckets, ReplicaGroupCosts, make_buckets
+from .replica_group import Buckets, HostMemory, ReplicaGroupCosts, make_buckets
 
 MOST_BLOCKS = 220
 """Between allowed cuts: of so many, tables of all stages are made."""
@@ -67,6 +67,8 @@ class Space:
     """What everything that is done with the space may take."""
     mini_batch: int | None = None
     """Samples of a step, where the runtime has buffers for all of them; else None."""
+    host: HostMemory | None = None
+    """Where stages may offload."""
     _tables: dict[tuple[str, float], StageTable] = field(default_factory=dict, init=False)
     _group_costs: dict[object, ReplicaGroupCosts] = field(default_factory=dict, init=False)
     _joined: dict[tuple[object, ...], object] = field(default_factory=dict, init=False)
@@ -309,6 +311,7 @@ class Space:
                 **ledger_options(fullest_kind(kinds), self.dtype, self.number_bytes, self.zero),
                 "ahead": 0 if self.mini_batch is None else self.mini_batch / size,
             },
+            host=self.host,
             least_tied=self.least_tied(self.table(per_replica_batch), len(devices)),
         )
 

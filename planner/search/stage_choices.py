@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.memory import Recompute
+from ...cost_models.runtime import OFFLOAD
 from ...cost_models.schedules import find_schedule
 from ..pipeline_config import FIRST_LAYERS, PipelineConfig
 from ..stage_table import Floats, Indices
@@ -24,7 +25,7 @@ from .device_sets import DeviceSets
 from .placements import DeviceRanges, DeviceRun
 from .replica_group import ReplicaGroupCosts
 from .space import Space, divide_batch
-from .stage_recompute import stage_modes
+from .stage_recompute import OFFLOADS, stage_modes
 
 
 class Entries(NamedTuple):
@@ -58,6 +59,9 @@ class GroupChoices:
     start: Indices
     end: Indices
     config: PipelineConfig
+    offloads: npt.NDArray[np.bool_] | None = None
+    """(pairs,): of which of two entries for the same cut points what is saved goes to the host; None: of
+    none."""
     _most: dict[Recompute, Floats] = field(default_factory=dict)
     _eff: dict[float, tuple[Floats, Indices]] = field(default_factory=dict)
     _first_rooms: dict[int, Floats] = field(default_factory=dict)
@@ -76,12 +80,18 @@ class GroupChoices:
 
     @cached_property
     def forward(self) -> Floats:
-        return self.costs.forward[self.start, self.end]
+        return self.costs.forward[self.start, self.end] + self._copies
 
     @cached_property
     def plain(self) -> Floats:
         """Backward, without what is run again."""
-        return self.costs.backward_seconds(self.config.micro_batches)[0][self.start, self.end]
+        own = self.costs.backward_seconds(self.config.micro_batches)[0][self.start, self.end]
+        return own + self._copies
+
+    @cached_property
+    def _copies(self) -> Floats | float:
+        """Of what goes to the host in forward, and comes back in backward."""
+        return 0.0 if self.offloads is None else self.offloads * self.costs.copy_seconds[self.start, self.end]
 
     @cached_property
     def accumulation(self) -> Floats:
@@ -148,7 +158,10 @@ class GroupChoices:
 
     def backward(self, in_flight: float) -> tuple[Floats, Indices]:
         """Backward seconds where so many micro-batches are held, inf where they do not fit; and the cut point
-        up to which forward is run again: the start, where nothing is."""
+        up to which forward is run again: the start, where nothing is, or `OFFLOADS`.
+
+        A stage that fits as it is does nothing, which takes least of all. Whether recomputing or offloading
+        is the better, if both fit, depends on the other stages: both are there, each an entry."""
         if in_flight not in self._eff:
             again, seconds = self.start.copy(), np.full(len(self.start), np.inf)
             for mode in reversed(stage_modes(self.config)):
@@ -156,6 +169,10 @@ class GroupChoices:
                 own = self.plain if mode == "never" else self.plain + self.forward
                 seconds = np.where(fits, own, seconds)
                 again = np.where(fits, self.start if mode == "never" else self.end, again)
+            if self.offloads is not None:
+                fits = self.offloads & (in_flight > self._room("never")) & (in_flight <= self._room(OFFLOAD))
+                seconds = np.where(self.offloads, np.where(fits, self.plain, np.inf), seconds)
+                again = np.where(self.offloads, OFFLOADS, again)
             if self.config.recompute == FIRST_LAYERS:
                 unsure = np.flatnonzero((again > self.start) | np.isinf(seconds))
                 self._run_fewest_again(in_flight, unsure, seconds, again)
@@ -164,7 +181,8 @@ class GroupChoices:
 
     def repeat_launch(self, in_flight: float) -> Floats:
         """Host seconds of the forwards that are run again."""
-        return self.costs.table.forward_launch[self.start, self.backward(in_flight)[1]]
+        again = np.maximum(self.backward(in_flight)[1], self.start)
+        return self.costs.table.forward_launch[self.start, again]
 
     def _run_fewest_again(self, in_flight: float, pairs: Indices, seconds: Floats, again: Indices) -> None:
         """Of these pairs, the fewest first layers with which so many micro-batches fit."""
@@ -321,4 +339,9 @@ def _groups(
             if len(start):
                 begins, afters, keys = (np.concatenate([own[i] for own in runs]) for i in (1, 2, 3))
                 order = np.argsort(begins, kind="stable")
-                yield GroupChoices(costs, begins[order], afters[order], keys[order], start, end, config)
+                offloads = None
+                if config.recompute == OFFLOAD:
+                    offloads = np.tile([False, True], len(start))
+                    start, end = np.repeat(start, 2), np.repeat(end, 2)
+                runs_in_order = begins[order], afters[order], keys[order]
+                yield GroupChoices(costs, *runs_in_order, start, end, config, offloads)

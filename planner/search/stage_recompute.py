@@ -8,25 +8,33 @@ import numpy as np
 
 from ...cost_models.first_layers import count_first_layers, first_layers_word
 from ...cost_models.memory import Recompute
+from ...cost_models.runtime import OFFLOAD
 from ...cost_models.schedules import find_schedule
 from ..candidate import Proposal
-from ..pipeline_config import FIRST_LAYERS, PipelineConfig
+from ..pipeline_config import FIRST_LAYERS, UNPROPOSED, PipelineConfig
 from ..stage_table import Floats, Indices
 from .replica_group import ReplicaGroupCosts
 from .space import Space
 
+OFFLOADS = -1
+"""Instead of the cut point up to which a stage runs forward again: it offloads."""
+
 
 def stage_modes(config: PipelineConfig) -> tuple[Recompute, ...]:
-    """The ways in which a whole stage may recompute, the cheapest first."""
-    return ("never", "always") if config.recompute in ("by_stage", FIRST_LAYERS) else (config.recompute,)
+    """The ways in which a whole stage may recompute, the cheapest first; it may offload besides, where the
+    configuration says so."""
+    return ("never", "always") if config.recompute in ("by_stage", *UNPROPOSED) else (config.recompute,)
 
 
 def stage_word(
     config: PipelineConfig, cut_points: Sequence[int], start: int, again: int, end: int
 ) -> Recompute:
-    """What a stage between two cut points recomputes that runs again what lies before a third."""
-    if config.recompute not in ("by_stage", FIRST_LAYERS):
+    """What a stage between two cut points recomputes that runs again what lies before a third, or
+    `OFFLOADS`."""
+    if config.recompute not in ("by_stage", *UNPROPOSED):
         return config.recompute
+    if again == OFFLOADS:
+        return OFFLOAD
     if again in (start, end):
         return "never" if again == start else "always"
     return first_layers_word(cut_points[again] - cut_points[start])
@@ -36,7 +44,10 @@ def cheapest_mode(
     group: ReplicaGroupCosts, config: PipelineConfig, i: int, j: int, in_flight: float
 ) -> Recompute | None:
     """How a stage between two cut points recomputes so that it fits; None where it does not."""
+    offloads = config.recompute == OFFLOAD and in_flight <= group.most_in_flight(OFFLOAD)[i, j]
     for mode in stage_modes(config):
+        if mode == "always" and offloads and 2 * group.copy_seconds[i, j] < group.forward[i, j]:
+            break
         if mode == "always" and config.recompute == FIRST_LAYERS:
             places = np.arange(i + 1, j)
             room = group.room(mode, np.full(len(places), i), np.full(len(places), j), again=places)
@@ -45,7 +56,7 @@ def cheapest_mode(
                 return stage_word(config, group.table.cut_points, i, int(fitting[0]), j)
         if in_flight <= group.most_in_flight(mode)[i, j]:
             return mode
-    return None
+    return OFFLOAD if offloads else None
 
 
 def choose_modes(space: Space, proposal: Proposal) -> tuple[Recompute, ...] | None:
@@ -77,7 +88,7 @@ def repeat_end(cut_points: Sequence[int], start: int, end: int, mode: Recompute)
     first = count_first_layers(mode)
     if first is not None:
         return cut_points.index(cut_points[start] + first)
-    return start if mode == "never" else end
+    return start if mode in ("never", OFFLOAD) else end
 
 
 def least_bytes(group: ReplicaGroupCosts, config: PipelineConfig, in_flight: float) -> tuple[Floats, Indices]:
@@ -89,6 +100,9 @@ def least_bytes(group: ReplicaGroupCosts, config: PipelineConfig, in_flight: flo
     for mode in modes[1:]:
         needs = group.bytes(in_flight, mode)
         least, again = np.minimum(needs, least), np.where(needs < least, places[None, :], again)
+    if config.recompute == OFFLOAD:
+        needs = np.where(group.fits_host(in_flight), group.bytes(in_flight, OFFLOAD), np.inf)
+        least, again = np.minimum(needs, least), np.where(needs < least, OFFLOADS, again)
     if config.recompute != FIRST_LAYERS:
         return least, again
     start, end = np.nonzero(group.table.valid)

@@ -248,7 +248,7 @@ def _launches(choices: StageChoices, plans: PartialPlans, starts: Indices) -> di
         table, own = choices.groups[number].costs.table, plans.groups == number
         forward[own] = table.forward_launch[starts[own], plans.ends[own]]
         plain[own] = table.backward_launch[starts[own], plans.ends[own]]
-        repeat[own] = table.forward_launch[starts[own], plans.again[own]]
+        repeat[own] = table.forward_launch[starts[own], np.maximum(plans.again[own], starts[own])]
     return dict(zip(LAUNCHES, (forward, plain + repeat, plain), strict=True))
 
 

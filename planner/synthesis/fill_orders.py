@@ -72,7 +72,6 @@ class _Filler:
         total = (3 if self.split else 2) * problem.micro_batches
         left = [total * len(own) for own in problem.own_parts]
         events = [(0.0, device) for device in range(problem.devices)]
-        heapq.heapify(events)
         free = [0.0] * problem.devices
         idle: set[int] = set()
         while events:

@@ -184,6 +184,12 @@ def _notes(answer: DegreeAnswer) -> list[str]:
         f"passes over memory {limits.memory_share:.0%} of its bandwidth"
     )
     notes = [answer.shape.note] if answer.shape.note else []
+    if (share := answer.shape.attended_share(answer.options.sequence)) < 1:
+        local = sum(own is not None for own in answer.shape.windows)
+        notes.append(
+            f"attention of {local} of {len(answer.shape.windows)} blocks is local; each block is given the "
+            f"mean, {share:.0%} of what whole attention computes, and a ring of context parallelism all of it"
+        )
     if answer.shape.predictors > answer.options.predictors:
         notes.append(
             f"the configuration has {answer.shape.predictors} multi-token predictors, of which "

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from ..cost_models import arguments
-from ..cost_models.errors import UsageError
+from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.machines.catalogue import device_context, device_preset
 from ..cost_models.machines.machine_options import MachineOptions
 from ..cost_models.machines.rooflines import ROOFLINES, host_bandwidth
 from ..cost_models.machines.topology_options import ProfiledDevice, make_topology
 from ..cost_models.memory import FRAGMENTATION_RESERVE
+from ..cost_models.quantities import format_bytes
 from ..cost_models.topology import Topology
 from ..cost_models.transformer.configuration import load_transformer_shape, transformer_shape
 from ..cost_models.transformer.kernel_table import KernelTable, load_kernel_table
@@ -78,7 +79,10 @@ def find_degrees(
     topology, costs, limit = machine_costs(machine, kernels, options.host_bandwidth)
     if options.by_stage:
         check_device_parts(topology)
-    answer = search_degrees(shape, topology.gpus, costs, options, limit)
+    try:
+        answer = search_degrees(shape, topology.gpus, costs, options, limit)
+    except InfeasibleError as error:
+        raise _with_memory(error, topology) from None
     if options.by_stage:
         best = answer.plans[0].estimate.step_seconds
         by_stage = search_stage_degrees(shape, topology, costs, options, limit, best)
@@ -95,6 +99,20 @@ def machine_costs(
     costs = rank_costs(topology, None if kernels is None else load_kernel_table(kernels))
     rate = host_bandwidth(topology.device(0).name) if host_rate is None else host_rate
     return topology, replace(costs, host_bandwidth=rate), usable_bytes(topology)
+
+
+def _with_memory(error: InfeasibleError, topology: Topology) -> InfeasibleError:
+    """The same, with the memory of a device that would do, its context and the reserve included."""
+    device = topology.device(0)
+    context = device_context(device.name)
+    needed = error.details["needed_bytes"] * (1 + FRAGMENTATION_RESERVE)
+    needed += 0 if context is None else context.value
+    would_fit = f"memory='{needed / 2**30 + 0.005:.2f}GiB' a device"
+    return InfeasibleError(
+        f"{error.what} of its {format_bytes(device.memory_bytes or 0)}",
+        f"What would fit: {would_fit}. Or {error.hint[:1].lower()}{error.hint[1:]}",
+        error.details | {"would_fit": [would_fit]},
+    )
 
 
 def usable_bytes(topology: Topology) -> float:

@@ -9,6 +9,7 @@ from typing import Unpack
 
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
+from ..cost_models.runtime import OFFLOAD
 from ..cost_models.text_files import read_text
 from ..planner.fixed_partition import FixedPartition, plan_partition
 from ..planner.pipeline_config import FIRST_LAYERS
@@ -130,7 +131,8 @@ def _plan_options(
     """The options of the plan: those given, else what the partition says."""
     several = fixed.virtual_stages > 1
     mini_batch = training.mini_batch or read.mini_batch
-    recompute = FIRST_LAYERS if read.stage_recompute else read.recompute or "auto"
+    words = read.stage_recompute or ()
+    recompute = OFFLOAD if OFFLOAD in words else FIRST_LAYERS if words else read.recompute or "auto"
     return replace(
         training,
         mini_batch=mini_batch,

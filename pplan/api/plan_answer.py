@@ -86,8 +86,15 @@ def _scope_text(plan: Plan) -> str:
     return f"{within} of the plans {_looked_at(plan)}"
 
 
+def _planner(plan: Plan) -> str | None:
+    """The named planner whose proposals alone were in the running."""
+    return None if plan.options.planner == "best" else plan.options.planner
+
+
 def _looked_at(plan: Plan) -> str:
     """Whether the plan is the best of all that were in the running."""
+    if (planner := _planner(plan)) is not None:
+        return f"that the planner {planner} proposes"
     return "searched" if plan.prediction.exact else "scored"
 
 
@@ -120,7 +127,7 @@ def _replicates(plan: Plan) -> bool:
 
 
 def _unused_devices_line(plan: Plan, used: int, available: int) -> str:
-    """A line on devices that stay unused, with the step of the best known plan on all of them."""
+    """A line on devices that stay unused, with the step of a plan on all of them that is easily made."""
     on_all = [
         (other.step_seconds, f"a straight {other.schedule} pipeline")
         for other in plan.alternatives
@@ -141,10 +148,11 @@ def _unused_devices_line(plan: Plan, used: int, available: int) -> str:
         return f"{uses}: {runtime.name} reaches those of one node."
     if (other := _faster_alternative(plan, used)) is not None:
         return f"{uses}; one of its alternatives, {other.schedule}, takes {_step(other)} on {_used(other)}."
+    none = f"{uses}: of the plans {_looked_at(plan)} none is faster on more"
     if not slower:
-        return f"{uses}: of the plans {_looked_at(plan)} none is faster on more of them."
+        return f"{none} of them."
     step, what = min(slower)
-    return f"{uses}; on all {available}, {what} takes {format_seconds(step)} a step."
+    return f"{none}; {what} on all {available} takes {format_seconds(step)} a step."
 
 
 def _faster_alternative(plan: Plan, used: int) -> Alternative | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..cost_models.number_format import percent, three_digits
 from ..cost_models.optimizers import find_optimizer
-from ..cost_models.quantities import format_bytes, format_count, format_seconds
+from ..cost_models.quantities import format_bytes, format_count, format_rate, format_seconds
+from ..cost_models.runtime import OFFLOAD
 from ..planner.plan_file import Plan
 from ..planner.plan_records import Aim, Prediction
 
@@ -29,9 +30,28 @@ def _figures(plan: Plan) -> list[str]:
     return [
         f"Step {format_seconds(prediction.step_seconds)}{_interval(prediction)}, "
         f"{three_digits(prediction.samples_per_second)} samples/s, bubble {percent(prediction.bubble)}.",
-        f"{batch_equation(plan)}; schedule {plan.schedule}; recompute {plan.recompute.replace('_', '-')}; "
-        f"optimizer {plan.optimizer}{_states(plan)}.",
+        f"{batch_equation(plan)}; schedule {plan.schedule}; recompute {_recompute(plan)}; "
+        f"optimizer {plan.optimizer}{_update(prediction)}{_states(plan)}.",
     ]
+
+
+def _update(prediction: Prediction) -> str:
+    """What is known of the optimizer's own step."""
+    least = prediction.optimizer_seconds
+    return f" (its own step{'' if least is None else f', {format_seconds(least)} or more,'} not counted)"
+
+
+def _recompute(plan: Plan) -> str:
+    """The plan's word; where stages offload, of the others, and how many do."""
+    words = [stage.recompute for stage in plan.stages]
+    offload = words.count(OFFLOAD)
+    if not offload:
+        return plan.recompute.replace("_", "-")
+    others = {word or plan.recompute for word in words} - {OFFLOAD}
+    word = "never" if others <= {"never"} else "selective"
+    many = f"{offload} of {len(words)} stages offload" + ("s" if offload == 1 else "")
+    rate = plan.options.host_bandwidth
+    return f"{word}, {many} to the host" + (f" at {format_rate(rate)}" if rate else "")
 
 
 def batch_equation(plan: Plan) -> str:

@@ -69,11 +69,16 @@ def replan(
         reference = plan.profile
     new = plan_without_comparison(problem, best, result, model=plan.model, profile=reference)
     origin = made_by(new.made_by, measured=measured_profile.made_by)
+    which, of_these = "", ""
+    if not (answer.complete and answer.any_devices):
+        which, of_these = " were looked at and", " of these"
     searched = (
-        f"{REPLANNED} that are at most {own.within:.0%} slower than the fastest, "
+        f"{REPLANNED} that{which} are at most {own.within:.0%} slower than the fastest{of_these}, "
         f"{format_seconds(answer.fastest_seconds)}"
     )
     notes = _notes(plan, answer, own)
+    if new.prediction.gap:
+        notes.append("the proven bound is one of the whole machine, with the devices that are lost")
     return Replan(
         plan=new.model_copy(update={"searched": searched, "notes": notes, "made_by": origin}),
         moves=answer.moves,
@@ -87,12 +92,11 @@ def replan(
 def _notes(plan: Plan, answer: ReplannedPlan, options: ReplanOptions) -> list[str]:
     lost = ", ".join(map(str, sorted(set(options.lost))))
     receivers = {move.receiver for move in answer.moves}
-    moved = (
-        f"{format_bytes(answer.moved_bytes)} of weights to {format_count(len(receivers), 'device')} in "
-        f"{format_seconds(answer.move_seconds)}"
-        if answer.moves
-        else "no weights move"
-    )
+    moved = "no weights move"
+    if answer.moves:
+        moved = f"{format_bytes(answer.moved_bytes)} of weights to {format_count(len(receivers), 'device')}"
+    if answer.moved_bytes > answer.checkpoint_bytes:
+        moved += f" in {format_seconds(answer.move_seconds)}"
     now, before = map(format_seconds, (answer.plan.step_seconds, plan.prediction.step_seconds))
     name = "device" if len(set(options.lost)) == 1 else "devices"
     notes = [f"without {name} {lost}: {moved}; a step takes {now}, {before} before"]
@@ -105,7 +109,8 @@ def _notes(plan: Plan, answer: ReplannedPlan, options: ReplanOptions) -> list[st
         notes.append("not all plans were looked at, only those near the old one")
     elif not answer.any_devices:
         notes.append(
-            "not all plans were looked at: the devices are not alike, and stages take those that are left in "
-            "rank order, or those that have most of their layers"
+            "not all plans were looked at: the devices, or the links between them, are not alike, and stages "
+            "take those that are left in rank order, the faster ones first, or those that have most of their "
+            "layers"
         )
     return notes

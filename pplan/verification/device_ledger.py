@@ -49,7 +49,9 @@ class PartBytes:
     saved_input: float = 0.0
     """Of `waiting`."""
     besides: float = 0.0
-    """Where it recomputes its first layers: what it holds besides `input`."""
+    """Where it recomputes its first layers, or offloads: what it holds besides `input`."""
+    offloads: bool = False
+    """`waiting` is then what is on the device of the micro-batch at work."""
 
     def with_buffers(self, micro_batches: int) -> PartBytes:
         """In PyTorch's pipelining, with whole backwards: every micro-batch of a step has a buffer for what
@@ -59,7 +61,7 @@ class PartBytes:
         output = self.output if self.received or self.sent else 0.0
         return replace(
             self,
-            waiting=self.waiting + again + output,
+            waiting=self.waiting + (0.0 if self.offloads else again + output),
             input=self.input + output,
             received=self.received * (micro_batches + 1),
             sent=self.sent * micro_batches,
@@ -125,6 +127,30 @@ def _run_first_again(
     needed = max(peaks[1] - sums[1], again - besides + max(peaks[0] - sums[0], 0.0), 0.0)
     more = max(again - besides, 0.0)
     return replace(part, waiting=more, besides=besides, workspace=needed - more)
+
+
+def offloaded(layers: Layers, first: int, end: int, size: int) -> list[float]:
+    """By layer from `first` to `end` - 1, what it saves that waits on the host: not what the loss saves."""
+    costs = layers.at(size)
+    saved = [float(own) for own in costs["saved_bytes"][first:end]]
+    if end == len(layers):
+        saved[-1] = max(saved[-1] - float(costs["loss_bytes"][-1]), 0.0)
+    return saved
+
+
+def on_host(layers: Layers, part: PartBytes, first: int, end: int, size: int) -> PartBytes:
+    """The bytes of the part that offloads. In flight it holds its input, and what the loss behind it saved;
+    at work besides what is largest of one of its layers: what that is handed, where it is not the first, and
+    saves, and works with. `part`: as it is otherwise."""
+    costs, saved = layers.at(size), offloaded(layers, first, end, size)
+    at_work, needed = [], []
+    for own, layer in zip(saved, range(first, end), strict=True):
+        before = float(costs["output_bytes"][layer - 1]) if layer > first else 0.0
+        at_work.append(before + own)
+        needed.append(before + own + float(costs["workspace_bytes"][layer]))
+    loss = float(costs["loss_bytes"][-1]) if end == len(layers) else 0.0
+    room = max(needed) - max(at_work)
+    return replace(part, waiting=max(at_work), besides=loss, workspace=room, offloads=True)
 
 
 HeldBytes = tuple[float, float, float, float]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import ceil, inf
 from typing import TYPE_CHECKING
 
 from .orders import ASYNCHRONOUS
 from .report import EXACT, LineCheck, ReportBuilder
-from .stated_plan import StatedStage
+from .stated_plan import OFFLOAD, StatedStage
 from .verification_inputs import VerificationInputs, planned_order
 from .wiring import check_order, most_in_flight
 
@@ -70,6 +70,7 @@ def _memory(check: LineCheck, inputs: VerificationInputs) -> None:
         limit = figures.limit(device, requested)
         for part in figures.order.device_stages(device):
             _stage_memory(check, part, plan.stages[part], ledger, limit)
+            _host_memory(check, inputs, part, device)
         check.at_most(f"memory of stage {device}, above its limit", ledger.bytes, inf if lacking else limit)
 
 
@@ -96,6 +97,18 @@ def _stage_memory(check: LineCheck, part: int, stage: StatedStage, ledger: Ledge
     check.bytes(f"memory_bytes of stage {part}", stage.memory_bytes, ledger.stated(stage.memory_bytes))
     own = None if limit == inf else int(limit)
     check.same(f"memory_limit_bytes of stage {part}", stage.memory_limit_bytes, own)
+
+
+def _host_memory(check: LineCheck, inputs: VerificationInputs, part: int, device: int) -> None:
+    """What of a part that offloads is on the host, of all micro-batches in flight."""
+    stage, figures = inputs.plan.stages[part], inputs.figures(check)
+    expected = None
+    if figures.modes[part] == OFFLOAD:
+        expected = ceil(most_in_flight(figures.order)[device] * figures.host_bytes(part, device))
+    check.require(f"host_bytes of stage {part}", stage.host_bytes == expected, stage.host_bytes, expected)
+    limit = inputs.plan.options.optional_number("host_memory_bytes")
+    if expected is not None and limit is not None:
+        check.at_most(f"host_bytes of stage {part}, above the limit", expected, limit)
 
 
 def _step(check: LineCheck, inputs: VerificationInputs) -> None:
@@ -147,6 +160,10 @@ def _check_prediction(builder: ReportBuilder, inputs: VerificationInputs) -> Non
         check.require("a bound of no seconds", bound > 0, bound)
         check.near("gap", gap, step / bound - 1, around=1.0)
         check.require("exact, with a gap", not plan_value.flag("exact") or gap <= EXACT, gap, 0)
+    with builder.line(
+        "optimizer's step", "what it reads and writes of the largest stage, by the memory's bandwidth"
+    ) as check:
+        _optimizer(check, inputs)
     if rows := plan.whole.tables("degrees"):
         about = "of all numbers of devices that may share them the fastest; the bound holds for all"
         with builder.line("sharing of layers", about) as check:
@@ -186,6 +203,25 @@ def _check_degrees(check: LineCheck, inputs: VerificationInputs, rows: list[Tabl
             bound,
             other_bound,
         )
+
+
+def _optimizer(check: LineCheck, inputs: VerificationInputs) -> None:
+    stated = inputs.plan.prediction.optional_number("optimizer_seconds")
+    figures, each = inputs.figures(check), list[float]()
+    for device, ranks in enumerate(figures.ranks):
+        parts = figures.order.device_parts(device)
+        trainable = sum(figures.part_bytes(part, device).trainable for part in parts)
+        amount = figures.training.spread(trainable * figures.training.update_bytes, len(ranks), 1)
+        rates = {figures.machine.kind(rank).memory_bandwidth for rank in ranks}
+        each += [amount / rate for rate in rates if rate is not None]
+    if not each:
+        check.same("optimizer_seconds, of memory whose bandwidth is not known", stated, None)
+    elif stated is None:
+        check.skip("the plan does not state it")
+    elif inputs.plan.schedule in ASYNCHRONOUS:
+        check.skip(f"{inputs.plan.schedule} is asynchronous: it updates several times a step")
+    else:
+        check.near("optimizer_seconds", stated, max(each))
 
 
 def _uncertainty(check: LineCheck, inputs: VerificationInputs) -> None:

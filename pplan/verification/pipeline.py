@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from math import inf
 
-from .device_ledger import Ledger, PartBytes, compute_ledger, part_bytes
-from .launch_times import LaunchWork, launch_times
-from .layer_costs import FORWARD, HOST, Layers
+from .device_ledger import Ledger, PartBytes, compute_ledger, offloaded, on_host, part_bytes
+from .layer_costs import HOST, Layers
 from .orders import ScheduleOrder
 from .report import ImpossiblePlan, NotChecked
 from .stated_machine import Port, StatedDevice, StatedMachine
-from .stated_plan import first_layers
+from .stated_plan import OFFLOAD, first_layers
 from .stated_training import Exchange, StatedTraining
+from .step_events import Step, simulate_figures
 from .traffic import (
-    AllReduce,
     TransferRoute,
     all_reduce_time,
     exposed_seconds,
     find_transfer_route,
-    run_all_reduces,
-    shared_loads,
     sum_loads,
 )
-from .wiring import NONE, RunTimes, StepWork, WiredOrder, check_order, cuts_crossed, simulate_events
+from .wiring import cuts_crossed
 
+COPYING = ("forward_seconds", "backward_seconds", "first_backward_seconds")
+"""Of a part that offloads they have a copy to the host, or back."""
 COPIES = {"chimera": 2, "avgpipe": 3}
 """Of the weights that a schedule keeps; of others one."""
 
@@ -49,6 +48,7 @@ class Figures:
     training: StatedTraining
     shared_ports: bool = True
     receives_ahead: bool = False
+    host_bandwidth: float | None = None
 
     @cached_property
     def ranks(self) -> list[tuple[int, ...]]:
@@ -94,12 +94,25 @@ class Figures:
         if name in HOST:
             return float(self.layers.at(self.per_replica_batch(device))[name][first:end].sum())
         exchange = self.exchange(part)
-        return max(
+        copies = self.copy_seconds(part, device) if layers is None and name in COPYING else 0.0
+        return copies + max(
             exchange.seconds(
                 name, self._measured(kind).at(self.per_replica_batch(device))[name][first:end] / kind.speed
             )
             for kind in self._kinds(device)
         )
+
+    def copy_seconds(self, part: int, device: int) -> float:
+        """To the host, in a forward, and back, in a backward, where the part offloads."""
+        if self.modes[part] != OFFLOAD:
+            return 0.0
+        if not self.host_bandwidth:
+            raise ImpossiblePlan(f"part {part} of the layers offloads, and no host_bandwidth is stated")
+        return self.host_bytes(part, device) / self.host_bandwidth
+
+    def host_bytes(self, part: int, device: int) -> float:
+        """What a micro-batch of a part that offloads has on the host of each replica."""
+        return sum(offloaded(self.layers, *self.bounds(part), self.per_replica_batch(device)))
 
     def _copied(self, part: int) -> float:
         """Trainable bytes of weights whose first user is in an earlier part."""
@@ -138,12 +151,13 @@ class Figures:
         forward = self.seconds(part, device, "forward_seconds")
         again = self.seconds(part, device, "forward_seconds", first_layers(self.modes[part]))
         backward = self.seconds(part, device, "backward_seconds")
-        return forward, backward + (again if self.modes[part] != "never" else 0.0)
+        return forward, backward + (again if self.modes[part] not in ("never", OFFLOAD) else 0.0)
 
     def part_bytes(self, part: int, device: int) -> PartBytes:
         """The bytes from which the ledger of a part is computed."""
         own, size = self.bounds(part), self.per_replica_batch(device)
-        return part_bytes(self.layers, *own, size, first_layers(self.modes[part]))
+        usual = part_bytes(self.layers, *own, size, first_layers(self.modes[part]))
+        return on_host(self.layers, usual, *own, size) if self.modes[part] == OFFLOAD else usual
 
     def limit(self, device: int, requested: float | None) -> float:
         """Bytes that each replica may hold."""
@@ -173,7 +187,7 @@ class Figures:
     @cached_property
     def step(self) -> Step:
         """Simulated."""
-        return _simulate(self)
+        return simulate_figures(self)
 
     @cached_property
     def transfers(self) -> dict[tuple[int, int, int], tuple[float, TransferRoute]]:
@@ -244,105 +258,3 @@ class Figures:
             for port, load in sum_loads(self.machine, ranks, size).items():
                 loads[port] = loads.get(port, 0.0) + load
         return max(((seconds, port) for port, seconds in loads.items()), default=(0.0, None))
-
-
-@dataclass(frozen=True)
-class Step:
-    """Simulated: seconds of the step, and the idle share of the devices."""
-
-    seconds: float
-    bubble: float
-
-
-def _simulate(figures: Figures) -> Step:
-    wiring = check_order(figures.order)
-    work = _work(figures, wiring)
-    ran = simulate_events(work)
-    end = max(_reduce_gradients(figures, wiring, ran))
-    if figures.shared_ports:
-        end = max(end, figures.port_seconds[0])
-    busy = sum(ran.end) - sum(ran.start)
-    return Step(end, 1 - busy / (figures.order.devices * end) if end else 0.0)
-
-
-def _work(figures: Figures, wiring: WiredOrder) -> StepWork:
-    order, last, splits = figures.order, len(figures.order.route_of) - 1, figures.order.splits
-    split = {
-        (device, *own[1:]) for device, actions in enumerate(order.lists) for own in actions if own[0] == "W"
-    }
-    seconds, launches = [], LaunchWork([], [])
-    begun: set[tuple[int, int]] = set()
-    figure = cache(figures.seconds)
-    for device, (kind, batch, chunk), part in zip(wiring.device, wiring.action, wiring.part, strict=True):
-        forward = figure(part, device, "forward_seconds")
-        share, mode = order.shares[batch], figures.recompute[device]
-        repeats = mode != "never" and not (mode == "except_last" and batch == last)
-        again = [figure(part, device, name, first_layers(mode)) if repeats else 0.0 for name in FORWARD]
-        if kind == "F":
-            own = forward
-        elif kind == "W":
-            own = figure(part, device, "backward_weight_seconds")
-        elif not splits:
-            own = figure(part, device, "backward_seconds") + again[0]
-        else:
-            whole = (device, batch, chunk) not in split
-            weight = figure(part, device, "backward_weight_seconds") if whole else 0.0
-            own = figure(part, device, "backward_input_seconds") + weight + again[0]
-        finishes = kind == "W" or (kind == "B" and (device, batch, chunk) not in split)
-        if finishes and (device, chunk) not in begun:
-            begun.add((device, chunk))
-            own -= figures.saved_first(part, device, f"backward_{'weight_' if splits else ''}seconds")
-        seconds.append(own * share)
-        host = "" if kind == "W" else f"{'forward' if kind == 'F' else 'backward'}_host_seconds"
-        launches.rest.append(figure(part, device, host) if host else 0.0)
-        launches.again.append(again[1] if kind == "B" else 0.0)
-    launch_start, launch_end = launch_times(wiring, launches, one_process=figures.one_process)
-    ports, occupancy, latency = _transfers(figures, wiring)
-    return StepWork(
-        wiring, seconds, ports, occupancy, latency, launch_start=launch_start, launch_end=launch_end
-    )
-
-
-def _transfers(
-    figures: Figures, wiring: WiredOrder
-) -> tuple[list[Hashable | None], list[float], list[float]]:
-    ports: list[Hashable | None] = []
-    occupancy, latency = [], []
-    for index, target in enumerate(wiring.target):
-        if target == NONE:
-            ports.append(None)
-            occupancy.append(0.0)
-            latency.append(0.0)
-            continue
-        here, there = wiring.device[index], wiring.device[target]
-        size, own = figures.transfers[min(wiring.part[index], wiring.part[target]), here, there]
-        ports.append(own.leaves_by if figures.shared_ports else (here, there))
-        occupancy.append(size * own.pace * figures.order.shares[wiring.action[index][1]])
-        latency.append(own.latency)
-    return ports, occupancy, latency
-
-
-def _reduce_gradients(figures: Figures, wiring: WiredOrder, ran: RunTimes) -> list[float]:
-    """When each device is done: after its last action come its all-reduces, then those of shared weights."""
-    ready: dict[tuple[int, int], float] = {}
-    for index, last in enumerate(wiring.last):
-        if last:
-            place = wiring.part[index], wiring.device[index]
-            ready[place] = max(ready.get(place, 0.0), ran.end[index])
-    shared: dict[int, dict[Port, float]] = {}
-    if figures.shared_ports:
-        parts = range(figures.order.parts)
-        sizes = [figures.bytes_at_end(part) for part in parts]
-        shared = shared_loads(figures.machine, [figures.part_ranks(part) for part in parts], sizes)
-    requests = list[AllReduce]()
-    for part in range(figures.order.parts):
-        members = sorted({route[part][0] for route in figures.order.routes})
-        seconds = max(figures.reduce_seconds(part, device) for device in members)
-        if seconds > 0 or shared.get(part):
-            requests.append(AllReduce(max(ready[part, device] for device in members), part, members, seconds))
-    ends = run_all_reduces(ran.free, requests, shared)
-    for places, ranks, size in figures.shared:
-        begin = max(ends[device] for device in places)
-        for device in places:
-            ends[device] = begin + all_reduce_time(figures.machine, ranks, size)
-    return ends

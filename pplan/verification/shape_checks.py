@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from .documents import Table
 from .report import LineCheck, ReportBuilder
-from .stated_plan import RECOMPUTES, StatedPlan, StatedStage, first_layers
+from .stated_plan import OFFLOAD, RECOMPUTES, StatedPlan, StatedStage, first_layers
 from .stated_training import read_training
 from .verification_inputs import RULES, VerificationInputs, check_runtime_rules, one_process
 
@@ -161,13 +161,13 @@ def _recompute(check: LineCheck, inputs: VerificationInputs) -> None:
     plan = inputs.plan
     for number, stage in enumerate(plan.stages):
         mixed = plan.recompute == "selective"
-        may_be = stage.recompute in RECOMPUTES[:3] or _runs_first(inputs, stage)
+        may_be = stage.recompute in RECOMPUTES[:3] or _runs_first(inputs, stage) or _offloads(inputs, stage)
         fine = may_be if mixed else stage.recompute in (None, plan.recompute)
         check.require(f"recomputation of stage {number}", fine, stage.recompute, plan.recompute)
     mode = plan.options.text("recompute", "auto")
     check.require(
         "it is not the requested one",
-        mode in ("auto", plan.recompute) or mode == "first_layers",
+        mode in ("auto", plan.recompute, "first_layers", OFFLOAD),
         plan.recompute,
         mode,
     )
@@ -188,6 +188,13 @@ def _runs_first(inputs: VerificationInputs, stage: StatedStage) -> bool:
         return False
     place = stage.first_layer + first - 1
     return place < stage.last_layer and (inputs.layers is None or inputs.layers.cut_after[place])
+
+
+def _offloads(inputs: VerificationInputs, stage: StatedStage) -> bool:
+    """Whether it offloads, in a schedule of whole stages, as was asked for, at a bandwidth that is said."""
+    options = inputs.plan.options
+    is_requested = options.text("recompute", "auto") == OFFLOAD and options.has("host_bandwidth")
+    return stage.recompute == OFFLOAD and is_requested and inputs.plan.schedule in ("1f1b", "gpipe")
 
 
 def _training(check: LineCheck, inputs: VerificationInputs) -> None:

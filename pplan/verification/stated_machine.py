@@ -20,18 +20,22 @@ _SIZES = _DECIMAL | _BINARY
 _RATES = {f"{unit}/S": factor for unit, factor in _SIZES.items()}
 _PER_SECOND = {"NS": 1e9, "US": 1e6, "µS": 1e6, "MS": 1e3, "S": 1.0}
 
-CONTEXTS = (
-    (426 * MIB, r"(NVIDIA )?L4|RTX 4090|(NVIDIA )?GeForce RTX 4090"),
-    (
-        512 * MIB,
-        r"V100-(16|32)GB|(NVIDIA )?(Tesla )?V100-SXM2-16GB|(NVIDIA )?(Tesla )?V100-SXM[23]-32GB"
-        r"|A100-(40|80)GB|(NVIDIA )?A100-SXM4-(40|80)GB|B200|NVIDIA B200"
-        r"|A10G|NVIDIA A10G|T4|(NVIDIA )?(Tesla )?T4|RTX 3090|(NVIDIA )?GeForce RTX 3090"
-        r"|MI300X|AMD Instinct MI300X( VF| OAM)?",
-    ),
-    (576 * MIB, r"H100|NVIDIA H100 80GB HBM3|H200|NVIDIA H200"),
+KINDS: tuple[tuple[str, int, float | None], ...] = (
+    (r"V100-(16|32)GB|(NVIDIA )?(Tesla )?V100-SXM(2-16|[23]-32)GB", 512, 900e9),
+    (r"A100-40GB|(NVIDIA )?A100-SXM4-40GB", 512, 1555e9),
+    (r"A100-80GB|(NVIDIA )?A100-SXM4-80GB", 512, 2039e9),
+    (r"H100|NVIDIA H100 80GB HBM3", 576, 3.35e12),
+    (r"H200|NVIDIA H200", 576, 4.8e12),
+    (r"B200|NVIDIA B200", 512, 8e12),
+    (r"(NVIDIA )?L4", 426, 300e9),
+    (r"A10G|NVIDIA A10G", 512, None),
+    (r"T4|(NVIDIA )?(Tesla )?T4", 512, 300e9),
+    (r"RTX 3090|(NVIDIA )?GeForce RTX 3090", 512, 936e9),
+    (r"RTX 4090|(NVIDIA )?GeForce RTX 4090", 426, 1008e9),
+    (r"MI300X|AMD Instinct MI300X( VF| OAM)?", 512, 5.3e12),
 )
-"""Bytes that a process's context takes of a device, by a pattern for its name; none of any other device."""
+"""By a pattern for a device's name: the MiB that a process's context takes of it, none of any other device,
+and the bytes per second of its memory."""
 
 Port = tuple[int, int, int]
 """A level, 0 for out and 1 for in, and the number of the port there."""
@@ -50,8 +54,19 @@ class StatedDevice:
     @property
     def context_bytes(self) -> int:
         """What a process takes of it before its first tensor."""
-        sizes = (size for size, names in CONTEXTS if re.fullmatch(names, self.name.strip(), re.IGNORECASE))
-        return next(sizes, 0)
+        return self._kind[0] * MIB
+
+    @property
+    def memory_bandwidth(self) -> float | None:
+        """Bytes per second of its memory; None where it is not known."""
+        return self._kind[1]
+
+    @property
+    def _kind(self) -> tuple[int, float | None]:
+        for names, context, bandwidth in KINDS:
+            if re.fullmatch(names, self.name.strip(), re.IGNORECASE):
+                return context, bandwidth
+        return 0, None
 
 
 @dataclass(frozen=True)

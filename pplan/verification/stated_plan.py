@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from .documents import Table
 
 RECOMPUTES = ("never", "always", "except_last", "selective")
+OFFLOAD = "offload"
+"""Of a stage: what it saves waits in the host's memory."""
 _FIRST = re.compile(r"first_([1-9]\d{0,6})")
 MOST_DEVICES = 2**24
 MOST_PASSES = 1_000_000
@@ -32,6 +34,7 @@ class StatedStage:
     memory_limit_bytes: int | None
     memory: dict[str, int]
     recompute: str | None
+    host_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -137,11 +140,12 @@ def _stage(table: Table) -> StatedStage:
         memory_limit_bytes=table.optional_count("memory_limit_bytes"),
         memory={name: ledger.count(name) for name in ledger.content},
         recompute=_word(table, "recompute", None, of_stage=True) if table.has("recompute") else None,
+        host_bytes=table.count("host_bytes") if table.has("host_bytes") else None,
     )
 
 
 def _word(table: Table, key: str, default: str | None, *, of_stage: bool = False) -> str:
     word = table.text(key, default)
-    if word not in RECOMPUTES and not (of_stage and first_layers(word)):
+    if word not in RECOMPUTES and not (of_stage and (word == OFFLOAD or first_layers(word))):
         raise table.refusal(key, word, f"one of {', '.join(RECOMPUTES)}")
     return word

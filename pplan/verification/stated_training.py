@@ -65,6 +65,13 @@ class StatedTraining:
         """Bytes a parameter of the optimizer's states."""
         return STATES[self.optimizer] * (self.master or self.weight) + OWN_BYTES.get(self.optimizer, 0.0)
 
+    @property
+    def update_bytes(self) -> float:
+        """That an optimizer reads and writes a byte of weight, at the least: the gradient once, states and
+        what is updated (the masters, where there are any) twice, weights beside masters once."""
+        updated = 2 * self.master + self.weight if self.master else 2 * self.weight
+        return (self.gradient + 2 * self.state + updated) / self.weight
+
     def step_temporaries(self, trainable: float, largest: float, gpu: bool) -> float | None:
         """Bytes that a step makes and frees again; None: it allocates nothing. Float32 masters need the
         gradients in float32, too. `gpu`: whether the device is one that is known."""

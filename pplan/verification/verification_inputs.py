@@ -49,7 +49,7 @@ RULES = {
     "torchgpipe": _PIPE,
     "fairscale": _PIPE,
     "deepspeed": Rules(frozenset({"1f1b"}), _WHOLE, trains_all=True, parts=False, shares="any"),
-    "torch": Rules(_TORCH, _WHOLE | {"first_layers"}, by_stage=True, shares="any", lists=True),
+    "torch": Rules(_TORCH, _WHOLE | {"first_layers", "offload"}, by_stage=True, shares="any", lists=True),
     "huggingface": Rules(
         frozenset({"naive"}), _WHOLE, replicas=False, one_process=True, parts=False, zero=(0,)
     ),
@@ -146,6 +146,7 @@ class VerificationInputs:
             machine=machine,
             training=read_training(plan),
             shared_ports=self.shared_ports,
+            host_bandwidth=plan.options.optional_number("host_bandwidth"),
         )
 
 

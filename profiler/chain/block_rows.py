@@ -1,11 +1,11 @@
 """Blocks that a model repeats: on the meta device a model of few of them is traced in its place.
 
 The blocks of an nn.ModuleList that are layers by themselves are dropped, but for some at each end of a row of
-equal ones; what they run tells, of the whole model and of the shortened one, which has to run the same
-besides.
+blocks whose kinds repeat (equal ones, or local and global attention in turn); what they run tells, of the
+whole model and of the shortened one, which has to run the same besides.
 The chain of the shortened model then gets them back. Where anything else leads from layer to layer than what
-each block returns to the next, another layer reads a block's weight, something forbids a cut, or the
-configuration names layers of several types, the model is traced whole.
+each block returns to the next, another layer reads a block's weight, or something forbids a cut, the model is
+traced whole.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 from torch import Tensor, nn
 
@@ -24,38 +24,36 @@ from ..graphs.frontends import MANY
 from ..graphs.tracing_patches import masks_as_in_training
 from ..graphs.trial import trial_run
 from ..memory.meta_results import MetaResults
-from ..torch_internals import tree_leaves
+from ..torch_internals import storage_key, tree_leaves
 from ..user_model.failures import is_out_of_memory
 from ..user_model.loaded_model import ModelInput
 from ..user_model.shared_parameters import registered, tensors_used
 from .cut_reasons import find_tensor_users
 from .layers import Layer, LayerChain, list_unused
 from .operation_record import Description, OperationRecord
+from .repeating_rows import find_rows
 
-LEFT = MANY // 2
-"""Blocks at each end of a row that stay: two that are counted by themselves (equal_layers.py), and one that
-stands for the others. All that stay are still too many to be looked into."""
 _WORTH_IT = 8
 """From so many that can be dropped on."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockRow:
-    """The blocks of the list at `path`; those of `dropped` are equal to the one before them."""
+    """The blocks of the list at `path`; those of `dropped` are equal to those `period` places before them."""
 
     path: str
     blocks: tuple[nn.Module, ...]
     dropped: range
+    period: int = 1
 
     @property
     def left(self) -> list[int]:
         """The blocks that stay."""
         return [index for index in range(len(self.blocks)) if index not in self.dropped]
 
-    @property
-    def representative(self) -> int:
-        """The block that is looked at for those dropped."""
-        return self.dropped.start - 1
+    def representative(self, dropped: int) -> int:
+        """The block that is looked at for one that is dropped: of the last period before all of these."""
+        return self.dropped.start - self.period + (dropped - self.dropped.start) % self.period
 
     def complete(self, chain: LayerChain, model: nn.Module) -> tuple[LayerChain, tuple[int, ...]] | None:
         """The chain of the whole model from the shortened one's, and of each layer the one that is looked at
@@ -67,6 +65,13 @@ class BlockRow:
         names = {f"{self.path}.{place}": index for place, index in enumerate(self.left)}
         if [names[layer.name] for layer in chain.layers if layer.name in names] != self.left:
             return None
+        places = {names[layer.name]: place for place, layer in enumerate(chain.layers) if layer.name in names}
+        last = self.dropped.start - 1
+        around = [*range(last + 1 - self.period, last + 1), self.dropped.stop]
+        if [places[index] for index in around] != list(
+            range(places[last] + 1 - self.period, places[last] + 2)
+        ):
+            return None  # a layer that is no block stands between two
         if self._is_read_elsewhere(chain, names):
             return None
         layers: list[Layer] = []
@@ -75,9 +80,13 @@ class BlockRow:
             index = names.get(layer.name)
             layers.append(layer if index is None else self._renamed(layer, index))
             origins.append(place)
-            if index == self.representative:
-                layers += [self._copied(layer, own) for own in self.dropped]
-                origins += [place] * len(self.dropped)
+            if index == last:
+                own = [places[self.representative(dropped)] for dropped in self.dropped]
+                layers += [
+                    self._copied(chain.layers[origin], dropped)
+                    for origin, dropped in zip(own, self.dropped, strict=True)
+                ]
+                origins += own
         positions = {origin: position for position, origin in reversed(list(enumerate(origins)))}
         modules = [layer.module for layer in layers]
         written = {id(user.tensor) for user in chain.users if user.is_written}
@@ -106,7 +115,7 @@ class BlockRow:
 
     def _copied(self, layer: Layer, index: int) -> Layer:
         """The layer of a dropped block, as that of the `layer` that is equal. It cannot be run."""
-        block, own = self.blocks[index], self.blocks[self.representative]
+        block, own = self.blocks[index], self.blocks[self.representative(index)]
         inside = {id(tensor) for tensor in tensors_used(own)}
         outside = [tensor for tensor in tensors_used(layer.module) if id(tensor) not in inside]
         module = block if layer.path is not None else _BlockWithTensors(block, outside)
@@ -146,7 +155,7 @@ def _find_row(model: nn.Module, example: ModelInput, granularity: Granularity) -
     for path in _long_lists(model, granularity):
         blocks = tuple(model.get_submodule(path).children())
         record = _run(model, blocks, example)
-        row = None if record is None else _longest_row(path, blocks, record)
+        row = None if record is None else _longest_row(path, blocks, record, _taken_whole(model, granularity))
         if row is None or _has_tensors_of_others(model, row):
             continue
         _set_entries(model, path, [blocks[index] for index in row.left])
@@ -161,11 +170,10 @@ def _find_row(model: nn.Module, example: ModelInput, granularity: Granularity) -
 
 def _long_lists(model: nn.Module, granularity: Granularity) -> Iterator[str]:
     """Of blocks each of which is a layer."""
-    types = getattr(getattr(model, "config", None), "layer_types", None) or ()
-    if granularity.kind != "module" or len(set(types)) > 1:
+    if granularity.kind != "module":
         return
     for path, module in model.named_modules():
-        if type(module) is nn.ModuleList and len(module) >= 2 * LEFT + _WORTH_IT:
+        if type(module) is nn.ModuleList and len(module) >= MANY + _WORTH_IT:
             entries = [f"{path}.{index}" for index in range(len(module))]
             if len(set(map(id, module))) == len(module) and all(
                 granularity.outermost(e) == e for e in entries
@@ -196,29 +204,29 @@ def _run(model: nn.Module, blocks: Sequence[nn.Module], example: ModelInput) -> 
     """What runs before the first block, in it, between it and the second, and so on to what runs behind the
     last; None where the blocks do not run once each in their order, or the model fails."""
     record, order = OperationRecord(), list[int]()
-    returned: list[object] = []
-    tables: list[Tensor] = []
+    returned: dict[int, Tensor] = {}
+    tables: dict[int, tuple[int, Tensor]] = {}
 
     def origin(leaf: object) -> object:
-        """Where a tensor comes from: None for what the block before returns; of others the same for the same
-        tensor, and nothing is equal to one that may skip layers."""
-        if not isinstance(leaf, Tensor) or any(leaf is own for own in returned):
+        """Where a tensor comes from: None for what the block before returns or what is made behind it; of
+        others the same for the same memory, and nothing is equal to one that may skip layers."""
+        if not isinstance(leaf, Tensor) or storage_key(leaf) in returned:
             return None
+        if record.has_allocated(leaf) and (returned or leaf.requires_grad):
+            return None  # before the first block tables are made, which others are handed, too
         if leaf.requires_grad:
             return object()
-        place = next((place for place, table in enumerate(tables) if table is leaf), -1)
-        if place < 0:
-            tables.append(leaf)
-        return place
+        return tables.setdefault(storage_key(leaf), (len(tables), leaf))[0]
 
     def begin(index: int, _module: nn.Module, args: object, kwargs: object) -> None:
         record.end(())
         order.append(index)
         inputs = args, kwargs
-        record.begin(blocks[index], (inputs, list(map(origin, tree_leaves(inputs)))))
+        record.begin(blocks[index], inputs, list(map(origin, tree_leaves(inputs))))
 
     def end(_module: nn.Module, _args: object, output: object) -> None:
-        returned[:] = tree_leaves(output)
+        returned.clear()
+        returned.update({storage_key(own): own for own in tree_leaves(output) if isinstance(own, Tensor)})
         record.end(output)
         record.begin(None, ())
 
@@ -242,13 +250,33 @@ def _run(model: nn.Module, blocks: Sequence[nn.Module], example: ModelInput) -> 
     return record.descriptions if order == list(range(len(blocks))) else None
 
 
-def _longest_row(path: str, blocks: tuple[nn.Module, ...], record: Sequence[Description]) -> BlockRow | None:
-    """Of equal blocks, with what runs behind each; None where too few can be dropped."""
-    units = [record[place : place + 2] for place in range(1, len(record) - 1, 2)]
-    rows = [list(row) for _, row in groupby(range(len(units)), key=lambda place: tuple(units[place]))]
-    longest = max(rows, key=len)
-    dropped = range(longest[0] + LEFT, longest[-1] + 1 - LEFT)
-    return BlockRow(path, blocks, dropped) if len(dropped) >= _WORTH_IT else None
+def _taken_whole(model: nn.Module, granularity: Granularity) -> Counter[type]:
+    """The modules that are layers, by class, of the classes of which there are too many to be looked into."""
+    paths = (path for path, _ in model.named_modules() if path and granularity.outermost(path) == path)
+    counts = Counter(type(model.get_submodule(path)) for path in paths)
+    return Counter({kind: count for kind, count in counts.items() if count >= MANY})
+
+
+def _longest_row(
+    path: str, blocks: tuple[nn.Module, ...], record: Sequence[Description], whole: Counter[type]
+) -> BlockRow | None:
+    """Of blocks that repeat, with what runs behind each, that of which most can be dropped; None where those
+    are too few. A period and one more at each end are counted by themselves (equal_layers.py), and one period
+    besides tells there, too, that they are equal. Of the classes in `whole` enough stay to be taken whole."""
+    units = [tuple(record[place : place + 2]) for place in range(1, len(record) - 1, 2)]
+    rows = [
+        BlockRow(path, blocks, _enough_left(row.repeated(row.period), row.period, blocks, whole), row.period)
+        for row in find_rows(units)
+    ]
+    longest = max(rows, key=lambda row: len(row.dropped), default=None)
+    return longest if longest is not None and len(longest.dropped) >= _WORTH_IT else None
+
+
+def _enough_left(dropped: range, period: int, blocks: Sequence[nn.Module], whole: Counter[type]) -> range:
+    """The most of the periods `dropped` with which of each class that is taken whole still `MANY` stay."""
+    turn = Counter(type(blocks[index]) for index in dropped[:period])
+    most = (max(0, whole[kind] - MANY) // count for kind, count in turn.items() if kind in whole)
+    return dropped[: min(most, default=len(dropped)) * period]
 
 
 def _without(record: Sequence[Description], row: BlockRow) -> list[Description]:

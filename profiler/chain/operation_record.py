@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,11 +26,14 @@ class OperationRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """By part, in the order in which they ended."""
         self._lines: list[Description] = []
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
+        self._new_storages: dict[int, torch.UntypedStorage] = {}
         self._is_inside = False
 
-    def begin(self, module: nn.Module | None, inputs: object) -> None:
-        """The next part begins: the call of a module (None: what runs between two of them)."""
+    def begin(self, module: nn.Module | None, inputs: object, origins: Sequence[object] = ()) -> None:
+        """The next part begins: the call of a module (None: what runs between two of them). `origins`: where
+        its inputs come from."""
         self._storages.clear()
+        self._new_storages.clear()
         self._is_inside = True
         weights = [] if module is None else [*module.parameters(), *module.buffers()]
         self._lines = [
@@ -39,6 +43,7 @@ class OperationRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 (leaf.requires_grad, *self._describe(leaf)) if isinstance(leaf, Tensor) else ()
                 for leaf in tree_leaves(inputs)
             ),
+            tuple(origins),
         ]
 
     def end(self, output: object) -> None:
@@ -48,6 +53,10 @@ class OperationRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.descriptions.append(tuple(self._lines))
         self._lines = []
 
+    def has_allocated(self, tensor: Tensor) -> bool:
+        """Whether the part, or the last, allocated the memory that the tensor lies in."""
+        return storage_key(tensor) in self._new_storages
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -55,6 +64,10 @@ class OperationRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._is_inside:
             leaves = tree_leaves((args, kwargs or {}, result))
             self._lines.append((str(func), torch.is_grad_enabled(), *map(self._describe, leaves)))
+            read = {storage_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor) and storage_key(leaf) not in read:
+                    self._new_storages[storage_key(leaf)] = leaf.untyped_storage()
         return result
 
     def _describe(self, leaf: Any) -> Description:

@@ -17,6 +17,7 @@ from types import FunctionType
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
 from torch.utils import checkpoint
@@ -119,6 +120,24 @@ def masks_as_in_training(*, one_text_a_row: bool = True) -> Iterator[None]:
         for name, replacement in replaced.items():
             if hasattr(module, name):
                 stack.enter_context(mock.patch.object(module, name, replacement))
+        yield
+
+
+@contextlib.contextmanager
+def experts_on_meta() -> Iterator[None]:
+    """While it lasts, experts of transformers run on meta tensors of any dtype: torch's grouped product is
+    there of 16 bits alone, on a GPU of float32, too. Does nothing where transformers is not loaded."""
+    module = sys.modules.get("transformers.integrations.moe")
+    can_use = getattr(module, "_can_use_grouped_mm", None)
+    if can_use is None:
+        yield
+        return
+
+    def instead(values: Tensor, weight: Tensor, offs: Tensor) -> bool:
+        is_missing = weight.is_meta and weight.dtype not in (torch.float16, torch.bfloat16)
+        return not is_missing and can_use(values, weight, offs)
+
+    with mock.patch.object(module, "_can_use_grouped_mm", instead):
         yield
 
 

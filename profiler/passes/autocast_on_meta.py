@@ -63,7 +63,8 @@ class AutocastOnMeta(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        # An exported graph calls `scaled_dot_product_attention.default`.
+        name = getattr(func, "__name__", "").partition(".")[0]
         if func is _functional.multi_head_attention_forward:
             # Its own calls are converted one by one.
             with _run_itself(), _Again(self):

@@ -231,10 +231,10 @@ def _hanging(folder: Path, doing: Mapping[str, object], seconds: float) -> Pplan
     """Names the process that is stopped, else one that computes while the others wait for it, and where it
     stands."""
     for rank, pid in sorted(_pids(folder).items()):
-        if _is_stopped(pid):
+        if is_stopped(pid):
             return MachineError(
                 f"check: rank {rank} is stopped {_while(folder, rank)}: nothing went on for {seconds:g} s",
-                f"Find what sent process {pid} a signal to stop (SIGSTOP): a debugger, or a job manager.",
+                stopped_hint(pid),
             )
     stacks = _stacks(folder)
     busy = {rank: where for rank, where in stacks.items() if where and not waits(where)}
@@ -246,11 +246,16 @@ def _hanging(folder: Path, doing: Mapping[str, object], seconds: float) -> Pplan
     )
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
     """Whether a signal holds the process, where the system tells."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
     return False
+
+
+def stopped_hint(pid: int) -> str:
+    """What to do about a process that is stopped."""
+    return f"Find what sent process {pid} a signal to stop (SIGSTOP): a debugger, or a job manager."
 
 
 def _stacks(folder: Path) -> dict[str, list[str]]:
@@ -287,7 +292,7 @@ def waits(frames: list[str]) -> bool:
 def _end(launcher: subprocess.Popen[bytes], folder: Path) -> None:
     """Kills what still runs: each process has a session of its own, and may be stopped."""
     if launcher.poll() is None:
-        groups = [*_children(launcher.pid), *_pids(folder).values(), launcher.pid]
+        groups = [*children(launcher.pid), *_pids(folder).values(), launcher.pid]
     else:
         # A launcher that was killed leaves its processes behind; of others the ids may be anyone's by now.
         groups = [pid for pid in _pids(folder).values() if _works_in(pid, folder)]
@@ -304,9 +309,9 @@ def _works_in(pid: int, folder: Path) -> bool:
     return False
 
 
-def _children(pid: int) -> list[int]:
-    """Processes that have not begun to write down anything; where the system does not tell them, they end by
-    themselves as soon as they look for the launcher."""
+def children(pid: int) -> list[int]:
+    """The processes that a process started, where the system tells. Elsewhere those of a launcher that have
+    not begun to write down anything end by themselves, as soon as they look for it."""
     with contextlib.suppress(OSError, ValueError):
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []

@@ -10,7 +10,7 @@ from typing import Any
 from ...cost_models.errors import ExportError
 from ...cost_models.first_layers import recompute_kind, recompute_kinds
 from ...cost_models.quantities import format_count
-from ...cost_models.runtime import Runtime, find_runtime
+from ...cost_models.runtime import OFFLOAD, Runtime, find_runtime
 from ...planner.plan_file import Plan
 from ...planner.plan_records import BUFFER_WARNING, Alternative
 from .export_document import hash_layers
@@ -167,7 +167,8 @@ def _other_recomputation(plan: Plan, runtime: Runtime) -> list[str]:
         reasons.append(f"its stages recompute {' and '.join(words)}, in {runtime.name} all do the same")
     unknown = [word for word in map(recompute_kind, words) if word not in runtime.recompute]
     if unknown:
-        reasons.append(f"it recomputes {unknown[0]}, {runtime.name} knows {_join_words(runtime.recompute)}")
+        does = "offloads to the host's memory" if unknown[0] == OFFLOAD else f"recomputes {unknown[0]}"
+        reasons.append(f"it {does}, {runtime.name} knows {_join_words(runtime.recompute)}")
     return reasons
 
 

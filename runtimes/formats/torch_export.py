@@ -23,7 +23,7 @@ from ...cost_models.document import (
 )
 from ...cost_models.errors import ExportError
 from ...cost_models.first_layers import count_first_layers
-from ...cost_models.runtime import find_runtime
+from ...cost_models.runtime import OFFLOAD, find_runtime
 from ...cost_models.schedules import PUBLISHED, Program
 from ...cost_models.schedules.schedule_text import NAME
 from ...planner.plan_file import Plan
@@ -40,8 +40,10 @@ from .torch_actions import (
 
 
 def _known_word(word: str) -> str:
-    if word not in ("never", "always") and count_first_layers(word) is None:
-        raise ValueError("must be one of never, always, or first_N for the first N layers of the stage")
+    if word not in ("never", "always", OFFLOAD) and count_first_layers(word) is None:
+        raise ValueError(
+            f"must be one of never, always, {OFFLOAD}, or first_N for the first N layers of the stage"
+        )
     return word
 
 

@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from ...cost_models.errors import ExportError, UsageError
 from ...cost_models.first_layers import count_first_layers
+from ...cost_models.runtime import OFFLOAD
 from ...profiler.user_model.loaded_model import ModelInput
 from ..formats.torch_actions import OWN_ORDER, splits_backward
 from ..formats.torch_export import TorchExport
@@ -148,6 +149,12 @@ def build_process(
     check_groups(layers, len(document.stages))
     check_equal_buffers(layers)
     place = _device(document) if device is None else torch.device(device)
+    if tensor_parallel is not None and OFFLOAD in document.recompute:
+        raise UsageError(
+            "tensor_parallel: a stage offloads to the host's memory what it saves for backward, which is not "
+            "done with shared matrices",
+            "Omit tensor_parallel, or make the plan with recompute='auto'.",
+        )
     if tensor_parallel is not None and mesh is None:
         mesh = mesh_with_tensor_dimension(document, place.type)
     coordinates = find_coordinates(document, place, mesh)
@@ -251,6 +258,7 @@ def _stage_module(
         None if shapes is None else shapes[stage].crossings,
         recompute=(len(layers) if word == "always" else 0) if first is None else first,
         written=names_in_stage(layers, written),
+        offloads=word == OFFLOAD,
         outputs=None if shapes is None else shapes[stage].outputs,
         form=form if stage == 0 else None,
         is_last=end == document.parts[-1],

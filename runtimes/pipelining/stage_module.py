@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ...profiler.torch_internals import TreeSpec, tree_flatten, tree_unflatten
 from ...profiler.user_model.loaded_model import scripted_parts
 from .cut_tensors import CutTensor, add_zero_gradients, as_layer_input, attach_all, pack_tensor, pass_on
 from .input_form import InputForm
+from .offloading import SavedOnHost
 from .recomputation import run_recomputed
 
 
@@ -21,8 +23,9 @@ class StageModule(nn.Module):
 
     `crossings`: of the tensors it takes, in order; None where they are not known: then they are taken as they
     are, and cloned, for the stage may overwrite them. `recompute`: how many of the first layers run again in
-    backward, for their activations; `written`: names of the buffers that forward changes. `outputs`: what the
-    stage behind was told to expect, where it was told.
+    backward, for their activations; `written`: names of the buffers that forward changes. `offloads`: whether
+    what is saved for backward waits in the host's memory. `outputs`: what the stage behind was told to
+    expect, where it was told.
     `form`: of the input, for the first stage. The last one returns the tensors of the model's output, which
     `assemble` puts together.
     """
@@ -34,6 +37,7 @@ class StageModule(nn.Module):
         *,
         recompute: int = 0,
         written: Sequence[str] = (),
+        offloads: bool = False,
         outputs: Sequence[Tensor] | None = None,
         form: InputForm | None = None,
         is_last: bool = False,
@@ -41,7 +45,7 @@ class StageModule(nn.Module):
         super().__init__()
         self.layers = layers
         self.crossings = None if crossings is None else tuple(crossings)
-        self.recompute, self.written = recompute, tuple(written)
+        self.recompute, self.written, self.offloads = recompute, tuple(written), offloads
         self._scripted = tuple(scripted_parts(layers)) if recompute else ()
         self.form, self.is_last = form, is_last
         self._expected = None if is_last or outputs is None else [tensor.dtype for tensor in outputs]
@@ -61,8 +65,16 @@ class StageModule(nn.Module):
             if again < len(self.layers):
                 output = self.layers[again:](output)
         else:
-            output = self.layers(self._layer_input(*tensors))
+            with self._saving(inputs):
+                output = self.layers(self._layer_input(*tensors))
         return self._pack_output(output, inputs)
+
+    def _saving(self, inputs: tuple[Tensor, ...]) -> AbstractContextManager[Any]:
+        """What is saved for backward inside goes where it is to wait."""
+        if not (self.offloads and inputs and torch.is_grad_enabled()):
+            return nullcontext()
+        buffers = [own for name, own in self.layers.named_buffers() if name not in self.written]
+        return SavedOnHost(inputs[0].device, [*inputs, *self.layers.parameters(), *buffers])
 
     def build_output(self, output: Tensor | tuple[Tensor, ...]) -> Any:
         """The model's output, of the tensors that the last stage returned."""
@@ -112,9 +124,9 @@ class StageModule(nn.Module):
         pairs = list(zip(tensors, about, strict=True))
         if self.is_told_nothing and any(own.in_tuple or sent.dtype != own.dtype for sent, own in pairs):
             raise ExportError(
-                "what crosses a cut is no floating-point tensor, or one in a tuple, and the stages cannot be "
-                "traced on the meta device to tell the stage behind",
-                "Let the layers hand on floating-point tensors, or look at no values in forward.",
+                "what crosses a cut is no floating-point tensor, or one in a tuple, and the stages could "
+                "not be run on the example input to tell the stage behind",
+                "Give `build` an example input that a copy of the model takes.",
             )
         dtypes = [tensor.dtype for tensor in tensors]
         if self._expected is not None and dtypes != self._expected:

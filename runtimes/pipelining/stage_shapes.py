@@ -7,8 +7,8 @@ and in older PyTorch (2.11) count a batch in the statistics of batch norm that i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ...cost_models.errors import ExportError
 from ...profiler.torch_internals import tensor_version
-from ...profiler.user_model.loaded_model import copy_to_meta
+from ...profiler.user_model.loaded_model import copy_model, copy_to_meta
+from ...profiler.user_model.seeding import fixed_seed
 from .cut_tensors import CutTensor, as_layer_input
 from .input_form import InputForm
 from .runtime_internals import backward_parts, fake_tensors
@@ -45,10 +46,11 @@ def trace_shapes(
     splits_backward: bool = False,
     device: torch.device | None = None,
 ) -> list[StageShapes] | None:
-    """For each stage, with `inputs` of that form to the first; None where the meta device cannot run them.
+    """For each stage, with `inputs` of that form to the first; None where no trace runs.
 
     The meta device knows no autocast: where the layers are under one, or switch one on, or do not run on
-    meta, they are traced with tensors that are said to be on `device` (default: the CPU).
+    meta, they are traced with tensors that are said to be on `device` (default: the CPU). Layers that look at
+    values run there for real, on a copy of a stage at a time.
 
     PyTorch computes weight gradients apart only on what lies between an input with a gradient and the output:
     where `splits_backward`, a stage behind frozen ones has such an input all the same, and its gradient is
@@ -57,28 +59,66 @@ def trace_shapes(
     Raises ExportError where PyTorch cannot run the two parts of a stage's backward.
     """
     place = device or torch.device("cpu")
+    for trace in (_trace_on_meta, _trace_pretending, _trace_for_real):
+        try:
+            stages = trace(layers, parts, tuple(inputs), form, splits_backward, place)
+        except ExportError:
+            raise
+        except Exception:
+            # Whatever a model does there that it does not do elsewhere.
+            continue
+        if stages is not None:
+            return stages
+    return None
+
+
+def _trace_on_meta(
+    layers: nn.Sequential,
+    parts: Sequence[int],
+    inputs: tuple[Tensor, ...],
+    form: InputForm,
+    splits_backward: bool,
+    place: torch.device,
+) -> list[StageShapes] | None:
+    """None where an autocast is on, of which the meta device knows nothing."""
+    meta_layers: Any = copy_to_meta(layers, "the model")
     meta_inputs = tuple(tensor.to("meta") for tensor in inputs)
-    try:
-        meta_layers = copy_to_meta(layers, "the model")
-        with _notice_autocast() as noticed, suppress(*_NOT_ON_META):
-            stages = list(_trace_stages(meta_layers, parts, meta_inputs, form, splits_backward))
-            if not noticed and not torch.is_autocast_enabled(place.type):
-                return stages
-        meta_layers = copy_to_meta(layers, "the model")
-        with fake_tensors():
-            _pretend(meta_layers, place)
-            fake_inputs = tuple(_pretended(tensor, place) for tensor in meta_inputs)
-            stages = list(_trace_stages(meta_layers, parts, fake_inputs, form, splits_backward=False))
+    with _notice_autocast() as noticed:
+        stages = list(_trace_stages(meta_layers.__getitem__, parts, meta_inputs, form, splits_backward))
+    return None if noticed or torch.is_autocast_enabled(place.type) else stages
+
+
+def _trace_pretending(
+    layers: nn.Sequential,
+    parts: Sequence[int],
+    inputs: tuple[Tensor, ...],
+    form: InputForm,
+    splits_backward: bool,  # noqa: ARG001 - such tensors have no two parts of a backward
+    place: torch.device,
+) -> list[StageShapes]:
+    meta_layers: Any = copy_to_meta(layers, "the model")
+    with fake_tensors():
+        _pretend(meta_layers, place)
+        fake_inputs = tuple(_pretended(tensor.to("meta"), place) for tensor in inputs)
+        stages = list(_trace_stages(meta_layers.__getitem__, parts, fake_inputs, form, splits_backward=False))
+    return [_on_meta(stage) for stage in stages]
+
+
+def _trace_for_real(
+    layers: nn.Sequential,
+    parts: Sequence[int],
+    inputs: tuple[Tensor, ...],
+    form: InputForm,
+    splits_backward: bool,
+    place: torch.device,
+) -> list[StageShapes]:
+    def copy_stage(stage: slice) -> Any:
+        return copy_model(layers[stage], "the model").to(place)
+
+    own_inputs = tuple(tensor.to(place) for tensor in inputs)
+    with fixed_seed(0):
+        stages = _trace_stages(copy_stage, parts, own_inputs, form, splits_backward)
         return [_on_meta(stage) for stage in stages]
-    except ExportError:
-        raise
-    except Exception:
-        # Whatever a model does on the meta device that it does not do elsewhere; PyTorch finds out itself.
-        return None
-
-
-_NOT_ON_META = (RuntimeError, NotImplementedError, ValueError, TypeError)
-"""What a forward raises that the meta device cannot run."""
 
 
 @contextmanager
@@ -120,7 +160,7 @@ def _on_meta(stage: StageShapes) -> StageShapes:
 
 
 def _trace_stages(
-    layers_on_meta: Any,
+    take: Callable[[slice], Any],
     parts: Sequence[int],
     inputs: tuple[Tensor, ...],
     form: InputForm | None,
@@ -128,7 +168,7 @@ def _trace_stages(
 ) -> Iterator[StageShapes]:
     crossings = tuple(CutTensor.of(tensor) for tensor in inputs)
     for number, (first, end) in enumerate(pairwise(parts)):
-        layers = layers_on_meta[first:end]
+        layers = take(slice(first, end))
         crossings = _mark_overwritten(layers, crossings, inputs, form)
         stage = StageModule(layers, crossings, form=form, is_last=end == parts[-1])
         if splits_backward and number:

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from ...cost_models.errors import UsageError, short_repr
-from ...cost_models.runtime import RUNTIMES
+from ...cost_models.runtime import OFFLOAD, RUNTIMES
 from ...cost_models.schedules import PUBLISHED
 from ...cost_models.schedules.registration import register_order
 from ...cost_models.schedules.schedule_text import read_schedule, write_program
@@ -215,7 +215,7 @@ def from_export(text: str, runtime: str, names: Sequence[str], where: str) -> Pa
             partition,
             format=runtime,
             # Megatron-LM runs first blocks again one by one: no plan for it does, in one checkpoint.
-            runtime=None if partition.stage_recompute else runtime,
+            runtime=runtime if partition.stage_recompute is None or runtime == "torch" else None,
             replicas=replicas,
             devices=partition.devices or read_ranks(getattr(document, "devices", [])),
             mini_batch=document.mini_batch,
@@ -251,6 +251,8 @@ def _partition(document: ExportDocument, names: Sequence[str], where: str) -> Pa
             virtual_stages=len(document.stages[0]),
             schedule=document.order,
             recompute="always" if words == {"always"} else "never" if words == {"never"} else None,
+            # What does not fit as it is would recompute otherwise.
+            stage_recompute=tuple(document.recompute) if OFFLOAD in words else None,
         )
     if isinstance(document, HuggingfaceExport):
         return replace(from_device_map(document.device_map, names, where), virtual_stages=1)

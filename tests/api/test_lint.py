@@ -182,3 +182,25 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["lint", "Et" * 3, "--model", str(config), "--pp", "1,2"]) == 2
     assert main(["lint", "(t" + "*9" * 3000, "--model", str(config)]) in (2, 4)
     assert len(capsys.readouterr().out) < 4000
+
+
+def test_the_best_layout_is_as_fast_and_no_memory_is_negative(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A device whose context takes more than there is has nothing left."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(MODEL))
+    command = ["--model", str(config), "--tp", "1", "--gpus", "2", "--gpu", "h100", "--mini-batch", "1"]
+    assert main(["lint", "EttttttL", *command, "--pp", "1", "--gpus", "1", "--memory", "100MB"]) == 4
+    printed = " ".join(capsys.readouterr().out.split())
+    assert re.search(
+        r"It does not fit: where it needs least, [\d.]+ .iB of the 0 B that may be used", printed
+    )
+    assert "None that fits at these degrees was found." in printed
+    report = pplan.lint("Ettt|tttL", MODEL, gpus=2, gpu="h100", mini_batch=1, tp=(1,))
+    best = report.best_layout
+    assert best is not None
+    assert main(["lint", best, *command]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "The layout is as fast as that." in printed
+    assert " 1 micro-batch of 1," in printed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -260,3 +261,54 @@ def test_refusals(
     printed = capsys.readouterr()
     assert says in printed.err
     assert not printed.out
+
+
+SMALL = MODEL | {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 4,
+    "vocab_size": 1000,
+}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "mini_batch", "memory"), [(4, 3, "800MB"), (1, 1, "100MB"), (2, 2, "0.7GiB")]
+)
+def test_the_memory_that_is_said_to_fit(
+    config: Path, capsys: pytest.CaptureFixture[str], gpus: int, mini_batch: int, memory: str
+) -> None:
+    """It does; of a device whose context alone takes more nothing may be used, and not less."""
+    config.write_text(json.dumps(SMALL))
+    command = ["degrees", str(config), "--gpus", str(gpus), "--gpu", "h100", "--mini-batch", str(mini_batch)]
+    assert main([*command, "--memory", memory]) == 3
+    what, hint = capsys.readouterr().err.splitlines()
+    assert re.search(
+        r"needs least, [\d.]+ MiB on a device, of which [\d.]+ (MiB|B) may be used of its ", what
+    )
+    enough = re.match(r"  What would fit: --memory ([\d.]+)GiB a device\. Or use more", hint)
+    assert enough is not None
+    assert main([*command, "--memory", f"{enough[1]}GiB"]) == 0
+    head = capsys.readouterr().out.splitlines()
+    assert f" on {gpus} device{'s' if gpus > 1 else ''}: " in head[0]
+
+
+def test_the_fastest_is_of_those_allowed_where_a_baseline_is_faster(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the table has it: `--tp 2` leaves out data parallelism, which is faster here."""
+    config.write_text(json.dumps(SMALL))
+    for allowed in (["--zero", "1,3"], ["--tp", "2"]):
+        command = ["degrees", str(config), "--gpus", "2", "--gpu", "h100", "--mini-batch", "8", *allowed]
+        assert main([*command, "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        steps = [own["step_seconds"] for own in answer["baselines"] if own["step_seconds"]]
+        is_fastest = min(steps) >= answer["plans"][0]["step_seconds"] * (1 - 1e-9)
+        assert is_fastest == (allowed[0] == "--zero")
+        assert main(command) == 0
+        head = capsys.readouterr().out.splitlines()[0]
+        assert (" is the fastest found for llama" in head) == is_fastest
+        assert (
+            re.search(r" is the fastest found of those allowed \(.* is faster\) ", head) is None
+        ) == is_fastest

@@ -328,4 +328,6 @@ def test_a_runner_up_that_nobody_looked_for_is_not_said_not_to_fit() -> None:
     assert (
         RunnerUp(differs="number of stages", plan=None, slower=None, proven=False).reason == "none was found"
     )
-    assert RunnerUp(differs="number of stages", plan=None, slower=None, proven=True).reason == "none fits"
+    assert (
+        RunnerUp(differs="number of stages", plan=None, slower=None, proven=True).reason == "none is possible"
+    )

@@ -68,6 +68,8 @@ def test_defaults(run: Run, here: Path, asked: dict[str, Any], profile: Profile)
         "slow_devices": None,
         "precision": "auto",
         "gradient_dtype": "auto",
+        "host_bandwidth": None,
+        "host_memory_bytes": None,
         "zero": 0,
         "objective": "step-time",
         "price": None,

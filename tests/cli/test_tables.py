@@ -6,6 +6,7 @@ import io
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -142,7 +143,8 @@ def test_answer_pipeline_on_fewer_gpus(plan: Plan) -> None:
     assert answer_lines(plan) == [
         "A pipeline of 3 stages over 6 GPUs is the fastest of the plans searched: "
         "650 ms a step, 98.5 samples/s.",
-        "It uses 6 of the 8 GPUs; on all 8, data parallelism takes 700 ms a step.",
+        "It uses 6 of the 8 GPUs: of the plans searched none is faster on more; data parallelism on all 8 "
+        "takes 700 ms a step.",
     ]
 
 
@@ -155,6 +157,18 @@ def test_answer_fewer_gpus_with_nothing_on_all(plan: Plan) -> None:
     prediction = plan.prediction.model_copy(update={"exact": False})
     unproven = answer_lines(changed(bare, prediction=prediction))[1]
     assert unproven == "It uses 6 of the 8 GPUs: of the plans scored none is faster on more of them."
+
+
+def test_a_named_planner_is_the_fastest_of_its_own_proposals_alone(plan: Plan) -> None:
+    options = replace(plan.options, planner="even")
+    prediction = plan.prediction.model_copy(update={"exact": False})
+    lines = answer_lines(changed(plan, baselines=[], alternatives=[], options=options, prediction=prediction))
+    assert lines == [
+        "A pipeline of 3 stages over 6 GPUs is the fastest of the plans that the planner even proposes: "
+        "650 ms a step, 98.5 samples/s.",
+        "It uses 6 of the 8 GPUs: of the plans that the planner even proposes none is faster on more of "
+        "them.",
+    ]
 
 
 def test_an_alternative_on_more_gpus_that_is_faster_is_named(plan: Plan) -> None:
@@ -216,7 +230,7 @@ def test_answer_one_gpu(plan: Plan) -> None:
     alone = changed(_one_stage(plan, 1), gpus=4)
     first, second = answer_lines(alone)
     assert first == "One GPU is the fastest of the plans searched: 650 ms a step, 98.5 samples/s."
-    assert second.startswith("It uses 1 of the 4 GPUs;")
+    assert second.startswith("It uses 1 of the 4 GPUs: ")
 
 
 def test_answer_when_a_runtime_leaves_out_the_faster_way(plan: Plan) -> None:
@@ -267,7 +281,8 @@ def test_what_all_gpus_would_give_is_what_the_runtime_can_run(plan: Plan) -> Non
     assert answer_lines(held) == [
         "A pipeline of 3 stages over 6 GPUs is the fastest that torchgpipe can run of the plans searched: "
         "650 ms a step, 98.5 samples/s.",
-        "It uses 6 of the 8 GPUs; on all 8, a straight gpipe pipeline takes 900 ms a step.",
+        "It uses 6 of the 8 GPUs: of the plans searched none is faster on more; a straight gpipe pipeline on "
+        "all 8 takes 900 ms a step.",
     ]
 
 

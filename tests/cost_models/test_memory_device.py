@@ -9,10 +9,11 @@ import pytest
 
 from pplan.cost_models.device_memory import DeviceLedger, bytes_by_action, device_ledger
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.memory import StageBytes, Training, ledger
+from pplan.cost_models.memory import Training, ledger
 from pplan.cost_models.optimizers import MIXED, Precision, StepKernels
 from pplan.cost_models.schedules import SCHEDULES, find_schedule, gpipe
 from pplan.cost_models.schedules.action import Action, Program
+from pplan.cost_models.stage_bytes import StageBytes
 
 MODES = ["never", "always", "except_last"]
 SIZES = [(2, 4), (4, 8), (4, 12)]

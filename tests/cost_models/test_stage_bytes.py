@@ -9,7 +9,7 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import LayerCosts
-from pplan.cost_models.memory import StageBytes, neighbours, stage_bytes
+from pplan.cost_models.stage_bytes import StageBytes, neighbours, stage_bytes
 
 INPUT = 6.0
 
@@ -54,6 +54,8 @@ def test_the_bytes_of_a_stage_by_hand() -> None:
         output=out[4],
         released=0,
         layer_workspace=16,
+        working=14 + 10,  # of the last, with what it is handed
+        working_peak=13 + 10 + 9,
     )
 
 

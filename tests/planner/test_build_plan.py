@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from pplan.api.plan_summary import summary_lines
 from pplan.cost_models.communication import exposed_all_reduce_seconds
 from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
@@ -398,9 +399,15 @@ def test_the_optimizers_step_is_named_where_it_is_long(zero: int, share: int, ma
     options: dict[str, object] = {"mini_batch": 2, "optimizer": "adam", "max_stages": 1, "zero": zero}
     plan = solved(with_parameters(chain, per_layer), two, **options)
     own = 28 * 6 * per_layer / 4 / share / H100_BANDWIDTH
+    assert plan.prediction.optimizer_seconds == pytest.approx(own)
+    said = f"optimizer adam (its own step, {format_seconds(own)} or more, not counted)"
+    assert said in "\n".join(summary_lines(plan))
     (note,) = optimizer_notes(plan)
     assert f"takes its memory of 3.35 TB/s {format_seconds(own)} or more" in note
     assert f"{percent(own / plan.prediction.step_seconds)} of the step" in note
     assert "on device 0, which" in note
     assert not optimizer_notes(solved(with_parameters(chain, per_layer / 100), two, **options))
-    assert not optimizer_notes(solved(with_parameters(chain, per_layer), other, **options))
+    unknown = solved(with_parameters(chain, per_layer), other, **options)
+    assert not optimizer_notes(unknown)
+    assert unknown.prediction.optimizer_seconds is None
+    assert "optimizer adam (its own step not counted)" in "\n".join(summary_lines(unknown))

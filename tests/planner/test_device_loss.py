@@ -103,6 +103,89 @@ def test_against_every_plan(seed: int, make_chain: MakeChain) -> None:
     assert set(layers_by_device(answer.plan.proposal)) <= set(ranks)
 
 
+@pytest.mark.parametrize("seed", [1, 3])
+def test_varied_plans_reach_the_fastest_of_all(
+    seed: int, make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where not all plans are looked at, as of these few all but one may be: the step of every shape that was
+    looked at, one by one, and the shortest that there is."""
+    chain = make_chain(seed, 5, traffic=[0.1, 1][seed % 2], cuts=1.1)
+    problem, best = solved(chain, alike(4), micro_batches=[None, 4][seed % 2])
+    configs = [own for own in problem.configs if own.schedule == best.config.schedule]
+    ranks = (0, 1, 3)
+    every = _Shapes(problem, best, ranks, 0.0)._count() * len(configs)
+    assert every == len(configs) * sum(
+        1
+        for stages in (1, 2, 3)
+        for _ in combinations(range(4), stages - 1)
+        for counts in product((1, 2, 3), repeat=stages)
+        if sum(counts) <= 3
+    )
+    monkeypatch.setattr("pplan.planner.device_loss.MOST_SHAPES", every - 1)
+    shapes = _Shapes(problem, best, ranks, 0.05)
+    shapes.look()
+    assert not shapes.complete
+    steps = dict[object, float]()
+    for plan in every_plan(problem, best.config.schedule, list(ranks)):
+        shape = plan.proposal.ends, plan.proposal.replicas
+        steps[shape] = min(steps.get(shape, np.inf), plan.step_seconds)
+    least = min(steps.values())
+    for shape, plan in shapes.steps.items():
+        same = fastest(problem.space, [plan.proposal])
+        assert same is not None
+        assert plan.step_seconds >= steps[shape] * (1 - 1e-9)
+        if plan.step_seconds <= shapes.longest:
+            assert plan.step_seconds == pytest.approx(same.step_seconds)
+    assert min(plan.step_seconds for plan in shapes.steps.values()) == pytest.approx(least)
+    assert shapes.longest == pytest.approx(1.05 * least)
+
+
+def test_a_plan_of_all_devices_is_of_all_that_are_left(make_chain: MakeChain) -> None:
+    problem, best = solved(make_chain(3, 4, cuts=1.1), alike(4), use_all=True)
+    answer = replan_problem(problem, best, [1], within=10.0)
+    assert answer.plan.proposal.device_count == 3
+    assert answer.complete
+
+
+def test_orders_that_are_not_made_anew(make_chain: MakeChain) -> None:
+    problem, best = solved(make_chain(1, 4, cuts=1.1), alike(2), schedule="naive")
+    assert best.config.schedule == "naive"
+    with pytest.raises(UsageError, match="the plan's schedule, naive: only plans of 1f1b and gpipe"):
+        replan_problem(problem, best, [1])
+
+
+def unlike(random: np.random.Generator, gpus: int) -> Topology:
+    """The slow devices come first, or the fast ones."""
+    slow = int(random.integers(1, gpus))
+    groups = (
+        Group(Device("one", None, 1.0), slow),
+        Group(Device("two", None, float(random.choice([0.2, 3]))), gpus - slow),
+    )
+    return Topology(groups, (Level("node", None, Link(float(random.choice([1.0, 1e6])), 0.0)),))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_unlike_devices_against_every_plan_on_one(seed: int, make_chain: MakeChain) -> None:
+    """What is called the fastest is no slower than any device alone that is left, nor than the answer, and
+    the answer is as near to it as asked."""
+    random = np.random.default_rng(seed)
+    topology = unlike(random, gpus=4)
+    problem, present = solved(make_chain(seed, int(random.integers(1, 5))), topology, schedule="1f1b")
+    lost, within = int(random.integers(4)), float(random.choice([0.0, 0.05, 1.0]))
+    answer = replan_problem(problem, present, [lost], within)
+    whole = problem.space.table(problem.chain.sizes[0]).cut_points[-1]
+    alone = [
+        fastest(problem.space, [Proposal(config, (whole,), ((rank,),))])
+        for config in problem.configs
+        for rank in range(4)
+        if rank != lost
+    ]
+    single = min(plan.step_seconds for plan in alone if plan is not None)
+    assert answer.fastest_seconds <= min(single, answer.plan.step_seconds) * (1 + 1e-9)
+    assert answer.plan.step_seconds <= answer.fastest_seconds * (1 + within) * (1 + 1e-9)
+    assert lost not in {rank for ranks in answer.plan.proposal.devices for rank in ranks}
+
+
 def test_a_replica_that_is_gone_moves_nothing(make_chain: MakeChain) -> None:
     """All layers on each of four devices, with a link so slow that nothing else is near: three go on."""
     chain = make_chain(1, 3, cuts=0.0)

@@ -19,6 +19,7 @@ from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.planner.candidate import linear_pipeline
 from pplan.planner.coverage import _any_plan, _runs
+from pplan.planner.cut_limits import CutLimits
 from pplan.planner.cut_search.shape_search import _spread as _spread_cuts
 from pplan.planner.degrees.degree_baselines import _megatron
 from pplan.planner.degrees.degree_options import _read_zero
@@ -30,7 +31,7 @@ from pplan.planner.mini_batch import _neighbours
 from pplan.planner.objectives.least_cost import _CostSearch
 from pplan.planner.objectives.throughput import _spaces
 from pplan.planner.pipeline_config import PipelineConfig, abbreviate
-from pplan.planner.plan_options import CutLimits, PlanOptions
+from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners.asteroid_shares import _by_speed, _next_receiver, _offload
 from pplan.planner.planners.base import stage_counts
 from pplan.planner.planners.deepspeed_partition import _ways

@@ -27,7 +27,7 @@ from pplan.planner.universal_bound import make_partitions, universal_bound
 
 MakeChain = Callable[..., Chain]
 SYNCHRONOUS = [name for name, own in SCHEDULES.items() if own.synchronous and own.trains_one_model]
-QUICK = ("interleaved", "chimera")
+QUICK = ("chimera",)
 SEEDS = range(16)
 
 

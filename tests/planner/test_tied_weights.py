@@ -11,7 +11,7 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.memory import stage_bytes
+from pplan.cost_models.stage_bytes import stage_bytes
 from pplan.cost_models.tied_weights import TiedWeight
 from pplan.cost_models.topology import Topology
 from pplan.planner.build_plan import build_problem, solve_problem

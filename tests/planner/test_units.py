@@ -34,7 +34,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
 """By name: layers, devices, what the machine has, options."""
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_the_same_in_other_units_of_time(
     name: str, seed: int, make_chain: MakeChain, make_topology: MakeTopology, in_units: InUnits

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.memory import stage_bytes
 from pplan.cost_models.schedules import SCHEDULES
+from pplan.cost_models.stage_bytes import stage_bytes
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem

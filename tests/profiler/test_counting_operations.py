@@ -118,6 +118,34 @@ def test_torchs_own_counter_on_a_pass_on_the_cpu() -> None:
     assert [one.is_convolution for one in layers[0].forward] == [True]
 
 
+class Experts(nn.Module):
+    """Four experts' products of 16 x 32 numbers, each of some of the rows."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        dtype = torch.bfloat16 if name == "aten._grouped_mm" else torch.float32
+        self.weight = nn.Parameter(torch.zeros(4, 16, 32, dtype=dtype))
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(0, 1).to(self.weight.dtype)
+        ends = torch.full((4,), len(x), dtype=torch.int32, device=x.device)
+        if self.name == "aten._grouped_mm":
+            return F.grouped_mm(x, self.weight, offs=ends)
+        mixed: Tensor = torch.ops.transformers.grouped_mm_fallback(x, self.weight, offs=ends)
+        return mixed
+
+
+@pytest.mark.parametrize("name", ["aten._grouped_mm", "transformers.grouped_mm_fallback"])
+def test_experts_have_the_products_of_their_rows(name: str) -> None:
+    """Forward, of the input's gradient, and of the weights'."""
+    if name != "aten._grouped_mm":
+        pytest.importorskip("transformers.integrations.moe")
+    layers = operations(nn.Sequential(nn.Linear(16, 16), Experts(name)), torch.zeros(1, 5, 16), 2)
+    product = 2 * (2 * 5) * 16 * 32
+    assert (flops(layers[1:2], "forward"), flops(layers[1:2], "backward")) == (product, 2 * product)
+
+
 def test_views_are_free_and_tables_are_read_by_rows() -> None:
     model = nn.Sequential(nn.Embedding(1000, 4), nn.Flatten(), nn.Linear(20, 2))
     layers = operations(model, torch.zeros(1, 5, dtype=torch.int64), 2)

@@ -80,7 +80,7 @@ def both(monkeypatch: pytest.MonkeyPatch, model: nn.Module | str, **options: Any
     [
         # The last block hands no table on. Of a row of equal ones the two at each end, and one between.
         ("." * 7 + "t" * 6 + "n" + "f" * 7, 1 + 5 + 5 + 1 + 5 + 1 + 1),
-        (".t" * 6, 1 + 12 + 1),
+        (".t" * 6, 1 + 9 + 1 + 1),
     ],
 )
 def test_equal_to_a_profile_of_every_block(monkeypatch: pytest.MonkeyPatch, kinds: str, counted: int) -> None:

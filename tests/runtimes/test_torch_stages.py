@@ -134,7 +134,24 @@ class Stubborn(nn.Module):
 
 
 def test_a_model_that_the_meta_device_cannot_run() -> None:
-    assert trace_shapes(nn.Sequential(Stubborn()), [0, 1], (torch.ones(2, 3),), InputForm((False,))) is None
+    """A copy of it runs for real: the model's statistics and the random numbers stay as they were."""
+    layers = nn.Sequential(nn.BatchNorm1d(3), Stubborn(), nn.Dropout(), Two(), Sum(), nn.ReLU(inplace=True))
+    given, state = torch.randn(5, 3), torch.get_rng_state()
+    shapes = trace_shapes(layers, [0, 2, 4, 5, 6], (given,), InputForm((False,)))
+    assert shapes is not None
+    assert shapes[2].crossings == (CutTensor(torch.float32, True), CutTensor(torch.bool, False))
+    assert shapes[3].crossings == (CutTensor(torch.float32, True, is_overwritten=True),)
+    assert all(tensor.is_meta for stage in shapes for tensor in (*stage.inputs, *stage.outputs))
+    assert layers.state_dict()["0.num_batches_tracked"] == 0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_that_fails_on_its_example_input() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4))
+    assert trace_shapes(layers, [0, 1], (torch.ones(2, 3),), InputForm((False,))) is None
+
+
+def test_without_shapes_stages_work_on_clones() -> None:
     given = torch.ones(2, 3)
     stage = StageModule(nn.Sequential(nn.ReLU(inplace=True), Stubborn()))
     stage(-given)

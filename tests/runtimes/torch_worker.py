@@ -62,6 +62,33 @@ def stubborn() -> nn.Sequential:
     return model.extend([nn.ReLU(inplace=True), nn.BatchNorm1d(6), nn.Linear(6, 5)])
 
 
+class Masking(nn.Module):
+    """Hands on what gets no gradient, too: a mask, indices, a part of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(192, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        part = x[:, :6]
+        return self.linear(x), part > 0, part.argsort(-1), part
+
+
+class Masked(nn.Module):
+    """Looks at values first, as DETR does."""
+
+    def forward(self, handed: tuple[Tensor, ...]) -> Tensor:
+        x, mask, order, part = handed
+        if not torch.isfinite(x.detach()).all():
+            raise ValueError("not finite")
+        return torch.where(mask, x, part).gather(-1, order)
+
+
+def masking() -> nn.Sequential:
+    """Five layers. The cut behind layer 1 is crossed by a mask, that behind layer 2 is not."""
+    return nn.Sequential(nn.Flatten(), Masking(), Masked(), nn.Linear(6, 6), nn.Linear(6, 5))
+
+
 class ResNetLike(nn.Module):
     """Cut finely: two tensors cross the cuts of a block. Its batch norms count the batches they see."""
 
@@ -130,6 +157,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "vgg": vgg_like,
     "frozen": frozen,
     "stubborn": stubborn,
+    "masking": masking,
     "resnet": ResNetLike,
     "transformer": TransformerLike,
     "tied": TiedLike,

@@ -89,6 +89,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "mini_batch": 16,
         "memory_bytes": 500_000_000,
     },
+    "a known GPU": {
+        "gpus": 4,
+        "gpu": "a100-40gb",
+        "mini_batch": 16,
+        "optimizer": "adamw",
+        "zero": 1,
+    },
     "interleaved": {
         "gpus": 2,
         "bandwidth": 1e9,
@@ -118,6 +125,18 @@ def test_each_number_that_matters(
         if report.agrees:
             unseen.append(path)
     assert unseen == [], repr(unseen)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adamw-8bit"])
+def test_the_optimizers_step(
+    optimizer: str, zero: int, make_profile: Callable[..., Any], solve_files: Callable[..., Any]
+) -> None:
+    options = OPTIONS["a known GPU"] | {"optimizer": optimizer, "zero": zero}
+    solved = solve_files(make_profile(3, 6), **options)
+    path = ("prediction", "optimizer_seconds")
+    assert solved.verified().agrees
+    assert not solved.verified(changed(solved.plan, path, 1.001 * at(solved.plan, path))).agrees
 
 
 @pytest.mark.slow

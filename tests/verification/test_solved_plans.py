@@ -230,3 +230,32 @@ def test_first_layers_that_run_again(
     plan["stages"][number]["recompute"] = "first_0"
     with pytest.raises(pplan.FileError, match="recompute"):
         solved.verified(plan)
+
+
+@pytest.mark.parametrize("options", [{}, {"runtime": "torch"}, {"schedule": "gpipe"}])
+def test_stages_that_offload(
+    options: Options, make_profile: Callable[..., Any], solve_files: Callable[..., Any]
+) -> None:
+    """Their copies and what is left on the device, and on the host, by the layers' bytes."""
+    wishes = FAST | {"use_all": True, "schedule": "1f1b", "host_bandwidth": 1e12} | options
+    profile = make_profile(3, 12, cuts=1.0, host=1.0)
+    for layer in profile["layers"]:
+        layer |= {name: layer[name] // 50 for name in ("parameter_bytes", "trainable_bytes")}
+    whole = solve_files(profile, **wishes)
+    most = max(stage["memory_bytes"] for stage in whole.plan["stages"])
+    solved = solve_files(profile, **wishes, memory_bytes=round(0.6 * most), recompute="offload")
+    report = solved.verified()
+    assert report.agrees, report.differing
+    words = [stage["recompute"] for stage in solved.plan["stages"]]
+    number = words.index("offload")
+    assert solved.plan["stages"][number]["host_bytes"] > 0
+    of_stage: list[Options] = [{"recompute": word} for word in ("always", "never")]
+    for change in (*of_stage, {"host_bytes": 7}, {"host_bytes": None}):
+        plan = json.loads(json.dumps(solved.plan))
+        plan["stages"][number] |= change
+        assert not solved.verified(plan).agrees
+    of_plan: list[Options] = [{"host_bandwidth": 2e9}, {"host_bandwidth": None}, {"host_memory_bytes": 1}]
+    for change in of_plan:
+        plan = json.loads(json.dumps(solved.plan))
+        plan["options"] |= change
+        assert not solved.verified(plan).agrees

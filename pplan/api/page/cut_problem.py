@@ -16,8 +16,9 @@ from ...cost_models.collectives import all_reduce_loads, all_reduce_seconds, is_
 from ...cost_models.communication import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from ...cost_models.errors import UsageError
 from ...cost_models.layer import Chain, LayerCosts
-from ...cost_models.memory import FRAGMENTATION_RESERVE, StageBytes, Training
+from ...cost_models.memory import FRAGMENTATION_RESERVE, RECOMPUTES, Training
 from ...cost_models.port_sharing import Routes
+from ...cost_models.stage_bytes import StageBytes
 from ...planner.assembly import Assembly
 
 EDITED = ("1f1b", "gpipe")
@@ -45,6 +46,8 @@ def refuse_cuts(assembly: Assembly) -> str:
         return "each device has several parts of the layers"
     if assembly.program.devices < 2:
         return "there is one stage"
+    if not set(assembly.recompute).issubset(RECOMPUTES):
+        return "a stage offloads, or runs its first layers alone again"
     if assembly.zero:
         return f"ZeRO-{assembly.zero} spreads the weights over the replicas of a stage"
     if assembly.chain.tied:

@@ -91,6 +91,8 @@ def stage_table(plan: Plan) -> PageTable:
         ("memory", lambda row: bytes_cell(row[1].memory_bytes)),
         ("limit", lambda row: bytes_cell(row[1].memory_limit_bytes)),
     ]
+    if any(stage.host_bytes is not None for stage in plan.stages):
+        columns.insert(8, ("on the host", lambda row: bytes_cell(row[1].host_bytes)))
     if plan.recompute == "selective":
         columns.insert(3, ("recomputed", lambda row: count_cell(row[1].layers_again)))
     each = " per replica" if max(plan.replicas) > 1 else ""

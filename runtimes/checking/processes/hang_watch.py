@@ -2,21 +2,24 @@
 
 A process that waits for the others ends by itself, with the timeout of torch.distributed, and cannot tell
 which of them it is that hangs. The one that hangs in the model, or in its data, can: it says what it was
-doing and where it stands, and ends, upon which torchrun ends the others.
+doing and where it stands, and ends, upon which torchrun ends the others. One that is stopped can say nothing:
+the first of its node that runs says it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 from types import TracebackType
 
 from ....cost_models.text_files import escape_text
-from ..launching import STARTING_SECONDS, busy_frames, waits
+from ..launching import STARTING_SECONDS, busy_frames, children, is_stopped, stopped_hint, waits
 from .rank_journal import RankJournal
 
 STATUS = 2
@@ -26,7 +29,7 @@ POLL_SECONDS = 0.5
 
 class HangWatch:
     """While it is entered, a thread that ends the process as soon as it has begun nothing anew for `seconds`
-    and does not wait for another process.
+    and does not wait for another process, or waits while one of this torchrun's is stopped.
 
     A process that waits for its GPU is left alone: what that waits for may be another process.
     """
@@ -51,16 +54,38 @@ class HangWatch:
                 continue
             frames = _frames()
             if frames and not _waits_for_others(frames):
-                self._end(frames[0])
+                self._end(f"rank {self._journal.rank} hangs", f"It stands at {frames[0]}.")
+            elif stopped := _find_stopped(self._journal.rank):
+                rank, pid = stopped
+                self._end(f"rank {rank} is stopped, rank {self._journal.rank} waits", stopped_hint(pid))
 
-    def _end(self, where: str) -> None:
+    def _end(self, what: str, hint: str) -> None:
         """Ends the process, whatever its main thread is in, with two lines as of any other error."""
-        rank, doing = self._journal.rank, self._journal.doing
+        doing = self._journal.doing
         started = f"while {doing}" if doing else "before it began"
-        what = f"check: rank {rank} hangs {started}: nothing went on for {self._seconds:g} s"
-        for line in (f"pplan: {what}", f"  It stands at {where}."):
+        what = f"check: {what} {started}: nothing went on for {self._seconds:g} s"
+        for line in (f"pplan: {what}", f"  {hint}"):
             print(escape_text(line.replace("\n", " ")), file=sys.stderr, flush=True)
         os._exit(STATUS)
+
+
+def _find_stopped(rank: int) -> tuple[int, int] | None:
+    """Rank and id of the first process beside this one, in the same torchrun, that is stopped; None where
+    none is, or a process of a lower rank than this one can say so."""
+    pids = {other: pid for pid in children(os.getppid()) if (other := _rank(pid)) is not None}
+    stopped = {other: pid for other, pid in pids.items() if is_stopped(pid)}
+    if not stopped or rank != min(pids.keys() - stopped.keys(), default=rank):
+        return None
+    return min(stopped.items())
+
+
+def _rank(pid: int) -> int | None:
+    """The rank that torchrun gave a process; None where it is none of torchrun's, or has ended."""
+    with contextlib.suppress(OSError, ValueError):
+        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if variable.startswith(b"RANK="):
+                return int(variable.removeprefix(b"RANK="))
+    return None
 
 
 def _frames() -> list[str]:

@@ -13,12 +13,10 @@ import torch.distributed as dist
 
 from ....profiler.torchrun_env import TorchrunEnv
 from ..job import Job, LinkSeconds
-from .rank_journal import RankJournal
 
 LAST_SECONDS = 30
-"""By which the processes are more patient than their parent, who knows which of them hangs."""
-LONGER_SECONDS = 5
-"""By which, without a parent, those that wait are more patient than one that hangs (see hang_watch.py)."""
+"""By which those that wait are more patient than their parent, who knows which of them hangs; without one,
+than the process that hangs itself (see hang_watch.py)."""
 REPEATS, WARM_UPS = 10, 3
 """Of each transfer."""
 ELEMENT = 4
@@ -38,11 +36,9 @@ def choose_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def choose_timeout(job: Job, journal: RankJournal) -> timedelta:
-    """The time that a process waits for another."""
-    alone = journal.folder is None
-    times, more = (1, LONGER_SECONDS) if alone else (2, LAST_SECONDS)
-    return timedelta(seconds=times * job.timeout_seconds + more)
+def choose_timeout(job: Job) -> timedelta:
+    """The time that a process waits for another, which may begin later with what it then hangs in."""
+    return timedelta(seconds=2 * job.timeout_seconds + LAST_SECONDS)
 
 
 def new_control_group(backend: str, wait: timedelta) -> Any:

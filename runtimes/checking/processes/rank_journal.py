@@ -17,7 +17,10 @@ from ....profiler.user_model.failures import at_user_line, first_line, is_out_of
 from ..job import CasePrediction
 
 LAUNCHER = "launcher.pid"
-LOST = ("Connection closed", "Connection reset", "Broken pipe", "connect", "Timed out", "timed out", "NCCL")
+LOST = (
+    *("Connection closed", "Connection reset", "Broken pipe", "connect", "Timed out", "timed out"),
+    *("wait timeout", "NCCL"),
+)
 """Words of what torch.distributed raises for a process that is gone or silent."""
 
 

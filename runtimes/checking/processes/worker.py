@@ -9,8 +9,9 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +30,6 @@ from .hang_watch import HangWatch
 from .pipe_adapter import PipeAdapter
 from .pipeline_adapter import PipelineAdapter
 from .process_group import (
-    LONGER_SECONDS,
     choose_backend,
     choose_timeout,
     measure_links,
@@ -86,7 +86,7 @@ def _join(job: Job, process: TorchrunEnv, journal: RankJournal) -> tuple[str, Ch
     if first is not None:
         prepare_deepspeed(device)
     journal.begin("meeting the other processes")
-    backend, wait = choose_backend(device), choose_timeout(job, journal)
+    backend, wait = choose_backend(device), choose_timeout(job)
     if first is not None:
         join_deepspeed(backend, wait)
     else:
@@ -155,11 +155,10 @@ def run_in_torchrun(job: Job, process: TorchrunEnv) -> CheckMeasurements | None:
             return run_job(job, process, journal)
     except Exception as error:
         failure = describe_failure(error)
-        kind = LostRankError if failure["lost"] else RankFailedError
-        raise kind(
-            f"check: rank {process.rank}: {failure['what']}",
-            failure["hint"] or _hint(failure["what"], job),
-        ) from error
+        kind, what = (LostRankError, "lost another") if failure["lost"] else (RankFailedError, "")
+        doing = f"while {journal.doing}" if journal.doing else "before it began"
+        words = " ".join(filter(None, (f"check: rank {process.rank}", what, doing)))
+        raise kind(f"{words}: {failure['what']}", failure["hint"] or _hint(failure)) from error
 
 
 class RankFailedError(MachineError):
@@ -170,8 +169,9 @@ class LostRankError(MachineError):
     """Another process has gone, or does not answer."""
 
 
-def _hint(what: str, job: Job) -> str:
-    if "EADDRINUSE" in what or "in use" in what:
+def _hint(failure: Mapping[str, object]) -> str:
+    if re.search("EADDRINUSE|in use", str(failure["what"])):
         return "Another program has this port: name another with torchrun --master-port."
-    waited = job.timeout_seconds + LONGER_SECONDS
-    return f"See what the other processes printed; each waits {waited:g} s (`timeout`)."
+    if failure["lost"]:
+        return "See what the other processes printed, and what torchrun says of them."
+    return "Run it again as pplan --debug check to see more."

@@ -186,6 +186,8 @@ def test_what_the_page_cannot_move_is_refused() -> None:
         "several parts": replace(assembly, schedule=zb_v, program=zb_v.program(2, 4, 2)),
         "ZeRO-1": replace(assembly, zero=1),
         "both sides of a cut": replace(assembly, chain=tied),
+        "first layers alone": replace(assembly, recompute=("first_1", "never")),
+        "a stage offloads": replace(assembly, recompute=("never", "offload")),
         "one stage": replace(assembly, program=find_schedule("1f1b").program(1, 4, 1)),
     }
     for words, other in reasons.items():

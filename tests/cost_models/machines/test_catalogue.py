@@ -65,6 +65,7 @@ def test_published_figures(name: str, gpu: str, inside_both_directions: float, n
     """What is published of a whole machine: all its adapters together."""
     machine = MACHINES[name]
     assert machine.gpu == gpu
+    assert machine.gpus.value == 8
     assert 2 * machine.inside.bandwidth.value == inside_both_directions
     adapters = machine.gpus.value / machine.gpus_per_adapter.value
     assert adapters * machine.between.bandwidth.value * 8 == network_gigabits * 1e9

@@ -186,5 +186,33 @@ def test_memory_as_the_tools_of_the_makers_print_it() -> None:
         "h100": 81_079.25,
         "a10g": 22_731,
         "t4": 15_109.75,
+        "h200": 143_156,
+        "b200": int(178.35 * 2**30) / 2**20,
+        "l4": 22_518.4375,
+        "rtx-4090": 24_080.875,
+        "rtx-3090": 24_237.5,
     }
     assert {name: PRESETS[name].memory_bytes.value / 2**20 for name in said} == said
+
+
+def test_a_context_is_what_was_seen_of_one() -> None:
+    """In MiB: 426 of an Ada, and, between 426 and 612, 512; on Hopper two workspaces of cuBLAS more."""
+    own = {name: preset.context_bytes.value / 2**20 for name, preset in PRESETS.items()}
+    seen = {"l4": 426, "rtx-4090": 426, "h100": 512 + 64, "h200": 512 + 64}
+    assert own == {name: seen.get(name, 512) for name in PRESETS}
+
+
+def test_usual_servers_and_what_they_are_joined_by() -> None:
+    """Eight GPUs each; Gb/s of the network for a GPU. A transfer starts in 5 us over own links,
+    10 over PCIe, 20 through the network."""
+    gigabits = {"v100-16gb": 100, "v100-32gb": 100, "a100-40gb": 200, "a100-80gb": 200}
+    gigabits |= dict.fromkeys(("h100", "h200", "b200", "mi300x"), 400)
+    for name, preset in PRESETS.items():
+        assert preset.gpus_per_node.value == 8
+        assert preset.between.bandwidth.value == gigabits.get(name, 100) * 1e9 / 8
+        own_links = name not in ("l4", "a10g", "t4", "rtx-4090", "rtx-3090")
+        assert (preset.inside.latency.value, preset.between.latency.value) == (
+            5e-6 if own_links else 1e-5,
+            2e-5,
+        )
+    assert PRESETS["v100-16gb"].inside.bandwidth.value == 2 * 25e9  # two of the six links of NVLink 2

@@ -9,7 +9,13 @@ import pytest
 from pplan.cost_models.errors import FileError, UsageError
 from pplan.cost_models.machines.catalogue import match_device
 from pplan.cost_models.machines.presets import PRESETS
-from pplan.cost_models.machines.rooflines import ROOFLINES, find_roofline, load_roofline
+from pplan.cost_models.machines.rooflines import (
+    ROOFLINES,
+    find_roofline,
+    host_bandwidth,
+    load_roofline,
+    memory_bandwidth,
+)
 
 GOOD = 'name = "NVIDIA L4"\nmemory = "20GiB"\nbandwidth = "300GB/s"\nfloat32 = 30e12\nbfloat16 = 121e12\n'
 
@@ -105,3 +111,46 @@ def test_figures_of_the_data_sheets(
     assert roofline.peak("float32") == pytest.approx(single * 1e12)
     assert roofline.bandwidth.value == bandwidth * 1e9
     assert 0.9 < roofline.memory_bytes / (gib * 2**30) <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("names", "peaks"),
+    [
+        (("v100-16gb", "v100-32gb"), {"float64": 7.8}),
+        (("a100-40gb", "a100-80gb"), {"tf32": 156, "bfloat16": 312, "float64": 19.5}),
+        (("h100", "h200"), {"tf32": 989 / 2, "bfloat16": 1979 / 2, "float64": 67}),
+        (("b200",), {"tf32": 1100, "bfloat16": 2250, "float64": 40}),
+        (("l4",), {"tf32": 60, "bfloat16": 121}),
+        (("t4",), {}),
+        (("rtx-4090",), {"tf32": 82.6, "bfloat16": 165.2}),
+        (("rtx-3090",), {"tf32": 35.6, "bfloat16": 71}),
+        (("mi300x",), {"tf32": 653.7, "bfloat16": 1307.4, "float64": 163.4}),
+    ],
+)
+def test_the_other_numbers_of_the_data_sheets(names: tuple[str, ...], peaks: dict[str, float]) -> None:
+    """Teraflops of dense products; of what stands in none there is no figure."""
+    for name in names:
+        others = {dtype: own.value for dtype, own in ROOFLINES[name].peaks.items()}
+        assert others.pop("float16") > others.pop("float32") > 0
+        assert others == pytest.approx({dtype: peak * 1e12 for dtype, peak in peaks.items()})
+        assert ROOFLINES[name].has_flash_attention == ("bfloat16" in peaks)
+
+
+@pytest.mark.parametrize(
+    ("name", "transfers", "gigabytes"),
+    [
+        *((name, 8, 15.75) for name in ("v100-16gb", "v100-32gb", "t4")),
+        *((name, 16, 31.5) for name in ("a100-40gb", "a100-80gb", "l4", "rtx-4090", "rtx-3090", "a10g")),
+        *((name, 32, 63.0) for name in ("h100", "h200", "b200", "mi300x")),
+    ],
+)
+def test_copies_to_the_host_take_85_percent_of_16_lanes(
+    name: str, transfers: float, gigabytes: float
+) -> None:
+    """128 of 130 bits are data, which makers round to three or four digits."""
+    assert gigabytes == pytest.approx(transfers * 16 * 128 / 130 / 8, rel=1e-3)
+    title = PRESETS[name].title
+    assert host_bandwidth(title) == pytest.approx(0.85 * gigabytes * 1e9)
+    roofline = ROOFLINES.get(name)
+    assert memory_bandwidth(title) == (None if roofline is None else roofline.bandwidth.value)
+    assert (host_bandwidth("quantum"), memory_bandwidth("quantum")) == (None, None)

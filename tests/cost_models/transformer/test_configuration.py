@@ -210,6 +210,17 @@ def test_files_with_few_keys(keys: dict[str, Any], parameters: int) -> None:
     assert transformer_shape(keys).parameters() == parameters
 
 
+def test_a_text_model_inside_another() -> None:
+    """As Gemma 3's files have it; what else there is of the model is not counted, which is said."""
+    outer = {"model_type": "llava", "vision_config": {"hidden_size": 1}, "text_config": LLAMA}
+    shape = transformer_shape(outer)
+    assert shape.parameters() == transformer_shape(LLAMA).parameters()
+    assert "text_config alone" in shape.note
+    assert not transformer_shape({"model_type": "llama", "text_config": LLAMA}).note
+    with pytest.raises(UsageError, match="is_encoder_decoder"):
+        transformer_shape({**outer, "is_encoder_decoder": True})
+
+
 def test_a_family_that_is_not_known_is_said() -> None:
     shape = transformer_shape({**LLAMA, "model_type": "llama9"})
     assert shape.parameters() == transformer_shape(LLAMA).parameters()

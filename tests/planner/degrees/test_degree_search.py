@@ -116,7 +116,7 @@ def random_table(random: Random) -> LayerTable:
     return LayerTable(shape, degrees, setting, random_costs(random))
 
 
-@pytest.mark.parametrize("seed", seeds(50, 120))
+@pytest.mark.parametrize("seed", seeds(30, 120))
 def test_no_division_is_below_the_bound(seed: int) -> None:
     """In any memory; that of the least bound, where there is one, fits."""
     random = Random(seed)
@@ -156,7 +156,7 @@ def test_the_division_of_the_least_bound_is_the_fastest(recompute: Any) -> None:
     assert estimate_stages(layers, division).step_seconds == pytest.approx(fastest, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", seeds(30, 60))
+@pytest.mark.parametrize("seed", seeds(12, 60))
 def test_no_interleaved_division_is_below_its_bound(seed: int) -> None:
     """Of every division over the virtual stages, and of the bounds of all and of those that fit."""
     random = Random(seed)
@@ -252,7 +252,7 @@ def test_least_seconds_of_all_stages(stages: int, virtual: int, again: int | Non
     assert layers.whole_seconds == pytest.approx(min(every))
 
 
-@pytest.mark.parametrize("seed", seeds(20, 40))
+@pytest.mark.parametrize("seed", seeds(12, 40))
 def test_no_division_that_fits_is_below_the_bound_of_equal_blocks(seed: int) -> None:
     """Interleaved, with partial recomputation, in the memory that some divisions need."""
     random = Random(seed)
@@ -295,7 +295,10 @@ def test_stages_end_where_the_seconds_come_nearest_to_their_share() -> None:
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(seed, marks=[pytest.mark.slow] * (seed in (3, 5, 7))) for seed in (0, 1, *range(3, 11))],
+    [
+        pytest.param(seed, marks=[pytest.mark.slow] * (seed in (3, 5, 7, 9, 10)))
+        for seed in (0, 1, *range(3, 11))
+    ],
 )
 def test_an_answer_against_all_there_is(seed: int) -> None:
     random = Random(1000 + seed)
@@ -320,8 +323,11 @@ def test_an_answer_against_all_there_is(seed: int) -> None:
     limit = random.choice((NO_LIMIT, peaks[len(peaks) // 4], peaks[0] * 0.999))
     fitting = [estimate.step_seconds for _, estimate in every if estimate.peak_bytes <= limit]
     if not fitting:
-        with pytest.raises(InfeasibleError, match="GiB"):
+        with pytest.raises(InfeasibleError, match="needs least") as caught:
             search_degrees(shape, devices, costs, options, limit)
+        needed = caught.value.details["needed_bytes"]
+        assert any(needed == pytest.approx(peak) for peak in peaks)
+        assert search_degrees(shape, devices, costs, options, needed * (1 + 1e-9)).plans
         return
     answer = search_degrees(shape, devices, costs, options, limit)
     best = answer.plans[0].estimate
@@ -365,6 +371,18 @@ def test_nothing_possible(options: DegreeOptions, devices: int, says: str) -> No
     random = Random(3)
     with pytest.raises(UsageError, match=says):
         search_degrees(random_shape(random), devices, random_costs(random), options, NO_LIMIT)
+
+
+def test_only_context_parallelism_divides() -> None:
+    """Which is tried without being asked for only where a device keeps 4,096 tokens."""
+    random = Random(3)
+    shape = replace(random_shape(random).with_blocks(1), attention=AttentionShape(1, 1, 16, 16), experts=None)
+    shape, costs = replace(shape, routed=(False,)), random_costs(random)
+    options = DegreeOptions(sequence=4096, mini_batch=1)
+    with pytest.raises(UsageError, match="that leave a device 4096 tokens") as caught:
+        search_degrees(shape, 8, costs, options, NO_LIMIT)
+    assert "`cp=8`" in caught.value.hint
+    assert search_degrees(shape, 8, costs, replace(options, cp=(8,)), NO_LIMIT).plans
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -16,7 +16,7 @@ from pplan.cost_models.transformer.layer_table import LIBRARIES, LayerTable
 from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.rank_costs import DeviceLimits, RankCosts, TopologyLinks
-from pplan.cost_models.transformer.training_setting import TrainingSetting, even_blocks
+from pplan.cost_models.transformer.training_setting import TrainingSetting, block_ranges, even_blocks
 from pplan.cost_models.transformer.training_step import estimate_stages
 from pplan.cost_models.transformer.transformer_shape import AttentionShape, ExpertShape, TransformerShape
 from pplan.cost_models.transformer.weight_update import update_seconds
@@ -77,6 +77,33 @@ def test_the_programme_against_every_choice(seed: int) -> None:
         # In so much less memory, all that is rounded up has room.
         close = [a for a, b, _ in every if LIBRARIES + (b - LIBRARIES) * (1 + 2 / PARTS) <= limit]
         assert not close or limit < NO_LIMIT or seconds <= min(close) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_blocks_together_need_what_their_stage_does(seed: int) -> None:
+    """Bytes and seconds of each block with what is beside it, against those of the whole stage: less the
+    libraries, one workspace and the empty tensors, which blocks share; and as many updates as blocks."""
+    random = Random(100 + seed)
+    shape, topology, costs, options = random_case(random)
+    stages = random.choice((1, 2))
+    whole = _Pipeline(shape, topology, costs, options, NO_LIMIT, stages, random.choice((4, 8)))
+    for stage, blocks in enumerate(block_ranges(even_blocks(shape.blocks, stages))):
+        own = random.choice(whole.choices)
+        picks, last = [own] * len(blocks), stage == stages - 1
+        rows = [
+            whole._block_costs(own, shape.routed[block], roles, stage)
+            for block in blocks
+            for roles in [[0] * (block == 0) + [2] * (block == shape.blocks - 1)]
+        ]
+        shared = LIBRARIES + max(own.workspace, own.end_workspace * last) + own.end_placeholders * last
+        shared += own.placeholders[frozenset(shape.routed[block] for block in blocks)]
+        bytes = whole._stage_bytes(stage, picks, blocks)
+        assert sum(each for _, each in rows) + shared == pytest.approx(bytes, rel=1e-9)
+        seconds = whole.micro_batches * whole._stage_seconds(stage, picks, blocks).both
+        seconds += sum(
+            update_seconds(own.parameters[shape.routed[b]], own.own.degrees, costs) for b in blocks
+        )
+        assert sum(each for each, _ in rows) == pytest.approx(seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -9,6 +9,7 @@ from itertools import combinations, combinations_with_replacement, pairwise, pro
 from random import Random
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 from pplan.cost_models.hardware import Device, Link
@@ -24,7 +25,14 @@ from pplan.planner.degrees.degree_options import DegreeOptions
 from pplan.planner.degrees.degree_search import search_degrees
 from pplan.planner.degrees.stage_degree_bound import stage_bound
 from pplan.planner.degrees.stage_degree_search import StageAnswer, search_stage_degrees
-from pplan.planner.degrees.stage_degree_table import FIRST, LAST, MIDDLE, BlockRuns, StageDegreeTable
+from pplan.planner.degrees.stage_degree_table import (
+    FIRST,
+    LAST,
+    MIDDLE,
+    BlockRuns,
+    Recompute,
+    StageDegreeTable,
+)
 
 NO_LIMIT = float("inf")
 SEQUENCE, BATCH = 64, 8
@@ -268,12 +276,13 @@ def test_the_shortest_backward_that_fits(seed: int) -> None:
         run = runs.runs[random.choice(runs.places(role))]
         after = 0 if role == LAST else random.randint(1, 2)
         place, stages = {FIRST: (0, after + 1), MIDDLE: (1, after + 2), LAST: (2, 3)}[role]
-        own = []
+        own, by_mode = [], dict[Recompute, tuple[float, float]]()
         for kind, number in recomputations(options.recompute, len(run)):
             setting = TrainingSetting(2, Tokens(SEQUENCE, 2), kind, 1, number, options.predictors)
             layers = LayerTable(case.shape, replace(degrees, pipeline=stages), setting, case.costs)
             stage = layers.stage((run,), place)
             own.append((stage.bytes, stage.backward_seconds))
+            by_mode[Recompute(kind, number)] = own[-1]
         for limit in {bytes * share for bytes, _ in own for share in (1 - 1e-9, 1 + 1e-9)}:
             setting = TrainingSetting(2, Tokens(SEQUENCE, 2), predictors=options.predictors)
             table = StageDegreeTable(
@@ -282,3 +291,16 @@ def test_the_shortest_backward_that_fits(seed: int) -> None:
             fitting = [seconds for bytes, seconds in own if bytes <= limit]
             found = table.backward[role, after, runs.runs.index(run)]
             assert found == pytest.approx(min(fitting, default=NO_LIMIT), rel=1e-12)
+            if fitting:
+                needed, seconds = by_mode[table.recompute(role, run, after)]
+                assert needed <= limit
+                assert seconds == pytest.approx(min(fitting), rel=1e-12)
+        plain = LayerTable(case.shape, replace(degrees, pipeline=3), setting, case.costs)
+        alone = 2 * plain.seconds(run, role).both
+        for most, there in ((alone * (1 - 1e-9), False), (alone * (1 + 1e-9), True)):
+            table = StageDegreeTable(
+                case.shape, degrees, setting, case.costs, options.recompute, NO_LIMIT, runs, 3, most
+            )
+            number = runs.runs.index(run)
+            for values in (table.backward[role, after], table.forward[role], table.update[role]):
+                assert np.isfinite(values[number]) == there

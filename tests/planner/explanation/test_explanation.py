@@ -199,6 +199,26 @@ def test_a_change_for_the_better_is_never_worse(
     assert sum(share.share for share in explained.limits.places) == pytest.approx(1)
 
 
+def test_offload_is_tried_where_a_stage_recomputes(
+    make_chain: MakeChain, make_topology: MakeTopology, solved: Solve
+) -> None:
+    """And the host's bandwidth is known."""
+    chain = make_chain(1, 4)
+    chain = replace(chain, saved_bytes=5 * chain.saved_bytes)
+    asked: dict[str, Any] = {"mini_batch": 8, "schedule": "gpipe", "use_all": True, "micro_batches": 8}
+    free = solved(chain, make_topology(2), **asked)
+    memory = round(0.7 * max(stage.memory_bytes for stage in free.plan.stages))
+    for bandwidth in (None, 1e9):
+        tight = solved(chain, make_topology(2, memory=memory), host_bandwidth=bandwidth, **asked)
+        assert tight.plan.recompute != "never"
+        rows = {row.change: row for row in tight.explained().what_if}
+        assert ("recompute offload" in rows) == (bandwidth is not None)
+    plan = rows["recompute offload"].plan
+    assert plan is not None
+    assert "offload" in plan.stage_recompute
+    assert plan.step_seconds < tight.plan.prediction.step_seconds
+
+
 @pytest.mark.parametrize("kind", ["GPU", "CPU"])
 def test_what_is_added_is_called_what_it_is(
     kind: str, make_chain: MakeChain, make_topology: MakeTopology, solved: Solve

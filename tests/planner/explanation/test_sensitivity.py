@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log
 from types import SimpleNamespace
@@ -11,9 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.topology import Topology
 from pplan.planner.explanation import sensitivity
 from pplan.planner.explanation.resolve import MANY
-from pplan.planner.explanation.sensitivity import HALVINGS, STEPS, WORTH, _PlanRace
+from pplan.planner.explanation.sensitivity import HALVINGS, STEPS, WORTH, Sensitivity, _links, _PlanRace
+from pplan.planner.plan_options import PlanOptions
+from pplan.planner.problem import Problem
+
+MakeChain = Callable[..., Chain]
+MakeTopology = Callable[..., Topology]
 
 
 @dataclass(frozen=True)
@@ -150,3 +157,60 @@ def test_nothing_is_solved_where_all_become_slower_and_the_plan_does_not(make_ra
     turn = own.race.turn(16.0)  # faster links: the other one gains
     assert turn is not None
     assert own.solved != []
+
+
+@pytest.mark.parametrize(
+    ("gpus", "per_node", "names"),
+    [
+        (1, 8, []),
+        (4, 8, ["bandwidth of all links"]),
+        (4, 4, ["bandwidth of all links"]),
+        (4, 2, ["bandwidth of all links", "bandwidth between nodes"]),
+        (4, 1, ["bandwidth of all links"]),  # which are all between nodes
+    ],
+)
+def test_links_whose_bandwidth_is_varied(
+    gpus: int, per_node: int, names: list[str], make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    """From a sixteenth to sixteen times, of links of 20 and 5 bytes a second, which may not have less than
+    one."""
+    topology = make_topology(gpus, per_node=per_node)
+    problem = Problem(make_chain(1, 6), topology, PlanOptions(mini_batch=8))
+    variations = list(_links(problem))
+    assert [own.what for own in variations] == names
+    for own in variations:
+        assert own.faster_above
+        assert own.ends[1] == 16.0
+        assert own.ends[0] == pytest.approx(1 / 5)
+        twice = own.varied(2.0).topology.levels
+        rates = [level.link.bandwidth_bytes_per_second for level in twice]
+        assert rates == ([20.0, 10.0] if "between" in own.what else [40.0, 10.0])
+
+
+def test_seconds_of_the_heaviest_stage_are_varied(
+    make_chain: MakeChain, make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Last, from a quarter to four times; with a larger factor all plans are slower. Of several parts of a
+    stage the first."""
+    problem = Problem(make_chain(1, 6, cuts=1.1), make_topology(1), PlanOptions(mini_batch=8))
+    places = [(SimpleNamespace(device=device), part) for part, device in ((0, 0), (1, 1), (2, 1), (3, 0))]
+    context: Any = SimpleNamespace(
+        problem=problem,
+        assembly=SimpleNamespace(
+            program=SimpleNamespace(parts_by_slot=SimpleNamespace(items=lambda: places))
+        ),
+        present=SimpleNamespace(proposal=SimpleNamespace(bounds=((0, 1), (1, 3), (3, 5), (5, 6)))),
+    )
+    asked = list[Any]()
+
+    def reach(_: Any, __: Any, own: Any) -> Any:
+        asked.append(own)
+        return Sensitivity(what=own.what, least=own.ends[0], most=own.ends[1], below=None, above=None)
+
+    monkeypatch.setattr(sensitivity, "_reach", reach)
+    (answer,) = sensitivity.sensitivities(context, [], 1)
+    assert (answer.what, answer.first_layer, answer.last_layer) == ("seconds of the layers of stage 1", 1, 2)
+    assert (answer.least, answer.most, asked[0].faster_above) == (0.25, 4.0, False)
+    own = asked[0].varied(3.0).chain
+    slower = own.forward_seconds / problem.chain.forward_seconds
+    assert slower[:, 0].tolist() == pytest.approx([1, 3, 3, 1, 1, 1])

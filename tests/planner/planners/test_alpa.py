@@ -10,7 +10,8 @@ import pytest
 
 from pplan.cost_models.collectives import all_reduce_seconds
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.memory import ledger, stage_bytes, total
+from pplan.cost_models.memory import ledger, total
+from pplan.cost_models.stage_bytes import stage_bytes
 from pplan.cost_models.topology import Topology
 from pplan.planner.planners.alpa import ALPA, find_alpa_plan, place_submeshes, submeshes
 from pplan.planner.planners.replica_groups import MicroBatchChoice

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pplan.cost_models.collectives import all_reduce_seconds
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.memory import ledger, stage_bytes, total
+from pplan.cost_models.memory import ledger, total
 from pplan.cost_models.port_sharing import Routes
-from pplan.cost_models.topology import Device, Group, Level, Link, Topology
+from pplan.cost_models.stage_bytes import stage_bytes
+from pplan.cost_models.topology import Device, Group, Level, Link, Topology, two_level_topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.plan_options import PlanOptions
+from pplan.planner.planners import asteroid
 from pplan.planner.planners.asteroid import (
     ASTEROID,
     AsteroidPlan,
@@ -216,3 +220,55 @@ def test_what_unequal_shares_hold_and_compute(micro_batches: int, make_chain: Ma
         1: 0.0,
         2: pytest.approx(micro_batches * seconds[2:].sum() * scales[1]),
     }
+
+
+@pytest.mark.parametrize(
+    ("rule", "gpus", "each", "sizes"),
+    [
+        ("any", 3, 1, [[1, 2, 3]]),
+        ("equal", 3, 1, [[1], [2], [3]]),
+        ("none", 3, 1, [[1]]),
+        ("any", 20, 2, [list(range(1, 11))]),  # so many groups of two, in nodes of ten
+        ("equal", 20, 2, [[own] for own in range(1, 11)]),
+        ("none", 20, 1, [[1]]),
+    ],
+)
+def test_which_groups_are_searched(
+    rule: str,
+    gpus: int,
+    each: int,
+    sizes: list[list[int]],
+    make_chain: MakeChain,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Devices with most memory first; the plan with the least latency, the first of equal ones, its ends in
+    layers."""
+    asked, latencies = list[Any](), iter([3.0, 2.0, 2.0, *[9.0] * 20])
+
+    class Search:
+        def __init__(self, _: Any, __: Any, order: Any, each: int, own: Any) -> None:
+            asked.append((order, each, list(own)))
+            self.number = len(asked)
+
+        def best(self, most: int) -> Any:
+            assert most == min(gpus // each, 4)
+            name = ((self.number,),)
+            return SimpleNamespace(ends=(2, 6), devices=name, samples=name, latency_seconds=next(latencies))
+
+    link = Link(20.0, 0.1)
+    kinds = (Group(Device("small", 1000), gpus - 1), Group(Device("large", 2000), 1))
+    levels = two_level_topology(kinds[0].device, gpus, 10, link, link).levels
+    options = PlanOptions(mini_batch=4, max_stages=4)
+    problem = Problem(make_chain(1, 6, cuts=1.1), Topology(kinds, levels), options)
+    monkeypatch.setattr(asteroid, "AsteroidSearch", Search)
+    monkeypatch.setattr(asteroid, "count_replicas", lambda _: rule)
+    monkeypatch.setattr(
+        asteroid, "group_devices", lambda own, node: {3: 1, 20: 2}[own] if node == min(gpus, 10) else 0
+    )
+    plan = asteroid.find_asteroid_plan(problem, MicroBatchChoice("1f1b", 4, 1, ("never",)))
+    order = (gpus - 1, *range(gpus - 1))
+    assert asked == [(order, each, own) for own in sizes]
+    assert plan is not None
+    assert plan.ends == (2, 6)
+    assert plan.latency_seconds == (3.0 if len(sizes) == 1 else 2.0)
+    assert plan.devices == ((1 if len(sizes) == 1 else 2,),)

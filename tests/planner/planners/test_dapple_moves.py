@@ -78,3 +78,20 @@ def test_neighbours_stay_together_where_there_are_many(
     assert (machines.rooms, machines.each) == (rooms, each)
     everything = machines.ranks((0,) * len(rooms), rooms)
     assert everything == tuple(range(gpus // each * each))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "per_node", "most", "rooms", "each"),
+    [
+        (10, 4, 5, (2, 2, 1), 2),
+        (10, 4, 10, (4, 4, 2), 1),
+        (11, 4, 5, (2, 2, 1), 2),  # one device stays unused
+        (16, 4, 2, (1, 1), 8),  # groups of two nodes
+        (3, 4, 8, (3,), 1),
+    ],
+)
+def test_nodes_of_groups(gpus: int, per_node: int, most: int, rooms: tuple[int, ...], each: int) -> None:
+    """By node how many groups it has, of how many devices, and the first of them."""
+    machines = split_machines(gpus, per_node, most)
+    assert (machines.rooms, machines.each) == (rooms, each)
+    assert machines.starts == tuple(sum(rooms[:node]) for node in range(len(rooms)))

@@ -12,7 +12,8 @@ import pytest
 
 from pplan.cost_models.collectives import all_reduce_seconds
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.memory import ledger, stage_bytes, total
+from pplan.cost_models.memory import ledger, total
+from pplan.cost_models.stage_bytes import stage_bytes
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.pipeline_config import PipelineConfig

@@ -15,8 +15,9 @@ import pytest
 
 from pplan.cost_models.communication import exposed_all_reduce_seconds
 from pplan.cost_models.layer import Chain, LayerCosts
-from pplan.cost_models.memory import StageBytes, ledger, total
+from pplan.cost_models.memory import ledger, total
 from pplan.cost_models.schedules import find_schedule
+from pplan.cost_models.stage_bytes import StageBytes
 from pplan.cost_models.timeline import PipelineCosts, step_seconds
 from pplan.cost_models.topology import Device, Group, Link, Topology
 from pplan.planner.candidate import Proposal

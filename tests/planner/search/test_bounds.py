@@ -16,6 +16,7 @@ from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import Proposal, linear_pipeline
 from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
 from pplan.planner.scoring import WHOLE_BOUNDS
+from pplan.planner.search.launch_bound import launch_bound
 from pplan.planner.search.partial import empty_plans, extend_plans
 from pplan.planner.search.pipelines import Pipelines, build_pipelines
 from pplan.planner.search.placements import DeviceRanges
@@ -199,3 +200,28 @@ def test_where_there_is_one_plan_nothing_is_left_to_minimise(
             assert min(bounds) > 0.8 * whole
         else:
             assert bounds == pytest.approx([whole] * 4, rel=1e-12)
+
+
+@pytest.mark.parametrize("times", [20.0, 300.0])
+def test_where_there_is_one_plan_of_one_process_nothing_is_left_to_minimise(
+    times: float, make_chain: MakeChain, make_topology: MakeTopology, families_of: FamiliesOf
+) -> None:
+    """The same where one process launches for all stages, and nothing is run again: that an unfinished plan
+    runs again is left out of the sum over its threads."""
+    decided = 0
+    for seed, config in enumerate(own for own in EVERY * 3 if own.recompute == "by_stage"):
+        chain = with_hosts(make_chain(seed, 3, traffic=[0.1, 3][seed % 2], cuts=1.1, adding=0.5), times)
+        space = Space(chain, make_topology(3, latency=0.3), "sgd", runtime=RUNTIMES["torchgpipe"])
+        (family,) = families_of(space, [config], (1,))
+        ranges = DeviceRanges(space, family.placement, family.replicas)
+        options = list_stage_choices(space, config, ranges, np.inf)
+        plans = pipelines(space, [proposal := Proposal(config, (1, 2, 3), ((0,), (1,), (2,)))])
+        assert plans.hosts == "one"
+        (whole,), (launches,) = WHOLE_BOUNDS[config.schedule](plans), launch_bound(plans)
+        bounds = bounds_of(options, proposal)
+        trips = BOUNDS["1f1b"](options).root(3) if config.schedule == "gpipe" else 0.0
+        assert bounds[0] == pytest.approx(max(whole, trips), rel=1e-12)
+        if times == 300:
+            assert bounds == pytest.approx([whole] * 4, rel=1e-12)
+        decided += whole == launches
+    assert decided >= 6

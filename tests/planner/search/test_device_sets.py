@@ -35,7 +35,7 @@ def unlike(rng: np.random.Generator, gpus: int, *, per_node: int | None = None, 
     return Topology((Group(Device("kind", 1_500), gpus),), (inner, outer))
 
 
-@pytest.mark.parametrize("kind", ["unlike", "nodes", "ports"])
+@pytest.mark.parametrize("kind", [pytest.param("unlike", marks=pytest.mark.slow), "nodes", "ports"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_no_assignment_is_faster(
     kind: str, seed: int, make_chain: MakeChain, brute_force: BruteForce

@@ -100,7 +100,7 @@ def test_what_was_not_begun_is_bounded(problem: Problem, monkeypatch: pytest.Mon
     assert max(bounds) > min(bounds)
 
 
-@pytest.mark.parametrize("name", ["zb-h1", "interleaved"])
+@pytest.mark.parametrize("name", ["zb-h1", pytest.param("interleaved", marks=pytest.mark.slow)])
 def test_bounds_of_other_schedules_hold_whenever_they_are_stopped(
     name: str, make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:

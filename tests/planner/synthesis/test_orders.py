@@ -17,9 +17,10 @@ import pytest
 from pplan.cost_models.device_memory import bytes_by_action
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.memory import Recompute, StageBytes
+from pplan.cost_models.memory import Recompute
 from pplan.cost_models.schedules import SCHEDULES, Action, Program, StageSlot
 from pplan.cost_models.simulator.costs import Costs
+from pplan.cost_models.stage_bytes import StageBytes
 from pplan.cost_models.timeline import simulate, step_seconds
 from pplan.cost_models.topology import Topology
 from pplan.planner import joint_search
@@ -198,7 +199,7 @@ def best_of_all(problem: OrderProblem) -> float:
 
 SMALL = [
     pytest.param("zb-h1", 2, 2, inf, marks=pytest.mark.slow),
-    ("zb-h1", 2, 2, 1.0),
+    pytest.param("zb-h1", 2, 2, 1.0, marks=pytest.mark.slow),
     ("1f1b", 2, 4, inf),
     ("1f1b", 2, 4, 1.0),
     ("1f1b", 2, 4, 2.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import pplan
 from pplan.profiler import measurement_target
 from pplan.profiler.chain import block_rows, layers
+from pplan.profiler.graphs.frontends import MANY
 
 WIDTH = 8
 ODD = 6
@@ -54,6 +56,8 @@ class Model(nn.Module):
             x = block(x, self.table.sin())
             if self.odd == "relu" and place == ODD:
                 x = torch.relu(x)
+            if self.odd == "each":
+                x = torch.relu(x)
             if self.odd == "late" and place == 16:
                 x = torch.relu(x)
             if self.odd == "skip" and place == ODD:
@@ -65,6 +69,35 @@ class Model(nn.Module):
             block = self.blocks[ODD]
             assert isinstance(block, Block)
             scores = scores + (x @ block.outer.weight).sum()
+        return scores
+
+
+class TableBlock(Block):
+    """Saves the table that it is handed."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return super().forward(x * table, table)
+
+
+class Turns(nn.Module):
+    """A letter a block: small ones are handed one table, great ones another."""
+
+    def __init__(self, kinds: str) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(TableBlock("t" if kind in "tT" else ".") for kind in kinds)
+        self.head = nn.Linear(WIDTH, 10)
+        self.kinds = kinds
+        self.table: Tensor
+        self.register_buffer("table", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        small, great = self.table.sin(), self.table.cos()
+        for place, block in enumerate(self.blocks):
+            # By the place in the list, also where there are fewer blocks: as Gemma's masks.
+            x = block(x, small if self.kinds[place].islower() else great)
+        scores: Tensor = self.head(x)
         return scores
 
 
@@ -113,7 +146,8 @@ def both(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> tuple[Any, Any, l
         # The last block is followed by the head, and in no row.
         pytest.param("t" + "." * 11, 8, marks=pytest.mark.slow),
         pytest.param("t." * 6, 12, marks=pytest.mark.slow),
-        pytest.param("." * 10, 7, marks=pytest.mark.slow),
+        # Nor is the first: its table may be one that was made for all.
+        pytest.param("." * 10, 8, marks=pytest.mark.slow),
     ],
 )
 def test_equal_to_a_profile_of_all_blocks(monkeypatch: pytest.MonkeyPatch, kinds: str, left: int) -> None:
@@ -122,6 +156,24 @@ def test_equal_to_a_profile_of_all_blocks(monkeypatch: pytest.MonkeyPatch, kinds
     assert len(model.blocks) == len(kinds)
     assert traced == [left]
     assert [layer["name"] for layer in short["layers"]][1:-1] == [f"blocks.{n}" for n in range(len(kinds))]
+    assert short == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kinds", "left"),
+    [
+        # Four periods and two, what is left of one, and the last, which is followed by the head.
+        ("Tt" * 9, 12),
+        ("tttT" * 6, 20),
+        ("AA" + "atT" * 7, 2 + 15),
+        # Another at the end, which by its place would be one of those in turn.
+        ("Tt" * 8 + "ttt", 19),
+    ],
+)
+def test_kinds_in_turn(monkeypatch: pytest.MonkeyPatch, kinds: str, left: int) -> None:
+    short, whole, traced = both(monkeypatch, Turns(kinds))
+    assert traced == [left]
     assert short == whole
 
 
@@ -135,10 +187,10 @@ def test_what_differs_is_traced(monkeypatch: pytest.MonkeyPatch, odd: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("odd", ["skip", "read"])
+@pytest.mark.parametrize("odd", ["skip", "read", "each"])
 def test_a_tensor_that_skips_layers(monkeypatch: pytest.MonkeyPatch, odd: str) -> None:
     """Only the chain tells, also of a block's weight that the head reads, which in a shortened list is
-    another block's: then the whole model is traced after all."""
+    another block's, and of layers between blocks: then the whole model is traced after all."""
     short, whole, traced = both(monkeypatch, Model("." * 20, odd))
     assert traced[-1] == 20
     assert len(traced) == 2
@@ -154,20 +206,68 @@ def test_places_in_the_list(monkeypatch: pytest.MonkeyPatch, odd: str, left: int
     assert short == whole
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "layers", "settings", "left"),
+    [
+        ("gemma2", 18, {"sliding_window": 16, "head_dim": 16}, 12),
+        ("cohere2", 28, {"sliding_window": 16, "num_key_value_heads": 2}, 20),
+        ("gpt_oss", 18, {"num_local_experts": 4, "sliding_window": 16, "head_dim": 16}, 12),
+    ],
+)
+def test_local_and_global_attention(
+    monkeypatch: pytest.MonkeyPatch, family: str, layers: int, settings: dict[str, int], left: int
+) -> None:
+    """Of sequences longer than the window, so that there are two masks."""
+    pytest.importorskip("transformers")
+    counts = blocks_traced(monkeypatch)
+    sizes = {
+        "layers": layers,
+        "hidden": 64,
+        "heads": 4,
+        "intermediate": 96,
+        "vocabulary": 128,
+        "sequence": 32,
+    }
+    profiles = []
+    for worth_it in (2, 10**6):
+        monkeypatch.setattr(block_rows, "_WORTH_IT", worth_it)
+        profile = pplan.profile(
+            f"hf:{family}",
+            device="analytic:h100",
+            dtype="bfloat16",
+            micro_batch_sizes=[2],
+            settings=sizes | settings,
+        )
+        profiles.append(profile.model_dump(exclude={"made_by"}))
+    assert counts == [left, layers]
+    assert profiles[0] == profiles[1]
+
+
 def test_rows_are_found() -> None:
-    """By what blocks run, and what runs between them."""
-    blocks = tuple(nn.Module() for _ in range(60))
+    """By what blocks run, and what runs between them. A class a letter."""
 
     def longest(units: str) -> range | None:
         record: list[Any] = ["first"]
         for unit in units:
             record += [unit, "between"]
-        row = block_rows._longest_row("blocks", blocks, record)
+        classes = {unit: type(unit, (nn.Module,), {}) for unit in units}
+        blocks = tuple(classes[unit]() for unit in units)
+        whole = Counter({kind: count for kind, count in Counter(map(type, blocks)).items() if count >= MANY})
+        row = block_rows._longest_row("blocks", blocks, record, whole)
         return None if row is None else row.dropped
 
     assert longest("a" * 13) is None
     assert longest("a" * 14) == range(3, 11)
     assert longest("b" + "a" * 20 + "c") == range(4, 18)
-    assert longest("ab" * 15) is None
+    assert longest("ab" * 15) == range(5, 23)
+    assert longest("ab" * 8) is None
+    # Each class that is too frequent to be looked into stays so, and the others stay rare.
+    assert longest("ab" * 10) == range(5, 13)
+    assert longest("aaab" * 6) is None
+    assert longest("aaab" * 10) == range(9, 25)
+    assert longest("aaaaaaab" * 5) is None
+    assert longest("aaaaaaab" * 6) is None
+    assert longest("aaaaaaab" * 8) == range(17, 33)
     assert longest("a" * 13 + "b" + "a" * 13) is None
     assert longest("a" * 14 + "b" + "a" * 25) == range(18, 37)

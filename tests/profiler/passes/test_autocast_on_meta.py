@@ -34,6 +34,21 @@ class Blocks(nn.Module):
         return made
 
 
+class Exported(nn.Module):
+    """Calls as torch.export writes them, of queries and keys in float32, as rotary positions leave them, and
+    of values in 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values, self.head = nn.Linear(32, 32), nn.Linear(32, 17)
+
+    def forward(self, x: Tensor) -> Tensor:
+        aten = torch.ops.aten
+        mixed = aten.scaled_dot_product_attention.default(x, x, self.values(x), is_causal=True)
+        scores: Tensor = self.head(aten.matmul.default(x, aten.transpose.int(mixed, 1, 2)) @ x)
+        return scores
+
+
 def saved(model: nn.Module, given: Tensor) -> tuple[Counter[torch.dtype], set[torch.dtype]]:
     """Bytes that a step saves besides weights, by dtype, and the dtypes of the gradients."""
     own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
@@ -59,7 +74,7 @@ def saved(model: nn.Module, given: Tensor) -> tuple[Counter[torch.dtype], set[to
     return found, {p.grad.dtype for p in model.parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", ["resnet18", "transformer", "mlp"])
+@pytest.mark.parametrize("name", ["resnet18", "transformer", "mlp", "exported"])
 def test_the_same_is_saved_as_on_the_cpu(name: str) -> None:
     found = []
     for device in ("cpu", "meta"):
@@ -68,6 +83,8 @@ def test_the_same_is_saved_as_on_the_cpu(name: str) -> None:
                 model, given = models.resnet18(), torch.zeros(2, 3, 64, 64)
             elif name == "transformer":
                 model, given = Blocks(), torch.zeros(3, 8, dtype=torch.long)
+            elif name == "exported":
+                model, given = Exported(), torch.zeros(3, 8, 32)
             else:
                 model = nn.Sequential(nn.Linear(30, 50), nn.ReLU(), nn.BatchNorm1d(50), nn.Linear(50, 10))
                 given = torch.zeros(4, 30)

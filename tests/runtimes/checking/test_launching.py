@@ -305,7 +305,7 @@ def test_a_launcher_that_is_killed_leaves_no_process(
     make_case: MakeCase, pretend: Callable[[str], None], started: list[int]
 ) -> None:
     def kill_launcher(*_: object) -> None:
-        for pid in launching._children(os.getpid()):
+        for pid in launching.children(os.getpid()):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             if any(word.endswith(b"pretending.py") for word in words):
                 folder = next(path for path in map(Path, map(os.fsdecode, words[1:-1])) if path.is_dir())

@@ -283,6 +283,13 @@ def test_a_plan_comes_back_from_what_was_exported(
         assert own.schedule == (None if document.actions else made.schedule)
 
 
+def test_stages_that_offload_come_back_as_they_are(make_decoder_plan: MakePlan) -> None:
+    document, _ = export("torch", make_decoder_plan([4, 8]))
+    words = ["never", "offload"]
+    made = read(document.model_copy(update={"recompute": words}).to_json())
+    assert (made.runtime, made.recompute, made.stage_recompute) == ("torch", None, tuple(words))
+
+
 def test_an_export_for_other_layers(make_decoder_plan: MakePlan) -> None:
     text = export("megatron", make_decoder_plan([5, 7]))[0].to_json()
     with pytest.raises(FileError, match="it was exported for small, the profile has other layers"):

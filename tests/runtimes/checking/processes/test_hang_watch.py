@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from pplan.runtimes.checking.launching import is_stopped
 from pplan.runtimes.checking.processes import hang_watch
 from pplan.runtimes.checking.processes.hang_watch import HangWatch
 from pplan.runtimes.checking.processes.rank_journal import RankJournal
@@ -72,3 +78,24 @@ def test_a_slow_start_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hang_watch, "_frames", lambda *_: pytest.fail("it was looked at"))
     with HangWatch(RankJournal(None, 0), 0.02):
         time.sleep(0.2)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
+def test_one_that_is_stopped_is_told_by_the_first_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three, here the children of this process, the first and the last are stopped."""
+    with contextlib.ExitStack() as stack:
+        pids = []
+        for rank in range(3):
+            child = subprocess.Popen(
+                [sys.executable, "-c", "import time; time.sleep(3600)"], env=os.environ | {"RANK": str(rank)}
+            )
+            stack.enter_context(child)
+            stack.callback(child.kill)
+            pids.append(child.pid)
+        monkeypatch.setattr(os, "getppid", os.getpid)
+        assert [hang_watch._find_stopped(rank) for rank in range(3)] == [None] * 3
+        for rank, told in ((2, [(2, pids[2]), None]), (0, [None, (0, pids[0])])):
+            os.kill(pids[rank], signal.SIGSTOP)
+            while not is_stopped(pids[rank]):
+                time.sleep(0.01)
+            assert [hang_watch._find_stopped(rank) for rank in range(2)] == told

@@ -1,0 +1,174 @@
+"""What an explanation changes and says, by hand, with searches whose plans stand here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pplan.cost_models.errors import UsageError
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.topology import Topology
+from pplan.planner.explanation import explanation as module
+from pplan.planner.explanation.explain_context import make_context
+from pplan.planner.explanation.explanation import _faster, _made_for, _notes, _WorkShare, solve_what_ifs
+from pplan.planner.explanation.resolve import SECONDS
+from pplan.planner.plan_options import PlanOptions
+from pplan.planner.plan_records import TIE
+from pplan.planner.problem import Problem
+
+MakeChain = Callable[..., Chain]
+MakeTopology = Callable[..., Topology]
+Solve = Callable[..., Any]
+Patch = pytest.MonkeyPatch
+
+
+@pytest.mark.parametrize(("sharers", "words"), [(1, "one more GPU"), (4, "one more group of 4 GPUs")])
+@pytest.mark.parametrize("launches", [True, False])
+def test_each_change_by_itself(
+    launches: bool,
+    sharers: int,
+    words: str,
+    make_chain: MakeChain,
+    make_topology: MakeTopology,
+    monkeypatch: Patch,
+) -> None:
+    """One device more, twice the bandwidth, twice the memory, recomputation of all and of none, and launches
+    in no time."""
+    problem = Problem(
+        make_chain(1, 6), make_topology(3, memory=900), PlanOptions(mini_batch=8, memory_limit=800)
+    )
+    asked = list[Problem]()
+
+    def resolve(own: Problem, seeds: Any, seconds: float) -> Any:
+        assert (seeds, seconds) == (["seed"], SECONDS / 2)
+        asked.append(own)
+        return SimpleNamespace(best=SimpleNamespace(step_seconds=3.2), exact=len(asked) % 2 == 0)
+
+    monkeypatch.setattr(module, "resolve", resolve)
+    monkeypatch.setattr(module, "summarize", lambda _: None)
+    context: Any = SimpleNamespace(
+        problem=problem, present=SimpleNamespace(step_seconds=4.0, recompute=("never",))
+    )
+    plan: Any = SimpleNamespace(profile=SimpleNamespace(tensor_parallel=sharers), device_kind="GPU")
+    seeds: Any = ["seed"]
+    answers = list(solve_what_ifs(context, seeds, plan, launches=launches))
+    changes = [words, "double the bandwidth", "double the memory", "recompute always", "recompute never"]
+    assert [own.change for own in answers] == changes + ["launches in no time"] * launches
+    assert [own.proven for own in answers] == [n % 2 == 0 for n in range(1, len(answers) + 1)]
+    assert all(own.faster == pytest.approx(0.25) for own in answers)
+    more, wide, large, always, never, *rest = asked
+    assert (more.gpus, more.options.mini_batch) == (4, 8)
+    rates = [level.link.bandwidth_bytes_per_second for level in wide.topology.levels]
+    assert (wide.gpus, rates) == (3, [40.0, 10.0])
+    assert (large.topology.device(0).memory_bytes, large.options.memory_limit) == (1800, 1600)
+    assert (always.options.recompute, never.options.recompute) == ("always", "never")
+    assert [float(np.abs(own.chain.forward_host_seconds).sum()) for own in rest] == [0.0] * launches
+
+
+def test_changes_without_a_plan(
+    make_chain: MakeChain, make_topology: MakeTopology, monkeypatch: Patch
+) -> None:
+    problem = Problem(make_chain(1, 6), make_topology(3), PlanOptions(mini_batch=8))
+    context: Any = SimpleNamespace(
+        problem=problem, present=SimpleNamespace(step_seconds=4.0, recompute=("never",))
+    )
+    plan: Any = SimpleNamespace(profile=SimpleNamespace(tensor_parallel=1), device_kind="CPU")
+    monkeypatch.setattr(module, "resolve", lambda *_: SimpleNamespace(best=None, exact=True))
+    answers = list(solve_what_ifs(context, [], plan, launches=False))
+    assert answers[0].change == "one more CPU"
+    assert [(own.plan, own.reason, own.proven) for own in answers] == [(None, "no plan fits", False)] * 5
+
+    def refuse(*_: Any) -> Any:
+        raise UsageError("it cannot be", "")
+
+    monkeypatch.setattr(module, "resolve", refuse)
+    answers = list(solve_what_ifs(context, [], plan, launches=False))
+    assert [(own.plan, own.faster, own.reason) for own in answers] == [(None, None, "it cannot be")] * 5
+
+
+def test_the_share_of_the_work(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(module, "_SEARCHES", 10)
+    told = list[float]()
+    share = _WorkShare(told.append)
+    share.add(1)
+    share.add(4)
+    assert list(share.each("ab", 2)) == ["a", "b"]
+    share.add(4)
+    assert told == [0.1, 0.5, 0.7, 0.9, 1.0]
+
+
+def test_what_is_faster() -> None:
+    def plan(seconds: float) -> Any:
+        return SimpleNamespace(step_seconds=seconds)
+
+    assert _faster(None, plan(1.0)) is None
+    assert _faster(plan(1.0 - TIE / 2), plan(1.0)) is None
+    better = plan(1.0 - 2 * TIE)
+    assert _faster(better, plan(1.0)) is better
+
+
+@pytest.mark.parametrize(
+    ("aim", "replanned", "words"),
+    [
+        (None, False, ""),
+        (None, True, "few weights to move"),
+        ("memory", True, "the least memory"),
+        ("cost", False, "the fewest dollars a sample"),
+        ("robust", False, "the 90th percentile of its step"),
+        ("slow-devices", False, "the mean step with slow devices"),
+        ("another", False, "another"),
+    ],
+)
+def test_what_a_plan_was_made_for(aim: str | None, replanned: bool, words: str) -> None:
+    objective = None if aim is None else SimpleNamespace(name=aim)
+    plan: Any = SimpleNamespace(objective=objective, is_replanned=replanned)
+    assert _made_for(plan) == words
+
+
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("sharers", [1, 4])
+def test_notes(sharers: int, fits: bool) -> None:
+    context: Any = SimpleNamespace(present=SimpleNamespace(step_seconds=4.0), fits=fits)
+    plan: Any = SimpleNamespace(
+        prediction=SimpleNamespace(step_seconds=4.0),
+        degrees=None,
+        profile=SimpleNamespace(tensor_parallel=sharers),
+        is_replanned=False,
+        topology=None,
+    )
+    unfit = [] if fits else ["the plan does not fit into the memory of its devices"]
+    assert _notes(context, plan) == unfit
+    plan.degrees, plan.is_replanned, plan.prediction.step_seconds = "some", True, 5.0
+    shared = "one device has a layer" if sharers == 1 else "4 devices share every layer"
+    assert _notes(context, plan) == [
+        *unfit,
+        f"in all other plans here {shared}, as in this one",
+        "the other plans here may use all devices, those that were lost, too",
+        "the plan takes 4.00 s a step here, it says 5.00 s: it was made for another machine",
+    ]
+
+
+def test_a_stage_that_ends_where_none_may(
+    make_chain: MakeChain, make_topology: MakeTopology, solved: Solve
+) -> None:
+    """As where the file was edited; with so heavy weights that replicas do not pay."""
+    weights = np.full(6, 1e5)
+    chain = replace(make_chain(3, 6, cuts=1.1, traffic=0.1), parameter_bytes=weights, trainable_bytes=weights)
+    own = solved(chain, make_topology(2), mini_batch=8, schedule="1f1b", recompute="never")
+    first, second = own.plan.stages
+    end = first.last_layer
+    closed = chain.cut_after.copy()
+    closed[end] = False
+    with pytest.raises(
+        UsageError, match=f"the plan's stage 0 ends with layer {end}, after which its options"
+    ):
+        make_context(own.plan, replace(chain, cut_after=closed), own.topology)
+    assert make_context(own.plan, chain, own.topology).present.proposal.ends == (
+        end + 1,
+        second.last_layer + 1,
+    )

@@ -1,0 +1,494 @@
+"""The steps to plans with orders of their own, with orders whose seconds are written down: what shapes are
+filled, which of them improved, and what is the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import inf
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pplan.cost_models.errors import UsageError
+from pplan.planner.candidate import Proposal, ScoredPlan
+from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.search.budget import SearchBudget
+from pplan.planner.synthesis import synthesize as module
+from pplan.planner.synthesis.synthesize import (
+    FILL_SHARE,
+    MOST_IMPROVED,
+    MOST_OF_BASE,
+    MOST_SHAPES,
+    REFILL_SHARES,
+    SHARE,
+)
+
+Patch = pytest.MonkeyPatch
+steps: Any = module
+"""The functions, which take stubs here."""
+
+
+def proposal(
+    *ends: int, schedule: str = "zb-h1", recompute: str = "never", micro_batches: int = 4
+) -> Proposal:
+    config = PipelineConfig(schedule, recompute, micro_batches, 1)  # type: ignore[arg-type]
+    return Proposal(config, ends, tuple((stage,) for stage in range(len(ends))))
+
+
+def plan(seconds: float, own: Proposal | None = None) -> ScoredPlan:
+    return ScoredPlan(own or proposal(3, 6), ("never", "never"), seconds)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Of a candidate: the orders that fit, and what kind of pipeline it is."""
+
+    fitting: frozenset[str] = frozenset()
+    is_line: bool = True
+    split: bool = True
+    micro_batches: int = 4
+
+    def fits(self, lists: Any) -> bool:
+        return lists in self.fitting
+
+
+@dataclass(frozen=True)
+class Program:
+    """Of thirty actions."""
+
+    actions: tuple[tuple[int, ...], ...] = ((1,) * 10,) * 3
+    devices: int = 3
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """In place of an `OrderCandidate`; orders are words."""
+
+    name: str
+    bound: float = 0.0
+    lists: Any = None
+    step: float = inf
+    problem: Any = Numbers()
+    proposal: Any = None
+    recompute: Any = "modes"
+    program: Any = Program()
+
+
+def make_problem(
+    *, limit: float = 6.0, seconds: float = inf, now: list[float] | None = None, **more: Any
+) -> Any:
+    clock = (lambda: now[0]) if now is not None else (lambda: 0.0)
+    own = {
+        "options": SimpleNamespace(time_limit=limit),
+        "budget": SearchBudget(inf, seconds, clock),
+        "space": "space",
+    }
+    return SimpleNamespace(**own, **{"schedules": ("zb-h1", "1f1b", "zb-v", "interleaved"), **more})
+
+
+def test_the_fastest_candidates_are_improved(monkeypatch: Patch) -> None:
+    """Cuts moved before and after, half of the time for all that are improved; those whose bound leaves none
+    faster are left out, and each plan has to be faster than those before."""
+    log = list[Any]()
+    filled = [
+        Candidate("slow", 1.0, "o", 9.0),
+        Candidate("bounded", 5.0, "o", 6.0),
+        Candidate("first", 1.0, "o", 5.5),
+        Candidate("second", 1.0, "o", 5.75),
+    ]
+    faster = {"first": 4.5, "second": 4.0}
+
+    def improve(own: Any, seconds: float, _: Any) -> Any:
+        log.append((own.name, seconds))
+        return replace(own, step=faster.get(own.name, own.step))
+
+    monkeypatch.setattr(module, "_fill_all", lambda *_: filled)
+    monkeypatch.setattr(module, "_move_cuts", lambda _, own: log.append(own.name) or own)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(module, "_improve", improve)
+    monkeypatch.setattr(module, "_score", lambda _, own: plan(own.step))
+    problem = make_problem(limit=6.0)
+    seconds = SHARE * 6.0 / MOST_IMPROVED
+    assert steps.synthesize(problem, plan(5.0)) == [plan(4.5), plan(4.0)]
+    assert log == ["first", ("first", seconds), "first", "second", ("second", seconds), "second"]
+    faster["second"] = 4.6
+    assert steps.synthesize(problem, plan(5.0)) == [plan(4.5)]
+    monkeypatch.setattr(module, "_score", lambda *_: None)
+    assert steps.synthesize(problem, plan(5.0)) == []
+    # Without a plan that fits, one after another until there is one.
+    log.clear()
+    monkeypatch.setattr(module, "_score", lambda _, own: plan(own.step) if own.name == "slow" else None)
+    assert steps.synthesize(problem, None) == [plan(9.0)]
+    assert [own for own in log if isinstance(own, tuple)] == [
+        (name, seconds) for name in ("first", "second", "bounded", "slow")
+    ]
+
+
+class Filling:
+    """Candidates on searched cuts, on other shapes and the smallest, and which of them have orders."""
+
+    def __init__(self, monkeypatch: Patch, *orders: str) -> None:
+        self.filled, self.required, self.orders = list[str](), set[bool](), orders
+        self.now = [0.0]
+        self.problem = make_problem(seconds=9.0, now=self.now)
+        self.own = {"cuts": ["c1", "c2"], "shapes": ["s1", "s2", "s3"], "least": ["l"]}
+        self.bounds = {"s1": 3.0, "s2": 1.0, "s3": 2.0}
+        monkeypatch.setattr(module, "_with_base", lambda *_: "cuts")
+        monkeypatch.setattr(module, "_shapes", lambda *_: "shapes")
+        monkeypatch.setattr(module, "_smallest_shape", lambda _: "least")
+        monkeypatch.setattr(module, "_candidates", self.candidates)
+        monkeypatch.setattr(module, "_fill", self.fill)
+
+    def candidates(self, _: Any, kind: Any, limit: float) -> Iterator[Candidate]:
+        del limit
+        for name in self.own[kind] if kind else ():
+            self.now[0] += 1.0
+            yield Candidate(name, self.bounds.get(name, 0.0))
+
+    def fill(self, own: Candidate, budget: SearchBudget, *, required: bool) -> Candidate:
+        self.filled.append(own.name)
+        self.required.add(required)
+        assert budget.seconds_left == pytest.approx(FILL_SHARE * self.problem.budget.seconds_left)
+        return replace(own, lists="o") if own.name in self.orders else own
+
+
+def test_shapes_are_filled_by_their_bounds(monkeypatch: Patch) -> None:
+    own = Filling(monkeypatch, "c2", "s1", "s3")
+    filled = steps._fill_all(own.problem, plan(5.0), [], 5.0)
+    assert [each.name for each in filled] == ["c2", "s3", "s1"]
+    assert own.filled == ["c1", "c2", "s2", "s3", "s1"]
+    assert own.required == {False}
+
+
+def test_so_many_shapes_are_filled(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(module, "MOST_SHAPES", 1)
+    assert MOST_SHAPES > 1
+    own = Filling(monkeypatch)
+    assert steps._fill_all(own.problem, plan(5.0), [], 5.0) == []
+    assert own.filled == ["c1", "c2", "s2"]
+    # Where no plan is known, until one has an order, the smallest shape at last.
+    own = Filling(monkeypatch, "l")
+    assert [each.name for each in steps._fill_all(own.problem, None, [], inf)] == ["l"]
+    assert own.filled == ["c1", "c2", "s2", "s3", "s1", "l"]
+    assert own.required == {True}
+    own = Filling(monkeypatch, "s2")
+    assert [each.name for each in steps._fill_all(own.problem, None, [], inf)] == ["s2"]
+
+
+def test_no_time_to_fill(monkeypatch: Patch) -> None:
+    """What was made by then is not filled where there is a plan."""
+    own = Filling(monkeypatch, "c1", "s1")
+    own.now[0] = 8.0
+    assert steps._fill_all(own.problem, plan(5.0), [], 5.0) == []
+    own = Filling(monkeypatch, "c2")
+    own.now[0] = 8.0
+    assert [each.name for each in steps._fill_all(own.problem, None, [], inf)] == ["c2"]
+    assert own.filled == ["c1", "s1", "c2"]
+
+
+def test_candidates_are_made_in_time() -> None:
+    now = [0.0]
+    problem = make_problem(seconds=2.5, now=now)
+
+    def make() -> Iterator[Any]:
+        for number in range(5):
+            now[0] += 1.0
+            yield number
+
+    every = make()
+    assert steps._make_in_time(problem, every) == [0, 1, 2]
+    assert steps._make_in_time(problem, every) == [3]
+    assert steps._make_in_time(problem, iter(())) == []
+
+
+def test_plans_of_the_same_places() -> None:
+    """By base, as many as are allowed, the first ones."""
+    plans = [plan(1.0, proposal(3, 6, schedule=name)) for name in ("zb-h2", "gpipe", "zb-v", "dualpipe-v")]
+    names = [own.config.schedule for own in steps._with_base(make_problem(), plans)]
+    assert names == ["zb-h1", "1f1b", "zb-v", "zb-v"]
+    assert [own.config.schedule for own in steps._with_base(make_problem(schedules=("1f1b",)), plans)] == [
+        "1f1b"
+    ]
+    many = [plan(1.0, proposal(own, 9)) for own in range(1, MOST_OF_BASE + 3)]
+    own = list(steps._with_base(make_problem(), many))
+    assert [each.ends[0] for each in own] == [n for n in range(1, MOST_OF_BASE + 1) for _ in "12"]
+
+
+def test_shapes_of_good_plans(monkeypatch: Patch) -> None:
+    """Near the best one, where it has one part a device."""
+    monkeypatch.setattr(module, "propose_other_schedules", lambda *own: own[1:])
+    problem = make_problem(schedules=("zb-v", "gpipe", "zb-h1"))
+    best = plan(5.0)
+    assert steps._shapes(problem, best) == (["zb-h1", "zb-v"], best)
+    assert steps._shapes(problem, None) == (["zb-h1", "zb-v"], None)
+    folded = replace(best, proposal=replace(best.proposal, config=replace(best.config, virtual_stages=2)))
+    assert steps._shapes(problem, folded) == (["zb-h1", "zb-v"], None)
+    asked = list[Any]()
+    smallest = SimpleNamespace(proposal=proposal(6))
+
+    def find(_: Any, *, in_flight: float) -> Any:
+        asked.append(in_flight)
+        return smallest
+
+    monkeypatch.setattr(module, "find_smallest_plan", find)
+    own = make_problem(allows=lambda own: own == proposal(6))
+    assert list(steps._smallest_shape(own)) == [proposal(6)]
+    assert asked == [1]
+    smallest.proposal = proposal(3, 6)
+    assert list(steps._smallest_shape(own)) == []
+    monkeypatch.setattr(module, "find_smallest_plan", lambda *_, **__: None)
+    assert list(steps._smallest_shape(own)) == []
+
+
+def test_which_orders_are_looked_for(monkeypatch: Patch) -> None:
+    """Of several devices, not too many actions, that may be run and whose bound leaves one faster; each
+    proposal once."""
+    bad, refused = proposal(1, 6), proposal(2, 6)
+    monkeypatch.setattr(module, "possible", lambda _, own: own != bad)
+
+    def choices(_: Any, own: Proposal) -> Iterable[Candidate]:
+        if own == refused:
+            raise UsageError("it does not run", "")
+        return [Candidate("a", 4.0, proposal=own), Candidate("b", 5.0), Candidate("c", 1.0, problem="none")]
+
+    monkeypatch.setattr(module, "recompute_choices", choices)
+    monkeypatch.setattr(module, "has_order", lambda numbers: numbers != "none")
+    every = [
+        proposal(6),
+        bad,
+        refused,
+        proposal(3, 6),
+        proposal(3, 6),
+        proposal(4, 6, recompute="except_last"),
+    ]
+    own = list(steps._candidates(make_problem(), every, 5.0))
+    assert [(each.name, each.proposal) for each in own] == [("a", proposal(3, 6))]
+    assert [each.name for each in steps._candidates(make_problem(), every, 5.1)] == ["a", "b"]
+    monkeypatch.setattr(module, "MOST_ACTIONS", 3 * 2 * 4)
+    assert len(list(steps._candidates(make_problem(), every, 5.0))) == 1
+    monkeypatch.setattr(module, "MOST_ACTIONS", 3 * 2 * 4 - 1)
+    assert list(steps._candidates(make_problem(), every, 5.0)) == []
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "possible", lambda *_: True)
+    monkeypatch.setattr(module, "recompute_choices", choices)
+    monkeypatch.setattr(module, "has_order", lambda _: True)
+    folded = replace(proposal(3, 6), config=replace(proposal(6).config, virtual_stages=2))
+    assert list(steps._candidates(make_problem(), [folded], 5.0)) == []  # one device
+    late = make_problem(seconds=0.0)
+    assert list(steps._candidates(late, every, 5.0)) == []
+    assert len(list(steps._candidates(late, [proposal(3, 6)], inf))) == 3
+
+
+def test_cuts_are_moved_while_it_gains(monkeypatch: Patch) -> None:
+    """One place at a time, to where the order fits and runs faster; until none does, or the time is over."""
+    seconds = {1: 5.0, 2: 4.0, 3: 3.0, 4: 3.0, 5: 2.0}
+    now, asked = [0.0], list[int]()
+    problem = make_problem(seconds=99.0, now=now)
+
+    def make(_: Any, own: Any, modes: Any) -> Candidate:
+        assert modes == "modes"
+        return Candidate("x", proposal=own, problem=SimpleNamespace(fits=lambda _: own != 5, cut=own))
+
+    def run(numbers: Any, lists: Any, limit: float) -> Any:
+        assert lists == "o"
+        asked.append(numbers.cut)
+        now[0] += 10.0
+        return SimpleNamespace(step=seconds[numbers.cut]) if seconds[numbers.cut] < limit + 1 else None
+
+    monkeypatch.setattr(module, "near_proposals", lambda _, own: [own - 1, own + 1] if own > 1 else [own + 1])
+    monkeypatch.setattr(module, "make_candidate", make)
+    monkeypatch.setattr(module, "run_order", run)
+    start = Candidate("x", lists="o", step=5.0, proposal=1)
+    own = steps._move_cuts(problem, start)
+    assert (own.proposal, own.step, own.lists) == (3, 3.0, "o")
+    assert asked[:2] == [2, 1]
+    now[0] = 85.0
+    assert steps._move_cuts(problem, start).proposal == 2
+    now[0] = 99.0
+    assert steps._move_cuts(problem, start) == start
+    bare = Candidate("y", proposal=1)
+    assert steps._move_cuts(problem, bare) is bare
+
+
+class Orders:
+    """Orders by rule, their seconds, and which are tried."""
+
+    def __init__(self, monkeypatch: Patch, **steps: float) -> None:
+        self.steps, self.tried = steps, list[str]()
+        for rule in ("deep", "insert", "ahead", "fill"):
+            monkeypatch.setattr(module, f"{rule}_orders", lambda _, rule=rule: [rule])
+        monkeypatch.setattr(module, "_published_orders", lambda _: iter(["known"]))
+        monkeypatch.setattr(module, "one_at_a_time", lambda *_: "one")
+        monkeypatch.setattr(module, "run_order", self.run)
+        self.budget = SearchBudget()
+
+    def run(self, _: Any, order: str, *more: Any) -> Any:
+        del more
+        self.tried.append(order)
+        return SimpleNamespace(step=self.steps[order]) if order in self.steps else None
+
+    def candidate(self, *fitting: str, **more: Any) -> Any:
+        return Candidate("x", problem=Numbers(frozenset(fitting), is_line=False), **more)
+
+
+EVERY = ("known", "deep", "insert", "ahead", "fill", "one")
+
+
+def test_the_best_order_by_rule(monkeypatch: Patch) -> None:
+    own = Orders(monkeypatch, known=5.0, deep=4.0, insert=6.0, ahead=3.0, one=9.0)
+    filled = steps._fill(own.candidate(*EVERY), own.budget, required=False)
+    assert (filled.lists, filled.step, own.tried) == ("ahead", 3.0, list(EVERY))
+    filled = steps._fill(own.candidate("known", "insert", "one"), own.budget, required=False)
+    assert (filled.lists, filled.step) == ("known", 5.0)
+    assert steps._fill(own.candidate(), own.budget, required=True).lists is None
+    own.tried.clear()
+    filled = steps._fill(own.candidate(*EVERY, bound=4.0), own.budget, required=False)
+    assert (filled.lists, own.tried) == ("deep", ["known", "deep"])  # no order is faster
+    monkeypatch.setattr(module, "MOST_FILLED", 29)
+    own.tried.clear()
+    assert steps._fill(own.candidate(*EVERY), own.budget, required=False).lists == "known"
+    assert own.tried == ["known", "one"]
+    monkeypatch.setattr(module, "MOST_FILLED", 30)
+    assert steps._fill(own.candidate(*EVERY), own.budget, required=False).lists == "ahead"
+
+
+@pytest.mark.parametrize(("required", "tried"), [(False, ["known"]), (True, ["known", "deep"])])
+def test_no_time_for_further_rules(required: bool, tried: list[str], monkeypatch: Patch) -> None:
+    """Where one is required, until one fits."""
+    own = Orders(monkeypatch, deep=4.0, ahead=3.0)
+    filled = steps._fill(own.candidate(*EVERY), SearchBudget(seconds=0.0), required=required)
+    assert own.tried == tried
+    assert filled.lists == ("deep" if required else None)
+
+
+def test_weight_gradients_are_put_anew(monkeypatch: Patch) -> None:
+    """Of a line with the backward in two parts, by either share, where that is faster."""
+    Orders(monkeypatch, **{f"o{share}": 4.0 + share for share in REFILL_SHARES})
+    monkeypatch.setattr(module, "list_turns", lambda lists: f"{lists} turns")
+    monkeypatch.setattr(
+        module, "fill_weights", lambda _, turns, share, count: f"{turns[0]}{share}" if count == 4 else None
+    )
+    numbers = Numbers(frozenset(f"o{share}" for share in REFILL_SHARES))
+    start: Any = Candidate("x", lists="o", step=5.0, problem=numbers)
+    best = min(REFILL_SHARES)
+    assert (steps._fill_again(start).lists, steps._fill_again(start).step) == (f"o{best}", 4.0 + best)
+    assert steps._fill_again(replace(start, step=4.0)) == replace(start, step=4.0)
+    for other in (
+        replace(numbers, is_line=False),
+        replace(numbers, split=False),
+        replace(numbers, fitting=frozenset()),
+    ):
+        assert steps._fill_again(replace(start, problem=other)) == replace(start, problem=other)
+    assert steps._fill_again(replace(start, lists=None)).lists is None
+
+
+def test_how_many_orders_are_run_through() -> None:
+    limit = steps._turn_limit(3, SearchBudget())
+    assert [limit() for _ in range(5)] == [False, False, False, True, True]
+    assert steps._turn_limit(3, SearchBudget(seconds=0.0))()
+
+
+@dataclass
+class Improving:
+    """What each way to improve an order gives, and is asked."""
+
+    solver: bool = True
+    slope: float | None = 1.0
+    bound: float = 2.0
+    ahead: tuple[Any, float] = ("ahead", 6.0)
+    local: float = 5.0
+    solved: tuple[Any, float] = ("solved", 3.0)
+    steps: Any = None
+    compiles: bool = False
+
+    def patch(self, monkeypatch: Patch) -> list[Any]:
+        log = list[Any]()
+
+        def noted(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+            def own(*asked: Any, fast: bool = False) -> Any:
+                assert fast == self.compiles
+                log.append((name, *asked[1:]))
+                return answer(*asked)
+
+            return own
+
+        steps = self.steps or {"solved": 4.0}
+        monkeypatch.setattr(module, "has_solver", lambda: self.solver)
+        monkeypatch.setattr(module, "steepest_slope", lambda _: self.slope)
+        monkeypatch.setattr(module, "action_bound", noted("bound", lambda *_: self.bound))
+        monkeypatch.setattr(module, "search_ahead", noted("ahead", lambda *_: self.ahead))
+        monkeypatch.setattr(module, "_turn_limit", lambda turns, _: turns)
+        # Of thirty actions: a rule a second and an exchange of one, or ten and a hundred.
+        monkeypatch.setattr(module, "RATES", {False: (30.0, 1.0), True: (300.0, 100.0)})
+        monkeypatch.setattr(module, "can_compile", lambda: self.compiles)
+        monkeypatch.setattr(
+            module, "improve_order", noted("local", lambda _, lists, *__: (f"{lists}+", self.local))
+        )
+        monkeypatch.setattr(
+            module,
+            "solve_order",
+            noted("solve", lambda *_: SimpleNamespace(lists=self.solved[0], bound=self.solved[1])),
+        )
+        monkeypatch.setattr(
+            module,
+            "run_order",
+            lambda _, lists: SimpleNamespace(step=steps[lists]) if lists in steps else None,
+        )
+        return log
+
+    def candidate(self) -> Any:
+        return Candidate("x", 1.0, "start", 7.0, Numbers(frozenset({"solved"})))
+
+
+def improved(own: Improving, monkeypatch: Patch, budget: SearchBudget | None = None) -> tuple[Any, list[Any]]:
+    log = own.patch(monkeypatch)
+    return steps._improve(own.candidate(), 6.0, budget or SearchBudget()), [
+        tuple(part for part in row if not callable(part)) for row in log
+    ]
+
+
+def test_an_order_is_improved(monkeypatch: Patch) -> None:
+    """A bound in a third of the time; numbers of rules in a sixth, exchanges in a third, then the solver."""
+    own, log = improved(Improving(), monkeypatch)
+    assert (own.lists, own.step, own.bound) == ("solved", 4.0, 3.0)
+    assert log == [
+        ("bound", 7.0, 2.0),
+        ("ahead", 2.0, 1),
+        ("local", "ahead", 2.0, 2.0),
+        ("solve", "ahead+", 2.0, 3.0, inf),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected", "last"),
+    [
+        ({"solver": False}, ("ahead+", 5.0, 2.0), ("local", "ahead", 2.0, 5.0)),
+        ({"slope": None}, ("solved", 4.0, 3.0), ("solve", "start+", 2.0, 4.0, inf)),
+        ({"ahead": ("ahead", 7.0)}, ("solved", 4.0, 3.0), ("solve", "start+", 2.0, 3.0, inf)),
+        ({"ahead": (None, 6.0)}, ("solved", 4.0, 3.0), ("solve", "start+", 2.0, 3.0, inf)),
+        ({"bound": 5.0}, ("ahead+", 5.0, 5.0), ("local", "ahead", 5.0, 2.0)),
+        ({"bound": 0.5}, ("solved", 4.0, 3.0), ("solve", "ahead+", 1.0, 3.0, inf)),
+        ({"solved": ("solved", 9.0)}, ("solved", 4.0, 5.0), ("solve", "ahead+", 2.0, 3.0, inf)),
+        ({"solved": (None, 3.0)}, ("ahead+", 5.0, 3.0), ("solve", "ahead+", 2.0, 3.0, inf)),
+        ({"steps": {"solved": 5.5}}, ("ahead+", 5.0, 3.0), ("solve", "ahead+", 2.0, 3.0, inf)),
+        (
+            {"solved": ("too large", 3.0), "steps": {"too large": 4.0}},
+            ("ahead+", 5.0, 3.0),
+            ("solve", "ahead+", 2.0, 3.0, inf),
+        ),
+    ],
+)
+def test_where_a_way_does_not_help(
+    change: dict[str, Any], expected: tuple[str, float, float], last: tuple[Any, ...], monkeypatch: Patch
+) -> None:
+    own, log = improved(Improving(**change), monkeypatch)
+    assert (own.lists, own.step, own.bound) == expected
+    assert log[-1] == last
+
+
+def test_no_time_to_improve(monkeypatch: Patch) -> None:
+    """Then no bound is made, and the solver is not asked."""
+    own, log = improved(Improving(), monkeypatch, SearchBudget(seconds=0.0))
+    assert (own.lists, own.step, own.bound) == ("ahead+", 5.0, 1.0)
+    assert [row[0] for row in log] == ["ahead", "local"]

@@ -1,0 +1,388 @@
+"""The steps from a problem to its answer, each with searches and planners whose plans are written down here:
+who is asked, in which order, with how much time, and what is then said of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from math import inf
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pplan.cost_models.errors import DefectError
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.topology import Topology
+from pplan.planner import joint_search
+from pplan.planner.candidate import Proposal, ScoredPlan
+from pplan.planner.joint_search import (
+    OUT_OF_TIME,
+    SEARCH_SHARE,
+    _faster_of,
+    _plans_on_fewer_devices,
+    _problem_for_planner,
+    find_best_plan,
+    is_small_problem,
+    plan_with,
+    run_search,
+    with_bound,
+    without_plan,
+)
+from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.plan_options import PlanOptions
+from pplan.planner.problem import Problem
+from pplan.planner.search.branch_and_bound import SearchResult
+from pplan.planner.search.budget import WORK_A_SECOND, SearchBudget
+
+MakeChain = Callable[..., Chain]
+MakeTopology = Callable[..., Topology]
+MakeProblem = Callable[..., Problem]
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def make_problem(make_chain: MakeChain, make_topology: MakeTopology) -> MakeProblem:
+    """A function of (gpus, **options): six layers that may be cut anywhere."""
+
+    def make(gpus: int = 2, **options: Any) -> Problem:
+        own = PlanOptions(**{"mini_batch": 8, **options})
+        return Problem(make_chain(1, 6, cuts=1.1), make_topology(gpus), own)
+
+    return make
+
+
+def plan(
+    seconds: float, schedule: str = "1f1b", devices: Sequence[Sequence[int]] = ((0,), (1,))
+) -> ScoredPlan:
+    config = PipelineConfig(schedule, "by_stage", 4, 2)
+    ends = tuple(range(6 - len(devices) + 1, 7))
+    return ScoredPlan(Proposal(config, ends, tuple(map(tuple, devices))), ("never",) * len(ends), seconds)
+
+
+def result(best: ScoredPlan | None, bound: float, root: float = 0.5, **more: Any) -> SearchResult:
+    return SearchResult(best, bound, root, exact=more.pop("exact", False), **more)
+
+
+def noted(log: list[Any], entry: Any, answer: Any) -> Any:
+    """The answer of a function that notes what it was asked."""
+    log.append(entry)
+    return answer
+
+
+def test_the_faster_of_an_answer_and_others(make_problem: MakeProblem, monkeypatch: Patch) -> None:
+    """Of equal ones the answer; of another it is said what holds for that."""
+    monkeypatch.setattr(joint_search, "with_bound", lambda _, best, own: ("bounded", best, own))
+    problem, own = make_problem(), result(plan(2.0), 1.0)
+    assert _faster_of(problem, own, []) is own
+    assert _faster_of(problem, own, [plan(3.0), plan(2.0, "gpipe")]) is own
+    fast = plan(1.5)
+    better: Any = _faster_of(problem, own, [plan(1.9), fast, plan(3.0)])
+    assert better == ("bounded", fast, own)
+    none = result(None, inf)
+    better = _faster_of(problem, none, [fast, plan(1.9)])
+    assert better == ("bounded", fast, none)
+
+
+@pytest.mark.parametrize(("gpus", "fewer"), [(1, None), (2, 1), (3, 2), (4, 2), (5, 4), (8, 4), (9, 8)])
+def test_the_answer_on_fewer_devices(
+    gpus: int, fewer: int | None, make_problem: MakeProblem, monkeypatch: Patch
+) -> None:
+    """The largest power of two below all of them, with the same global batch."""
+    asked = list[tuple[int, int | None]]()
+
+    def find(problem: Problem, *, cuts_others: bool) -> Any:
+        assert not cuts_others
+        asked.append((problem.gpus, problem.options.mini_batch))
+        return SimpleNamespace(best=plan(2.0, devices=((0,),)))
+
+    monkeypatch.setattr(joint_search, "find_best_plan", find)
+    problem = make_problem(gpus, mini_batch=None)
+    plans = _plans_on_fewer_devices(problem)
+    assert asked == ([] if fewer is None else [(fewer, problem.mini_batch)])
+    assert [own.proposal.device_count for own in plans] == ([] if fewer is None else [1])
+    # With the costs of the whole problem, not those that were claimed.
+    assert all(own.step_seconds != 2.0 for own in plans)
+
+
+def test_where_fewer_devices_are_no_answer(make_problem: MakeProblem, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(joint_search, "find_best_plan", lambda *_, **__: SimpleNamespace(best=plan(2.0)))
+    problem = make_problem(4)
+    assert len(_plans_on_fewer_devices(problem)) == 1
+    assert _plans_on_fewer_devices(make_problem(4, use_all=True)) == []
+    assert _plans_on_fewer_devices(replace(problem, budget=SearchBudget(0.0))) == []
+    assert _plans_on_fewer_devices(make_problem(4, max_stages=1)) == []
+    monkeypatch.setattr(joint_search, "find_best_plan", lambda *_, **__: SimpleNamespace(best=None))
+    assert _plans_on_fewer_devices(problem) == []
+    monkeypatch.setattr(joint_search, "is_large", lambda *_: True)
+    monkeypatch.setattr(joint_search, "find_best_plan", lambda *_, **__: pytest.fail("too large"))
+    assert _plans_on_fewer_devices(problem) == []
+
+
+def test_problems_that_are_small(make_problem: MakeProblem, monkeypatch: Patch) -> None:
+    """Devices times blocks between cuts: 4 x 6."""
+    for most, small in ((24, True), (23, False)):
+        monkeypatch.setattr(joint_search, "SMALL", most)
+        assert is_small_problem(make_problem(4)) == small
+
+
+def test_interleaved_pipelines_are_for_their_own_planner(make_problem: MakeProblem) -> None:
+    problem = make_problem(robust=True)
+    assert _problem_for_planner("dapple", problem) is problem
+    options = _problem_for_planner("interleaved", problem).options
+    assert (options.planner, options.robust, options.slow_devices) == ("interleaved", False, None)
+
+
+class Named:
+    """A planner of these proposals."""
+
+    def __init__(self, name: str, *proposals: Proposal, why: str = "") -> None:
+        self.name, self.proposals, self.why = name, proposals, why
+
+    def propose(self, problem: Problem) -> Iterator[Proposal]:
+        del problem
+        yield from self.proposals
+
+
+class TestPlanWith:
+    """The plan of one planner, or why there is none."""
+
+    def test_the_fastest_of_what_is_allowed(self, make_problem: MakeProblem, monkeypatch: Patch) -> None:
+        problem = make_problem(max_stages=1)
+        inside, outside = plan(1.0, devices=((0,),)), plan(1.0)
+        seen = list[Any]()
+        monkeypatch.setattr(joint_search, "fastest", lambda _, own, **more: noted(seen, (own, more), inside))
+        assert plan_with(Named("x", outside.proposal, inside.proposal), problem, required=False) is inside
+        ((proposals, more),) = seen
+        assert proposals == [inside.proposal]
+        assert more["required"] is False
+        monkeypatch.setattr(joint_search, "fastest", lambda *_, **__: None)
+        assert plan_with(Named("x", inside.proposal), problem) == "does not fit"
+        assert plan_with(Named("x", outside.proposal), problem) == "not applicable to this problem"
+        runtime = make_problem(max_stages=1, runtime="deepspeed", schedule="1f1b")
+        why = plan_with(Named("x", inside.proposal), runtime)
+        assert isinstance(why, str)
+        assert why.startswith("does not fit, or a stage has nothing")
+
+    def test_the_time_that_it_has(self, make_problem: MakeProblem, monkeypatch: Patch) -> None:
+        """Of ten seconds that are left a fifth, or what is said; once it has a proposal, it ends there."""
+        now = [0.0]
+        budget = SearchBudget(inf, 10.0, lambda: now[0])
+        problem = replace(make_problem(), budget=budget)
+        own = plan(1.0).proposal
+        counts = list[int]()
+
+        class Slow(Named):
+            def propose(self, problem: Problem) -> Iterator[Proposal]:
+                del problem
+                for number in range(100):
+                    now[0] += 1.0
+                    counts.append(number)
+                    yield own if number else replace(own, ends=(1, 2))
+
+        def score(_: Any, proposals: Any, **__: Any) -> Any:
+            return plan(1.0) if proposals else None
+
+        monkeypatch.setattr(Problem, "allows", lambda _, proposal: proposal.ends[-1] == 6)
+        monkeypatch.setattr(joint_search, "fastest", score)
+        assert isinstance(plan_with(Slow("x"), problem), ScoredPlan)
+        assert len(counts) == 2
+        now[0] = 0.0
+        counts.clear()
+        assert isinstance(plan_with(Slow("x"), problem, share=0.5), ScoredPlan)
+        assert len(counts) == 5
+        now[0] = 10.0
+        assert plan_with(Slow("x"), problem) == OUT_OF_TIME
+        assert isinstance(plan_with(Named("even", own), problem), ScoredPlan)
+
+    def test_no_time_to_score(self, make_problem: MakeProblem, monkeypatch: Patch) -> None:
+        now = [0.0]
+        problem = replace(make_problem(), budget=SearchBudget(inf, 10.0, lambda: now[0]))
+
+        def score(*_: Any, **__: Any) -> None:
+            now[0] = 5.0
+
+        monkeypatch.setattr(joint_search, "fastest", score)
+        assert plan_with(Named("x", plan(1.0).proposal), problem, required=False) == OUT_OF_TIME
+        now[0] = 0.0
+        assert plan_with(Named("x", plan(1.0).proposal), problem) == "does not fit"
+
+
+class TestWithBound:
+    """What holds for a plan, of a search that found another."""
+
+    @pytest.mark.parametrize(
+        ("bound", "universal", "searched", "expected"),
+        [
+            (1.0, False, True, (1.0, False, False)),  # the search's own
+            (2.0, False, True, (2.0, True, False)),  # which proves it
+            (2.0 * (1 - 1e-15), False, True, (2.0, True, False)),
+            (1.9, False, False, (1.5, False, True)),  # of a plan from outside the one on all plans
+            (1.9, True, True, (1.5, False, True)),
+        ],
+    )
+    def test_of_the_searched_schedules(
+        self,
+        bound: float,
+        universal: bool,
+        searched: bool,
+        expected: tuple[float, bool, bool],
+        make_problem: MakeProblem,
+        monkeypatch: Patch,
+    ) -> None:
+        monkeypatch.setattr(joint_search, "is_searched", lambda *_: searched)
+        monkeypatch.setattr(joint_search, "universal_bound", lambda *own: 1.5 if own[2] == 2.0 else 0.0)
+        own = with_bound(make_problem(), plan(2.0), result(plan(3.0), bound, 0.7, universal=universal))
+        assert (own.bound_seconds, own.exact, own.universal) == expected
+        assert own.root_bound_seconds == 0.7
+        assert own.best == plan(2.0)
+        low = with_bound(make_problem(), plan(2.0), result(plan(3.0), bound, 1.95, universal=universal))
+        assert low.root_bound_seconds == min(1.95, bound if searched and not universal else 1.5)
+
+    def test_a_plan_below_its_bound_is_a_defect(self, make_problem: MakeProblem, monkeypatch: Patch) -> None:
+        monkeypatch.setattr(joint_search, "is_searched", lambda *_: True)
+        with pytest.raises(DefectError, match=r"a plan of 2.0 s is below its bound of 2.1 s"):
+            with_bound(make_problem(), plan(2.0), result(plan(3.0), 2.1))
+
+    def test_no_plan(self, make_problem: MakeProblem) -> None:
+        """Proven where the search was, and none may be."""
+        problem = make_problem()
+        assert with_bound(problem, None, result(None, inf, exact=True)).exact
+        assert not with_bound(problem, None, result(None, inf)).exact
+        own = with_bound(problem, None, result(plan(3.0), 1.0, exact=True))
+        assert (own.exact, own.best) == (False, None)
+
+    def test_of_other_schedules(self, make_problem: MakeProblem, monkeypatch: Patch) -> None:
+        """The least of the search's bound and that on the others' plans: the universal one where their cuts
+        were not searched."""
+        asked = list[Any]()
+
+        def universal(_: Problem, names: Sequence[str], step: float = inf) -> float:
+            asked.append((tuple(names), step))
+            return 1.2
+
+        monkeypatch.setattr(joint_search, "is_searched", lambda *_: True)
+        monkeypatch.setattr(joint_search, "universal_bound", universal)
+        problem = make_problem(schedule="zb-h1")
+        own = with_bound(problem, plan(2.0, "zb-h1"), result(None, inf, 1.0))
+        assert (own.bound_seconds, own.universal) == (1.2, True)
+        assert asked == [((), 2.0), (("zb-h1",), 2.0)]
+        both = make_problem(schedule="any")
+        asked.clear()
+        own = with_bound(both, plan(2.0, "zb-h1"), result(None, 1.8, other_bound=1.7))
+        assert (own.bound_seconds, own.universal, asked) == (1.7, False, [])
+        own = with_bound(both, plan(2.0, "gpipe"), result(None, 1.6, other_bound=1.7))
+        assert (own.bound_seconds, own.universal, asked) == (1.6, False, [])
+        own = with_bound(both, plan(2.0, "gpipe"), result(None, 1.6))
+        assert (own.bound_seconds, asked) == (1.2, [(both.heuristic_schedules, 2.0)])
+
+    def test_nothing_fits(self, make_problem: MakeProblem, monkeypatch: Patch) -> None:
+        """The bound of all plans that were allowed: proven where it is infinite."""
+        monkeypatch.setattr(joint_search, "universal_bound", lambda _, names, *__: 1.2 if names else inf)
+        own = without_plan(make_problem(), result(None, inf))
+        assert (own.best, own.bound_seconds, own.exact, own.universal) == (None, inf, True, False)
+        own = without_plan(make_problem(), result(plan(1.0), 1.0, universal=True))
+        assert (own.best, own.bound_seconds, own.exact, own.universal) == (None, 1.2, False, True)
+        own = without_plan(make_problem(schedule="zb-h1"), result(None, inf))
+        assert (own.bound_seconds, own.exact, own.universal) == (1.2, False, True)
+        own = without_plan(make_problem(schedule="any"), result(None, inf, other_bound=3.0))
+        assert (own.bound_seconds, own.exact, own.universal) == (3.0, False, False)
+
+
+def test_which_search_is_run(make_problem: MakeProblem, monkeypatch: Patch) -> None:
+    """With plans of its own schedules, for its share of the time; near good plans where it is large."""
+    calls = list[Any]()
+    monkeypatch.setattr(joint_search, "search", lambda *own: noted(calls, ("search", *own), 1))
+    monkeypatch.setattr(
+        joint_search, "search_large", lambda *own, deeper: noted(calls, ("large", *own, deeper), 2)
+    )
+    problem, seeds = make_problem(4), [plan(1.0), plan(1.0, "zb-h1"), plan(2.0, "gpipe")]
+    assert run_search(problem, seeds) == 1  # type: ignore[comparison-overlap]
+    name, space, families, counts, own, work = calls.pop()
+    assert (name, families, counts) == ("search", problem.families, problem.stage_counts)
+    assert own == [seeds[0], seeds[2]]
+    assert space is problem.space
+    assert work == SEARCH_SHARE * problem.options.time_limit * WORK_A_SECOND
+    run_search(problem, work=7.0)
+    assert calls.pop()[-1] == 7.0
+    assert run_search(problem, work=7.0, whole=False) == 2  # type: ignore[comparison-overlap]
+    assert calls.pop()[-2:] == (7.0, True)
+    layers = make_problem(4, recompute="first_layers")
+    assert run_search(layers, whole=False) == 1  # type: ignore[comparison-overlap]
+    calls.clear()
+    monkeypatch.setattr(joint_search, "is_large", lambda *_: True)
+    assert run_search(make_problem(4, max_stages=2)) == 2  # type: ignore[comparison-overlap]
+    assert calls.pop()[-1] is False
+    many = make_problem(4, schedule="any")
+    run_search(many)
+    assert calls.pop()[1] is not many.space
+
+
+SIMPLE, COSTLY, OTHER = "even", "dapple", "gpipe-balance"
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "schedule", "first", "more"),
+    [
+        (True, False, "auto", [SIMPLE, COSTLY, OTHER], []),
+        (False, False, "auto", [SIMPLE, OTHER], ["galvatron", "asteroid", "spp", "bapipe"]),
+        (False, True, "auto", [SIMPLE], []),
+        (True, False, "any", [SIMPLE, COSTLY, OTHER], ["torch-partition"]),
+        (False, False, "any", [SIMPLE], ["galvatron", "asteroid", "spp", "bapipe", "torch-partition"]),
+        (False, True, "any", [SIMPLE], []),
+    ],
+)
+@pytest.mark.parametrize("exact", [True, False])
+def test_who_is_asked(
+    exact: bool,
+    small: bool,
+    large: bool,
+    schedule: str,
+    first: list[str],
+    more: list[str],
+    make_problem: MakeProblem,
+    monkeypatch: Patch,
+) -> None:
+    """Before the search those that take no time, and those whose plans it starts from; afterwards the others.
+    What is near good plans is looked at before it of what is neither small nor large, and after it where the
+    answer is not proven, and on fewer devices then, too."""
+    log = list[Any]()
+    problem = make_problem(schedule=schedule)
+    steps = {name: 5.0 + number for number, name in enumerate([*first, *more])}
+
+    def ask(name: str, _: Problem, *, required: bool = True, share: float = 0.2) -> Any:
+        log.append((name, required, share))
+        return plan(steps[name]) if name in steps else "why"
+
+    def search(_: Problem, seeds: Sequence[ScoredPlan], *, cuts_others: bool) -> SearchResult:
+        log.append(("search", sorted(own.step_seconds for own in seeds), cuts_others))
+        return result(plan(4.0), 4.0 if exact else 3.0, exact=exact)
+
+    def near(_: Problem, seeds: Sequence[ScoredPlan]) -> list[ScoredPlan]:
+        log.append(("near", [own.step_seconds for own in seeds][:1]))
+        return [plan(4.5)]
+
+    monkeypatch.setattr(joint_search, "is_small_problem", lambda _: small)
+    monkeypatch.setattr(joint_search, "is_large", lambda *_: large)
+    monkeypatch.setattr(joint_search, "find_planner", lambda name: name)
+    monkeypatch.setattr(joint_search, "plan_with", ask)
+    monkeypatch.setattr(joint_search, "joint_search", search)
+    monkeypatch.setattr(joint_search, "descend", near)
+    monkeypatch.setattr(joint_search, "search_other_orders", lambda *_: None)
+    monkeypatch.setattr(joint_search, "_plans_on_fewer_devices", lambda _: noted(log, "fewer", []))
+    answer = find_best_plan(problem, [SIMPLE, COSTLY, OTHER])
+    expected: list[Any] = [(name, True, 0.2) for name in first]
+    expected += [(name, True, 0.1) for name in more]
+    seeds = sorted(steps.values())
+    if not small and not large:
+        expected.append(("near", seeds[:1]))
+        seeds = sorted([4.5, *seeds])
+    expected.append(("search", seeds, True))
+    if not exact and not large:
+        expected.append(("near", [4.0]))
+    expected += [(name, False, 0.2) for name in (SIMPLE, COSTLY, OTHER) if name not in first]
+    if not exact and problem.families:
+        expected.append("fewer")
+    assert log == expected
+    assert set(answer.by_planner) == {SIMPLE, COSTLY, OTHER}
+    assert answer.best == plan(4.0)

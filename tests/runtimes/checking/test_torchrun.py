@@ -1,0 +1,173 @@
+"""A rank that hangs in a check of two processes that the user's own torchrun started: what is said and left.
+
+Without torchrun the parent of the processes says it (`benchmarks/faults.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+import pplan
+
+MODEL = """
+    import os
+    import signal
+    import time
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    RANK = os.environ.get("RANK", "none")
+    Path(f"{RANK}.pid").write_text(str(os.getpid()))
+    CALLS = [0]
+    AFTER = 1000
+
+
+    def blocks():
+        time.sleep(3600)
+
+
+    def stops():
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+    class Layer(nn.Linear):
+        def forward(self, value):
+            CALLS[0] += 1
+            if CALLS[0] > AFTER:
+                for fault in (blocks, stops):
+                    if Path(f"{fault.__name__}.{RANK}").exists():
+                        fault()
+            return super().forward(value)
+
+
+    def make():
+        return nn.Sequential(*(Layer(4, 4) for _ in range(4))), torch.randn(4, 4)
+"""
+STEPS = 50_000
+"""More than the forwards after which a rank hangs."""
+TIMEOUT_SECONDS = 20
+"""After which a rank hangs: of processes that share two cores with others' a step takes no second."""
+GENEROUS_SECONDS = 400
+"""Importing torch twice, the time limit, and the half minute after which torchrun kills a stopped process."""
+
+
+@pytest.fixture(scope="module")
+def plan_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a model whose layers hang where a file asks for it, and a plan of two stages."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    (folder / "hanging.py").write_text(dedent(MODEL))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(str(folder))
+        profile = pplan.profile("hanging:make", micro_batch_sizes=[4], device="cpu", budget_seconds=1.0)
+    profile.save(folder / "hanging.profile.json", force=False)
+    plan = pplan.import_plan(
+        "2,2", folder / "hanging.profile.json", schedule="1f1b", mini_batch=16, micro_batches=4
+    )
+    plan.save(folder / "hanging.plan.json", force=False)
+    return folder
+
+
+class Torchrun:
+    """torchrun, in a copy of the folder, with two processes of a check of which one hangs."""
+
+    def __init__(self, plan_folder: Path, folder: Path, fault: str, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        shutil.copytree(plan_folder, folder)
+        (folder / f"{fault}.{rank}").touch()
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *("--no-python", str(Path(sys.executable).with_name("pplan")), "check", "hanging.plan.json"),
+            *("--model", "hanging:make", "--device", "cpu"),
+            *("--steps", str(STEPS), "--timeout", f"{TIMEOUT_SECONDS}s"),
+        ]
+        kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        self._process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait(self) -> list[list[str]]:
+        """The errors of pplan, two lines each. No process is left."""
+        out, errors = self._process.communicate(timeout=GENEROUS_SECONDS)
+        assert (self._process.returncode, out) == (1, ""), errors
+        pids = self._pids()
+        assert len(pids) == 2
+        assert all(map(_is_gone, pids)), errors
+        lines = errors.splitlines()
+        return [lines[i : i + 2] for i, line in enumerate(lines) if line.startswith("pplan: ")]
+
+    def end(self) -> None:
+        """Kills what is left: of processes that ended the ids may be anyone's by now."""
+        for pid in self._pids():
+            with contextlib.suppress(OSError):
+                if b"hanging.plan.json" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.communicate()
+
+    def _pids(self) -> list[int]:
+        return [int(path.read_text()) for path in self.folder.glob("[01].pid")]
+
+
+def _is_gone(pid: int) -> bool:
+    until = time.monotonic() + GENEROUS_SECONDS
+    while time.monotonic() < until:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.slow
+def test_one_that_blocks_says_where_it_stands(plan_folder: Path, tmp_path: Path) -> None:
+    """The other, where it has time to, that it lost it."""
+    torchrun = Torchrun(plan_folder, tmp_path / "blocks", "blocks", 1)
+    try:
+        (what, hint), *others = torchrun.wait()
+    finally:
+        torchrun.end()
+    assert re.fullmatch(r"pplan: check: rank 1 hangs while step \d+ \(plan\): nothing went on for 20 s", what)
+    assert re.fullmatch(r"  It stands at .*/hanging\.py:\d+, in blocks\.", hint)
+    assert all(
+        re.match(r"pplan: check: rank 0 lost another while step \d+ \(plan\): ", own) for own, _ in others
+    )
+
+
+@pytest.mark.slow
+def test_of_one_that_is_stopped_the_other_says_it(plan_folder: Path, tmp_path: Path) -> None:
+    """Whichever it is. torchrun gives it half a minute before it kills it."""
+    with contextlib.ExitStack() as stack:
+        both = [Torchrun(plan_folder, tmp_path / f"stops-{rank}", "stops", rank) for rank in range(2)]
+        for torchrun in both:
+            stack.callback(torchrun.end)
+        said = [torchrun.wait() for torchrun in both]
+    for rank, errors in enumerate(said):
+        ((what, hint),) = errors
+        assert re.fullmatch(
+            rf"pplan: check: rank {rank} is stopped, rank {1 - rank} waits while step \d+ \(plan\): "
+            "nothing went on for 20 s",
+            what,
+        )
+        pid = (tmp_path / f"stops-{rank}" / f"{rank}.pid").read_text()
+        assert hint.startswith(f"  Find what sent process {pid} a signal to stop (SIGSTOP)")
