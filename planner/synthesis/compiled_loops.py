@@ -24,10 +24,10 @@ def can_compile() -> bool:
 def compile_loops(functions: tuple[Loop, ...]) -> tuple[Loop, ...]:
     """Each with those before it that it calls."""
     try:
-        kept = _compile(functions, kept=True)
+        compiled = _compile(functions, on_disk=True)
     except RuntimeError:  # no folder that numba may write to
-        return _compile(functions, kept=False)
-    return tuple(partial(_run, functions, number, loop) for number, loop in enumerate(kept))
+        return _compile(functions, on_disk=False)
+    return tuple(partial(_run, functions, number, loop) for number, loop in enumerate(compiled))
 
 
 def _run(functions: tuple[Loop, ...], number: int, loop: Loop, *own: Any) -> Any:
@@ -48,15 +48,15 @@ _unreadable: list[bool] = []
 
 @lru_cache(maxsize=8)
 def _compile_again(functions: tuple[Loop, ...]) -> tuple[Loop, ...]:
-    return _compile(functions, kept=False)
+    return _compile(functions, on_disk=False)
 
 
-def _compile(functions: tuple[Loop, ...], *, kept: bool) -> tuple[Loop, ...]:
+def _compile(functions: tuple[Loop, ...], *, on_disk: bool) -> tuple[Loop, ...]:
     import numba
 
     compiled = list[Loop]()
     names = dict(functions[0].__globals__)
     for own in functions:
-        names[own.__name__] = numba.njit(cache=kept)(FunctionType(own.__code__, names, own.__name__))
+        names[own.__name__] = numba.njit(cache=on_disk)(FunctionType(own.__code__, names, own.__name__))
         compiled.append(names[own.__name__])
     return tuple(compiled)

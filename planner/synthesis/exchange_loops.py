@@ -57,7 +57,7 @@ class TimedOrder(NamedTuple):
     clock: Any
     rank: Any
     level: Any
-    kept: Any
+    old_start: Any
     segment: Any
     late: Any
     marked: Any
@@ -163,7 +163,7 @@ def may_move(jobs: Any, row: Any, origin: int, target: int) -> bool:
 def change(jobs: Any, row: Any, origin: int, target: int, limit: float) -> Any:
     """Moves an action; the step, or more than `limit` where it is taken back, and how many actions were
     timed."""
-    clock, rank, segment, kept = row.clock, row.rank, row.segment, row.kept
+    clock, rank, segment, old_start = row.clock, row.rank, row.segment, row.old_start
     begin, end = min(origin, target), max(origin, target)
     first, last = rank[row.own[begin]], rank[row.own[end]]
     if not sort_segment(jobs, row, first, last, origin, target):
@@ -176,8 +176,8 @@ def change(jobs: Any, row: Any, origin: int, target: int, limit: float) -> Any:
         return step, until - first + follow_again(jobs, row, begin, end)
     for i in range(first, until):
         action = clock[i]
-        row.start[action] = kept[i]
-        row.end[action] = kept[i] + jobs.seconds[action]
+        row.start[action] = old_start[i]
+        row.end[action] = old_start[i] + jobs.seconds[action]
     move_action(jobs, row, target, origin)
     for i in range(first, last + 1):
         clock[i] = segment[i - first]
@@ -234,11 +234,11 @@ def move_action(jobs: Any, row: Any, origin: int, target: int) -> None:
         place += way
     own[target] = action
     first, begin = jobs.first[device], min(origin, target)
-    held = level[begin - 1] if begin > first else 0.0
+    bytes_now = level[begin - 1] if begin > first else 0.0
     for place in range(begin, max(origin, target) + 1):
         action = own[place]
-        held = held + jobs.begins[action] + jobs.ends[action]
-        places[action], level[place] = place, held
+        bytes_now = bytes_now + jobs.begins[action] + jobs.ends[action]
+        places[action], level[place] = place, bytes_now
         before[action], after[action] = NONE, NONE
         if place > first:
             before[action] = own[place - 1]
@@ -251,7 +251,7 @@ def move_action(jobs: Any, row: Any, origin: int, target: int) -> None:
 def time_again(jobs: Any, row: Any, first: int, begin: int, end: int, limit: float) -> Any:
     """Starts and ends from a rank on, as far as they change: where that ends, and whether a step is over the
     limit. `begin` and `end`: places of the device between which an action moved."""
-    own, place, rank, clock, kept = row.own, row.place, row.rank, row.clock, row.kept
+    own, place, rank, clock, old_start = row.own, row.place, row.rank, row.clock, row.old_start
     starts, ends, tails, befores, afters = row.start, row.end, row.tail, row.before, row.after
     senders, receivers, wait, seconds = jobs.sender, jobs.receiver, jobs.wait, jobs.seconds
     until, i = first, first
@@ -266,7 +266,7 @@ def time_again(jobs: Any, row: Any, first: int, begin: int, end: int, limit: flo
             start = ends[before]
         if sender != NONE:
             start = max(start, ends[sender] + wait[action])
-        kept[i] = starts[action]
+        old_start[i] = starts[action]
         i += 1
         if start == starts[action]:
             continue

@@ -183,12 +183,12 @@ class _Network:
                 tail = max(tail, self.wait[receiver] + self.seconds[receiver] + tails[receiver])
             tails[action] = tail
         clock.sort(key=starts.__getitem__)
-        rank, level, held = [0] * count, [0.0] * count, 0.0
+        rank, level, bytes_now = [0] * count, [0.0] * count, 0.0
         for place, action in enumerate(clock):
             rank[action] = place
         for action, step in enumerate(self.steps):
-            held = sum(self.problem.level_change(*step)) + (held if before[action] != NONE else 0.0)
-            level[action] = held
+            bytes_now = sum(self.problem.level_change(*step)) + (bytes_now if before[action] != NONE else 0.0)
+            level[action] = bytes_now
         ends = [start + seconds for start, seconds in zip(starts, self.seconds, strict=True)]
         columns: list[list[Any]] = [own, own, before, after, starts, ends, tails, clock, rank, level, starts]
         columns += [[0] * count for _ in range(4)] + [own]

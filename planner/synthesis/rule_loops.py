@@ -87,8 +87,8 @@ def put_weights(
             kind = turns[2 * count * part + at]
             fits = level[part] + needs[row + kind] <= room[part]
             if kind == F:
-                held = (forwards - backwards + 1) * own_bytes[part]
-                fits = fits and held + needs[row + B] <= room[part]
+                bytes_now = (forwards - backwards + 1) * own_bytes[part]
+                fits = fits and bytes_now + needs[row + B] <= room[part]
             if behind > most_behind or not fits:
                 if behind > 0:
                     kind = W
