@@ -274,17 +274,16 @@ def test_a_model_beyond_the_devices_memory_is_measured_in_segments(convolutions:
 
 
 def test_sizes_beyond_the_devices_memory_are_left_where_the_smallest_fits(convolutions: MakeModel) -> None:
-    whole = profiled(convolutions(), None, [1, 2, 4])
-    peaks = [each.peak_bytes for each in whole.whole]
-    assert peaks[2] is not None
-    found = profiled(convolutions(), peaks[2] * 9 // 10, [1, 2, 4])
+    """The largest is far above the others: what a size is thought to need beforehand is up to half too much,
+    as the kernels of convolutions, which differ by processor, need more at some sizes."""
+    sizes = [1, 2, 8]
+    whole = profiled(convolutions(), None, sizes)
+    largest = whole.whole[2].peak_bytes
+    assert largest is not None
+    found = profiled(convolutions(), largest * 9 // 10, sizes)
     assert [each.micro_batch_size for each in found.whole] == [1, 2]
-    assert [(left.micro_batch_size, left.reason) for left in found.unmeasured] == [(4, "does not fit")]
-    assert [each.micro_batch_size for each in profiled(convolutions(), 2 * peaks[2], [1, 2, 4]).whole] == [
-        1,
-        2,
-        4,
-    ]
+    assert [(left.micro_batch_size, left.reason) for left in found.unmeasured] == [(8, "does not fit")]
+    assert [each.micro_batch_size for each in profiled(convolutions(), 2 * largest, sizes).whole] == sizes
 
 
 def test_a_layer_beyond_the_devices_memory_is_an_error(convolutions: MakeModel) -> None:
