@@ -1,20 +1,16 @@
 """Eight models on two CPU processes of one thread each, predicted and measured, four plans of each:
 
-    python benchmarks/two_processes.py --results FILE [--minutes 20] [--runtimes] [--calibrate] [MODEL ...]
+    python benchmarks/two_processes.py --results FILE [--minutes 20] [--runtimes] [MODEL ...]
 
 Needs a quiet machine of two cores. The link is measured first. A model is profiled by two processes at a
 time, so that each core is busy with the same work, as it is in training: a profile of one busy core says
-nothing of what two share (bandwidth of the memory, cache, clock). Where the sums of the two differ by more
-than `ALIKE`, they measure again, `TRIES` times at most: the two that are the most alike count, layer by
-layer with their mean.
-
-The plans are pplan's, and those of `even`, `parameters` and `torchgpipe-time`: GPipe, 8 micro-batches of 4
-samples, two stages. What the profile predicts of each is written to FILE before any of them runs; then all
-run in torch.distributed.pipelining, in `ROUNDS` rounds whose order turns, real layers on gloo, and the median
-of all steps counts. `--runtimes`: pplan's plan also in torchgpipe, FairScale (both run all stages in one
-process on a CPU) and DeepSpeed. `--calibrate`: `pplan check --calibrate` of a ninth model, `REFERENCE`, says
-once how much longer stages take in a pipeline than their layers were measured to; the eight are solved with
-the topology that it writes, and what the profile alone predicts stands beside.
+nothing of what two share (bandwidth of the memory, cache, clock). Where the sums of the
+two differ by more than `ALIKE`, they measure again, `TRIES` times at most: the two that are the most alike
+count, layer by layer with their mean. The plans are pplan's, and those of
+`even`, `parameters` and `torchgpipe-time`: GPipe, 8 micro-batches of 4 samples, two stages. What the profile
+predicts of each is written to FILE before any of them runs; then all run in torch.distributed.pipelining,
+in `ROUNDS` rounds whose order turns, real layers on gloo, and the median of all steps counts. `--runtimes`:
+pplan's plan also in torchgpipe, FairScale (both run all stages in one process on a CPU) and DeepSpeed.
 
 All processes keep the memory that they free (`KEEPS_MEMORY`), as PyTorch's allocator does on a GPU. Else
 glibc hands it back, and each step has its pages cleared anew, which a profile of one layer at a time does
@@ -64,11 +60,8 @@ KEEPS_MEMORY = {
 """For glibc (mallopt(3)): nothing is mapped, and nothing that is freed goes back to the kernel."""
 MEDIAN_TARGET, WORST_TARGET, FASTEST_TARGET = 0.05, 0.15, 7
 _IMAGES = {"input_shape": (3, 96, 96), "classes": 100}
-REFERENCE = "resnet34"
-"""The model that the machine is calibrated with; none of those that are predicted."""
 _TEXTS = {"hidden": 256, "heads": 4, "sequence": 64, "vocabulary": 4096}
 MODELS: dict[str, dict[str, Any]] = {
-    REFERENCE: _IMAGES,
     "vgg11": {"input_shape": (3, 64, 64), "classes": 100},
     "resnet18": _IMAGES,
     "resnet50": _IMAGES,
@@ -131,19 +124,6 @@ def measure_link(folder: Path) -> Path:
     own = [*command, "pplan", "profile-links", "--output", str(file), "--force", "--quiet"]
     subprocess.run(own, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
     return file
-
-
-def calibrate(folder: Path, links: Path) -> Path:
-    """The two devices and their link as a check of the reference model finds them, for `topology`."""
-    profile, _ = measure_on_both(REFERENCE, folder)
-    plan = solve_for(profile, links, "best", "gpipe", "torchgpipe")
-    files = folder / f"{REFERENCE}.plan.json", folder / f"{REFERENCE}.mean.profile.json"
-    for made, file in zip((plan, profile), files, strict=True):
-        file.write_text(made.to_json())
-    command = [sys.executable, "-m", "pplan", "check", str(files[0]), "--profile", str(files[1])]
-    own = [*command, "--calibrate", "--device", "cpu", "--steps", str(STEPS * ROUNDS)]
-    subprocess.run(own, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
-    return folder / f"{REFERENCE}.topology.toml"
 
 
 def solve_for(profile: pplan.Profile, links: Path, planner: str, schedule: str, runtime: str) -> pplan.Plan:
@@ -221,13 +201,11 @@ def run_runtimes(plan: pplan.Plan, profile: pplan.Profile, links: Path) -> dict[
     return found
 
 
-def run_model(
-    name: str, folder: Path, links: Path, calibrated: Path, results: Path, *, runtimes: bool
-) -> dict[str, Any]:
+def run_model(name: str, folder: Path, links: Path, results: Path, *, runtimes: bool) -> dict[str, Any]:
     """A model's row; its predictions are written first."""
     begin = time.monotonic()
     profile, difference = measure_on_both(name, folder)
-    made, before = plans_of(profile, calibrated), plans_of(profile, links)
+    made = plans_of(profile, links)
     plans = {label: plan for label, plan in made.items() if isinstance(plan, pplan.Plan)}
     if "pplan" not in plans:
         raise SystemExit(f"{name}: pplan made no plan: {made['pplan']}")
@@ -238,11 +216,6 @@ def run_model(
         "balance": {label: plan.balance for label, plan in plans.items()},
         "reasons": {label: plan for label, plan in made.items() if isinstance(plan, str)},
         "planned": {label: plan.prediction.step_seconds for label, plan in plans.items()},
-        "uncalibrated": {
-            label: same.prediction.step_seconds
-            for label, plan in plans.items()
-            if isinstance(same := before[label], pplan.Plan) and same.balance == plan.balance
-        },
     }
     write_row(results, {"predicted_before": row})
     distinct = {tuple(plan.balance): label for label, plan in reversed(plans.items())}
@@ -252,7 +225,7 @@ def run_model(
     row["steps"] = {label: found["steps"] for label, found in own.items()}
     row["from_stages"] = {label: median(found["alone"]) for label, found in own.items()}
     if runtimes:
-        row["runtimes"] = run_runtimes(plans["pplan"], profile, calibrated)
+        row["runtimes"] = run_runtimes(plans["pplan"], profile, links)
     row["seconds"] = round(time.monotonic() - begin, 1)
     return row
 
@@ -267,7 +240,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     """Of every model and plan, and the errors over all; plans of one balance are one measurement."""
     heads = ("model", "plan", "balance", "planned", "of stages", "measured", "error")
     print("{:<14} {:<11} {:<10} {:>9} {:>9} {:>9} {:>7}".format(*heads))
-    errors, uncalibrated, staged, fastest = list[float](), list[float](), list[float](), 0
+    errors, staged, fastest = list[float](), list[float](), 0
     for row in rows:
         least = min(row["measured"].values())
         fastest += row["measured"].get("pplan") == least
@@ -277,8 +250,6 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             if balance not in seen:
                 errors.append(planned / step - 1)
                 staged.append(row["from_stages"][label] / step - 1)
-                if label in row["uncalibrated"]:
-                    uncalibrated.append(row["uncalibrated"][label] / step - 1)
             seen.add(balance)
             print(
                 f"{row['model']:<14} {label:<11} {'-'.join(map(str, balance)):<10} {1e3 * planned:7.1f}ms "
@@ -291,13 +262,11 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             print(f"{row['model']:<14} pplan in {runtime}: {words}")
     if not rows:
         return
-    sources = {"profile": uncalibrated, "stages measured alone": staged}
-    if errors != uncalibrated:
-        sources = {"profile and the calibration": errors} | sources
-    for what, found in sources.items():
-        if sizes := [abs(error) for error in found]:
-            spread = f"median {median(sizes):.1%}, worst {max(sizes):.1%}"
-            print(f"{len(sizes)} steps predicted from the {what}: {spread}")
+    for what, own in (("profile", errors), ("stages measured alone", staged)):
+        sizes = [abs(error) for error in own]
+        print(
+            f"{len(own)} steps predicted from the {what}: median {median(sizes):.1%}, worst {max(sizes):.1%}"
+        )
     print(f"aims: median {MEDIAN_TARGET:.0%}, worst {WORST_TARGET:.0%}")
     print(f"pplan's plan the fastest measured in {fastest} of {len(rows)}, aim {FASTEST_TARGET} of 8")
 
@@ -315,11 +284,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="*", default=[name for name in MODELS if name != REFERENCE])
+    parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--results", type=Path)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--runtimes", action="store_true", help="pplan's plan in the other runtimes, too")
-    parser.add_argument("--calibrate", action="store_true", help=f"on {REFERENCE}, by pplan check")
     parser.add_argument("--measure", nargs=2, metavar=("MODEL", "FILE"), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.measure:
@@ -334,10 +302,9 @@ def main() -> None:
         rows = read_rows(results)
         done = {row["model"] for row in rows}
         links = measure_link(Path(made))
-        calibrated = calibrate(Path(made), links) if chosen.calibrate else links
         for name in chosen.models:
             if name not in done and time.monotonic() < end:
-                rows.append(run_model(name, Path(made), links, calibrated, results, runtimes=chosen.runtimes))
+                rows.append(run_model(name, Path(made), links, results, runtimes=chosen.runtimes))
                 write_row(results, rows[-1])
                 print(f"{name}: {rows[-1]['seconds']} s", file=sys.stderr, flush=True)
     print_table(rows)
