@@ -9,9 +9,9 @@ from math import comb
 
 from .documents import Table
 from .orders import SYNCHRONOUS, make_order
-from .pipeline import Figures
 from .report import EXACT, ROUNDING, TOLERANCE, LineCheck, ReportBuilder
 from .stated_training import optimizer_kernels
+from .step_events import SimulatedFigures
 from .verification_inputs import VerificationInputs, check_runtime_rules, one_process, receives_ahead
 
 _ONE_STAGE = re.compile(
@@ -178,7 +178,7 @@ class _Shape:
         self.ends, self.launches, self.kernels = tuple(accumulate(balance)), launches, kernels
         self.order = make_order(schedule, len(balance) // parts, count, parts)
 
-    def figures(self, base: Figures) -> Figures:
+    def figures(self, base: SimulatedFigures) -> SimulatedFigures:
         """On the plan's machine."""
         places = [device for device, _ in self.order.routes[0]]
         return replace(

@@ -14,7 +14,6 @@ from .report import ImpossiblePlan, NotChecked
 from .stated_machine import Port, StatedDevice, StatedMachine
 from .stated_plan import OFFLOAD, first_layers
 from .stated_training import Exchange, StatedTraining
-from .step_events import Step, simulate_figures
 from .traffic import (
     TransferRoute,
     all_reduce_time,
@@ -183,11 +182,6 @@ class Figures:
     def part_ranks(self, part: int) -> list[int]:
         """All devices that sum the gradients of a part."""
         return sorted({rank for route in self.order.routes for rank in self.ranks[route[part][0]]})
-
-    @cached_property
-    def step(self) -> Step:
-        """Simulated."""
-        return simulate_figures(self)
 
     @cached_property
     def transfers(self) -> dict[tuple[int, int, int], tuple[float, TransferRoute]]:

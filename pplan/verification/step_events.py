@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING
+from functools import cache, cached_property
 
 from .launch_times import LaunchWork, launch_times
 from .layer_costs import FORWARD
+from .pipeline import Figures
 from .stated_machine import Port
 from .stated_plan import OFFLOAD, first_layers
 from .traffic import AllReduce, all_reduce_time, run_all_reduces, shared_loads
 from .wiring import NONE, RunTimes, StepWork, WiredOrder, check_order, simulate_events
-
-if TYPE_CHECKING:
-    from .pipeline import Figures
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,17 @@ class Step:
     bubble: float
 
 
-def simulate_figures(figures: Figures) -> Step:
+@dataclass(frozen=True, eq=False)
+class SimulatedFigures(Figures):
+    """Figures with the step that they come to."""
+
+    @cached_property
+    def step(self) -> Step:
+        """Simulated once."""
+        return _simulate(self)
+
+
+def _simulate(figures: Figures) -> Step:
     """The step of a pipeline of these figures."""
     wiring = check_order(figures.order)
     work = _work(figures, wiring)

@@ -8,11 +8,11 @@ from functools import cached_property
 from .documents import Table
 from .layer_costs import Layers
 from .orders import ASYNCHRONOUS, SYNCHRONOUS, ScheduleOrder, make_order, read_written_order
-from .pipeline import Figures
 from .report import ImpossiblePlan, LineCheck
 from .stated_machine import StatedMachine
 from .stated_plan import StatedPlan, first_layers
 from .stated_training import read_training
+from .step_events import SimulatedFigures
 
 _TORCH = frozenset(
     "naive gpipe 1f1b dapple interleaved looped-bfs zb-h1 zb-h2 zb-v dualpipe-v".split()  # noqa: SIM905
@@ -118,7 +118,7 @@ class VerificationInputs:
     profiles: dict[str, Layers]
     shared_ports: bool = True
 
-    def figures(self, check: LineCheck) -> Figures:
+    def figures(self, check: LineCheck) -> SimulatedFigures:
         """The figures computed from the plan; the line is skipped where the files do not have enough for
         them."""
         if isinstance(self._figures, str):
@@ -126,13 +126,13 @@ class VerificationInputs:
         return self._figures
 
     @cached_property
-    def _figures(self) -> Figures | str:
+    def _figures(self) -> SimulatedFigures | str:
         plan, layers, machine = self.plan, self.layers, self.machine
         if layers is None or machine is None:
             return self.no_profile if layers is None else "the plan does not say what machine it was made for"
         if not _is_sound(plan, layers, machine):
             return "its layers or devices cannot be: see the lines above"
-        return Figures(
+        return SimulatedFigures(
             schedule=plan.schedule,
             order=planned_order(plan),
             size=plan.micro_batch_size,
