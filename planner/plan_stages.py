@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil, inf
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import numpy as np
 
@@ -240,8 +240,9 @@ def optimizer_step(assembly: Assembly, micro_batches: int | None = None) -> Opti
         parameters = sum(own.trainable for own in assembly.chunk_bytes(device)) / precision.weight
         share = len(ranks) if assembly.zero else 1
         amount = float(parameters) / share * optimizer.update_bytes(precision)
-        for rank in ranks:
-            if bandwidth := memory_bandwidth(assembly.topology.device(rank).name):
+        first_ranks = {assembly.topology.device(rank).name: rank for rank in reversed(ranks)}
+        for name, rank in sorted(first_ranks.items(), key=itemgetter(1)):
+            if bandwidth := memory_bandwidth(name):
                 each.append(OptimizerStep(amount, bandwidth, rank, updates))
     return max(each, key=attrgetter("seconds"), default=None)
 
