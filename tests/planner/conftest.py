@@ -249,3 +249,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(
             "case_name", [pytest.param(name, marks=[slow] * (name in LONG)) for name in names]
         )
+
+
+@pytest.fixture
+def make_problem(make_chain: MakeChain, make_topology: Callable[..., Topology]) -> Callable[..., Problem]:
+    """A function of (gpus, **options): six layers that may be cut anywhere."""
+
+    def make(gpus: int = 2, **options: Any) -> Problem:
+        own = PlanOptions(**{"mini_batch": 8, **options})
+        return Problem(make_chain(1, 6, cuts=1.1), make_topology(gpus), own)
+
+    return make

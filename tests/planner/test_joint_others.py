@@ -25,7 +25,6 @@ from pplan.planner.joint_search import (
     find_best_plan,
 )
 from pplan.planner.pipeline_config import PipelineConfig
-from pplan.planner.plan_options import PlanOptions
 from pplan.planner.plan_records import TIE
 from pplan.planner.problem import Problem
 from pplan.planner.search.branch_and_bound import SearchResult
@@ -35,17 +34,6 @@ MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
 MakeProblem = Callable[..., Problem]
 Patch = pytest.MonkeyPatch
-
-
-@pytest.fixture
-def make_problem(make_chain: MakeChain, make_topology: MakeTopology) -> MakeProblem:
-    """A function of (gpus, **options): six layers that may be cut anywhere."""
-
-    def make(gpus: int = 2, **options: Any) -> Problem:
-        own = PlanOptions(**{"mini_batch": 8, **options})
-        return Problem(make_chain(1, 6, cuts=1.1), make_topology(gpus), own)
-
-    return make
 
 
 def plan(seconds: float, schedule: str = "1f1b") -> ScoredPlan:
