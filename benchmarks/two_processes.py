@@ -108,12 +108,17 @@ def sum_of_layers(profile: pplan.Profile) -> float:
 
 
 def mean_profile(first: pplan.Profile, second: pplan.Profile) -> pplan.Profile:
-    """The first, with the mean of both's seconds in each layer."""
+    """The first, with the mean of both's seconds in each layer and of the whole model."""
     data, other = json.loads(first.to_json()), json.loads(second.to_json())
     for layer, beside in zip(data["layers"], other["layers"], strict=True):
         for cost, own in zip(layer["costs"], beside["costs"], strict=True):
             for part in [part for part in cost if part.endswith("_seconds") and cost[part] is not None]:
                 cost[part] = (cost[part] + own[part]) / 2
+    for whole, beside in zip(data["whole"], other["whole"], strict=True):
+        for way in ("forward", "backward"):
+            seconds = (whole[f"{way}_seconds"] + beside[f"{way}_seconds"]) / 2
+            layers = sum(layer["costs"][0][f"{way}_seconds"] for layer in data["layers"])
+            whole |= {f"{way}_seconds": seconds, f"{way}_closing_ratio": layers / seconds}
     return pplan.Profile.parse(json.dumps(data), "the mean of both")
 
 

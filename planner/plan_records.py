@@ -120,8 +120,8 @@ class Prediction(Record):
 
     `gap` is step_seconds / lower_bound_seconds - 1. `bound_covers` says in words which plans the bound holds
     for. `exact`: each of them was scored or excluded by the bound. `root_bound_seconds` is the bound before
-    anything was searched. `uncertainty` is the share by which step_seconds may be off because the profile's
-    layers do not add up to the whole model.
+    anything was searched. `uncertainty` is the share by which the profile's layers, before they
+    were scaled, missed the whole model: how far the step of stages, which are parts of it, may be off.
 
     In 8 of 10 cases the step lies from `low_seconds` to `high_seconds`, as far as the layers' seconds spread
     and miss the whole model (see planner/robust); None where their spread is not known. Both may lie above

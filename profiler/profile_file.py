@@ -29,6 +29,8 @@ from .profile_records import (
     WholeMeasurement,
     check_seconds,
     check_shared_layers,
+    describe_scales,
+    scales_to_whole,
 )
 
 _OF_THE_LOSS = (
@@ -214,12 +216,14 @@ class Profile(Document):
 
     def remarks(self) -> list[str]:
         """What somebody should know who plans with these seconds, whatever the machine."""
-        if self.estimated or self._spread() is not None:
-            return []
-        return ["the profile does not tell how the layers' seconds vary: steps have no interval"]
+        remarks = describe_scales(scales_to_whole(self.layers, self.whole))
+        if not self.estimated and self._spread() is None:
+            remarks.append("the profile does not tell how the layers' seconds vary: steps have no interval")
+        return remarks
 
     def chain(self) -> Chain:
-        """The layers as the cost models take them; the last one's hold the loss.
+        """The layers as the cost models take them: scaled to add up to the whole model
+        (`WholeMeasurement.scales`), where launches were not measured; the last one's hold the loss.
 
         Raises UsageError for a profile without seconds.
         """
@@ -229,6 +233,7 @@ class Profile(Document):
                 f"Profile {self.model} with device='cpu', or 'cuda' where there is one.",
             )
 
+        scales = scales_to_whole(self.layers, self.whole)
         workspace = [[cost.workspace_bytes for cost in layer.costs] for layer in self.layers]
         if self.loss is not None:
             workspace[-1] = self.loss.workspace_with(self.layers[-1])
@@ -238,6 +243,7 @@ class Profile(Document):
                 [[getattr(cost, key) or 0.0 for cost in layer.costs] for layer in self.layers],
                 dtype=np.float64,
             )
+            values *= scales.get(key, 1.0)
             if self.loss is not None and key in _OF_THE_LOSS:
                 own = "backward_seconds" if key == "backward_input_seconds" else key
                 values[-1] += [getattr(cost, own) or 0.0 for cost in self.loss.costs]
