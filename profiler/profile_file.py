@@ -39,6 +39,7 @@ _OF_THE_LOSS = (
     "saved_bytes",
 )
 """What the loss adds to the last layer."""
+_SCALED = ("forward_seconds", "backward_seconds", "backward_input_seconds", "backward_weight_seconds")
 MOST_SHOWN = 200
 """Layers in a notebook."""
 
@@ -216,7 +217,7 @@ class Profile(Document):
 
     def remarks(self) -> list[str]:
         """What somebody should know who plans with these seconds, whatever the machine."""
-        remarks = describe_scales(scales_to_whole(self.layers, self.whole))
+        remarks = describe_scales(scales_to_whole(self.layers[0].costs, self.whole))
         if not self.estimated and self._spread() is None:
             remarks.append("the profile does not tell how the layers' seconds vary: steps have no interval")
         return remarks
@@ -233,7 +234,7 @@ class Profile(Document):
                 f"Profile {self.model} with device='cpu', or 'cuda' where there is one.",
             )
 
-        scales = scales_to_whole(self.layers, self.whole)
+        scales = scales_to_whole(self.layers[0].costs, self.whole)
         workspace = [[cost.workspace_bytes for cost in layer.costs] for layer in self.layers]
         if self.loss is not None:
             workspace[-1] = self.loss.workspace_with(self.layers[-1])
@@ -243,7 +244,8 @@ class Profile(Document):
                 [[getattr(cost, key) or 0.0 for cost in layer.costs] for layer in self.layers],
                 dtype=np.float64,
             )
-            values *= scales.get(key, 1.0)
+            if key in _SCALED:
+                values *= scales
             if self.loss is not None and key in _OF_THE_LOSS:
                 own = "backward_seconds" if key == "backward_input_seconds" else key
                 values[-1] += [getattr(cost, own) or 0.0 for cost in self.loss.costs]

@@ -121,9 +121,9 @@ class WholeMeasurement(Record):
     """The untouched model's own forward and backward at one micro-batch size.
 
     `closing_ratio` is the sum of the layers' medians over the whole's, forward and backward together.
-    Without launches of their own (`forward_host_seconds`), as on a CPU, layers are planned with their medians
+    Without launches of their own (`forward_host_seconds`), as on a CPU, layers are planned with their seconds
     over it, so that they add up to the whole; with them, a whole that takes longer waited for its host, which
-    the cost models count apart.
+    the cost models count apart. Forward and backward share the ratio: that of one direction varies more.
     """
 
     micro_batch_size: Samples
@@ -145,41 +145,29 @@ class WholeMeasurement(Record):
     predicted_peak_bytes: Bytes | None = None
     """The same peak, predicted from the layers' bytes."""
 
-    @property
-    def scales(self) -> tuple[float, float]:
-        """What the layers' forward and backward seconds are multiplied with to add up to the whole; 1 of a
-        direction whose ratio is not known or outside of `BELIEVED`."""
-        ratios = (self.forward_closing_ratio, self.backward_closing_ratio)
-        least, most = BELIEVED
-        whole = [self.closing_ratio if ratio is None else ratio for ratio in ratios]
-        forward, backward = (1 / ratio if least <= ratio <= most else 1.0 for ratio in whole)
-        return forward, backward
-
 
 def scales_to_whole(
-    layers: Sequence[ProfiledLayer], wholes: Sequence[WholeMeasurement]
-) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]]:
-    """By figure of a layer, at every size: what the seconds are multiplied with to add up to the whole
-    model's. Empty where launches were measured, or no whole."""
-    costs = layers[0].costs
-    launches = any(cost.forward_host_seconds is not None for layer in layers for cost in layer.costs)
-    if launches or not wholes:
-        return {}
-    by_size = {whole.micro_batch_size: whole.scales for whole in wholes}
-    forward, backward = np.array([by_size.get(cost.micro_batch_size, (1.0, 1.0)) for cost in costs]).T
-    parts = ("backward_seconds", "backward_input_seconds", "backward_weight_seconds")
-    return {"forward_seconds": forward, **dict.fromkeys(parts, backward)}
+    costs: Sequence[LayerMeasurement], wholes: Sequence[WholeMeasurement]
+) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """What the layers' seconds are multiplied with, at every size of a layer's `costs`, so that forward and
+    backward together add up to the whole model's; 1 where launches were measured, or no whole, and by a ratio
+    outside of `BELIEVED`."""
+    least, most = BELIEVED
+    ratios = {whole.micro_batch_size: whole.closing_ratio for whole in wholes}
+    own = [
+        ratios.get(cost.micro_batch_size, 1.0) if cost.forward_host_seconds is None else 1.0 for cost in costs
+    ]
+    return np.array([1 / ratio if least <= ratio <= most else 1.0 for ratio in own])
 
 
-def describe_scales(scales: Mapping[str, np.ndarray[tuple[int], np.dtype[np.float64]]]) -> list[str]:
+def describe_scales(scales: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[str]:
     """The range of the factors, where one is not 1."""
-    factors = [f"{factor:.3f}" for own in scales.values() for factor in sorted(own)]
-    if set(factors) <= {"1.000"}:
+    least, most = (f"{factor:.3f}" for factor in (scales.min(), scales.max()))
+    if least == most == "1.000":
         return []
-    least, most = min(factors), max(factors)
     return [
         f"the layers' seconds are taken {least if least == most else f'{least} to {most}'} times as long as "
-        "measured, so that forwards and backwards add up to those of the whole model"
+        "measured, so that they add up to the whole model's"
     ]
 
 

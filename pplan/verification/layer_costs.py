@@ -6,8 +6,8 @@ line through the two smallest, but at least the smallest's share by samples; pas
 through the two largest, but at least the largest's figure. A profile of one size holds for that size alone,
 or, where it says `scales_with_samples`, for any in proportion (seconds of the host stay as they are).
 
-Where no launches were measured, the seconds at a size are first divided by what the layers came to of the
-whole model, forwards and backwards apart, unless that is below a half or above two.
+Where no launches of the first layer were measured, the seconds at a size are first divided by what the layers
+came to of the whole model, unless that is below a half or above two.
 """
 
 from __future__ import annotations
@@ -156,8 +156,14 @@ def read_layers(table: Table) -> Layers:
         name: np.array([[_figure(cost, name) for cost in row] for row in measured])
         for name in (*SECONDS, *HOST, *BYTES, *optional)
     }
-    if not any(cost.has("forward_host_seconds") for row in measured for cost in row):
-        _close(figures, sizes, table.tables("whole"))
+    closing = {
+        whole.count("micro_batch_size", least=1): whole.number("closing_ratio", most=MOST_SECONDS)
+        for whole in table.tables("whole")
+    }
+    for column, cost in enumerate(measured[0]):
+        ratio = 1.0 if cost.has("forward_host_seconds") else closing.get(sizes[column], 1.0)
+        for name in (*SECONDS, *optional):
+            figures[name][:, column] /= ratio if 0.5 <= ratio <= 2 else 1.0
     if all(cost.has(PENDING) for row in measured for cost in row):
         figures[PENDING] = np.array([[_figure(cost, PENDING) for cost in row] for row in measured])
     if table.has("loss"):
@@ -179,10 +185,7 @@ def read_layers(table: Table) -> Layers:
         input_bytes_per_sample=float(table.count("input_bytes_per_sample", 0)),
         figures=figures,
         scales=table.flag("scales_with_samples", False),
-        closing={
-            whole.count("micro_batch_size", least=1): whole.number("closing_ratio", most=MOST_SECONDS)
-            for whole in table.tables("whole")
-        },
+        closing=closing,
         shared=_shared(table, names, "tied"),
         shared_buffers=_shared(table, names, "shared_buffers"),
         largest=(
@@ -191,23 +194,6 @@ def read_layers(table: Table) -> Layers:
             else None
         ),
     )
-
-
-def _close(figures: dict[str, Any], sizes: tuple[int, ...], wholes: list[Table]) -> None:
-    """Divides seconds by what the layers came to of the whole model."""
-    for whole in wholes:
-        size, both = (
-            whole.count("micro_batch_size", least=1),
-            whole.number("closing_ratio", most=MOST_SECONDS),
-        )
-        if size not in sizes:
-            continue
-        for way, names in (("forward", SECONDS[:1]), ("backward", (SECONDS[1], *PARTS))):
-            own = whole.optional_number(f"{way}_closing_ratio")
-            ratio = both if own is None else own
-            for name in names:
-                if name in figures and 0.5 <= ratio <= 2:
-                    figures[name][:, sizes.index(size)] /= ratio
 
 
 def _shared(table: Table, names: tuple[str, ...], key: str) -> tuple[SharedTensor, ...]:
