@@ -99,8 +99,8 @@ def test_arguments_that_fill_a_screen_are_in_the_file(
 def test_arguments_of_virtual_stages_and_recomputation(
     options: list[str], says: str, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--gpus", "16", "--gpu", "h100", "--mini-batch", "64", "--tp", "2", "--layers", "16", *options]
-    assert main(["degrees", str(config), *arguments]) == 0
+    sizes = ["--gpus", "16", "--gpu", "h100", "--mini-batch", "64", "--tp", "2", "--layers", "16"]
+    assert main(["degrees", str(config), *sizes, *options]) == 0
     assert says in capsys.readouterr().out
 
 

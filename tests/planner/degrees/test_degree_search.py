@@ -295,9 +295,7 @@ def test_stages_end_where_the_seconds_come_nearest_to_their_share() -> None:
 
 @pytest.mark.parametrize(
     "seed",
-    [
-        pytest.param(seed, marks=[pytest.mark.slow] * (seed in (3, 7, 9))) for seed in (0, 1, 3, 4, 6, 7, 8, 9)
-    ],
+    [pytest.param(seed, marks=[pytest.mark.slow] * (seed in (3, 7, 9))) for seed in (0, 1, 3, 4, 6, 7, 8, 9)],
 )
 def test_an_answer_against_all_there_is(seed: int) -> None:
     random = Random(1000 + seed)
