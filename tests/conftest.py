@@ -43,8 +43,9 @@ if sys.dont_write_bytecode:
 FORKED_PYTHON = Path(__file__).with_name("forked_python.py")
 """What a process that is forked from the server runs."""
 IMPORTED_ONCE = (
-    *("torch._dynamo", "torchgpipe", "fairscale.nn", "transformers.models.gpt2.modeling_gpt2"),
-    *("pplan.cli.app", "pplan.profiler.measure", "pplan.runtimes.torch_pipelining"),
+    *("torch._dynamo", "torch.export._trace", "torch.distributed.run", "torchgpipe", "fairscale.nn"),
+    *("transformers.models.gpt2.modeling_gpt2", "pplan.cli.verbs", "pplan.api.check"),
+    *("pplan.profiler.measure", "pplan.runtimes.torch_pipelining"),
 )
 """By the server."""
 SHARED_PORTS = True

@@ -267,11 +267,13 @@ def _perturb_parameters(model: nn.Module) -> None:
         for index, parameter in enumerate(model.parameters()):
             if parameter.is_floating_point() and parameter.layout is torch.strided and parameter.numel():
                 part = 0.02 + 0.01 * (index % 7) / 7
-                flat = parameter.detach().flatten()
-                steps = torch.full_like(flat, part)
-                steps[::2] = -part
-                changed = flat * (1 + steps) if flat.any() else steps
-                parameter.copy_(changed.reshape(parameter.shape))
+                flat = parameter.detach().reshape(-1)  # the values themselves, where they are contiguous
+                if flat.any():
+                    flat[::2] *= 1 - part
+                    flat[1::2] *= 1 + part
+                else:
+                    flat[::2], flat[1::2] = -part, part
+                parameter.copy_(flat.reshape(parameter.shape))
 
 
 def _change_last_bits(tensor: Tensor, generator: torch.Generator | None) -> None:

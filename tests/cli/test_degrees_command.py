@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,10 @@ MODEL = {
 }
 
 
+FEW = ["--pp", "2", "--tp", "2", "--virtual-stages", "1", "--recompute", "none", "--layers", "8"]
+"""Of many degrees, those that are searched soon."""
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     file = tmp_path / "config.json"
@@ -34,22 +39,12 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_json_is_what_the_python_api_finds(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        "--gpus",
-        "16",
-        "--gpu",
-        "h100",
-        "--mini-batch",
-        "64",
-        "--recompute",
-        "none",
-        "--tp",
-        "1,2",
-        "--json",
-    ]
+    sizes = ["--recompute", "none", "--tp", "1,2", "--virtual-stages", "1"]
+    arguments = ["--gpus", "16", "--gpu", "h100", "--mini-batch", "64", *sizes, "--json"]
     assert main(["degrees", str(config), *arguments]) == 0
     printed = json.loads(capsys.readouterr().out)
-    answer = pplan.degrees(MODEL, gpus=16, gpu="h100", mini_batch=64, recompute="none", tp=(1, 2))
+    few: dict[str, Any] = {"recompute": "none", "tp": (1, 2), "virtual_stages": (1,)}
+    answer = pplan.degrees(MODEL, gpus=16, gpu="h100", mini_batch=64, **few)
     assert printed["parameters"] == printed["active_parameters"] == 8030261248
     assert printed["schema"] == 1
     assert (printed["layer_count"], printed["mini_batch"], printed["sequence"]) == (32, 64, 4096)
@@ -66,7 +61,8 @@ def test_json_is_what_the_python_api_finds(config: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_the_answer_and_its_arguments(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--gpus", "64", "--gpu", "h100", "--mini-batch", "64", "--pp", "3,4", "--tp", "2"]
+    sizes = ["--pp", "3,4", "--tp", "2", "--micro-batch-size", "1"]
+    options = ["--gpus", "64", "--gpu", "h100", "--mini-batch", "64", *sizes]
     assert main(["degrees", str(config), *options]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("TP 2 x PP 4 x DP 8 is the fastest found for llama on 64 devices: ")
@@ -103,8 +99,8 @@ def test_arguments_that_fill_a_screen_are_in_the_file(
 def test_arguments_of_virtual_stages_and_recomputation(
     options: list[str], says: str, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--gpus", "16", "--gpu", "h100", "--mini-batch", "64", "--tp", "2", *options]
-    assert main(["degrees", str(config), *arguments]) == 0
+    sizes = ["--gpus", "16", "--gpu", "h100", "--mini-batch", "64", "--tp", "2", "--layers", "16"]
+    assert main(["degrees", str(config), *sizes, *options]) == 0
     assert says in capsys.readouterr().out
 
 
@@ -135,7 +131,7 @@ def test_an_answer_is_a_file_that_show_prints(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "answer.json"
-    arguments = ["degrees", str(config), "--gpus", "16", "--gpu", "h100", "--pp", "2", "--tp", "2"]
+    arguments = ["degrees", str(config), "--gpus", "16", "--gpu", "h100", *FEW]
     assert main([*arguments, "--output", str(file)]) == 0
     printed = capsys.readouterr()
     assert str(file) in printed.err
@@ -189,7 +185,7 @@ def test_a_hostile_answer_is_refused(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "answer.json"
-    arguments = ["degrees", str(config), "--gpus", "16", "--gpu", "h100", "--pp", "2", "--tp", "2"]
+    arguments = ["degrees", str(config), "--gpus", "16", "--gpu", "h100", *FEW]
     assert main([*arguments, "--output", str(file)]) == 0
     content = json.loads(file.read_text())
     changes: list[dict[str, object]] = [
@@ -208,11 +204,11 @@ def test_a_hostile_answer_is_refused(
 
 @pytest.mark.slow
 def test_the_batch_by_its_old_name(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["degrees", str(config), "--gpus", "16", "--gpu", "h100", "--pp", "2", "--tp", "2", "--json"]
+    arguments = ["degrees", str(config), "--gpus", "16", "--gpu", "h100", *FEW, "--json"]
     assert main([*arguments, "--batch-size", "32"]) == 0
     assert json.loads(capsys.readouterr().out)["mini_batch"] == 32
-    old = {"batch_size": 32}
-    assert pplan.degrees(MODEL, gpus=16, gpu="h100", pp=(2,), tp=(2,), **old).options.mini_batch == 32  # type: ignore[arg-type]
+    old: dict[str, Any] = {"batch_size": 32, "pp": (2,), "tp": (2,), "layers": 8, "recompute": "none"}
+    assert pplan.degrees(MODEL, gpus=16, gpu="h100", **old).options.mini_batch == 32
 
 
 def test_refused_virtual_stages(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

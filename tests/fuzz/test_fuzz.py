@@ -34,7 +34,7 @@ CORPUS = Path(__file__).with_name("corpus")
 TOO_LONG = {"configuration"}
 """A search of degrees may take seconds: `benchmarks/fuzz.py --kind configuration` tries them."""
 BOUNDED = settings(
-    max_examples=15,
+    max_examples=6,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

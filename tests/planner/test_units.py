@@ -34,7 +34,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
 """By name: layers, devices, what the machine has, options."""
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_the_same_in_other_units_of_time(
     name: str, seed: int, make_chain: MakeChain, make_topology: MakeTopology, in_units: InUnits
@@ -47,7 +47,7 @@ def test_the_plan_is_the_same_in_other_units_of_time(
         return find_best_plan(Problem(*own, PlanOptions(mini_batch=8, **options)))
 
     now = answer(1.0)
-    for factor in (2.0**-10, 2.0**-20, 2.0**-30):
+    for factor in (2.0**-10, 2.0**-30):
         other = answer(factor)
         assert (now.best is None) == (other.best is None)
         if now.best is not None:

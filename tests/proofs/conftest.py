@@ -17,9 +17,7 @@ from attack.results import Result
 
 PLANNER = Path(__file__).parents[2] / "planner"
 EACH = 2
-"""Problems of every kind."""
-OTHERWISE = {"many": 2, "long": 1, "throughput": 11, "runtimes": 3, "schedules": 6}
-"""Of some kinds: those of many devices take longest; few of the highest throughput name a planner."""
+"""Problems of every kind, and those of `NOTED`; of long chains, which take longest, one."""
 NOTED: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("plain", "levels", "many", "least memory", "cost", "frontier"), (0,)),
     "explain": (0, 1),
@@ -53,8 +51,8 @@ def bounded_run() -> BoundedRun:
     return BoundedRun(by_kind, _names(codes))
 
 
-def _seeds(kind: str) -> range:
-    return range(OTHERWISE.get(kind, EACH))
+def _seeds(kind: str) -> list[int]:
+    return sorted({*range(1 if kind == "long" else EACH), *NOTED.get(kind, ())})
 
 
 def _attacked(kind: str, seed: int, codes: set[CodeType] | None) -> Result:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,18 +49,16 @@ def test_fewer_than_thirty_lines(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["torchgpipe", "fairscale"])
-def test_the_script_trains(make_plan: MakePlan, tmp_path: Path, runtime: str) -> None:
+def test_the_script_trains(
+    make_plan: MakePlan, forked_python: Callable[..., Any], tmp_path: Path, runtime: str
+) -> None:
     """On 32 x 32 pixels, on the CPU. FairScale's must also come to its end."""
     plan = make_plan([19, 27], micro_batches=2, micro_batch_size=1, recompute="except_last", model="vgg19")
     export(runtime, plan, device="cpu")[0].save(tmp_path / f"vgg19.{runtime}.json", force=False)
-    done = subprocess.run(
-        [sys.executable, "-c", SMALLER, str(EXAMPLES / f"train_{runtime}.py"), f"vgg19.{runtime}.json", "32"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    script = EXAMPLES / f"train_{runtime}.py"
+    done = forked_python(
+        tmp_path / "output", tmp_path, "-c", SMALLER, script, f"vgg19.{runtime}.json", "32"
+    ).wait(300)
     assert done.returncode == 0, done.stderr
     steps = re.findall(r"^step (\d): loss (\d+\.\d+)$", done.stdout, flags=re.MULTILINE)
     assert [step for step, _ in steps] == ["0", "1", "2"]

@@ -274,6 +274,8 @@ def tried(honest: tuple[Content, Content], tmp_path_factory: pytest.TempPathFact
     cases: list[tuple[str, list[str], Path]] = []
     every = [command for own in COMMANDS.values() for command in own]
     quick = [command for command in every if command[0] != "profile"]
+    # What is no file is refused where it is read, whatever else is asked.
+    by_file = {(own[0], *(word for word in own if "hostile" in word)): own for own in reversed(quick)}
     for number, (about, change) in enumerate((CODE | ODD).items()):
         profile, plan = json.loads(json.dumps(honest))
         change(profile, plan)
@@ -288,7 +290,7 @@ def tried(honest: tuple[Content, Content], tmp_path_factory: pytest.TempPathFact
         written(folder, *json.loads(json.dumps(honest)))
         for name in (PROFILE, PLAN, "hostile.txt", "hostile.toml", "hostile.schedule"):
             (folder / name).write_text(text)
-        cases += [(about, command, folder) for command in quick]
+        cases += [(about, command, folder) for command in by_file.values()]
     asked, found = root / "cases.json", root / "found.json"
     asked.write_text(json.dumps([(arguments, str(folder)) for _, arguments, folder in cases]))
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}

@@ -147,11 +147,11 @@ CASES |= {
 }
 CASES |= {
     f"tied, {schedule}": (TIED, FAST | {"schedule": schedule, "micro_batches": 8})
-    for schedule in ("gpipe", "1f1b", "interleaved", "chimera", "zb-h1", "zb-v", "dualpipe-v", "avgpipe")
+    for schedule in ("gpipe", "interleaved", "chimera", "zb-v")
 }
 CASES |= {
     f"tied, for {runtime}": (TIED | {"host": 1.0}, FAST | {"runtime": runtime})
-    for runtime in ("torchgpipe", "deepspeed", "torch", "huggingface", "megatron", "torchtitan")
+    for runtime in ("torchgpipe", "deepspeed", "megatron")
 }
 
 

@@ -321,7 +321,7 @@ def equal_ends(timeline: Timeline, other: dict[Node, float]) -> None:
 
 @pytest.mark.slow
 @given(seeds, st.sampled_from(["overlapped", "blocking"]), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_agrees_with_the_longest_path(seed: int, transfers: Transfers, launches: bool) -> None:
     rng = np.random.default_rng(seed)
     program = random_program(rng)
@@ -331,7 +331,7 @@ def test_agrees_with_the_longest_path(seed: int, transfers: Transfers, launches:
 
 @pytest.mark.slow
 @given(seeds, st.sampled_from(TRANSFERS), st.integers(0, 3))
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_agrees_with_a_stepped_clock(seed: int, transfers: Transfers, links: int) -> None:
     rng = np.random.default_rng(seed)
     program = random_program(rng)

@@ -154,13 +154,14 @@ def random_keys(family: str, names: set[str], random: Random) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(FAMILIES)[::3])
 def test_as_many_parameters_as_the_model_of_transformers_has(family: str) -> None:
+    """A third of the families: importing one takes longer than counting. All are in `COUNTED`."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     kind = transformers.CONFIG_MAPPING[family]
     build = transformers.AutoModelForMaskedLM if family in ENCODERS else transformers.AutoModelForCausalLM
-    for seed in range(4):
+    for seed in range(2):
         names = {*kind(**MORE.get(family, {})).to_dict(), *kind.attribute_map}
         config = kind(**random_keys(family, names, Random(f"{family} {seed}")))
         with torch.device("meta"):

@@ -59,10 +59,11 @@ def test_the_grid_is_the_fastest_of_its_trials() -> None:
 
 @pytest.mark.slow
 def test_megatrons_rule_adds_stages_where_a_node_is_too_small() -> None:
-    """70 billion parameters need more than eight devices of 40 GiB; 6 billion do not."""
+    """36 billion parameters need more than eight devices of 40 GiB; 6 billion do not."""
     large = {**MODEL, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
-    large["num_hidden_layers"] = 80
-    answer = pplan.degrees(large, gpus=64, gpu="a100-40gb", mini_batch=64, tp=(8,), virtual_stages=(1,))
+    large["num_hidden_layers"] = 40
+    few: dict[str, Any] = {"gpus": 32, "mini_batch": 32, "tp": (8,), "virtual_stages": (1,)}
+    answer = pplan.degrees(large, gpu="a100-40gb", **few)
     rule = next(own.plan for own in answer.baselines if own.name == "megatron")
     assert rule is not None
     assert rule.degrees.tensor == 8
@@ -71,7 +72,7 @@ def test_megatrons_rule_adds_stages_where_a_node_is_too_small() -> None:
     by_name = {own.name: own for own in answer.baselines}
     assert by_name["data-parallel"].plan is None
     assert "fit" in by_name["data-parallel"].reason
-    small = pplan.degrees(MODEL, gpus=64, gpu="h100", mini_batch=64, tp=(8,), virtual_stages=(1,))
+    small = pplan.degrees(MODEL, gpu="h100", **few)
     rule = next(own.plan for own in small.baselines if own.name == "megatron")
     assert rule is not None
     assert rule.degrees.pipeline == 1

@@ -116,7 +116,7 @@ def random_table(random: Random) -> LayerTable:
     return LayerTable(shape, degrees, setting, random_costs(random))
 
 
-@pytest.mark.parametrize("seed", seeds(30, 120))
+@pytest.mark.parametrize("seed", seeds(30, 45))
 def test_no_division_is_below_the_bound(seed: int) -> None:
     """In any memory; that of the least bound, where there is one, fits."""
     random = Random(seed)
@@ -156,7 +156,7 @@ def test_the_division_of_the_least_bound_is_the_fastest(recompute: Any) -> None:
     assert estimate_stages(layers, division).step_seconds == pytest.approx(fastest, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", seeds(12, 60))
+@pytest.mark.parametrize("seed", seeds(12, 20))
 def test_no_interleaved_division_is_below_its_bound(seed: int) -> None:
     """Of every division over the virtual stages, and of the bounds of all and of those that fit."""
     random = Random(seed)
@@ -252,7 +252,7 @@ def test_least_seconds_of_all_stages(stages: int, virtual: int, again: int | Non
     assert layers.whole_seconds == pytest.approx(min(every))
 
 
-@pytest.mark.parametrize("seed", seeds(12, 40))
+@pytest.mark.parametrize("seed", seeds(12, 18))
 def test_no_division_that_fits_is_below_the_bound_of_equal_blocks(seed: int) -> None:
     """Interleaved, with partial recomputation, in the memory that some divisions need."""
     random = Random(seed)
@@ -295,10 +295,7 @@ def test_stages_end_where_the_seconds_come_nearest_to_their_share() -> None:
 
 @pytest.mark.parametrize(
     "seed",
-    [
-        pytest.param(seed, marks=[pytest.mark.slow] * (seed in (3, 5, 7, 9, 10)))
-        for seed in (0, 1, *range(3, 11))
-    ],
+    [pytest.param(seed, marks=[pytest.mark.slow] * (seed in (3, 7, 9))) for seed in (0, 1, 3, 4, 6, 7, 8, 9)],
 )
 def test_an_answer_against_all_there_is(seed: int) -> None:
     random = Random(1000 + seed)

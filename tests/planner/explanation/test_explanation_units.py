@@ -38,7 +38,7 @@ def differs(path: str, first: Any, second: Any) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [{}, {"per_node": 2}, {"memory": 1500}, {"latency": 0.2}], ids=str)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0])
 def test_an_explanation_is_the_same_in_other_units_of_time(
     seed: int,
     machine: dict[str, Any],

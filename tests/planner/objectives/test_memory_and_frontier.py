@@ -27,7 +27,7 @@ EveryPlan = Callable[[Problem], list[tuple[Proposal, float, float]]]
 PROFILE = ProfileReference(file="toy.profile.json", sha256="0" * 64)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def test_least_memory_of_all_plans_that_are_fast_enough(
     seed: int, make_problem: MakeProblem, every_plan: EveryPlan
 ) -> None:
@@ -59,7 +59,7 @@ def pareto(every: list[tuple[Proposal, float, float]]) -> list[tuple[float, floa
     return kept
 
 
-@pytest.mark.parametrize("seed", [0, 4, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
+@pytest.mark.parametrize("seed", [0, 4, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_frontier_is_that_of_all_plans(
     seed: int, make_problem: MakeProblem, every_plan: EveryPlan
 ) -> None:

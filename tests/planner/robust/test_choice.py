@@ -112,7 +112,7 @@ def test_an_uncertain_layer_is_given_room(uncertain: Problem) -> None:
 def test_against_every_plan(make_problem: MakeProblem) -> None:
     """It is no exact search, and yet of these it finds the best each time."""
     others = 0
-    for seed in range(12):
+    for seed in range(6):
         problem = make_problem(seed, 5, 3, spread=2.0, mini_batch=4)
         chosen, (_, high) = chosen_of(problem), best_of_all(problem)
         assert chosen.steps.high_seconds == pytest.approx(high, rel=1e-9), seed
@@ -121,7 +121,7 @@ def test_against_every_plan(make_problem: MakeProblem) -> None:
         assert interval is not None
         assert interval.high_seconds == chosen.steps.high_seconds
         others += not chosen.is_fastest
-    assert others >= 4
+    assert others >= 2
 
 
 def exact_mean(problem: Problem, plan: ScoredPlan) -> tuple[float, float]:
@@ -149,7 +149,7 @@ def test_slow_devices_against_every_plan_and_every_set(make_problem: MakeProblem
     """Of all plans none has a shorter mean over the draws, which lies where that of every set of slow devices
     lies, as far as so many draws tell; and by that, too, no plan is better by more than the draws' error."""
     others = 0
-    for seed in range(8):
+    for seed in range(4):
         slow = ((0.3, 3.0), (0.1, 4.0))[seed % 2]
         options = {"mini_batch": 4, "slow_devices": slow, "schedule": "1f1b"}
         problem = make_problem(seed, 5, 3, spread=0.0, uncertainty=None, mixed=seed % 3 == 2, **options)
@@ -164,7 +164,7 @@ def test_slow_devices_against_every_plan_and_every_set(make_problem: MakeProblem
         nominal, _ = exact_mean(problem, find_best_plan(problem).best or chosen.plan)
         assert mean < nominal * 1.005
         others += mean < nominal * 0.99
-    assert others >= 2
+    assert others >= 1
 
 
 @pytest.mark.parametrize("seed", range(4))

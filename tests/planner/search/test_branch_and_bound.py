@@ -133,7 +133,7 @@ def a_space(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2, 5, 8, 9])
+@pytest.mark.parametrize("seed", [0, 1, 2, 5])
 def test_best_of_all_plans(
     seed: int,
     make_chain: MakeChain,
@@ -252,7 +252,7 @@ def test_plans_whose_hosts_are_late(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_best_on_several_kinds_of_devices(
     seed: int,
     make_chain: MakeChain,
@@ -295,7 +295,7 @@ def test_best_where_gradients_fill_several_buckets(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_best_on_all_devices_and_of_few_stages(
     seed: int,
     make_chain: MakeChain,

@@ -36,7 +36,7 @@ def unlike(rng: np.random.Generator, gpus: int, *, per_node: int | None = None, 
 
 
 @pytest.mark.parametrize("kind", [pytest.param("unlike", marks=pytest.mark.slow), "nodes", "ports"])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1,))])
 def test_no_assignment_is_faster(
     kind: str, seed: int, make_chain: MakeChain, brute_force: BruteForce
 ) -> None:

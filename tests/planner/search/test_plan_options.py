@@ -76,7 +76,7 @@ def some_wishes(rng: np.random.Generator, layers: int, gpus: int, cuts: Sequence
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 60))]
+    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 24))]
 )
 def test_wishes_against_brute_force(
     seed: int, make_chain: MakeChain, make_topology: MakeTopology, brute_force: BruteForce
@@ -104,7 +104,7 @@ def test_wishes_against_brute_force(
 
 
 @pytest.mark.parametrize("name", ["torchgpipe", "deepspeed", "torch", "megatron"])
-@pytest.mark.parametrize("seed", [1, *(pytest.param(s, marks=pytest.mark.slow) for s in (0, 2, 3))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(s, marks=pytest.mark.slow) for s in (0, 2))])
 def test_runtimes_against_brute_force(
     name: str, seed: int, make_chain: MakeChain, make_topology: MakeTopology, brute_force: BruteForce
 ) -> None:

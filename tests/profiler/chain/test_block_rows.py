@@ -211,7 +211,6 @@ def test_places_in_the_list(monkeypatch: pytest.MonkeyPatch, odd: str, left: int
     ("family", "layers", "settings", "left"),
     [
         ("gemma2", 18, {"sliding_window": 16, "head_dim": 16}, 12),
-        ("cohere2", 28, {"sliding_window": 16, "num_key_value_heads": 2}, 20),
         ("gpt_oss", 18, {"num_local_experts": 4, "sliding_window": 16, "head_dim": 16}, 12),
     ],
 )

@@ -111,7 +111,7 @@ def graphs(draw: st.DrawFn) -> Graph:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(graphs())
 def test_any_graph_against_the_definition(graph: Graph) -> None:
     """Numbered as they run, so the order is known: every cut's bytes are those of the producers before it

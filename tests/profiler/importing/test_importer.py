@@ -180,7 +180,7 @@ PIECES = [
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
     st.sampled_from([None, "pipedream", "csv", "json"]),

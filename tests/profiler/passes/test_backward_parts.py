@@ -147,10 +147,14 @@ def vgg() -> nn.Module:
     return nn.Sequential(features, nn.Flatten(), nn.Linear(512, 16), nn.ReLU(True), nn.Linear(16, 3))
 
 
+def densenet() -> nn.Module:
+    """Of two layers a block."""
+    model: nn.Module = torchvision.models.DenseNet(8, (2, 2, 2), 16)
+    return model
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "build", [vgg, torchvision.models.resnet18, torchvision.models.densenet121, torchvision.models.mnasnet0_5]
-)
+@pytest.mark.parametrize("build", [vgg, torchvision.models.resnet18, densenet, torchvision.models.mnasnet0_5])
 def test_real_models(build: Callable[[], nn.Module]) -> None:
     model = build().double()
     for module in model.modules():

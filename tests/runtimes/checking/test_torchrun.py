@@ -13,10 +13,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 import pplan
 
@@ -61,13 +63,13 @@ STEPS = 50_000
 TIMEOUT_SECONDS = 20
 """After which a rank hangs: of processes that share two cores with others' a step takes no second."""
 GENEROUS_SECONDS = 400
-"""Importing torch twice, the time limit, and the half minute after which torchrun kills a stopped process."""
+"""Importing torch twice, the time limit, and the time after which torchrun kills a stopped process: half a
+minute, where it has no option that says less."""
 
 
-@pytest.fixture(scope="module")
-def plan_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a model whose layers hang where a file asks for it, and a plan of two stages."""
-    folder = tmp_path_factory.mktemp("torchrun")
+def make_plan(folder: Path) -> None:
+    """A model whose layers hang where a file asks for it, and a plan of two stages."""
+    folder.mkdir()
     (folder / "hanging.py").write_text(dedent(MODEL))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -78,7 +80,6 @@ def plan_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "2,2", folder / "hanging.profile.json", schedule="1f1b", mini_batch=16, micro_batches=4
     )
     plan.save(folder / "hanging.plan.json", force=False)
-    return folder
 
 
 class Torchrun:
@@ -88,8 +89,10 @@ class Torchrun:
         self.folder, self.rank = folder, rank
         shutil.copytree(plan_folder, folder)
         (folder / f"{fault}.{rank}").touch()
+        waits = "--shutdown-timeout"
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *((waits, "2") if waits in get_args_parser().format_help() else ()),
             *("--no-python", str(Path(sys.executable).with_name("pplan")), "check", "hanging.plan.json"),
             *("--model", "hanging:make", "--device", "cpu"),
             *("--steps", str(STEPS), "--timeout", f"{TIMEOUT_SECONDS}s"),
@@ -139,14 +142,23 @@ def _is_gone(pid: int) -> bool:
     return False
 
 
+@pytest.fixture(scope="module")
+def torchruns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Torchrun]]:
+    """By the fault, side by side: what they do most is wait."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    make_plan(folder / "plan")
+    with contextlib.ExitStack() as stack:
+        every = {}
+        for fault, rank in (("blocks", 1), ("stops", 0)):
+            every[fault] = Torchrun(folder / "plan", folder / fault, fault, rank)
+            stack.callback(every[fault].end)
+        yield every
+
+
 @pytest.mark.slow
-def test_one_that_blocks_says_where_it_stands(plan_folder: Path, tmp_path: Path) -> None:
+def test_one_that_blocks_says_where_it_stands(torchruns: dict[str, Torchrun]) -> None:
     """The other, where it has time to, that it lost it."""
-    torchrun = Torchrun(plan_folder, tmp_path / "blocks", "blocks", 1)
-    try:
-        (what, hint), *others = torchrun.wait()
-    finally:
-        torchrun.end()
+    (what, hint), *others = torchruns["blocks"].wait()
     assert re.fullmatch(r"pplan: check: rank 1 hangs while step \d+ \(plan\): nothing went on for 20 s", what)
     assert re.fullmatch(r"  It stands at .*/hanging\.py:\d+, in blocks\.", hint)
     assert all(
@@ -155,19 +167,13 @@ def test_one_that_blocks_says_where_it_stands(plan_folder: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_of_one_that_is_stopped_the_other_says_it(plan_folder: Path, tmp_path: Path) -> None:
-    """Whichever it is. torchrun gives it half a minute before it kills it."""
-    with contextlib.ExitStack() as stack:
-        both = [Torchrun(plan_folder, tmp_path / f"stops-{rank}", "stops", rank) for rank in range(2)]
-        for torchrun in both:
-            stack.callback(torchrun.end)
-        said = [torchrun.wait() for torchrun in both]
-    for rank, errors in enumerate(said):
-        ((what, hint),) = errors
-        assert re.fullmatch(
-            rf"pplan: check: rank {rank} is stopped, rank {1 - rank} waits while step \d+ \(plan\): "
-            "nothing went on for 20 s",
-            what,
-        )
-        pid = (tmp_path / f"stops-{rank}" / f"{rank}.pid").read_text()
-        assert hint.startswith(f"  Find what sent process {pid} a signal to stop (SIGSTOP)")
+def test_of_one_that_is_stopped_the_other_says_it(torchruns: dict[str, Torchrun]) -> None:
+    """And torchrun kills it."""
+    torchrun = torchruns["stops"]
+    ((what, hint),) = torchrun.wait()
+    assert re.fullmatch(
+        r"pplan: check: rank 0 is stopped, rank 1 waits while step \d+ \(plan\): nothing went on for 20 s",
+        what,
+    )
+    pid = (torchrun.folder / "0.pid").read_text()
+    assert hint.startswith(f"  Find what sent process {pid} a signal to stop (SIGSTOP)")
