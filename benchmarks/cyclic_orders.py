@@ -24,7 +24,7 @@ Counts = npt.NDArray[np.int64]
 
 
 def strings(left: dict[str, int], own: str = "") -> Iterator[str]:
-    """The cycles of so many actions of each kind, each begun at the first of its beginnings in the alphabet."""
+    """The cycles of so many actions of each kind, each begun where it comes first in the alphabet."""
     if not any(left.values()):
         if own == min(own[place:] + own[:place] for place in range(len(own))):
             yield own
