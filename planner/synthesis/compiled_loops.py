@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache, partial
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 from ...cost_models.simulator import loops
 
@@ -55,9 +55,9 @@ def _compile_again(functions: tuple[Loop, ...], called: int) -> tuple[Loop, ...]
 def _compile(functions: tuple[Loop, ...], called: int, *, on_disk: bool) -> tuple[Loop, ...]:
     import numba
 
-    names = dict(functions[0].__globals__)
+    names, njit = dict(functions[0].__globals__), cast(Any, numba.njit)  # its types lack some options
     inner = len(functions) - called
     for number, own in enumerate(functions):
-        compiled = numba.njit(cache=on_disk, no_cfunc_wrapper=True, no_cpython_wrapper=number < inner)
+        compiled = njit(cache=on_disk, no_cfunc_wrapper=True, no_cpython_wrapper=number < inner)
         names[own.__name__] = compiled(FunctionType(own.__code__, names, own.__name__))
     return tuple(names[own.__name__] for own in functions[inner:])
