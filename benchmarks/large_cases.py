@@ -26,7 +26,7 @@ from pplan.cost_models.topology import Group, Topology
 class LargeCase:
     """A chain of so many layers on so many GPUs of one or two kinds, half of them half as fast, of such a
     memory; `limit` in seconds; `samples` of the global batch for each GPU. More layers than `most` take
-    together what so many do."""
+    together what so many do. `schedule`: as of `pplan solve`."""
 
     layers: int
     gpus: int
@@ -36,6 +36,7 @@ class LargeCase:
     samples: int
     micro_batches: int | None = None
     most: int | None = None
+    schedule: str = "auto"
 
 
 Machine = Callable[[LargeCase], Topology]
@@ -94,6 +95,7 @@ def solve_case(case: LargeCase, machine: Machine) -> dict[str, float | str]:
             optimizer="adam",
             mini_batch=case.samples * case.gpus,
             micro_batches=case.micro_batches,
+            schedule=case.schedule,
             time_limit=case.limit,
         )
         seconds = time.process_time() - start

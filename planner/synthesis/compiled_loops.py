@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache, partial
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 from ...cost_models.simulator import loops
 
@@ -21,25 +21,26 @@ def can_compile() -> bool:
 
 
 @lru_cache(maxsize=8)
-def compile_loops(functions: tuple[Loop, ...]) -> tuple[Loop, ...]:
-    """Each with those before it that it calls."""
+def compile_loops(functions: tuple[Loop, ...], called: int) -> tuple[Loop, ...]:
+    """The last so many of the functions, each of which calls those before it: the others are called by them
+    alone, so that numba makes nothing by which Python calls them, which takes a third of its time."""
     try:
-        compiled = _compile(functions, on_disk=True)
+        compiled = _compile(functions, called, on_disk=True)
     except RuntimeError:  # no folder that numba may write to
-        return _compile(functions, on_disk=False)
-    return tuple(partial(_run, functions, number, loop) for number, loop in enumerate(compiled))
+        return _compile(functions, called, on_disk=False)
+    return tuple(partial(_run, functions, called, number, loop) for number, loop in enumerate(compiled))
 
 
-def _run(functions: tuple[Loop, ...], number: int, loop: Loop, *own: Any) -> Any:
+def _run(functions: tuple[Loop, ...], called: int, number: int, loop: Loop, *own: Any) -> Any:
     """A loop that raises nothing of its own: what is raised is of a file that numba cannot read, such as one
     of another version of pplan."""
     if _unreadable:
-        return _compile_again(functions)[number](*own)
+        return _compile_again(functions, called)[number](*own)
     try:
         return loop(*own)
     except Exception:
         _unreadable.append(True)
-        return _compile_again(functions)[number](*own)
+        return _compile_again(functions, called)[number](*own)
 
 
 _unreadable: list[bool] = []
@@ -47,16 +48,16 @@ _unreadable: list[bool] = []
 
 
 @lru_cache(maxsize=8)
-def _compile_again(functions: tuple[Loop, ...]) -> tuple[Loop, ...]:
-    return _compile(functions, on_disk=False)
+def _compile_again(functions: tuple[Loop, ...], called: int) -> tuple[Loop, ...]:
+    return _compile(functions, called, on_disk=False)
 
 
-def _compile(functions: tuple[Loop, ...], *, on_disk: bool) -> tuple[Loop, ...]:
+def _compile(functions: tuple[Loop, ...], called: int, *, on_disk: bool) -> tuple[Loop, ...]:
     import numba
 
-    compiled = list[Loop]()
-    names = dict(functions[0].__globals__)
-    for own in functions:
-        names[own.__name__] = numba.njit(cache=on_disk)(FunctionType(own.__code__, names, own.__name__))
-        compiled.append(names[own.__name__])
-    return tuple(compiled)
+    names, njit = dict(functions[0].__globals__), cast(Any, numba.njit)  # its types lack some options
+    inner = len(functions) - called
+    for number, own in enumerate(functions):
+        compiled = njit(cache=on_disk, no_cfunc_wrapper=True, no_cpython_wrapper=number < inner)
+        names[own.__name__] = compiled(FunctionType(own.__code__, names, own.__name__))
+    return tuple(names[own.__name__] for own in functions[inner:])

@@ -56,7 +56,7 @@ class WeightFiller:
         self.turns, self.own = self.column([0] * 2 * count * parts), self.column([0] * 3 * count * parts)
         self._scratch = [self.column([0.0] * 2 * parts * count), self.column([0] * 3 * parts)]
         self._scratch += [self.column([0.0] * parts) for _ in range(3)] + [self.column([0] * parts)]
-        loops: tuple[Loop, ...] = compile_loops(RULE_LOOPS) if fast else RULE_LOOPS
+        loops: tuple[Loop, ...] = compile_loops(RULE_LOOPS, len(RULE_LOOPS)) if fast else RULE_LOOPS
         self.make_turns, self._put_weights = loops
 
     def column(self, values: list[Any]) -> Any:

@@ -52,7 +52,7 @@ def improve_order(
     assert run is not None, "the start can be run"
     network = _Network(problem, start, run)
     jobs, row = network.jobs(fast), network.row(fast)
-    loop = compile_loops(exchange_loops.LOOPS)[-1] if fast else exchange_loops.anneal
+    loop = compile_loops(exchange_loops.LOOPS, 1)[0] if fast else exchange_loops.anneal
     least, random = run.step, 1 + seed % (RANDOM_MODULUS - 1)
     heat, left, goes_on = _heat(problem, start, work), work, True
     while goes_on and left > 0 and least > bound * (1 + 1e-9) and not is_over():

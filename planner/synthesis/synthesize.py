@@ -77,7 +77,7 @@ MOST_SHAPES, MOST_IMPROVED = 24, 2
 """Shapes with the lowest bounds, of which orders are made by rule; how many of the fastest are improved."""
 RATES = {False: (4e5, 6e5), True: (1e7, 4e7)}
 """In a second, in Python and by numba: actions of orders that are made by rule, and that exchanges time."""
-LEAST_SECONDS, COMPILING_SECONDS = 2.0, 15.0
+LEAST_SECONDS, COMPILING_SECONDS = 2.0, 10.0
 """Of exchanges for which numba is taken, where so many are left at least: it takes about as long once."""
 MOST_FILLED = 20_000
 """Actions of an order that is made by rule, event by event."""
