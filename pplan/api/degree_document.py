@@ -180,16 +180,16 @@ def _offload_note(answer: DegreeAnswer) -> str:
 
 def _assumed_note(answer: DegreeAnswer, table: KernelTable, shares: str) -> str:
     """Of the kernels of the fastest that the table has no row of."""
-    known = [kernel for kernel in answer.assumed_kernels if table.knows(kernel)]
-    beyond = sum(not table.surrounds(kernel) for kernel in known)
+    neighbours = [kernel for kernel in answer.assumed_kernels if table.knows(kernel)]
+    beyond = sum(not table.surrounds(kernel) for kernel in neighbours)
     note = (
         f"{len(answer.assumed_kernels)} of {len(answer.kernels)} kernels of the fastest are not in the table"
     )
     parts = []
-    if known:
-        parts.append(f"{len(known)} are taken from its nearest shapes")
+    if neighbours:
+        parts.append(f"{len(neighbours)} are taken from its nearest shapes")
         parts[-1] += f", {beyond} of them beyond its smallest or largest sizes" if beyond else ""
-    if missing := len(answer.assumed_kernels) - len(known):
+    if missing := len(answer.assumed_kernels) - len(neighbours):
         parts.append(f"{missing}, of whose kind it has none, are assumed to reach {shares}")
     return f"{note}: {'; '.join(parts)}"
 
