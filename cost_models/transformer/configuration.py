@@ -217,8 +217,7 @@ def _routed(sizes: ConfigurationSizes, blocks: int) -> Iterator[bool]:
 def _vectors(shape: TransformerShape, family: ModelFamily, sizes: ConfigurationSizes) -> VectorParameters:
     """Biases, norms and tables of positions."""
     norm = {"rms": 1, "layer": 2, "scale": 1, "none": 0}[family.norm] * shape.hidden
-    ends = norm if not family.encoder else shape.hidden * (shape.hidden + 3) + shape.vocabulary
-    last = ends + (shape.vocabulary if sizes.flag(family.head_bias) else 0)
+    last = norm if not family.encoder else shape.hidden * (shape.hidden + 3)
     first = norm if family.embedding_norm else 0
     if family.positions:
         positions = sizes.optional(*SIZE_KEYS["positions"]) + family.position_offset
@@ -229,6 +228,7 @@ def _vectors(shape: TransformerShape, family: ModelFamily, sizes: ConfigurationS
         _expert_vectors(shape, family, sizes, norm),
         first,
         last,
+        1 if family.encoder or sizes.flag(family.head_bias) else 0,
     )
 
 
@@ -286,6 +286,7 @@ def _expert_vectors(
     if not sizes.flag(family.feed_forward_bias):
         return LayerParameters(whole, 0, 0)
     ups = 2 if shape.gated else 1
-    shared = ups * experts.shared_width + shape.hidden if experts.shared_width else 0
+    shared = ups * experts.shared_width
+    whole += shape.hidden if experts.shared_width else 0
     routed = experts.number * (ups * experts.width + shape.hidden) if family.expert_bias else 0
     return LayerParameters(whole, shared, routed)
