@@ -3,8 +3,10 @@
 FOLDER holds `cases_b200.json`, `kernels_b200.csv` and `links_b200.json`: steps, kernels and links measured on
 one node of eight B200 (SimuMax release v1.2, https://github.com/MooreThreads/SimuMax, Apache-2.0). Each step
 is predicted from the model's sizes, the degrees of parallelism, the kernels and the links; `Overheads` are
-the three figures that were fitted, to all of the steps. `--fit` fits them to half of the degrees, twice, and
-prints the errors of the half that they were not fitted to: those are what to expect of other steps.
+the two figures that were fitted, to all of the steps. `--fit` fits them without each of the degrees, and to
+half of the degrees, twice, and prints the errors of the steps that they were not fitted to: those are what
+to expect of other steps. Its GB/s are of 2^30 bytes, and its FLOPs of attention those of the whole square,
+as the scripts that measured them count (`simu_tools/efficency_test`).
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pplan.cost_models.transformer.kernel_table import CollectiveName, KernelTable, load_kernel_table
+from pplan.cost_models.transformer.kernel_table import NEIGHBOURS, CollectiveName, KernelTable, row_flops
+from pplan.cost_models.transformer.kernel_table_file import load_kernel_table
 from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.rank_costs import DeviceLimits, GroupLinks, Overheads, RankCosts
@@ -101,9 +105,9 @@ def load_costs(folder: Path) -> RankCosts:
     table: KernelTable = load_kernel_table(folder / "kernels_b200.csv")
     shares = {kind: own["efficient_factor"] for kind, own in memory.items()}
     limits = DeviceLimits(
-        table.peak, memory["default"]["gbps"] * 1e9, memory_share=shares["default"], shares=shares
+        table.peak, memory["default"]["gbps"] * GIB, memory_share=shares["default"], shares=shares
     )
-    own: GroupLinks = MeasuredLinks(inside["bandwidth"]["gbps"] * 1e9, inside["op"])
+    own: GroupLinks = MeasuredLinks(inside["bandwidth"]["gbps"] * GIB, inside["op"])
     return RankCosts(limits, own, table)
 
 
@@ -121,12 +125,58 @@ def errors(cases: Sequence[Mapping[str, Any]], models: Mapping[str, Any], costs:
 def fit(cases: Sequence[Mapping[str, Any]], models: Mapping[str, Any], costs: RankCosts) -> Overheads:
     """The overheads with the least squares of the relative errors, of a grid."""
     grid = itertools.product(
-        (1.0, 1.03, 1.06, 1.09, 1.12, 1.15),
-        (0.0, 1e-5, 2e-5, 3e-5, 4e-5, 5e-5),
-        (0.0, 5e-4, 1e-3, 1.5e-3, 2e-3, 2.5e-3),
+        [number * 1e-5 for number in range(11)],
+        [number * 1e-4 for number in range(21)],
     )
     choices = [Overheads(*values) for values in grid]
     return min(choices, key=lambda own: sum(e * e for e in errors(cases, models, with_overheads(costs, own))))
+
+
+def print_errors_of_others(
+    cases: Sequence[Mapping[str, Any]], models: Mapping[str, Any], costs: RankCosts
+) -> None:
+    """Of the steps to which the overheads were not fitted: each half of the degrees, and each of them."""
+    degrees = list(dict.fromkeys(case["parallel"] for case in cases))
+    print_errors(
+        "nothing fitted", [abs(e) for e in errors(cases, models, with_overheads(costs, Overheads(3e-5, 0.0)))]
+    )
+    for kept in (FITTED, tuple(each for each in degrees if each not in FITTED)):
+        print_errors(f"fitted to {', '.join(kept)}", left_out_errors(cases, models, costs, kept))
+    left = [
+        error
+        for out in degrees
+        for error in left_out_errors(cases, models, costs, [each for each in degrees if each != out])
+    ]
+    print_errors("each of the degrees left out in turn", left)
+
+
+def print_left_out_rows(table: KernelTable, bandwidth: float) -> None:
+    """Errors of each row's seconds where the table is without it, with and without its bytes."""
+    print(f"{table.source}: median and worst error of a row that is left out, and of its FLOPs alone")
+    for kind, rows in table.efficiency.items():
+        if len(rows) <= NEIGHBOURS:
+            continue
+        found: dict[float, list[float]] = {bandwidth: [], math.inf: []}
+        for shape in rows:
+            others = {own: share for own, share in rows.items() if own != shape}
+            left = KernelTable(table.peak, {kind: others})
+            for own, errors_of_it in found.items():
+                measured = row_flops(kind, shape) / (table.peak * rows[shape])
+                errors_of_it.append(abs(left.row_seconds(kind, shape, own) / measured - 1))
+        text = ", ".join(f"{statistics.median(own):.1%} {max(own):.0%}" for own in found.values())
+        print(f"  {kind} ({len(rows)} rows): {text}")
+
+
+def left_out_errors(
+    cases: Sequence[Mapping[str, Any]], models: Mapping[str, Any], costs: RankCosts, kept: Sequence[str]
+) -> list[float]:
+    own = fit([case for case in cases if case["parallel"] in kept], models, costs)
+    rest = [case for case in cases if case["parallel"] not in kept]
+    return [abs(error) for error in errors(rest, models, with_overheads(costs, own))]
+
+
+def print_errors(what: str, own: Sequence[float]) -> None:
+    print(f"{what}: median {statistics.median(own):.2%}, worst {max(own):.2%}")
 
 
 def main() -> None:
@@ -135,20 +185,16 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--rows", action="store_true", help="leave out each row of the tables of kernels")
     options = parser.parse_args()
     published = json.loads((options.folder / "cases_b200.json").read_text())
     cases, models = published["cases"], published["models"]
     costs = load_costs(options.folder)
+    if options.rows:
+        for name, bandwidth in (("kernels_b200.csv", 8000 * GIB), ("kernels_a100_pcie.csv", 1935e9)):
+            print_left_out_rows(load_kernel_table(options.folder / name), bandwidth)
     if options.fit:
-        for kept in (True, False):
-            half = [case for case in cases if (case["parallel"] in FITTED) == kept]
-            rest = [case for case in cases if (case["parallel"] in FITTED) != kept]
-            own = fit(half, models, costs)
-            left = sorted(abs(e) for e in errors(rest, models, with_overheads(costs, own)))
-            print(
-                f"fitted on {len(half)}: {own}; "
-                f"the others: median {statistics.median(left):.1%}, worst {left[-1]:.1%}"
-            )
+        print_errors_of_others(cases, models, costs)
     print(
         f"{'model':12} {'degrees':22} {'m':>3} {'measured ms':>11} {'predicted':>9} {'error':>7} {'peer':>7}"
         f"  {'GiB':>6} {'predicted':>9} {'error':>7} {'peer':>7}"
@@ -168,8 +214,7 @@ def main() -> None:
             f"{case['peer_alloc_gib'] / measured_peak - 1:+7.2%}"
         )
     for what, errors_of_it in (("seconds", seconds), ("memory", memory)):
-        absolute = sorted(abs(error) for error in errors_of_it)
-        print(f"{what}: median {statistics.median(absolute):.2%}, worst {absolute[-1]:.2%}")
+        print_errors(what, [abs(error) for error in errors_of_it])
 
 
 if __name__ == "__main__":

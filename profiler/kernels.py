@@ -23,8 +23,8 @@ from ..cost_models.transformer.kernel_table import (
     GroupedMatmul,
     Matmul,
     Product,
-    write_kernel_table,
 )
+from ..cost_models.transformer.kernel_table_file import write_kernel_table
 from ..cost_models.transformer.layer_work import Tokens
 from ..cost_models.transformer.parallel_degrees import ParallelDegrees
 from ..cost_models.transformer.rank_costs import products

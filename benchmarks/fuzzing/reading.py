@@ -29,7 +29,7 @@ from pplan.cost_models.machines.topology_file import load_topology
 from pplan.cost_models.schedules.schedule_text import read_schedule
 from pplan.cost_models.text_files import read_text
 from pplan.cost_models.transformer.configuration import load_transformer_shape
-from pplan.cost_models.transformer.kernel_table import load_kernel_table
+from pplan.cost_models.transformer.kernel_table_file import load_kernel_table
 from pplan.planner.degrees.degree_file import DegreesFile
 from pplan.planner.objectives.frontier import Frontier
 from pplan.planner.plan_file import Plan

@@ -68,7 +68,12 @@ def _share_attention(shape: TransformerShape, degrees: ParallelDegrees, tokens: 
         queries, values = heads * attention.head_width, heads * attention.value_width
         keys = shared * (attention.head_width + attention.value_width)
         count = NUMBER * tokens.on(degrees)
-        exchange = [Collective("all_to_all", count * size, "context") for size in (queries, keys, values)]
+        # Each is put in order before it is sent and behind it, as Transformer Engine does it.
+        exchange = [
+            kernel
+            for size in (queries, keys, values)
+            for kernel in (Collective("all_to_all", count * size, "context"), MemoryPass(4 * count * size))
+        ]
     forward, backward = (
         _attention_kernel(shape, tokens.sequence, tokens, degrees.tensor * degrees.context, part)
         for part in (False, True)

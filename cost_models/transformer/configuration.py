@@ -95,7 +95,10 @@ def _check_kind(keys: Mapping[str, Any], name: str) -> None:
     if sizes.flag(("is_encoder_decoder", False)):
         other = "is_encoder_decoder"
     if name in FOREIGN_FAMILIES:
-        other = "its blocks"
+        raise UsageError(
+            f"{name}: its blocks have parts that are not counted",
+            "Give a decoder-only model of another family.",
+        )
     if other:
         raise UsageError(
             f"{name or 'the model'}: {other[:60]}: not a stack of blocks with attention", NO_DECODER
@@ -162,7 +165,9 @@ def _experts(sizes: ConfigurationSizes) -> ExpertShape | None:
     shared = sizes.optional("shared_expert_intermediate_size", "shared_intermediate_size")
     if "interleave_moe_layer_step" in sizes.keys:  # of Llama 4: one expert for all tokens
         shared = width
-    shared = shared or width * sizes.optional("n_shared_experts", "moe_num_shared_experts")
+    shared = shared or width * sizes.optional(
+        "n_shared_experts", "moe_num_shared_experts", "num_shared_experts"
+    )
     per_token = sizes.needed(
         "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts"
     )
@@ -174,10 +179,17 @@ def _experts(sizes: ConfigurationSizes) -> ExpertShape | None:
 
 
 def _routed(sizes: ConfigurationSizes, blocks: int) -> Iterator[bool]:
-    """By block: `first_k_dense_replace` (DeepSeek), `mlp_only_layers` and `decoder_sparse_step` (Qwen),
-    `moe_layer_freq`, `moe_layer_start_index` (Ernie), `moe_layers` (Llama 4) say which have no experts;
-    without them all have."""
-    first = sizes.optional("first_k_dense_replace", "moe_layer_start_index")
+    """By block: `mlp_layer_types` (transformers 5) says which have none ("dense"), or else
+    `first_k_dense_replace` (DeepSeek), `mlp_only_layers` and `decoder_sparse_step` (Qwen), `moe_layer_freq`,
+    `moe_layer_start_index` (Ernie), `moe_layers` (Llama 4), `num_dense_layers`; without them all have."""
+    kinds = sizes.members("mlp_layer_types", str, "a list of names")
+    if kinds:
+        if other := next((kind for kind in kinds if kind not in ("dense", "sparse")), None):
+            raise wrong_value("mlp_layer_types", other, "dense or sparse for each layer")
+        for block in range(min(blocks, MOST_BLOCKS)):
+            yield kinds[min(block, len(kinds) - 1)] == "sparse"
+        return
+    first = sizes.optional("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
     last = sizes.optional("moe_layer_end_index") or MOST_BLOCKS
     step = sizes.optional("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step") or 1
     plain, members = (
@@ -205,8 +217,7 @@ def _routed(sizes: ConfigurationSizes, blocks: int) -> Iterator[bool]:
 def _vectors(shape: TransformerShape, family: ModelFamily, sizes: ConfigurationSizes) -> VectorParameters:
     """Biases, norms and tables of positions."""
     norm = {"rms": 1, "layer": 2, "scale": 1, "none": 0}[family.norm] * shape.hidden
-    ends = norm if not family.encoder else shape.hidden * (shape.hidden + 3) + shape.vocabulary
-    last = ends + (shape.vocabulary if sizes.flag(family.head_bias) else 0)
+    last = norm if not family.encoder else shape.hidden * (shape.hidden + 3)
     first = norm if family.embedding_norm else 0
     if family.positions:
         positions = sizes.optional(*SIZE_KEYS["positions"]) + family.position_offset
@@ -217,6 +228,7 @@ def _vectors(shape: TransformerShape, family: ModelFamily, sizes: ConfigurationS
         _expert_vectors(shape, family, sizes, norm),
         first,
         last,
+        1 if family.encoder or sizes.flag(family.head_bias) else 0,
     )
 
 
@@ -274,6 +286,7 @@ def _expert_vectors(
     if not sizes.flag(family.feed_forward_bias):
         return LayerParameters(whole, 0, 0)
     ups = 2 if shape.gated else 1
-    shared = ups * experts.shared_width + shape.hidden if experts.shared_width else 0
+    shared = ups * experts.shared_width
+    whole += shape.hidden if experts.shared_width else 0
     routed = experts.number * (ups * experts.width + shape.hidden) if family.expert_bias else 0
     return LayerParameters(whole, shared, routed)

@@ -279,7 +279,8 @@ class LayerSeconds:
         shape, table = self.shape, self._table
         vectors = shape.beside_matrices()
         tables = table * (first + last - (first and last and shape.tied))
-        tables += vectors.first * first + vectors.last * last
+        tables += vectors.first * first
+        tables += (vectors.last + vectors.vocabulary * table / shape.hidden) * last
         parts = [(count, self.block_parameters[routed]) for routed, count in self._kinds(blocks)]
         if predicts:
             parts.append((self.setting.predictors, self._predictor_parameters))

@@ -95,7 +95,28 @@ _ERNIE = ModelFamily(tied=True, query_bias=_USES_BIAS, output_bias=_USES_BIAS, f
 
 FAMILIES: dict[str, ModelFamily] = {
     **dict.fromkeys(("llama", "mistral", "mixtral", "phi3", "granite", "granitemoe", "deepseek_v2"), _LLAMA),
-    "deepseek_v3": _LLAMA,
+    **dict.fromkeys(("deepseek_v3", "cwm", "exaone", "granitemoeshared", "iquestcoder", "internlm3"), _LLAMA),
+    **dict.fromkeys(("minicpm3", "ministral", "ministral3", "sarvam_mla", "youtu", "aria_text"), _LLAMA),
+    "glm4_moe_lite": _LLAMA,
+    "solar_open": ModelFamily(output_bias=False),
+    "vaultgemma": ModelFamily(tied=True),
+    **dict.fromkeys(("granite_swa", "granitemoe_swa"), ModelFamily(sinks=True)),
+    "flint": ModelFamily(head_norm="width", sinks=True),
+    "kolibri1": ModelFamily(head_norm="width", attention_norms=2, feed_forward_norms=2),
+    **dict.fromkeys(("mellum", "exaone_moe", "hy_v3"), _QWEN3),
+    "sarvam_moe": ModelFamily(head_norm="width", has_head_norm=("use_qk_norm", True), output_bias=False),
+    "minimax_m2": _OLMO2,
+    "jais2": ModelFamily(
+        gated=False,
+        norm="layer",
+        query_bias=("attention_bias", True),
+        output_bias=("attention_bias", True),
+        feed_forward_bias=("mlp_bias", True),
+    ),
+    "nanochat": ModelFamily(gated=False, norm="none"),
+    "cohere2_moe": ModelFamily(tied=True, norm="scale", feed_forward_norms=0),
+    "apertus1p5_text": ModelFamily(gated=False, head_norm="width", block_scalars=2),
+    **dict.fromkeys(("data2vec-text", "ernie", "megatron-bert"), _BERT),
     "helium": ModelFamily(output_bias=False),
     "smollm3": ModelFamily(tied=True),
     "gemma": ModelFamily(tied=True),
@@ -184,5 +205,13 @@ FAMILIES: dict[str, ModelFamily] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), _BERT),
 }
 
-FOREIGN_FAMILIES = frozenset({"bitnet", "diffllama", "doge", "jetmoe", "longcat_flash", "zamba", "zamba2"})
-"""Whose blocks have parts that no other family's have."""
+FOREIGN_FAMILIES = frozenset(
+    {
+        "beam", "bert-generation", "big_bird", "bitnet", "cpmant", "ctrl", "diffllama", "doge", "electra",
+        "gemma4_text", "gemma4_unified_text", "git", "gpt_neox_japanese", "hrm_text", "hunyuan_v1_moe",
+        "jetmoe", "longcat_flash", "modernbert-decoder", "moshi", "openai-gpt", "phi4_multimodal", "reformer",
+        "rembert", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta-xl", "xlnet", "xlstm", "xmod",
+        "zamba", "zamba2",
+    }
+)  # fmt: skip
+"""Whose blocks, or what is around them, have parts that are not counted here."""

@@ -16,13 +16,12 @@ from .kernel_table import (
     AttentionKernel,
     Collective,
     CollectiveName,
-    GroupedMatmul,
     Kernel,
     KernelTable,
-    Matmul,
     MemoryPass,
     Product,
     RingAttention,
+    product_bytes,
 )
 from .layer_work import LayerWork
 from .parallel_degrees import ParallelDegrees
@@ -79,36 +78,25 @@ class DeviceLimits:
 
     def product_seconds(self, kernel: Product) -> float:
         share = self.attention_share if isinstance(kernel, AttentionKernel) else self.product_share
-        return max(kernel.flops / (self.flops * share), _bytes(kernel) / (self.bandwidth * self.memory_share))
+        return max(
+            kernel.flops / (self.flops * share), product_bytes(kernel) / (self.bandwidth * self.memory_share)
+        )
 
     def pass_seconds(self, kernel: MemoryPass) -> float:
         return kernel.bytes / (self.bandwidth * self.shares.get(kernel.kind, self.memory_share))
-
-
-def _bytes(kernel: Product) -> float:
-    """That a product reads and writes at least; a gradient of a weight is read and written in float32."""
-    match kernel:
-        case Matmul(m, k, n, layout):
-            return 2.0 * (m * k + k * n) + (8.0 if layout == "NT" else 2.0) * m * n
-        case GroupedMatmul(groups, m, n, k, part):
-            return groups * (2.0 * m * (n + k) + (8.0 if part == "weight_gradient" else 2.0) * n * k)
-        case AttentionKernel():
-            return 0.0
 
 
 @dataclass(frozen=True)
 class Overheads:
     """What a training loop adds to kernels that were measured one by one.
 
-    `slowdown`: of products in the midst of others, at the clock that the device holds under load. `gap`:
-    seconds from the end of a pass over memory to the next kernel. `dispatch`: seconds of either pass of a
-    layer whose host waits to know how many tokens each expert takes. The defaults were fitted to 18
+    `gap`: seconds from the end of a pass over memory to the next kernel. `dispatch`: seconds of either pass
+    of a layer whose host waits to know how many tokens each expert takes. The defaults were fitted to 18
     measured steps of Megatron-LM on B200 (docs/degrees.md): on other machines they are assumptions.
     """
 
-    slowdown: float = 1.06
-    gap: float = 50e-6
-    dispatch: float = 2e-3
+    gap: float = 60e-6
+    dispatch: float = 8e-4
 
 
 class PassSeconds(NamedTuple):
@@ -166,8 +154,8 @@ class RankCosts:
             case _:
                 share = kernel.attended if isinstance(kernel, AttentionKernel) else 1.0
                 if self.table is not None and self.table.knows(kernel):
-                    return share * self.table.seconds(kernel) * self.overheads.slowdown
-                return share * self.limits.product_seconds(kernel) * self.overheads.slowdown
+                    return share * self.table.seconds(kernel, self.limits.bandwidth)
+                return share * self.limits.product_seconds(kernel)
 
 
 def products(works: Iterable[LayerWork]) -> list[Product]:

@@ -64,13 +64,15 @@ class LayerParameters(NamedTuple):
 
 class VectorParameters(NamedTuple):
     """Numbers of the parameters beside the matrices: biases, norms, tables of positions. Of a block's
-    attention, its dense feed-forward layer and its experts; on the first stage and the last."""
+    attention, its dense feed-forward layer and its experts; on the first stage and the last, and there those
+    that have as many entries as the vocabulary, which the tensor-parallel devices share as they share it."""
 
     attention: LayerParameters
     dense: LayerParameters
     routed: LayerParameters
     first: int
     last: int
+    vocabulary: int = 0
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class TransformerShape:
         vectors = self.beside_matrices()
         blocks = self.blocks * sum(self.attention_parameters())
         blocks += sum(sum(self.feed_forward_parameters(own)) for own in self.routed)
-        return tables + vectors.first + vectors.last + blocks
+        return tables + vectors.first + vectors.last + vectors.vocabulary * self.vocabulary + blocks
 
     def active_parameters(self) -> int:
         """Those that a token uses: of the routed experts only its own."""

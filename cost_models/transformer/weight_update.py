@@ -14,9 +14,9 @@ WEIGHT, GRADIENT, STATE = 2, 4, 12
 """Bytes of a parameter: in bfloat16, its float32 gradient, and Adam's float32 master weight and two
 moments."""
 
-_UPDATED = find_optimizer("adam").update_bytes(MIXED_FLOAT32_GRADIENTS)
+_UPDATED = find_optimizer("adam").update_bytes(MIXED_FLOAT32_GRADIENTS) + 4
 
-"""That the update of a parameter reads and writes."""
+"""That the update of a parameter reads and writes; its master weight is read again to be rounded."""
 
 
 class ParameterCounts(NamedTuple):
@@ -64,8 +64,21 @@ def _update_seconds(own: ParameterCounts, degrees: ParallelDegrees, costs: RankC
             total += links.collective("all_gather", WEIGHT * count, size, stride)
         elif size > 1 and not degrees.zero:
             total += links.collective("all_reduce", GRADIENT * count, size, stride)
-        # The gradients are zeroed, their norm is taken, the weights are updated.
-        zeroed = share if degrees.zero > 1 else count
-        for bytes in (GRADIENT * zeroed, GRADIENT * share, _UPDATED * share):
+        for bytes in _passes(count, share, degrees):
             total += costs.memory_seconds(bytes)
     return total
+
+
+def _passes(count: float, share: float, degrees: ParallelDegrees) -> list[float]:
+    """Bytes of the passes over so many parameters, of which a device updates a share: gradients are zeroed,
+    looked through for what is no number and divided by the replicas (both in megatron-core's
+    `start_grad_sync`, Megatron-LM's defaults; FSDP does it in its collectives), their norm is taken, they are
+    scaled down to it (as long as it is above 1, where Megatron-LM clips), the weights are updated."""
+    whole = [GRADIENT * count]
+    if degrees.zero > 1:
+        whole = [GRADIENT * share]
+    elif degrees.gradient_group > 1:
+        whole += [GRADIENT * count, 2 * GRADIENT * count]
+    else:
+        whole += [GRADIENT * count]
+    return [*whole, GRADIENT * share, 2 * GRADIENT * share, _UPDATED * share]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..cost_models.document import MadeBy
 from ..cost_models.quantities import format_seconds
+from ..cost_models.transformer.kernel_table import KernelTable
 from ..cost_models.transformer.layer_table import StageEstimate
 from ..planner.degrees.degree_combinations import options_to_allow
 from ..planner.degrees.degree_file import (
@@ -177,6 +178,22 @@ def _offload_note(answer: DegreeAnswer) -> str:
     )
 
 
+def _assumed_note(answer: DegreeAnswer, table: KernelTable, shares: str) -> str:
+    """Of the kernels of the fastest that the table has no row of."""
+    neighbours = [kernel for kernel in answer.assumed_kernels if table.knows(kernel)]
+    beyond = sum(not table.surrounds(kernel) for kernel in neighbours)
+    note = (
+        f"{len(answer.assumed_kernels)} of {len(answer.kernels)} kernels of the fastest are not in the table"
+    )
+    parts = []
+    if neighbours:
+        parts.append(f"{len(neighbours)} are taken from its nearest shapes")
+        parts[-1] += f", {beyond} of them beyond its smallest or largest sizes" if beyond else ""
+    if missing := len(answer.assumed_kernels) - len(neighbours):
+        parts.append(f"{missing}, of whose kind it has none, are assumed to reach {shares}")
+    return f"{note}: {'; '.join(parts)}"
+
+
 def _notes(answer: DegreeAnswer) -> list[str]:
     limits, overheads = answer.costs.limits, answer.costs.overheads
     shares = (
@@ -219,14 +236,10 @@ def _notes(answer: DegreeAnswer) -> list[str]:
             f"no kernels are measured: by assumption they reach {shares}; give a table with `kernels`"
         )
     elif answer.assumed_kernels:
-        notes.append(
-            f"{len(answer.assumed_kernels)} of {len(answer.kernels)} kernels of the fastest are not in the "
-            f"table: they lie between its nearest shapes, or, where it has none of their kind, reach {shares}"
-        )
+        notes.append(_assumed_note(answer, answer.costs.table, shares))
     notes.append(
-        f"as fitted to a training loop on B200, products take {overheads.slowdown:g} times as long in it, "
-        f"{format_seconds(overheads.gap)} follow each pass over memory, and each pass of a layer with "
-        f"experts waits for {format_seconds(overheads.dispatch)}"
+        f"as fitted to a training loop on B200, {format_seconds(overheads.gap)} follow each pass over memory "
+        f"and each pass of a layer with experts waits for {format_seconds(overheads.dispatch)}"
     )
     notes.append(
         "not modelled: overlap of the communication inside a layer with computing (but a ring's with its "

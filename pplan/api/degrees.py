@@ -17,7 +17,8 @@ from ..cost_models.memory import FRAGMENTATION_RESERVE
 from ..cost_models.quantities import format_bytes
 from ..cost_models.topology import Topology
 from ..cost_models.transformer.configuration import load_transformer_shape, transformer_shape
-from ..cost_models.transformer.kernel_table import KernelTable, load_kernel_table
+from ..cost_models.transformer.kernel_table import KernelTable
+from ..cost_models.transformer.kernel_table_file import load_kernel_table
 from ..cost_models.transformer.rank_costs import DeviceLimits, RankCosts, TopologyLinks
 from ..cost_models.transformer.transformer_shape import TransformerShape
 from ..planner.degrees.degree_baselines import degree_baselines

@@ -63,7 +63,8 @@ class SavedBytes:
     counted them and this layer or a later one needs them, each storage once. `output_bytes`: each tensor that
     the layer hands on once. A loss that ends the pass has figures of its own. A storage is told by its
     identity, and kept alive until backward starts, so that no other can take its place; the counts are whole
-    from then on.
+    from then on. Tensors that an autograd.Function keeps as attributes of its context are saved, too, though
+    autograd does not report them (the counts of tokens of transformers' experts in float32).
     """
 
     def __init__(self, model: nn.Module, layers: int) -> None:
@@ -77,6 +78,7 @@ class SavedBytes:
         self._alive: dict[int, torch.UntypedStorage] = {}
         self._last_user: dict[int, int] = {}
         self._inputs: dict[int, set[int]] = {}
+        self._nodes: set[Any] = set()
         self._layer = 0
         self._is_forward = True
 
@@ -91,7 +93,9 @@ class SavedBytes:
             self._inputs[index] = keys & self._alive.keys()
 
     def after(self, index: int, output: Any) -> None:
-        handed_on = sum(tensor.nbytes for tensor in tensors_in(output))
+        outputs = list(tensors_in(output))
+        self._pack_attributes([tensor.grad_fn for tensor in outputs])
+        handed_on = sum(tensor.nbytes for tensor in outputs)
         if index < len(self.output_bytes):
             self.output_bytes[index] = handed_on
         else:
@@ -102,6 +106,7 @@ class SavedBytes:
             needed = [self._alive[key].nbytes() for key in keys if self._last_user[key] >= layer]
             self.saved_input_bytes[layer] = sum(needed)
         self._alive.clear()
+        self._nodes.clear()
         self._is_forward = False
 
     def gradient(self, index: int, gradient: Tensor) -> None:
@@ -109,6 +114,17 @@ class SavedBytes:
 
     def backward_ends(self) -> None:
         pass
+
+    def _pack_attributes(self, nodes: list[Any]) -> None:
+        """Of the nodes of the graph that were made since the last call."""
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in self._nodes:
+                continue
+            self._nodes.add(node)
+            for tensor in tensors_in(list(getattr(node, "__dict__", {}).values())):
+                self._pack(tensor)
+            nodes += [own for own, _ in node.next_functions]
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

@@ -250,6 +250,48 @@ def test_megatron_takes_the_modules() -> None:
         core.TransformerConfig(**sizes, cpu_offloading=True, cpu_offloading_num_layers=4)
 
 
+MEGATRON_SCRIPTS_OWN = {
+    "micro_batch_size", "global_batch_size", "seq_length", "ckpt_format",
+    "num_layers_per_virtual_pipeline_stage",
+}  # fmt: skip
+"""Arguments that Megatron-LM's training scripts read, which megatron-core does not come with."""
+EXPERTS = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ({}, {"tp": (2,), "pp": (4,), "virtual_stages": (2,), "recompute": "partial"}),
+        ({}, {"tp": (1,), "pp": (2,), "cp": (2,), "virtual_stages": (1,), "recompute": "full"}),
+        ({}, {"cp": (2,), "pp": (1,), "context_exchange": "ring", "recompute": "selective"}),
+        ({}, {"tp": (2,), "pp": (1,), "zero": (3,)}),
+        (EXPERTS, {"ep": (8,), "tp": (2,), "pp": (1,), "zero": (0,), "recompute": "none"}),
+        (EXPERTS, {"ep": (4,), "pp": (2,), "virtual_stages": (4,), "recompute": "full"}),
+    ],
+    ids=str,
+)
+def test_megatron_core_has_each_option(model: dict[str, Any], options: dict[str, Any]) -> None:
+    """As a field of one of the configurations that Megatron-LM makes of its arguments, by the same name."""
+    names = set(MEGATRON_SCRIPTS_OWN)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module, kind in (
+            ("transformer.transformer_config", "TransformerConfig"),
+            ("distributed.distributed_data_parallel_config", "DistributedDataParallelConfig"),
+            ("optimizer.optimizer_config", "OptimizerConfig"),
+        ):
+            core = pytest.importorskip(f"megatron.core.{module}", exc_type=ImportError)
+            names |= {field.name for field in dataclasses.fields(getattr(core, kind))}
+    found = pplan.degrees(
+        {**MODEL, **model}, gpus=16, gpu="b200", mini_batch=64, micro_batch_size=(2,), **options
+    )
+    flags = [word for word in megatron_arguments(found, found.plans[0]) if word.startswith("--")]
+    assert len(flags) > 5
+    own = {flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags}
+    assert own <= names
+
+
 def test_megatrons_fsdp() -> None:
     found = answer(tp=(2,), pp=(1,), zero=(3,))
     flags = megatron_arguments(found, found.plans[0])

@@ -14,8 +14,8 @@ from pplan.cost_models.transformer.kernel_table import (
     GroupedMatmul,
     Matmul,
     Product,
-    load_kernel_table,
 )
+from pplan.cost_models.transformer.kernel_table_file import load_kernel_table
 from pplan.profiler.kernels import _prepare, list_kernels, measure_kernels
 from pplan.profiler.profile_options import KernelOptions
 

@@ -144,8 +144,9 @@ def test_blocks_of_experts(shared: bool, gated: bool, degrees: ParallelDegrees) 
     if shared:
         own.activate(count * 128 / degrees.tensor, gated)
     for passes in (own.forward, own.backward):
-        # Tokens are put in the order of the experts, and back; with several devices twice, on either side.
-        passes += [2 * (residual + sent)] * 2
+        # Tokens are put in the order of the experts, and back, as the measured shares of the bandwidth count
+        # it: those that are sent three times. With several devices they are put in order on either side.
+        passes += [2 * (residual + 3 * sent)] * 2
         passes += [2 * (sent + sent)] * (2 if degrees.expert > 1 else 0)
     own.activate(width, gated)
     own.saved += 2 * sent
@@ -170,7 +171,7 @@ def test_what_stands_before_and_behind_the_blocks(degrees: ParallelDegrees) -> N
     head, own = head_work(GROUPED, degrees, TOKENS), Passes()
     logits = count * padded_vocabulary(GROUPED, degrees.tensor) / degrees.tensor
     own.norm(part, adds=False)
-    own.forward.append(2 * logits)
+    own.forward.append(2 * 2 * logits)
     own.backward.append(2 * 2 * logits)
     agree(head, own)
     assert head.saved == pytest.approx(own.saved + 2 * logits + 4 * logits)

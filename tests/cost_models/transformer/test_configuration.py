@@ -128,10 +128,13 @@ MORE: dict[str, dict[str, Any]] = {
         "attn_config": {"clip_qkv": 8, "rope_theta": 500000, "kv_n_heads": 2},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "flint": {
+        **EXPERTS, "num_hidden_layers": 4, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]
+    },
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "hunyuan_v1_dense": {"head_dim": 16},
 }  # fmt: skip
-ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert")
+ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "data2vec-text", "ernie", "megatron-bert")
 SWITCHES = [
     "attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "bias", "qkv_bias", "use_qkv_bias",
     "enable_bias", "lm_head_bias", "use_qk_norm", "qk_layernorm", "tie_word_embeddings", "multi_query",

@@ -23,8 +23,8 @@ from pplan.cost_models.transformer.kernel_table import (
     AttentionKernel,
     GroupedMatmul,
     Matmul,
-    load_kernel_table,
 )
+from pplan.cost_models.transformer.kernel_table_file import load_kernel_table
 from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.rank_costs import DeviceLimits, Overheads, RankCosts, TopologyLinks
@@ -135,16 +135,17 @@ COLLECTIVES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("micro_batches", "measured"), [(4, 0.7255), (8, 1.3870), (32, 5.3765)])
 def test_seconds_of_published_runs(micro_batches: int, measured: float, tmp_path: Path) -> None:
-    """On two tensor-parallel devices, with the overheads that were fitted to the steps of other degrees."""
+    """On two tensor-parallel devices, with the overheads that were fitted to the steps of other degrees.
+    GB/s are of 2^30 bytes."""
     file = tmp_path / "kernels.csv"
     file.write_text(KERNELS)
     shares = {"default": 0.666, "ce_fusion": 0.2795}
-    limits = DeviceLimits(2250e12, 8e12, memory_share=0.666, shares=shares)
-    own = Overheads(1.06, 3e-5, 2e-3)
-    costs = RankCosts(limits, MeasuredLinks(900e9, COLLECTIVES), load_kernel_table(file), own)
+    limits = DeviceLimits(2250e12, 8000 * GIB, memory_share=0.666, shares=shares)
+    own = Overheads(5e-5, 8e-4)
+    costs = RankCosts(limits, MeasuredLinks(900 * GIB, COLLECTIVES), load_kernel_table(file), own)
     degrees = ParallelDegrees(tensor=2, data=4)
     estimate = estimate_step(LLAMA, degrees, TrainingSetting(micro_batches, Tokens(4096)), costs)
-    assert estimate.step_seconds == pytest.approx(measured, rel=0.08)
+    assert estimate.step_seconds == pytest.approx(measured, rel=0.05)
 
 
 def test_recomputation_keeps_inputs_and_computes_twice() -> None:
@@ -234,7 +235,7 @@ def test_seconds_of_an_interleaved_pipeline() -> None:
     2.2.2 say."""
     shape = replace(LLAMA, vocabulary=128)
     free = two_level_topology(Device("GPU", None), 8, 8, Link(float("inf"), 0.0), Link(float("inf"), 0.0))
-    costs = RankCosts(DeviceLimits(2250e12, 8e12), TopologyLinks(free), overheads=Overheads(1.0, 0.0, 0.0))
+    costs = RankCosts(DeviceLimits(2250e12, 8e12), TopologyLinks(free), overheads=Overheads(0.0, 0.0))
     setting = TrainingSetting(8, Tokens(4096), virtual_stages=3)
     estimate = estimate_step(shape, ParallelDegrees(pipeline=4), setting, costs)
     middle = estimate.stages[1]
@@ -327,7 +328,7 @@ def test_seconds_of_a_pipeline_of_equal_stages() -> None:
     """Without embedding, head, transfers and update: (m + p - 1) (F + B), as 1F1B takes."""
     shape = replace(LLAMA, vocabulary=128)
     free = two_level_topology(Device("GPU", None), 8, 8, Link(float("inf"), 0.0), Link(float("inf"), 0.0))
-    costs = RankCosts(DeviceLimits(2250e12, 8e12), TopologyLinks(free), overheads=Overheads(1.0, 0.0, 0.0))
+    costs = RankCosts(DeviceLimits(2250e12, 8e12), TopologyLinks(free), overheads=Overheads(0.0, 0.0))
     estimate = estimate_step(shape, ParallelDegrees(pipeline=4), TrainingSetting(6, Tokens(4096)), costs)
     middle = estimate.stages[1]
     each = middle.forward_seconds + middle.backward_seconds
@@ -366,8 +367,10 @@ def test_many_micro_batches_follow_as_the_last_did(
 
 def test_bytes_that_products_and_updates_move() -> None:
     """Of a device that computes at once, at a byte a second: each number of a product once, two bytes each, a
-    weight's gradient read and written in four; of a parameter the gradient, three float32 states read and
-    written, and the weight."""
+    weight's gradient read and written in four; of a parameter the gradient zeroed, looked through, scaled to
+    its norm, which is read, and read for the update; three float32 states read and written, the master weight
+    read again, and the weight written. Of four replicas each gradient is divided by four, too, and each
+    updates its quarter."""
     limits = DeviceLimits(1e30, 1.0, memory_share=1.0)
     assert limits.product_seconds(Matmul(3, 5, 7, "NN")) == 2 * (3 * 5 + 5 * 7 + 3 * 7)
     m, n, k = 3, 5, 7
@@ -375,6 +378,10 @@ def test_bytes_that_products_and_updates_move() -> None:
         product: Any = GroupedMatmul(4, m, n, k, part)  # type: ignore[arg-type]
         assert limits.product_seconds(product) == 4 * (2 * m * k + 2 * m * n + each * n * k)
     own = ParameterCounts(10.0, 0.0)
-    costs = RankCosts(limits, TopologyLinks(TOPOLOGY), overheads=Overheads(1.0, 0.0, 0.0))
-    zeroed, norm, update = 10 * 4, 10 * 4, 10 * (4 + 3 * 2 * 4 + 2)
-    assert update_seconds(own, ParallelDegrees(), costs) == pytest.approx(zeroed + norm + update)
+    costs = RankCosts(limits, TopologyLinks(TOPOLOGY), overheads=Overheads(0.0, 0.0))
+    whole, shared = 10 * (4 + 4), 10 * (4 + 8 + 4 + 3 * 2 * 4 + 4 + 2)
+    assert update_seconds(own, ParallelDegrees(), costs) == pytest.approx(whole + shared)
+    free = two_level_topology(Device("GPU", None), 8, 8, Link(float("inf"), 0.0), Link(float("inf"), 0.0))
+    costs = RankCosts(limits, TopologyLinks(free), overheads=Overheads(0.0, 0.0))
+    updated = update_seconds(own, ParallelDegrees(data=4), costs)
+    assert updated == pytest.approx(whole + 10 * 8 + shared / 4)

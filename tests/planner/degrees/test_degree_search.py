@@ -78,7 +78,7 @@ def random_costs(random: Random) -> RankCosts:
     return RankCosts(
         limits,
         TopologyLinks(topology),
-        overheads=Overheads(1.0, 10 ** random.uniform(-7, -4), 1e-4),
+        overheads=Overheads(10 ** random.uniform(-7, -4), 1e-4),
         host_bandwidth=10 ** random.uniform(8, 12),
     )
 
@@ -152,7 +152,7 @@ def test_the_division_of_the_least_bound_is_the_fastest(recompute: Any) -> None:
     fastest = min(estimate_stages(layers, own).step_seconds for own in divisions(layers))
     bound, division = least_division(layers, NO_LIMIT)
     assert division is not None
-    assert bound == pytest.approx(fastest, rel=0.01)
+    assert bound == pytest.approx(fastest, rel=0.015)
     assert estimate_stages(layers, division).step_seconds == pytest.approx(fastest, rel=1e-9)
 
 

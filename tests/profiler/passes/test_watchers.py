@@ -64,6 +64,36 @@ def count(model: nn.Module, given: Tensor) -> SavedBytes:
     return counted(model, build_chain(model, given).layers, given)
 
 
+class KeepsAttributes(torch.autograd.Function):
+    """Keeps its counts as attributes of the context, which autograd's hooks of saved tensors do not see."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, counts: Tensor) -> Tensor:
+        ctx.counts, ctx.others = counts, [counts[:2]]
+        return given * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        return gradients[0] * 2, None
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, given: Tensor) -> Tensor:
+        doubled: Tensor = KeepsAttributes.apply(self.inner(given), torch.arange(5))
+        return doubled
+
+
+def test_attributes_of_a_context_are_saved() -> None:
+    """As transformers keeps the tokens of each expert in float32: once, for the layer that made them."""
+    saved = count(nn.Sequential(Counts(), Counts(), nn.Linear(4, 4)), torch.ones(3, 4))
+    handed_on, own = 3 * 4 * 4, 5 * 8
+    assert saved.saved_bytes == [handed_on + own, handed_on + own, handed_on]
+
+
 def test_vgg19_saves_what_is_known_of_it() -> None:
     with torch.device("meta"):
         model = torchvision.models.vgg19()
