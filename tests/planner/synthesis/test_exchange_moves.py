@@ -272,7 +272,7 @@ def _row_of(jobs: Jobs, own: list[int]) -> Any:
     return blank._replace(own=own, level=levels(jobs, own)[0])
 
 
-@pytest.mark.parametrize(("heat", "fruitless"), [(0.0, 60), (0.5, 60), (2.0, 3)])
+@pytest.mark.parametrize(("heat", "fruitless"), [(0.0, 60), (0.5, 60), (2.0, 25)])
 def test_exchanges_one_after_another(heat: float, fruitless: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The best order, and the next random number; ended by the turns, the bound, or without a change."""
     monkeypatch.setattr(exchange_loops, "MOST_FRUITLESS", fruitless)
