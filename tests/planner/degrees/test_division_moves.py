@@ -108,10 +108,13 @@ def test_moves_that_make_a_step_shorter(
         assert counts == best
         assert estimate == estimate_stages(layers, best)
     asked = list[Any]()
+
+    def noted(*own: Any) -> Any:
+        asked.append(own)
+        return estimate_stages(*own)
+
     monkeypatch.setattr(stage_divisions, "_MOST_TRIALS", 3)
-    monkeypatch.setattr(
-        stage_divisions, "estimate_stages", lambda *own: asked.append(own) or estimate_stages(*own)
-    )
+    monkeypatch.setattr(stage_divisions, "estimate_stages", noted)
     counts, estimate = improve_division(layers, start, NO_LIMIT)
     assert len(asked) <= 1 + 3
     assert estimate.step_seconds <= estimate_stages(layers, start).step_seconds
@@ -132,7 +135,7 @@ def test_moves_until_it_fits(seed: int, stages: int, virtual: int) -> None:
     slots, found = stages * virtual, set()
     for limit, start in ((needs[len(needs) // 3], every[-1]), (needs[0], every[0]), (needs[0] / 2, every[0])):
         best: Counts | None = start
-        while best is not None and sum(lack := lacking(layers, best, limit)):
+        while best is not None and sum(lack := lacking(layers, best, limit)) > 0:
             device = lack.index(max(lack))
             trials = []
             for source in range(device, slots, stages):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf, sqrt
 from types import SimpleNamespace
 from typing import Any
@@ -30,15 +31,24 @@ from pplan.planner.search.relaxed_programme import CheapestStage
 Patch = pytest.MonkeyPatch
 
 
-class Family(SimpleNamespace):
-    """Known by its name."""
+@dataclass(frozen=True)
+class Family:
+    """With its quick bound."""
 
-    def __hash__(self) -> int:
-        return hash(self.name)
+    name: str
+    quick: float
+    config: str
+    replicas: tuple[int, ...] = (1, 2)
 
 
 def family(name: str, quick: float, config: str = "") -> Any:
-    return Family(name=name, quick=quick, config=config or name, replicas=(1, 2))
+    return Family(name, quick, config or name)
+
+
+def noted(log: list[Any], entry: Any, answer: Any) -> Any:
+    """The answer of a function that notes what it was asked."""
+    log.append(entry)
+    return answer
 
 
 def make_search(*families: Any, work: float = 1e12, score: Any = None) -> Any:
@@ -157,8 +167,8 @@ def test_a_family_of_a_long_chain_has_further_bounds(monkeypatch: Patch) -> None
     asked = list[str]()
     bounds = {"fluid": 4.0, "fill": 6.0}
     for name in bounds:
-        monkeypatch.setattr(module, f"{name}_bound", lambda *_, name=name: asked.append(name) or bounds[name])
-    monkeypatch.setattr(RelaxedBound, "_whole_range", lambda _, own, bound: [make_range(1.0, 2.0, bound)])
+        monkeypatch.setattr(module, f"{name}_bound", lambda *_, name=name: noted(asked, name, bounds[name]))
+    monkeypatch.setattr(RelaxedBound, "_whole_range", lambda _, __, bound: [make_range(1.0, 2.0, bound)])
     for is_long, fluid, step, expected, calls in (
         (False, 4.0, 9.0, [3.0, 3.0], []),
         (True, 4.0, 9.0, [6.0, 6.0], ["fluid", "fill"]),
@@ -186,7 +196,7 @@ def test_prices_are_moved_towards_those_of_the_weakest(monkeypatch: Patch) -> No
     def price(_: Any, __: Any, weights: str, *___: Any) -> Any:
         bounds = sums[weights] + 0.125 * (len(moved))
         return SimpleNamespace(
-            bounds=bounds, pipeline=lambda n: pipelines.append((weights, n)) or [(weights, n)]
+            bounds=bounds, pipeline=lambda n: noted(pipelines, (weights, n), [(weights, n)])
         )
 
     def move(_: Any, prices: Any, pipeline: Any, size: float) -> Any:
@@ -277,7 +287,7 @@ def test_prices_at_first_and_later() -> None:
     assert moved.tolist() == pytest.approx([1.0 * 0.5**0.5, 4.0 * 1.5**0.5])
     moved = _move_prices(problem, np.array([1.0, 4.0]), pipeline * 5, 1.0)
     assert moved.tolist() == pytest.approx([5 / 3, 8.0])
-    none = SimpleNamespace(**{**vars(stages), "forward": stages.forward + inf})
+    none: Any = SimpleNamespace(**{**vars(stages), "forward": stages.forward + inf})
     assert _longest_stage(none, 0) == 1.0
 
 
