@@ -110,7 +110,7 @@ def test_what_recomputes(memory: int | None, make_problem: Callable[..., Problem
     problem, own = make_problem(memory=memory), shape("zb-h1", ends=(5, 8))
     whole = make_candidate(problem, own, ("never", "never")).problem
     lacking = [whole.micro_batch_bytes[n] * (2 - n) > whole.room[n] for n in range(2)]
-    expected = [("never", "never")]
+    expected: list[tuple[str, ...]] = [("never", "never")]
     if any(lacking):
         mixed = [tuple("always" if each else "never" for each in lacking)] if not all(lacking) else []
         expected += [*mixed, ("always", "always")]
