@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise, product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from pplan.cost_models.device_memory import bytes_by_action
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import FRAGMENTATION_RESERVE, Recompute
 from pplan.cost_models.schedules import SCHEDULES
+from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.pipeline_config import PipelineConfig
@@ -21,8 +23,10 @@ from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble
 from pplan.planner.synthesis.order_candidate import make_candidate, near_proposals, recompute_choices
-from pplan.planner.synthesis.order_problem import OrderProblem
-from pplan.planner.synthesis.run_order import list_steps
+from pplan.planner.synthesis.order_problem import OrderProblem, order_problem
+from pplan.planner.synthesis.run_order import list_steps, run_order
+
+from .test_orders import random_problem as random_costs
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -117,3 +121,22 @@ def test_what_recomputes(memory: int | None, make_problem: Callable[..., Problem
     assert [each.recompute for each in recompute_choices(problem, own)] == expected
     for word, modes in (("always", "always"), ("never", "never")):
         assert [each.recompute for each in recompute_choices(problem, shape("zb-h1", word))] == [(modes,) * 2]
+
+
+@pytest.mark.parametrize("base", ["1f1b", "zb-h1", "zb-v", "interleaved"])
+def test_seconds_besides_are_those_of_the_simulator(base: str) -> None:
+    """What a host takes around each action, and what runs again, by device."""
+    for seed in range(3):
+        _, program, costs = random_costs(base, 2, 6, seed)
+        random = np.random.default_rng(seed)
+        costs = replace(costs, overhead=random.uniform(0.1, 0.5, 2))
+        if not program.splits_backward:
+            costs = replace(costs, recompute=random.integers(0, 2, (2, 1, 1)).astype(float))
+        assembly: Any = SimpleNamespace(program=program)
+        numbers = order_problem(assembly, costs, [1.0, 1.0], [1.0] * program.slots)
+        lists = list_steps(program)
+        assert lists is not None
+        run = run_order(numbers, lists)
+        assert run is not None
+        simulated = float(step_seconds(program, costs)[0])
+        assert run.step == pytest.approx(simulated)
