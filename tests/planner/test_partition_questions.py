@@ -53,7 +53,7 @@ def make(seed: int, **more: Any) -> Any:
         forward, work = table(6), table(8)
         work[random.random(work.shape) < 0.15] = inf
         work[np.tril_indices(LAST + 1)] = inf
-        crossing = random.integers(0, 9, LAST + 1) * 1.0
+        crossing = random.integers(0, 9, LAST + 1).astype(np.float64)
         memory = random.random(work.shape)
         parts.append(
             _Parts(
