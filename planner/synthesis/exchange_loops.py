@@ -2,9 +2,10 @@
 code, of additions and comparisons alone, so the results are the same bits.
 
 Each action is a number. Of an action that moves on its device only what comes later is timed again, and as
-soon as that with what follows it is over the limit the change is taken back: what follows is known of all
-actions but those that it moves across (E. Balas and A. Vazacopoulos, "Guided local search with shifting
-bottleneck for job shop scheduling", Management Science 1998).
+soon as that with what followed it before is over the limit the change is taken back: what follows is known of
+all actions but those that it moves across, and those whose way goes through these, of which now and then less
+follows, so that a change within the limit is not taken (E. Balas and A. Vazacopoulos, "Guided local search
+with shifting bottleneck for job shop scheduling", Management Science 1998).
 """
 
 from __future__ import annotations

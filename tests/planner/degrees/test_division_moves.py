@@ -1,0 +1,155 @@
+"""How blocks move from stage to stage, once more: the first of all moves that helps, until none does."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import pytest
+
+from pplan.cost_models.transformer.layer_table import LayerTable
+from pplan.cost_models.transformer.training_step import estimate_stages
+from pplan.planner.degrees import stage_divisions
+from pplan.planner.degrees.stage_divisions import (
+    _moves_from,
+    _nearest,
+    divide_by_seconds,
+    fit_division,
+    improve_division,
+)
+
+from .test_exact_bounds import NO_LIMIT, divisions, table
+
+Counts = tuple[int, ...]
+
+
+def test_the_nearest_end() -> None:
+    """Of those that are allowed; of equal ones the first."""
+    for seed in range(200):
+        random = Random(seed)
+        before = sorted(random.choice((0.0, 1.0, 2.5, 4.0, 7.0)) for _ in range(8))
+        start, stop = sorted(random.sample(range(9), 2))
+        aim = random.choice((-1.0, 1.0, 1.75, 3.0, 5.0, 9.0)) + random.choice((0.0, 0.1))
+        ends = range(start, stop)
+        least = min(abs(before[end] - aim) for end in ends)
+        nearest = [end for end in ends if abs(before[end] - aim) == least]
+        found = _nearest(ends, before, aim)
+        assert before[found] in {before[end] for end in nearest}
+        assert found == min(end for end in ends if before[end] == before[found])
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_stages_of_about_as_many_seconds(seed: int, stages: int) -> None:
+    """Each ends where the seconds so far, its fixed parts among them, are nearest to its share; the inner
+    ones have a block."""
+    layers = table(seed, stages)
+    fixed = [sum(n * part.both for n, part in layers.fixed_parts(slot)) for slot in range(stages)]
+    each = [layers.block_seconds(kind, again=False).both for kind in layers.shape.routed]
+    share = (sum(each) + sum(fixed)) / stages
+    ends = [0]
+    for slot in range(stages - 1):
+        first = ends[-1] + (slot > 0)
+        allowed = range(first, layers.shape.blocks - (stages - 2 - slot) + 1)
+        done = [sum(fixed[: slot + 1]) + sum(each[:end]) for end in range(len(each) + 1)]
+        ends.append(min(allowed, key=lambda end: round(abs(done[end] - (slot + 1) * share), 12)))
+    ends.append(layers.shape.blocks)
+    assert divide_by_seconds(layers) == [b - a for a, b in pairwise(ends)]
+
+
+def all_moves(layers: LayerTable, counts: Counts) -> list[Counts]:
+    """A block from each virtual stage to each other, of the slowest device first, to the fastest first; of
+    one device from the last."""
+    stages, slots = layers.degrees.pipeline, len(counts)
+    own = estimate_stages(layers, counts).stages
+    seconds = [
+        own[slot % stages].forward_seconds + own[slot % stages].backward_seconds for slot in range(slots)
+    ]
+    slow = sorted(range(slots), key=lambda slot: (seconds[slot], slot), reverse=True)
+    moves = []
+    for source in slow:
+        for target in slow[::-1]:
+            changed = list(counts)
+            changed[source] -= 1
+            changed[target] += 1
+            least = 0 if source in (0, slots - 1) else 1
+            if target != source and changed[source] >= least:
+                moves.append(tuple(changed))
+    return moves
+
+
+@pytest.mark.parametrize(("stages", "virtual"), [(2, 1), (3, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize("seed", range(3))
+def test_moves_that_make_a_step_shorter(
+    seed: int, stages: int, virtual: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after another the first that does and fits, in any memory; of no more trials than are allowed."""
+    layers = table(seed, stages, virtual)
+    every = list(map(tuple, divisions(layers.shape.blocks, stages * virtual)))
+    start = every[Random(seed).randrange(len(every))]
+    needs = sorted(layers.peak_bytes(own) for own in every)
+    for limit in (NO_LIMIT, layers.peak_bytes(start), needs[len(needs) // 2]):
+        best = start
+        while True:
+            step = estimate_stages(layers, best).step_seconds
+            better = (
+                own
+                for own in all_moves(layers, best)
+                if layers.peak_bytes(own) <= limit
+                and estimate_stages(layers, own).step_seconds < step * (1 - 1e-9)
+            )
+            following = next(better, None)
+            if following is None:
+                break
+            best = following
+        monkeypatch.setattr(stage_divisions, "_MOST_TRIALS", 10_000)
+        counts, estimate = improve_division(layers, start, limit)
+        assert counts == best
+        assert estimate == estimate_stages(layers, best)
+    asked = list[Any]()
+
+    def noted(*own: Any) -> Any:
+        asked.append(own)
+        return estimate_stages(*own)
+
+    monkeypatch.setattr(stage_divisions, "_MOST_TRIALS", 3)
+    monkeypatch.setattr(stage_divisions, "estimate_stages", noted)
+    counts, estimate = improve_division(layers, start, NO_LIMIT)
+    assert len(asked) <= 1 + 3
+    assert estimate.step_seconds <= estimate_stages(layers, start).step_seconds
+
+
+def lacking(layers: LayerTable, counts: Counts, limit: float) -> list[float]:
+    return [max(0.0, own - limit) for own in layers.device_bytes(counts)]
+
+
+@pytest.mark.parametrize(("stages", "virtual"), [(2, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize("seed", range(3))
+def test_moves_until_it_fits(seed: int, stages: int, virtual: int) -> None:
+    """Of the device that lacks most a block to one of the last half of the virtual stages, to where all lack
+    least; none where no move helps."""
+    layers = table(seed, stages, virtual)
+    every = list(map(tuple, divisions(layers.shape.blocks, stages * virtual)))
+    needs = sorted(layers.peak_bytes(own) for own in every)
+    slots, found = stages * virtual, set()
+    for limit, start in ((needs[len(needs) // 3], every[-1]), (needs[0], every[0]), (needs[0] / 2, every[0])):
+        best: Counts | None = start
+        while best is not None and sum(lack := lacking(layers, best, limit)) > 0:
+            device = lack.index(max(lack))
+            trials = []
+            for source in range(device, slots, stages):
+                for target in range(slots // 2, slots):
+                    trial = list(best)
+                    trial[source] -= 1
+                    trial[target] += 1
+                    if source != target and trial[source] >= (0 if source in (0, slots - 1) else 1):
+                        trials.append(tuple(trial))
+            assert sorted(_moves_from(layers, best, device)) == sorted(trials)
+            least = (
+                min((sum(lacking(layers, own, limit)), own) for own in trials) if trials else (NO_LIMIT, best)
+            )
+            best = least[1] if least[0] < sum(lack) else None
+        assert fit_division(layers, start, limit) == best
+        found.add(best is None)
+    assert True in found
