@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...cost_models.document import MadeBy
 from ...cost_models.errors import PplanError, UsageError
 from ...cost_models.layer import Chain
+from ...cost_models.quantities import format_count
 from ...cost_models.schedules import SCHEDULES
 from ...cost_models.timeline import simulate
 from ...cost_models.topology import Topology
@@ -222,7 +223,7 @@ def _origin(sources: PageSources) -> Iterator[tuple[str, str]]:
         yield from _made_by("profile", profile.made_by)
         for whole in profile.whole:
             ratio = f"{100 * (whole.closing_ratio - 1):+.1f} %"
-            yield f"layers against the whole model, {whole.micro_batch_size} samples", ratio
+            yield f"layers against the whole model, {format_count(whole.micro_batch_size, 'sample')}", ratio
     yield "devices", plan.topology
     yield "searched", plan.searched
     yield "the bound holds for", plan.prediction.bound_covers
