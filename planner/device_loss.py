@@ -49,6 +49,8 @@ class ReplannedPlan:
     fastest_seconds: float
     complete: bool
     any_devices: bool
+    ranks: tuple[int, ...] = ()
+    """Of the devices that are left."""
 
     @property
     def moved_bytes(self) -> int:
@@ -85,7 +87,7 @@ def replan_problem(
     best, fastest_seconds = shapes.move_least(near, before, weights)
     moves, seconds = list_moves(problem.topology, before, ranks, best.proposal, weights)
     alike = is_uniform(problem.topology)
-    return ReplannedPlan(best, moves, seconds, fastest_seconds, shapes.complete, any_devices=alike)
+    return ReplannedPlan(best, moves, seconds, fastest_seconds, shapes.complete, alike, ranks)
 
 
 def _ranks_left(problem: Problem, present: ScoredPlan, lost: Iterable[int]) -> tuple[int, ...]:

@@ -183,7 +183,7 @@ def test_an_export_keeps_its_devices(profile: Path, here: Path, runtime: str, sc
 def test_stages_that_recompute_differently(decoder_file: Path) -> None:
     """As the document says, where there is memory for none to recompute, too; a runtime that recomputes all
     stages in one way is refused."""
-    machine = {"gpus": 3, "bandwidth": 10e9, "latency": 5e-6, "memory_bytes": 2**30}
+    machine: dict[str, Any] = {"gpus": 3, "bandwidth": 10e9, "latency": 5e-6, "memory_bytes": 2**30}
     plan = pplan.import_plan(
         "3,3,3", decoder_file, mini_batch=16, runtime="torch", schedule="gpipe", **machine
     )
