@@ -71,8 +71,7 @@ def universal_bound(
     """Seconds that no plan of these schedules is below, with the problem's micro-batches, limits and runtime;
     it is not refined above `step`. inf where there is no plan. `devices`: ranks of those that a plan may use,
     where these are not all."""
-    names, ranks = dict.fromkeys(schedules), range(problem.usable_gpus) if devices is None else devices
-    cases = [case for name in names for case in _cases(problem, name, ranks)]
+    cases = [case for name in dict.fromkeys(schedules) for case in _cases(problem, name, devices)]
     # Cases that bound alike stand for each other.
     distinct = sorted({case.key: case for case in cases}.values(), key=lambda case: case.simple)
     low = distinct[0].simple if distinct else inf
@@ -84,8 +83,7 @@ def universal_bound(
 def work_bound(problem: Problem) -> float:
     """A bound on the seconds between two steps of any schedule, also of one that is never flushed: the work,
     as cheap as any number of replicas makes each layer, shared by all devices."""
-    ranks = range(problem.usable_gpus)
-    cases = (case for name in UNKNOWN for case in _cases(problem, name, ranks))
+    cases = (case for name in UNKNOWN for case in _cases(problem, name))
     return min((case.ideal_seconds for case in cases), default=inf)
 
 
@@ -150,14 +148,14 @@ class _Questions:
         return is_left
 
 
-def _cases(problem: Problem, schedule: str, ranks: Sequence[int]) -> Iterator[_Case]:
+def _cases(problem: Problem, schedule: str, devices: Sequence[int] | None = None) -> Iterator[_Case]:
     """By micro-batch size, and by the numbers of replicas that stages may have together."""
     own = [config for config in problem.configs if config.schedule == schedule] or problem.configs
     distinct = {(config.micro_batch_size, _modes(schedule, config)): config for config in own}
+    ranks = range(problem.usable_gpus) if devices is None else devices
     for (size, _), config in distinct.items():
         for every in problem.replica_choices(size):
-            counts = tuple(count for count in every if count <= len(ranks))
-            if counts:
+            if counts := tuple(count for count in every if count <= len(ranks)):
                 yield _case(problem, schedule, config, ranks, counts)
 
 
@@ -210,17 +208,8 @@ class _Case:
     @property
     def key(self) -> tuple[object, ...]:
         """What the bound depends on."""
-        return (
-            self.kind,
-            self.splits,
-            self.copies,
-            self.one_model,
-            self.turns,
-            self.together,
-            self.size,
-            self.modes,
-            self.counts,
-        )
+        kind = self.kind, self.splits, self.copies, self.one_model, self.turns, self.together
+        return (*kind, self.size, self.modes, self.counts)
 
     @property
     def recompute(self) -> bool:

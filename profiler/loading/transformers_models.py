@@ -90,14 +90,14 @@ def load_transformers(
 
 def _class_of(transformers: Any, config: Any, name: str) -> Any:
     """The class that a file names, or the one with the head that the family is usually trained with."""
-    named = config.architectures or [None]
-    if not isinstance(named, list | tuple) or not isinstance(named[0], str | None):
+    classes = config.architectures or [None]
+    if not isinstance(classes, list | tuple) or not isinstance(classes[0], str | None):
         raise ModelError(
-            f"hf:{name}: architectures is no list of names of classes: {short_repr(named)}",
+            f"hf:{name}: architectures is no list of names of classes: {short_repr(classes)}",
             "Name one with settings={'architectures': ['...']}, or omit the key.",
         )
-    if named[0] is not None:
-        return _class_named(transformers, named[0], name)
+    if classes[0] is not None:
+        return _class_named(transformers, classes[0], name)
     tables = importlib.import_module("transformers.models.auto.modeling_auto")
     heads = _WITH_DECODER if config.is_encoder_decoder else _HEADS
     for table in (*(f"MODEL_FOR_{head}_MAPPING_NAMES" for head in heads), "MODEL_MAPPING_NAMES"):
