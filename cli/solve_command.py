@@ -61,6 +61,7 @@ def solve_command(
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan for a measured model on N GPUs, and how far it is from the best possible."""
+    from ..api.machine import count_gpus
     from ..api.provenance import made_by
     from ..api.solve import solve
     from ..cost_models.text_files import decode_text, read_bytes, sha256
@@ -74,7 +75,7 @@ def solve_command(
         ("--sweep gpus=2,4,8", bool(grid.sweep), ["csv", "backend", "jobs"]),
     )
     if "gpus" not in grid.sweep and machine.gpus is None:
-        machine = replace(machine, gpus=_count_gpus(machine.topology))
+        machine = replace(machine, gpus=count_gpus(machine))
     aim = f"--objective {objective.objective}"
     if plan_options.robust:
         aim = FIELDS[plan_options.robust_field]
@@ -162,17 +163,6 @@ def _frontier(profile: Profile, options: FrontierOptions, keywords: Mapping[str,
 
     problem_options = {name: value for name, value in keywords.items() if name not in ("objective", "price")}
     return frontier(profile, **vars(options), **problem_options)
-
-
-def _count_gpus(topology: Path | None) -> int:
-    """The number of GPUs of the topology, where the command line names none. Raises UsageError."""
-    from ..cost_models.errors import UsageError
-    from ..cost_models.machines.topology_options import named_topology
-
-    gpus = None if topology is None else named_topology(topology).gpus
-    if gpus is None:
-        raise UsageError("solve: missing option '--gpus'", "Give it: pplan solve --gpus N.")
-    return gpus
 
 
 def _show(plan: Plan, path: Path, *, details: bool) -> None:

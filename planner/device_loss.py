@@ -49,6 +49,8 @@ class ReplannedPlan:
     fastest_seconds: float
     complete: bool
     any_devices: bool
+    ranks: tuple[int, ...] = ()
+    """Of the devices that are left."""
 
     @property
     def moved_bytes(self) -> int:
@@ -85,7 +87,7 @@ def replan_problem(
     best, fastest_seconds = shapes.move_least(near, before, weights)
     moves, seconds = list_moves(problem.topology, before, ranks, best.proposal, weights)
     alike = is_uniform(problem.topology)
-    return ReplannedPlan(best, moves, seconds, fastest_seconds, shapes.complete, any_devices=alike)
+    return ReplannedPlan(best, moves, seconds, fastest_seconds, shapes.complete, alike, ranks)
 
 
 def _ranks_left(problem: Problem, present: ScoredPlan, lost: Iterable[int]) -> tuple[int, ...]:
@@ -94,9 +96,10 @@ def _ranks_left(problem: Problem, present: ScoredPlan, lost: Iterable[int]) -> t
         raise UsageError("`lost`: names no device", "Give the ranks of those that are gone: lost=[3, 7].")
     strange = [rank for rank in missing if not 0 <= rank < problem.gpus]
     if strange:
+        there = "there is" if problem.gpus == 1 else "there are"
         raise UsageError(
-            f"lost={strange[0]}: there are {problem.gpus} devices",
-            f"Ranks are 0 to {problem.gpus - 1}.",
+            f"lost={strange[0]}: {there} {format_count(problem.gpus, 'device')}",
+            "Its only rank is 0." if problem.gpus == 1 else f"Ranks are 0 to {problem.gpus - 1}.",
         )
     ranks = tuple(rank for rank in range(problem.gpus) if rank not in set(missing))
     if not ranks:

@@ -13,6 +13,7 @@ from ..cost_models.errors import UsageError
 from ..cost_models.first_layers import whole_word
 from ..cost_models.layer import Chain, list_cut_points
 from ..cost_models.machines.topology_file import TopologyFile, parse_topology
+from ..cost_models.quantities import format_count
 from ..cost_models.runtime import find_runtime
 from ..cost_models.schedules import Program, Schedule, find_schedule
 from ..cost_models.simulator.costs import Hosts
@@ -84,7 +85,7 @@ class Layout:
             each = f" of {chunks} virtual stages each" if chunks > 1 else ""
             raise UsageError(
                 f"stages {stages}{each}: the allowed cuts make at most {self.chain.max_stages} parts of the "
-                f"{len(self.chain)} layers",
+                f"{format_count(len(self.chain), 'layer')}",
                 "Use fewer stages, or fewer virtual stages." if chunks > 1 else "Use fewer stages.",
             )
         return self.schedule.program(stages, count, self.virtual_stages)

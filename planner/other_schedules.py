@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..cost_models.errors import UsageError
 from ..cost_models.schedules import find_schedule
 from .balance import balance
-from .candidate import Proposal, ScoredPlan, linear_pipeline
+from .candidate import Proposal, ScoredPlan, linear_pipeline, replicated_pipeline
 from .cut_search.schedule_search import MOST_ACTIONS
 from .pipeline_config import PipelineConfig
 from .planners.base import add_counts, replicated_shapes, shared_configs, work_seconds
@@ -19,12 +19,14 @@ from .problem import Problem
 def propose_other_schedules(
     problem: Problem, schedules: Iterable[str], best: ScoredPlan | None
 ) -> Iterator[Proposal]:
-    """The shape of the best plan, and of balanced ones, under other schedules with one stage a device."""
+    """The shape of the best plan, of balanced ones and of the whole model on as many devices as may share it,
+    under other schedules with one stage a device."""
     own = [config for config in problem.configs if config.schedule in set(schedules)]
     linear_configs = [s for s in own if find_schedule(s.schedule).default_virtual_stages == 1]
     shapes: list[Proposal] = [] if best is None else [best.proposal]
     for config in linear_configs:
-        for shape in (*shapes, *_balanced(problem, config.micro_batch_size, best)):
+        size = config.micro_batch_size
+        for shape in (*shapes, *_balanced(problem, size, best), *_whole_models(problem, size)):
             proposal = replace(shape, config=config)
             if problem.allows(proposal):
                 yield proposal
@@ -59,6 +61,13 @@ def _in_parts(problem: Problem, config: PipelineConfig) -> Iterator[Proposal]:
             ends = add_counts(balance(work, stages * parts, cut_after=space.chain.cut_after))
             devices = [range(place.device * replicas, (place.device + 1) * replicas) for place in pipe]
             yield Proposal(replace(config, virtual_stages=parts), ends, tuple(map(tuple, devices)))
+
+
+def _whole_models(problem: Problem, size: int) -> Iterator[Proposal]:
+    """One stage on the most devices that may share a micro-batch, evenly or not."""
+    last = len(problem.chain)
+    for count in sorted({max(counts) for counts in problem.replica_choices(size)} - {1}):
+        yield replicated_pipeline(problem.configs[0], [last], [count])
 
 
 def _balanced(problem: Problem, size: int, best: ScoredPlan | None) -> Iterator[Proposal]:

@@ -23,6 +23,7 @@ from ..cost_models.document import (
 )
 from ..cost_models.first_layers import count_first_layers
 from ..cost_models.memory import RECOMPUTES
+from ..cost_models.quantities import format_count
 from ..cost_models.runtime import OFFLOAD, RUNTIMES
 from ..cost_models.schedules import SCHEDULES
 
@@ -98,7 +99,9 @@ class PlannedStage(Record):
         if self.last_layer < self.first_layer:
             raise ValueError(f"last_layer {self.last_layer} is before first_layer {self.first_layer}")
         if (count_first_layers(self.recompute or "") or 0) >= self.layers:
-            raise ValueError(f"recompute is {self.recompute}, and it has {self.layers} layers")
+            raise ValueError(
+                f"recompute is {self.recompute}, and it has {format_count(self.layers, 'layer')}"
+            )
         if len(self.devices) != self.replicas:
             raise ValueError(f"replicas is {self.replicas}, the devices are {self.devices}")
         return self

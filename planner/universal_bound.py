@@ -65,10 +65,13 @@ MOST_ENTRIES = 1e8
 """Of the tables of all questions."""
 
 
-def universal_bound(problem: Problem, schedules: Iterable[str], step: float = inf) -> float:
+def universal_bound(
+    problem: Problem, schedules: Iterable[str], step: float = inf, devices: Sequence[int] | None = None
+) -> float:
     """Seconds that no plan of these schedules is below, with the problem's micro-batches, limits and runtime;
-    it is not refined above `step`. inf where there is no plan."""
-    cases = [case for name in dict.fromkeys(schedules) for case in _cases(problem, name)]
+    it is not refined above `step`. inf where there is no plan. `devices`: ranks of those that a plan may use,
+    where these are not all."""
+    cases = [case for name in dict.fromkeys(schedules) for case in _cases(problem, name, devices)]
     # Cases that bound alike stand for each other.
     distinct = sorted({case.key: case for case in cases}.values(), key=lambda case: case.simple)
     low = distinct[0].simple if distinct else inf
@@ -88,13 +91,14 @@ def work_and_path_bound(
     problem: Problem, config: PipelineConfig, gpus: int, counts: tuple[int, ...]
 ) -> float:
     """Seconds that no plan of a configuration is below with these numbers of replicas on so many devices."""
-    return _case(problem, config.schedule, config, gpus, counts).simple
+    return _case(problem, config.schedule, config, range(gpus), counts).simple
 
 
 def make_partitions(problem: Problem, config: PipelineConfig, exchanges: LeastExchanges) -> Partitions:
     """The partitions of the layers among the plans of a configuration."""
     counts = {count for own in problem.replica_choices(config.micro_batch_size) for count in own}
-    settings = _case(problem, config.schedule, config, problem.usable_gpus, tuple(sorted(counts))).settings
+    ranks = range(problem.usable_gpus)
+    settings = _case(problem, config.schedule, config, ranks, tuple(sorted(counts))).settings
     return Partitions(settings, exchanges)
 
 
@@ -144,24 +148,26 @@ class _Questions:
         return is_left
 
 
-def _cases(problem: Problem, schedule: str) -> Iterator[_Case]:
+def _cases(problem: Problem, schedule: str, devices: Sequence[int] | None = None) -> Iterator[_Case]:
     """By micro-batch size, and by the numbers of replicas that stages may have together."""
     own = [config for config in problem.configs if config.schedule == schedule] or problem.configs
     distinct = {(config.micro_batch_size, _modes(schedule, config)): config for config in own}
+    ranks = range(problem.usable_gpus) if devices is None else devices
     for (size, _), config in distinct.items():
-        for counts in problem.replica_choices(size):
-            yield _case(problem, schedule, config, problem.usable_gpus, counts)
+        for every in problem.replica_choices(size):
+            if counts := tuple(count for count in every if count <= len(ranks)):
+                yield _case(problem, schedule, config, ranks, counts)
 
 
 def _case(
-    problem: Problem, schedule: str, config: PipelineConfig, gpus: int, counts: tuple[int, ...]
+    problem: Problem, schedule: str, config: PipelineConfig, ranks: Sequence[int], counts: tuple[int, ...]
 ) -> _Case:
     kind = {"naive": "naive", **dict.fromkeys(SLICED_SCHEDULES, "sliced")}.get(schedule, "any")
     if kind == "any" and schedule in LINEAR | LINEAR_SPLIT:
         kind = "straight"
     return _Case(
         space=problem.space,
-        usable_gpus=gpus,
+        ranks=ranks,
         kind=kind,
         splits=schedule not in LINEAR,
         copies=SCHEDULES[schedule].copies if schedule in SCHEDULES else MOST_COPIES,
@@ -183,11 +189,11 @@ def _modes(schedule: str, config: PipelineConfig) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Case:
-    """Plans of a kind of schedule with `micro_batches` of `size` samples, whose stages have these numbers of
-    replicas; `modes`: of recomputation."""
+    """Plans of a kind of schedule with `micro_batches` of `size` samples, on devices of these `ranks`, whose
+    stages have these numbers of replicas; `modes`: of recomputation."""
 
     space: Space
-    usable_gpus: int
+    ranks: Sequence[int]
     kind: str
     splits: bool
     copies: int
@@ -202,17 +208,8 @@ class _Case:
     @property
     def key(self) -> tuple[object, ...]:
         """What the bound depends on."""
-        return (
-            self.kind,
-            self.splits,
-            self.copies,
-            self.one_model,
-            self.turns,
-            self.together,
-            self.size,
-            self.modes,
-            self.counts,
-        )
+        kind = self.kind, self.splits, self.copies, self.one_model, self.turns, self.together
+        return (*kind, self.size, self.modes, self.counts)
 
     @property
     def recompute(self) -> bool:
@@ -224,7 +221,7 @@ class _Case:
         """What its plans have in common."""
         return PlanSettings(
             space=self.space,
-            gpus=self.usable_gpus,
+            gpus=len(self.ranks),
             capacity=self._capacity,
             slowest=min(self._paces.values()),
             counts=self.counts,
@@ -326,14 +323,14 @@ class _Case:
     @cached_property
     def _capacity(self) -> float:
         """Devices, each counted by its pace."""
-        numbers = self.space.topology.count_kinds(range(self.usable_gpus))
+        numbers = self.space.topology.count_kinds(self.ranks)
         return sum(self._paces[kind] * count for kind, count in numbers.items())
 
     @property
     def _launches(self) -> float:
         """Of the host that launches most; a copy of a layer has its share of the micro-batches."""
         busiest, longest = self.space.least_launch_seconds(
-            self.size, self.counts, self.usable_gpus, recompute=self.recompute
+            self.size, self.counts, len(self.ranks), recompute=self.recompute
         )
         return self.micro_batches * max(busiest, longest / self.copies)
 

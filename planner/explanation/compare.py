@@ -200,7 +200,8 @@ def _of_planner(
         # Nothing was proven of a schedule that the options exclude.
         gap=plan.step_seconds / bound - 1 if 0 < bound <= plan.step_seconds else None,
         balance=[end - first for first, end in plan.proposal.bounds],
-        estimate_seconds=plan.proposal.estimate_seconds,
+        # That of the planner which proposed the best plan is told in its own row.
+        estimate_seconds=None if name == BEST else plan.proposal.estimate_seconds,
         energy_joules=energy_joules(topology, busy, plan.step_seconds, watts),
         schedule=config.schedule,
         micro_batches=config.micro_batches,

@@ -25,7 +25,15 @@ from ..problem import Problem
 from .current_split import SplitComparison, compare_split
 from .explain_context import ExplainContext, make_context
 from .explain_options import ExplainOptions
-from .resolve import SECONDS, resolve, with_bandwidth, with_memory, with_topology, without_launches
+from .resolve import (
+    SECONDS,
+    resolve,
+    resolve_fully,
+    with_bandwidth,
+    with_memory,
+    with_topology,
+    without_launches,
+)
 from .runner_up import RunnerUp, runners_up
 from .sensitivity import Sensitivity, sensitivities
 from .step_limits import StepLimits, find_limits
@@ -75,7 +83,7 @@ def _solve_what_if(
     context: ExplainContext, seeds: Sequence[ScoredPlan], words: str, change: Change
 ) -> WhatIf:
     try:
-        result = resolve(change(context.problem), seeds, SECONDS / 2)
+        result = resolve_fully(change(context.problem), seeds, SECONDS / 2)
     except UsageError as error:
         return WhatIf(change=words, reason=error.what)
     if result.best is None:

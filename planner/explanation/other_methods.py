@@ -17,7 +17,7 @@ from ...cost_models.data_parallel import Pace, Workers
 from ...cost_models.document import Record
 from ...cost_models.errors import UsageError
 from ...cost_models.option_fields import Options, option
-from ...cost_models.quantities import format_seconds
+from ...cost_models.quantities import format_count, format_seconds
 from ..alternatives import accumulating
 from ..candidate import Proposal, ScoredPlan
 from ..joint_search import plan_with
@@ -168,7 +168,8 @@ def _hetpipe(problem: Problem, policy: str, distance: int) -> OtherMethod:
         memory_bytes=round(max(own.memory_bytes for own in plan.workers)),
         staleness=plan.global_staleness,
         staleness_bounded=True,
-        detail=f"{len(plan.workers)} virtual workers of {len(plan.workers[0].devices)} devices, "
+        detail=f"{format_count(len(plan.workers), 'virtual worker')} of "
+        f"{format_count(len(plan.workers[0].devices), 'device')}, "
         f"{plan.concurrent} x {plan.mini_batch_size} under way in each, clock distance {distance}",
     )
 

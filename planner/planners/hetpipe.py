@@ -35,6 +35,7 @@ import numpy as np
 
 from ...cost_models.errors import InfeasibleError
 from ...cost_models.memory import LedgerOptions
+from ...cost_models.quantities import format_count
 from ..balance import balance_table
 from ..search.space import Space
 from ..stage_table import Floats, ledger_options
@@ -102,7 +103,10 @@ def find_hetpipe_plan(problem: Problem, policy: str, distance: int = 0) -> HetPi
     sizes = [size for size in problem.sizes if space.fits_someone(size, 1)]
     depth = len(groups[0])
     if depth > space.chain.max_stages:
-        return f"virtual workers of {depth} devices: the cuts make {space.chain.max_stages} stages"
+        return (
+            f"virtual workers of {format_count(depth, 'device')}: the cuts make "
+            f"{format_count(space.chain.max_stages, 'stage')}"
+        )
     plans = [
         plan
         for size in sizes

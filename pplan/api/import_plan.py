@@ -9,7 +9,8 @@ from typing import Unpack
 
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
-from ..cost_models.runtime import OFFLOAD
+from ..cost_models.quantities import format_count
+from ..cost_models.runtime import OFFLOAD, find_runtime
 from ..cost_models.text_files import read_text
 from ..planner.fixed_partition import FixedPartition, plan_partition
 from ..planner.pipeline_config import FIRST_LAYERS
@@ -132,14 +133,22 @@ def _plan_options(
     several = fixed.virtual_stages > 1
     mini_batch = training.mini_batch or read.mini_batch
     words = read.stage_recompute or ()
-    recompute = OFFLOAD if OFFLOAD in words else FIRST_LAYERS if words else read.recompute or "auto"
+    by_layer = set(words) - {"never", "always"}
+    recompute = OFFLOAD if OFFLOAD in words else FIRST_LAYERS if by_layer else read.recompute or "auto"
+    runtime = training.runtime or read.runtime
+    alike = runtime is not None and not find_runtime(runtime).recompute_by_stage
+    if words and not by_layer and alike and partition.recompute is None:
+        raise UsageError(
+            f"runtime={runtime!r}: recomputes all stages in one way, and the partition some of them",
+            "Give `recompute`, or runtime='torch'.",
+        )
     return replace(
         training,
         mini_batch=mini_batch,
         micro_batches=training.micro_batches or _micro_batches(read, fixed, mini_batch),
         schedule=partition.schedule or read.schedule or ("interleaved" if several else "auto"),
         recompute=partition.recompute or recompute,
-        runtime=training.runtime or read.runtime,
+        runtime=runtime,
     )
 
 
@@ -151,7 +160,8 @@ def _micro_batches(read: Partition, fixed: FixedPartition, mini_batch: int | Non
     samples = read.samples * fixed.replicas
     if mini_batch % samples:
         raise UsageError(
-            f"a global batch of {mini_batch} does not divide into micro-batches of {read.samples} samples on "
+            f"a global batch of {mini_batch} does not divide into micro-batches of "
+            f"{format_count(read.samples, 'sample')} on "
             f"each of {fixed.replicas} replicas, as the partition says",
             "Give `micro_batches`, or another `mini_batch` or `replicas`.",
         )

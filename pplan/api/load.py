@@ -8,6 +8,7 @@ from shlex import quote
 
 from ..cost_models import arguments
 from ..cost_models.errors import FileError, UsageError
+from ..cost_models.quantities import format_count
 from ..cost_models.text_files import decode_text, read_bytes, sha256
 from ..planner.plan_file import Plan
 from ..planner.plan_records import ProfileReference
@@ -118,7 +119,8 @@ def read_plan(path: Path, profile_file: Path | None) -> PlanAndProfile:
     profile = profile.at_degree(plan.profile.tensor_parallel)
     if sum(plan.balance) != len(profile.layers):
         raise FileError(
-            f"{path}: has {sum(plan.balance)} layers, its profile {where} {len(profile.layers)}",
+            f"{path}: has {format_count(sum(plan.balance), 'layer')}, its profile {where} "
+            f"{len(profile.layers)}",
             f"Name the right one as `profile`, or plan again: pplan solve {quote(str(where))}",
         )
     return PlanAndProfile(plan, profile, path, where)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..cost_models import arguments
-from ..cost_models.errors import FileError
+from ..cost_models.errors import FileError, UsageError
 from ..cost_models.layer import Chain
+from ..cost_models.machines.machine_options import MachineOptions
 from ..cost_models.machines.topology_options import (
     PROCESSOR,
     check_seconds_on_kind,
     described_topology,
     make_topology,
+    named_topology,
 )
 from ..cost_models.topology import Topology
 from ..planner.layout import count_devices, read_machine
@@ -35,6 +37,19 @@ def topology(name: str | Path, *, gpus: int | None = None) -> Topology:
     Raises UsageError, FileError.
     """
     return described_topology(arguments.path("name", name), arguments.optional_whole("gpus", gpus))
+
+
+def count_gpus(machine: MachineOptions) -> int:
+    """The number of devices that the options give, else their topology. Raises UsageError, FileError."""
+    gpus = machine.gpus
+    if gpus is None and machine.topology is not None:
+        gpus = named_topology(machine.topology).gpus
+    if gpus is None:
+        raise UsageError(
+            "`gpus`: how many devices there are is not given",
+            "Give their number, as in gpus=8, or a `topology` that has it.",
+        )
+    return gpus
 
 
 def planned_machine(plan: Plan, profile: Profile, folder: Path) -> tuple[Topology, dict[str, Chain]]:

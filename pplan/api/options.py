@@ -44,7 +44,7 @@ class MeasuringKeywords(ProfileKeywords, TensorParallelKeywords, total=False):
 class ProblemKeywords(MachineKeywords, PlanKeywords, total=False):
     """The options of a problem."""
 
-    gpus: Required[int]
+    gpus: int | None
 
 
 class OtherMethodKeywords(ProblemKeywords, total=False):

@@ -204,7 +204,8 @@ def _batch_lines(plan: Plan) -> list[str]:
     about = "" if samples_per_gpu == samples else "about "
     sharers, kind = plan.profile.tensor_parallel, plan.device_kind
     device = kind if sharers == 1 else f"group of {sharers} {kind}s"
-    rule = f"Global batch {plan.mini_batch}, {about}{samples} samples a {device}, as none was given"
+    each = f"{about}{format_count(samples, 'sample')} a {device}"
+    rule = f"Global batch {plan.mini_batch}, {each}, as none was given"
     return [f"{rule}; {_other_batches(default)}."]
 
 

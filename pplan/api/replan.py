@@ -63,7 +63,8 @@ def replan(
     answer = replan_problem(problem, context.present, own.lost, own.within)
     best = answer.plan
     schedules = (*problem.allowed_schedules, best.config.schedule)
-    bound = universal_bound(problem, schedules, best.step_seconds)
+    reach = [rank for rank in answer.ranks if rank < problem.usable_gpus]
+    bound = universal_bound(problem, schedules, best.step_seconds, reach)
     result = SearchResult(best, bound, bound, exact=False, universal=True)
     if reference.sha256 == plan.profile.sha256:
         reference = plan.profile
@@ -73,14 +74,16 @@ def replan(
     if not (answer.complete and answer.any_devices):
         which, of_these = " were looked at and", " of these"
     searched = (
-        f"{REPLANNED} that{which} are at most {own.within:.0%} slower than the fastest{of_these}, "
+        f"{REPLANNED} that{which} are at most {100 * own.within:g} % slower than the fastest{of_these}, "
         f"{format_seconds(answer.fastest_seconds)}"
     )
     notes = _notes(plan, answer, own)
-    if new.prediction.gap:
-        notes.append("the proven bound is one of the whole machine, with the devices that are lost")
+    covers = f"{new.prediction.bound_covers}, on the devices that are left"
+    prediction = new.prediction.model_copy(update={"bound_covers": covers})
     return Replan(
-        plan=new.model_copy(update={"searched": searched, "notes": notes, "made_by": origin}),
+        plan=new.model_copy(
+            update={"searched": searched, "notes": notes, "made_by": origin, "prediction": prediction}
+        ),
         moves=answer.moves,
         moved_bytes=answer.moved_bytes,
         checkpoint_bytes=answer.checkpoint_bytes,

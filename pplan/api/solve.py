@@ -28,7 +28,7 @@ from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import list_notes, list_warnings, profiled_device
 from .degree_profiles import Profiles, allowed_degrees, measured_degrees, one_degree
 from .load import profile_and_reference
-from .machine import own_profiles
+from .machine import count_gpus, own_profiles
 from .options import (
     FrontierKeywords,
     FrontierOptions,
@@ -163,7 +163,7 @@ def make_problem(
 ) -> Problem:
     """The problem of a profile on a machine. Raises UsageError, FileError."""
     profiled = profiled_device(measured)
-    gpus = arguments.whole("gpus", machine.gpus)
+    gpus = count_gpus(machine)
     topology = make_topology(gpus=gpus, **machine.parts, file=machine.topology, profiled=profiled)
     topology = topology.in_groups(measured.tensor_parallel)
     check_processor_seconds(profiled, topology, plan_options.seconds_of)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.option_fields import Options, option
-from ..cost_models.quantities import MOST_ACTIONS
+from ..cost_models.quantities import MOST_ACTIONS, format_count
 
 if TYPE_CHECKING:
     from ..cost_models.schedules import Program, StageSlot
@@ -175,7 +175,9 @@ class StageCosts:
 
 def _wrong_count(name: str, values: tuple[float, ...], stages: int, hint: str) -> UsageError:
     text = ",".join(f"{1e3 * value:g}" for value in values[:8]) + (",…" if len(values) > 8 else "")
-    return UsageError(f"{name}={text}: {len(values)} values for {stages} stages", hint)
+    return UsageError(
+        f"{name}={text}: {format_count(len(values), 'value')} for {format_count(stages, 'stage')}", hint
+    )
 
 
 def check_size(stages: int, micro_batches: int, virtual_stages: int) -> None:

@@ -11,7 +11,7 @@ traced whole.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -202,7 +202,8 @@ def _set_entries(model: nn.Module, path: str, entries: Sequence[nn.Module]) -> N
 
 def _run(model: nn.Module, blocks: Sequence[nn.Module], example: ModelInput) -> list[Description] | None:
     """What runs before the first block, in it, between it and the second, and so on to what runs behind the
-    last; None where the blocks do not run once each in their order, or the model fails."""
+    last; None where the blocks do not run once each in their order, or the model fails. Raises what its own
+    hooks do."""
     record, order = OperationRecord(), list[int]()
     returned: dict[int, Tensor] = {}
     tables: dict[int, tuple[int, Tensor]] = {}
@@ -230,18 +231,35 @@ def _run(model: nn.Module, blocks: Sequence[nn.Module], example: ModelInput) -> 
         record.end(output)
         record.begin(None, ())
 
+    failures = list[Exception]()
+
+    def telling(hook: Callable[..., None]) -> Callable[..., None]:
+        """The hook, whose failure is not taken for one of the model: but for NotImplementedError, which torch
+        raises for tensors without a storage."""
+
+        def call(*args: object) -> None:
+            try:
+                hook(*args)
+            except NotImplementedError:
+                raise
+            except Exception as error:
+                failures.append(error)
+                raise
+
+        return call
+
     hooks = []
     for index, block in enumerate(blocks):
-        hooks.append(block.register_forward_pre_hook(partial(begin, index), with_kwargs=True))
-        hooks.append(block.register_forward_hook(end))
+        hooks.append(block.register_forward_pre_hook(telling(partial(begin, index)), with_kwargs=True))
+        hooks.append(block.register_forward_hook(telling(end)))
     try:
         masks = masks_as_in_training(one_text_a_row="position_ids" not in example.kwargs)
         remembered = MetaResults()  # type: ignore[no-untyped-call]
         with remembered, trial_run(example, gradients=True), masks, record:
-            record.begin(None, ())
-            record.end(example.clone().call(model))
+            telling(record.begin)(None, ())
+            telling(record.end)(example.clone().call(model))
     except Exception as error:
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or error in failures:
             raise
         return None
     finally:

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from ...cost_models.errors import FileError, MachineError, ModelError
+from ...cost_models.quantities import MOST_LAYERS
 from ...cost_models.text_files import read_text
 from ..user_model.failures import first_line
 from .configuration_changes import ConfigurationChanges
-from .configuration_keys import key_names, key_value, open_keys
+from .configuration_keys import key_names, key_value, open_keys, size_keys
 
 _OF_A_CHECKPOINT = ("dtype", "torch_dtype", "quantization_config", "auto_map", "_name_or_path", "model_type")
 """Of the file that weights were saved with. The weights made here are random, and float32."""
@@ -60,7 +61,22 @@ def configure_model(
         # T5's class ties whatever it is told (it takes the key for another one).
         config.tie_word_embeddings = changes.values["tie_word_embeddings"]
     _leave_out_caches(config)
+    _refuse_many_layers(config, name)
     return ConfiguredModel(config, changes.sequence, tuple(changes.notes))
+
+
+def _refuse_many_layers(config: Any, name: str) -> None:
+    """Of the configuration and those inside: a model is built layer by layer, also without its weights."""
+    for key in size_keys(config, "layers"):
+        count = key_value(config, key)
+        if count > MOST_LAYERS:
+            raise ModelError(
+                f"hf:{name}: {key} is {count}: at most {MOST_LAYERS:,} layers are planned for",
+                "Set fewer with `layers`, or correct the configuration.",
+            )
+    for key in getattr(config, "sub_configs", {}):
+        if hasattr(part := key_value(config, key), "to_dict"):
+            _refuse_many_layers(part, name)
 
 
 def _leave_out_caches(config: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...cost_models.errors import MachineError, ModelError
+from ...cost_models.errors import MachineError, ModelError, short_repr
 from ...cost_models.quantities import format_bytes
 from ..local_machine import free_host_bytes
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory
@@ -90,10 +90,15 @@ def load_transformers(
 
 def _class_of(transformers: Any, config: Any, name: str) -> Any:
     """The class that a file names, or the one with the head that the family is usually trained with."""
+    classes = config.architectures or [None]
+    if not isinstance(classes, list | tuple) or not isinstance(classes[0], str | None):
+        raise ModelError(
+            f"hf:{name}: architectures is no list of names of classes: {short_repr(classes)}",
+            "Name one with settings={'architectures': ['...']}, or omit the key.",
+        )
+    if classes[0] is not None:
+        return _class_named(transformers, classes[0], name)
     tables = importlib.import_module("transformers.models.auto.modeling_auto")
-    architecture = (config.architectures or (None,))[0]
-    if architecture is not None:
-        return _class_named(transformers, str(architecture), name)
     heads = _WITH_DECODER if config.is_encoder_decoder else _HEADS
     for table in (*(f"MODEL_FOR_{head}_MAPPING_NAMES" for head in heads), "MODEL_MAPPING_NAMES"):
         family = getattr(tables, table, {}).get(config.model_type)

@@ -23,6 +23,7 @@ from ...cost_models.document import (
 )
 from ...cost_models.errors import ExportError
 from ...cost_models.first_layers import count_first_layers
+from ...cost_models.quantities import format_count
 from ...cost_models.runtime import OFFLOAD, find_runtime
 from ...cost_models.schedules import PUBLISHED, Program
 from ...cost_models.schedules.schedule_text import NAME
@@ -104,7 +105,9 @@ class TorchExport(ExportDocument):
     def _check_sizes(self) -> None:
         for stage, (word, (first, end)) in enumerate(zip(self.recompute, pairwise(self.parts), strict=True)):
             if (count_first_layers(word) or 0) >= end - first:
-                raise ValueError(f"recompute: {word} of stage {stage}, which has {end - first} layers")
+                raise ValueError(
+                    f"recompute: {word} of stage {stage}, which has {format_count(end - first, 'layer')}"
+                )
         if self.micro_batches * self.micro_batch_size != self.mini_batch:
             raise ValueError(
                 f"micro_batches {self.micro_batches} times micro_batch_size {self.micro_batch_size} "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from ...cost_models.errors import FileError
+from ...cost_models.quantities import format_count
 from ...planner.plan_records import Recompute
 from ..formats.first_blocks import first_block_words
 from ..formats.transformer_blocks import NotBlocksError, find_blocks
@@ -64,7 +65,7 @@ def from_counts(counts: Sequence[int], names: Sequence[str], where: str) -> Part
     if model is None or sum(counts) != model.blocks:
         raise partition_error(
             where,
-            f"the balance adds up to {sum(counts)} layers, the profile has {layers}",
+            f"the balance adds up to {format_count(sum(counts), 'layer')}, the profile has {layers}",
             "Name the profile of that model, cut into the same layers: profile=FILE",
         )
     note = f"the list counts the {model.blocks} transformer blocks"

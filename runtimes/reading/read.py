@@ -10,7 +10,8 @@ from itertools import accumulate
 from typing import Any
 
 from ...cost_models.errors import UsageError, short_repr
-from ...cost_models.runtime import OFFLOAD, RUNTIMES
+from ...cost_models.quantities import format_count
+from ...cost_models.runtime import RUNTIMES
 from ...cost_models.schedules import PUBLISHED
 from ...cost_models.schedules.registration import register_order
 from ...cost_models.schedules.schedule_text import read_schedule, write_program
@@ -175,7 +176,7 @@ def with_virtual_stages(partition: Partition, virtual_stages: int | None, where:
         return partition
     if len(partition.ends) % virtual_stages:
         raise UsageError(
-            f"virtual_stages={virtual_stages}: {where} has {len(partition.ends)} stages",
+            f"virtual_stages={virtual_stages}: {where} has {format_count(len(partition.ends), 'stage')}",
             "Give a number that divides them.",
         )
     is_interleaved = virtual_stages > 1 and partition.schedule == "1f1b"
@@ -206,7 +207,7 @@ def from_export(text: str, runtime: str, names: Sequence[str], where: str) -> Pa
     if partition.ends[-1] != len(names):
         raise partition_error(
             where,
-            f"it has {partition.ends[-1]} layers, the profile {len(names)}",
+            f"it has {format_count(partition.ends[-1], 'layer')}, the profile {len(names)}",
             "Name the profile of that model: profile=FILE",
         )
     replicas = getattr(document, "replicas", 1)
@@ -251,8 +252,7 @@ def _partition(document: ExportDocument, names: Sequence[str], where: str) -> Pa
             virtual_stages=len(document.stages[0]),
             schedule=document.order,
             recompute="always" if words == {"always"} else "never" if words == {"never"} else None,
-            # What does not fit as it is would recompute otherwise.
-            stage_recompute=tuple(document.recompute) if OFFLOAD in words else None,
+            stage_recompute=None if words in ({"always"}, {"never"}) else tuple(document.recompute),
         )
     if isinstance(document, HuggingfaceExport):
         return replace(from_device_map(document.device_map, names, where), virtual_stages=1)

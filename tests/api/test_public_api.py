@@ -128,6 +128,10 @@ def test_solve_takes_what_the_command_line_takes(tmp_path: Path, profile: Profil
     topology = pplan.solve(profile, gpus=2, topology=str(tmp_path / "two.toml")).topology
     assert topology == pplan.solve(profile, gpus=2, topology=tmp_path / "two.toml").topology
     assert "8.00 GiB" in topology
+    (tmp_path / "counted.toml").write_text('memory = "8GiB"\ngpus = 2\n')
+    assert pplan.solve(profile, topology=tmp_path / "counted.toml").gpus == 2
+    with pytest.raises(pplan.UsageError, match="how many devices there are is not given"):
+        pplan.solve(profile)
     numpys = pplan.solve(profile, gpus=np.int64(2), bandwidth=np.array([5e9, 1e9]))  # type: ignore[arg-type]
     assert len(numpys.stages) <= 2
     assert numpys.prediction.step_seconds > 0
@@ -139,7 +143,7 @@ def test_solve_takes_what_the_command_line_takes(tmp_path: Path, profile: Profil
         ({"gpus": "2"}, "gpus='2': is not a whole number but of type str"),
         ({"gpus": 2.0}, "gpus=2.0: is not a whole number but of type float"),
         ({"gpus": True}, "gpus=True: is not a whole number but of type bool"),
-        ({"gpus": None}, "gpus=None: is not a whole number"),
+        ({"gpus": None}, "`gpus`: how many devices there are is not given"),
         ({"gpus": 0}, "gpus=0: must be at least 1"),
         ({"gpus_per_node": "8"}, "gpus_per_node='8': is not a whole number"),
         ({"memory_bytes": 16e9}, "memory_bytes=16000000000.0: is not a whole number"),

@@ -138,7 +138,11 @@ def test_help_loads_nothing_heavy(here: Path) -> None:
             "show: no such option: --gpus",
             "It is an option of: pplan solve, pplan import-plan, pplan topology, pplan degrees, pplan lint.",
         ),
-        (["solve"], "solve: missing option '--gpus'", "Give it: pplan solve --gpus N."),
+        (
+            ["solve"],
+            "--gpus: how many devices there are is not given",
+            "Give their number, as in --gpus 8, or a --topology that has it.",
+        ),
         (["profile"], "profile: missing argument 'MODEL'", "Give it: pplan profile MODEL."),
         (["solve", "--gpus"], "solve: option '--gpus' requires an argument", "See pplan solve --help"),
         (["show", "a", "b"], "show: got unexpected extra argument", "See pplan show --help"),

@@ -271,6 +271,8 @@ def test_virtual_stages_in_words() -> None:
     made = outline(0.5, [3, 4, 2, 3], virtual_stages=2, schedule="interleaved")
     words = "2 stages of 3-4-2-3 layers, 2 virtual stages each, 16 x 4, interleaved"
     assert describe_plan(PlanSummary(**made)) == words
+    one = outline(0.5, [1], schedule="1f1b")
+    assert describe_plan(PlanSummary(**one)) == "1 stage of 1 layer, 16 x 4, 1f1b"
 
 
 SHARED = """name,forward_ms,backward_ms,activation_mb,parameter_mb,{}

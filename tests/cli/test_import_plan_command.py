@@ -178,3 +178,25 @@ def test_an_export_keeps_its_devices(profile: Path, here: Path, runtime: str, sc
     assert [rank for stage in few.stages for rank in stage.devices] == list(range(len(used)))
     words = f"it names the devices {', '.join(map(str, used))}, of a machine with more than {len(used)}"
     assert any(note.startswith(words) for note in few.notes)
+
+
+def test_stages_that_recompute_differently(decoder_file: Path) -> None:
+    """As the document says, where there is memory for none to recompute, too; a runtime that recomputes all
+    stages in one way is refused."""
+    machine: dict[str, Any] = {"gpus": 3, "bandwidth": 10e9, "latency": 5e-6, "memory_bytes": 2**30}
+    plan = pplan.import_plan(
+        "3,3,3", decoder_file, mini_batch=16, runtime="torch", schedule="gpipe", **machine
+    )
+    document = json.loads(pplan.export("torch", plan).to_json()) | {"recompute": ["always", "never", "never"]}
+    path = decoder_file.with_name("mixed.torch.json")
+    path.write_text(json.dumps(document))
+    mixed = pplan.import_plan(path, decoder_file, **machine)
+    assert [stage.recompute for stage in mixed.stages] == ["always", "never", "never"]
+    assert pplan.verify(mixed, decoder_file).agrees
+    work = [own.forward_seconds + own.backward_seconds for own in mixed.stages]
+    plain = [own.forward_seconds + own.backward_seconds for own in plan.stages]
+    assert work == pytest.approx([plain[0] + plan.stages[0].forward_seconds, *plain[1:]])
+    with pytest.raises(pplan.UsageError, match="recomputes all stages in one way"):
+        pplan.import_plan(path, decoder_file, runtime="torchgpipe", **machine)
+    alike = pplan.import_plan(path, decoder_file, recompute="never", **machine)
+    assert alike.recompute == "never"

@@ -30,7 +30,7 @@ def test_the_plan_that_is_left(planned: Path, run: Run) -> None:
     assert ran.status == 0
     assert "without device 1:" in ran.out
     assert (
-        " moves the fewest weights of the plans without the lost devices that are at most 20% slower"
+        " moves the fewest weights of the plans without the lost devices that are at most 20 % slower"
         in ran.out
     )
     (path,) = (own for own in Path().glob("*.replan.plan.json"))

@@ -18,6 +18,7 @@ from pplan.planner.joint_search import find_best_plan
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
+from pplan.planner.universal_bound import universal_bound
 from pplan.planner.weight_moves import layers_by_device, list_moves
 
 MakeChain = Callable[..., Chain]
@@ -101,6 +102,8 @@ def test_against_every_plan(seed: int, make_chain: MakeChain) -> None:
     assert answer.plan.step_seconds <= least * (1 + within) * (1 + 1e-9)
     assert answer.moved_bytes == pytest.approx(fewest, abs=len(answer.moves))
     assert set(layers_by_device(answer.plan.proposal)) <= set(ranks)
+    bounds = [universal_bound(problem, [best.config.schedule], least, own) for own in (ranks, range(4))]
+    assert bounds[1] <= bounds[0] <= least * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", [1, 3])
@@ -138,6 +141,15 @@ def test_varied_plans_reach_the_fastest_of_all(
             assert plan.step_seconds == pytest.approx(same.step_seconds)
     assert min(plan.step_seconds for plan in shapes.steps.values()) == pytest.approx(least)
     assert shapes.longest == pytest.approx(1.05 * least)
+
+
+def test_the_bound_is_of_the_devices_that_are_left(make_chain: MakeChain) -> None:
+    """Half of them do no more than half of the work in as long."""
+    problem, _ = solved(make_chain(1, 4, traffic=0.0, cuts=1.1), alike(4), micro_batches=8)
+    whole, left = (universal_bound(problem, ["gpipe"], devices=own) for own in (None, (1, 3)))
+    work = problem.chain.at(1).forward_seconds + problem.chain.at(1).backward_seconds
+    assert left >= 8 * float(work.sum()) / 2 * (1 - 1e-9)
+    assert left > 1.2 * whole
 
 
 def test_a_plan_of_all_devices_is_of_all_that_are_left(make_chain: MakeChain) -> None:
@@ -184,6 +196,8 @@ def test_unlike_devices_against_every_plan_on_one(seed: int, make_chain: MakeCha
     assert answer.fastest_seconds <= min(single, answer.plan.step_seconds) * (1 + 1e-9)
     assert answer.plan.step_seconds <= answer.fastest_seconds * (1 + within) * (1 + 1e-9)
     assert lost not in {rank for ranks in answer.plan.proposal.devices for rank in ranks}
+    left = [rank for rank in range(4) if rank != lost]
+    assert universal_bound(problem, ["1f1b"], single, left) <= answer.fastest_seconds * (1 + 1e-9)
 
 
 def test_a_replica_that_is_gone_moves_nothing(make_chain: MakeChain) -> None:

@@ -377,3 +377,12 @@ def test_peaks_of_interleaved_devices_by_hand() -> None:
                 if one != other
             )
             assert len(set(peaks)) == len(peaks)
+
+
+def test_whole_model_under_other_schedules(problem: Callable[..., Problem]) -> None:
+    """On all devices, also where they do not share a micro-batch evenly: 3, 3 and 2 samples."""
+    own = problem(3, mini_batch=8, micro_batches=1, schedule="zb-h2")
+    replicas = [proposal.replicas for proposal in propose_other_schedules(own, ("zb-h2",), None)]
+    assert (3,) in replicas
+    alone = problem(3, mini_batch=8, micro_batches=8, schedule="zb-h2")
+    assert all(max(own.replicas) == 1 for own in propose_other_schedules(alone, ("zb-h2",), None))

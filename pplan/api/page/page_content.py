@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...cost_models.document import MadeBy
 from ...cost_models.errors import PplanError, UsageError
 from ...cost_models.layer import Chain
+from ...cost_models.quantities import format_count
 from ...cost_models.schedules import SCHEDULES
 from ...cost_models.timeline import simulate
 from ...cost_models.topology import Topology
@@ -16,6 +17,7 @@ from ...planner.assembly import Assembly
 from ...planner.layout import Layout
 from ...planner.overrides import Overrides
 from ...planner.plan_file import Plan
+from ...planner.plan_records import ProfileReference
 from ...planner.plan_simulation import (
     align_profiles,
     assemble_layout,
@@ -23,6 +25,7 @@ from ...planner.plan_simulation import (
     device_memory,
     simulate_plan,
 )
+from ...profiler.importing.importer import UNKNOWN_DEVICE
 from ...profiler.profile_file import Profile
 from ...runtimes.checking.check_report import Check
 from ..plan_answer import answer_lines
@@ -209,11 +212,7 @@ def _origin(sources: PageSources) -> Iterator[tuple[str, str]]:
     plan, profile = sources.plan, sources.profile
     yield "plan", sources.plan_file or "not from a file"
     yield from _made_by("plan", plan.made_by)
-    estimated = "estimated, not measured" if plan.profile.estimated else "measured"
-    yield (
-        "costs of the layers",
-        f"{estimated}, {plan.profile.dtype}, on {plan.profile.device_name or 'unknown'}",
-    )
+    yield "costs of the layers", _costs_origin(plan.profile)
     yield (
         "profile",
         f"{plan.profile.file or 'without a name'}, SHA-256 {plan.profile.sha256[:16] or 'unknown'}",
@@ -222,10 +221,18 @@ def _origin(sources: PageSources) -> Iterator[tuple[str, str]]:
         yield from _made_by("profile", profile.made_by)
         for whole in profile.whole:
             ratio = f"{100 * (whole.closing_ratio - 1):+.1f} %"
-            yield f"layers against the whole model, {whole.micro_batch_size} samples", ratio
+            yield f"layers against the whole model, {format_count(whole.micro_batch_size, 'sample')}", ratio
     yield "devices", plan.topology
     yield "searched", plan.searched
     yield "the bound holds for", plan.prediction.bound_covers
+
+
+def _costs_origin(profile: ProfileReference) -> str:
+    """Whether they were measured, and on which device."""
+    if profile.device == UNKNOWN_DEVICE:
+        return f"from a file that pplan did not measure, {profile.dtype}, on a device that it does not say"
+    estimated = "estimated, not measured" if profile.estimated else "measured"
+    return f"{estimated}, {profile.dtype}, on {profile.device_name or profile.device or 'an unknown device'}"
 
 
 def _made_by(what: str, origin: MadeBy) -> Iterator[tuple[str, str]]:

@@ -115,7 +115,7 @@ def time_table(simulation: Simulation) -> PageTable:
     ]
     note = (
         "fill: idle before the first action; drain: after the last; transfer: idle while data is on its way; "
-        "imbalance: otherwise idle; update: all-reduce and optimizer."
+        "imbalance: otherwise idle; update: all-reduces (the optimizer's own step is not counted)."
     )
     return make_table("Where the time of each stage goes", columns, times, note)
 

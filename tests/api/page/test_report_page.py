@@ -17,7 +17,9 @@ import pytest
 
 import pplan
 from pplan.api.html_report import report
+from pplan.api.page.page_content import _costs_origin
 from pplan.cost_models.quantities import format_bytes, format_seconds
+from pplan.planner.plan_records import ProfileReference
 
 HOSTILE = [
     "</script><script>alert(1)</script>",
@@ -318,3 +320,23 @@ def test_a_faster_plan_stands_among_the_runners_up(toy: tuple[pplan.Profile, ppl
     rows = _rows(parse(report(plan, profile, explanation=explanation).html), "Runner-up plans")
     assert rows["the best for its options"][1] == format_seconds(explanation.better.step_seconds)
     assert rows["the best for its options"][-1] == "-"
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"device": "cuda", "device_name": "H100"}, "measured, float32, on H100"),
+        ({"device": "cpu"}, "measured, float32, on cpu"),
+        (
+            {"device": "analytic", "device_name": "H100", "estimated": True},
+            "estimated, not measured, float32, on H100",
+        ),
+        (
+            {"device": "unknown"},
+            "from a file that pplan did not measure, float32, on a device that it does not say",
+        ),
+        ({}, "measured, float32, on an unknown device"),
+    ],
+)
+def test_costs_that_were_imported_are_not_called_measured(keys: dict[str, object], words: str) -> None:
+    assert _costs_origin(ProfileReference(file="", sha256="", **keys)) == words  # type: ignore[arg-type]

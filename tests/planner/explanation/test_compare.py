@@ -11,8 +11,9 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.quantities import format_seconds
 from pplan.cost_models.topology import Topology
-from pplan.planner.explanation.compare import compare_plans
+from pplan.planner.explanation.compare import _of_planner, compare_plans
 from pplan.planner.explanation.explanation import _notes
+from pplan.planner.joint_search import find_best_plan
 from pplan.planner.planners import PLANNERS
 
 MakeChain = Callable[..., Chain]
@@ -163,3 +164,14 @@ def test_a_plan_of_another_machine_says_so(two: tuple[Any, Any]) -> None:
     assert _notes(best.question, best.plan) == []
     unfit = replace(best.question, fits=False)
     assert _notes(unfit, best.plan) == ["the plan does not fit into the memory of its devices"]
+
+
+def test_the_best_plan_has_no_estimate_of_a_planners(two: tuple[Any, Any]) -> None:
+    """Where a planner proposed it, the estimate is in that planner's row."""
+    context = two[0].question
+    answer = find_best_plan(context.problem)
+    assert answer.best is not None
+    plan = replace(answer.best, proposal=replace(answer.best.proposal, estimate_seconds=2.0))
+    best, own = (_of_planner(context, answer, name, plan, {}) for name in ("best", "pipedream"))
+    assert (best.estimate_seconds, own.estimate_seconds) == (None, 2.0)
+    assert best.step_seconds == own.step_seconds == plan.step_seconds

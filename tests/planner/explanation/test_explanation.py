@@ -18,6 +18,7 @@ from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.explanation.resolve import (
     MANY,
     resolve,
+    resolve_fully,
     with_bandwidth,
     with_slower_layers,
     with_topology,
@@ -331,3 +332,19 @@ def test_slower_layers(make_chain: MakeChain, make_topology: MakeTopology, solve
         assert np.array_equal(after.forward_seconds.T, before.forward_seconds.T * factors)
         assert np.array_equal(after.backward_seconds.T, before.backward_seconds.T * factors)
         assert np.array_equal(after.saved_bytes, before.saved_bytes)
+
+
+def test_what_solving_from_the_beginning_finds_counts(
+    make_chain: MakeChain, make_topology: MakeTopology, solved: Solve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the seeds lead to a slower plan, of which nothing is proven: as under other schedules."""
+    own = solved(make_chain(1, 6), make_topology(3), mini_batch=8)
+    best = resolve(own.question.problem, [])
+    assert best.best is not None
+    slower = replace(best.best, step_seconds=2 * best.best.step_seconds)
+    for exact, expected in ((False, best.best), (True, slower)):
+        far = replace(best, best=slower, exact=exact)
+        monkeypatch.setattr("pplan.planner.explanation.resolve.resolve", lambda *_, far=far: far)
+        answer = resolve_fully(own.question.problem, []).best
+        assert answer is not None
+        assert answer.step_seconds == expected.step_seconds

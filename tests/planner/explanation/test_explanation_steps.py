@@ -49,7 +49,7 @@ def test_each_change_by_itself(
         asked.append(own)
         return SimpleNamespace(best=SimpleNamespace(step_seconds=3.2), exact=len(asked) % 2 == 0)
 
-    monkeypatch.setattr(module, "resolve", resolve)
+    monkeypatch.setattr(module, "resolve_fully", resolve)
     monkeypatch.setattr(module, "summarize", lambda _: None)
     context: Any = SimpleNamespace(
         problem=problem, present=SimpleNamespace(step_seconds=4.0, recompute=("never",))
@@ -78,7 +78,7 @@ def test_changes_without_a_plan(
         problem=problem, present=SimpleNamespace(step_seconds=4.0, recompute=("never",))
     )
     plan: Any = SimpleNamespace(profile=SimpleNamespace(tensor_parallel=1), device_kind="CPU")
-    monkeypatch.setattr(module, "resolve", lambda *_: SimpleNamespace(best=None, exact=True))
+    monkeypatch.setattr(module, "resolve_fully", lambda *_: SimpleNamespace(best=None, exact=True))
     answers = list(solve_what_ifs(context, [], plan, launches=False))
     assert answers[0].change == "one more CPU"
     assert [(own.plan, own.reason, own.proven) for own in answers] == [(None, "no plan fits", False)] * 5
@@ -86,7 +86,7 @@ def test_changes_without_a_plan(
     def refuse(*_: Any) -> Any:
         raise UsageError("it cannot be", "")
 
-    monkeypatch.setattr(module, "resolve", refuse)
+    monkeypatch.setattr(module, "resolve_fully", refuse)
     answers = list(solve_what_ifs(context, [], plan, launches=False))
     assert [(own.plan, own.faster, own.reason) for own in answers] == [(None, None, "it cannot be")] * 5
 

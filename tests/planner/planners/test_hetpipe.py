@@ -48,6 +48,8 @@ def test_policies(make_chain: MakeChain) -> None:
     assert virtual_workers(three, "HD") == "takes half of each of two nodes"
     deep = Problem(make_chain(1, 3, cuts=1.1), cluster(1, 4), PlanOptions(mini_batch=16))
     assert find_hetpipe_plan(deep, "NP") == "virtual workers of 4 devices: the cuts make 3 stages"
+    whole = Problem(make_chain(1, 1), cluster(1, 4), PlanOptions(mini_batch=16))
+    assert find_hetpipe_plan(whole, "NP") == "virtual workers of 4 devices: the cuts make 1 stage"
     as_deep = Problem(make_chain(1, 4, cuts=1.1), cluster(1, 4), PlanOptions(mini_batch=16))
     plan = find_hetpipe_plan(as_deep, "NP")
     assert not isinstance(plan, str)

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 import pplan
 from pplan.profiler import measurement_target
 from pplan.profiler.chain import block_rows, layers
+from pplan.profiler.chain.operation_record import OperationRecord
 from pplan.profiler.graphs.frontends import MANY
+from pplan.profiler.user_model.loaded_model import ModelInput
 
 WIDTH = 8
 ODD = 6
@@ -270,3 +272,22 @@ def test_rows_are_found() -> None:
     assert longest("aaaaaaab" * 8) == range(17, 33)
     assert longest("a" * 13 + "b" + "a" * 13) is None
     assert longest("a" * 14 + "b" + "a" * 25) == range(18, 37)
+
+
+@pytest.mark.parametrize("method", ["begin", "end"])
+def test_an_error_of_its_own_hooks_is_not_taken_for_the_models(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """It was: the model was traced whole, and nobody knew. One that fails by itself is traced whole."""
+    model, example = Model("." * 10).to("meta"), ModelInput((torch.ones(2, WIDTH, device="meta"),), {})
+    assert block_rows._run(model, list(model.blocks), example) is not None
+    with monkeypatch.context() as broken:
+        broken.setattr(model.blocks[3], "forward", lambda *_: 1 / 0)
+        assert block_rows._run(model, list(model.blocks), example) is None
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(OperationRecord, method, fail)
+    with pytest.raises(ZeroDivisionError):
+        block_rows._run(model, list(model.blocks), example)

@@ -283,9 +283,11 @@ def test_a_plan_comes_back_from_what_was_exported(
         assert own.schedule == (None if document.actions else made.schedule)
 
 
-def test_stages_that_offload_come_back_as_they_are(make_decoder_plan: MakePlan) -> None:
+@pytest.mark.parametrize("words", [["never", "offload"], ["always", "never"], ["first_2", "never"]])
+def test_stages_that_recompute_differently_come_back_as_they_are(
+    make_decoder_plan: MakePlan, words: list[str]
+) -> None:
     document, _ = export("torch", make_decoder_plan([4, 8]))
-    words = ["never", "offload"]
     made = read(document.model_copy(update={"recompute": words}).to_json())
     assert (made.runtime, made.recompute, made.stage_recompute) == ("torch", None, tuple(words))
 
