@@ -29,9 +29,9 @@ Division = tuple[tuple[int, ...], StepEstimate]
 
 ROOT_PATHS, BOX_PATHS = 40, 4
 """Critical paths that are added for all divisions, and for a part of them."""
-_CLOSE = 1e-4
+_CLOSE = 1e-8
 """Of the step of a programme's solution: from there on further paths are not worth while."""
-_GAIN = 1e-6
+_GAIN = 1e-8
 """Of its value, that a path must add."""
 _WHOLE = 1e-4
 """What is left of a block that is taken for none."""
@@ -50,13 +50,15 @@ class _Open:
 
 
 class DivisionSearch:
-    """Of one combination, one box at a time. `best`: the fastest division that it tried and that fits."""
+    """Of one combination, one box at a time. `best`: the fastest division that it tried and that fits;
+    `boxes` that it looked into, and `work`: variables of all programmes that it solved."""
 
     def __init__(self, layers: LayerTable, memory_bytes: float) -> None:
         self.layers, self.memory_bytes = layers, memory_bytes
         self.programme = DivisionProgramme(layers, memory_bytes)
         self.best: Division | None = None
-        self.boxes = 0
+        self.boxes = self.work = 0
+        self._number = 0
         self._tried: set[tuple[int, ...]] = set()
         self._closed = float("inf")
         self._open = [_Open(0.0, 0, self.programme.whole_box(), self.programme.table())]
@@ -88,7 +90,7 @@ class DivisionSearch:
         """A box, or, where it is a single division, what that takes."""
         counts = box.counts
         if counts is None:
-            self._number = getattr(self, "_number", 0) + 1
+            self._number += 1
             heapq.heappush(self._open, _Open(seconds, self._number, box, table))
             return
         self._try(counts)
@@ -99,7 +101,7 @@ class DivisionSearch:
         """The programme of a box, with critical paths of its solutions, and divisions near them tried."""
         programme = self.programme
         own.table = own.table.copy()
-        solution = programme.solve(own.box, own.table, enough)
+        solution = self._bound_of(own, enough)
         for _ in range(ROOT_PATHS if self.boxes == 1 else BOX_PATHS):
             if solution.seconds >= enough or not self._paths_help:
                 break
@@ -107,12 +109,16 @@ class DivisionSearch:
             pipeline = programme.add_path(programme.seconds_of(solution.amounts))
             if (pipeline + update) * (1 - _CLOSE) <= solution.seconds:
                 break
-            before, solution = solution.seconds, programme.solve(own.box, own.table, enough)
+            before, solution = solution.seconds, self._bound_of(own, enough)
             if solution.seconds <= before * (1 + _GAIN):
                 break
         if solution.seconds < enough:
             self._try_near(solution.amounts.sum(axis=0))
         return solution
+
+    def _bound_of(self, own: _Open, enough: float) -> BoxSolution:
+        self.work += own.table.rows
+        return self.programme.solve(own.box, own.table, enough)
 
     def _parts(self, box: DivisionBox, solution: BoxSolution) -> list[DivisionBox]:
         """Parts of a box, in none of which the solution's amounts are allowed if they are no whole blocks."""
