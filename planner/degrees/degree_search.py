@@ -48,9 +48,9 @@ MOST_PLANS = 10
 
 MOST_FITTED = 8
 """Interleaved pipelines of which blocks are moved until they fit."""
-SAME = 1e-9
-"""Of a step's seconds: what is faster by less is as fast."""
-MOST_WORK = 400_000
+SAME = 1e-6
+"""Of a step's seconds: what is faster by less is not looked for."""
+MOST_WORK = 60_000
 """Of the search of divisions of interleaved pipelines, as `DivisionSearch.work` counts it."""
 
 
@@ -145,8 +145,7 @@ def search_degrees(
         raise _nothing_fits(shape, devices, count, plans.attempts, memory_bytes)
     plans.improve()
     plans.search_divisions()
-    best = _step_seconds(plans.plans[0])
-    bound = best if plans.bound >= best * (1 - SAME) else plans.bound
+    bound = min(plans.bound, _step_seconds(plans.plans[0]))
     return DegreeAnswer(shape, devices, options, costs, plans.plans, bound, count, memory_bytes)
 
 

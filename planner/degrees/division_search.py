@@ -35,8 +35,10 @@ _GAIN = 1e-8
 """Of its value, that a path must add."""
 _WHOLE = 1e-4
 """What is left of a block that is taken for none."""
-_MOST_FORWARDS = 4096
+_MOST_FORWARDS = 8192
 """Of steps that are simulated for paths."""
+_FORWARDS_OF_WORK = 16
+"""That are simulated in the time in which a programme with one more variable is solved."""
 
 
 @dataclass(order=True)
@@ -51,7 +53,8 @@ class _Open:
 
 class DivisionSearch:
     """Of one combination, one box at a time. `best`: the fastest division that it tried and that fits;
-    `boxes` that it looked into, and `work`: variables of all programmes that it solved."""
+    `boxes` that it looked into, and `work`: limits of all programmes that it solved, and what
+    was simulated for their paths."""
 
     def __init__(self, layers: LayerTable, memory_bytes: float) -> None:
         self.layers, self.memory_bytes = layers, memory_bytes
@@ -62,7 +65,8 @@ class DivisionSearch:
         self._tried: set[tuple[int, ...]] = set()
         self._closed = float("inf")
         self._open = [_Open(0.0, 0, self.programme.whole_box(), self.programme.table())]
-        self._paths_help = layers.setting.micro_batches * layers.slots <= _MOST_FORWARDS
+        self._forwards = layers.setting.micro_batches * layers.slots
+        self._paths_help = self._forwards <= _MOST_FORWARDS
 
     @property
     def bound_seconds(self) -> float:
@@ -106,7 +110,7 @@ class DivisionSearch:
             if solution.seconds >= enough or not self._paths_help:
                 break
             update = self.layers.least_update_seconds
-            pipeline = programme.add_path(programme.seconds_of(solution.amounts))
+            pipeline = self._add_path(solution.amounts)
             if (pipeline + update) * (1 - _CLOSE) <= solution.seconds:
                 break
             before, solution = solution.seconds, self._bound_of(own, enough)
@@ -115,6 +119,10 @@ class DivisionSearch:
         if solution.seconds < enough:
             self._try_near(solution.amounts.sum(axis=0))
         return solution
+
+    def _add_path(self, amounts: Array) -> float:
+        self.work += self._forwards // _FORWARDS_OF_WORK
+        return self.programme.add_path(self.programme.seconds_of(amounts))
 
     def _bound_of(self, own: _Open, enough: float) -> BoxSolution:
         self.work += own.table.rows
@@ -155,7 +163,7 @@ class DivisionSearch:
         if self.layers.peak_bytes(counts) > self.memory_bytes:
             return
         if self._paths_help:
-            self.programme.add_path(self.programme.seconds_of(self.programme.amounts_of(counts)))
+            self._add_path(self.programme.amounts_of(counts))
         estimate = estimate_stages(self.layers, counts)
         if estimate.step_seconds < most:
             self.best = improve_division(self.layers, counts, self.memory_bytes)
