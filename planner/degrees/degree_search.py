@@ -50,7 +50,7 @@ MOST_FITTED = 8
 """Interleaved pipelines of which blocks are moved until they fit."""
 SAME = 1e-6
 """Of a step's seconds: what is faster by less is not looked for."""
-MOST_WORK = 60_000
+MOST_WORK = 150_000
 """Of the search of divisions of interleaved pipelines, as `DivisionSearch.work` counts it."""
 
 
@@ -273,9 +273,7 @@ class _BestPlans:
             before = search.work
             search.advance(best * (1 - SAME))
             work += search.work - before
-            heapq.heapreplace(
-                self._interleaved, (max(lower, search.bound_seconds), number, layers, one)
-            )
+            heapq.heapreplace(self._interleaved, (max(lower, search.bound_seconds), number, layers, one))
             if search.best is not None:
                 self._keep(DegreePlan(one.degrees, one.setting, *search.best, layers))
 

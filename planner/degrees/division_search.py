@@ -12,7 +12,6 @@ Whole divisions near each solution are tried as plans.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,26 +83,23 @@ class DivisionSearch:
         if solution.seconds >= enough:
             self._closed = min(self._closed, max(solution.seconds, own.seconds))
             return
-        if self.best is not None:
-            enough = min(enough, self.best[1].step_seconds)
         for box in self._parts(own.box, solution):
             if not box.is_empty:
-                self._push(max(own.seconds, solution.seconds), box, own.table)
+                self._push(max(own.seconds, solution.seconds), box, own.table, enough)
 
-    def _push(self, seconds: float, box: DivisionBox, table: SimplexTable) -> None:
+    def _push(self, seconds: float, box: DivisionBox, table: SimplexTable, enough: float) -> None:
         """A box, or, where it is a single division, what that takes."""
         counts = box.counts
         if counts is None:
             self._number += 1
             heapq.heappush(self._open, _Open(seconds, self._number, box, table))
             return
-        self._try(counts)
+        self._try(counts, enough)
         if self.layers.peak_bytes(counts) <= self.memory_bytes:
             self._closed = min(self._closed, estimate_stages(self.layers, counts).step_seconds)
 
     def _solve(self, own: _Open, enough: float) -> BoxSolution:
         """The programme of a box, with critical paths of its solutions, and divisions near them tried."""
-        programme = self.programme
         own.table = own.table.copy()
         solution = self._bound_of(own, enough)
         for _ in range(ROOT_PATHS if self.boxes == 1 else BOX_PATHS):
@@ -117,12 +113,12 @@ class DivisionSearch:
             if solution.seconds <= before * (1 + _GAIN):
                 break
         if solution.seconds < enough:
-            self._try_near(solution.amounts.sum(axis=0))
+            self._try_near(solution.amounts.sum(axis=0), enough)
         return solution
 
     def _add_path(self, amounts: Array) -> float:
         self.work += self._forwards // _FORWARDS_OF_WORK
-        return self.programme.add_path(self.programme.seconds_of(amounts))
+        return self.programme.add_path(self.programme.stage_seconds(amounts))
 
     def _bound_of(self, own: _Open, enough: float) -> BoxSolution:
         self.work += own.table.rows
@@ -146,7 +142,7 @@ class DivisionSearch:
         most = min(int(counts[place]), int(box.high[place]) - 1)
         return list(box.split_slot(place, most))
 
-    def _try_near(self, amounts: Array) -> None:
+    def _try_near(self, amounts: Array, enough: float) -> None:
         """The whole division nearest to these amounts, with blocks moved until it fits."""
         counts = round_division(self.layers, amounts.tolist())
         if counts in self._tried:
@@ -154,16 +150,16 @@ class DivisionSearch:
         self._tried.add(counts)
         fitting = fit_division(self.layers, counts, self.memory_bytes)
         if fitting is not None:
-            self._try(fitting)
+            self._try(fitting, enough)
 
-    def _try(self, counts: tuple[int, ...]) -> None:
-        most = float("inf") if self.best is None else self.best[1].step_seconds
+    def _try(self, counts: tuple[int, ...], enough: float) -> None:
+        """As a plan, if it may take less than `enough` seconds; and its critical path."""
+        most = enough if self.best is None else min(enough, self.best[1].step_seconds)
         if interleaved_bound(self.layers, counts) >= most:
             return
         if self.layers.peak_bytes(counts) > self.memory_bytes:
             return
         if self._paths_help:
-            self._add_path(self.programme.amounts_of(counts))
-        estimate = estimate_stages(self.layers, counts)
-        if estimate.step_seconds < most:
+            self._add_path(self.programme.whole_amounts(counts))
+        if estimate_stages(self.layers, counts).step_seconds < most:
             self.best = improve_division(self.layers, counts, self.memory_bytes)

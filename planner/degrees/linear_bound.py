@@ -67,7 +67,9 @@ class DivisionProgramme:
         parts = [[(0, PassSeconds(0.0, 0.0)), *layers.fixed_parts(slot)] for slot in range(slots)]
         self._fixed = np.array([[sum(n * own[way] for n, own in each) for each in parts] for way in (0, 1)])
         self._transfers = np.array([layers.transfer_seconds(slot) for slot in range(slots - 1)])
-        self._before = np.cumsum([[0, *(own is kind for own in layers.shape.routed)] for kind in self._kinds], 1)
+        self._before = np.cumsum(
+            [[0, *(own is kind for own in layers.shape.routed)] for kind in self._kinds], 1
+        )
         self.masks = self._groups()
         # Of paths by row and virtual stage, and beside.
         self._paths: list[Array] = []
@@ -137,11 +139,11 @@ class DivisionProgramme:
             self._append(self._seconds @ actions, float(constant))
         return float(timeline.step_seconds)
 
-    def seconds_of(self, amounts: Array) -> Array:
+    def stage_seconds(self, amounts: Array) -> Array:
         """Of virtual stages with so much of each row, forward and backward."""
         return np.asarray(self._fixed + self._seconds.T @ amounts)
 
-    def amounts_of(self, counts: Sequence[int]) -> Array:
+    def whole_amounts(self, counts: Sequence[int]) -> Array:
         """By row and virtual stage, of a division."""
         setting, amounts = self.layers.setting, np.zeros((len(self._rows), len(counts)))
         for slot, own in enumerate(block_ranges(counts)):

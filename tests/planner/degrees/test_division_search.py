@@ -95,7 +95,9 @@ def all_steps(layers: LayerTable) -> dict[tuple[int, ...], StepEstimate]:
 
 def memory_limit(random: Random, steps: dict[tuple[int, ...], StepEstimate]) -> float:
     peaks = sorted(own.peak_bytes for own in steps.values())
-    return random.choice((NO_LIMIT, peaks[0], peaks[0] * 0.999, peaks[len(peaks) // 3], peaks[len(peaks) // 2]))
+    return random.choice(
+        (NO_LIMIT, peaks[0], peaks[0] * 0.999, peaks[len(peaks) // 3], peaks[len(peaks) // 2])
+    )
 
 
 def search_to_the_end(layers: LayerTable, limit: float, fastest: float) -> DivisionSearch:
@@ -157,13 +159,17 @@ def test_no_prices_are_above_a_division(seed: int) -> None:
     limit = memory_limit(random, steps)
     programme = DivisionProgramme(layers, limit)
     for counts in random.sample(list(steps), min(4, len(steps))):
-        programme.add_path(programme.seconds_of(programme.amounts_of(counts)))
+        programme.add_path(programme.stage_seconds(programme.whole_amounts(counts)))
     fixed, paths = programme._fixed_columns.shape[1], len(programme._paths)
     for _ in range(30):
         box = random_box(random, programme.whole_box())
         prices = numbers.exponential(size=fixed + paths) * (numbers.random(fixed + paths) < numbers.random())
         least = min(
-            (own.step_seconds for counts, own in steps.items() if own.peak_bytes <= limit and holds(box, counts)),
+            (
+                own.step_seconds
+                for counts, own in steps.items()
+                if own.peak_bytes <= limit and holds(box, counts)
+            ),
             default=NO_LIMIT,
         )
         assert programme.value(prices, box) <= least * (1 + 1e-9)
@@ -177,7 +183,9 @@ def random_box(random: Random, box: DivisionBox) -> DivisionBox:
         if random.random() < 0.5 and box.low[slot] < box.high[slot]:
             parts = box.split_slot(slot, random.randrange(box.low[slot], box.high[slot]))
         elif box.device_low[device] < box.device_high[device]:
-            parts = box.split_device(device, random.randrange(box.device_low[device], box.device_high[device]))
+            parts = box.split_device(
+                device, random.randrange(box.device_low[device], box.device_high[device])
+            )
         else:
             continue
         box = random.choice([own for own in parts if not own.is_empty] or [box])
@@ -195,7 +203,7 @@ def holds(box: DivisionBox, counts: tuple[int, ...]) -> bool:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_parts_of_a_box_have_all_of_its_divisions(seed: int) -> None:
-    """Each division is in exactly one of both parts; no stage has or begins with another block than allowed."""
+    """Each division is in exactly one of both; no stage has, or begins with, another block than it may."""
     random = Random(seed)
     devices, virtual, blocks = random.choice((1, 2, 3)), random.choice((1, 2)), random.randint(3, 7)
     slots = devices * virtual
@@ -216,14 +224,15 @@ def test_parts_of_a_box_have_all_of_its_divisions(seed: int) -> None:
             assert (starts <= last).all()
         assert box.is_empty == (not inside) or not inside
         assert box.counts is None or inside in ([box.counts], [])
-        parts = []
-        for slot in range(slots):
-            if box.low[slot] < box.high[slot]:
-                parts.append(list(box.split_slot(slot, random.randrange(box.low[slot], box.high[slot]))))
-        for device in range(devices):
-            if box.device_low[device] < box.device_high[device]:
-                most = random.randrange(box.device_low[device], box.device_high[device])
-                parts.append(list(box.split_device(device, most)))
+        stages = [slot for slot in range(slots) if box.low[slot] < box.high[slot]]
+        owners = [own for own in range(devices) if box.device_low[own] < box.device_high[own]]
+        parts = [
+            *(list(box.split_slot(own, random.randrange(box.low[own], box.high[own]))) for own in stages),
+            *(
+                list(box.split_device(own, random.randrange(box.device_low[own], box.device_high[own])))
+                for own in owners
+            ),
+        ]
         for both in parts:
             for counts in inside:
                 assert sum(holds(own, counts) for own in both) == 1
@@ -233,14 +242,14 @@ def test_parts_of_a_box_have_all_of_its_divisions(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_amounts_of_a_division(seed: int) -> None:
+def test_rows_and_stages_take_as_long_as_their_division(seed: int) -> None:
     """Rows and virtual stages take as long as the stages of the division."""
     layers = interleaved_table(Random(seed))
     programme = DivisionProgramme(layers, NO_LIMIT)
     for counts in list(divisions(layers))[:20]:
-        amounts = programme.amounts_of(counts)
+        amounts = programme.whole_amounts(counts)
         assert (amounts.sum(axis=0) == counts).all()
-        seconds = programme.seconds_of(amounts).sum(axis=0)
+        seconds = programme.stage_seconds(amounts).sum(axis=0)
         ends = np.append(0, np.cumsum(counts))
         for slot in range(layers.slots):
             own = layers.seconds(range(int(ends[slot]), int(ends[slot + 1])), slot)
