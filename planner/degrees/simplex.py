@@ -67,9 +67,8 @@ class SimplexTable:
     def copy(self) -> SimplexTable:
         """One that goes on by itself."""
         other = copy(self)
-        other._table, other._inside, other._outside = (
-            own.copy() for own in (self._table, self._inside, self._outside)
-        )
+        other._table = self._table.copy()
+        other._inside, other._outside = self._inside.copy(), self._outside.copy()
         return other
 
     def add(self, objective: Array, matrix: Array) -> None:
