@@ -337,10 +337,16 @@ class LayerTable(LayerSeconds):
     def _placeholders(self, blocks: Sequence[range], predictors: bool) -> float:
         """Transformer Engine returns for a weight whose gradient was added up elsewhere an empty tensor in
         its place; it keeps one for each shape of a weight."""
-        shape = self.shape
         kinds = {routed for own in blocks for routed, _ in self._kinds(own)}
-        kinds |= {shape.routed[-1]} if predictors else set()
-        layers = [self._on_device(shape.feed_forward_parameters(routed)) for routed in sorted(kinds)]
+        kinds |= {self.shape.routed[-1]} if predictors else set()
+        key = "placeholders", *sorted(kinds)
+        if key not in self._beside:
+            self._beside[key] = self._placeholder_bytes(sorted(kinds))
+        return self._beside[key]
+
+    def _placeholder_bytes(self, kinds: Sequence[bool]) -> float:
+        shape = self.shape
+        layers = [self._on_device(shape.feed_forward_parameters(routed)) for routed in kinds]
         if layers:
             layers.append(self._on_device(shape.attention_parameters()))
         experts = 1 if shape.experts is None else shape.experts.number // self.degrees.expert

@@ -28,6 +28,8 @@ Division = tuple[tuple[int, ...], StepEstimate]
 
 ROOT_PATHS, BOX_PATHS = 40, 4
 """Critical paths that are added for all divisions, and for a part of them."""
+FITTED = 4
+"""Boxes, the first ones, near whose solutions blocks are moved until a division fits."""
 _CLOSE = 1e-8
 """Of the step of a programme's solution: from there on further paths are not worth while."""
 _GAIN = 1e-8
@@ -148,6 +150,9 @@ class DivisionSearch:
         if counts in self._tried:
             return
         self._tried.add(counts)
+        if self.boxes > FITTED:
+            self._try(counts, enough)
+            return
         fitting = fit_division(self.layers, counts, self.memory_bytes)
         if fitting is not None:
             self._try(fitting, enough)
