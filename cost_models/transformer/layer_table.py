@@ -18,7 +18,6 @@ from .transformer_shape import TransformerShape
 from .weight_update import GRADIENT, STATE, WEIGHT
 
 LIBRARIES = 0.22e9
-
 """Bytes that cuBLAS, cuDNN and Transformer Engine keep: what is left of the memory of the published B200
 steps when all else is taken off (0.21 to 0.25 GB in four of them)."""
 
@@ -338,16 +337,14 @@ class LayerTable(LayerSeconds):
         """Transformer Engine returns for a weight whose gradient was added up elsewhere an empty tensor in
         its place; it keeps one for each shape of a weight."""
         kinds = {routed for own in blocks for routed, _ in self._kinds(own)}
-        kinds |= {self.shape.routed[-1]} if predictors else set()
-        key = "placeholders", *sorted(kinds)
+        key = "placeholders", *sorted(kinds | ({self.shape.routed[-1]} if predictors else set()))
         if key not in self._beside:
-            self._beside[key] = self._placeholder_bytes(sorted(kinds))
+            self._beside[key] = self._placeholder_bytes(key[1:])
         return self._beside[key]
 
     def _placeholder_bytes(self, kinds: Sequence[bool]) -> float:
         shape = self.shape
-        layers = [self._on_device(shape.feed_forward_parameters(routed)) for routed in kinds]
-        if layers:
+        if layers := [self._on_device(shape.feed_forward_parameters(routed)) for routed in kinds]:
             layers.append(self._on_device(shape.attention_parameters()))
         experts = 1 if shape.experts is None else shape.experts.number // self.degrees.expert
         return NUMBER * sum(layer.dense + layer.routed / experts for layer in layers)
