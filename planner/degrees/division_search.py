@@ -63,7 +63,7 @@ class DivisionSearch:
         self.best: Division | None = None
         self.boxes = self.work = 0
         self._number = 0
-        self._tried: set[tuple[int, ...]] = set()
+        self._trials: set[tuple[int, ...]] = set()
         self._closed = float("inf")
         self._open = [_Open(0.0, 0, self.programme.whole_box(), self.programme.table())]
         self._forwards = layers.setting.micro_batches * layers.slots
@@ -147,9 +147,9 @@ class DivisionSearch:
     def _try_near(self, amounts: Array, enough: float) -> None:
         """The whole division nearest to these amounts, with blocks moved until it fits."""
         counts = round_division(self.layers, amounts.tolist())
-        if counts in self._tried:
+        if counts in self._trials:
             return
-        self._tried.add(counts)
+        self._trials.add(counts)
         if self.boxes > FITTED:
             self._try(counts, enough)
             return

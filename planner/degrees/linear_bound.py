@@ -74,7 +74,7 @@ class DivisionProgramme:
         # Of paths by row and virtual stage, and beside.
         self._paths: list[Array] = []
         self._constants: list[float] = []
-        self._seen: set[bytes] = set()
+        self._keys: set[bytes] = set()
         self._all: Array | None = None
         self._fixed_columns, self._fixed_objective = self._columns(memory_bytes)
         times = _times(layers.degrees.pipeline, setting.virtual_stages, setting.micro_batches)
@@ -100,9 +100,9 @@ class DivisionProgramme:
         """The programme of a box, from the last prices of the table on; no more than `enough` seconds need be
         known."""
         objective, own = self._objective(box), self._matrix()
-        known = table.variables - len(self._fixed_objective)
-        if known < len(self._paths):
-            table.add(np.array(self._constants[known:]), own[:, table.variables :])
+        before = table.variables - len(self._fixed_objective)
+        if before < len(self._paths):
+            table.add(np.array(self._constants[before:]), own[:, table.variables :])
         table.change(objective)
         solution = table.solve(enough)
         value = self.value(solution.values, box)
@@ -133,8 +133,8 @@ class DivisionProgramme:
         counts = count_critical_path(program, timeline.run, np.zeros(layers.slots))
         # From a device's virtual stages one after another to the order in which a micro-batch meets them.
         actions = counts.actions[:, :2].reshape(stages, virtual, 2).swapaxes(0, 1).reshape(-1, 2).T
-        if counts.key not in self._seen:
-            self._seen.add(counts.key)
+        if counts.key not in self._keys:
+            self._keys.add(counts.key)
             constant = (actions * self._fixed).sum() + counts.transfers[0] @ self._transfers
             self._append(self._seconds @ actions, float(constant))
         return float(timeline.step_seconds)
