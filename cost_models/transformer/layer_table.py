@@ -334,12 +334,12 @@ class LayerTable(LayerSeconds):
         return [sum(self.ledger(self.own_blocks(ranges, each), each).values()) for each in devices]
 
     def _placeholders(self, blocks: Sequence[range], predictors: bool) -> float:
-        """Transformer Engine returns for a weight whose gradient was added up elsewhere an empty tensor in
-        its place; it keeps one for each shape of a weight."""
-        kinds = {routed for own in blocks for routed, _ in self._kinds(own)}
-        key = "placeholders", *sorted(kinds | ({self.shape.routed[-1]} if predictors else set()))
+        """Transformer Engine keeps an empty tensor for each shape of a weight whose gradient is elsewhere."""
+        last = {self.shape.routed[-1]} if predictors else set()
+        kinds = sorted({routed for own in blocks for routed, _ in self._kinds(own)} | last)
+        key = "placeholders", *kinds
         if key not in self._beside:
-            self._beside[key] = self._placeholder_bytes(key[1:])
+            self._beside[key] = self._placeholder_bytes(kinds)
         return self._beside[key]
 
     def _placeholder_bytes(self, kinds: Sequence[bool]) -> float:

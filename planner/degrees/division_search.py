@@ -103,7 +103,7 @@ class DivisionSearch:
     def _solve(self, own: _Open, enough: float) -> BoxSolution:
         """The programme of a box, with critical paths of its solutions, and divisions near them tried."""
         own.table = own.table.copy()
-        solution = self._bound_of(own, enough)
+        solution = self._solve_programme(own, enough)
         for _ in range(ROOT_PATHS if self.boxes == 1 else BOX_PATHS):
             if solution.seconds >= enough or not self._paths_help:
                 break
@@ -111,7 +111,7 @@ class DivisionSearch:
             pipeline = self._add_path(solution.amounts)
             if (pipeline + update) * (1 - _CLOSE) <= solution.seconds:
                 break
-            before, solution = solution.seconds, self._bound_of(own, enough)
+            before, solution = solution.seconds, self._solve_programme(own, enough)
             if solution.seconds <= before * (1 + _GAIN):
                 break
         if solution.seconds < enough:
@@ -122,7 +122,7 @@ class DivisionSearch:
         self.work += self._forwards // _FORWARDS_OF_WORK
         return self.programme.add_path(self.programme.stage_seconds(amounts))
 
-    def _bound_of(self, own: _Open, enough: float) -> BoxSolution:
+    def _solve_programme(self, own: _Open, enough: float) -> BoxSolution:
         self.work += own.table.rows
         return self.programme.solve(own.box, own.table, enough)
 
