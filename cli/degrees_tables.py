@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     )
 
 
+SAME = 1.1e-6
+"""A gap up to which an answer is optimal: a millionth, as the search has it."""
 MOST_PRINTED = 1000
 """Characters of what a trainer takes."""
 
@@ -51,9 +53,7 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
             f"{format_seconds(best.update_seconds)}; {_schedule(best)}, "
             f"{format_count(best.micro_batches, 'micro-batch')} of {best.micro_batch_size}; "
             f"{_recompute_clause(best)}{_predictors(best)}.",
-            f"Best found; at most {percent(max(document.gap, 0.0))} from the proven bound of "
-            f"{format_seconds(document.bound_seconds)} (any of {document.combinations} combinations, "
-            "with every division of the layers that fits).",
+            _proof(document),
         ],
     )
     plans: list[Column[PlanEntry]] = [
@@ -95,6 +95,18 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
     _print_by_stage(document, console)
     _print_arguments(best, console)
     print_notes(console, [*best.remarks, *document.notes])
+
+
+def _proof(document: DegreesFile) -> str:
+    """How far from the best the answer may be; to a millionth, its figures have no more digits."""
+    searched = f"any of {document.combinations} combinations, with every division of the layers that fits"
+    if document.gap <= SAME:
+        faster = "faster" if document.gap <= 0 else "faster by more than a millionth"
+        return f"Optimal in the search space ({searched}): none of these plans is {faster}."
+    return (
+        f"Best found; at most {percent(document.gap)} from the proven bound of "
+        f"{format_seconds(document.bound_seconds)} ({searched})."
+    )
 
 
 def _print_host_bytes(best: PlanEntry, console: Console) -> None:

@@ -18,7 +18,6 @@ from .transformer_shape import TransformerShape
 from .weight_update import GRADIENT, STATE, WEIGHT
 
 LIBRARIES = 0.22e9
-
 """Bytes that cuBLAS, cuDNN and Transformer Engine keep: what is left of the memory of the published B200
 steps when all else is taken off (0.21 to 0.25 GB in four of them)."""
 
@@ -335,13 +334,17 @@ class LayerTable(LayerSeconds):
         return [sum(self.ledger(self.own_blocks(ranges, each), each).values()) for each in devices]
 
     def _placeholders(self, blocks: Sequence[range], predictors: bool) -> float:
-        """Transformer Engine returns for a weight whose gradient was added up elsewhere an empty tensor in
-        its place; it keeps one for each shape of a weight."""
+        """Transformer Engine keeps an empty tensor for each shape of a weight whose gradient is elsewhere."""
+        last = {self.shape.routed[-1]} if predictors else set()
+        kinds = sorted({routed for own in blocks for routed, _ in self._kinds(own)} | last)
+        key = "placeholders", *kinds
+        if key not in self._beside:
+            self._beside[key] = self._placeholder_bytes(kinds)
+        return self._beside[key]
+
+    def _placeholder_bytes(self, kinds: Sequence[bool]) -> float:
         shape = self.shape
-        kinds = {routed for own in blocks for routed, _ in self._kinds(own)}
-        kinds |= {shape.routed[-1]} if predictors else set()
-        layers = [self._on_device(shape.feed_forward_parameters(routed)) for routed in sorted(kinds)]
-        if layers:
+        if layers := [self._on_device(shape.feed_forward_parameters(routed)) for routed in kinds]:
             layers.append(self._on_device(shape.attention_parameters()))
         experts = 1 if shape.experts is None else shape.experts.number // self.degrees.expert
         return NUMBER * sum(layer.dense + layer.routed / experts for layer in layers)

@@ -118,9 +118,10 @@ def chunks_in_flight(
     actions = interleaved.device_actions(device, stages, min(micro_batches, 4 * stages), virtual_stages)
     counts = [0] * virtual_stages
     states: set[tuple[int, ...]] = set()
-    for action in actions:
+    for action, following in zip(actions, [*actions[1:], None], strict=True):
         counts[action.chunk] += 1 if action.kind == "F" else -1
-        if action.kind == "F":
+        # Before another forward it holds less than behind that.
+        if action.kind == "F" and (following is None or following.kind != "F"):
             states.add(tuple(counts))
     peaks: list[tuple[int, ...]] = []
     for own in sorted(states, key=sum, reverse=True):

@@ -31,9 +31,9 @@ from .degree_combinations import (
 )
 from .degree_options import DegreeOptions
 from .division_bound import least_division
+from .division_search import DivisionSearch
 from .interleaved_bound import interleaved_bound, least_interleaved
 from .layer_degrees import LayerPlan
-from .linear_bound import DivisionProgramme
 from .stage_degree_search import StageAnswer
 from .stage_divisions import (
     divide_by_seconds,
@@ -41,7 +41,6 @@ from .stage_divisions import (
     improve_division,
     interleaved_divisions,
     lower_bound,
-    round_division,
 )
 
 MOST_PLANS = 10
@@ -49,8 +48,10 @@ MOST_PLANS = 10
 
 MOST_FITTED = 8
 """Interleaved pipelines of which blocks are moved until they fit."""
-MOST_TIGHTENED, MOST_PATHS = 48, 40
-"""Interleaved pipelines whose bounds are made closer, and critical paths of each."""
+SAME = 1e-6
+"""Of a step's seconds: what is faster by less is not looked for."""
+MOST_WORK = 150_000
+"""Of the search of divisions of interleaved pipelines, as `DivisionSearch.work` counts it."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def search_degrees(
     if not plans.best:
         raise _nothing_fits(shape, devices, count, plans.attempts, memory_bytes)
     plans.improve()
-    plans.tighten()
+    plans.search_divisions()
     bound = min(plans.bound, _step_seconds(plans.plans[0]))
     return DegreeAnswer(shape, devices, options, costs, plans.plans, bound, count, memory_bytes)
 
@@ -255,31 +256,26 @@ class _BestPlans:
                 counts, estimate = improve_division(plan.layers, plan.blocks, self.memory_bytes)
                 self.best[key] = replace(plan, blocks=counts, estimate=estimate)
 
-    def tighten(self) -> None:
-        """Closer bounds of the interleaved pipelines with the least ones, first of all below the best
-        plan, until one of these is as close as it gets; and the divisions that they lead to."""
+    def search_divisions(self) -> None:
+        """Of the interleaved pipelines that may be faster than the best plan all divisions, a part of them at
+        a time, those of the pipeline with the least bound first."""
         heapq.heapify(self._interleaved)
-        levels: dict[int, int] = {}
-        while self._interleaved:
-            best = _step_seconds(self.plans[0])
+        searches: dict[int, DivisionSearch] = {}
+        work = 0
+        while self._interleaved and work < MOST_WORK:
             lower, number, layers, one = self._interleaved[0]
-            level = levels[number] = levels.get(number, 0) + 1
-            closer = sum(own > 1 for own in levels.values())
-            if lower >= min(best, self._bound) or level > 2 or closer > MOST_TIGHTENED:
+            best = _step_seconds(self.plans[0])
+            if lower >= min(best * (1 - SAME), self._bound):
                 break
-            programme, update = DivisionProgramme(layers, self.memory_bytes), layers.least_update_seconds
-            paths = MOST_PATHS if level > 1 else 0
-            lower = max(lower, programme.bound(paths, best - update) + update)
-            heapq.heapreplace(self._interleaved, (lower, number, layers, one))
-            if lower < best and paths and closer <= MOST_FITTED:
-                self._try_amounts(layers, one, programme.amounts().tolist())
-
-    def _try_amounts(self, layers: LayerTable, one: Combination, amounts: Sequence[float]) -> None:
-        """The division into whole blocks nearest to these, with blocks moved until it fits."""
-        counts = fit_division(layers, round_division(layers, amounts), self.memory_bytes)
-        if counts is not None and interleaved_bound(layers, counts) < self._useful(one):
-            counts, estimate = improve_division(layers, counts, self.memory_bytes)
-            self._keep(DegreePlan(one.degrees, one.setting, counts, estimate, layers))
+            if number not in searches:
+                searches[number] = DivisionSearch(layers, self.memory_bytes)
+            search = searches[number]
+            before = search.work
+            search.advance(best * (1 - SAME))
+            work += search.work - before
+            heapq.heapreplace(self._interleaved, (max(lower, search.bound_seconds), number, layers, one))
+            if search.best is not None:
+                self._keep(DegreePlan(one.degrees, one.setting, *search.best, layers))
 
     def _useful(self, one: Combination) -> float:
         """Seconds from which on a plan is of no use."""

@@ -6,6 +6,7 @@ it, and perhaps not the best: who needs a proof works its value out again.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,27 +41,82 @@ def maximize(objective: Array, matrix: Array, limits: Array) -> LinearSolution:
     >>> solution.values.round(6), solution.prices.round(6)
     (array([1., 3.]), array([2., 1.]))
     """
-    rows, columns = matrix.shape
-    table = np.zeros((rows + 1, columns + 1))
-    table[:-1, :-1], table[-1, :-1] = matrix, -objective
-    table[:-1, -1] = limits + _PERTURBATION * (1 + np.arange(rows) * _GOLDEN % 1)
-    # The variables and, behind them, what is left of each limit: outside the basis they are 0.
-    outside, inside = np.arange(columns), columns + np.arange(rows)
-    ray = None
-    for _ in range(_EXCHANGES * rows):
-        enters = int(table[-1, :-1].argmin())
-        column = table[:-1, enters]
-        if table[-1, enters] >= -_TOLERANCE:
-            break
-        ratios = np.divide(table[:-1, -1], column, out=np.full(rows, np.inf), where=column > _TOLERANCE)
-        leaves = int(ratios.argmin())
-        if not np.isfinite(ratios[leaves]):
-            ray = _by_number(np.append(inside, outside[enters]), np.append(-column, 1.0), columns)
-            break
-        _exchange(table, leaves, enters)
-        outside[enters], inside[leaves] = inside[leaves], outside[enters]
-    values = _by_number(inside, table[:-1, -1], columns)
-    return LinearSolution(values, _by_number(outside - columns, table[-1, :-1], rows), ray)
+    table = SimplexTable(limits)
+    table.add(objective, matrix)
+    return table.solve()
+
+
+class SimplexTable:
+    """A programme as of `maximize` that goes on from its last solution when its objective changes, or when
+    variables are added: that solution stays allowed."""
+
+    def __init__(self, limits: Array) -> None:
+        self.rows = len(limits)
+        self._table = np.zeros((self.rows + 1, 1))
+        self._limits = limits
+        self._table[:-1, 0] = limits + _PERTURBATION * (1 + np.arange(self.rows) * _GOLDEN % 1)
+        self._objective = np.zeros(0)
+        # What is left of each limit and, behind them, the variables: outside the basis they are 0.
+        self._inside, self._outside = np.arange(self.rows), np.zeros(0, dtype=np.int64)
+
+    @property
+    def variables(self) -> int:
+        """Their number."""
+        return len(self._objective)
+
+    def copy(self) -> SimplexTable:
+        """One that goes on by itself."""
+        other = copy(self)
+        other._table = self._table.copy()
+        other._inside, other._outside = self._inside.copy(), self._outside.copy()
+        return other
+
+    def add(self, objective: Array, matrix: Array) -> None:
+        """Further variables, behind those that there are; shapes (variables,), (limits, variables)."""
+        prices = _by_number(self._outside, self._table[-1, :-1], self.rows)
+        columns = np.concatenate([self._solved(matrix), (prices @ matrix - objective)[None]])
+        self._table = np.concatenate([self._table[:, :-1], columns, self._table[:, -1:]], axis=1)
+        numbers = self.rows + len(self._objective) + np.arange(len(objective))
+        self._outside = np.append(self._outside, numbers)
+        self._objective = np.append(self._objective, objective)
+
+    def _solved(self, sides: Array) -> Array:
+        """What the variables in the basis are where all others are 0 and the limits are these, (limits, ...),
+        instead."""
+        left = np.flatnonzero(self._outside < self.rows)
+        solved = self._table[:-1, left] @ sides[self._outside[left]]
+        places = np.flatnonzero(self._inside < self.rows)
+        solved[places] += sides[self._inside[places]]
+        return np.asarray(solved)
+
+    def change(self, objective: Array) -> None:
+        """Another objective of all variables."""
+        more = np.append(np.zeros(self.rows), objective - self._objective)
+        self._table[-1, :-1] -= more[self._outside]
+        self._table[-1] += more[self._inside] @ self._table[:-1]
+        self._objective = objective
+
+    def solve(self, enough: float = float("inf")) -> LinearSolution:
+        """The best solution, or one whose objective is `enough`."""
+        table, variables = self._table, len(self._objective)
+        ray = None
+        for _ in range(_EXCHANGES * self.rows):
+            enters = int(table[-1, :-1].argmin())
+            column = table[:-1, enters]
+            if table[-1, enters] >= -_TOLERANCE or table[-1, -1] >= enough:
+                break
+            ratios = np.divide(
+                table[:-1, -1], column, out=np.full(self.rows, np.inf), where=column > _TOLERANCE
+            )
+            leaves = int(ratios.argmin())
+            if not np.isfinite(ratios[leaves]):
+                numbers = np.append(self._inside, self._outside[enters]) - self.rows
+                ray = _by_number(numbers, np.append(-column, 1.0), variables)
+                break
+            _exchange(table, leaves, enters)
+            self._outside[enters], self._inside[leaves] = self._inside[leaves], self._outside[enters]
+        values = _by_number(self._inside - self.rows, self._solved(self._limits), variables)
+        return LinearSolution(values, _by_number(self._outside, table[-1, :-1], self.rows), ray)
 
 
 def _exchange(table: Array, leaves: int, enters: int) -> None:

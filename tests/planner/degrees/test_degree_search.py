@@ -26,7 +26,6 @@ from pplan.planner.degrees.degree_options import DegreeOptions
 from pplan.planner.degrees.degree_search import search_degrees
 from pplan.planner.degrees.division_bound import least_division
 from pplan.planner.degrees.interleaved_bound import interleaved_bound, least_interleaved
-from pplan.planner.degrees.linear_bound import DivisionProgramme
 from pplan.planner.degrees.stage_divisions import (
     divide_by_seconds,
     fit_division,
@@ -175,49 +174,14 @@ def test_no_interleaved_division_is_below_its_bound(seed: int) -> None:
     quick = lower_bound(layers)
     least = least_interleaved(layers, limit)
     assert quick <= least * (1 + 1e-9)
-    programme = DivisionProgramme(layers, limit)
-    linear = max(programme.bound(), programme.bound(4)) + layers.least_update_seconds
     for counts in every:
         estimate = estimate_stages(layers, counts)
-        assert estimate.peak_bytes > limit or max(least, linear) <= estimate.step_seconds * (1 + 1e-9)
+        assert estimate.peak_bytes > limit or least <= estimate.step_seconds * (1 + 1e-9)
         bound = interleaved_bound(layers, counts)
         assert quick <= bound * (1 + 1e-9)
         assert bound <= estimate.step_seconds * (1 + 1e-9)
         assert layers.least_bytes() <= estimate.peak_bytes * (1 + 1e-9)
         assert layers.peak_bytes(counts) == estimate.peak_bytes
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_no_prices_are_above_a_division(seed: int) -> None:
-    """Whatever the prices of paths, memory, kinds and quotas: weak duality needs no solution."""
-    random, numbers = Random(seed), np.random.default_rng(seed)
-    table = random_table(random)
-    degrees = replace(table.degrees, pipeline=2, zero=min(1, table.degrees.zero))
-    setting = replace(table.setting, micro_batches=4, virtual_stages=2)
-    layers = LayerTable(table.shape.with_blocks(6), degrees, setting, table.costs)
-    every = list(divisions(layers))
-    limit = sorted(map(layers.peak_bytes, every))[len(every) // 2]
-    fitting = [own for own in every if layers.peak_bytes(own) <= limit]
-    programme = DivisionProgramme(layers, limit)
-    programme.bound(6)
-    steps = {tuple(own): estimate_stages(layers, own).pipeline_seconds for own in fitting}
-    kind = programme._kinds[programme._common]
-    for _ in range(50):
-        prices = numbers.exponential(size=200) * (numbers.random(200) < numbers.random())
-        last = random.choice((None, 0, 1))
-        shares = [
-            [
-                sum(layers.shape.routed[block] == kind for own in block_ranges(counts)[d::2] for block in own)
-                for d in (0, 1)
-            ]
-            for counts in fitting
-        ]
-        allowed = [
-            steps[tuple(counts)]
-            for counts, share in zip(fitting, shares, strict=True)
-            if last is None or last == max(d for d in (0, 1) if share[d] >= programme._quota)
-        ]
-        assert programme.value(prices, last) <= min(allowed, default=NO_LIMIT) * (1 + 1e-9)
 
 
 def test_amounts_become_whole_blocks() -> None:
@@ -266,9 +230,7 @@ def test_no_division_that_fits_is_below_the_bound_of_equal_blocks(seed: int) -> 
     every = list(divisions(layers))
     peaks = sorted(layers.peak_bytes(counts) for counts in every)
     limit = peaks[len(peaks) // random.choice((2, 4, 100))]
-    programme = DivisionProgramme(layers, limit)
-    linear = max(programme.bound(), programme.bound(4)) + layers.least_update_seconds
-    bound = max(least_interleaved(layers, limit), linear)
+    bound = least_interleaved(layers, limit)
     for counts in every:
         if layers.peak_bytes(counts) <= limit:
             assert bound <= estimate_stages(layers, counts).step_seconds * (1 + 1e-9)
