@@ -25,7 +25,7 @@ def one(name: str, virtual: int = 1, size: int = 1, again: int | None = None) ->
 def layers(quick: float, **more: Any) -> Any:
     """`lower`: of the closer bound; `divided`: its division; `by`: divisions with bound, bytes and step."""
     known = {"quick": quick, "lower": quick, "needs": 0, "divided": (1, 1), "by": {}, "step": quick}
-    known |= {"least_update_seconds": 1.0, "paths": {}, "amounts": [], "divisions": ()}
+    known |= {"divisions": ()}
     own = SimpleNamespace(**(known | more))
     own.least_bytes = lambda: own.needs
     own.peak_bytes = lambda counts: own.by[counts][1]
@@ -40,18 +40,6 @@ def step(seconds: float) -> Any:
 def log(monkeypatch: Patch) -> list[Any]:
     """What is asked, of functions that read what stands in the layers."""
     asked = list[Any]()
-
-    class Programme:
-        def __init__(self, own: Any, memory: float) -> None:
-            self.own = own
-            assert memory == 100
-
-        def bound(self, paths: int, enough: float) -> float:
-            asked.append(("closer", self.own.quick, paths, enough))
-            return float(self.own.paths[paths])
-
-        def amounts(self) -> Any:
-            return SimpleNamespace(tolist=lambda: self.own.amounts)
 
     def noted(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
         def own(*given: Any) -> Any:
@@ -75,8 +63,6 @@ def log(monkeypatch: Patch) -> list[Any]:
     monkeypatch.setattr(
         module, "improve_division", noted("improve", lambda own, counts, _: (counts, step(own.by[counts][2])))
     )
-    monkeypatch.setattr(module, "round_division", lambda _, amounts: tuple(amounts))
-    monkeypatch.setattr(module, "DivisionProgramme", Programme)
     return asked
 
 
@@ -166,44 +152,3 @@ def test_those_that_are_listed_are_improved(log: list[Any]) -> None:
     assert len(log) == MOST_PLANS
     assert set(log) == {("improve", (1, 1), 100)}
     assert steps(plans) == [(f"{n}", 20.0 - n) for n in range(MOST_PLANS, 0, -1)]
-
-
-def test_bounds_come_closer(log: list[Any], monkeypatch: Patch) -> None:
-    """First of all below the best plan by the programme alone, then by paths of its steps; until the least
-    of them was made closer twice."""
-    plans: Any = _BestPlans(100)
-    plans.try_combination(layers(9.0, step=20.0), one("plain"))
-    paths = module.MOST_PATHS
-    first = layers(3.0, paths={0: 4.0, paths: 7.0}, amounts=[2, 2], fitted={(2, 2): (3, 1)}, by={})
-    second = layers(5.0, paths={0: 2.0, paths: 5.5}, amounts=[1, 1], fitted={}, by={})
-    for own, name in ((first, "a"), (second, "b")):
-        plans.try_combination(own, one(name, 2))
-    first.by = {(3, 1): (8.0, 0, 12.0)}
-    plans.tighten()
-    # 3 -> 5 (a, 4 + 1), 5 -> 8 (a, by paths: which gives a plan of 12), 5 -> 5 (b), 5 -> 6.5 (b), b again.
-    assert [own for own in log if own[0] == "closer"] == [
-        ("closer", 3.0, 0, 19.0),
-        ("closer", 3.0, paths, 19.0),
-        ("closer", 5.0, 0, 11.0),
-        ("closer", 5.0, paths, 11.0),
-    ]
-    assert [own for own in log if own[0] != "closer"] == [
-        ("fit", (2, 2), 100),
-        ("improve", (3, 1), 100),
-        ("fit", (1, 1), 100),
-    ]
-    assert steps(plans) == [("a", 12.0), ("plain", 20.0)]
-    assert plans.bound == 6.5
-    log.clear()
-    monkeypatch.setattr(module, "MOST_TIGHTENED", 0)
-    again = _BestPlans(100)
-    again.try_combination(layers(9.0, step=20.0), one("plain"))
-    again.try_combination(layers(3.0, paths={0: 4.0, paths: 7.0}), one("a", 2))
-    again.tighten()
-    assert (log, again.bound) == ([("closer", 3.0, 0, 19.0)], 5.0)
-    log.clear()
-    near = _BestPlans(100)
-    near.try_combination(layers(3.0, step=20.0), one("plain"))
-    near.try_combination(layers(3.0), one("a", 2))
-    near.tighten()
-    assert (log, near.bound) == ([], 3.0)
