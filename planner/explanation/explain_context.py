@@ -66,6 +66,7 @@ def make_context(
         own,
         amp=plan.profile.amp,
         device=plan.profile.device,
+        sharers=plan.profile.tensor_parallel,
     )
     present = score_plan(problem, plan)
     return ExplainContext(problem, present, fastest(problem.space, [present.proposal]) is not None)

@@ -294,6 +294,15 @@ def test_of_layers_that_devices_share(here: Path, run: Callable[..., Any]) -> No
     assert "in all other plans here 2 devices share every layer, as in this one" in text
 
 
+def test_layers_that_devices_share_are_not_advised_to_offload(here: Path, run: Callable[..., Any]) -> None:
+    """It is not run: `solve --recompute offload` refuses it."""
+    (here / "table.csv").write_text(SHARED)
+    run("import", "table.csv")
+    machine = ("--gpus", "4", "--tp", "2", "--gpu", "a100-40gb", "--mini-batch", "4", "--recompute", "always")
+    run("solve", "table.profile.json", *machine)
+    assert "offload" not in run("explain", "table.plan.json").out
+
+
 def test_a_group_costs_as_much_as_its_devices(here: Path, run: Callable[..., Any]) -> None:
     (here / "table.csv").write_text(SHARED)
     run("import", "table.csv")
