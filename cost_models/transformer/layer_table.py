@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -47,9 +47,10 @@ class LayerTable(LayerSeconds):
         self, shape: TransformerShape, degrees: ParallelDegrees, setting: TrainingSetting, costs: RankCosts
     ) -> None:
         super().__init__(shape, degrees, setting, costs)
-        self._bytes: dict[tuple[int, ...], float] = {}
+        self._bytes: dict[tuple[object, ...], float] = {}
         self._state_bytes: dict[tuple[int, int], float] = {}
         self._beside: dict[tuple[object, ...], float] = {}
+        self._again: dict[tuple[object, ...], np.ndarray] = {}
 
     def with_setting(self, setting: TrainingSetting) -> LayerTable:
         """The same layers, of other virtual stages on a device, or with other blocks that run again."""
@@ -147,14 +148,11 @@ class LayerTable(LayerSeconds):
     def _saved(self, blocks: range) -> float:
         """Bytes that the blocks keep of a micro-batch for backward: those that run again their input."""
         number = self.setting.recomputed(len(blocks))
-        saved = sum(count * self._saved_by(kind) for kind, count in self._kinds(blocks[number:]))
+        saved = sum(count * self._saved_by_kind[kind] for kind, count in self._kinds(blocks[number:]))
         return saved + number * self._boundary
 
-    def _saved_by(self, kind: bool) -> float:
-        return self._device_bytes_by_kind[kind]
-
     @cached_property
-    def _device_bytes_by_kind(self) -> dict[bool, float]:
+    def _saved_by_kind(self) -> dict[bool, float]:
         return {kind: self._device_bytes(work) for kind, work in self.blocks.items()}
 
     def _device_bytes(self, work: LayerWork) -> float:
@@ -177,7 +175,7 @@ class LayerTable(LayerSeconds):
         what the blocks behind it saved of the micro-batch is free again."""
         number = self.setting.recomputed(len(blocks))
         first, rest = self._kinds(blocks[:number]), self._kinds(blocks[number:])
-        free = sum(count * self._saved_by(kind) for kind, count in rest)
+        free = sum(count * self._saved_by_kind[kind] for kind, count in rest)
         again = [self.blocks[kind].saved + self.blocks[kind].workspace - free for kind, _ in first]
         return max([0.0, *again, *(self._workspace(self.blocks[kind]) for kind, _ in rest)])
 
@@ -198,32 +196,36 @@ class LayerTable(LayerSeconds):
         """How many of so many blocks of each kind a device runs again at least so that it needs no more than
         this, however they lie in its virtual stages, of which each has those that it must have; inf where it
         needs more."""
-        total = np.asarray(sum(numbers.values()))
+        arrays = ((kind, own.shape, own.tobytes()) for kind, own in numbers.items())
+        key = replace(self.setting, recompute_blocks=None), self._all_again, device, memory_bytes, *arrays
+        if key not in self._again:
+            self._again[key] = self._blocks_to_free(numbers, device, memory_bytes)
+        again, total = self._again[key], np.asarray(sum(numbers.values()))
         most = np.minimum(total, self.setting.virtual_stages * self.setting.recomputed(self.shape.blocks))
+        return np.where(again <= most, again, np.inf)
+
+    def _blocks_to_free(self, numbers: Mapping[bool, np.ndarray], device: int, memory: float) -> np.ndarray:
+        """The same, were any of them allowed to run again; inf where it needs more and none may."""
         states = sum(own * self._block_states[kind] for kind, own in numbers.items())
-        room = (
-            memory_bytes * (1 + 1e-9) - self._states(device, 0) - states - self._least_beside(numbers, device)
-        )
+        room = memory * (1 + 1e-9) - self._states(device, 0) - states - self._least_beside(numbers, device)
         peaks = np.array(self._chunks_in_flight(device), dtype=np.float64)
         peaks = np.concatenate([peaks, peaks.mean(axis=0)[None]])
         # Every block has at least as many micro-batches in flight as its device's stage with fewest, one of
         # each stage that must have it those of its stage.
-        least, smallest = peaks.min(axis=1), min(map(self._saved_by, self.blocks))
+        least, smallest = peaks.min(axis=1), min(self._saved_by_kind.values())
         more = (peaks - least[:, None])[:, self._fewest_by_chunk(device) > 0]
-        saved = np.asarray(sum(own * self._saved_by(kind) for kind, own in numbers.items()))
-        needs = np.multiply.outer(least, saved) + np.expand_dims(
-            more.sum(axis=1) * smallest, tuple(range(1, 1 + saved.ndim))
-        )
-        too_much = needs - room
+        saved = np.asarray(sum(own * self._saved_by_kind[kind] for kind, own in numbers.items()))
+        must = np.multiply.outer(more.sum(axis=1) * smallest, np.ones(saved.shape))
+        too_much = np.multiply.outer(least, saved) + must - room
         if self.setting.recompute != "full" or (too_much <= 0).all():
             return np.where((too_much <= 0).all(axis=0), 0.0, np.inf)
-        again = np.max([self._again_at_peak(*own) for own in zip(too_much, least, more, strict=True)], axis=0)
-        return np.where(again <= most, again, np.inf)
+        again = [self._again_at_peak(*own) for own in zip(too_much, least, more, strict=True)]
+        return np.asarray(np.max(again, axis=0))
 
     def _again_at_peak(self, too_much: np.ndarray, least: float, more: np.ndarray) -> np.ndarray:
         """How many blocks must run again to free so many bytes: the first ones in the stages with most
         micro-batches in flight, `more` than in that with the least."""
-        saved = [self._saved_by(kind) for kind in self.blocks]
+        saved = self._saved_by_kind.values()
         once = max(0.0, least * (max(saved) - self._boundary))
         first = once + np.sort(more)[::-1] * max(0.0, min(saved) - self._boundary)
         freed = np.append(0.0, np.cumsum(first))
@@ -291,18 +293,18 @@ class LayerTable(LayerSeconds):
     def block_bytes(self, kind: bool, *, again: bool) -> tuple[float, float]:
         """Of a block, with experts or without, whose forward runs again or does not: its states, and what it
         keeps of a micro-batch."""
-        return self._block_states[kind], self._boundary if again else self._saved_by(kind)
+        return self._block_states[kind], self._boundary if again else self._saved_by_kind[kind]
 
     def _chunks_in_flight(self, device: int) -> tuple[tuple[int, ...], ...]:
         setting = self.setting
         return chunks_in_flight(device, self.degrees.pipeline, setting.micro_batches, setting.virtual_stages)
 
-    def stage_bytes(self, blocks: range, stage: int) -> float:
-        """The sum of the ledger of a stage that is the only one of its device."""
-        again = blocks[: self.setting.recomputed(len(blocks))]
-        key = stage, *self._counts(blocks), *self._counts(again)
+    def bytes_on(self, blocks: Sequence[range], device: int) -> float:
+        """The sum of the ledger of a device with the blocks of its virtual stages."""
+        again = (own[: self.setting.recomputed(len(own))] for own in blocks)
+        key = device, *map(self._counts, blocks), *map(self._counts, again)
         if key not in self._bytes:
-            self._bytes[key] = sum(self.ledger((blocks,), stage).values())
+            self._bytes[key] = sum(self.ledger(blocks, device).values())
         return self._bytes[key]
 
     def least_bytes(self) -> float:
@@ -323,15 +325,12 @@ class LayerTable(LayerSeconds):
 
     def peak_bytes(self, counts: Sequence[int]) -> float:
         """Of the device that needs most, of (virtual) stages with so many blocks."""
-        ranges = block_ranges(counts)
-        if self.setting.virtual_stages == 1:
-            return max(self.stage_bytes(own, stage) for stage, own in enumerate(ranges))
         return max(self.device_bytes(counts))
 
     def device_bytes(self, counts: Sequence[int]) -> list[float]:
         """Of each device, of (virtual) stages with so many blocks."""
         ranges, devices = block_ranges(counts), range(self.degrees.pipeline)
-        return [sum(self.ledger(self.own_blocks(ranges, each), each).values()) for each in devices]
+        return [self.bytes_on(self.own_blocks(ranges, each), each) for each in devices]
 
     def _placeholders(self, blocks: Sequence[range], predictors: bool) -> float:
         """Transformer Engine keeps an empty tensor for each shape of a weight whose gradient is elsewhere."""

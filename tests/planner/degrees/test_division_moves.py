@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, product
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pplan.cost_models.transformer.layer_table import LayerTable
+from pplan.cost_models.transformer.training_setting import TrainingSetting, block_ranges
 from pplan.cost_models.transformer.training_step import estimate_stages
 from pplan.planner.degrees import stage_divisions
 from pplan.planner.degrees.stage_divisions import (
@@ -153,3 +156,36 @@ def test_moves_until_it_fits(seed: int, stages: int, virtual: int) -> None:
         assert fit_division(layers, start, limit) == best
         found.add(best is None)
     assert True in found
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("seed", range(4))
+def test_tables_that_share_what_they_know(seed: int, recompute: str) -> None:
+    """With other virtual stages, or blocks that run again, a table says what one of its own says that has not
+    been asked before: bytes by device, and how many blocks must run again in some memory."""
+    stages = 2
+    first = table(seed, stages, recompute=recompute)
+    every = list(product((1, 2, 3), (None, 1, 2, 3) if recompute == "full" else (None,)))
+    grid = np.indices([first.shape.routed.count(kind) + 1 for kind in (False, True)])
+    numbers, answers = {False: grid[0], True: grid[1]}, set()
+    needs = [own for counts in divisions(first.shape.blocks, stages) for own in first.device_bytes(counts)]
+    memories = min(needs), sum(needs) / len(needs), max(needs)
+    for virtual, again in Random(seed).sample(every, len(every)):
+        setting = replace(first.setting, virtual_stages=virtual, recompute_blocks=again)
+        layers = first.with_setting(setting)
+
+        def alone(setting: TrainingSetting = setting) -> LayerTable:
+            return LayerTable(first.shape, first.degrees, setting, first.costs)
+
+        fresh = alone()
+        for counts in divisions(first.shape.blocks, stages * virtual):
+            ranges = block_ranges(counts)
+            own = [sum(fresh.ledger(ranges[each::stages], each).values()) for each in range(stages)]
+            assert layers.device_bytes(counts) == own
+        for memory, device in product(memories, range(stages)):
+            found = layers.least_blocks_again(numbers, device, memory).tolist()
+            assert found == alone().least_blocks_again(numbers, device, memory).tolist()
+            few = {kind: own[:1, :2] for kind, own in numbers.items()}
+            assert layers.least_blocks_again(few, device, memory).tolist() == [found[0][:2]]
+            answers |= {each for row in found for each in row}
+    assert {0.0, NO_LIMIT} <= answers
