@@ -108,7 +108,8 @@ class DivisionProgramme:
         value = self.value(solution.values, box)
         if solution.ray is not None:
             value = max(value, self.value(solution.values + _FAR * solution.ray, box))
-        amounts = solution.prices[:-2].clip(0.0).reshape(len(self._rows), -1)
+        # Where no division of the box fits, prices have no limit, nor have the amounts.
+        amounts = solution.prices[:-2].reshape(len(self._rows), -1).clip(0.0, box.high)
         return BoxSolution(value, amounts)
 
     def value(self, prices: Array, box: DivisionBox) -> float:

@@ -114,7 +114,7 @@ def search_to_the_end(layers: LayerTable, limit: float, fastest: float) -> Divis
     raise AssertionError("no end")
 
 
-@pytest.mark.parametrize("seed", seeds(25, 200))
+@pytest.mark.parametrize("seed", [*seeds(10, 25), 151])  # of the last one a box without any that fits
 def test_the_fastest_division_that_fits(seed: int) -> None:
     """It is found, and that it is the fastest is known to a millionth."""
     random = Random(seed)
@@ -150,7 +150,7 @@ def test_a_bound_that_is_one_percent_too_high_is_seen(monkeypatch: pytest.Monkey
     assert seen >= 5
 
 
-@pytest.mark.parametrize("seed", seeds(12, 60))
+@pytest.mark.parametrize("seed", seeds(6, 12))
 def test_no_prices_are_above_a_division(seed: int) -> None:
     """Whatever the prices, of every part of the divisions: weak duality needs no solution."""
     random, numbers = Random(seed), np.random.default_rng(seed)
