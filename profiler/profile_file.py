@@ -224,7 +224,7 @@ class Profile(Document):
 
     def chain(self) -> Chain:
         """The layers as the cost models take them: scaled to add up to the whole model
-        (`WholeMeasurement.scales`), where launches were not measured; the last one's hold the loss.
+        (`scales_to_whole`), where launches were not measured; the last one's hold the loss.
 
         Raises UsageError for a profile without seconds.
         """

@@ -179,6 +179,7 @@ class KernelTable:
 
 
 def kernel_key(kernel: Product) -> _Key:
+    """The kind and the sizes of the row that it would have."""
     match kernel:
         case Matmul():
             return f"matmul {kernel.layout}", (kernel.m, kernel.k, kernel.n)

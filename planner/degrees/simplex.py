@@ -32,23 +32,18 @@ class LinearSolution:
     ray: Array | None
 
 
-def maximize(objective: Array, matrix: Array, limits: Array) -> LinearSolution:
-    """Where `objective @ x` is largest with `matrix @ x <= limits` and x >= 0.
+class SimplexTable:
+    """Where `objective @ x` is largest with `matrix @ x <= limits` and x >= 0; it goes on from its last
+    solution when the objective changes, or when variables are added: that solution stays allowed.
 
     Shapes: (variables,), (limits, variables), (limits,), of which none is negative: x = 0 is allowed.
 
-    >>> solution = maximize(np.array([3.0, 2.0]), np.array([[1.0, 1.0], [1.0, 0.0]]), np.array([4.0, 1.0]))
+    >>> table = SimplexTable(np.array([4.0, 1.0]))
+    >>> table.add(np.array([3.0, 2.0]), np.array([[1.0, 1.0], [1.0, 0.0]]))
+    >>> solution = table.solve()
     >>> solution.values.round(6), solution.prices.round(6)
     (array([1., 3.]), array([2., 1.]))
     """
-    table = SimplexTable(limits)
-    table.add(objective, matrix)
-    return table.solve()
-
-
-class SimplexTable:
-    """A programme as of `maximize` that goes on from its last solution when its objective changes, or when
-    variables are added: that solution stays allowed."""
 
     def __init__(self, limits: Array) -> None:
         self.rows = len(limits)

@@ -7,7 +7,13 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from pplan.planner.degrees.simplex import Array, maximize
+from pplan.planner.degrees.simplex import Array, LinearSolution, SimplexTable
+
+
+def maximize(objective: Array, matrix: Array, limits: Array) -> LinearSolution:
+    table = SimplexTable(limits)
+    table.add(objective, matrix)
+    return table.solve()
 
 
 def best_corner(objective: Array, matrix: Array, limits: Array) -> float:
