@@ -66,7 +66,7 @@ def stands_in(part: list[str], lines: list[str]) -> int | None:
 def test_it_starts_with_the_two_commands() -> None:
     assert blocks("sh")[:2] == [
         "pip install -e . && pplan profile vgg19 && pplan solve --gpus 8 && pplan export torchgpipe\n",
-        'pip install -e ".[test]" && pytest -n 2 --dist loadfile\n',
+        'pip install -e ".[test]" && pytest -n 2 --dist loadfile -m "not slow"\n',
     ]
 
 
