@@ -9,9 +9,11 @@ use it where it matters.
 from __future__ import annotations
 
 import difflib
+import inspect
+import textwrap
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from . import arguments
 from .errors import UsageError
@@ -19,6 +21,7 @@ from .option_readers import read_choice, read_settings, read_whole_number
 
 Check = Callable[[str, Any], Any]
 """Of a field's name and a value: the value as the field holds it. Raises UsageError."""
+Function = TypeVar("Function", bound=Callable[..., Any])
 Read = Callable[[Any, str], Any]
 """Of a typed text (all, where an option repeats) and the option's name: the value. Raises UsageError."""
 
@@ -107,6 +110,31 @@ def options_from(
     return [
         model(**{name: value for name, value in values.items() if owners[name] is model}) for model in models
     ]
+
+
+def describe_options(
+    keywords: Any, *models: type[Options], refused: Collection[str] = ()
+) -> Callable[[Function], Function]:
+    """Adds to a function's docstring the options that it takes as `keywords`, a TypedDict, but for those that
+    it refuses, as the `models` declare them."""
+    declarations = {own.name: own for model in reversed(models) for own in fields(model)}
+    lines = ["Options:"]
+    for name in (name for name in keywords.__annotations__ if name not in refused):
+        annotation, own = keywords.__annotations__[name], declarations[name]
+        kind = getattr(annotation, "__forward_arg__", str(annotation))
+        if kind.startswith("Required["):
+            lines.append(f"    {name}: {kind.removeprefix('Required[').removesuffix(']')}")
+        else:
+            lines.append(f"    {name}: {kind} = {own.default!r}")
+        lines += textwrap.wrap(
+            own.metadata["option"].help, 100, initial_indent=" " * 8, subsequent_indent=" " * 8
+        )
+
+    def add(function: Function) -> Function:
+        function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", *lines])
+        return function
+
+    return add
 
 
 def check_values(values: Mapping[str, Any], *models: type[Options]) -> None:

@@ -22,7 +22,7 @@ from .check_cases import EVEN, CheckCase, even_plan, prepare_case
 from .check_runtimes import TORCH, PlanInputs, check_runtime, for_runtime, serial_note
 from .load import as_plan, check_layers, profile_and_reference
 from .machine import planned_machine
-from .options import CheckKeywords, CheckOptions, options_from
+from .options import CheckKeywords, CheckOptions, describe_options, options_from
 
 WARM_UPS = 2
 LEAST_TIMEOUT = 120.0
@@ -35,6 +35,7 @@ LEAST_SIZE = 1024
 Runner = Callable[[Job], CheckMeasurements | None]
 
 
+@describe_options(CheckKeywords, CheckOptions)
 def check(
     plan: Plan | str | Path,
     profile: Profile | str | Path,

@@ -26,9 +26,10 @@ from ..planner.degrees.degree_options import DegreeOptions
 from ..planner.degrees.degree_search import DegreeAnswer, search_degrees
 from ..planner.degrees.stage_degree_bound import check_device_parts
 from ..planner.degrees.stage_degree_search import check_blocks, search_stage_degrees
-from .options import DegreesKeywords, options_from
+from .options import DegreesKeywords, describe_options, options_from
 
 
+@describe_options(DegreesKeywords, DegreeOptions, MachineOptions)
 def degrees(
     config: str | Path | Mapping[str, Any],
     *,

@@ -23,11 +23,13 @@ from .options import (
     MachineOptions,
     OtherMethodKeywords,
     PlanOptions,
+    describe_options,
     options_from,
 )
 from .solve import make_problem
 
 
+@describe_options(ExplainKeywords, ExplainOptions)
 def explain(
     plan: Plan | str | Path,
     profile: Profile | str | Path,

@@ -21,11 +21,19 @@ from ..profiler.profile_warnings import list_notes, list_warnings
 from ..runtimes.reading.partition import Partition
 from ..runtimes.reading.read import read_partition, with_virtual_stages
 from .degree_profiles import one_degree
-from .options import ImportPlanKeywords, MachineOptions, PartitionOptions, PlanOptions, options_from
+from .options import (
+    ImportPlanKeywords,
+    MachineOptions,
+    PartitionOptions,
+    PlanOptions,
+    describe_options,
+    options_from,
+)
 from .provenance import made_by
 from .solve import make_problem
 
 
+@describe_options(ImportPlanKeywords, MachineOptions, PartitionOptions, PlanOptions)
 def import_plan(
     source: str | Path,
     profile: Profile | str | Path,

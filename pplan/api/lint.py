@@ -20,7 +20,7 @@ from ..planner.degrees.layout_estimate import estimate_layout
 from ..runtimes.formats.megatron_export import write_layout
 from ..runtimes.reading.megatron_layout import layout_problems, split_layout
 from .degrees import machine_costs, read_shape
-from .options import DegreesKeywords, options_from
+from .options import DegreesKeywords, describe_options, options_from
 
 EVEN = "even"
 """In the place of a layout: none is given, and Megatron-LM divides the blocks evenly."""
@@ -100,6 +100,7 @@ class LayoutReport:
         return json.dumps(document, indent=1) + "\n"
 
 
+@describe_options(DegreesKeywords, DegreeOptions, MachineOptions, refused=("by_stage",))
 def lint(
     layout: str,
     config: str | Path | Mapping[str, Any],

@@ -12,6 +12,7 @@ from ..cost_models.machines.machine_options import MachineKeywords, MachineOptio
 from ..cost_models.option_fields import (
     Option,
     Options,
+    describe_options,
     list_declarations,
     option,
     options_from,
@@ -269,6 +270,7 @@ __all__ = [
     "TensorParallelOptions",
     "TrainingKeywords",
     "TransformerSizes",
+    "describe_options",
     "list_declarations",
     "options_from",
     "unknown_option",

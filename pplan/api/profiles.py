@@ -18,6 +18,7 @@ from .options import (
     ProfileImportOptions,
     ProfileOptions,
     TensorParallelOptions,
+    describe_options,
     options_from,
 )
 from .provenance import made_by
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     ExampleInput = torch.Tensor | tuple[object, ...] | list[object] | Mapping[str, object]
 
 
+@describe_options(MeasuringKeywords, ProfileOptions, TensorParallelOptions)
 def profile(
     model: str | nn.Module,
     example_input: ExampleInput | None = None,
@@ -123,6 +125,7 @@ def _profile_shared(
     )
 
 
+@describe_options(ImportKeywords, ProfileImportOptions)
 def import_profile(
     path: str | Path,
     **options: Unpack[ImportKeywords],

@@ -17,7 +17,7 @@ from ..planner.weight_moves import WeightMove
 from ..profiler.profile_file import Profile
 from .load import as_plan, check_layers, profile_and_reference
 from .machine import planned_machine
-from .options import ReplanKeywords, ReplanOptions, options_from
+from .options import ReplanKeywords, ReplanOptions, describe_options, options_from
 from .provenance import made_by
 
 
@@ -34,6 +34,7 @@ class Replan:
     fastest_seconds: float
 
 
+@describe_options(ReplanKeywords, ReplanOptions)
 def replan(
     plan: Plan | str | Path, profile: Profile | str | Path, **options: Unpack[ReplanKeywords]
 ) -> Replan:

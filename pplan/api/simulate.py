@@ -28,6 +28,7 @@ from .options import (
     Overrides,
     SimulateCostsKeywords,
     SimulateKeywords,
+    describe_options,
     options_from,
 )
 from .simulated_step import SimulatedStep, as_step
@@ -37,6 +38,7 @@ from .stage_costs import StageCosts, check_size, check_steady_size
 T = TypeVar("T")
 
 
+@describe_options(SimulateKeywords, Overrides, MachineOptions)
 def simulate(
     plan: Plan | str | Path,
     profile: Profile | str | Path,
@@ -94,6 +96,7 @@ def simulate_files(files: PlanAndProfile, overrides: Overrides, machine: Machine
     )
 
 
+@describe_options(SimulateCostsKeywords, Overrides, CostOptions)
 def simulate_costs(**options: Unpack[SimulateCostsKeywords]) -> SimulatedStep:
     """A step of a pipeline of which only costs are known, without a model, a profile or a plan.
 

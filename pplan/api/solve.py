@@ -38,6 +38,7 @@ from .options import (
     SolveKeywords,
     SweepKeywords,
     SweepOptions,
+    describe_options,
     list_declarations,
     options_from,
     unknown_option,
@@ -48,6 +49,7 @@ MODELS = (MachineOptions, PlanOptions, ObjectiveOptions)
 SWEEP = tuple(list_declarations(SweepOptions))
 
 
+@describe_options(SolveKeywords, *MODELS)
 def solve(
     profile: Profiles,
     *,
@@ -59,8 +61,7 @@ def solve(
 
     `profile` is a profile or the path of its file; or several, of layers that different numbers of devices
     share (as measured with --tp): then that number is chosen, too, the same for all stages, as where a table
-    gave the costs for several. The `options` are the fields of `MachineOptions`, `PlanOptions` and
-    `ObjectiveOptions`, which say what they are; those of `pplan solve --help`. Only `gpus` has to be given.
+    gave the costs for several. The `options` are those of `pplan solve --help`. Only `gpus` has to be given.
 
     `profile_file` and `profile_sha256` are what the plan says of its profile (default: the name and the hash
     of the file, or the hash of the profile's JSON).
@@ -171,6 +172,7 @@ def make_problem(
     return build_problem(measured.chain(), topology, plan_options, reference, profiles)
 
 
+@describe_options(FrontierKeywords, MachineOptions, PlanOptions, FrontierOptions)
 def frontier(
     profile: Profile | str | Path,
     *,
@@ -215,6 +217,7 @@ def frontier(
     return curve.model_copy(update={"made_by": made_by(curve.made_by, measured=measured_profile.made_by)})
 
 
+@describe_options(SweepKeywords, *MODELS, SweepOptions)
 def sweep(
     profile: Profile | str | Path,
     grid: Mapping[str, Sequence[Any]],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -111,6 +112,23 @@ def test_an_option_that_is_none_is_refused_with_the_nearest(profile: Profile) ->
     with pytest.raises(pplan.UsageError, match="micro_batch: is no option of solve") as refused:
         pplan.solve(profile, gpus=2, **options)
     assert refused.value.hint.startswith("Did you mean micro_batches?")
+
+
+def test_help_names_every_option_with_its_default() -> None:
+    for name in ("solve", "frontier", "sweep", "simulate", "simulate_costs", "explain", "replan", "check",
+                 "profile", "import_profile", "import_plan", "degrees", "lint"):  # fmt: skip
+        function = getattr(pplan, name)
+        annotation = str(inspect.signature(function).parameters["options"].annotation)
+        keywords = written(getattr(declarations, annotation.removeprefix("Unpack[").removesuffix("]")))
+        text = inspect.getdoc(function) or ""
+        said = dict(re.findall(r"^    (\w+): (.+)$", text[text.index("\nOptions:\n") :], re.MULTILINE))
+        refused = {"by_stage"} if name == "lint" else set[str]()
+        assert set(said) == set(keywords) - refused
+        assert all(line.partition(" = ")[0] == keywords[option] for option, line in said.items())
+    options = vars(PlanOptions()) | vars(MachineOptions()) | vars(ObjectiveOptions())
+    text = inspect.getdoc(pplan.solve) or ""
+    assert all(f"\n    {option}: " in text and f" = {value!r}\n" in text for option, value in options.items())
+    assert "\n        Optimizer (sets state memory).\n" in text
 
 
 class Strange:
