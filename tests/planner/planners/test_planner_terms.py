@@ -214,7 +214,7 @@ def test_the_least_sum_under_a_limit() -> None:
         own.__dict__.update(seconds=seconds, stage_work=work)
         values = sorted({v for tables in seconds for t in tables.values() for v in t.ravel() if v < np.inf})
         assert own._limits().tolist() == values
-        every = [([seconds[0][2][0, 3]], (3,), (2,))]
+        every: list[Any] = [([seconds[0][2][0, 3]], (3,), (2,))]
         every += [([seconds[1][1][0, c], seconds[0][1][c, 3]], (c, 3), (1, 1)) for c in (1, 2)]
         for limit in (*values, np.inf):
             fitting = [one for one in every if max(one[0]) <= limit and max(one[0]) < np.inf]
