@@ -33,6 +33,12 @@ Patch = pytest.MonkeyPatch
 NO_LIMIT = float("inf")
 
 
+def noted(log: list[Any], entry: Any, answer: Any) -> Any:
+    """The answer of a function that notes what it was asked."""
+    log.append(entry)
+    return answer
+
+
 def box(low: Sequence[int], high: Sequence[int], blocks: int = 6, devices: int = 2) -> DivisionBox:
     own = DivisionBox.of_fewest(blocks, [0] * len(low), [blocks] * len(low), devices)
     return replace(own, low=np.array(low), high=np.array(high))
@@ -49,9 +55,10 @@ class Divisions:
         self.own: Any = object.__new__(DivisionSearch)
         self.log = list[Any]()
         self.bytes, self.steps, self.bounds = dict[Any, float](), dict[Any, float](), dict[Any, float]()
-        self.own.layers = SimpleNamespace(
+        layers: Any = SimpleNamespace(
             peak_bytes=lambda counts: self.bytes.get(counts, 5.0), least_update_seconds=1.0
         )
+        self.own.layers = layers
         self.own.memory_bytes, self.own.best, self.own.boxes, self.own.work = 10.0, None, 0, 0
         self.own._number, self.own._trials, self.own._closed, self.own._open = 0, set(), NO_LIMIT, []
         self.own._forwards, self.own._paths_help = 64, True
@@ -64,9 +71,9 @@ class Divisions:
         monkeypatch.setattr(
             division_search,
             "improve_division",
-            lambda _, counts, memory: (
-                self.log.append(("improve", memory)) or division_of(counts, self.steps[counts])
-            ),  # type: ignore[func-returns-value]
+            lambda _, counts, memory: noted(
+                self.log, ("improve", memory), division_of(counts, self.steps[counts])
+            ),
         )
 
     def open(self, seconds: float, own: DivisionBox | None = None) -> None:
@@ -129,9 +136,10 @@ def test_the_box_of_the_least_bound_is_next(monkeypatch: Patch) -> None:
     """What takes too long is closed with its bound; the parts of the others are opened."""
     own = Divisions(monkeypatch)
     solutions = {1.0: 3.0, 2.0: 9.0, 4.0: 2.0}
-    own.own._solve = lambda opened, enough: (
-        own.log.append((opened.seconds, enough)) or BoxSolution(solutions[opened.seconds], "amounts")
-    )  # type: ignore[func-returns-value,arg-type]
+    amounts: Any = "amounts"
+    own.own._solve = lambda opened, enough: noted(
+        own.log, (opened.seconds, enough), BoxSolution(solutions[opened.seconds], amounts)
+    )
     parts = [box([0, 0], [2, 6]), box([3, 0], [2, 6]), box([3, 0], [6, 3])]
     own.own._parts = lambda _, solution: parts if solution.amounts == "amounts" else []
     pushed = list[Any]()
@@ -268,7 +276,7 @@ def test_beginnings_are_followed() -> None:
     assert (own.pipelines, own.bound_seconds) == (3, 10.0)
     asked = list[Any]()
     answers = {2: 20.0, 3: 25.0, 4: 0.0}
-    own._follow = lambda _, count, width: asked.append((count, width)) or answers[count]
+    own._follow = lambda _, count, width: noted(asked, (count, width), answers[count])
     own.run(5)
     assert asked == [(2, 5), (3, 5)]
     assert own.open == [(20.0, 2, bounds), (30.0, 3, bounds)]
@@ -464,7 +472,7 @@ def test_which_pipelines_of_blocks_are_planned(monkeypatch: Patch) -> None:
 
         def plan(self) -> Any:
             asked[-1] = (*self.key, True)
-            seconds = {(1, 4): 5.0, (1, 8): 3.0, (2, 8): 3.0}.get(self.key)  # type: ignore[call-overload]
+            seconds = {(1, 4): 5.0, (1, 8): 3.0, (2, 8): 3.0}.get(self.key)
             return None if seconds is None else SimpleNamespace(step_seconds=seconds, key=self.key)
 
     monkeypatch.setattr(layer_degrees, "_Pipeline", Own)

@@ -24,6 +24,7 @@ from pplan.planner.explanation.resolve import (
     search_near,
 )
 from pplan.planner.explanation.step_limits import _by_kind, _by_place, find_busiest
+from pplan.planner.joint_search import BEST
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.plan_records import TIE
@@ -293,11 +294,11 @@ def test_rows_of_planners(monkeypatch: Patch) -> None:
     assert _of_planner(context, nothing, "x", plan(2.0), {}).gap is None
     estimated = replace(plan(3.0), proposal=replace(plan(3.0).proposal, estimate_seconds=2.5))
     assert _of_planner(context, answer, "x", estimated, {}).estimate_seconds == 2.5
-    assert _of_planner(context, answer, compare.BEST, estimated, {}).estimate_seconds is None
+    assert _of_planner(context, answer, BEST, estimated, {}).estimate_seconds is None
     answer.best, answer.by_planner = plan(2.5), {"slow": plan(9.0), "none": "why", "fast": plan(2.75)}
     rows = _of_planners(context, answer, {})
     assert [(row.name, row.reason) for row in rows] == [
-        (compare.BEST, ""),
+        (BEST, ""),
         ("fast", ""),
         ("slow", ""),
         ("none", "why"),

@@ -146,10 +146,11 @@ def test_how_many_cut_points() -> None:
     assert _counts(many) == [COARSE, 2 * COARSE, 4 * COARSE + 1]
     assert _counts(replace(many, fits=None)) == [4 * COARSE + 1]
     places = 4 * COARSE
-    for tiers, comparisons in (
+    cases: Any = (
         (lambda n: (Tier(n, 1.0),), lambda n: n**2 / 2 * places**2),
         (lambda n: (Tier(n, 1.0), Tier(3, 1.0)), lambda n: 9 / 2 * places**2 + n**2 / 2 * places**3 / 3),
-    ):
+    )
+    for tiers, comparisons in cases:
         wide = next(n for n in range(1, 100_000) if comparisons(n) > QUICK)
         assert len(_counts(instance(places, tiers=tiers(wide)))) > 1
         assert len(_counts(instance(places, tiers=tiers(wide - 1)))) == 1
@@ -162,7 +163,7 @@ def test_cut_points_of_equal_shares() -> None:
         blocks, count = 12, 2 + seed % 6
         layers = random.integers(1, 9, blocks) * 1.0
         done = np.append(0.0, layers.cumsum())
-        crossing = random.permutation(blocks + 1) * 1.0
+        crossing: Any = random.permutation(blocks + 1) * 1.0
         seconds = np.where(done[None] > done[:, None], done[None] - done[:, None], inf)
         own = replace(instance(blocks), seconds=seconds, crossing=crossing)
         shares: dict[int, list[int]] = {}

@@ -47,10 +47,11 @@ class Contest:
 
         monkeypatch.setattr(StepSampler, "step_seconds", sample)
         monkeypatch.setattr(
-            choice.DrawnSteps, "of", lambda own: self.steps.get(own.proposal.ends, DrawnSteps(9.0, 9.0))
+            DrawnSteps, "of", lambda own: self.steps.get(own.proposal.ends, DrawnSteps(9.0, 9.0))
         )
+        steps: Any = self.problem
         draws = Draws(np.zeros((2, 1)), np.zeros(2), np.zeros((2, 1), dtype=bool) if slow else None)
-        self.own = _Comparison(self.problem, plan(4.0, 5, 8), draws)
+        self.own = _Comparison(steps, plan(4.0, 5, 8), draws)
 
     def enter(self, own: ScoredPlan, mean: float, high: float) -> ScoredPlan:
         self.steps[own.proposal.ends] = DrawnSteps(mean, high)
@@ -137,12 +138,13 @@ def test_the_best_are_varied_until_none_is_better(monkeypatch: Patch) -> None:
     contest.own.climb()
     assert varied == []
     contest.problem.budget = SearchBudget()
-    monkeypatch.setattr(choice.DrawnSteps, "of", lambda own: DrawnSteps(9.0, -float(own.proposal.ends[0])))
-    monkeypatch.setattr(
-        choice,
-        "variations",
-        lambda _, own: varied.append(own.ends[0]) or [replace(own, ends=(own.ends[0] + 100, 999))],
-    )
+    monkeypatch.setattr(DrawnSteps, "of", lambda own: DrawnSteps(9.0, -float(own.proposal.ends[0])))
+
+    def further(_: Any, own: Proposal) -> list[Proposal]:
+        varied.append(own.ends[0])
+        return [replace(own, ends=(own.ends[0] + 100, 999))]
+
+    monkeypatch.setattr(choice, "variations", further)
     contest.own.climb()
     assert max(varied) == 100 * (ROUNDS - 1) + max(own for own in varied if own < 100)
 
