@@ -1,33 +1,19 @@
-"""The steps of the searches of degrees: boxes of divisions one after another, beginnings of pipelines, and
-the programme of blocks with degrees of their own."""
+"""The search of divisions of interleaved pipelines, box by box, with programmes whose values stand here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise, product
-from math import ceil
-from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pplan.cost_models.transformer.layer_table import LIBRARIES
-from pplan.cost_models.transformer.rank_costs import PassSeconds
-from pplan.cost_models.transformer.training_setting import block_ranges, even_blocks
-from pplan.cost_models.transformer.training_step import pipeline_seconds
-from pplan.cost_models.transformer.weight_update import ParameterCounts, update_seconds
-from pplan.planner.degrees import degree_search, division_search, layer_degrees, stage_degree_search
-from pplan.planner.degrees.degree_options import DegreeOptions
+from pplan.planner.degrees import degree_search, division_search
 from pplan.planner.degrees.division_box import DivisionBox
 from pplan.planner.degrees.division_search import BOX_PATHS, FITTED, ROOT_PATHS, DivisionSearch, _Open
-from pplan.planner.degrees.layer_degrees import PARTS, _later, _Pipeline, plan_layer_degrees
 from pplan.planner.degrees.linear_bound import BoxSolution
-from pplan.planner.degrees.stage_degree_search import MOST_STEPS, _Beginning, _Search
-
-from .test_layer_degrees import random_case
 
 Patch = pytest.MonkeyPatch
 NO_LIMIT = float("inf")
@@ -262,229 +248,6 @@ def test_parts_that_leave_the_solution_out() -> None:
     few, many = parts(1.25, 2.0, 2.75, 2.4, of=fixed)
     assert (few[1][3], many[0][3]) == (2, 3)  # of devices that have so many the stages are split
     assert parts(1.00005, 2.0, 3.0, 2.0) == parts(1.0, 2.0, 3.0, 2.0)
-
-
-def search(best: float = 100.0) -> Any:
-    return _Search("shape", "topology", "options", best)  # type: ignore[arg-type]
-
-
-def test_beginnings_are_followed() -> None:
-    """Of each size and number of stages so many; what is left out bounds the rest; until it is of no use."""
-    own = search()
-    bounds = SimpleNamespace(roots={2: 10.0, 3: 30.0, 4: 100.0}, tables="tables")
-    own.add(bounds, [2, 3, 4])
-    assert (own.pipelines, own.bound_seconds) == (3, 10.0)
-    asked = list[Any]()
-    answers = {2: 20.0, 3: 25.0, 4: 0.0}
-    own._follow = lambda _, count, width: noted(asked, (count, width), answers[count])
-    own.run(5)
-    assert asked == [(2, 5), (3, 5)]
-    assert own.open == [(20.0, 2, bounds), (30.0, 3, bounds)]
-    assert own.bound_seconds == 20.0
-    own.best_seconds = 30.0
-    own.run(7)
-    assert asked[2:] == [(2, 7)]
-    assert own.open == [(20.0, 2, bounds)]
-    own.steps = MOST_STEPS
-    own.run(9)
-    assert len(asked) == 3
-    assert own.open == [(20.0, 2, bounds)]
-    own.steps, answers[2] = MOST_STEPS - 1, 30.0
-    own.run(9)
-    assert (own.open, own.bound_seconds) == ([], 30.0)
-
-
-def test_the_widest_that_are_kept() -> None:
-    """Stage after stage the beginnings of the least bounds; of what is left out the first counts."""
-    own = search()
-    tree: dict[Any, list[tuple[float, Any]]] = {
-        (): [(3.0, "a"), (1.0, "b"), (2.0, "c")],
-        ("b",): [(6.0, "d"), (4.0, "e")],
-        ("c",): [(5.0, "f"), (99.0, "g"), (120.0, "h")],
-        ("a",): [(3.0, "i")],
-    }
-    asked, finished = list[Any](), list[Any]()
-
-    def longer(_: Any, each: _Beginning, after: int, most: int) -> Any:
-        asked.append((each.stages, after, most))
-        return [_Beginning(bound, (*each.stages, name)) for bound, name in tree[each.stages]]
-
-    own._longer = longer
-    own._finish = lambda tables, each: finished.append((tables, each.stages))
-    bounds = SimpleNamespace(tables="tables")
-    assert own._follow(bounds, 2, 2) == 3.0
-    assert asked == [((), 1, 3), (("b",), 0, 3), (("c",), 0, 3)]
-    assert finished == [("tables", ("b", "e")), ("tables", ("c", "f"))]
-    finished.clear()
-    own.best_seconds = 5.0
-    assert own._follow(bounds, 2, 3) == 6.0
-    assert finished == [("tables", ("a", "i")), ("tables", ("b", "e"))]
-    assert own._follow(bounds, 2, 9) == NO_LIMIT
-
-
-def test_a_pipeline_that_is_done(monkeypatch: Patch) -> None:
-    """What it takes, no less than its bound; the first of equal ones stays."""
-    own, asked = search(20.0), list[Any]()
-    monkeypatch.setattr(
-        stage_degree_search,
-        "pipeline_seconds",
-        lambda seconds, cuts, many: asked.append((seconds, cuts, many)) or 12.0,  # type: ignore[func-returns-value]
-    )
-    stages = tuple(
-        SimpleNamespace(enter=n, seconds=10 * n, update=float(u)) for n, u in ((0, 2), (1, 5), (2, 3))
-    )
-    tables = SimpleNamespace(micro_batches=4)
-    own._finish(tables, _Beginning(1.0, stages))  # type: ignore[arg-type]
-    assert asked == [([0, 10, 20], [1, 2], 4)]
-    assert (own.best_seconds, own.best) == (17.0, (tables, stages))
-    own._finish(tables, _Beginning(18.0, stages[:1]))  # type: ignore[arg-type]
-    assert own.best == (tables, stages)
-    own.best_seconds, own.best = 19.0, None
-    own._finish(tables, _Beginning(18.0, stages))  # type: ignore[arg-type]
-    assert (own.best_seconds, own.best) == (18.0, (tables, stages))
-    own._finish(tables, _Beginning(18.0, stages[:2]))  # type: ignore[arg-type]
-    assert own.best == (tables, stages)
-
-
-def fewest_parts(whole: _Pipeline, choices: list[Any], stage: int, blocks: range, space: float) -> float:
-    """Of every way to choose whose blocks need no more parts of the memory than there are, the least."""
-    room, parts = whole.memory_bytes - LIBRARIES - space, PARTS * len(blocks)
-    least = NO_LIMIT
-    for picks in product(choices, repeat=len(blocks)) if room > 0 else ():
-        seconds, used = 0.0, 0
-        for place, (own, block) in enumerate(zip(picks, blocks, strict=True)):
-            roles = [0] * (stage == 0 and place == 0)
-            roles += [2] * (stage == whole.stages - 1 and place == len(blocks) - 1)
-            both, bytes = whole._block_costs(own, whole.shape.routed[block], roles, stage)
-            seconds += both
-            used += ceil(bytes / room * parts - 1e-9)
-        changes = sum(whole._change(a, b) for a, b in pairwise(picks))
-        if used <= parts:
-            least = min(least, seconds + 2 * whole.micro_batches * changes)
-    return least
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_the_programme_counts_in_parts_of_the_memory(seed: int) -> None:
-    """In memories that are short, what it finds is the least of all that fits when rounded up."""
-    random = Random(seed)
-    shape, topology, costs, options = random_case(random)
-    shape = shape.with_blocks(min(shape.blocks, 3))
-    stages = 1 + seed % 2
-    whole = _Pipeline(shape, topology, costs, options, NO_LIMIT, stages, random.choice((4, 8)))
-    choices = random.sample(whole.choices, min(4, len(whole.choices)))
-    found = set()
-    for stage, blocks in enumerate(block_ranges(even_blocks(shape.blocks, stages))):
-        needs = sorted(
-            sum(whole._block_costs(own, shape.routed[block], [], stage)[1] for block in blocks)
-            for own in choices
-        )
-        for room in (needs[0] * 0.7, needs[0] * 1.1, needs[-1], needs[-1] * 1.4, needs[-1] * 3, 1e13):
-            space = 1e5
-            whole.memory_bytes = LIBRARIES + space + room
-            seconds, picks = whole._programme(choices, stage, blocks, space)
-            assert seconds == pytest.approx(fewest_parts(whole, choices, stage, blocks, space), rel=1e-12)
-            if seconds < NO_LIMIT:
-                assert len(picks) == len(blocks)
-            found.add(seconds == NO_LIMIT)
-        whole.memory_bytes = LIBRARIES + 1e5
-        assert whole._programme(choices, stage, blocks, 1e5) == (NO_LIMIT, [])
-    assert found == {False, True}
-    assert _later(np.arange(4.0), 0).tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert _later(np.arange(4.0), 3).tolist() == [NO_LIMIT] * 3 + [0.0]
-    assert _later(np.arange(4.0), 4).tolist() == [NO_LIMIT] * 4
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_stage_whose_blocks_differ(seed: int) -> None:
-    """Its seconds, its update and its bytes, from what each block has, and the embedding and head with the
-    degrees of the block beside them."""
-    random = Random(seed)
-    shape, topology, costs, options = random_case(random)
-    stages = 1 + seed % 2
-    whole = _Pipeline(shape, topology, costs, options, NO_LIMIT, stages, 8)
-    for stage, blocks in enumerate(block_ranges(even_blocks(shape.blocks, stages))):
-        picks = [random.choice(whole.choices) for _ in blocks]
-        kinds = [shape.routed[block] for block in blocks]
-        parts = [own.seconds[kind] for own, kind in zip(picks, kinds, strict=True)]
-        updates: dict[Any, list[ParameterCounts]] = {}
-        for own, kind in zip(picks, kinds, strict=True):
-            updates.setdefault(own.own.degrees, []).append(own.parameters[kind])
-        alive = min(whole.micro_batches, stages - stage)
-        bytes = LIBRARIES + sum(o.states[k] + alive * o.saved[k] for o, k in zip(picks, kinds, strict=True))
-        space = max(own.workspace for own in picks)
-        for role, own in [(0, picks[0])] * (stage == 0) + [(2, picks[-1])] * (stage == stages - 1):
-            parts.append(own.ends[role])
-            updates[own.own.degrees].append(own.layers.parameters(range(0), role))
-            bytes += own.end_states[role]
-            if role == 2:
-                bytes += alive * own.end_saved + own.end_placeholders
-                space = max(space, own.end_workspace)
-        changes = sum(whole._change(a, b) for a, b in pairwise(picks))
-        found = whole._stage_seconds(stage, picks, blocks)
-        assert found.forward == pytest.approx(changes + sum(part.forward for part in parts))
-        assert found.backward == pytest.approx(changes + sum(part.backward for part in parts))
-        expected = 0.0
-        for degrees, counts in updates.items():
-            total = ParameterCounts(sum(own.dense for own in counts), sum(own.routed for own in counts))
-            expected += update_seconds(total, degrees, costs)
-        assert whole._update_seconds(stage, picks, blocks) == pytest.approx(expected)
-        for degrees in updates:
-            alike = [n for n, own in enumerate(picks) if own.own.degrees == degrees]
-            bytes += picks[alike[-1]].placeholders[frozenset(kinds[n] for n in alike)]
-        assert whole._stage_bytes(stage, picks, blocks) == pytest.approx(bytes + space)
-
-
-def test_a_plan_of_its_stages(monkeypatch: Patch) -> None:
-    """The step of what each stage takes, cuts between degrees, the longest update and the most bytes."""
-    random = Random(3)
-    shape, topology, costs, options = random_case(random)
-    shape = shape.with_blocks(2)
-    whole = _Pipeline(shape, topology, costs, options, NO_LIMIT, 2, 8)
-    first, last = whole.choices[0], whole.choices[-1]
-    picks: dict[int, Any] = {0: [first], 1: [last]}
-    monkeypatch.setattr(_Pipeline, "_choose", lambda _, stage, __: picks[stage])
-    monkeypatch.setattr(_Pipeline, "_stage_seconds", lambda _, stage, __, ___: PassSeconds(1.0 + stage, 2.0))
-    monkeypatch.setattr(_Pipeline, "_update_seconds", lambda _, stage, *__: (0.5, 0.25)[stage])
-    monkeypatch.setattr(_Pipeline, "_stage_bytes", lambda _, stage, *__: (3.0, 4.0)[stage])
-    plan = whole.plan()
-    assert plan is not None
-    cut = whole._cut(first.stage_devices(0), last.stage_devices(whole.size))
-    step = pipeline_seconds([PassSeconds(1.0, 2.0), PassSeconds(2.0, 2.0)], [cut], whole.micro_batches)
-    assert (plan.step_seconds, plan.peak_bytes) == (step + 0.5, 4.0)
-    assert plan.stages == ((first.own,), (last.own,))
-    assert (plan.samples, plan.micro_batches) == (8, whole.micro_batches)
-    picks[1] = None
-    assert whole.plan() is None
-
-
-def test_which_pipelines_of_blocks_are_planned(monkeypatch: Patch) -> None:
-    """Stages that divide the devices, sizes that divide the batch; those that may be faster than the best."""
-    asked = list[tuple[int, int, bool]]()
-
-    class Own:
-        def __init__(self, *given: Any) -> None:
-            self.key = given[-2:]
-            asked.append((*self.key, False))
-
-        def least_seconds(self) -> float:
-            return 4.0 if self.key[0] == 4 else 1.0
-
-        def plan(self) -> Any:
-            asked[-1] = (*self.key, True)
-            seconds = {(1, 4): 5.0, (1, 8): 3.0, (2, 8): 3.0}.get(self.key)
-            return None if seconds is None else SimpleNamespace(step_seconds=seconds, key=self.key)
-
-    monkeypatch.setattr(layer_degrees, "_Pipeline", Own)
-    shape, topology = SimpleNamespace(blocks=6), SimpleNamespace(gpus=12)
-    options = DegreeOptions(mini_batch=8, sequence=64)
-    plan: Any = plan_layer_degrees(shape, topology, None, options, 1.0)  # type: ignore[arg-type]
-    assert plan.key == (1, 8)
-    assert asked == [(s, n, s < 4) for s in (1, 2, 4) for n in (1, 2, 4, 8)]
-    options = DegreeOptions(mini_batch=12, sequence=64)
-    asked.clear()
-    plan_layer_degrees(shape, SimpleNamespace(gpus=3), None, options, 1.0)  # type: ignore[arg-type]
-    assert [n for _, n, _ in asked] == [1, 2, 3, 4, 6, 12]
 
 
 def test_all_divisions_of_interleaved_pipelines(monkeypatch: Patch) -> None:
