@@ -3,6 +3,7 @@ segments; and which bound a row of a comparison is held against."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
@@ -305,3 +306,21 @@ def test_rows_of_planners(monkeypatch: Patch) -> None:
     ]
     answer.best = None
     assert _of_planners(context, answer, {})[-1].reason in ("no plan fits", "why")
+
+
+def test_a_comparison_in_a_notebook() -> None:
+    """Steps, how much slower than the first, and why there is none."""
+    rows = [
+        ComparisonRow(name="first", step_seconds=2.0, slower=0.0, memory_bytes=2**30, schedule="1f1b"),
+        ComparisonRow(name="other", step_seconds=3.0, slower=0.5, schedule="gpipe"),
+        ComparisonRow(name="none", reason="does not fit"),
+    ]
+    text = compare.PlanComparison(rows=rows, first_slower=None)._repr_html_()
+    cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in text.split("<tr")]
+    found = [own for own in cells if own]
+    assert [own[:2] for own in found] == [["first", "2.00 s"], ["other", "3.00 s"], ["none", "-"]]
+    assert [own[2] for own in found] == ["the same", "1.50 x slower", "-"]
+    assert [own[3:] for own in found] == [["1.00 GiB", "1f1b"], ["-", "gpipe"], ["-", "does not fit"]]
+    assert (
+        repr(compare.PlanComparison(rows=rows, first_slower=None)) == "<PlanComparison of first, other, none>"
+    )

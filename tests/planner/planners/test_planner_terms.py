@@ -4,6 +4,7 @@ tables and cuts that are thinned."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 
 from pplan.cost_models.layer import Chain, list_cut_points
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
+from pplan.planner.balance import balance
 from pplan.planner.cut_limits import CutLimits
 from pplan.planner.planners import asteroid_shares, hetpipe
 from pplan.planner.planners.alpa import _Enumeration, _spaced
 from pplan.planner.planners.asteroid_shares import ShareTables, _by_speed, _offload
+from pplan.planner.planners.equal_replicas import autopipe_partition, simulate_1f1b
 from pplan.planner.planners.hetpipe import HetPipePlan, VirtualWorker, exchange_seconds, find_hetpipe_plan
 from pplan.planner.planners.replica_groups import MicroBatchChoice, thin_cuts
 from pplan.planner.search.space import Space
@@ -194,6 +197,39 @@ class Table(_Enumeration):
     cut_points: Any = 4
 
 
+def limits_tried(own: Table) -> list[float]:
+    """By the search over all of them, the tightest first."""
+    asked, first = list[float](), own._first_possible(own._limits())
+
+    class Noted(Table):
+        def _least_sum(self, limit: float) -> Any:
+            asked.append(limit)
+            return own._least_sum(limit)
+
+        def _first_possible(self, _: Any) -> int:
+            return first
+
+    noted = Noted(own.space, own.choice, own.groups, own.each, own.sizes, own.most_stages)
+    noted.__dict__.update(seconds=own.seconds, stage_work=own.stage_work)
+    noted.best(None)
+    return asked[1:]
+
+
+def limits_that_may_help(own: Table, limits: list[float]) -> list[float]:
+    """Until four micro-batches of so slow a stage, or three and the least sum of any plan, cost as much as
+    the best."""
+    loosest, tried = own._least_sum(np.inf), list[float]()
+    assert loosest is not None
+    best = loosest.plan.cost_seconds
+    for limit in limits:
+        if max(4 * limit, 3 * limit + loosest.sum) >= best:
+            break
+        tried.append(limit)
+        found = own._least_sum(limit)
+        best = best if found is None else min(best, found.plan.cost_seconds)
+    return tried
+
+
 def test_the_least_sum_under_a_limit() -> None:
     """Of all divisions of three blocks into one or two stages on both groups."""
     for seed in range(30):
@@ -239,6 +275,7 @@ def test_the_least_sum_under_a_limit() -> None:
             assert tightest is not None
             costs = [loosest.plan.cost_seconds, tightest.plan.cost_seconds]
             assert own._tightest(possible[0], loosest.plan) == min(costs) / 4
+            assert limits_tried(own) == limits_that_may_help(own, values[values.index(possible[0]) :])
         else:
             assert own.best(None) is None
 
@@ -262,3 +299,34 @@ def test_thinned_cuts_one_by_one(
             first = next(n for n, before in enumerate(done) if before >= target * (1 - 1e-12))
             expected.add(int(places[min(max(first, 1), len(places) - 2)]))
         assert set(map(int, list_cut_points(thin_cuts(space, blocks).chain))) == expected
+
+
+def shortest_of_autopipe(
+    forward: list[float], backward: list[float], stages: int, count: int
+) -> tuple[float, Any]:
+    """The first block of the master stage goes to the stages before it, again and again."""
+    work = np.array(forward) + backward
+    ends, seen = tuple(np.cumsum(balance(work, stages)).tolist()), dict[Any, float]()
+    while ends not in seen:
+        bounds = list(pairwise((0, *ends)))
+        own = [[sum(part[a:b]) for a, b in bounds] for part in (forward, backward)]
+        seen[ends], master = simulate_1f1b(*own, micro_batches=count)
+        first, last = bounds[master]
+        if master == 0 or last == first + 1:
+            break
+        ends = (*np.cumsum(balance(work[: first + 1], master)).tolist(), *ends[master:])
+    return min((seconds, ends) for ends, seconds in seen.items())
+
+
+def test_blocks_move_away_from_the_master_stage() -> None:
+    """Until it is the first, has one block, or a partition comes again; the shortest step counts."""
+    moved = 0
+    for seed in range(60):
+        random = np.random.default_rng(seed)
+        blocks, stages = 5 + seed % 6, 2 + seed % 4
+        forward, backward = ((random.integers(1, 9, blocks) / 4).tolist() for _ in "fb")
+        count = 1 + seed % 9
+        ends, seconds = autopipe_partition(np.array(forward), np.array(backward), stages, count)
+        assert (seconds, ends) == shortest_of_autopipe(forward, backward, stages, count)
+        moved += ends != tuple(np.cumsum(balance(np.array(forward) + backward, stages)).tolist())
+    assert moved > 3
