@@ -25,6 +25,7 @@ from pplan.planner.planners.pipedream_planner import (
     _select_points,
     _too_large,
     _within_reach,
+    place_parts,
     shortest_bottleneck,
 )
 from pplan.planner.planners.pipedream_programme import Instance, NestedStage, Solution
@@ -179,6 +180,20 @@ def test_cut_points_of_equal_shares() -> None:
     part = NestedStage(0, 2, 3, (NestedStage(0, 1, 1), NestedStage(1, 2, 2)))
     points = np.array([0, 4, 9])
     assert _renumber(part, points) == NestedStage(0, 9, 3, (NestedStage(0, 4, 1), NestedStage(4, 9, 2)))
+
+
+def test_devices_of_three_levels() -> None:
+    """Of two in a pair, two pairs in a node and two nodes: components are taken in turn, by every copy."""
+    two = tuple(NestedStage(0, 1, 1) for _ in "ab")
+    pair, single = (NestedStage(0, 1, 2),), NestedStage
+    tiers = [Tier(2, 1.0)] * 3
+    parts = [
+        single(0, 4, 1, (single(0, 2, 1, two), single(2, 4, 1, pair))),
+        single(4, 6, 1, (single(4, 6, 2, two),)),
+    ]
+    assert place_parts(parts, tiers) == [(0,), (1,), (2, 3), (4, 6), (5, 7)]
+    parts = [single(0, 4, 2, (single(0, 2, 1, pair), single(2, 4, 1, two)))]
+    assert place_parts(parts, tiers) == [(0, 1, 4, 5), (2, 6), (3, 7)]
 
 
 def test_which_configurations_are_planned() -> None:
