@@ -44,9 +44,9 @@ def test_the_least_bound_of_all_divisions(stages: int, more: dict[str, Any]) -> 
         needs = sorted(bytes for _, bytes in every.values())
         for limit in (NO_LIMIT, needs[-1] * 0.999, needs[len(needs) // 2] * (1 + 1e-9), needs[0] * 0.99):
             fitting = [bound for bound, bytes in every.values() if bytes <= limit]
-            bound, counts = least_division(layers, limit)
+            bound, divided = least_division(layers, limit)
             assert bound == pytest.approx(min(fitting, default=NO_LIMIT), rel=1e-9)
-            assert (counts is None) == (not fitting)
-            if counts is not None:
-                assert every[counts][0] == pytest.approx(bound, rel=1e-9)
-                assert every[counts][1] <= limit
+            assert (divided is None) == (not fitting)
+            if divided is not None:
+                assert every[divided][0] == pytest.approx(bound, rel=1e-9)
+                assert every[divided][1] <= limit
