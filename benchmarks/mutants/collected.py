@@ -53,14 +53,15 @@ class CollectedTests:
         gc.freeze()
 
     def replacements(self, code: CodeType) -> Iterator[tuple[FunctionType, CodeType]]:
-        """The functions that the code of a module changes, with theirs; those inside of them go along."""
+        """The functions that the code of a module changes, with theirs. Of those inside of others new ones go
+        along; those that were made before, at import, are replaced where they look at as many variables."""
         for own in code.co_consts:
             if isinstance(own, CodeType):
-                functions = self.functions.get(_key(own))
-                if functions is None:
-                    yield from self.replacements(own)
-                else:
-                    yield from ((each, own) for each in functions if each.__code__ != own)
+                for each in self.functions.get(_key(own), []):
+                    seen = len(each.__code__.co_freevars) == len(own.co_freevars)
+                    if seen and each.__code__ != own:
+                        yield each, own
+                yield from self.replacements(own)
 
     def run(
         self, mutant: Mutant, tests: Sequence[str], seconds: Mapping[str, float]
