@@ -28,6 +28,8 @@ from ..planner.degrees.stage_degree_bound import check_device_parts
 from ..planner.degrees.stage_degree_search import check_blocks, search_stage_degrees
 from .options import DegreesKeywords, options_from
 
+_GPUS = ", ".join(name for name, roofline in ROOFLINES.items() if "bfloat16" in roofline.peaks)
+
 
 def degrees(
     config: str | Path | Mapping[str, Any],
@@ -132,7 +134,7 @@ def build_machine(machine: MachineOptions) -> Topology:
     if machine.gpus is None:
         raise UsageError("gpus is missing", "Give how many GPUs there are: `gpus`.")
     if machine.gpu is None and machine.topology is None:
-        raise UsageError("gpu is missing", f"Name the GPU: `gpu`, one of {', '.join(ROOFLINES)}.")
+        raise UsageError("gpu is missing", f"Name the GPU: `gpu`, one of {_GPUS}.")
     no_profile = ProfiledDevice("unknown", "", None)
     topology = make_topology(gpus=machine.gpus, file=machine.topology, profiled=no_profile, **machine.parts)
     if len(topology.kinds) > 1:
@@ -146,9 +148,12 @@ def rank_costs(topology: Topology, table: KernelTable | None) -> RankCosts:
     name = topology.device(0).name
     preset = device_preset(name)
     if preset is None or preset.name not in ROOFLINES:
-        raise UsageError(
-            f"there are no figures of the FLOP/s of {name}", f"Name one with `gpu`: {', '.join(ROOFLINES)}."
-        )
+        raise UsageError(f"there are no figures of the FLOP/s of {name}", f"Name one with `gpu`: {_GPUS}.")
     roofline = ROOFLINES[preset.name]
+    if table is None and "bfloat16" not in roofline.peaks:
+        raise UsageError(
+            f"{preset.name} does not compute in bfloat16, as this training does",
+            f"Name one that does with `gpu`: {_GPUS}; or give a table of its kernels, `kernels`.",
+        )
     peak = roofline.peak("bfloat16") if table is None else table.peak
     return RankCosts(DeviceLimits(peak, roofline.bandwidth.value), TopologyLinks(topology), table)
