@@ -24,7 +24,8 @@ from .transformer_shape import (
 
 _ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _STATE_SPACE = (
-    "mamba", "ssm_", "linear_num", "linear_conv", "conv_l", "lru_", "rwkv", "state_size", "time_step",
+    "mamba", "ssm_", "linear_num", "linear_conv", "conv_l", "conv_d", "lru_", "rwkv", "state_size",
+    "time_step",
 )  # fmt: skip
 """Beginnings of keys that only models with other layers than attention have."""
 

@@ -8,10 +8,10 @@ It is a CSV file with the columns
     group_matmul,"ng=40, M=616, N=3072, K=5120, stage=fwd",2250,0.4618
     sdp_fwd,"seq_len=4096, head_num=64, kv_head_num=8, qk_head_dim=128, v_head_dim=128",2250,0.8351
 
-Further words of a shape and further columns are allowed. `layout`: TN forward, NN gradient of the input, NT
-gradient of the weight; `stage`: fwd, bwd_grad_act, bwd_grad_w; sdp_fwd and sdp_bwd: causal attention of
-`batch` (1) sequences, whose FLOPs are counted as those of the whole square, though half of it is computed: a
-share of the peak can be above 1.
+Further words of a shape, further columns, and lines that begin with # are allowed. `layout`: TN forward, NN
+gradient of the input, NT gradient of the weight; `stage`: fwd, bwd_grad_act, bwd_grad_w; sdp_fwd and sdp_bwd:
+causal attention of `batch` (1) sequences, whose FLOPs are counted as those of the whole square, though half
+of it is computed: a share of the peak can be above 1.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _STAGES = {"fwd": "forward", "bwd_grad_act": "input_gradient", "bwd_grad_w": "we
 
 def load_kernel_table(path: Path) -> KernelTable:
     """Reads and checks the file. Raises FileError with the line."""
-    rows = csv.DictReader(io.StringIO(read_text(path, "table of kernels")))
+    lines = read_text(path, "table of kernels").splitlines(keepends=True)
+    rows = csv.DictReader("\n" if line.startswith("#") else line for line in lines)
     table: dict[str, dict[tuple[float, ...], float]] = {}
     peaks: set[float] = set()
     try:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import get_args
 
-from ...cost_models.errors import UsageError
 from ...cost_models.transformer.layer_work import Tokens
 from ...cost_models.transformer.parallel_degrees import ContextExchange, ParallelDegrees
 from ...cost_models.transformer.training_setting import (
@@ -63,24 +62,21 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
 
     One that runs the first blocks of its stages again has `recompute_blocks` 1: it stands for all numbers up
     to `most_recompute_blocks`."""
-    divisors = [number for number in range(1, devices + 1) if devices % number == 0]
-    tensors = options.tp or divisors
-    contexts = options.cp or [one for one in divisors if one == 1 or options.sequence >= one * LEAST_TOKENS]
     modes = [(again, number) for word, again, number in _MODES if options.recompute in ("auto", word)]
     modes += [("offload", None)] * options.offload
-    for tensor, context, stages in product(tensors, contexts, options.pp or divisors):
+    for tensor, context, stages in list_degrees(devices, options):
         if devices % (tensor * context * stages):
             continue
         data = devices // (tensor * context * stages)
         if options.mini_batch % data:
             continue
-        experts = _expert_degrees(shape, tensor * context * data, options)
-        exchanges, offsets = _exchanges(context, options), _predictor_offsets(stages, options)
+        experts = expert_degrees(shape, tensor * context * data, options)
+        exchanges, offsets = context_exchanges(context, options), _predictor_offsets(stages, options)
         for expert, zero, exchange in product(experts, options.zero, exchanges):
             degrees = ParallelDegrees(tensor, context, expert, stages, data, zero, exchange)
             if degrees.problem_with(shape, options.sequence):
                 continue
-            for size in _micro_batch_sizes(options, options.mini_batch // data):
+            for size in micro_batch_sizes(options, options.mini_batch // data):
                 tokens = Tokens(options.sequence, size)
                 count = options.mini_batch // data // size
                 virtuals = options.virtual_stages or range(1, 9)
@@ -94,6 +90,13 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
                         continue
                     if number is None or most_recompute_blocks(shape, one) > 0:
                         yield one
+
+
+def list_degrees(devices: int, options: DegreeOptions) -> Iterator[tuple[int, int, int]]:
+    """Tensor, context and pipeline degrees that the options allow, whatever they divide."""
+    divisors = [number for number in range(1, devices + 1) if devices % number == 0]
+    contexts = options.cp or [one for one in divisors if one == 1 or options.sequence >= one * LEAST_TOKENS]
+    return product(options.tp or divisors, contexts, options.pp or divisors)
 
 
 LEAST_TOKENS = 4096
@@ -113,7 +116,7 @@ def _offloads_under_fsdp(degrees: ParallelDegrees, setting: TrainingSetting) -> 
     return setting.recompute == "offload" and degrees.zero > 1
 
 
-def _exchanges(context: int, options: DegreeOptions) -> tuple[ContextExchange, ...]:
+def context_exchanges(context: int, options: DegreeOptions) -> tuple[ContextExchange, ...]:
     """What the devices that share the sequence may exchange for attention."""
     every = get_args(ContextExchange)
     if context == 1:
@@ -127,60 +130,18 @@ def _predictor_offsets(stages: int, options: DegreeOptions) -> tuple[int, ...]:
     return (0, 1) if options.predictors and stages > 2 else (0,)
 
 
-def _expert_degrees(shape: TransformerShape, group: int, options: DegreeOptions) -> list[int]:
+def expert_degrees(shape: TransformerShape, group: int, options: DegreeOptions) -> list[int]:
     allowed = options.ep or range(1, group + 1)
     if shape.experts is None:
         return [1] if 1 in allowed else []
     return [degree for degree in allowed if group % degree == 0 and shape.experts.number % degree == 0]
 
 
-def _micro_batch_sizes(options: DegreeOptions, per_replica: int) -> list[int]:
+def micro_batch_sizes(options: DegreeOptions, per_replica: int) -> list[int]:
     powers = [2**exponent for exponent in range(per_replica.bit_length())]
     return [
         size for size in options.micro_batch_size or powers if size <= per_replica and per_replica % size == 0
     ]
-
-
-def nothing_possible(shape: TransformerShape, devices: int, options: DegreeOptions) -> UsageError:
-    free = replace(
-        options,
-        tp=None,
-        pp=None,
-        cp=None,
-        ep=None,
-        micro_batch_size=None,
-        virtual_stages=None,
-        context_exchange="auto",
-    )
-    if next(list_combinations(shape, devices, free), None) is not None:
-        allowed = ", ".join(
-            f"{name}={','.join(map(str, value))}"
-            for name in ("tp", "pp", "cp", "ep", "micro_batch_size", "virtual_stages")
-            if (value := getattr(options, name))
-        )
-        return UsageError(
-            f"{allowed}: no such degrees divide {devices} devices, the batch of {options.mini_batch} "
-            "and the model",
-            "Allow more of them.",
-        )
-    divisors = [number for number in range(1, devices + 1) if devices % number == 0]
-    for context in divisors:
-        if any(list_combinations(shape, devices, replace(free, cp=(context,)))):
-            return UsageError(
-                f"no degrees divide {devices} devices, {shape.blocks} layers and a batch of "
-                f"{options.mini_batch} that leave a device {LEAST_TOKENS} tokens of a sequence of "
-                f"{options.sequence}",
-                f"Allow that {context} devices share a sequence: `cp={context}`.",
-            )
-    degrees = ParallelDegrees(pipeline=1, data=devices)
-    why = (
-        degrees.problem_with(shape, options.sequence) or f"the batch of {options.mini_batch} does not divide"
-    )
-    return UsageError(
-        f"no degrees divide {devices} devices, {shape.blocks} layers and a batch of "
-        f"{options.mini_batch}: {why}",
-        "Give another number of devices, or another batch.",
-    )
 
 
 def options_to_allow(one: Combination, options: DegreeOptions) -> dict[str, object]:
@@ -222,9 +183,9 @@ def stage_degrees(
         data, rest = divmod(devices, tensor * context)
         if rest or samples % data or not _is_micro_batch_size(samples // data, options):
             continue
-        experts = _expert_degrees(shape, devices, options)
+        experts = expert_degrees(shape, devices, options)
         zeros = [zero for zero in options.zero if zero <= 1]
-        for expert, zero, exchange in product(experts, zeros, _exchanges(context, options)):
+        for expert, zero, exchange in product(experts, zeros, context_exchanges(context, options)):
             degrees = ParallelDegrees(tensor, context, expert, 1, data, zero, exchange)
             if not degrees.problem_with(shape, options.sequence):
                 yield degrees

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -35,6 +35,7 @@ class DegreeKeywords(TypedDict, total=False):
     host_bandwidth: float | None
     context_exchange: str
     by_stage: bool
+    fix: Mapping[str, int] | None
 
 
 def _counts(name: str, value: Any) -> tuple[int, ...] | None:
@@ -72,6 +73,36 @@ def _read_zero(text: str, name: str) -> tuple[int, ...]:
     return tuple(read_whole_number(0)(part.strip(), name) for part in text.split(","))
 
 
+FIXED = ("tp", "pp", "cp", "ep", "zero", "micro_batch_size", "virtual_stages")
+"""What `fix` may name."""
+
+
+def _fixed(name: str, value: Any) -> dict[str, int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise UsageError(f"{name}={value!r}: must be degrees by their names", f"Give {name}={{'tp': 8}}.")
+    if unknown := next((each for each in value if each not in FIXED), None):
+        raise UsageError(f"{name}={unknown}: is no degree", f"There are: {', '.join(FIXED)}.")
+    return {each: arguments.whole(each, own, at_least=int(each != "zero")) for each, own in value.items()}
+
+
+def _read_fixed(texts: Sequence[str], name: str) -> dict[str, int]:
+    """`tp=8` of each text, or several with commas between."""
+    fixed: dict[str, int] = {}
+    for text in ",".join(texts).split(","):
+        word, equals, number = (part.strip() for part in text.partition("="))
+        word = word.lstrip("-").replace("-", "_")
+        if not equals or word not in FIXED:
+            raise UsageError(
+                f"{name} {text}: is not a degree and its number",
+                f"Write one of {', '.join(FIXED).replace('_', '-')}, an equals sign and the number.",
+            )
+        if fixed.setdefault(word, read_whole_number(0)(number, f"{name} {word}")) != int(number):
+            raise UsageError(f"{name} {text}: {word} was {fixed[word]} before", "Give one number of each.")
+    return fixed
+
+
 def _one_word(words: Sequence[str]) -> Callable[[str, Any], str]:
     def check(name: str, value: Any) -> str:
         if value not in words:
@@ -87,7 +118,19 @@ class DegreeOptions(Options):
 
     `mini_batch`: sequences of one optimizer step; `sequence`: tokens of each. `layers`: of the model, where
     not all of the configuration's. `zero`: the stages of ZeRO that may be (2 and 3: FSDP, no pipelines).
+    `fix`: degrees that have one value, by name; it is set as that of their own field.
     """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in (self.fix or {}).items():
+            own = getattr(self, name)
+            if own is not None and value not in own and not (name == "zero" and own == (1,)):
+                several = ",".join(map(str, own))
+                raise UsageError(f"{name}={several}: is not the {value} of `fix`", "Give one of them.")
+            check = _zero if name == "zero" else _counts
+            object.__setattr__(self, name, check(name, value))
+        object.__setattr__(self, "fix", None)  # so that `replace` may allow others
 
     def check_by_stage(self) -> None:
         """Raises UsageError where these options leave no degrees by stage to look for."""
@@ -190,4 +233,13 @@ class DegreeOptions(Options):
         "Also look for a 1F1B pipeline whose stages have numbers of devices, degrees and recomputation of "
         "their own.",
         panel="The search",
+    )
+    fix: Mapping[str, int] | None = option(
+        None,
+        _fixed,
+        "One value of a degree: micro-batch-size=2, as the option of that name has it. Can be repeated.",
+        "NAME=N",
+        panel="The search",
+        read=_read_fixed,
+        repeats=True,
     )

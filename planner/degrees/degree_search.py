@@ -27,9 +27,9 @@ from .degree_combinations import (
     Combination,
     list_combinations,
     most_recompute_blocks,
-    nothing_possible,
 )
 from .degree_options import DegreeOptions
+from .degree_refusals import nothing_possible
 from .division_bound import least_division
 from .division_search import DivisionSearch
 from .interleaved_bound import interleaved_bound, least_interleaved

@@ -10,8 +10,9 @@ from ...cost_models.transformer.layer_table import LayerTable
 from ...cost_models.transformer.rank_costs import RankCosts
 from ...cost_models.transformer.training_step import estimate_stages
 from ...cost_models.transformer.transformer_shape import TransformerShape
-from .degree_combinations import Combination, list_combinations, nothing_possible
+from .degree_combinations import Combination, list_combinations
 from .degree_options import DegreeOptions
+from .degree_refusals import nothing_possible
 from .degree_search import DegreePlan
 from .interleaved_bound import interleaved_bound
 

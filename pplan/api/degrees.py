@@ -26,19 +26,22 @@ from ..planner.degrees.degree_options import DegreeOptions
 from ..planner.degrees.degree_search import DegreeAnswer, search_degrees
 from ..planner.degrees.stage_degree_bound import check_device_parts
 from ..planner.degrees.stage_degree_search import check_blocks, search_stage_degrees
+from .machine import count_gpus
 from .options import DegreesKeywords, describe_options, options_from
+
+_GPUS = ", ".join(name for name, roofline in ROOFLINES.items() if "bfloat16" in roofline.peaks)
 
 
 @describe_options(DegreesKeywords, DegreeOptions, MachineOptions)
 def degrees(
     config: str | Path | Mapping[str, Any],
     *,
-    gpus: int,
+    gpus: int | None = None,
     kernels: str | Path | None = None,
     **options: Unpack[DegreesKeywords],
 ) -> DegreeAnswer:
-    """The fastest ways to train a transformer on `gpus`: tensor, context, expert, pipeline and data
-    parallelism.
+    """The fastest ways to train a transformer on `gpus`, or on all of a `topology`: tensor, context, expert,
+    pipeline and data parallelism.
 
     `config`: the model's config.json (its path, or what it says). `kernels`: a CSV file of measured kernels.
     The machine as of `solve`, `gpu` or a topology with devices of a preset; options as of `DegreeOptions`.
@@ -55,7 +58,7 @@ def degrees(
     Raises UsageError, FileError, and InfeasibleError where nothing fits.
     """
     table = arguments.optional_path("kernels", kernels)
-    values: dict[str, Any] = {**options, "gpus": gpus}
+    values: dict[str, Any] = dict(options) if gpus is None else {**options, "gpus": gpus}
     if "batch_size" in values:  # the name of earlier versions
         values.setdefault("mini_batch", values.pop("batch_size"))
     degree_options, machine = options_from(values, DegreeOptions, MachineOptions, of="degrees")
@@ -130,12 +133,11 @@ def usable_bytes(topology: Topology) -> float:
 
 def build_machine(machine: MachineOptions) -> Topology:
     """The topology. Raises UsageError where the number of devices is missing, or they are unlike."""
-    if machine.gpus is None:
-        raise UsageError("gpus is missing", "Give how many GPUs there are: `gpus`.")
+    gpus = count_gpus(machine)
     if machine.gpu is None and machine.topology is None:
-        raise UsageError("gpu is missing", f"Name the GPU: `gpu`, one of {', '.join(ROOFLINES)}.")
+        raise UsageError("gpu is missing", f"Name the GPU: `gpu`, one of {_GPUS}.")
     no_profile = ProfiledDevice("unknown", "", None)
-    topology = make_topology(gpus=machine.gpus, file=machine.topology, profiled=no_profile, **machine.parts)
+    topology = make_topology(gpus=gpus, file=machine.topology, profiled=no_profile, **machine.parts)
     if len(topology.kinds) > 1:
         kinds = ", ".join(kind.name for kind in topology.kinds)
         raise UsageError(f"devices of several kinds ({kinds})", "Degrees are found for devices of one kind.")
@@ -147,9 +149,12 @@ def rank_costs(topology: Topology, table: KernelTable | None) -> RankCosts:
     name = topology.device(0).name
     preset = device_preset(name)
     if preset is None or preset.name not in ROOFLINES:
-        raise UsageError(
-            f"there are no figures of the FLOP/s of {name}", f"Name one with `gpu`: {', '.join(ROOFLINES)}."
-        )
+        raise UsageError(f"there are no figures of the FLOP/s of {name}", f"Name one with `gpu`: {_GPUS}.")
     roofline = ROOFLINES[preset.name]
+    if table is None and "bfloat16" not in roofline.peaks:
+        raise UsageError(
+            f"{preset.name} does not compute in bfloat16, as this training does",
+            f"Name one that does with `gpu`: {_GPUS}; or give a table of its kernels, `kernels`.",
+        )
     peak = roofline.peak("bfloat16") if table is None else table.peak
     return RankCosts(DeviceLimits(peak, roofline.bandwidth.value), TopologyLinks(topology), table)

@@ -223,7 +223,9 @@ def test_refused_virtual_stages(config: Path, capsys: pytest.CaptureFixture[str]
         (["--gpu", "h100"], 2, "--gpus"),
         (["--gpus", "8"], 2, "--gpu"),
         (["--gpus", "8", "--gpu", "a10g"], 2, "FLOP/s of A10G"),
+        (["--gpus", "8", "--gpu", "t4"], 2, "t4 does not compute in bfloat16"),
         (["--gpus", "8", "--gpu", "h100", "--tp", "3"], 2, "--tp 3"),
+        (["--gpus", "8", "--gpu", "h100", "--fix", "tp=3"], 2, "tp 3 x cp 1 x pp 1 = 3 does not divide 8"),
         (["--gpus", "8", "--gpu", "h100", "--tp", "two"], 2, "--tp"),
         (["--gpus", "8", "--gpu", "h100", "--zero", "4"], 2, "--zero 4"),
         (["--gpus", "1", "--gpu", "h100"], 3, "GiB"),
@@ -257,6 +259,21 @@ def test_refusals(
     printed = capsys.readouterr()
     assert says in printed.err
     assert not printed.out
+
+
+def test_the_number_of_devices_of_a_topology(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three nodes of six, and one machine by its name."""
+    machine = tmp_path / "machine.toml"
+    machine.write_text('gpus = 18\ngpus_per_node = 6\ngpu = "h100"\n')
+    few = ["--layers", "2", "--mini-batch", "18", "--fix", "pp=1,micro-batch-size=1", "--json"]
+    for topology, gpus in ((str(machine), 18), ("dgx-h100", 8)):
+        batch = [] if gpus == 18 else ["--mini-batch", "16"]
+        assert main(["degrees", str(config), "--topology", topology, *few, *batch]) == 0
+        assert json.loads(capsys.readouterr().out)["devices"] == gpus
+    answer = pplan.degrees(MODEL, topology=machine, layers=2, mini_batch=18, fix={"pp": 1, "tp": 2})
+    assert answer.devices == 18
 
 
 SMALL = MODEL | {

@@ -45,3 +45,23 @@ def test_a_table_for_degrees(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "--force" in capsys.readouterr().err
     assert main([*arguments[:2], *sizes, "--tp", "3", "--device", "cpu", "-o", str(tmp_path / "x.csv")]) == 2
     assert "tensor=3" in capsys.readouterr().err
+
+
+def test_the_table_under_its_own_name_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends with a comment, by which the next one may replace it."""
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(MODEL))
+    sizes = ["--sequence", "64", "--micro-batch-size", "1"]
+    measure = ["profile-kernels", "config.json", *sizes, "--device", "cpu", "--repeats", "1"]
+    assert main(measure) == main(measure) == 0
+    capsys.readouterr()
+    options = ["--gpus", "1", "--gpu", "h100", "--mini-batch", "1", *sizes, "--kernels", "kernels.csv"]
+    assert main(["degrees", "config.json", *options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["assumed_kernels"] == 0
+    table = Path("kernels.csv")
+    table.write_text(table.read_text() + "foo,m=1,1,1,1\n")
+    line = len(table.read_text().splitlines())
+    assert main(["degrees", "config.json", *options]) == 2
+    assert f"line {line}: operation 'foo'" in capsys.readouterr().err

@@ -246,6 +246,7 @@ def test_a_family_that_is_not_known_is_said() -> None:
         ({**LLAMA, "layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({**LLAMA, "mamba_d_state": 16}, "mamba_d_state"),
         ({**LLAMA, "is_encoder_decoder": True}, "is_encoder_decoder"),
+        ({**LLAMA, "conv_dim": [512, 512]}, "conv_dim: not a stack"),
         ({**LLAMA, "model_type": "jetmoe"}, "its blocks"),
     ],
 )

@@ -11,8 +11,9 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.transformer.transformer_shape import AttentionShape, ExpertShape, TransformerShape
-from pplan.planner.degrees.degree_combinations import list_combinations, nothing_possible
+from pplan.planner.degrees.degree_combinations import list_combinations
 from pplan.planner.degrees.degree_options import DegreeOptions
+from pplan.planner.degrees.degree_refusals import nothing_possible
 
 
 class Choice(NamedTuple):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
+from pplan.cost_models.option_fields import list_declarations
 from pplan.planner.degrees.degree_options import DegreeOptions
 
 
@@ -92,3 +94,41 @@ def test_what_leaves_none_by_stage(given: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says) as refused:
         DegreeOptions(**given).check_by_stage()
     assert "`by_stage`" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"fix": {"tp": 8, "zero": 3}}, {"tp": (8,), "zero": (3,), "pp": None, "fix": None}),
+        ({"fix": {"micro_batch_size": 2}, "micro_batch_size": (1, 2)}, {"micro_batch_size": (2,)}),
+        ({"fix": {}}, {"tp": None}),
+    ],
+)
+def test_one_value_by_name(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    options = DegreeOptions(**given)
+    assert {name: getattr(options, name) for name in expected} == expected
+    assert replace(options, tp=(1, 2)).tp == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"fix": {"tp": 0}}, "tp=0: must be at least 1"),
+        ({"fix": {"zero": 4}}, "zero=4: must be 0, 1, 2 or 3"),
+        ({"fix": {"dp": 2}}, "fix=dp: is no degree"),
+        ({"fix": 8}, "fix=8: must be degrees by their names"),
+        ({"fix": {"tp": 8}, "tp": (2, 4)}, "tp=2,4: is not the 8 of `fix`"),
+    ],
+)
+def test_values_by_name_that_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(says)) as refused:
+        DegreeOptions(**given)
+    assert refused.value.hint
+
+
+def test_values_by_name_as_they_are_typed() -> None:
+    read = list_declarations(DegreeOptions)["fix"].value
+    assert read(["tp=8,pp=2", "--micro-batch-size = 1"], "--fix") == {"tp": 8, "pp": 2, "micro_batch_size": 1}
+    for wrong in (["tp"], ["tp=x"], ["dp=2"], ["tp=1", "tp=2"], [""]):
+        with pytest.raises(UsageError, match="--fix"):
+            read(wrong, "--fix")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations_with_replacement, pairwise
@@ -320,16 +321,27 @@ def test_only_what_is_allowed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "devices", "says"),
+    ("options", "devices", "says", "change"),
     [
-        (DegreeOptions(sequence=64, tp=(3,)), 8, "tp=3"),
-        (DegreeOptions(sequence=64, mini_batch=7), 9, "no degrees divide 9"),
+        ({"tp": 3}, 8, "tp=3: not possible: tp 3 x cp 1 x pp 1 = 3 does not divide 8 devices", "`tp`"),
+        ({"tp": 8}, 8, "8 heads with 2 of keys and values cannot be shared by 8 devices", "`tp`"),
+        ({"ep": 5}, 8, "ep 5 does not divide 6 experts and the 8 devices of a stage", "`ep`"),
+        ({"pp": 8}, 8, "6 blocks make no 8 stages", "`pp`"),
+        ({"tp": 2, "sequence": 27}, 8, "a sequence of 27 tokens is no multiple of", "`tp`"),
+        ({"zero": 3, "pp": 2}, 8, "pp=2, zero=3: not possible: zero=3: is of one", "`pp`, or `zero`"),
+        ({"micro_batch_size": 3}, 4, "4 sequences of a replica are no whole number", "`micro_batch_size`"),
+        ({"virtual_stages": 9}, 4, "6 blocks make no 2 x 9 virtual stages", "`virtual_stages`"),
+        ({"mini_batch": 7}, 9, "no degrees divide 9 devices, 6 layers and a batch of 7", "another batch"),
     ],
 )
-def test_nothing_possible(options: DegreeOptions, devices: int, says: str) -> None:
-    random = Random(3)
-    with pytest.raises(UsageError, match=says):
-        search_degrees(random_shape(random), devices, random_costs(random), options, NO_LIMIT)
+def test_nothing_possible(options: dict[str, Any], devices: int, says: str, change: str) -> None:
+    """What does not divide, and the options of which another value alone is enough, are named."""
+    attention = AttentionShape(8, 2, 8, 8)
+    shape = TransformerShape("model", 64, 128, 100, attention, (True,) * 6, ExpertShape(6, 2, 48))
+    given = DegreeOptions(**{"sequence": 64, "mini_batch": 16, **options})
+    with pytest.raises(UsageError, match=re.escape(says)) as refused:
+        search_degrees(shape, devices, random_costs(Random(3)), given, NO_LIMIT)
+    assert refused.value.hint.endswith(f"{change}.")
 
 
 def test_only_context_parallelism_divides() -> None:

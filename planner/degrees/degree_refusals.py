@@ -1,0 +1,127 @@
+"""What is said where the options allow no combination of degrees: which of them, and what does not divide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ...cost_models.errors import UsageError
+from ...cost_models.quantities import format_count
+from ...cost_models.transformer.layer_work import Tokens
+from ...cost_models.transformer.parallel_degrees import ParallelDegrees
+from ...cost_models.transformer.training_setting import TrainingSetting, virtual_stages_problem
+from ...cost_models.transformer.transformer_shape import TransformerShape
+from .degree_combinations import (
+    LEAST_TOKENS,
+    context_exchanges,
+    expert_degrees,
+    list_combinations,
+    list_degrees,
+    micro_batch_sizes,
+)
+from .degree_options import DegreeOptions
+
+_FREE: dict[str, Any] = {
+    "tp": None,
+    "pp": None,
+    "cp": None,
+    "ep": None,
+    "zero": (1,),
+    "micro_batch_size": None,
+    "virtual_stages": None,
+    "recompute": "auto",
+    "context_exchange": "auto",
+}
+"""What restricts the search, and its value where it does not."""
+
+
+def nothing_possible(shape: TransformerShape, devices: int, options: DegreeOptions) -> UsageError:
+    """Names what the options allow and the nearest miss, and which option alone to change where one does."""
+    allowed = {name: getattr(options, name) for name, free in _FREE.items() if getattr(options, name) != free}
+    if _is_any(shape, devices, replace(options, **_FREE)):
+        words = ", ".join(f"{name}={_text(value)}" for name, value in allowed.items())
+        enough = [
+            name for name in allowed if _is_any(shape, devices, replace(options, **{name: _FREE[name]}))
+        ]
+        one_of = ", or ".join(f"`{name}`" for name in enough)
+        return UsageError(
+            f"{words}: not possible: {_nearest_miss(shape, devices, options)}",
+            f"Allow other values of {one_of}." if enough else "Allow more of them.",
+        )
+    divide = f"no degrees divide {format_count(devices, 'device')}, {format_count(shape.blocks, 'layer')} and"
+    divide += f" a batch of {options.mini_batch}"
+    for context in range(1, devices + 1):
+        shared = replace(options, **{**_FREE, "cp": (context,)})
+        if devices % context == 0 and _is_any(shape, devices, shared):
+            return UsageError(
+                f"{divide} that leave a device {LEAST_TOKENS} tokens of a sequence of {options.sequence}",
+                f"Allow that {context} devices share a sequence: `cp={context}`.",
+            )
+    why = ParallelDegrees(pipeline=1, data=devices).problem_with(shape, options.sequence)
+    return UsageError(
+        f"{divide}: {why or f'the batch of {options.mini_batch} does not divide'}",
+        "Give another number of devices, or another batch.",
+    )
+
+
+def _is_any(shape: TransformerShape, devices: int, options: DegreeOptions) -> bool:
+    return next(list_combinations(shape, devices, options), None) is not None
+
+
+def _text(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _nearest_miss(shape: TransformerShape, devices: int, options: DegreeOptions) -> str:
+    """Of the combinations that are tried, in words, why that is none which passes most conditions."""
+    misses = (
+        miss
+        for degrees in list_degrees(devices, options)
+        for miss in _misses(shape, devices, options, *degrees)
+    )
+    return max(misses, key=lambda miss: miss[0])[1]
+
+
+def _misses(
+    shape: TransformerShape, devices: int, options: DegreeOptions, tensor: int, context: int, stages: int
+) -> Iterator[tuple[int, str]]:
+    """How many conditions hold of combinations with these degrees, and why the next one does not."""
+    data, rest = divmod(devices, tensor * context * stages)
+    if rest or not data:
+        product = f"tp {tensor} x cp {context} x pp {stages} = {tensor * context * stages}"
+        yield 0, f"{product} does not divide {format_count(devices, 'device')}"
+        return
+    if options.mini_batch % data:
+        sequences = format_count(options.mini_batch, "sequence")
+        yield 1, f"the batch of {sequences} does not divide over {data} replicas"
+        return
+    group = tensor * context * data
+    experts = expert_degrees(shape, group, options)
+    if not experts:
+        number = 0 if shape.experts is None else shape.experts.number
+        where = f"{number} experts and the {group} devices of a stage"
+        yield 2, f"ep {_text(options.ep)} does not divide {where}" if number else "the model has no experts"
+    for expert in experts:
+        for zero in options.zero:
+            for exchange in context_exchanges(context, options):
+                degrees = ParallelDegrees(tensor, context, expert, stages, data, zero, exchange)
+                problem = degrees.problem_with(shape, options.sequence)
+                yield (3, problem) if problem else _miss_of_stages(shape, degrees, options)
+
+
+def _miss_of_stages(
+    shape: TransformerShape, degrees: ParallelDegrees, options: DegreeOptions
+) -> tuple[int, str]:
+    per_replica = options.mini_batch // degrees.data
+    sizes = micro_batch_sizes(options, per_replica)
+    if not sizes:
+        size = f"micro-batches of {_text(options.micro_batch_size)}"
+        return 4, f"the {format_count(per_replica, 'sequence')} of a replica are no whole number of {size}"
+    for virtual in options.virtual_stages or (1,):
+        setting = TrainingSetting(
+            per_replica // sizes[0], Tokens(options.sequence, sizes[0]), "none", virtual
+        )
+        if problem := virtual_stages_problem(shape, degrees, setting):
+            return 5 + (degrees.pipeline > 1), problem
+    return 7, f"no stage has a block that may stay as it is, recompute {options.recompute}"
