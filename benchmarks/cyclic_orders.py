@@ -12,6 +12,7 @@ in micro-batches; `--pending`: what B adds until W, as a share of what F keeps.
 from __future__ import annotations
 
 import argparse
+from bisect import bisect_left
 from collections.abc import Iterator
 
 import numpy as np
@@ -84,14 +85,18 @@ def least_memory(stages: int, count: int, pending: float) -> tuple[int, float]:
     more = more_waiting(starts(cycles, "F", count), starts(cycles, "B", count), period)
     last = np.array([max(own[:n].count("B") - own[:n].count("F") for n in range(len(own))) for own in cycles])
     tops = np.array([held(own, 0, pending) for own in cycles])
-    for room in np.arange(1, 4 * stages, 1 if pending == 0 else 0.01):
+
+    def fits(room: float) -> bool:
+        """Whether there are cycles of all stages; more room never hurts."""
         waiting = np.where(tops + last <= room + 1e-9, last, np.inf)
         for _ in range(stages - 1):
             waiting = (more + waiting[None, :]).min(axis=1)
             waiting[tops + waiting > room + 1e-9] = np.inf
-        if np.isfinite(waiting).any():
-            return len(cycles), float(room)
-    return len(cycles), float("inf")
+        return bool(np.isfinite(waiting).any())
+
+    rooms = np.arange(1, 4 * stages, 1 if pending == 0 else 0.01)
+    place = bisect_left(rooms, True, key=fits)
+    return len(cycles), float(rooms[place]) if place < len(rooms) else float("inf")
 
 
 def main() -> None:
