@@ -153,7 +153,11 @@ def test_near_the_fastest_again_and_again(most: int, monkeypatch: Patch) -> None
         if not leading or (varied and ranked[0] in varied and len(varied) > 8 * LEADING):
             break
         varied |= set(leading)
-        score((near, steps[shape][1]) for shape in leading for near in near_shapes(points, *shape, 8))
+        score(
+            (near, steps[shape][1])
+            for shape in leading
+            for near in near_shapes(points, shape[0], shape[1], 8)
+        )
         first = min(steps, key=lambda shape: steps[shape][0])
         score((first, config) for config in configs)
     assert {shape: best.step_seconds for shape, best in own.steps.items()} == {

@@ -41,7 +41,7 @@ def make_problem(make_chain: MakeChain, speed: float = 0.4, **options: Any) -> P
     levels = (Level("node", 2, Link(500.0, 0.01)), Level("network", None, Link(100.0, 0.05)))
     groups = (Group(FAST, 3), Group(replace(SLOW, speed=speed), 3))
     own = {"mini_batch": 4, "micro_batches": 2, "optimizer": "sgd", **options}
-    return Problem(chain, Topology(groups, levels), PlanOptions(**own))  # type: ignore[arg-type]
+    return Problem(chain, Topology(groups, levels), PlanOptions(**own))
 
 
 def make_tables(

@@ -62,11 +62,13 @@ def test_the_longest_stage_is_as_short_as_it_can_be(replicas: tuple[int, ...]) -
                 backward: Any = backward,
             ) -> float:
                 stages = zip(pairwise((0, *ends)), replicas, scales, modes, strict=False)
-                return max(
-                    scale
-                    * (4 // count)
-                    * float((forward[a:b] * (1 + (mode == "always")) + backward[a:b]).sum())
-                    for (a, b), count, scale, mode in stages
+                return float(
+                    max(
+                        scale
+                        * (4 // count)
+                        * float((forward[a:b] * (1 + (mode == "always")) + backward[a:b]).sum())
+                        for (a, b), count, scale, mode in stages
+                    )
                 )
 
             every = [(*inner, LAYERS) for inner in combinations(places, len(replicas) - 1)]
@@ -147,12 +149,12 @@ def test_layers_are_divided_for_what_recomputes(monkeypatch: Patch) -> None:
     assert len(asked) == len(proposed) == ROUNDS
 
 
-def make_pipelines(seed: int, count: int = 5, **more: Any) -> Pipelines:
+def make_pipelines(seed: int, **more: Any) -> Pipelines:
     """Of three stages, in eighths."""
     random = np.random.default_rng(seed)
 
     def seconds(low: int, high: int, width: int = 3) -> Any:
-        return random.integers(low, high, (count, width)) / 8
+        return random.integers(low, high, (5, width)) / 8
 
     plain = seconds(4, 30)
     again = seconds(0, 9)
@@ -227,14 +229,14 @@ def test_pipelines_side_by_side(
 def test_when_a_stage_may_wait_for_its_host() -> None:
     """Where a launch takes longer than the shortest such pass; of one process, where there is any."""
     zero = np.zeros((5, 3))
-    none = {"forward_launch": zero, "backward_launch": zero, "plain_launch": zero}
+    none: dict[str, Any] = {"forward_launch": zero, "backward_launch": zero, "plain_launch": zero}
     for name, base in (
         ("forward_launch", "forward"),
         ("backward_launch", "backward"),
         ("plain_launch", "plain"),
     ):
         for mode in ("never", "except_last"):
-            config = PipelineConfig("1f1b", mode, 6, 1)  # type: ignore[arg-type]
+            config = PipelineConfig("1f1b", mode, 6, 1)
             own = make_pipelines(1, config=config, **none)
             assert not own._is_late
             launch = zero.copy()
@@ -255,7 +257,7 @@ def test_where_all_stages_are_looked_at_side_by_side(monkeypatch: Patch) -> None
     nothing and no host for all that is late."""
     monkeypatch.setattr(pipelines, "MANY_ACTIONS", 2 * 3 * 6 - 1)
     zero = np.zeros((5, 3))
-    none = {"forward_launch": zero, "backward_launch": zero, "plain_launch": zero}
+    none: dict[str, Any] = {"forward_launch": zero, "backward_launch": zero, "plain_launch": zero}
     assert make_pipelines(1)._linear_ends(None) is not None
     assert make_pipelines(1, hosts="one")._linear_ends(None) is None
     assert make_pipelines(1, hosts="one", **none)._linear_ends(None) is not None

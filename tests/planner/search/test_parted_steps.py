@@ -15,8 +15,9 @@ import pytest
 from pplan.planner.search import fill_bound as fill
 from pplan.planner.search import fluid_bound as fluid
 from pplan.planner.search.budget import SearchBudget
-from pplan.planner.search.fill_bound import SAFE, _FillProgramme
+from pplan.planner.search.fill_bound import _FillProgramme
 from pplan.planner.search.fluid_bound import HALVINGS, _FluidProgramme
+from pplan.planner.search.relaxed_problem import SAFE
 
 Patch = pytest.MonkeyPatch
 
@@ -64,7 +65,7 @@ def test_when_a_fluid_programme_is_asked(monkeypatch: Patch) -> None:
     """Not of one micro-batch, without a plan, of kinds with costs of their own, or where the quick bound is
     as high; of kinds of different speeds at several prices, until one proves all."""
     asked = list[Any]()
-    answers = iter(())
+    answers = iter(list[float]())
     monkeypatch.setattr(fluid, "quick_bound", lambda *_: 2.0)
     monkeypatch.setattr(fluid, "_FluidProgramme", lambda *own: own)
 
@@ -230,7 +231,7 @@ def test_a_price_moves_as_long_as_it_gains(best: float, monkeypatch: Patch) -> N
     monkeypatch.setattr(_FillProgramme, "bound", bound)
     own = _FillProgramme(None, None, 0.0).improve_price(1.0, 2.0, 1.0)  # type: ignore[arg-type]
     least, price = max((10.0 - abs(log(step / best)), step) for step in steps)
-    assert own == (pytest.approx(least), pytest.approx(price))
+    assert list(own) == pytest.approx([least, price])
     monkeypatch.setattr(_FillProgramme, "bound", lambda *_: 3.0)
     assert _FillProgramme(None, None, 0.0).improve_price(1.0, 2.0, 1.0) == (3.0, 1.0)  # type: ignore[arg-type]
 
