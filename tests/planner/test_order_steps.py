@@ -261,5 +261,5 @@ def test_of_many_devices_stages_take_them_in_order(monkeypatch: Patch) -> None:
     assert (seen, replicas) == (topology, (2, 1))
     assert possible == _Feasibility(space, own, 7.0)
     other = replace(own, config=replace(CONFIG, schedule="zb-h1"))
-    ((_, _, possible),) = module._assignments(space, other, 7.0)  # type: ignore[misc]
+    ((_, _, possible),) = module._assignments(space, other, 7.0)
     assert possible is None
