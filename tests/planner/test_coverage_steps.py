@@ -105,7 +105,7 @@ def test_words_of_an_exact_search() -> None:
     assert divided(make(any_devices=True))[-1] == "any devices for each stage"
     assert divided(make(placements=[Place((0, 1))]))[-1] == "consecutive devices in rank order"
     assert divided(make(placements=[Place((0, 1)), Place((1, 0))]))[-1] == "consecutive devices in rank order"
-    again = [replace(CONFIG, recompute=mode) for mode in ("by_stage", "except_last")]  # type: ignore[arg-type]
+    again = [replace(CONFIG, recompute=mode) for mode in ("by_stage", "except_last")]
     modes = next(own for own in divided(make(configs=again)) if own.startswith("recompute"))
     assert set(modes.removeprefix("recompute ").split(" or ")) == {"if out of memory", "except last"}
     other = [CONFIG, replace(CONFIG, schedule="zb-h1", recompute="always")]
