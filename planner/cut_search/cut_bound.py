@@ -60,7 +60,7 @@ def count_critical_path(program: Program, run: Run, after: Floats) -> PathCounts
     order = resolve_order(program)
     columns, counts = _columns(order), np.zeros((program.devices * program.chunks, FIGURES))
     cuts = program.slots - 1
-    transfers = np.zeros((2, max(cuts, 0)))
+    transfers = np.zeros((2, cuts))
     end, arrival = run.columns[1], run.columns[3]
     action, last = int(np.argmax(run.end)), _last_actions(order)
     ends = np.asarray(run.end)[last] + after
@@ -82,7 +82,7 @@ def work_paths(program: Program) -> list[PathCounts]:
     """By device, the path through all of its actions."""
     order = resolve_order(program)
     columns, paths = _columns(order), []
-    transfers = np.zeros((2, max(program.slots - 1, 0)))
+    transfers = np.zeros((2, program.slots - 1))
     for device in range(program.devices):
         counts = np.zeros((program.devices * program.chunks, FIGURES))
         own = np.flatnonzero(order.device == device)
@@ -98,7 +98,7 @@ def launch_paths(program: Program, hosts: Hosts) -> list[PathCounts]:
     """By device, what its host launches; of one process all forwards, and the backwards of a device."""
     order = resolve_order(program)
     slot, paths = np.array(_columns(order).slot), []
-    transfers = np.zeros((2, max(program.slots - 1, 0)))
+    transfers = np.zeros((2, program.slots - 1))
     for device in range(program.devices):
         counts = np.zeros((program.devices * program.chunks, FIGURES))
         for kind in (0, 1):

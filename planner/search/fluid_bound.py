@@ -150,7 +150,7 @@ class _FluidProgramme:
             if not least > 0:
                 yield np.zeros(1), np.zeros(1)
                 continue
-            count = int(np.ceil(np.log(max(most / least, 1.0)) / np.log(WIDTH))) + 1
+            count = int(np.ceil(np.log(most / least) / np.log(WIDTH))) + 1
             ranges = least * WIDTH ** np.arange(count + 1)
             steepest = float(devices.sum(axis=1).max()) / least
             slopes = np.append(0.0, steepest * np.geomspace(1e-5, 10.0, 60))
