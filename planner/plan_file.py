@@ -164,10 +164,12 @@ class Plan(Document):
         return self
 
     def __repr__(self) -> str:
-        stages = "-".join(map(str, self.balance[:16])) + ("-…" if len(self.balance) > 16 else "")
+        layers = "-".join(map(str, self.balance[:16])) + ("-…" if len(self.balance) > 16 else "")
+        stages = format_count(len(self.balance) // self.virtual_stages, "stage")
         step = format_seconds(self.prediction.step_seconds)
         return (
-            f"<Plan of {self.model}: stages of {stages} layers, {self.schedule}, "
+            f"<Plan of {self.model}: {stages} of {layers} {'layer' if layers == '1' else 'layers'}, "
+            f"{self.schedule}, "
             f"{self.micro_batches} x {self.micro_batch_size}, {step} a step>"
         )
 
