@@ -59,7 +59,7 @@ def micro_batch_choices(configs: Sequence[PipelineConfig]) -> list[MicroBatchCho
 
 
 def misfit_reason(configs: Sequence[PipelineConfig], misfit: str) -> str:
-    """Why a planner of such micro-batches proposes nothing: it knows none of the schedules, or the `misfit`."""
+    """Why a planner of such micro-batches proposes nothing: it knows no schedule of them, or the `misfit`."""
     return misfit if micro_batch_choices(configs) else f"it knows only {', '.join(SCHEDULES)}"
 
 

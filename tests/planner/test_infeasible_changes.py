@@ -15,6 +15,7 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.optimizers import OPTIMIZERS
 from pplan.cost_models.topology import Device, Group, Topology
 from pplan.planner import infeasible
+from pplan.planner.device_limits import list_limits, room
 from pplan.planner.infeasible import (
     HALVINGS,
     _changes,
@@ -24,12 +25,10 @@ from pplan.planner.infeasible import (
     _in_words,
     _leave_out,
     _lighter_optimizers,
-    _limits,
     _memory_text,
     _more_gpus,
     _of_searched,
     _other_runs,
-    _room,
     _with_memory,
     no_plan_fits,
 )
@@ -157,14 +156,14 @@ def test_more_devices_of_two_kinds_are_not_tried(make_problem: MakeProblem) -> N
     kinds = (Group(Device("a", 1000), 2), Group(Device("b", 500), 2))
     mixed = replace(problem, topology=replace(problem.topology, groups=kinds))
     assert _more_gpus(mixed, 10**9) is None
-    assert _limits(mixed) == [500, 1000]
-    assert _room(mixed) == "500 B to 1000 B a device"
-    assert _room(problem) == "1000 B a device"
+    assert list_limits(mixed) == [500, 1000]
+    assert room(mixed) == "500 B to 1000 B a device"
+    assert room(problem) == "1000 B a device"
     open_end = replace(
         problem, topology=replace(problem.topology, groups=(Group(Device("a", None), 2), kinds[1]))
     )
-    assert _limits(open_end) == [500, inf]
-    assert _room(open_end) == "500 B a device"
+    assert list_limits(open_end) == [500, inf]
+    assert room(open_end) == "500 B a device"
 
 
 def test_options_that_are_left_to_the_search(
