@@ -82,6 +82,9 @@ def solve_what_ifs(
 def _solve_what_if(
     context: ExplainContext, seeds: Sequence[ScoredPlan], words: str, change: Change
 ) -> WhatIf:
+    kinds = len(context.problem.topology.kinds)
+    if change is _one_more and kinds > 1:
+        return WhatIf(change=words, reason=f"not solved: there are {kinds} kinds of devices")
     try:
         result = resolve_fully(change(context.problem), seeds, SECONDS / 2)
     except UsageError as error:
