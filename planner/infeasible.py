@@ -18,15 +18,22 @@ from ..cost_models.quantities import format_bytes
 from ..cost_models.runtime import OFFLOAD
 from ..cost_models.schedules import find_schedule
 from .candidate import ScoredPlan
-from .device_limits import list_limits, room, smallest_limit
 from .joint_search import BEST, find_best_plan, is_small_problem, plan_with
 from .pipeline_config import SEARCHED, SYNTHESIZED
 from .plan_options import PlanOptions
 from .plan_stages import plan_stages, run_in_words
 from .planners import find_planner
 from .problem import Problem
-from .smallest_plan import TightestStage, find_smallest_of_others, find_smallest_plan
+from .smallest_plan import (
+    TightestStage,
+    find_smallest_of_others,
+    find_smallest_plan,
+    list_limits,
+    room,
+    smallest_limit,
+)
 
+NO_HELP = "Leaving out options was not seen to help: check `mini_batch` and the machine."
 SECONDS = 1.0
 """Of the search for each change, as of `PlanOptions.time_limit`."""
 FEW_GPUS = 16
@@ -166,9 +173,6 @@ def _leave_out(problem: Problem) -> str:
     if fields and _solve_with(problem, _without(problem, fields)):
         return f"Leave out all of {', '.join(f'`{field}`' for field in fields)}: none alone is enough."
     return NO_HELP
-
-
-NO_HELP = "Leaving out options was not seen to help: check `mini_batch` and the machine."
 
 
 def _without(problem: Problem, fields: Iterable[str]) -> PlanOptions:

@@ -201,13 +201,10 @@ def plan_with(
     if problem.budget.over and planner.name not in SIMPLE:
         return OUT_OF_TIME
     budget = problem.budget.part(share=share)
-    proposals, refused = list[Proposal](), False
+    proposals, refused = list[Proposal](), list[Proposal]()
     try:
         for proposal in _propose(planner, problem):
-            if not problem.allows(proposal):
-                refused = True
-            else:
-                proposals.append(proposal)
+            (proposals if problem.allows(proposal) else refused).append(proposal)
             if proposals:
                 budget.check()
     except OutOfTime:

@@ -15,7 +15,6 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.optimizers import OPTIMIZERS
 from pplan.cost_models.topology import Device, Group, Topology
 from pplan.planner import infeasible
-from pplan.planner.device_limits import list_limits, room
 from pplan.planner.infeasible import (
     HALVINGS,
     _changes,
@@ -35,6 +34,7 @@ from pplan.planner.infeasible import (
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
+from pplan.planner.smallest_plan import list_limits, room
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
