@@ -165,11 +165,10 @@ class Plan(Document):
 
     def __repr__(self) -> str:
         layers = "-".join(map(str, self.balance[:16])) + ("-…" if len(self.balance) > 16 else "")
-        stages = format_count(len(self.balance) // self.virtual_stages, "stage")
         return (
-            f"<Plan of {self.model}: {stages} of {layers} {'layer' if layers == '1' else 'layers'}, "
-            f"{self.schedule}, {self.micro_batches} x {self.micro_batch_size}, "
-            f"{format_seconds(self.prediction.step_seconds)} a step>"
+            f"<Plan of {self.model}: {format_count(len(self.balance) // self.virtual_stages, 'stage')} of "
+            f"{layers} {'layer' if layers == '1' else 'layers'}, {self.schedule}, {self.micro_batches} x "
+            f"{self.micro_batch_size}, {format_seconds(self.prediction.step_seconds)} a step>"
         )
 
     def _repr_html_(self) -> str:
