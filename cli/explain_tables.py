@@ -3,7 +3,6 @@ change it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -31,7 +30,7 @@ def print_explanation(explanation: Explanation, console: Console) -> None:
     _print_path(explanation.limits, explanation.plan, console)
     _print_runner_ups(explanation, console)
     if explanation.holds:
-        _print_sensitivity(explanation.holds, console)
+        _print_sensitivity(explanation, console)
     _print_what_if(explanation, console)
     if explanation.current is not None:
         _print_current(explanation.current, console)
@@ -54,6 +53,8 @@ def answer_lines(explanation: Explanation) -> list[str]:
         lines.append(
             f"Memory forbids a faster plan: with as much as it needs, {_compare_plan(unlimited, plan)}."
         )
+    elif not limits.memory_known:
+        lines.append("The memory of the devices is not known: it forbids no plan here.")
     elif limits.memory_forbids_nothing:
         lines.append("Memory forbids no faster plan.")
     else:
@@ -82,7 +83,8 @@ def stage_name(plan: PlanSummary, number: int) -> str:
 def _compare_plan(other: PlanSummary, summary: PlanSummary) -> str:
     step = other.step_seconds
     return (
-        f"{describe_plan(other)} takes {format_seconds(step)}, {compare_percent(step, summary.step_seconds)}"
+        f"{describe_other(other, summary)} takes {format_seconds(step)}, "
+        f"{compare_percent(step, summary.step_seconds)}"
     )
 
 
@@ -99,6 +101,18 @@ def describe_plan(plan: PlanSummary) -> str:
     if plan.recompute != "never":
         parts.append(f"recompute {plan.recompute.replace('_', '-')}")
     return ", ".join(parts)
+
+
+def describe_other(other: PlanSummary, plan: PlanSummary) -> str:
+    """Another plan than `plan` in words; its devices where nothing else tells them apart."""
+    words = describe_plan(other)
+    if words != describe_plan(plan):
+        return words
+    if other.devices != plan.devices:
+        words += f", on devices {'; '.join(ranges(own) for own in islice(other.devices, 16))}"
+    if other.stage_recompute != plan.stage_recompute:
+        words += f" ({', '.join(islice(other.stage_recompute, 16))})"
+    return words
 
 
 def _print_path(limits: StepLimits, plan: PlanSummary, console: Console) -> None:
@@ -169,17 +183,18 @@ def _other_plans(summary: PlanSummary) -> list[Column[_OtherPlan]]:
         text("vs. this plan", step, lambda other: compare_percent(other, summary.step_seconds), min_width=10),
         text(
             "the best plan found",
-            lambda row: row.reason if row.plan is None else describe_plan(row.plan),
+            lambda row: row.reason if row.plan is None else describe_other(row.plan, summary),
             min_width=20,
         ),
         word("proven", lambda row: row.proven, lambda proven: "yes" if proven else "no", drop=1),
     ]
 
 
-def _print_sensitivity(sensitivities: Sequence[Sensitivity], console: Console) -> None:
+def _print_sensitivity(explanation: Explanation, console: Console) -> None:
+    plan = explanation.plan
     rows = [
         (sensitivity, turn, _factor_text(sensitivity, turn, end, direction))
-        for sensitivity in sensitivities
+        for sensitivity in explanation.holds
         for turn, end, direction in (
             (sensitivity.below, sensitivity.least, "down"),
             (sensitivity.above, sensitivity.most, "up"),
@@ -188,7 +203,7 @@ def _print_sensitivity(sensitivities: Sequence[Sensitivity], console: Console) -
     columns: list[Column[tuple[Sensitivity, Crossover | None, str]]] = [
         text("what", lambda row: _describe_quantity(row[0]), min_width=14),
         text("from", lambda row: row[2], min_width=10),
-        text("better plan", lambda row: row[1] and describe_plan(row[1].rival), min_width=20),
+        text("better plan", lambda row: row[1] and describe_other(row[1].rival, plan), min_width=20),
         number("its step", lambda row: row[1] and format_seconds(row[1].rival.step_seconds), drop=1),
         number("the plan's", lambda row: row[1] and format_seconds(row[1].plan_seconds), drop=2),
     ]
@@ -197,11 +212,10 @@ def _print_sensitivity(sensitivities: Sequence[Sensitivity], console: Console) -
 
 
 def _describe_quantity(sensitivity: Sensitivity) -> str:
-    return (
-        sensitivity.what
-        if sensitivity.first_layer is None
-        else f"{sensitivity.what} ({sensitivity.first_layer} to {sensitivity.last_layer})"
-    )
+    first, last = sensitivity.first_layer, sensitivity.last_layer
+    if first is None:
+        return sensitivity.what
+    return f"{sensitivity.what} ({first})" if first == last else f"{sensitivity.what} ({first} to {last})"
 
 
 def _factor_text(sensitivity: Sensitivity, turn: Crossover | None, end: float, direction: str) -> str:
@@ -253,11 +267,14 @@ def _print_causes(comparison: SplitComparison, console: Console) -> None:
         sign = "+" if difference > 0 else "-"
         return "-" if abs(difference) <= least else sign + format_seconds(abs(difference))
 
+    def busiest(side: Side) -> str:
+        return stage_name(side.plan, side.busiest.stage)
+
     causes = [(cause.name, cause.current_seconds, cause.plan_seconds) for cause in comparison.causes]
     columns: list[Column[tuple[str, float, float]]] = [
         text("what", lambda row: row[0], min_width=12),
-        number(f"split:\nstage {comparison.current.busiest.stage}", lambda row: row[1], seconds),
-        number(f"plan:\nstage {comparison.plan.busiest.stage}", lambda row: row[2], seconds),
+        number(f"split:\n{busiest(comparison.current)}", lambda row: row[1], seconds),
+        number(f"plan:\n{busiest(comparison.plan)}", lambda row: row[2], seconds),
         number("more\n", lambda row: row[1] - row[2], more),
     ]
     title = "Where the difference comes from: the step of the busiest stage of each"

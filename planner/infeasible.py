@@ -16,6 +16,7 @@ from ..cost_models.number_format import either
 from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.quantities import format_bytes
 from ..cost_models.runtime import OFFLOAD
+from ..cost_models.schedules import find_schedule
 from .candidate import ScoredPlan
 from .joint_search import BEST, find_best_plan, is_small_problem, plan_with
 from .pipeline_config import SEARCHED, SYNTHESIZED
@@ -23,8 +24,16 @@ from .plan_options import PlanOptions
 from .plan_stages import plan_stages, run_in_words
 from .planners import find_planner
 from .problem import Problem
-from .smallest_plan import TightestStage, find_smallest_of_others, find_smallest_plan
+from .smallest_plan import (
+    TightestStage,
+    find_smallest_of_others,
+    find_smallest_plan,
+    list_limits,
+    room,
+    smallest_limit,
+)
 
+NO_HELP = "Leaving out options was not seen to help: check `mini_batch` and the machine."
 SECONDS = 1.0
 """Of the search for each change, as of `PlanOptions.time_limit`."""
 FEW_GPUS = 16
@@ -47,16 +56,16 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
     space = problem.space
     names, cut_points = space.chain.names, space.table(space.chain.sizes[0]).cut_points
     first, last = names[cut_points[tightest.start]], names[cut_points[tightest.end] - 1]
-    limit = _smallest_limit(problem)
-    missing, searched, room = tightest.memory_bytes - limit, _of_searched(problem), _room(problem)
+    limit = smallest_limit(problem)
+    missing, searched, own_room = tightest.memory_bytes - limit, _of_searched(problem), room(problem)
     if missing <= 0 and _narrowing(problem.options):
         unlimited = is_small_problem(problem) and not _solve_quickly(_with_memory(problem, None))
         nor = ", nor was one found with more memory" if unlimited else ""
-        what = f"no plan{searched} that the options allow fits into {room}{nor}; without them one does"
+        what = f"no plan{searched} that the options allow fits into {own_room}{nor}; without them one does"
         return InfeasibleError(what, _leave_out(problem))
     if missing <= 0:
         return InfeasibleError(
-            f"no plan{searched} was found that fits into {room}; there is one", "Give `time_limit` more."
+            f"no plan{searched} was found that fits into {own_room}; there is one", "Give `time_limit` more."
         )
     terms = ", ".join(
         f"{name.replace('_', ' ')} {format_bytes(amount)}"
@@ -64,9 +73,9 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
         if amount
     )
     shared = f", {tightest.replicas} replicas" if tightest.replicas > 1 else ""
-    of_smallest = " on the smallest" if len(_limits(problem)) > 1 else ""
+    of_smallest = " on the smallest" if len(list_limits(problem)) > 1 else ""
     what = (
-        f"no plan{searched} fits into {room}: {_least_of(tightest)}, stage {tightest.stage} "
+        f"no plan{searched} fits into {own_room}: {_least_of(tightest)}, stage {tightest.stage} "
         f"of {tightest.stages} ({first} to {last}{shared}; {_in_words(problem, tightest)}) needs "
         f"{format_bytes(tightest.memory_bytes)} ({terms}); {format_bytes(missing)} are missing{of_smallest}"
         f"{_with_balanced_stages(problem)}"
@@ -85,25 +94,6 @@ def _hint(problem: Problem, changes: list[str]) -> str:
     if _narrowing(problem.options):
         return f"With more memory none was found either. {_leave_out(_with_memory(problem, None))}"
     return "No single change was found with which one would: profile the model in smaller layers."
-
-
-def _limits(problem: Problem) -> list[float]:
-    """Bytes that devices may hold, each once, ascending; inf of those whose memory is not known."""
-    topology, offset, limits = problem.topology, 0, set[float]()
-    for group in topology.groups:
-        limits.add(problem.space.limit([offset]))
-        offset += group.number
-    return sorted(limits)
-
-
-def _smallest_limit(problem: Problem) -> int:
-    return int(_limits(problem)[0])
-
-
-def _room(problem: Problem) -> str:
-    """What devices have, in words."""
-    least, *more = map(format_bytes, (limit for limit in _limits(problem) if limit < inf))
-    return f"{least} to {more[-1]} a device" if more else f"{least} a device"
 
 
 def _least_of(tightest: TightestStage) -> str:
@@ -152,6 +142,10 @@ def _none_left(problem: Problem) -> str:
     if any(config.schedule in SEARCHED for config in problem.configs):
         return f"no plan{_of_searched(problem)} is allowed by these options, whatever the memory"
     names = ", ".join(problem.schedules)
+    parts = min(2 * find_schedule(name).default_virtual_stages for name in problem.schedules)
+    most = problem.space.chain.max_stages
+    if parts > max(most, 2):
+        return f"no plan under {names} is possible: it has {parts} parts of the layers or more, not {most}"
     return f"no plan under {names} was found for these options, whatever the memory; not all were tried"
 
 
@@ -178,7 +172,7 @@ def _leave_out(problem: Problem) -> str:
         return f"Leave out {either(enough)}."
     if fields and _solve_with(problem, _without(problem, fields)):
         return f"Leave out all of {', '.join(f'`{field}`' for field in fields)}: none alone is enough."
-    return "Leaving out options was not seen to help: check `mini_batch` and the machine."
+    return NO_HELP
 
 
 def _without(problem: Problem, fields: Iterable[str]) -> PlanOptions:
@@ -198,13 +192,19 @@ def _no_plan_of_planner(problem: Problem, others: ScoredPlan | None) -> Infeasib
 
 
 def _no_plan_of_schedule(problem: Problem) -> InfeasibleError:
-    """Of a schedule that is not searched."""
-    limit = format_bytes(problem.space.limit(range(problem.gpus)))
+    """Of a schedule that is not searched. Memory is blamed only where there is a plan with more of it, or
+    where it was not looked for."""
+    unlimited = _with_memory(problem, None)
+    if is_small_problem(problem) and _solve_quickly(unlimited) is None:
+        hint = _leave_out(problem)
+        if hint == NO_HELP:  # what is left needs more memory
+            hint = f"{_leave_out(unlimited)} Memory is too small for that, too."
+        return InfeasibleError(_none_left(unlimited), hint)
     changes = _other_runs(problem)
     if not changes and (enough := _enough_memory(problem)) is not None:
         changes = [enough]
     return InfeasibleError(
-        f"no plan under {', '.join(problem.schedules)} was found that fits into {limit} a device"
+        f"no plan under {', '.join(problem.schedules)} was found that fits into {room(problem)}"
         f"{_with_balanced_stages(problem)}",
         _hint(problem, changes),
         {"would_fit": changes},
@@ -224,7 +224,7 @@ def _changes(problem: Problem, tightest: TightestStage) -> list[str]:
     """Single changes with which a plan was found, the cheapest for the user first."""
     changes = _other_runs(problem)
     changes += [f"optimizer={name!r}" for name in _lighter_optimizers(problem)]
-    more = _more_gpus(problem, _smallest_limit(problem))
+    more = _more_gpus(problem, smallest_limit(problem))
     if more is not None:
         # Where no global batch is requested the global batch grows with the GPUs, and so may what a stage
         # holds.
@@ -260,7 +260,7 @@ def _enough_memory(problem: Problem) -> str | None:
     enough = _memory_text(max(stage.memory_bytes for stage in plan_stages(problem.space, free)))
     if not _fits(problem, enough):
         return None
-    low = float(_smallest_limit(problem))
+    low = float(smallest_limit(problem))
     for _ in range(HALVINGS):
         middle = _memory_text((low + float(enough) * 2**30) / 2)
         if _fits(problem, middle):

@@ -48,6 +48,7 @@ OF_MANY_SCHEDULES = "torch-partition"
 SIMPLE = ("one-gpu", "data-parallel", "even")
 """Planners that run even when the time limit is reached."""
 OUT_OF_TIME = "the time limit was reached before it made a plan"
+NOT_ALLOWED = "the options allow none of its plans"
 PLANNER_SHARE = 0.2
 """Share of the remaining time that the proposals of one planner may take."""
 FIRST_SHARE = 0.1
@@ -200,18 +201,17 @@ def plan_with(
     if problem.budget.over and planner.name not in SIMPLE:
         return OUT_OF_TIME
     budget = problem.budget.part(share=share)
-    proposals = list[Proposal]()
+    proposals, refused = list[Proposal](), list[Proposal]()
     try:
         for proposal in _propose(planner, problem):
-            if problem.allows(proposal):
-                proposals.append(proposal)
+            (proposals if problem.allows(proposal) else refused).append(proposal)
             if proposals:
                 budget.check()
     except OutOfTime:
         if not proposals:
             return OUT_OF_TIME
     if not proposals:
-        return refusal_reason(planner, problem)
+        return NOT_ALLOWED if refused else refusal_reason(planner, problem)
     plan = fastest(problem.space, proposals, budget=budget, required=required)
     if plan is None and not required and budget.over:
         return OUT_OF_TIME

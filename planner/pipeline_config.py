@@ -91,7 +91,7 @@ def make_config_error(schedule: str, recompute: str, runtime: Runtime | None) ->
     if runtime is None or (recompute in runtime.recompute and recompute == "except_last"):
         return UsageError(
             f"{request} with 1 micro-batch: there is no such plan",
-            "except_last needs two micro-batches or more: leave one of the fields at auto.",
+            "Leave `recompute` at auto, or cut the global batch into two micro-batches or more.",
         )
     modes = ", ".join(sorted(mode.replace("_", "-") for mode in runtime.recompute))
     return UsageError(

@@ -164,11 +164,11 @@ class Plan(Document):
         return self
 
     def __repr__(self) -> str:
-        stages = "-".join(map(str, self.balance[:16])) + ("-…" if len(self.balance) > 16 else "")
-        step = format_seconds(self.prediction.step_seconds)
+        layers = "-".join(map(str, self.balance[:16])) + ("-…" if len(self.balance) > 16 else "")
         return (
-            f"<Plan of {self.model}: stages of {stages} layers, {self.schedule}, "
-            f"{self.micro_batches} x {self.micro_batch_size}, {step} a step>"
+            f"<Plan of {self.model}: {format_count(len(self.balance) // self.virtual_stages, 'stage')} of "
+            f"{layers} {'layer' if layers == '1' else 'layers'}, {self.schedule}, {self.micro_batches} x "
+            f"{self.micro_batch_size}, {format_seconds(self.prediction.step_seconds)} a step>"
         )
 
     def _repr_html_(self) -> str:

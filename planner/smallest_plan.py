@@ -18,6 +18,7 @@ import numpy as np
 
 from ..cost_models.errors import UsageError
 from ..cost_models.memory import Recompute
+from ..cost_models.quantities import format_bytes
 from ..cost_models.schedules import find_schedule
 from .candidate import Proposal, replicated_pipeline
 from .other_schedules import propose_other_schedules, propose_parts
@@ -239,3 +240,22 @@ class _SmallestProgramme:
         return group.table.stage_ledger(
             start, end, self._in_flight(to_last), mode, group.optimizer, group.replicas, **group.ledger
         )
+
+
+def list_limits(problem: Problem) -> list[float]:
+    """Bytes that devices may hold, each once, ascending; inf of those whose memory is not known."""
+    topology, offset, limits = problem.topology, 0, set[float]()
+    for group in topology.groups:
+        limits.add(problem.space.limit([offset]))
+        offset += group.number
+    return sorted(limits)
+
+
+def smallest_limit(problem: Problem) -> int:
+    return int(list_limits(problem)[0])
+
+
+def room(problem: Problem) -> str:
+    """What devices have, in words."""
+    least, *more = map(format_bytes, (limit for limit in list_limits(problem) if limit < inf))
+    return f"{least} to {more[-1]} a device" if more else f"{least} a device"

@@ -36,7 +36,7 @@ from .resolve import (
 )
 from .runner_up import RunnerUp, runners_up
 from .sensitivity import Sensitivity, sensitivities
-from .step_limits import StepLimits, find_limits
+from .step_limits import StepLimits, find_limits, is_memory_known
 
 
 class WhatIf(Record):
@@ -68,7 +68,7 @@ def solve_what_ifs(
     changes: list[tuple[str, Change]] = [
         (f"one more {device}" if sharers == 1 else f"one more group of {sharers} {device}s", _one_more),
         ("double the bandwidth", lambda p: with_topology(p, with_bandwidth(p.topology, 2))),
-        ("double the memory", lambda p: with_memory(p, 2)),
+        *([("double the memory", _double_memory)] if is_memory_known(context) else []),
         ("recompute always", lambda p: _recomputing(p, "always")),
         ("recompute never", lambda p: _recomputing(p, "never")),
     ]
@@ -82,6 +82,9 @@ def solve_what_ifs(
 def _solve_what_if(
     context: ExplainContext, seeds: Sequence[ScoredPlan], words: str, change: Change
 ) -> WhatIf:
+    kinds = len(context.problem.topology.kinds)
+    if change is _one_more and kinds > 1:
+        return WhatIf(change=words, reason=f"not solved: there are {kinds} kinds of devices")
     try:
         result = resolve_fully(change(context.problem), seeds, SECONDS / 2)
     except UsageError as error:
@@ -94,6 +97,10 @@ def _solve_what_if(
 
 def _one_more(problem: Problem) -> Problem:
     return with_topology(problem, problem.topology.with_gpus(problem.gpus + 1))
+
+
+def _double_memory(problem: Problem) -> Problem:
+    return with_memory(problem, 2)
 
 
 def _recomputing(problem: Problem, mode: str) -> Problem:

@@ -24,6 +24,8 @@ from ..search.subproblem import Family
 
 SECONDS = 1.0
 """Of the search for each answer, as of `PlanOptions.time_limit`."""
+OTHERS_LONGER = 4
+"""Times as long for a problem with schedules whose cuts are searched for their own order of actions."""
 MANY = 12
 """Devices beyond which solving again a score of times would take too long."""
 ROUNDING = 1e-12
@@ -51,7 +53,9 @@ def resolve_fully(problem: Problem, seeds: Iterable[ScoredPlan], seconds: float 
     result = resolve(problem, seeds, seconds)
     if result.exact or problem.usable_gpus > MANY:
         return result
-    limited = replace(problem, options=replace(problem.options, time_limit=seconds))
+    # The cuts of other schedules are searched after those of 1F1B and GPipe, and need more.
+    longer = OTHERS_LONGER * seconds if problem.heuristic_schedules else seconds
+    limited = replace(problem, options=replace(problem.options, time_limit=longer))
     other = find_best_plan(limited).result
     slower = other.best is None or (
         result.best is not None and result.best.step_seconds <= other.best.step_seconds

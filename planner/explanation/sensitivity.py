@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...cost_models.document import Record
+from ...cost_models.number_format import ranges
 from ..candidate import ScoredPlan
 from ..plan_stages import PlanSummary, summarize
 from ..problem import Problem
@@ -82,9 +83,8 @@ def sensitivities(
     """Bandwidth of all links, of those between nodes, and seconds of the heaviest stage's layers. `busiest`:
     that stage."""
     first, end = _heaviest(context, busiest)
-    name = f"seconds of the layers of stage {busiest}"
     layers = _Variation(
-        name,
+        f"seconds of the {_heaviest_in_words(context, busiest, end - first)}",
         (1 / WIDEST_SECONDS, WIDEST_SECONDS),
         False,
         lambda f: with_slower_layers(context.problem, first, end, f),
@@ -118,6 +118,14 @@ def _heaviest(context: ExplainContext, stage: int) -> tuple[int, int]:
     assembly = context.assembly
     part = min(part for place, part in assembly.program.parts_by_slot.items() if place.device == stage)
     return context.present.proposal.bounds[part]
+
+
+def _heaviest_in_words(context: ExplainContext, stage: int, layers: int) -> str:
+    noun = "layer" if layers == 1 else "layers"
+    if context.present.config.virtual_stages == 1:
+        return f"{noun} of stage {stage}"
+    ranks = context.assembly.ranks[stage]
+    return f"{noun} of the first part of {'device' if len(ranks) == 1 else 'devices'} {ranges(ranks)}"
 
 
 def _reach(context: ExplainContext, seeds: Sequence[ScoredPlan], range: _Variation) -> Sensitivity:

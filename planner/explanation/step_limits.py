@@ -40,6 +40,7 @@ class StepLimits(Record):
 
     `without_memory_limit`: the best plan with as much memory as it asks for, where that is faster; None where
     none was found, and `memory_forbids_nothing` says whether there is none of those that are searched.
+    `memory_known`: whether any device has a limit.
     """
 
     kinds: list[PathShare]
@@ -47,6 +48,7 @@ class StepLimits(Record):
     busiest: BusiestStage
     without_memory_limit: PlanSummary | None = None
     memory_forbids_nothing: bool = False
+    memory_known: bool = True
 
 
 def find_limits(context: ExplainContext, seeds: Sequence[ScoredPlan]) -> StepLimits:
@@ -60,7 +62,13 @@ def find_limits(context: ExplainContext, seeds: Sequence[ScoredPlan]) -> StepLim
         busiest=find_busiest(timeline),
         without_memory_limit=faster,
         memory_forbids_nothing=faster is None and is_proven,
+        memory_known=is_memory_known(context),
     )
+
+
+def is_memory_known(context: ExplainContext) -> bool:
+    """Whether any device of the machine has a limit."""
+    return context.problem.space.limit(range(context.problem.gpus)) < inf
 
 
 def find_busiest(timeline: Timeline) -> BusiestStage:
@@ -96,7 +104,7 @@ def _without_memory_limit(
 ) -> tuple[PlanSummary | None, bool]:
     """The best plan without a limit, where it is faster; and whether no other is faster still."""
     problem = context.problem
-    if problem.space.limit(range(problem.gpus)) == inf:
+    if not is_memory_known(context):
         return None, True
     result = resolve(with_memory(problem, None), seeds)
     best, limit = result.best, context.present.step_seconds * (1 - TIE)

@@ -44,9 +44,15 @@ class Refusing(Protocol):
 
 def refusal_reason(planner: Planner, problem: Problem) -> str:
     """Why a planner proposed nothing for the problem, in words."""
+    if planner.name not in CHUNKED and not linear_configs(problem):
+        return "the schedule has several parts of the layers on a device"
     if isinstance(planner, Refusing):
         return planner.refusal(problem)
     return "not applicable to this problem"
+
+
+CHUNKED = ("interleaved", "torch-partition")
+"""Planners of several parts of the layers on a device."""
 
 
 EVERY_COUNT = 64

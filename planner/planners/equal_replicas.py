@@ -50,7 +50,7 @@ from ..candidate import Proposal, linear_pipeline, replicated_pipeline
 from ..stage_table import Floats
 from .base import Ends, nearest_cuts, replicated_shapes, stage_counts
 from .megatron import repeated_blocks
-from .replica_groups import MicroBatchChoice, ReplicaWork, cost_replicas, micro_batch_choices
+from .replica_groups import MicroBatchChoice, ReplicaWork, cost_replicas, micro_batch_choices, misfit_reason
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -242,7 +242,7 @@ class BaPipe:
 
     def refusal(self, problem: Problem) -> str:
         """Why it proposes nothing."""
-        return "too many layers" if problem.space.is_long else "does not fit"
+        return "too many layers" if problem.space.is_long else misfit_reason(problem.configs, "does not fit")
 
 
 BAPIPE = BaPipe()

@@ -35,7 +35,7 @@ from ..balance import balance_table
 from ..candidate import Proposal, replicated_pipeline
 from ..stage_table import Floats
 from .base import Ends, stage_counts
-from .replica_groups import MicroBatchChoice, cost_replicas, micro_batch_choices
+from .replica_groups import MicroBatchChoice, cost_replicas, micro_batch_choices, misfit_reason
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -104,7 +104,8 @@ class Galvatron:
         """Why it proposes nothing."""
         if problem.space.is_long:
             return "too many layers"
-        return "no depth that is a power of two divides devices and batch, and fits"
+        misfit = "no depth that is a power of two divides devices and batch, and fits"
+        return misfit_reason(problem.configs, misfit)
 
 
 GALVATRON = Galvatron()

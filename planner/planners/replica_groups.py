@@ -58,6 +58,11 @@ def micro_batch_choices(configs: Sequence[PipelineConfig]) -> list[MicroBatchCho
     ]
 
 
+def misfit_reason(configs: Sequence[PipelineConfig], misfit: str) -> str:
+    """Why a planner of such micro-batches proposes nothing: it knows no schedule of them, or the `misfit`."""
+    return misfit if micro_batch_choices(configs) else f"it knows only {', '.join(SCHEDULES)}"
+
+
 @dataclass(frozen=True, eq=False)
 class ReplicaWork:
     """All stages on so many devices, tables as of `StageTable`: seconds, and how many micro-batches a stage

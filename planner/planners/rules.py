@@ -71,7 +71,8 @@ class DataParallel:
             return f"{runtime.name} has no replicas"
         if problem.mini_batch % devices:
             return f"a global batch of {problem.mini_batch} does not divide by {devices} devices"
-        return "none of the micro-batches asked for divides by the devices"
+        which = "asked for" if problem.options.micro_batches is not None else "that the profile reaches"
+        return f"none of the micro-batches {which} divides by the devices"
 
 
 DATA_PARALLEL = DataParallel()

@@ -79,8 +79,7 @@ def replan(
         f"{format_seconds(answer.fastest_seconds)}"
     )
     notes = _notes(plan, answer, own)
-    covers = f"{new.prediction.bound_covers}, on the devices that are left"
-    prediction = new.prediction.model_copy(update={"bound_covers": covers})
+    prediction = new.prediction.model_copy(update={"bound_covers": _on_those_left(new)})
     return Replan(
         plan=new.model_copy(
             update={"searched": searched, "notes": notes, "made_by": origin, "prediction": prediction}
@@ -91,6 +90,14 @@ def replan(
         move_seconds=answer.move_seconds,
         fastest_seconds=answer.fastest_seconds,
     )
+
+
+def _on_those_left(plan: Plan) -> str:
+    """Which plans the bound of a plan on fewer devices is of."""
+    parts = plan.prediction.bound_covers.split(", ")
+    if (every := "on all devices") in parts:
+        return ", ".join(f"{every} that are left" if part == every else part for part in parts)
+    return ", ".join([*parts, "on the devices that are left"])
 
 
 def _notes(plan: Plan, answer: ReplannedPlan, options: ReplanOptions) -> list[str]:

@@ -77,7 +77,7 @@ def choose(plan: Plan, runtime: Runtime) -> tuple[Choice, str | None]:
     if not usable:
         raise ExportError(
             f"{runtime.name} cannot run this plan of {plan.model}: {'; '.join(reasons)}; "
-            f"and none of the plan's {len(plan.alternatives)} alternatives is for {runtime.name}",
+            f"and {_no_alternative(plan, runtime)}",
             f"Make a plan for it: pplan.solve(runtime={runtime.name!r})",
         )
     best = min(usable, key=lambda alternative: alternative.step_seconds)
@@ -88,6 +88,14 @@ def choose(plan: Plan, runtime: Runtime) -> tuple[Choice, str | None]:
     else:
         why = f"{runtime.name} {uncounted}"
     return _alternative_choice(best), _remark(plan, runtime, why, best)
+
+
+def _no_alternative(plan: Plan, runtime: Runtime) -> str:
+    if not plan.alternatives:
+        return "it has no alternatives"
+    if len(plan.alternatives) == 1:
+        return f"its only alternative is not for {runtime.name}"
+    return f"none of the plan's {len(plan.alternatives)} alternatives is for {runtime.name}"
 
 
 def _uncounted(plan: Plan, runtime: Runtime) -> str:

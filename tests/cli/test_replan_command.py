@@ -62,6 +62,7 @@ def test_all_devices_are_all_that_are_left(profile: Profile) -> None:
     plan = pplan.solve(profile, gpus=3, mini_batch=8, use_all=True, time_limit=1)
     left = pplan.replan(plan, profile, lost=[1]).plan
     assert {rank for stage in left.stages for rank in stage.devices} == {0, 2}
+    assert left.prediction.bound_covers.endswith(", on all devices that are left")
     assert pplan.verify(left, profile).differing == []
 
 

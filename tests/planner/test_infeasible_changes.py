@@ -24,18 +24,17 @@ from pplan.planner.infeasible import (
     _in_words,
     _leave_out,
     _lighter_optimizers,
-    _limits,
     _memory_text,
     _more_gpus,
     _of_searched,
     _other_runs,
-    _room,
     _with_memory,
     no_plan_fits,
 )
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
+from pplan.planner.smallest_plan import list_limits, room
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -157,14 +156,14 @@ def test_more_devices_of_two_kinds_are_not_tried(make_problem: MakeProblem) -> N
     kinds = (Group(Device("a", 1000), 2), Group(Device("b", 500), 2))
     mixed = replace(problem, topology=replace(problem.topology, groups=kinds))
     assert _more_gpus(mixed, 10**9) is None
-    assert _limits(mixed) == [500, 1000]
-    assert _room(mixed) == "500 B to 1000 B a device"
-    assert _room(problem) == "1000 B a device"
+    assert list_limits(mixed) == [500, 1000]
+    assert room(mixed) == "500 B to 1000 B a device"
+    assert room(problem) == "1000 B a device"
     open_end = replace(
         problem, topology=replace(problem.topology, groups=(Group(Device("a", None), 2), kinds[1]))
     )
-    assert _limits(open_end) == [500, inf]
-    assert _room(open_end) == "500 B a device"
+    assert list_limits(open_end) == [500, inf]
+    assert room(open_end) == "500 B a device"
 
 
 def test_options_that_are_left_to_the_search(

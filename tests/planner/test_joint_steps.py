@@ -146,7 +146,7 @@ class TestPlanWith:
         assert more["required"] is False
         monkeypatch.setattr(joint_search, "fastest", lambda *_, **__: None)
         assert plan_with(Named("x", inside.proposal), problem) == "does not fit"
-        assert plan_with(Named("x", outside.proposal), problem) == "not applicable to this problem"
+        assert plan_with(Named("x", outside.proposal), problem) == joint_search.NOT_ALLOWED
         runtime = make_problem(max_stages=1, runtime="deepspeed", schedule="1f1b")
         why = plan_with(Named("x", inside.proposal), runtime)
         assert isinstance(why, str)

@@ -12,7 +12,7 @@ import pytest
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
-from pplan.cost_models.topology import Topology
+from pplan.cost_models.topology import Device, Group, Topology
 from pplan.planner.explanation import explanation as module
 from pplan.planner.explanation.explain_context import make_context
 from pplan.planner.explanation.explanation import _faster, _made_for, _notes, _WorkShare, solve_what_ifs
@@ -57,6 +57,7 @@ def test_each_change_by_itself(
     plan: Any = SimpleNamespace(profile=SimpleNamespace(tensor_parallel=sharers), device_kind="GPU")
     seeds: Any = ["seed"]
     answers = list(solve_what_ifs(context, seeds, plan, launches=launches))
+    assert (answers[0].plan, answers[0].reason) == (None, "")
     changes = [words, "double the bandwidth", "double the memory", "recompute always", "recompute never"]
     assert [own.change for own in answers] == changes + ["launches in no time"] * launches
     assert [own.proven for own in answers] == [n % 2 == 0 for n in range(1, len(answers) + 1)]
@@ -81,14 +82,28 @@ def test_changes_without_a_plan(
     monkeypatch.setattr(module, "resolve_fully", lambda *_: SimpleNamespace(best=None, exact=True))
     answers = list(solve_what_ifs(context, [], plan, launches=False))
     assert answers[0].change == "one more CPU"
-    assert [(own.plan, own.reason, own.proven) for own in answers] == [(None, "no plan fits", False)] * 5
+    # There is no memory to double.
+    assert [(own.plan, own.reason, own.proven) for own in answers] == [(None, "no plan fits", False)] * 4
 
     def refuse(*_: Any) -> Any:
         raise UsageError("it cannot be", "")
 
     monkeypatch.setattr(module, "resolve_fully", refuse)
     answers = list(solve_what_ifs(context, [], plan, launches=False))
-    assert [(own.plan, own.faster, own.reason) for own in answers] == [(None, None, "it cannot be")] * 5
+    assert [(own.plan, own.faster, own.reason) for own in answers] == [(None, None, "it cannot be")] * 4
+
+
+def test_one_more_of_two_kinds_of_devices(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    machine = make_topology(2)
+    groups = tuple(Group(Device(name, None), 1) for name in ("small", "large"))
+    problem = Problem(make_chain(1, 6), replace(machine, groups=groups), PlanOptions(mini_batch=8))
+    context: Any = SimpleNamespace(
+        problem=problem, present=SimpleNamespace(step_seconds=4.0, recompute=("never",))
+    )
+    plan: Any = SimpleNamespace(profile=SimpleNamespace(tensor_parallel=1), device_kind="GPU")
+    first = next(solve_what_ifs(context, [], plan, launches=False))
+    words = "not solved: there are 2 kinds of devices"
+    assert (first.change, first.plan, first.reason) == ("one more GPU", None, words)
 
 
 def test_the_share_of_the_work(monkeypatch: Patch) -> None:

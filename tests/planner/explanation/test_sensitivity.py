@@ -197,9 +197,13 @@ def test_seconds_of_the_heaviest_stage_are_varied(
     context: Any = SimpleNamespace(
         problem=problem,
         assembly=SimpleNamespace(
-            program=SimpleNamespace(parts_by_slot=SimpleNamespace(items=lambda: places))
+            program=SimpleNamespace(parts_by_slot=SimpleNamespace(items=lambda: places)),
+            ranks=[[0], [1]],
         ),
-        present=SimpleNamespace(proposal=SimpleNamespace(bounds=((0, 1), (1, 3), (3, 5), (5, 6)))),
+        present=SimpleNamespace(
+            config=SimpleNamespace(virtual_stages=2),
+            proposal=SimpleNamespace(bounds=((0, 1), (1, 3), (3, 5), (5, 6))),
+        ),
     )
     asked = list[Any]()
 
@@ -209,7 +213,8 @@ def test_seconds_of_the_heaviest_stage_are_varied(
 
     monkeypatch.setattr(sensitivity, "_reach", reach)
     (answer,) = sensitivity.sensitivities(context, [], 1)
-    assert (answer.what, answer.first_layer, answer.last_layer) == ("seconds of the layers of stage 1", 1, 2)
+    words = "seconds of the layers of the first part of device 1"
+    assert (answer.what, answer.first_layer, answer.last_layer) == (words, 1, 2)
     assert (answer.least, answer.most, asked[0].faster_above) == (0.25, 4.0, False)
     own = asked[0].varied(3.0).chain
     slower = own.forward_seconds / problem.chain.forward_seconds

@@ -222,8 +222,26 @@ def test_why_a_plan_is_not_for_a_runtime(
     with pytest.raises(ExportError) as caught:
         export(runtime, make_plan([5, 5], **keys))
     assert reason in caught.value.what
-    assert "none of the plan's 0 alternatives" in caught.value.what
+    assert caught.value.what.endswith("; and it has no alternatives")
     assert f"pplan.solve(runtime={runtime!r})" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        (1, "; and its only alternative is not for deepspeed"),
+        (2, "; and none of the plan's 2 alternatives is for deepspeed"),
+    ],
+)
+def test_how_many_alternatives_are_not_for_a_runtime(
+    make_plan: MakePlan, alternative: MakeAlternative, others: int, words: str
+) -> None:
+    plan = make_plan(
+        [5, 5], schedule="gpipe", alternatives=[alternative(schedule="zb-h1", runtimes=["torch"])] * others
+    )
+    with pytest.raises(ExportError) as caught:
+        export("deepspeed", plan)
+    assert caught.value.what.endswith(words)
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "dapple"])

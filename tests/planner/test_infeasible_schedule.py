@@ -1,0 +1,51 @@
+"""Why there is no plan of a schedule that is not searched: memory is blamed where more of it helps, and only
+there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from pplan.cost_models.errors import InfeasibleError
+from pplan.cost_models.layer import Chain
+from pplan.cost_models.topology import Device, Group, Topology
+from pplan.planner.infeasible import no_plan_fits
+from pplan.planner.joint_search import find_best_plan
+from pplan.planner.plan_options import PlanOptions
+from pplan.planner.problem import Problem
+
+MakeChain = Callable[..., Chain]
+MakeTopology = Callable[..., Topology]
+
+
+def refused(problem: Problem) -> InfeasibleError:
+    assert find_best_plan(problem, planners=()).best is None
+    return no_plan_fits(problem)
+
+
+@pytest.mark.parametrize("memory", [100, 500, inf])
+@pytest.mark.parametrize("schedule", ["interleaved", "looped-bfs", "zb-v", "dualpipe-v"])
+def test_too_few_layers_for_the_parts_of_a_schedule(
+    make_chain: MakeChain, make_topology: MakeTopology, schedule: str, memory: float
+) -> None:
+    topology = make_topology(2) if memory == inf else make_topology(2, memory=memory)
+    error = refused(
+        Problem(make_chain(3, 3, cuts=1.1), topology, PlanOptions(mini_batch=8, schedule=schedule))
+    )
+    words = f"no plan under {schedule} is possible: it has 4 parts of the layers or more, not 3"
+    assert error.what == words
+    also = " Memory is too small for that, too." if memory == 100 else ""
+    assert error.hint == f"Leave out `schedule`.{also}"
+
+
+@pytest.mark.slow
+def test_devices_of_two_sizes(make_chain: MakeChain, make_topology: MakeTopology) -> None:
+    machine = make_topology(2)
+    groups = tuple(Group(Device(name, size), 1) for name, size in (("small", 100), ("large", 200)))
+    topology = replace(machine, groups=groups)
+    options = PlanOptions(mini_batch=8, schedule="zb-h1")
+    error = refused(Problem(make_chain(3, 8, cuts=1.1), topology, options))
+    assert error.what.startswith("no plan under zb-h1 was found that fits into 100 B to 200 B a device; ")
