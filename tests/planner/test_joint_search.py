@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 import numpy as np
@@ -116,11 +116,12 @@ WISHES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    "options",
-    [pytest.param(own, marks=[pytest.mark.slow] * (own.get("runtime") == "torch")) for own in WISHES],
-    ids=lambda options: "-".join(options) or "free",
+    ("seed", "options"),
+    [
+        pytest.param(seed, own, marks=[pytest.mark.slow] * (seed == 1), id="-".join(own) or "free")
+        for seed, own in zip(cycle((0, 1)), WISHES, strict=False)
+    ],
 )
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_never_worse_than_any_planner(
     seed: int, options: dict[str, Any], make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
