@@ -46,12 +46,11 @@ def test_the_plan_is_the_same_in_other_units_of_time(
         own = in_units(chain, topology, factor)
         return find_best_plan(Problem(*own, PlanOptions(mini_batch=8, **options)))
 
-    now = answer(1.0)
-    for factor in (2.0**-10, 2.0**-30):
-        other = answer(factor)
-        assert (now.best is None) == (other.best is None)
-        if now.best is not None:
-            assert other.best.proposal == now.best.proposal
-            assert other.best.step_seconds == pytest.approx(factor * now.best.step_seconds, rel=1e-12)
-            assert other.result.bound_seconds == pytest.approx(factor * now.result.bound_seconds, rel=1e-9)
-            assert other.result.exact == now.result.exact
+    now, factor = answer(1.0), 2.0**-30
+    other = answer(factor)
+    assert (now.best is None) == (other.best is None)
+    if now.best is not None:
+        assert other.best.proposal == now.best.proposal
+        assert other.best.step_seconds == pytest.approx(factor * now.best.step_seconds, rel=1e-12)
+        assert other.result.bound_seconds == pytest.approx(factor * now.result.bound_seconds, rel=1e-9)
+        assert other.result.exact == now.result.exact
