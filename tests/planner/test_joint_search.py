@@ -48,7 +48,9 @@ class TestMonotone:
         assert all(more <= less for less, more in pairwise(steps))
         assert len(set(steps)) > 3
 
-    @pytest.mark.parametrize("seed", range(6))
+    @pytest.mark.parametrize(
+        "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 4))]
+    )
     def test_bandwidth(self, seed: int, make_chain: MakeChain, make_topology: MakeTopology) -> None:
         """A thousand times the bytes over a thousand times the bandwidth, which may not be below 1 B/s."""
         chain, own = make_chain(seed, 7), make_topology(4, per_node=[2, 8][seed % 2], latency=0.02)
@@ -145,7 +147,7 @@ def test_never_worse_than_any_planner(
     assert all(reasons)
 
 
-@pytest.mark.parametrize("schedule", ["auto", "any"])
+@pytest.mark.parametrize("schedule", ["auto", pytest.param("any", marks=pytest.mark.slow)])
 def test_a_search_that_has_no_work_is_no_worse_than_where_it_starts(
     schedule: str, make_chain: MakeChain, make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,7 +78,9 @@ def test_every_schedule(seed: int, schedule: str, make_chain: MakeChain, make_to
     assert "never" in words
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 6))]
+)
 def test_replicas_and_stages_that_recompute(
     seed: int, make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:

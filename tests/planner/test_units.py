@@ -32,10 +32,17 @@ CASES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "any schedule": (5, 2, {}, {"schedule": "any"}),
 }
 """By name: layers, devices, what the machine has, options."""
+QUICK = ("one node", "little memory")
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        pytest.param(name, seed, marks=[pytest.mark.slow] * (seed == 1 or name not in QUICK))
+        for name in CASES
+        for seed in range(2)
+    ],
+)
 def test_the_plan_is_the_same_in_other_units_of_time(
     name: str, seed: int, make_chain: MakeChain, make_topology: MakeTopology, in_units: InUnits
 ) -> None:
