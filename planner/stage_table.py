@@ -231,7 +231,7 @@ class StageTable:
     ) -> Floats:
         """Bytes that each stage needs. Arguments as of `ledger`."""
         terms = ledger(
-            self._tables(options.get("zero", 0)),
+            StageBytes(**self._tables(options.get("zero", 0))),
             in_flight=in_flight,
             recompute=recompute,
             optimizer=optimizer,
@@ -270,11 +270,7 @@ class StageTable:
 
     def _stages(self, start: Indices, end: Indices, zero: int) -> StageBytes:
         """The bytes of some stages, each of shape (pairs,)."""
-        own: dict[str, Any] = {
-            name: np.broadcast_to(amount, self.valid.shape)[start, end]
-            for name, amount in vars(self._tables(zero)).items()
-            if amount is not None
-        }
+        own: dict[str, Any] = {name: amounts[start, end] for name, amounts in self._tables(zero).items()}
         return StageBytes(**own)
 
     def stage_ledger(
@@ -300,11 +296,7 @@ class StageTable:
 
     def bytes_between(self, i: int, j: int, *, zero: int = 0, recompute: str = "never") -> StageBytes:
         """What the ledger of one stage is made from that recomputes by such a word."""
-        own: dict[str, Any] = {
-            name: float(np.broadcast_to(amount, self.valid.shape)[i, j])
-            for name, amount in vars(self._tables(zero)).items()
-            if amount is not None
-        }
+        own: dict[str, Any] = {name: float(amounts[i, j]) for name, amounts in self._tables(zero).items()}
         stage, first = StageBytes(**own), count_first_layers(recompute)
         if first is None:
             return stage
@@ -318,9 +310,15 @@ class StageTable:
         seconds = costs.forward_seconds if name == "forward" else costs.forward_host_seconds
         return float(seconds[self.cut_points[i] : min(self.cut_points[i] + first, self.cut_points[j])].sum())
 
-    def _tables(self, zero: int) -> StageBytes:
-        """`stage_bytes`, with what ZeRO has whole at a time where that stage of ZeRO spreads layers."""
-        return self.stage_bytes if zero < 2 else replace(self.stage_bytes, gathered=self._gathered_bytes)
+    def _tables(self, zero: int) -> dict[str, Floats]:
+        """`stage_bytes` by name, with what ZeRO has whole at a time where that stage spreads layers."""
+        return self._of_all_stages if zero < 2 else self._of_all_stages | {"gathered": self._gathered_bytes}
+
+    @cached_property
+    def _of_all_stages(self) -> dict[str, Floats]:
+        """`stage_bytes` by name, each of the shape of `valid`."""
+        own = vars(self.stage_bytes).items()
+        return {name: np.broadcast_to(amount, self.valid.shape) for name, amount in own if amount is not None}
 
 
 WEIGHT_SHARE = 0.5

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..errors import UsageError
 from .presets import (
@@ -56,6 +57,7 @@ def match_device(device_name: str) -> Preset | None:
     return None
 
 
+@lru_cache(maxsize=256)  # every ledger asks for its device's
 def device_preset(device_name: str) -> Preset | None:
     """The preset with that title, or of the GPU that the driver calls so; None for one without, as a CPU."""
     titled = (preset for preset in PRESETS.values() if preset.title == device_name)

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import warnings
+from functools import cache
 from typing import Any
 
 import pytest
@@ -184,6 +185,7 @@ def test_sections_of_nemo_automodel(options: dict[str, Any]) -> None:
             assert names == ["model.embed_tokens", *blocks, "model.norm", "lm_head"]
 
 
+@cache
 def offload_answer() -> DegreeAnswer:
     """Of a model with experts, in memory that only plans with offload fit."""
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
@@ -207,6 +209,7 @@ def offload_answer() -> DegreeAnswer:
     return found
 
 
+@pytest.mark.slow
 def test_arguments_of_offload() -> None:
     """Megatron-LM's modules of attention, and of experts where there are some; others keep all."""
     found = offload_answer()

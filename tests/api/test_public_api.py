@@ -106,6 +106,7 @@ def test_profile_refuses_arguments_that_contradict() -> None:
         pplan.profile("vgg11", batch)
 
 
+@pytest.mark.slow
 def test_solve_takes_a_profile_by_its_path(tmp_path: Path, profile: Profile) -> None:
     path = tmp_path / "a.profile.json"
     profile.save(path, force=False)

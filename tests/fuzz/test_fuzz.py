@@ -242,6 +242,7 @@ def test_what_an_edit_leaves_is_as_json_writes_it(workspace: Workspace) -> None:
     assert compared > 300
 
 
+@pytest.mark.slow
 def test_what_is_repeated_again_and_again_stays_small(workspace: Workspace) -> None:
     text = workspace.seeds["plain.profile.json"].decode()
     edits: list[list[Any]] = [["repeat", ["layers"], 1000], ["repeat", ["layers", 0, "costs"], 1000]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,9 @@ class TestMonotone:
         assert all(more <= less for less, more in pairwise(steps))
         assert len(set(steps)) > 3
 
-    @pytest.mark.parametrize("seed", range(6))
+    @pytest.mark.parametrize(
+        "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 4))]
+    )
     def test_bandwidth(self, seed: int, make_chain: MakeChain, make_topology: MakeTopology) -> None:
         """A thousand times the bytes over a thousand times the bandwidth, which may not be below 1 B/s."""
         chain, own = make_chain(seed, 7), make_topology(4, per_node=[2, 8][seed % 2], latency=0.02)
@@ -116,11 +118,12 @@ WISHES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    "options",
-    [pytest.param(own, marks=[pytest.mark.slow] * (own.get("runtime") == "torch")) for own in WISHES],
-    ids=lambda options: "-".join(options) or "free",
+    ("seed", "options"),
+    [
+        pytest.param(seed, own, marks=[pytest.mark.slow] * (seed == 1), id="-".join(own) or "free")
+        for seed, own in zip(cycle((0, 1)), WISHES, strict=False)
+    ],
 )
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_never_worse_than_any_planner(
     seed: int, options: dict[str, Any], make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
@@ -144,7 +147,7 @@ def test_never_worse_than_any_planner(
     assert all(reasons)
 
 
-@pytest.mark.parametrize("schedule", ["auto", "any"])
+@pytest.mark.parametrize("schedule", ["auto", pytest.param("any", marks=pytest.mark.slow)])
 def test_a_search_that_has_no_work_is_no_worse_than_where_it_starts(
     schedule: str, make_chain: MakeChain, make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch
 ) -> None:

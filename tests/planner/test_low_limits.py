@@ -66,7 +66,15 @@ def low_limits(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [*((name, 2) for name in NAMES), ("two nodes", 1), ("few cuts", 4), ("two kinds", 4)]
+    ("name", "most"),
+    [
+        *(
+            pytest.param(name, 2, marks=[pytest.mark.slow] * (index % 3 != 0))
+            for index, name in enumerate(NAMES)
+        ),
+        *(pytest.param(*own, marks=pytest.mark.slow) for own in (("two nodes", 1), ("few cuts", 4))),
+        ("two kinds", 4),
+    ],
 )
 def test_bounds_hold(name: str, most: int, cases: Cases, low_limits: Callable[[int], None]) -> None:
     problem: Problem = cases[name].problem(time_limit=0.05)

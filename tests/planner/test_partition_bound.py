@@ -66,6 +66,7 @@ def every_plan(problem: Problem) -> Iterator[tuple[float, float, tuple[int, ...]
     """The bytes and the step of all plans, on any devices and with any recomputation of each stage; by part
     its replicas, and by cut whether it lies between devices."""
     layers, config = len(problem.chain), problem.configs[0]
+    needs: dict[object, float] = {}  # devices are alike in what memory asks of them
     schedule = SCHEDULES[config.schedule]
     parts = schedule.default_virtual_stages
     words: tuple[Recompute, ...] = (
@@ -87,8 +88,11 @@ def every_plan(problem: Problem) -> Iterator[tuple[float, float, tuple[int, ...]
                 for modes in product(words, repeat=stages):
                     of_parts = [modes[place.device] for place in program.pipes[0]]
                     made = assemble(problem.space, proposal, of_parts)
-                    need = max(sum(made.ledger(device).values()) for device in range(stages))
                     replicas = tuple(map(len, proposal.devices))
+                    key = stages, inner, replicas, modes
+                    if key not in needs:
+                        needs[key] = max(sum(made.ledger(device).values()) for device in range(stages))
+                    need = needs[key]
                     is_sent = tuple(a.device != b.device for a, b in pairwise(program.pipes[0]))
                     yield need, float(step_seconds(made.program, made.costs())[0]), replicas, is_sent
 

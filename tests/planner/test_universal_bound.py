@@ -95,7 +95,7 @@ def _devices(gpus: int, program: Program) -> Iterator[tuple[tuple[int, ...], ...
                     yield tuple(own[place.device] for place in program.pipes[0])
 
 
-QUICK = ("interleaved", "looped-bfs", "zb-v", "dapple")
+QUICK = ("interleaved", "zb-v")
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def proposals(seed: int, chain: Chain, count: int) -> list[Proposal]:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_the_searched_step_is_the_simulated_one(
     zero: int, seed: int, make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:

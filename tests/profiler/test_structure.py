@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -131,9 +131,16 @@ def test_a_vgg(dtype: torch.dtype, small_vgg: Callable[[], nn.Module]) -> None:
     assert on_meta == on_cpu
 
 
+def every_other_twice(names: Iterable[str]) -> Iterator[tuple[str, torch.dtype]]:
+    """In float32, and every other one in bfloat16 too."""
+    for index, name in enumerate(names):
+        yield name, torch.float32
+        if index % 2:
+            yield name, torch.bfloat16
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "dtype"), [*every_other_twice(MODELS)])
 def test_models(name: str, dtype: torch.dtype) -> None:
     make, side = MODELS[name]
     on_meta, on_cpu = both(make(), images(side), dtype=dtype)
@@ -181,8 +188,7 @@ def test_torchs_own_encoder(dropout: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "dtype"), [*every_other_twice(["gpt2", "bert", "llama", "t5"])])
 def test_language_models(name: str, dtype: torch.dtype) -> None:
     pytest.importorskip("transformers")
     from pplan.profiler.loading.transformers_models import load_transformers

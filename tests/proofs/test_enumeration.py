@@ -35,7 +35,10 @@ MACHINES = [
 
 
 @pytest.mark.parametrize("schedule", NAMED)
-@pytest.mark.parametrize(("seed", "kind"), [(0, "levels"), (3, "ports"), (4, "kinds")])
+@pytest.mark.parametrize(
+    ("seed", "kind"),
+    [(0, "levels"), *(pytest.param(*own, marks=pytest.mark.slow) for own in ((3, "ports"), (4, "kinds")))],
+)
 def test_no_step_is_below_the_least_seconds(seed: int, kind: str, schedule: str) -> None:
     case = case_of(seed, kind)
     problem = Problem(case.chain, case.topology, case.options, profiles=case.profiles)

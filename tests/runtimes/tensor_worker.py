@@ -3,6 +3,7 @@ blocks, in a pipeline whose stages share matrices, and plainly; or profiles both
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -39,13 +40,13 @@ class Block(nn.Module):
         return mixed
 
 
-def make(kind: str, seed: int = 3) -> tuple[nn.Module, Any, Any]:
+def make(kind: str) -> tuple[nn.Module, Any, Any]:
     """Model, an example of its input, and its tensor-parallel plan."""
-    torch.manual_seed(seed)
+    torch.manual_seed(3)
     if kind == "blocks":
         layers = nn.Sequential(nn.Embedding(40, 16), *(Block() for _ in range(3)), nn.Linear(16, 40))
         return layers.double(), torch.zeros(2, TOKENS, dtype=torch.long), {"up": "colwise", "down": "rowwise"}
-    loaded = load_model("hf:llama", settings=LLAMA, seed=seed)
+    loaded = load_model("hf:llama", settings=LLAMA, seed=3)
     module: Any = loaded.module
     example = loaded.example.layer_input
     plan = module.config.base_model_tp_plan
@@ -109,7 +110,11 @@ def profile(rank: int) -> dict[str, Any]:
 def train_both(folder: Path, rank: int, kind: str) -> dict[str, Any]:
     """Losses of the pipeline and of the plain model, and how far apart their gradients and weights are."""
     document = TorchExport.load(folder / "small.torch.json")
-    layers, example, plan = make(kind, 3 if rank % 2 == 0 else 4)  # those of the first that share count
+    layers, example, plan = make(kind)
+    plain = copy.deepcopy(layers)
+    if rank % 2:  # those of the first that share count
+        for parameter in layers.parameters():
+            nn.init.normal_(parameter)
     torch.manual_seed(5)
     tokens = TOKENS if kind == "blocks" else example.shape[1]
     ids, labels = torch.randint(40, (2, document.mini_batch, tokens))
@@ -134,7 +139,6 @@ def train_both(folder: Path, rank: int, kind: str) -> dict[str, Any]:
         losses.append([loss.item() for loss in found])
         optimizer.step()
 
-    plain, _, _ = make(kind)
     plain_losses = train(plain, ids, labels, document.micro_batches)
     expected, off, split = dict(plain.named_parameters()), 0.0, 0
     for name, own in [each for module in process.modules.values() for each in module.named_parameters()]:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("cli", "cost_models", "planner", "pplan", "profiler", "runtimes")
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "pty", "commands"}
@@ -38,6 +40,7 @@ def forbidden(tree: ast.AST) -> Iterator[str]:
                     yield ast.unparse(node)[:80]
 
 
+@pytest.mark.slow
 def test_nothing_runs_what_a_file_says() -> None:
     found = [f"{path}: {what}" for path, tree in trees() for what in forbidden(tree)]
     assert found == []

@@ -127,7 +127,7 @@ def test_each_number_that_matters(
     assert unseen == [], repr(unseen)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adamw-8bit"])
 def test_the_optimizers_step(
     optimizer: str, zero: int, make_profile: Callable[..., Any], solve_files: Callable[..., Any]

@@ -56,6 +56,7 @@ def random_plan(rng: random.Random, make_profile: Callable[..., dict[str, Any]])
     return plan, profile
 
 
+@pytest.mark.slow
 def test_parts_sum_to_the_whole(make_profile: Callable[..., dict[str, Any]]) -> None:
     """Every stage's ledger to its bytes, and its seconds to the step; so does the chain of what waits for
     what, and the step is that of the plan."""

@@ -170,6 +170,7 @@ def test_what_zero_spreads(
     assert (made["optimizer"], made["communication"]) == (states, exchanged)
 
 
+@pytest.mark.slow
 def test_solved_with_little_memory(make_profile: Callable[..., Any], solve_files: Callable[..., Any]) -> None:
     """Every term of the file is compared: each a hundred bytes more is found."""
     solved = solve_files(

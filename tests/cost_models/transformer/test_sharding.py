@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -66,7 +67,7 @@ COLUMNS = re.compile(
 ROWS = re.compile(r"(o|out|down|c)_proj|dense_4h_to_h|fc2|fc_out|w2|output_linear|dense")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def mesh() -> Iterator[Any]:
     """Of processes that there are not."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -112,9 +113,15 @@ def small_model(family: str, biases: bool) -> tuple[Any, Any]:
         return config, build.from_config(config)
 
 
-def compare(family: str, biases: bool, mesh: Any) -> None:
+@cache
+def left_to_a_device(shape: tuple[int, ...], place: Any, mesh: Any) -> int:
+    """Elements of a parameter."""
     from torch.distributed.tensor import distribute_tensor
 
+    return int(distribute_tensor(torch.empty(shape, device="meta"), mesh, [place]).to_local().numel())
+
+
+def compare(family: str, biases: bool, mesh: Any) -> None:
     config, model = small_model(family, biases)
     modules, dense, routed = dict(model.named_modules()), 0, 0
     for name, each in model.named_parameters():
@@ -122,8 +129,7 @@ def compare(family: str, biases: bool, mesh: Any) -> None:
         if re.search(r"\bexperts\b", path):
             routed += each.numel()
             continue
-        place = placement(modules[path], path, kind)
-        dense += distribute_tensor(each, mesh, [place]).to_local().numel()
+        dense += left_to_a_device(tuple(each.shape), placement(modules[path], path, kind), mesh)
 
     limits, link = DeviceLimits(1e14, 1e12), Link(1e11, 1e-6)
     topology = two_level_topology(Device("GPU", None), DEVICES, DEVICES, link, link)

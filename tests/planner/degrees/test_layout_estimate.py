@@ -33,7 +33,9 @@ def costs(random: Random) -> RankCosts:
     return RankCosts(limits, TopologyLinks(topology), overheads=Overheads(1e-5, 1e-4))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))]
+)
 def test_the_shortest_step_of_those_that_fit(seed: int) -> None:
     """With as much memory as one wants, with what half of them need, and with less than any needs."""
     random = Random(seed)

@@ -59,7 +59,7 @@ def pareto(every: list[tuple[Proposal, float, float]]) -> list[tuple[float, floa
     return kept
 
 
-@pytest.mark.parametrize("seed", [0, 4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 4))])
 def test_the_frontier_is_that_of_all_plans(
     seed: int, make_problem: MakeProblem, every_plan: EveryPlan
 ) -> None:

@@ -57,6 +57,7 @@ class BruteForce:
     most_stages: int | None = None
     _seconds: dict[tuple[int, Stage], dict[str, float]] = field(default_factory=dict)
     _needs: dict[tuple[int, Stage, float, str], float] = field(default_factory=dict)
+    _costs: dict[tuple[str | None, int], LayerCosts] = field(default_factory=dict)
 
     def fastest(self) -> Fastest | None:
         """None where no plan fits."""
@@ -186,9 +187,12 @@ class BruteForce:
         return slowest
 
     def _layers(self, kind: Device | None, share: int) -> LayerCosts:
-        if kind is None or kind.profile is None:
-            return self.space.chain.at(share, past_largest=self.space.past_largest)
-        return self.space.profiles[kind.profile].at(share, past_largest=True)
+        profile = None if kind is None else kind.profile
+        if (profile, share) not in self._costs:
+            chain = self.space.chain if profile is None else self.space.profiles[profile]
+            past_largest = profile is not None or self.space.past_largest
+            self._costs[profile, share] = chain.at(share, past_largest=past_largest)
+        return self._costs[profile, share]
 
     def needs(self, config: PipelineConfig, stage: Stage, in_flight: float, mode: str) -> float:
         """Bytes of a stage on one replica with so many micro-batches in flight."""

@@ -36,6 +36,7 @@ def problems() -> list[tuple[OrderProblem, Lists]]:
     return cases
 
 
+@pytest.mark.slow
 def test_every_change_leaves_what_a_new_run_would_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """After each exchange that is taken or taken back: starts, what follows, the clock, places, and bytes."""
     taken, refused = 0, 0

@@ -297,7 +297,11 @@ REFUSED = {
 """With the reason, which names the tensor and the layer, or the line."""
 
 
-@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(own, marks=[pytest.mark.slow] * (index % 4 != 0)) for index, own in enumerate(REFUSED)],
+    ids=lambda kind: kind.__name__,
+)
 def test_what_no_tool_keeps_is_refused(kind: type[Parts]) -> None:
     with pytest.raises(ModelError) as caught:
         sequential(kind(), GIVEN)

@@ -59,6 +59,7 @@ def test_one_process(make_runtime_case: MakeRuntimeCase, told: list[tuple[str, C
     check(job_of(cases), told, "one process")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 def test_deepspeed(make_runtime_case: MakeRuntimeCase, told: list[tuple[str, CasePrediction]]) -> None:
     """Two stages, and one of two replicas."""

@@ -1,4 +1,5 @@
-"""A rank that hangs in a check of two processes that the user's own torchrun started: what is said and left.
+"""Checks of two processes that train, and of two that the user's own torchrun started, of which one hangs:
+what is said and left. The first run while the others wait.
 
 Without torchrun the parent of the processes says it (`benchmarks/faults.py`).
 """
@@ -13,15 +14,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 from torch.distributed.run import get_args_parser
 
 import pplan
+from pplan.runtimes.checking.job import Case, CasePrediction, CheckMeasurements, Job, ModelSpec, StageSeconds
+from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processes
 
+MakeCase = Callable[..., Case]
 MODEL = """
     import os
     import signal
@@ -57,6 +62,23 @@ MODEL = """
 
     def make():
         return nn.Sequential(*(Layer(4, 4) for _ in range(4))), torch.randn(4, 4)
+"""
+TRAINED = """
+    import atexit
+    import os
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    @atexit.register
+    def threads():
+        names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+        Path(f"threads.{os.environ['RANK']}").write_text(" ".join(names))
+
+    def small():
+        layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.5)]
+        return nn.Sequential(*layers, nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(3, 6)
 """
 STEPS = 50_000
 """More than the forwards after which a rank hangs."""
@@ -153,6 +175,88 @@ def torchruns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, To
             every[fault] = Torchrun(folder / "plan", folder / fault, fault, rank)
             stack.callback(every[fault].end)
         yield every
+
+
+@pytest.fixture(scope="module")
+def trained(
+    make_case: MakeCase, torchruns: object, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[CheckMeasurements, list[tuple[str, CasePrediction]]]]:
+    """Cases of one model, and one whose stages wait, in the same two processes."""
+    del torchruns  # they go on meanwhile
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "checked_models.py").write_text(dedent(TRAINED))
+    said: list[tuple[str, CasePrediction]] = []
+    own: dict[str, Any] = {"model": "checked_models:small", "size": 3}
+    waits = StageSeconds(forward=0.004, backward=0.008, input=0.004, weight=0.004)
+    job = Job(
+        model=ModelSpec(name="checked_models:small", loss="mse", by_user=("checked_models:small",)),
+        cases=[
+            make_case("1f1b", parts=[0, 2, 7], **own),
+            make_case("zb-h1", parts=[0, 3, 7], **own),
+            make_case("interleaved", parts=[0, 1, 3, 5, 7], virtual_stages=2, **own),
+            make_case("1f1b", devices=1, parts=[0, 7], replicas=2, **own),
+            make_case("zb-h1", seconds=waits),
+        ],
+        calibration=[make_case("gpipe", micro_batches=6, seconds=waits)],
+        link_sizes=[1024, 65536],
+        steps=2,
+        warm_ups=1,
+    )
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield run_in_processes(job, ProgressCallbacks(predicted=lambda *made: said.append(made))), said
+        if sys.platform.startswith("linux"):
+            # Python ends; what gloo still does then with a tensor aborts the process.
+            assert not any("gloo" in (folder / f"threads.{rank}").read_text() for rank in range(2))
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.slow
+def test_every_case_trains_as_the_plain_model(trained: tuple[CheckMeasurements, Any]) -> None:
+    found, _ = trained
+    assert (found.backend, len(found.cases), len(found.calibration)) == ("gloo", 5, 1)
+    plain = {tuple(case.losses.plain or ()) for case in found.cases[:3] if case.losses is not None}
+    assert len(plain) == 1
+    for case in found.cases[:4]:
+        assert case.losses is not None
+        assert case.losses.plain is not None
+        assert len(set(case.losses.plain)) == 2
+        assert case.losses.pipeline == pytest.approx(case.losses.plain, rel=1e-4)
+    assert found.cases[4].losses is None
+
+
+@pytest.mark.slow
+def test_predictions_come_before_and_are_those_of_the_result(trained: tuple[CheckMeasurements, Any]) -> None:
+    found, said = trained
+    results = [*found.calibration, *found.cases]
+    assert [name for name, _ in said] == [result.name for result in results]
+    for (_, told), result in zip(said, results, strict=True):
+        assert told == result.predicted
+    assert all(case.predicted.calibrated_step_seconds is not None for case in found.cases)
+    assert found.calibration[0].predicted.calibrated_step_seconds is None
+    assert found.corrections is not None
+    assert found.links is not None
+    assert found.links.sizes == [1024, 65536]
+
+
+@pytest.mark.slow
+def test_every_stage_is_measured(trained: tuple[CheckMeasurements, Any]) -> None:
+    """Stages that wait take at least as long as they wait: the input's gradient apart from the weights',
+    which on the first stage PyTorch computes together."""
+    found, _ = trained
+    for case, stages in zip(found.cases, (2, 2, 4, 1, 2), strict=True):
+        assert len(case.ran.stages) == len(case.predicted.stages) == stages
+        assert len(case.ran.step_seconds) == 2
+        for own in (*case.ran.stages, *case.predicted.stages):
+            assert own.forward > 0
+            assert own.backward > 0
+    for first, last in (found.cases[4].ran.stages, found.cases[4].predicted.stages):
+        assert first.weight >= 0.008
+        assert first.input < first.weight
+        assert min(last.forward, last.input, last.weight) >= 0.004
+    assert min(found.cases[4].ran.step_seconds) >= 4 * 0.012
 
 
 @pytest.mark.slow
