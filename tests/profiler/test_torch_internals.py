@@ -17,7 +17,16 @@ from pplan.profiler.torch_internals import INTERNALS, Internal, check_internals
 def test_leaves_are_those_that_torch_finds() -> None:
     x = torch.ones(2, 3)
     named = torch.max(x, 0)
-    tree: object = ((x, [named, {"b": x.t(), "a": [None, 1, {2}]}]), x.shape, (), [], {}, "word", slice(1), nn.ReLU)
+    tree: object = (
+        (x, [named, {"b": x.t(), "a": [None, 1, {2}]}]),
+        x.shape,
+        (),
+        [],
+        {},
+        "word",
+        slice(1),
+        nn.ReLU,
+    )
     own, theirs = torch_internals.tree_leaves(tree), _pytree.tree_leaves(tree)
     assert list(map(id, own)) == list(map(id, theirs))
 
