@@ -24,11 +24,12 @@ from .counting_operations import LayerOperations, Operation, count_operations
 from .efficiency import MEASURED_CURVES, Curves, Efficiency, OperationWork, Vector, fit_efficiency
 from .equal_layers import EqualLayers
 from .measurement_target import MeasurementTarget
+from .memory.meta_kernels import Kernels
 from .passes.layer_stamps import LayerTimes, LossTimes
 from .passes.timed_passes import TimedPasses
 from .profile_file import Profile
 from .size_result import SizeResult
-from .structure import Kernels, as_on_a_gpu
+from .structure import as_on_a_gpu
 
 DEVICE = "analytic"
 _BACKWARD = 0.75
@@ -91,7 +92,9 @@ def estimate(
     elif name in MEASURED_CURVES and target.roofline is ROOFLINES[name]:
         curves, efficiency_note = MEASURED_CURVES[name], "the efficiencies are those of other models on it"
     timed = [
-        dataclasses.replace(result, rounds=TimedPasses(layers=[_times(blocks, result.size, target, curves)]))
+        dataclasses.replace(
+            result, rounds=TimedPasses(layers=[_times(subject, result.operations or (), target, curves)])
+        )
         for result in results
     ]
     note = (
@@ -114,12 +117,13 @@ def _describe_curve(curve: Efficiency) -> str:
     return f"at most {curve.highest:.0%}, half of that in {curve.half_seconds * 1e6:.3g} µs"
 
 
-def _times(blocks: EqualLayers, size: int, target: AnalyticTarget, curves: Curves) -> LayerTimes:
-    subject = blocks.subject
+def _times(
+    subject: MeasurementTarget, operations: Sequence[LayerOperations], target: AnalyticTarget, curves: Curves
+) -> LayerTimes:
     launch, host_launch = target.roofline.launch.value, target.roofline.host_launch.value
     rows = [
         [_work(part, target.roofline, tf32=subject.modes.tf32) for part in (layer.forward, layer.backward)]
-        for layer in count_operations(blocks, size, target.kernels)
+        for layer in operations
     ]
     seconds = np.array([[work.seconds(curves, launch) for work in row] for row in rows])
     hosts = host_launch * np.array([[len(row[0].compute), _BACKWARD * len(row[1].compute)] for row in rows])

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from .equal_layers import EqualLayers
+from .measurement_target import MeasurementTarget
+from .memory.meta_kernels import Kernels
 from .operator_internals import (
     BATCH_NORMS,
     CPU_FLASH_BACKWARDS,
@@ -23,7 +25,6 @@ from .operator_internals import (
     suggest_memory_format,
 )
 from .passes.timing import OutputGradients, run_layers
-from .structure import Kernels
 from .torch_internals import TorchDispatchMode, tree_leaves
 from .user_model.loaded_model import ModelInput
 
@@ -55,6 +56,11 @@ class LayerOperations:
     backward: list[Operation] = field(default_factory=list)
 
 
+def operation_counter(subject: MeasurementTarget) -> OperationCounter:
+    """For a pass of its layers, with its loss if there is one."""
+    return OperationCounter(len(subject.chain) + (subject.loss is not None))
+
+
 def count_operations(blocks: EqualLayers, size: int, kernels: Kernels) -> list[LayerOperations]:
     """The operations of every layer at a micro-batch of `size`, and last those of the loss, if there is one.
 
@@ -64,34 +70,34 @@ def count_operations(blocks: EqualLayers, size: int, kernels: Kernels) -> list[L
     layers, context = subject.chain.layers, partial(subject.modes.forward_context, subject.device)
     example = ModelInput.of(subject.loaded.example_input_for(size))
     example = example.to(subject.device, subject.dtype, subject.modes.memory_format).clone()
-    counts = [LayerOperations() for _ in range(len(layers) + (subject.loss is not None))]
-    with kernels(), _Counter(counts) as counter:
+    with kernels(), operation_counter(subject) as counter:
         gradients = OutputGradients(subject.seed)
         run_layers(layers, example.layer_input, gradients, counter, loss=subject.loss, context=context)
-    return blocks.by_layer(counts)
+    return blocks.by_layer(counter.layers)
 
 
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes operations below autograd, and as the watcher of the pass for whom."""
+class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes operations below autograd, and as the watcher of the pass for whom: of `layers`, and last of the
+    loss."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, layers: list[LayerOperations]) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._layers = layers
+        self.layers = [LayerOperations() for _ in range(layers)]
         self._now: list[Operation] | None = None
 
     def before(self, index: int, layer_input: Any) -> None:  # noqa: ARG002
-        self._now = self._layers[index].forward
+        self._now = self.layers[index].forward
 
     def after(self, index: int, output: Any) -> None:  # noqa: ARG002
         self._now = None
 
     def backward_starts(self) -> None:
-        self._now = self._layers[-1].backward
+        self._now = self.layers[-1].backward
 
     def gradient(self, index: int, gradient: Tensor) -> None:  # noqa: ARG002
-        self._now = self._layers[index].backward
+        self._now = self.layers[index].backward
 
     def backward_ends(self) -> None:
         self._now = None

@@ -249,7 +249,10 @@ def _structure(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> 
             break
     blocks = blocks or all_different(subject)
     memory = None if target is None else target.roofline.memory_bytes
-    results, notes = count_structure(blocks, limits.sizes, kernels, limits.progress, memory)
+    estimates = target is not None
+    results, notes = count_structure(
+        blocks, limits.sizes, kernels, limits.progress, memory, operations=estimates
+    )
     if target is not None:
         return estimate(blocks, results, notes, target)
     return build_profile(subject, results, (), notes)

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from .chain.layers import Layer
+from .counting_operations import OperationCounter
 from .measurement_target import MeasurementTarget
 from .memory.live_bytes import build_meter
 from .memory.workspace import LossWorkspace, StepMemory, Workspace, peak_of_step
@@ -17,7 +18,7 @@ from .passes.backward_parts import PartTimes, run_parts
 from .passes.launch_lead import LeadTuner
 from .passes.layer_stamps import AGAIN, LayerStamps, LayerTimes, stamped_layers
 from .passes.timing import OutputGradients, WholeTimes, run_layers, run_whole
-from .passes.watchers import SavedBytes, Watcher
+from .passes.watchers import CompositeWatcher, SavedBytes, Watcher
 from .user_model.flat_output import tensors_in
 from .user_model.loaded_model import ModelInput
 from .user_model.losses import Loss
@@ -103,19 +104,22 @@ class SizePasses:
         while not self.leads.is_settled:
             self.time_layers()
 
-    def step_memory(self, saved: SavedBytes) -> StepMemory:
-        """The memory of a pass without the loss, as the untouched model's pass is."""
+    def step_memory(self, saved: SavedBytes, operations: OperationCounter | None = None) -> StepMemory:
+        """The memory of a pass without the loss, as the untouched model's pass is; and its operations."""
         module, device = self._subject.loaded.module, self._subject.device
         # Those that backward starts from are of the pass: they are drawn in it.
         self._gradients.forget()
         with build_meter(device, module) as meter:
             inputs = self._fresh_input().layer_input
             workspace = Workspace(module, len(self.layers), meter, tensors_in(inputs))
-            run_layers(self.layers, inputs, self._gradients, workspace, context=self._context)
+            with _watched(workspace, operations) as watcher:
+                run_layers(self.layers, inputs, self._gradients, watcher, context=self._context)
         return workspace.memory(saved.saved_bytes)
 
-    def loss_workspace(self, saved: SavedBytes) -> LossWorkspace | None:
-        """The bytes that the loss needs for itself; None without a loss."""
+    def loss_workspace(
+        self, saved: SavedBytes, operations: OperationCounter | None = None
+    ) -> LossWorkspace | None:
+        """The bytes that the loss needs for itself; None without a loss. And the operations of the pass."""
         subject = self._subject
         if subject.loss is None:
             return None
@@ -125,7 +129,8 @@ class SizePasses:
             workspace = Workspace(module, count, meter, tensors_in(inputs))
             # Its targets are of the pass.
             loss = subject.loss.without_targets()
-            run_layers(self.layers, inputs, self._gradients, workspace, loss=loss, context=self._context)
+            with _watched(workspace, operations) as watcher:
+                run_layers(self.layers, inputs, self._gradients, watcher, loss=loss, context=self._context)
         return workspace.loss(saved.saved_bytes, saved.loss_saved_bytes)
 
     def peak_bytes(self) -> int:
@@ -147,6 +152,16 @@ class SizePasses:
             example = ModelInput.of(subject.loaded.example_input_for(self._size))
             self._input = example.to(subject.device, subject.dtype, subject.modes.memory_format)
         return self._input.clone()
+
+
+@contextmanager
+def _watched(workspace: Workspace, operations: OperationCounter | None) -> Iterator[Watcher]:
+    """The watcher of both. Operations are counted while it is entered."""
+    if operations is None:
+        yield workspace
+        return
+    with operations:
+        yield CompositeWatcher(workspace, operations)
 
 
 class VisitingWatcher:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from .counting_operations import LayerOperations
 from .memory.workspace import LossWorkspace, StepMemory
 from .offload.segmented import SegmentedRun
 from .passes.timed_passes import TimedPasses
@@ -31,6 +32,8 @@ class SizeResult:
     predicted_peak_bytes: int | None = None
     pending_gradient_bytes: Sequence[int] | None = None
     """None: not counted."""
+    operations: Sequence[LayerOperations] | None = None
+    """Of an estimate, and last those of the loss, if there is one."""
 
     @classmethod
     def of_run(cls, run: SizeRun) -> SizeResult:

@@ -10,6 +10,7 @@ import torch
 
 from ..cost_models.errors import PplanError
 from .chain.layers import Layer
+from .counting_operations import OperationCounter
 from .measurement_target import MeasurementTarget
 from .memory.live_bytes import sees_kernels
 from .memory.workspace import LossWorkspace, StepMemory
@@ -42,11 +43,17 @@ class SizeRun:
     model (None where it is compiled for a device whose allocator tells nothing). `rounds` holds the seconds.
     `counts_less`: without the peak and the loss' workspace, for which there was no time.
     `parts_left_out`: why it has no backward in two parts, where one was to be measured. `journal`: is told of
-    every timed pass.
+    every timed pass. `operations`: counts those of a pass with the loss, if there is one.
     """
 
     def __init__(
-        self, subject: MeasurementTarget, size: int, *, parts: bool = False, journal: Journal | None = None
+        self,
+        subject: MeasurementTarget,
+        size: int,
+        *,
+        parts: bool = False,
+        journal: Journal | None = None,
+        operations: OperationCounter | None = None,
     ) -> None:
         self._subject = subject
         self.size = size
@@ -64,6 +71,7 @@ class SizeRun:
         self._parts = parts
         self._round_seconds: list[float] = []
         self._journal = journal
+        self._operations = operations
         self._is_warm = True
 
     def count(
@@ -92,11 +100,12 @@ class SizeRun:
             self._passes.time_whole()
             # What is only waiting for Python's collector (a copy that was compared) is nothing static.
             release(self._subject.device)
-        self.memory = self._passes.step_memory(self.saved)
+        with_loss = self._subject.loss is not None
+        self.memory = self._passes.step_memory(self.saved, None if with_loss else self._operations)
         if not has_time(LATER_PASSES * a_pass):
             self.counts_less = True
             return
-        self.loss_workspace = self._passes.loss_workspace(self.saved)
+        self.loss_workspace = self._passes.loss_workspace(self.saved, self._operations)
         if self._subject.device.type == "meta":
             self.pending_bytes = self._count_pending()
             return

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 from torch import nn
 
 from ..cost_models.errors import ModelError
 from .chain.layers import Layer, LayerChain
+from .counting_operations import operation_counter
 from .equal_layers import EqualLayers
-from .memory.meta_kernels import attention_as_on_the_cpu, kernels_as_on_a_gpu
+from .memory.meta_kernels import Kernels, attention_as_on_the_cpu, kernels_as_on_a_gpu
 from .memory.meta_operations import ON_A_GPU, MetaOperations
 from .size_result import SizeResult
 from .size_run import SizeRun
@@ -20,9 +22,6 @@ SIZES = (1, 2, 4, 8)
 _FACTOR, _LARGEST, _STATES = 4, 128, 4
 """From size to size of an estimate beyond those, the largest, copies of the weights that training holds."""
 
-Kernels = Callable[[], AbstractContextManager[str | None]]
-"""Entered, passes on the meta device run as on some device. Yields None, or what is left out of that."""
-
 
 def count_structure(
     blocks: EqualLayers,
@@ -30,11 +29,13 @@ def count_structure(
     kernels: Kernels | None = None,
     progress: Callable[[Progress], None] | None = None,
     memory_bytes: int | None = None,
+    *,
+    operations: bool = False,
 ) -> tuple[list[SizeResult], list[str]]:
     """The bytes at `sizes` (None: a few), as `kernels` save them (None: the CPU's), and notes.
 
     `memory_bytes` of a device: without `sizes`, 32 and 128 too where it can hold the training of the whole
-    model with them. Raises ModelError as a pass through the layers does.
+    model with them. `operations`: are counted too. Raises ModelError as a pass through the layers does.
     """
     subject = blocks.shortened
     results: list[SizeResult] = []
@@ -49,7 +50,8 @@ def count_structure(
                     share = number / len(sizes or SIZES)
                     progress(Progress("counting bytes", size, layer.name, min(share, 1.0)))
 
-            run = SizeRun(subject, size)
+            counter = operation_counter(subject) if operations else None
+            run = SizeRun(subject, size, operations=counter)
             try:
                 run.count(tell)
             except ModelError as error:
@@ -58,7 +60,9 @@ def count_structure(
                     raise
                 notes.append(note)
                 continue
-            results.append(SizeResult.of_run(run).for_layers(blocks.by_layer))
+            result = SizeResult.of_run(run).for_layers(blocks.by_layer)
+            counted = None if counter is None else blocks.by_layer(counter.layers)
+            results.append(dataclasses.replace(result, operations=counted))
     return results, notes
 
 

@@ -23,7 +23,6 @@ from ..graphs.cutting import Granularity
 from ..graphs.frontends import MANY
 from ..graphs.tracing_patches import masks_as_in_training
 from ..graphs.trial import trial_run
-from ..memory.meta_results import MetaResults
 from ..torch_internals import storage_key, tree_leaves
 from ..user_model.failures import is_out_of_memory
 from ..user_model.loaded_model import ModelInput
@@ -254,8 +253,7 @@ def _run(model: nn.Module, blocks: Sequence[nn.Module], example: ModelInput) -> 
         hooks.append(block.register_forward_hook(telling(end)))
     try:
         masks = masks_as_in_training(one_text_a_row="position_ids" not in example.kwargs)
-        remembered = MetaResults()  # type: ignore[no-untyped-call]
-        with remembered, trial_run(example, gradients=True), masks, record:
+        with trial_run(example, gradients=True), masks, record:
             telling(record.begin)(None, ())
             telling(record.end)(example.clone().call(model))
     except Exception as error:

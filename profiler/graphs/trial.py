@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from ...cost_models.errors import ModelError
+from ..memory.meta_results import MetaResults
 from ..torch_internals import tree_leaves
 from ..user_model.failures import OTHER_INPUT, OTHER_SHAPE, at_user_line, first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput, copy_model, copy_to_meta
@@ -210,10 +211,15 @@ def refuse_failing(model: nn.Module, example: ModelInput, name: str) -> None:
 @contextlib.contextmanager
 def trial_run(example: ModelInput, *, gradients: bool = False) -> Iterator[None]:
     """One seed; what is made without naming a device is on meta where the input is."""
-    device = example.tensors[0].device
-    default = torch.device("meta") if device.type == "meta" else contextlib.nullcontext()
-    with torch.set_grad_enabled(gradients), fixed_seed(0), leave_vmap(), warnings.catch_warnings(), default:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(gradients))
+        stack.enter_context(fixed_seed(0))
+        stack.enter_context(leave_vmap())
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
+        if example.tensors[0].is_meta:
+            stack.enter_context(torch.device("meta"))
+            stack.enter_context(MetaResults())  # type: ignore[no-untyped-call]
         yield
 
 

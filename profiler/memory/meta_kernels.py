@@ -30,6 +30,9 @@ _HALF = (torch.float16, torch.bfloat16)
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, dict[str, Any]], Tensor]
 """Of query, key, value, mask, probability of dropout, and `is_causal`, `scale` and `enable_gqa`."""
 
+Kernels = Callable[[], AbstractContextManager[str | None]]
+"""Entered, passes on the meta device run as on some device. Yields None, or what is left out of that."""
+
 _lock = threading.Lock()
 _entered: list[tuple[Attend, bool]] = []
 """How attention is computed, and whether dropout is fused; the last holds."""

@@ -40,9 +40,13 @@ def operations(
         0,
         loss=load_loss(loss),
     )
+    beside_bytes: list[LayerOperations] | None = None
     if again:
-        count_structure(all_different(subject), [size], KERNELS)
-    return count_operations(all_different(subject), size, KERNELS)
+        results, _ = count_structure(all_different(subject), [size], KERNELS, operations=True)
+        beside_bytes = list(results[0].operations or ())
+    alone = count_operations(all_different(subject), size, KERNELS)
+    assert beside_bytes in (None, alone)
+    return alone
 
 
 def flops(layers: list[LayerOperations], way: str) -> int:

@@ -5,12 +5,30 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from pplan.cost_models.errors import MachineError
 from pplan.profiler import torch_internals
 from pplan.profiler.operator_internals import OPERATOR_INTERNALS
 from pplan.profiler.passes.clocks import CudaClock
 from pplan.profiler.torch_internals import INTERNALS, Internal, check_internals
+
+
+def test_leaves_are_those_that_torch_finds() -> None:
+    x = torch.ones(2, 3)
+    named = torch.max(x, 0)
+    tree: object = (
+        (x, [named, {"b": x.t(), "a": [None, 1, {2}]}]),
+        x.shape,
+        (),
+        [],
+        {},
+        "word",
+        slice(1),
+        nn.ReLU,
+    )
+    own, theirs = torch_internals.tree_leaves(tree), _pytree.tree_leaves(tree)
+    assert list(map(id, own)) == list(map(id, theirs))
 
 
 @pytest.mark.parametrize("internal", [*INTERNALS, *OPERATOR_INTERNALS], ids=lambda internal: internal.name)
