@@ -160,6 +160,18 @@ def test_a_script_trains_and_goes_on(outputs: dict[str, list[str]], runtime: str
     assert losses == pytest.approx(plain_losses(), abs=2e-6)
 
 
+@pytest.mark.slow
+def test_the_loss_of_replicas_is_that_of_all_samples(
+    make_plan: MakePlan, run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    (tmp_path / "tiny_zoo.py").write_text(MODEL)
+    plan = make_plan([4], replicas=[2], micro_batch_size=4, layer_names=NAMES, model="tiny_zoo:make")
+    written(plan, profile("tiny_zoo:make", NAMES, settings={"width": 7}), "torch", tmp_path)
+    said = run_ranks(["train_torch.py", "2"], tmp_path, 2)
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\d+\.\d+)$", said, flags=re.MULTILINE)]
+    assert losses == pytest.approx(plain_losses(), abs=2e-6)
+
+
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize(
     ("model", "keys", "lines"),

@@ -52,6 +52,7 @@ def problem(gpus: int = 4, **more: Any) -> Any:
         "usable_gpus": gpus,
         "gpus": gpus,
         "schedules": ("1f1b", "gpipe"),
+        "heuristic_schedules": (),
         "space": "space",
         "families": families,
         "stage_counts": range(1, 11),
