@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .counting_operations import LayerOperations
+from .equal_layers import EqualLayers
 from .memory.workspace import LossWorkspace, StepMemory
 from .offload.segmented import SegmentedRun
 from .passes.timed_passes import TimedPasses
@@ -54,6 +55,7 @@ class SizeResult:
             reserved_bytes=run.reserved_bytes,
             predicted_peak_bytes=memory.predicted_peak if memory else None,
             pending_gradient_bytes=run.pending_bytes or run.rounds.pending_bytes(),
+            operations=None if run.operations is None else run.operations.layers,
         )
 
     @classmethod
@@ -72,13 +74,14 @@ class SizeResult:
             loss_workspace=run.loss_workspace,
         )
 
-    def for_layers(self, by_layer: Callable[[Sequence[int]], list[int]]) -> SizeResult:
+    def for_layers(self, blocks: EqualLayers) -> SizeResult:
         """Of all layers, from those that were counted for others too; without a step's peak."""
         counts = [
             self.forward_workspace_bytes,
             self.backward_workspace_bytes,
             self.pending_gradient_bytes,
         ]
+        by_layer = blocks.by_layer
         forward, backward, pending = (None if each is None else by_layer(each) for each in counts)
         return replace(
             self,
@@ -89,4 +92,5 @@ class SizeResult:
             backward_workspace_bytes=backward,
             predicted_peak_bytes=None,
             pending_gradient_bytes=pending,
+            operations=None if self.operations is None else by_layer(self.operations),
         )

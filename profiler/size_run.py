@@ -71,7 +71,7 @@ class SizeRun:
         self._parts = parts
         self._round_seconds: list[float] = []
         self._journal = journal
-        self._operations = operations
+        self.operations = operations
         self._is_warm = True
 
     def count(
@@ -101,11 +101,11 @@ class SizeRun:
             # What is only waiting for Python's collector (a copy that was compared) is nothing static.
             release(self._subject.device)
         with_loss = self._subject.loss is not None
-        self.memory = self._passes.step_memory(self.saved, None if with_loss else self._operations)
+        self.memory = self._passes.step_memory(self.saved, None if with_loss else self.operations)
         if not has_time(LATER_PASSES * a_pass):
             self.counts_less = True
             return
-        self.loss_workspace = self._passes.loss_workspace(self.saved, self._operations)
+        self.loss_workspace = self._passes.loss_workspace(self.saved, self.operations)
         if self._subject.device.type == "meta":
             self.pending_bytes = self._count_pending()
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -60,9 +59,7 @@ def count_structure(
                     raise
                 notes.append(note)
                 continue
-            result = SizeResult.of_run(run).for_layers(blocks.by_layer)
-            counted = None if counter is None else blocks.by_layer(counter.layers)
-            results.append(dataclasses.replace(result, operations=counted))
+            results.append(SizeResult.of_run(run).for_layers(blocks))
     return results, notes
 
 
