@@ -97,7 +97,7 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
 
 def _proof(document: DegreesFile) -> str:
     """How far from the best the answer may be; to a millionth, its figures have no more digits."""
-    from ..planner.degrees.degree_search import SAME
+    from ..planner.degrees.degree_file import SAME
 
     searched = f"any of {document.combinations} combinations, with every division of the layers that fits"
     if document.gap <= 1.1 * SAME:  # the search counts from the step, a gap from the bound

@@ -22,6 +22,8 @@ from ...cost_models.quantities import MOST_BYTES, MOST_LAYERS, MOST_TOTAL_BYTES
 from ...cost_models.transformer.parallel_degrees import ContextExchange
 from ...cost_models.transformer.training_setting import Recomputation
 
+SAME = 1e-6
+"""Of a step's seconds: what is faster by less is not looked for."""
 Count = Annotated[int, Field(ge=1, le=MOST_BYTES)]
 """Of parameters, say."""
 LastBlock = Annotated[int, Field(ge=-1, lt=MOST_LAYERS)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from ...cost_models import arguments
-from ...cost_models.errors import UsageError
+from ...cost_models.errors import UsageError, short_repr
 from ...cost_models.option_fields import Options, option
 from ...cost_models.option_readers import read_whole_number
 from ...cost_models.quantities import parse_rate
@@ -81,7 +81,9 @@ def _fixed(name: str, value: Any) -> dict[str, int] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise UsageError(f"{name}={value!r}: must be degrees by their names", f"Give {name}={{'tp': 8}}.")
+        raise UsageError(
+            f"{name}={short_repr(value)}: must be degrees by their names", f"Give {name}={{'tp': 8}}."
+        )
     if unknown := next((each for each in value if each not in FIXED), None):
         raise UsageError(f"{name}={unknown}: is no degree", f"There are: {', '.join(FIXED)}.")
     return {each: arguments.whole(each, own, at_least=int(each != "zero")) for each, own in value.items()}

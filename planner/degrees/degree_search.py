@@ -28,6 +28,7 @@ from .degree_combinations import (
     list_combinations,
     most_recompute_blocks,
 )
+from .degree_file import SAME
 from .degree_options import DegreeOptions
 from .degree_refusals import nothing_possible
 from .division_bound import least_division
@@ -48,8 +49,6 @@ MOST_PLANS = 10
 
 MOST_FITTED = 8
 """Interleaved pipelines of which blocks are moved until they fit."""
-SAME = 1e-6
-"""Of a step's seconds: what is faster by less is not looked for."""
 MOST_WORK = 150_000
 """Of the search of divisions of interleaved pipelines, as `DivisionSearch.work` counts it."""
 

@@ -10,7 +10,8 @@ import pytest
 
 import pplan
 from pplan import InfeasibleError, UsageError
-from pplan.planner.degrees.degree_search import SAME, DegreeAnswer
+from pplan.planner.degrees.degree_file import SAME
+from pplan.planner.degrees.degree_search import DegreeAnswer
 
 
 def random_config(random: Random) -> dict[str, Any]:
