@@ -1,15 +1,18 @@
 """Eight models on two CPU processes of one thread each, predicted and measured, four plans of each:
 
-    python benchmarks/two_processes.py --results FILE [--minutes 20] [--runtimes] [MODEL ...]
+    python benchmarks/two_processes.py --results FILE [--minutes 40] [--rounds 5] [--runtimes] [MODEL ...]
 
-Needs a quiet machine of two cores. The link is measured first. A model is profiled by two processes at a
+Needs a quiet machine of two cores. The link is measured first. Then, in rounds, as the speed of a machine is
+not the same all the time, a model is profiled and its plans run. It is profiled by two processes at a
 time, so that each core is busy with the same work, as it is in training: a profile of one busy core says
 nothing of what two share (bandwidth of the memory, cache, clock). Where the sums of the
 two differ by more than `ALIKE`, they measure again, `TRIES` times at most: the two that are the most alike
-count, layer by layer with their mean. The plans are pplan's, and those of
-`even`, `parameters` and `torchgpipe-time`: GPipe, 8 micro-batches of 4 samples, two stages. What the profile
-predicts of each is written to FILE before any of them runs; then all run in torch.distributed.pipelining,
-in `ROUNDS` rounds whose order turns, real layers on gloo, and the median of all steps counts. `--runtimes`:
+count, layer by layer with their mean. The plans are made from the first round's profile: pplan's, and those
+of `even`, `parameters` and `torchgpipe-time`: GPipe, 8 micro-batches of 4 samples, two stages. What a round's
+profile predicts of each is written to FILE before any of them runs in that round; then all run in
+torch.distributed.pipelining, in an order that turns from round to round, real layers on gloo. A round's step
+is the median of its `STEPS`; a plan's error is the median over the rounds of prediction over step. Of two
+plans that is faster whose step over the other's is below 1 in the median of the rounds. `--runtimes`:
 pplan's plan also in torchgpipe, FairScale (both run all stages in one process on a CPU) and DeepSpeed.
 
 All processes keep the memory that they free (`KEEPS_MEMORY`), as PyTorch's allocator does on a GPU. Else
@@ -30,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -47,9 +51,9 @@ from pplan.runtimes.checking.job import CasePrediction, Job
 from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processes
 
 SIZE, MICRO_BATCHES = 4, 8
-STEPS, WARM_UPS, ROUNDS = 3, 1, 2
-PROFILE_SECONDS = 15.0
-ALIKE, TRIES = 0.05, 4
+STEPS, WARM_UPS, ROUNDS = 3, 1, 5
+PROFILE_SECONDS = 8.0
+ALIKE, TRIES = 0.05, 2
 PLANNERS = {"pplan": "best", "even": "even", "DeepSpeed": "parameters", "torchgpipe": "torchgpipe-time"}
 RUNTIMES = ("torchgpipe", "fairscale", "deepspeed")
 KEEPS_MEMORY = {
@@ -159,37 +163,46 @@ def plans_of(profile: pplan.Profile, links: Path) -> dict[str, pplan.Plan | str]
     return plans
 
 
-def run_plans(
-    plans: dict[str, pplan.Plan], profile: pplan.Profile, folder: Path
-) -> dict[str, dict[str, list[float]]]:
-    """By plan the measured steps, and the steps predicted from its stages measured alone in the same
-    processes."""
-    found: dict[str, dict[str, list[float]]] = {name: {"steps": [], "alone": []} for name in plans}
-    names = list(plans)
-    for turn in range(ROUNDS):
-        cases = []
-        for name in names[turn:] + names[:turn]:
-            topology, profiles = planned_machine(plans[name], profile, folder)
-            cases.append(
-                prepare_case(name, plans[name], profile.chain(), topology, profiles, emulate=False).case
-            )
-        job = Job(
-            model=model_spec(profile, CheckOptions()),
-            cases=cases,
-            steps=STEPS,
-            warm_ups=WARM_UPS,
-            compared_steps=0,
-        )
-        alone: dict[str, float] = {}
+@dataclass(frozen=True)
+class Round:
+    """Seconds of a step of every plan: as predicted from the profile of that round, as measured, and as
+    predicted from its stages, which the same processes measured alone before."""
 
-        def write(name: str, predicted: CasePrediction) -> None:
-            alone[name] = predicted.step_seconds  # noqa: B023
+    profiles_differ: list[float]
+    planned: dict[str, float]
+    steps: dict[str, list[float]]
+    alone: dict[str, float]
 
-        measured = run_in_processes(job, ProgressCallbacks(predicted=write))
-        for case in measured.cases:
-            found[case.name]["steps"] += case.ran.step_seconds
-            found[case.name]["alone"].append(alone[case.name])
-    return found
+    @property
+    def measured(self) -> dict[str, float]:
+        """The median of the steps."""
+        return {name: median(steps) for name, steps in self.steps.items()}
+
+
+def run_round(
+    plans: dict[str, pplan.Plan], profile: pplan.Profile, differ: list[float], folder: Path, results: Path
+) -> Round:
+    """Each plan once, in their order; what the profile predicts is written before."""
+    cases = []
+    for name, plan in plans.items():
+        topology, profiles = planned_machine(plan, profile, folder)
+        cases.append(prepare_case(name, plan, profile.chain(), topology, profiles, emulate=False))
+    planned = {case.name: case.simulated.timeline.step_seconds for case in cases}
+    write_row(results, {"predicted_before": planned, "of": profile.model})
+    job = Job(
+        model=model_spec(profile, CheckOptions()),
+        cases=[case.case for case in cases],
+        steps=STEPS,
+        warm_ups=WARM_UPS,
+        compared_steps=0,
+    )
+    alone: dict[str, float] = {}
+
+    def note(name: str, predicted: CasePrediction) -> None:
+        alone[name] = predicted.step_seconds
+
+    measured = run_in_processes(job, ProgressCallbacks(predicted=note))
+    return Round(differ, planned, {case.name: case.ran.step_seconds for case in measured.cases}, alone)
 
 
 def run_runtimes(plan: pplan.Plan, profile: pplan.Profile, links: Path) -> dict[str, Any]:
@@ -206,29 +219,33 @@ def run_runtimes(plan: pplan.Plan, profile: pplan.Profile, links: Path) -> dict[
     return found
 
 
-def run_model(name: str, folder: Path, links: Path, results: Path, *, runtimes: bool) -> dict[str, Any]:
-    """A model's row; its predictions are written first."""
+def run_model(
+    name: str, folder: Path, links: Path, results: Path, *, count: int, runtimes: bool
+) -> dict[str, Any]:
+    """A model's row, of so many rounds; plans of one balance are one measurement."""
     begin = time.monotonic()
-    profile, difference = measure_on_both(name, folder)
+    profile, differ = measure_on_both(name, folder)
     made = plans_of(profile, links)
     plans = {label: plan for label, plan in made.items() if isinstance(plan, pplan.Plan)}
     if "pplan" not in plans:
         raise SystemExit(f"{name}: pplan made no plan: {made['pplan']}")
+    distinct = {tuple(plan.balance): label for label, plan in reversed(plans.items())}
+    names = list(distinct.values())
+    rounds = list[Round]()
+    for turn in range(count):
+        if turn:
+            profile, differ = measure_on_both(name, folder)
+        place = turn % len(names)
+        turned = {label: plans[label] for label in names[place:] + names[:place]}
+        rounds.append(run_round(turned, profile, differ, folder, results))
     row: dict[str, Any] = {
         "model": name,
-        "profiles_differ": difference,
         "closing_ratio": profile.whole[0].closing_ratio,
         "balance": {label: plan.balance for label, plan in plans.items()},
+        "same": {label: distinct[tuple(plan.balance)] for label, plan in plans.items()},
         "reasons": {label: plan for label, plan in made.items() if isinstance(plan, str)},
-        "planned": {label: plan.prediction.step_seconds for label, plan in plans.items()},
+        "rounds": [asdict(own) for own in rounds],
     }
-    write_row(results, {"predicted_before": row})
-    distinct = {tuple(plan.balance): label for label, plan in reversed(plans.items())}
-    ran = run_plans({label: plans[label] for label in distinct.values()}, profile, folder)
-    own = {label: ran[distinct[tuple(plan.balance)]] for label, plan in plans.items()}
-    row["measured"] = {label: median(found["steps"]) for label, found in own.items()}
-    row["steps"] = {label: found["steps"] for label, found in own.items()}
-    row["from_stages"] = {label: median(found["alone"]) for label, found in own.items()}
     if runtimes:
         row["runtimes"] = run_runtimes(plans["pplan"], profile, links)
     row["seconds"] = round(time.monotonic() - begin, 1)
@@ -243,22 +260,29 @@ def write_row(results: Path, row: dict[str, Any]) -> None:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """Of every model and plan, and the errors over all; plans of one balance are one measurement."""
-    heads = ("model", "plan", "balance", "planned", "of stages", "measured", "error")
-    print("{:<14} {:<11} {:<10} {:>9} {:>9} {:>9} {:>7}".format(*heads))
-    errors, staged, fastest = list[float](), list[float](), 0
+    heads = ("model", "plan", "balance", "planned", "of stages", "measured", "error", "to pplan")
+    print("{:<14} {:<11} {:<10} {:>9} {:>9} {:>9} {:>7} {:>8}".format(*heads))
+    errors, staged, single, fastest = list[float](), list[float](), list[float](), 0
     for row in rows:
-        least = min(row["measured"].values())
-        fastest += row["measured"].get("pplan") == least
-        seen = set[tuple[int, ...]]()
-        for label, step in row["measured"].items():
-            balance, planned = tuple(row["balance"][label]), row["planned"][label]
-            if balance not in seen:
-                errors.append(planned / step - 1)
-                staged.append(row["from_stages"][label] / step - 1)
-            seen.add(balance)
+        rounds = [Round(**own) for own in row["rounds"]]
+        own = row["same"]["pplan"]
+        ratios = {
+            name: median(one.measured[name] / one.measured[own] for one in rounds)
+            for name in rounds[0].planned
+        }
+        fastest += min(ratios.values()) >= 1
+        for label, name in row["same"].items():
+            off = [one.planned[name] / one.measured[name] - 1 for one in rounds]
+            if label == name:
+                errors.append(median(off))
+                staged.append(median(one.alone[name] / one.measured[name] - 1 for one in rounds))
+                single += off
             print(
-                f"{row['model']:<14} {label:<11} {'-'.join(map(str, balance)):<10} {1e3 * planned:7.1f}ms "
-                f"{1e3 * row['from_stages'][label]:7.1f}ms {1e3 * step:7.1f}ms {planned / step - 1:+7.1%}"
+                f"{row['model']:<14} {label:<11} {'-'.join(map(str, row['balance'][label])):<10} "
+                f"{1e3 * median(one.planned[name] for one in rounds):7.1f}ms "
+                f"{1e3 * median(one.alone[name] for one in rounds):7.1f}ms "
+                f"{1e3 * median(one.measured[name] for one in rounds):7.1f}ms "
+                f"{median(off):+7.1%} {ratios[name]:8.3f}"
             )
         for runtime, found in row.get("runtimes", {}).items():
             words = found if isinstance(found, str) else (
@@ -267,11 +291,13 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             print(f"{row['model']:<14} pplan in {runtime}: {words}")
     if not rows:
         return
-    for what, own in (("profile", errors), ("stages measured alone", staged)):
-        sizes = [abs(error) for error in own]
-        print(
-            f"{len(own)} steps predicted from the {what}: median {median(sizes):.1%}, worst {max(sizes):.1%}"
-        )
+    for what, found in (
+        ("steps predicted from the profile", errors),
+        ("steps predicted from the stages measured alone", staged),
+        ("single rounds, predicted from the profile", single),
+    ):
+        sizes = [abs(error) for error in found]
+        print(f"{len(found)} {what}: median {median(sizes):.1%}, worst {max(sizes):.1%}")
     print(f"aims: median {MEDIAN_TARGET:.0%}, worst {WORST_TARGET:.0%}")
     print(f"pplan's plan the fastest measured in {fastest} of {len(rows)}, aim {FASTEST_TARGET} of 8")
 
@@ -281,7 +307,7 @@ def read_rows(results: Path) -> list[dict[str, Any]]:
     if not results.exists():
         return []
     rows = [json.loads(line) for line in results.read_text().splitlines()]
-    return [row for row in rows if "measured" in row]
+    return [row for row in rows if "rounds" in row]
 
 
 def main() -> None:
@@ -291,7 +317,8 @@ def main() -> None:
     )
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--results", type=Path)
-    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--minutes", type=float, default=40.0)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--runtimes", action="store_true", help="pplan's plan in the other runtimes, too")
     parser.add_argument("--measure", nargs=2, metavar=("MODEL", "FILE"), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -309,7 +336,9 @@ def main() -> None:
         links = measure_link(Path(made))
         for name in chosen.models:
             if name not in done and time.monotonic() < end:
-                rows.append(run_model(name, Path(made), links, results, runtimes=chosen.runtimes))
+                rows.append(
+                    run_model(name, Path(made), links, results, count=chosen.rounds, runtimes=chosen.runtimes)
+                )
                 write_row(results, rows[-1])
                 print(f"{name}: {rows[-1]['seconds']} s", file=sys.stderr, flush=True)
     print_table(rows)
