@@ -62,23 +62,37 @@ class OperationRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if self._is_inside:
-            leaves = tree_leaves((args, kwargs or {}, result))
-            self._lines.append((str(func), torch.is_grad_enabled(), *map(self._describe, leaves)))
-            read = {storage_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            line: list[object] = [func, torch.is_grad_enabled()]
+            read = {self._note(leaf, line) for leaf in tree_leaves((args, kwargs or {}))}
             for leaf in tree_leaves(result):
-                if isinstance(leaf, Tensor) and storage_key(leaf) not in read:
-                    self._new_storages[storage_key(leaf)] = leaf.untyped_storage()
+                key = self._note(leaf, line)
+                if key is not None and key not in read:
+                    self._new_storages[key] = leaf.untyped_storage()
+            self._lines.append(tuple(line))
         return result
 
     def _describe(self, leaf: Any) -> Description:
-        """Of a tensor: its layout, and which storage of the part's it lies in, by order of appearance."""
+        line: list[object] = []
+        self._note(leaf, line)
+        return tuple(line)
+
+    def _note(self, leaf: Any, line: list[object]) -> int | None:
+        """Appends of a tensor its layout, and which storage of the part's it lies in, by order of appearance;
+        of anything else what it is. The key of that storage."""
         if not isinstance(leaf, Tensor):
-            return (repr(leaf),)
+            # 1, 1.0 and True are equal, and nan is not.
+            line.append((type(leaf), leaf) if type(leaf) in _COMPARED else repr(leaf))
+            return None
         storage = leaf.untyped_storage()
+        key = storage_key(storage)
         # Kept, so that no other storage takes its identity.
-        number, _ = self._storages.setdefault(storage_key(storage), (len(self._storages), storage))
+        number, _ = self._storages.setdefault(key, (len(self._storages), storage))
         strides = leaf.stride() if leaf.layout is torch.strided else ()
-        return (number, storage.nbytes(), str(leaf.dtype), tuple(leaf.shape), strides, leaf.storage_offset())
+        line.append((number, storage.nbytes(), leaf.dtype, leaf.shape, strides, leaf.storage_offset()))
+        return key
+
+
+_COMPARED = (int, bool, str, type(None), torch.dtype)
 
 
 def _class_names(module: nn.Module) -> Description:
