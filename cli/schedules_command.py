@@ -126,8 +126,8 @@ def _print(console: Console) -> None:
     )
     line(
         console,
-        "Bubble: idle share of the longest span of a stage, from its first to its last action, of equal stages "
-        "without transfers. Weights: versions, or copies, that a device keeps. Stale by: updates.",
+        "Bubble: idle share of the longest span of a stage, from its first to its last action, of equal "
+        "stages without transfers. Weights: versions, or copies, that a device keeps. Stale by: updates.",
     )
     needs: list[Column[Schedule]] = [
         name,

@@ -65,8 +65,8 @@ def test_one_is_drawn(run: Run) -> None:
 
 
 def test_the_bubble_of_one_is_that_of_its_formula(run: Run) -> None:
-    """ZB-H2's and ZB-V's are 0: each stage has no idle second between its first and its last action, while the
-    step is longer than either (three stages of 3 seconds a micro-batch, one after the other begins)."""
+    """ZB-H2's and ZB-V's are 0: no stage is idle between its first and its last action, but they begin one
+    after the other."""
     for name, idle in (("zb-h2", "11.8"), ("zb-v", "6.2")):
         out = run("schedules", "show", name, "--stages", "3", "--micro-batches", "5").out
         line = next(line for line in out.splitlines() if line.startswith("Bubble "))
