@@ -13,7 +13,8 @@ from ...cost_models.schedules import Program, StageSlot
 from ..assembly import Assembly
 from ..candidate import Proposal
 from ..scoring import assemble, possible
-from .order_problem import B, F, Lists, OrderProblem, Step, W, order_problem
+from .order_costs import order_problem
+from .order_problem import B, F, Lists, OrderProblem, Step, W
 
 if TYPE_CHECKING:
     from ..problem import Problem
