@@ -40,6 +40,7 @@ from .insert_orders import insert_orders
 from .local_search import improve_order
 from .order_candidate import (
     OrderCandidate,
+    every_proposal,
     has_order,
     make_candidate,
     near_proposals,
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
 
 BASES = ("zb-h1", "1f1b", "zb-v", "interleaved")
 """Whose places the parts of the layers have: a line with the backward in two parts or whole, a V, a loop."""
+LINES = ("zb-h1", "1f1b")
+"""Those of one part a device."""
 SAME_PLACES = {
     "zb-h1": ("zb-h1", "1f1b"),
     "zb-h2": ("zb-h1", "1f1b"),
@@ -112,16 +115,22 @@ def synthesize(
 def _fill_all(
     problem: Problem, best: ScoredPlan | None, plans: Sequence[ScoredPlan], limit: float
 ) -> list[OrderCandidate]:
-    """Candidates with orders that fit: on searched cuts, then on the shapes with the lowest bounds; where no
-    plan is known, on any that were left, until there is one."""
+    """Candidates with orders that fit: on searched cuts, then on the shapes with the lowest bounds, and on
+    those of all cuts where these are few; where no plan is known, on any that were left, until there is
+    one."""
     searched = _candidates(problem, _with_base(problem, plans), limit)
     others = _candidates(problem, _shapes(problem, best), limit)
     own_cuts, shapes = _make_in_time(problem, searched), _make_in_time(problem, others)
     shapes.sort(key=lambda own: own.bound)
+    seen = {(own.proposal, own.recompute) for own in (*own_cuts, *shapes)}
+    more = _make_in_time(problem, _candidates(problem, every_proposal(problem, LINES), limit))
+    few = [own for own in more if (own.proposal, own.recompute) not in seen]
+    few.sort(key=lambda own: own.bound)
+    first = [*own_cuts, *shapes[:MOST_SHAPES], *few[:MOST_SHAPES]]
     filled: list[OrderCandidate] = []
     least = _candidates(problem, _smallest_shape(problem) if best is None else (), limit)
-    for number, own in enumerate(chain(own_cuts, shapes, searched, others, least)):
-        is_last = problem.budget.over or number >= len(own_cuts) + MOST_SHAPES
+    for number, own in enumerate(chain(first, shapes[MOST_SHAPES:], searched, others, least)):
+        is_last = problem.budget.over or number >= len(first)
         if is_last and (best is not None or filled):
             break
         changed = _fill(own, problem.budget.part(share=FILL_SHARE), required=best is None)
