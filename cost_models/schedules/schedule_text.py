@@ -165,17 +165,17 @@ def _number(written: Iterator[Written], line: int, micro_batches: int) -> list[A
     """The actions; those without a micro-batch are of the next that the text has not named before; later
     micro-batches are left out."""
     done: Counter[tuple[str, int]] = Counter()
-    named = set[tuple[str, int, int]]()
+    numbers = set[tuple[str, int, int]]()
     own = []
     for kind, number_in_text, chunk in written:
         if number_in_text is None:
-            while (kind, chunk, done[kind, chunk]) in named:
+            while (kind, chunk, done[kind, chunk]) in numbers:
                 done[kind, chunk] += 1
             number = done[kind, chunk]
             done[kind, chunk] += 1
         elif 0 <= number_in_text < micro_batches:
             number = number_in_text
-            named.add((kind, chunk, number))
+            numbers.add((kind, chunk, number))
         else:
             raise ScheduleTextError(
                 f"line {line}: {kind}{number_in_text}: there are {micro_batches} micro-batches, from 0",

@@ -117,13 +117,14 @@ def near_proposals(problem: Problem, proposal: Proposal) -> Iterator[Proposal]:
                 yield changed
 
 
-def every_proposal(problem: Problem, bases: Sequence[str]) -> Iterator[Proposal]:
+def every_proposal(problem: Problem, bases: Sequence[str], size: int | None = None) -> Iterator[Proposal]:
     """Every cut of the layers into two stages or more, on one device each, of schedules with one stage a
-    device; none of numbers of stages with too many cuts."""
+    device; none of numbers of stages with too many cuts. `size`: of micro-batches alone."""
     cut_points = problem.space.table(problem.space.chain.sizes[0]).cut_points
     places = cut_points[1:-1]
     for config in problem.configs:
-        for stages in problem.stage_counts if config.schedule in bases else ():
+        is_asked = config.schedule in bases and size in (None, config.micro_batch_size)
+        for stages in problem.stage_counts if is_asked else ():
             if stages == 1 or comb(len(places), stages - 1) > MOST_CUTS:
                 continue
             for cuts in combinations(places, stages - 1):

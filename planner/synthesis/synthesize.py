@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
-from itertools import chain
+from itertools import chain, islice
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -82,6 +82,8 @@ RATES = {False: (4e5, 6e5), True: (1e7, 4e7)}
 """In a second, in Python and by numba: actions of orders that are made by rule, and that exchanges time."""
 LEAST_SECONDS, COMPILING_SECONDS = 2.0, 10.0
 """Of exchanges for which numba is taken, where so many are left at least: it takes about as long once."""
+CUTS_A_SECOND = 10
+"""Of the time limit, of which orders are bounded where all cuts are tried: a twentieth of it."""
 MOST_FILLED = 20_000
 """Actions of an order that is made by rule, event by event."""
 REFILL_SHARES = (0.9, 0.3)
@@ -122,9 +124,11 @@ def _fill_all(
     others = _candidates(problem, _shapes(problem, best), limit)
     own_cuts, shapes = _make_in_time(problem, searched), _make_in_time(problem, others)
     shapes.sort(key=lambda own: own.bound)
-    seen = {(own.proposal, own.recompute) for own in (*own_cuts, *shapes)}
-    more = _make_in_time(problem, _candidates(problem, every_proposal(problem, LINES), limit))
-    few = [own for own in more if (own.proposal, own.recompute) not in seen]
+    earlier = {(own.proposal, own.recompute) for own in (*own_cuts, *shapes)}
+    size = None if best is None else best.config.micro_batch_size
+    every = islice(every_proposal(problem, LINES, size), int(CUTS_A_SECOND * problem.options.time_limit))
+    more = _make_in_time(problem, _candidates(problem, every, limit))
+    few = [own for own in more if (own.proposal, own.recompute) not in earlier]
     few.sort(key=lambda own: own.bound)
     first = [*own_cuts, *shapes[:MOST_SHAPES], *few[:MOST_SHAPES]]
     filled: list[OrderCandidate] = []

@@ -137,7 +137,8 @@ class Filling:
         monkeypatch.setattr(module, "_with_base", lambda *_: "cuts")
         monkeypatch.setattr(module, "_shapes", lambda *_: "shapes")
         monkeypatch.setattr(module, "_smallest_shape", lambda _: "least")
-        monkeypatch.setattr(module, "every_proposal", lambda *_: "few")
+        monkeypatch.setattr(module, "every_proposal", lambda *_: ["few"])
+        monkeypatch.setattr(module, "islice", lambda own, most: own[0] if most == 60 else None)
         monkeypatch.setattr(module, "_candidates", self.candidates)
         monkeypatch.setattr(module, "_fill", self.fill)
 
