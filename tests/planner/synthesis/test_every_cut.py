@@ -25,8 +25,8 @@ def rows(split: bool, done: tuple[int, int, int] = (0, 0, 0)) -> Iterator[Kinds]
     for kind, number in zip("FBW" if split else "FB", done, strict=False):
         at = "FBW".index(kind)
         if number < COUNT and (at == 0 or number < done[at - 1]):
-            after = (*done[:at], number + 1, *done[at + 1 :])
-            yield from ((kind, *rest) for rest in rows(split, after))
+            f, b, w = (own + (place == at) for place, own in enumerate(done))
+            yield from ((kind, *rest) for rest in rows(split, (f, b, w)))
 
 
 def fits(row: Kinds, own: float, pending: float, split: bool) -> bool:
