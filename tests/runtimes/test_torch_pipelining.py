@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.first_layers import whole_word
-from pplan.cost_models.schedules import SCHEDULES, find_schedule
+from pplan.cost_models.schedules import PUBLISHED, SCHEDULES, find_schedule
 from pplan.cost_models.schedules.registration import register_schedule
+from pplan.cost_models.schedules.schedule_text import write_program
 from pplan.planner.plan_file import Plan
 from pplan.runtimes.formats.exporters import export
 from pplan.runtimes.formats.torch_export import TorchExport
@@ -48,12 +49,19 @@ class Case:
         return len(self.balance) // self.virtual_stages
 
     @property
+    def order(self) -> list[str]:
+        program = find_schedule(self.schedule).program(self.devices, self.micro_batches)
+        return write_program(self.schedule, program).splitlines()
+
+    @property
     def ranks(self) -> int:
         return self.devices * self.replicas
 
     def document(self, make_plan: MakePlan) -> TorchExport:
+        own = {} if self.schedule in PUBLISHED else {"order": self.order}
         plan = make_plan(
             self.balance,
+            **own,
             schedule=self.schedule,
             replicas=[self.replicas] * len(self.balance),
             micro_batches=self.micro_batches,
