@@ -94,8 +94,14 @@ def _show(name: str, size: ScheduleSize, *, as_text: bool) -> None:
     print_drawing(timeline, console())
     flying = ", ".join(f"{max(program.in_flight(device)):g}" for device in range(program.devices))
     line(
-        console(), f"Bubble {percent(timeline.bubble)} of equal stages without transfers; in flight {flying}."
+        console(),
+        f"Bubble {percent(timeline.bubble)} of all stages' time; {percent(timeline.bubble_rate_span)} of the "
+        "longest span of a stage, from its first to its last action.",
     )
+    seconds = "B takes twice as long as F"
+    if weight:
+        seconds = "F, B and W take the same time, a B without a W as long as both"
+    line(console(), f"Equal stages without transfers; {seconds}; in flight {flying}.")
 
 
 def _print(console: Console) -> None:
@@ -120,8 +126,8 @@ def _print(console: Console) -> None:
     )
     line(
         console,
-        "Bubble: idle share of equal stages without transfers. Weights: versions, or copies, that a device "
-        "keeps. Stale by: updates.",
+        "Bubble: idle share of the longest span of a stage, from its first to its last action, of equal "
+        "stages without transfers. Weights: versions, or copies, that a device keeps. Stale by: updates.",
     )
     needs: list[Column[Schedule]] = [
         name,

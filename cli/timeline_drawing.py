@@ -129,6 +129,9 @@ def legend(timeline: Timeline, columns: int) -> str:
     words = ["F forward", "B backward"]
     if program.splits_backward:
         words = ["F forward", "B backward of the input", "W of the weights"]
+        kinds = [action.kind for own in program.actions for action in own]
+        if kinds.count("B") > kinds.count("W"):
+            words[1:] = ["B backward, of the input alone where there is a W", "W of the weights"]
     if program.chunks > 1:
         words.append("lower case: the second chunk" if program.chunks == 2 else "lower case: odd chunks")
     seconds = format_seconds(timeline.step_seconds / columns)

@@ -19,6 +19,7 @@ from ..cost_models.runtime import OFFLOAD
 from ..cost_models.schedules import find_schedule
 from .candidate import ScoredPlan
 from .joint_search import BEST, find_best_plan, is_small_problem, plan_with
+from .other_schedules import find_refusal
 from .pipeline_config import SEARCHED, SYNTHESIZED
 from .plan_options import PlanOptions
 from .plan_stages import plan_stages, run_in_words
@@ -143,9 +144,10 @@ def _none_left(problem: Problem) -> str:
         return f"no plan{_of_searched(problem)} is allowed by these options, whatever the memory"
     names = ", ".join(problem.schedules)
     parts = min(2 * find_schedule(name).default_virtual_stages for name in problem.schedules)
-    most = problem.space.chain.max_stages
-    if parts > max(most, 2):
+    if parts > max(most := problem.space.chain.max_stages, 2):
         return f"no plan under {names} is possible: it has {parts} parts of the layers or more, not {most}"
+    if (why := find_refusal(problem)) is not None:
+        return f"no plan under {names} is possible: {why}"
     return f"no plan under {names} was found for these options, whatever the memory; not all were tried"
 
 
@@ -296,8 +298,7 @@ def _lighter_optimizers(problem: Problem) -> Iterator[str]:
     numbers, options = problem.precision.bytes, problem.options
     size = {name: optimizer.bytes_per_parameter(numbers) for name, optimizer in OPTIMIZERS.items()}
     for name in sorted(size, key=lambda name: -size[name]):
-        lighter = size[name] < size[options.optimizer]
-        if lighter and _solve_with(problem, replace(options, optimizer=name)) is not None:
+        if size[name] < size[options.optimizer] and _solve_with(problem, replace(options, optimizer=name)):
             yield name
 
 
@@ -344,7 +345,6 @@ def _more_gpus(problem: Problem, limit: int) -> int | None:
     for gpus in range(problem.gpus + step, most + 1, step):
         wider = replace(problem, topology=problem.topology.with_gpus(gpus), options=fixed)
         least = find_smallest_plan(wider, equal=True)
-        fits = least is not None and least.memory_bytes <= limit
-        if fits and _solve_quickly(wider) is not None:
+        if least is not None and least.memory_bytes <= limit and _solve_quickly(wider) is not None:
             return gpus
     return None

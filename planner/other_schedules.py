@@ -83,3 +83,24 @@ def _balanced(problem: Problem, size: int, best: ScoredPlan | None) -> Iterator[
         yield linear_pipeline(
             problem.configs[0], add_counts(balance(work, stages, cut_after=space.chain.cut_after))
         )
+
+
+def find_refusal(problem: Problem) -> str | None:
+    """Why the schedules run with none of the numbers of devices and micro-batches that there may be: of the
+    most devices; None where one runs, or may with numbers that are too large to try."""
+    why: str | None = None
+    for stages in problem.stage_counts:
+        for config in problem.configs:
+            schedule = find_schedule(config.schedule)
+            parts = schedule.default_virtual_stages
+            if stages == 1 < parts or stages * parts > problem.space.chain.max_stages:
+                continue
+            if 3 * stages * parts * config.micro_batches > MOST_ACTIONS:
+                return None
+            try:
+                schedule.program(stages, config.micro_batches)
+            except UsageError as error:
+                why = f"with {stages} stages and {config.micro_batches} micro-batches, {error.what}"
+            else:
+                return None
+    return why

@@ -142,9 +142,9 @@ class Schedule:
     `weight_versions` and `staleness` (in updates) take stage, stages,
     micro-batches; `chunk_versions`: by chunk, where they differ.
     `closed_in_flight`: the most micro-batches that a stage holds, where a formula says it.
-    `bubble` and `in_flight_formula`, to be read: the idle share of equal stages without transfers, and the
-    micro-batches that stage i of p (0-based) holds, of m micro-batches and v virtual stages; F, B, W are
-    seconds.
+    `bubble` and `in_flight_formula`, to be read: the idle share of the longest span of a stage, from its
+    first to its last action, of equal stages without transfers, and the micro-batches that stage i of p
+    (0-based) holds, of m micro-batches and v virtual stages; F, B, W are seconds.
     """
 
     name: str

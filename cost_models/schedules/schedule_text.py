@@ -88,6 +88,7 @@ class ScheduleText:
         self._check_devices(values)
         for device in range(stages):
             line, own = self._list(device, values)
+            self._check_chunks(own, device, line, chunks)
             _check_complete(own, device, line, micro_batches, chunks)
             lines.append(line)
             actions.append(tuple(own))
@@ -113,6 +114,22 @@ class ScheduleText:
             if first != line:
                 raise ScheduleTextError(
                     f"line {line}: device {device}: line {first} is of it already", SECOND_LINE
+                )
+
+    def _check_chunks(self, own: Sequence[Action], device: int, line: int, chunks: int) -> None:
+        """Raises ScheduleTextError for an action on a chunk that there is not."""
+        for action in own:
+            if not 0 <= action.chunk < chunks:
+                has = f"Count chunks from 0 to {chunks - 1}"
+                hints = {
+                    "line": "Write `places: v` or `places: loop`: with a line a device has one chunk.",
+                    "v": f"{has}: with `places: v` a device has two.",
+                    "loop": f"{has}, or say `chunks: {action.chunk + 1}`.",
+                }
+                raise ScheduleTextError(
+                    f"line {line}: device {device}: {action} is on chunk {action.chunk}, and a device has "
+                    f"{chunks}",
+                    f"{has}." if action.chunk < 0 else hints[self.places],
                 )
 
     def _list(self, device: int, values: Values) -> tuple[int, list[Action]]:
@@ -145,14 +162,21 @@ class ScheduleText:
 
 
 def _number(written: Iterator[Written], line: int, micro_batches: int) -> list[Action]:
-    """The actions, those without a micro-batch numbered in their order; later micro-batches left out."""
+    """The actions; those without a micro-batch are of the next that the text has not named before; later
+    micro-batches are left out."""
     done: Counter[tuple[str, int]] = Counter()
+    numbers = set[tuple[str, int, int]]()
     own = []
     for kind, number_in_text, chunk in written:
-        number = done[kind, chunk] if number_in_text is None else number_in_text
         if number_in_text is None:
+            while (kind, chunk, done[kind, chunk]) in numbers:
+                done[kind, chunk] += 1
+            number = done[kind, chunk]
             done[kind, chunk] += 1
-        elif number_in_text >= micro_batches or number_in_text < 0:
+        elif 0 <= number_in_text < micro_batches:
+            number = number_in_text
+            numbers.add((kind, chunk, number))
+        else:
             raise ScheduleTextError(
                 f"line {line}: {kind}{number_in_text}: there are {micro_batches} micro-batches, from 0",
                 "Name a micro-batch below m.",
@@ -166,11 +190,6 @@ def _check_complete(own: Sequence[Action], device: int, line: int, micro_batches
     times = Counter(own)
     where = f"line {line}: device {device}"
     for action, count in times.items():
-        if not 0 <= action.chunk < chunks:
-            raise ScheduleTextError(
-                f"{where}: {action} is on chunk {action.chunk}, and a device has {chunks}",
-                f"Count chunks from 0 to {chunks - 1}, or say `chunks: {action.chunk + 1}`.",
-            )
         if count > 1:
             raise ScheduleTextError(f"{where}: {action} stands {count} times", "Name every action once.")
     all_actions = (
@@ -197,7 +216,7 @@ def read_schedule(text: str) -> ScheduleText:
         raise ScheduleTextError(
             f"the schedule's text has {len(text)} characters", f"Write at most {MOST_TEXT}."
         )
-    fields: dict[str, str] = {}
+    fields, line_of = dict[str, str](), dict[str, int]()
     splits = False
     lists: dict[str, Writer] = {}
     rows: list[tuple[int, Number | None, Writer]] = []
@@ -219,6 +238,7 @@ def read_schedule(text: str) -> ScheduleText:
                     f"Lines begin with {', '.join(f'{key}:' for key in _KEYS)}, let or device. {HELP}",
                 )
             fields[key.strip()] = _checked(key.strip(), value.strip(), line)
+            line_of[key.strip()] = line
     if "name" not in fields or not rows:
         missing = "`name: ...`" if "name" not in fields else "`device i: ...`"
         raise ScheduleTextError(f"the schedule's text has no line {missing}", HELP)
@@ -226,7 +246,7 @@ def read_schedule(text: str) -> ScheduleText:
     chunks = int(fields.get("chunks", "1" if places == "line" else "2"))
     if (places == "line" and chunks != 1) or (places == "v" and chunks != 2):
         raise ScheduleTextError(
-            f"chunks {chunks} with places {places}",
+            f"line {line_of['chunks']}: chunks {chunks} with places {places}",
             "A line has 1 chunk a device, a v has 2, a loop any number.",
         )
     return ScheduleText(fields["name"], fields.get("source", ""), places, chunks, lists, rows, splits)

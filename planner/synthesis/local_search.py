@@ -109,15 +109,12 @@ class _Network:
             if arrival is None:
                 continue
             other, next_kind, wait = arrival
-            link = problem.device[part], problem.device[other]
             busy = (problem.forward_busy, problem.backward_busy)[kind][part] if wait else 0.0
             target[action] = at[next_kind, other, number], wait, busy
-            transfers.setdefault(link, []).append(action)
+            transfers.setdefault(problem.link(kind, part, other), []).append(action)
         for own in transfers.values():
-            kinds = {self.steps[action] for action in own}
-            late = any(
-                target[action][2] > (0.0 if len(kinds) > 1 else self.seconds[action]) for action in own
-            )
+            # A device ends an action before it sends again: its transfer is done where it takes no longer.
+            late = max(target[action][2] for action in own) > min(self.seconds[action] for action in own)
             for action in sorted(own, key=end.__getitem__):
                 self._join(action, *target[action], self.devices if late else NONE)
             self.devices += late

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from itertools import combinations
+from math import comb, inf
 from typing import TYPE_CHECKING
 
 from ...cost_models.device_memory import micro_batch_bytes
 from ...cost_models.memory import FRAGMENTATION_RESERVE, Recompute
 from ...cost_models.schedules import Program, StageSlot
 from ..assembly import Assembly
-from ..candidate import Proposal
+from ..candidate import Proposal, linear_pipeline
 from ..scoring import assemble, possible
-from .order_problem import B, F, Lists, OrderProblem, Step, W, order_problem
+from .order_costs import order_problem
+from .order_problem import B, F, Lists, OrderProblem, Step, W
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -29,6 +31,8 @@ COMING = (
 )
 """Terms of the ledger that an order changes, or that are not bytes of a device's allocator."""
 Pairs = list[tuple[float, float]]
+MOST_CUTS = 100
+"""Into so many stages, that are all tried."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +115,22 @@ def near_proposals(problem: Problem, proposal: Proposal) -> Iterator[Proposal]:
             rising = all(first < last for first, last in changed.bounds)
             if rising and possible(problem.space, changed) and problem.allows(changed):
                 yield changed
+
+
+def every_proposal(problem: Problem, bases: Sequence[str], size: int | None = None) -> Iterator[Proposal]:
+    """Every cut of the layers into two stages or more, on one device each, of schedules with one stage a
+    device; none of numbers of stages with too many cuts. `size`: of micro-batches alone."""
+    cut_points = problem.space.table(problem.space.chain.sizes[0]).cut_points
+    places = cut_points[1:-1]
+    for config in problem.configs:
+        is_asked = config.schedule in bases and size in (None, config.micro_batch_size)
+        for stages in problem.stage_counts if is_asked else ():
+            if stages == 1 or comb(len(places), stages - 1) > MOST_CUTS:
+                continue
+            for cuts in combinations(places, stages - 1):
+                proposal = linear_pipeline(config, (*cuts, cut_points[-1]))
+                if possible(problem.space, proposal) and problem.allows(proposal):
+                    yield proposal
 
 
 def has_order(problem: OrderProblem) -> bool:

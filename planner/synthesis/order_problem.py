@@ -35,12 +35,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-import numpy as np
-
 from ...cost_models.schedules.action import Kind, Program
 from ...cost_models.schedules.zb_v import number_actions
-from ...cost_models.simulator.costs import Costs
-from ..assembly import Assembly
 
 F, B, W = range(3)
 KINDS: tuple[Kind, ...] = ("F", "B", "W")
@@ -56,9 +52,11 @@ class OrderProblem:
     computes the weights' gradient as well (`split` False). `credit`: what the first backward of a part does
     not take. `forward_wait`: from the end of an F to its arrival at the part after, of which `forward_busy`
     seconds occupy the link; `backward_wait`: of a B at the part before; both 0 to a part on the same device.
-    `end`: by device, what follows its last action. `micro_batch_bytes`: of a micro-batch in flight, by part;
-    `room`: by device, bytes for all of them. By part, where it is split: `first_part` bytes that B adds as it
-    begins and, mostly less than 0, as it ends; `workspace` bytes while an F, and while another action runs.
+    `forward_link` and `backward_link`: the number of the port that an F's and a B's transfer leaves by, where
+    one device alone sends by it; else, -1 or where they are empty, a pair of devices is a link. `end`: by
+    device, what follows its last action. `micro_batch_bytes`: of a micro-batch in flight, by part; `room`: by
+    device, bytes for all of them. By part, where it is split: `first_part` bytes that B adds as it begins
+    and, mostly less than 0, as it ends; `workspace` bytes while an F, and while another action runs.
     """
 
     micro_batches: int
@@ -77,6 +75,8 @@ class OrderProblem:
     split: bool = True
     first_part: tuple[tuple[float, float], ...] = ()
     workspace: tuple[tuple[float, float], ...] = ()
+    forward_link: tuple[int, ...] = ()
+    backward_link: tuple[int, ...] = ()
 
     @property
     def parts(self) -> int:
@@ -149,6 +149,13 @@ class OrderProblem:
     def workspace_bytes(self, kind: int, part: int) -> float:
         """While an action runs."""
         return self.workspace[part][int(kind != F)] if self.workspace else 0.0
+
+    def link(self, kind: int, part: int, other: int) -> tuple[int, int]:
+        """Of what an F or B sends to another part: transfers with the same one are served in turn."""
+        own = (self.forward_link, self.backward_link)[kind]
+        if own and own[part] >= 0:
+            return -1, own[part]
+        return self.device[part], self.device[other]
 
     def level_change(self, kind: int, part: int) -> tuple[float, float]:
         """Bytes that a device holds more as an action begins, and as it has ended."""
@@ -273,71 +280,3 @@ class OrderProblem:
         chunk = {part: place.chunk for part, place in enumerate(like.pipes[0])}
         turns = [[(KINDS[kind], chunk[part]) for kind, part in own] for own in lists]
         return Program(tuple(tuple(number_actions(own)) for own in turns), like.pipes, like.pipe_of)
-
-
-def order_problem(
-    assembly: Assembly,
-    costs: Costs,
-    room: Sequence[float],
-    micro_batch_bytes: Sequence[float],
-    first_part: Sequence[tuple[float, float]] = (),
-    workspace: Sequence[tuple[float, float]] = (),
-) -> OrderProblem:
-    """The numbers of a program's costs, those of the assembly; what is held as above."""
-    pipe = assembly.program.pipes[0]
-    split = costs.weight is not None
-
-    def by_part(values: np.ndarray | None) -> tuple[float, ...]:
-        if values is None:
-            return (0.0,) * len(pipe)
-        wide = np.broadcast_to(values, (assembly.program.devices, assembly.program.chunks, values.shape[2]))
-        return tuple(float(wide[place.device, place.chunk].max()) for place in pipe)
-
-    def by_cut(values: np.ndarray | None) -> list[float]:
-        if values is None:
-            return [0.0] * (len(pipe) - 1)
-        return [float(value) for value in np.broadcast_to(values, (1, len(pipe) - 1))[0]]
-
-    forward = by_part(costs.forward)
-    again = by_part(costs.recompute)
-    extra = np.zeros(assembly.program.devices) if costs.overhead is None else np.ravel(costs.overhead)
-    overhead = [float(np.broadcast_to(extra, assembly.program.devices)[place.device]) for place in pipe]
-    onward = (by_cut(costs.forward_occupancy), by_cut(costs.forward_latency))
-    back = (by_cut(costs.backward_occupancy), by_cut(costs.backward_latency))
-    after = _after(assembly, costs.all_reduce, costs.optimizer)
-    return OrderProblem(
-        micro_batches=assembly.program.micro_batches,
-        device=tuple(place.device for place in pipe),
-        forward=tuple(own + more for own, more in zip(forward, overhead, strict=True)),
-        backward=tuple(
-            own + share * run + more
-            for own, share, run, more in zip(by_part(costs.backward), again, forward, overhead, strict=True)
-        ),
-        weight=tuple(
-            own + more if split else 0.0 for own, more in zip(by_part(costs.weight), overhead, strict=True)
-        ),
-        credit=by_part(costs.accumulation),
-        forward_wait=(*(busy + late for busy, late in zip(*onward, strict=True)), 0.0),
-        forward_busy=(*onward[0], 0.0),
-        backward_wait=(0.0, *(busy + late for busy, late in zip(*back, strict=True))),
-        backward_busy=(0.0, *back[0]),
-        end=after,
-        micro_batch_bytes=tuple(micro_batch_bytes),
-        room=tuple(room),
-        split=split,
-        first_part=tuple(first_part),
-        workspace=tuple(workspace),
-    )
-
-
-def _after(
-    assembly: Assembly, all_reduce: np.ndarray | None, optimizer: np.ndarray | None
-) -> tuple[float, ...]:
-    """By device, what follows its last action at the least."""
-    devices = assembly.program.devices
-    after = np.zeros(devices)
-    if all_reduce is not None and assembly.program.chunks == 1:
-        after = after + np.broadcast_to(all_reduce[:, 0], devices)
-    if optimizer is not None:
-        after = after + np.broadcast_to(np.ravel(optimizer), devices)
-    return tuple(float(value) for value in after)

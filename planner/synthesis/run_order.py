@@ -109,7 +109,7 @@ def _arrival(
     busy = (problem.forward_busy, problem.backward_busy)[kind][part]
     if not wait:
         return now
-    link = (problem.device[part], problem.device[other])
+    link = problem.link(kind, part, other)
     begins = max(now, link_free.get(link, 0.0))
     link_free[link] = begins + busy
     return begins + wait

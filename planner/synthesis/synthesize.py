@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
-from itertools import chain
+from itertools import chain, islice
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,7 @@ from .insert_orders import insert_orders
 from .local_search import improve_order
 from .order_candidate import (
     OrderCandidate,
+    every_proposal,
     has_order,
     make_candidate,
     near_proposals,
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
 
 BASES = ("zb-h1", "1f1b", "zb-v", "interleaved")
 """Whose places the parts of the layers have: a line with the backward in two parts or whole, a V, a loop."""
+LINES = ("zb-h1", "1f1b")
+"""Those of one part a device."""
 SAME_PLACES = {
     "zb-h1": ("zb-h1", "1f1b"),
     "zb-h2": ("zb-h1", "1f1b"),
@@ -79,6 +82,8 @@ RATES = {False: (4e5, 6e5), True: (1e7, 4e7)}
 """In a second, in Python and by numba: actions of orders that are made by rule, and that exchanges time."""
 LEAST_SECONDS, COMPILING_SECONDS = 2.0, 10.0
 """Of exchanges for which numba is taken, where so many are left at least: it takes about as long once."""
+CUTS_A_SECOND = 10
+"""Of the time limit, of which orders are bounded where all cuts are tried: a twentieth of it."""
 MOST_FILLED = 20_000
 """Actions of an order that is made by rule, event by event."""
 REFILL_SHARES = (0.9, 0.3)
@@ -112,16 +117,24 @@ def synthesize(
 def _fill_all(
     problem: Problem, best: ScoredPlan | None, plans: Sequence[ScoredPlan], limit: float
 ) -> list[OrderCandidate]:
-    """Candidates with orders that fit: on searched cuts, then on the shapes with the lowest bounds; where no
-    plan is known, on any that were left, until there is one."""
+    """Candidates with orders that fit: on searched cuts, then on the shapes with the lowest bounds, and on
+    those of all cuts where these are few; where no plan is known, on any that were left, until there is
+    one."""
     searched = _candidates(problem, _with_base(problem, plans), limit)
     others = _candidates(problem, _shapes(problem, best), limit)
     own_cuts, shapes = _make_in_time(problem, searched), _make_in_time(problem, others)
     shapes.sort(key=lambda own: own.bound)
+    earlier = {(own.proposal, own.recompute) for own in (*own_cuts, *shapes)}
+    size = None if best is None else best.config.micro_batch_size
+    every = islice(every_proposal(problem, LINES, size), int(CUTS_A_SECOND * problem.options.time_limit))
+    more = _make_in_time(problem, _candidates(problem, every, limit))
+    few = [own for own in more if (own.proposal, own.recompute) not in earlier]
+    few.sort(key=lambda own: own.bound)
+    first = [*own_cuts, *shapes[:MOST_SHAPES], *few[:MOST_SHAPES]]
     filled: list[OrderCandidate] = []
     least = _candidates(problem, _smallest_shape(problem) if best is None else (), limit)
-    for number, own in enumerate(chain(own_cuts, shapes, searched, others, least)):
-        is_last = problem.budget.over or number >= len(own_cuts) + MOST_SHAPES
+    for number, own in enumerate(chain(first, shapes[MOST_SHAPES:], searched, others, least)):
+        is_last = problem.budget.over or number >= len(first)
         if is_last and (best is not None or filled):
             break
         changed = _fill(own, problem.budget.part(share=FILL_SHARE), required=best is None)

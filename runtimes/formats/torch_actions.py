@@ -35,7 +35,7 @@ def schedule_class(schedule: str, program: Program) -> str:
 
 
 def build_program(schedule: str, devices: int, micro_batches: int, virtual_stages: int) -> Program:
-    """The program of a schedule that one process a device can run.
+    """The program of a schedule that one process a device can run, its micro-batches numbered for PyTorch.
 
     Raises UsageError for numbers that it cannot run, ExportError for one of several pipes or sliced
     micro-batches, or that updates weights meanwhile.
@@ -53,7 +53,22 @@ def build_program(schedule: str, devices: int, micro_batches: int, virtual_stage
             f"its schedule is {schedule}, which torch.distributed.pipelining does not run",
             "Make a plan for it: pplan.solve(runtime='torch')",
         )
-    return program
+    return _in_order_of_losses(program)
+
+
+def _in_order_of_losses(program: Program) -> Program:
+    """With the micro-batches numbered as their forwards run on the last stage: PyTorch takes the n-th loss
+    there for that of micro-batch n (torch/distributed/pipelining/schedules.py: `_internal_losses`)."""
+    device, chunk = program.pipes[0][-1]
+    own = [action for action in program.actions[device] if (action.kind, action.chunk) == ("F", chunk)]
+    number = {action.micro_batch: place for place, action in enumerate(own)}
+    if all(before == after for before, after in number.items()):
+        return program
+    actions = (
+        tuple(action._replace(micro_batch=number[action.micro_batch]) for action in row)
+        for row in program.actions
+    )
+    return Program(tuple(actions), program.pipes, program.pipe_of)
 
 
 def device_stages(program: Program) -> list[list[int]]:

@@ -64,6 +64,15 @@ def test_one_is_drawn(run: Run) -> None:
     assert ran.out.rstrip().endswith("in flight 3, 3, 3.")
 
 
+def test_the_bubble_of_one_is_that_of_its_formula(run: Run) -> None:
+    """ZB-H2's and ZB-V's are 0: no stage is idle between its first and its last action, but they begin one
+    after the other."""
+    for name, idle in (("zb-h2", "11.8"), ("zb-v", "6.2")):
+        out = run("schedules", "show", name, "--stages", "3", "--micro-batches", "5").out
+        line = next(line for line in out.splitlines() if line.startswith("Bubble "))
+        assert line.startswith(f"Bubble {idle} % of all stages' time; 0.0 % of the longest span of a stage")
+
+
 def test_ones_text_starts_an_own_one(run: Run, here: Path) -> None:
     text = run("schedules", "show", "zb-v", "--stages", "2", "--micro-batches", "4", "--text").out
     (here / "own.schedule").write_text(text, encoding="utf-8")

@@ -55,6 +55,8 @@ def test_a_split_backward_drawn() -> None:
         "stage 1  ..F0B0F1B1W0F2B2W1W2",
     ]
     assert lines[-1].endswith("F forward, B backward of the input, W of the weights.")
+    some = _printed(_timeline("dualpipe-v", 2, 4, 1.0, 1.0, 1.0), 9 + 20)
+    assert "B backward, of the input alone where there is a W, W of the weights" in some[-1]
 
 
 def test_second_chunks_are_lower_case() -> None:

@@ -52,7 +52,7 @@ from pplan.planner.search.space import Space
 from pplan.planner.search.stage_recompute import cheapest_mode
 from pplan.planner.stage_table import StageTable
 from pplan.planner.synthesis.order_candidate import near_proposals
-from pplan.planner.synthesis.order_problem import _after
+from pplan.planner.synthesis.order_costs import _after
 from pplan.planner.universal_bound import _least_backward
 from pplan.planner.weight_moves import list_moves
 

@@ -11,6 +11,8 @@ import pytest
 
 from pplan.cost_models.errors import InfeasibleError
 from pplan.cost_models.layer import Chain
+from pplan.cost_models.schedules import SCHEDULES
+from pplan.cost_models.schedules.registration import register_schedule
 from pplan.cost_models.topology import Device, Group, Topology
 from pplan.planner.infeasible import no_plan_fits
 from pplan.planner.joint_search import find_best_plan
@@ -39,6 +41,29 @@ def test_too_few_layers_for_the_parts_of_a_schedule(
     assert error.what == words
     also = " Memory is too small for that, too." if memory == 100 else ""
     assert error.hint == f"Leave out `schedule`.{also}"
+
+
+def test_a_schedule_that_runs_with_no_numbers_says_why(
+    make_chain: MakeChain, make_topology: MakeTopology
+) -> None:
+    """With the line of its text, or with what a published one needs."""
+    text = "name: infeasible-own\ndevice i: F*m B*m\ndevice 1: B F*m B*m\n"
+    register_schedule(text)
+    try:
+        options = PlanOptions(mini_batch=8, schedule="infeasible-own", micro_batches=4)
+        error = refused(Problem(make_chain(3, 6, cuts=1.1), make_topology(2), options))
+    finally:
+        SCHEDULES.pop("infeasible-own")
+    assert error.what == (
+        "no plan under infeasible-own is possible: with 2 stages and 4 micro-batches, schedule "
+        "infeasible-own: line 3: device 1 waits for ever at B0, for F0 of device 1"
+    )
+    options = PlanOptions(mini_batch=5, schedule="chimera", micro_batches=5)
+    error = refused(Problem(make_chain(3, 6, cuts=1.1), make_topology(2), options))
+    assert error.what.endswith(
+        "possible: with 2 stages and 5 micro-batches, micro-batches 5: chimera needs a "
+        "multiple of the stages, 2"
+    )
 
 
 @pytest.mark.slow

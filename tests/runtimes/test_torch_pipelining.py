@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.first_layers import whole_word
-from pplan.cost_models.schedules import find_schedule
+from pplan.cost_models.schedules import PUBLISHED, SCHEDULES, find_schedule
+from pplan.cost_models.schedules.registration import register_schedule
+from pplan.cost_models.schedules.schedule_text import write_program
 from pplan.planner.plan_file import Plan
 from pplan.runtimes.formats.exporters import export
 from pplan.runtimes.formats.torch_export import TorchExport
@@ -47,12 +49,19 @@ class Case:
         return len(self.balance) // self.virtual_stages
 
     @property
+    def order(self) -> list[str]:
+        program = find_schedule(self.schedule).program(self.devices, self.micro_batches)
+        return write_program(self.schedule, program).splitlines()
+
+    @property
     def ranks(self) -> int:
         return self.devices * self.replicas
 
     def document(self, make_plan: MakePlan) -> TorchExport:
+        own = {} if self.schedule in PUBLISHED else {"order": self.order}
         plan = make_plan(
             self.balance,
+            **own,
             schedule=self.schedule,
             replicas=[self.replicas] * len(self.balance),
             micro_batches=self.micro_batches,
@@ -84,6 +93,8 @@ def placed(plan: Plan) -> Plan:
 
 
 OWN = "_PipelineScheduleRuntime"
+LAST_FIRST = "name: last-first\ndevice i: each k from m-1 to 0 (F[k]) B*m W*1"
+"""A schedule of the user's own, whose forwards run from the last micro-batch to the first."""
 STAGE, DDP, FSDP = "StageModule", "DistributedDataParallel", "FSDPStageModule"
 RESNET, TRANSFORMER = [3, 3, 2, 3], [6, 6, 7, 6]
 CASES = [
@@ -109,6 +120,7 @@ CASES = [
     Case("naive", "resnet", "naive", [6, 5], (OWN, STAGE)),
     Case("dapple", "resnet", "dapple", [4, 7], (OWN, STAGE), recompute=["never", "always"]),
     Case("zb-h1", "resnet", "zb-h1", [6, 5], (OWN, STAGE)),
+    Case("last-first", "resnet", "last-first", [6, 5], (OWN, STAGE)),
     Case("zb-h2", "transformer", "zb-h2", [12, 13], (OWN, STAGE)),
     Case("interleaved", "vgg", "interleaved", [1, 3, 3, 3], ("ScheduleInterleaved1F1B", STAGE), 2),
     Case("looped-bfs", "resnet", "looped-bfs", RESNET, ("ScheduleLoopedBFS", STAGE), 2),
@@ -170,11 +182,13 @@ def results(
     """What each rank found in each case."""
     folder = tmp_path_factory.mktemp("processes")
     orders = []
+    register_schedule(LAST_FIRST)
     for case in CASES:
         file = folder / f"{case.name}.torch.json"
         case.document(make_plan).save(file, force=False)
         order = {"name": case.name, "model": case.model, "file": str(file), "replicate": case.replicate}
         orders.append(order | {"ranks": case.ranks, "replicas": case.replicas, "sums": case.sums})
+    SCHEDULES.pop("last-first")
     (folder / "cases.json").write_text(json.dumps(orders))
     run_processes(folder, RANKS, "-W", "error", str(WORKER))
     return {

@@ -90,7 +90,7 @@ WRONG = {
     "name: mine\nname: other\ndevice i: (F B)*m": "line 2: 'name: other'",
     "name: mine\nsteps: 3\ndevice i: (F B)*m": "line 2: 'steps: 3'",
     "name: mine\nplaces: ring\ndevice i: (F B)*m": "line 2: places: 'ring'",
-    "name: mine\nchunks: 2\ndevice i: (F B)*m": "chunks 2 with places line",
+    "name: mine\nchunks: 2\ndevice i: (F B)*m": "line 2: chunks 2 with places line",
     "name: mine\n\ndevice i: (F Q)*m": "line 3: 'Q' is no action",
     "name: mine\ndevice i: (F B*m": "line 2: 'the end'",
     "name: mine\ndevice i: F*m B*k": "line 2: 'k' is no number",
@@ -100,6 +100,7 @@ WRONG = {
     "name: mine\ndevice i: F*m B*(m-1)": "line 2: device 0: B7 is missing",
     "name: mine\ndevice i: F*m B*m F0": "line 2: device 0: F0 stands 2 times",
     "name: mine\ndevice i: F*m B*m F.1": "line 2: device 0: F0.1 is on chunk 1",
+    "name: mine\ndevice i: F3 F3 F*m B*m": "line 2: device 0: F3 stands 2 times",
     "name: mine\ndevice i: F9 F*m B*m": "line 2: F9: there are 8 micro-batches",
     "name: mine\ndevice i: B*m F*m": "line 2: device 0 waits for ever at B0",
     "name: mine\ndevice i: B F*m B*m": "line 2: device 0 waits for ever at B0, for F0 of device 0",
@@ -128,6 +129,23 @@ def test_what_is_wrong_is_said_with_its_line(text: str, message: str) -> None:
     assert message in error.value.what
     assert len(error.value.what) < 300
     assert error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("places", "hint"),
+    [("line", "Write `places: v` or `places: loop`"), ("v", "has two"), ("loop", "say `chunks: 3`")],
+)
+def test_what_to_do_about_a_chunk_that_there_is_not(places: str, hint: str) -> None:
+    """What is advised can be written."""
+    text = f"name: mine\nplaces: {places}\ndevice i: F*m F.1*m F.2*m B.2*m B.1*m B*m"
+    with pytest.raises(UsageError) as error:
+        read_schedule(text).program(3, 8)
+    assert hint in error.value.hint
+
+
+def test_the_next_micro_batch_is_one_that_the_text_has_not_named() -> None:
+    own = read_schedule("name: mine\ndevice i: F1 F3 F*m B2 B*m").program(1, 5).actions[0]
+    assert " ".join(map(str, own)) == "F1 F3 F0 F2 F4 B2 B0 B1 B3 B4"
 
 
 def test_random_texts_are_programs_or_refused() -> None:

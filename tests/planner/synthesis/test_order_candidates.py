@@ -23,7 +23,8 @@ from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble
 from pplan.planner.synthesis.order_candidate import make_candidate, near_proposals, recompute_choices
-from pplan.planner.synthesis.order_problem import OrderProblem, order_problem
+from pplan.planner.synthesis.order_costs import order_problem
+from pplan.planner.synthesis.order_problem import OrderProblem
 from pplan.planner.synthesis.run_order import list_steps, run_order
 
 from .test_orders import random_problem as random_costs

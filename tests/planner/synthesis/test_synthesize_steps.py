@@ -132,11 +132,13 @@ class Filling:
         self.filled, self.required, self.orders = list[str](), set[bool](), orders
         self.now = [0.0]
         self.problem = make_problem(seconds=9.0, now=self.now)
-        self.own = {"cuts": ["c1", "c2"], "shapes": ["s1", "s2", "s3"], "least": ["l"]}
+        self.own = {"cuts": ["c1", "c2"], "shapes": ["s1", "s2", "s3"], "least": ["l"], "few": []}
         self.bounds = {"s1": 3.0, "s2": 1.0, "s3": 2.0}
         monkeypatch.setattr(module, "_with_base", lambda *_: "cuts")
         monkeypatch.setattr(module, "_shapes", lambda *_: "shapes")
         monkeypatch.setattr(module, "_smallest_shape", lambda _: "least")
+        monkeypatch.setattr(module, "every_proposal", lambda *_: ["few"])
+        monkeypatch.setattr(module, "islice", lambda own, most: own[0] if most == 60 else None)
         monkeypatch.setattr(module, "_candidates", self.candidates)
         monkeypatch.setattr(module, "_fill", self.fill)
 
@@ -144,7 +146,7 @@ class Filling:
         del limit
         for name in self.own[kind] if kind else ():
             self.now[0] += 1.0
-            yield Candidate(name, self.bounds.get(name, 0.0))
+            yield Candidate(name, self.bounds.get(name, 0.0), proposal=name)
 
     def fill(self, own: Candidate, budget: SearchBudget, *, required: bool) -> Candidate:
         self.filled.append(own.name)
@@ -159,6 +161,19 @@ def test_shapes_are_filled_by_their_bounds(monkeypatch: Patch) -> None:
     assert [each.name for each in filled] == ["c2", "s3", "s1"]
     assert own.filled == ["c1", "c2", "s2", "s3", "s1"]
     assert own.required == {False}
+
+
+def test_all_cuts_are_filled_where_they_are_few(monkeypatch: Patch) -> None:
+    """Behind the shapes, by their bounds, each once and no more than of these."""
+    own = Filling(monkeypatch, "f1")
+    own.now[0], own.own["few"], own.bounds["f1"] = -9.0, ["f1", "s2", "f2", "c1"], 0.5
+    assert [each.name for each in steps._fill_all(own.problem, plan(5.0), [], 5.0)] == ["f1"]
+    assert own.filled == ["c1", "c2", "s2", "s3", "s1", "f2", "f1"]
+    monkeypatch.setattr(module, "MOST_SHAPES", 1)
+    again = Filling(monkeypatch)
+    again.own["few"] = ["f1", "f2"]
+    assert steps._fill_all(again.problem, plan(5.0), [], 5.0) == []
+    assert again.filled == ["c1", "c2", "s2", "f1"]
 
 
 def test_so_many_shapes_are_filled(monkeypatch: Patch) -> None:
