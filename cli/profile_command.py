@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -153,23 +152,26 @@ def _progress() -> Iterator[Callable[[Progress], None] | None]:
 
 
 def _configured_name(model: str, config: Path) -> str:
-    """The model of that file, which is of the model type that is named. Raises UsageError, FileError."""
-    from ..cost_models.errors import UsageError
-    from ..cost_models.text_files import read_text
+    """The model of that file, or of the config.json in that folder. It is of the model type that is named; a
+    hub's name, `hf:owner/model`, names none. Raises UsageError, FileError."""
+    from ..cost_models.errors import FileError, UsageError
+    from ..cost_models.transformer.configuration import read_configuration
 
     kind = model.removeprefix("hf:")
     if kind == model:
         raise UsageError(
             f"--config {config}: {model} is no model of transformers", "Name its model type, as in hf:llama."
         )
-    try:
-        content = json.loads(read_text(config, "configuration"))
-    except (ValueError, RecursionError):
-        content = None
-    model_type = content.get("model_type") if isinstance(content, dict) else None
-    if model_type != kind:
-        raise UsageError(
-            f"--config {config}: is of model type {str(model_type)[:40]}, not of {kind}",
-            f"Name the model hf:{model_type}.",
+    file = config / "config.json" if config.is_dir() else config
+    model_type = read_configuration(file).get("model_type")
+    if not isinstance(model_type, str):
+        raise FileError(
+            f"--config {config}: has no model_type, so it is no configuration of transformers",
+            'Name the config.json of a model; "model_type": "llama" says which.',
         )
-    return f"hf:{config if config.is_absolute() or len(config.parts) > 1 else f'./{config}'}"
+    if model_type != kind and "/" not in kind:
+        raise UsageError(
+            f"--config {config}: is of model type {model_type[:40]}, not of {kind}",
+            f"Name the model hf:{model_type[:40]}.",
+        )
+    return f"hf:{file if file.is_absolute() or len(file.parts) > 1 else f'./{file}'}"

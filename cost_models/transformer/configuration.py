@@ -32,16 +32,22 @@ _STATE_SPACE = (
 
 def load_transformer_shape(path: Path) -> TransformerShape:
     """Of a `config.json` as the transformers library writes it. Raises FileError."""
+    keys = read_configuration(path)
+    try:
+        return transformer_shape(keys, path.stem)
+    except UsageError as error:
+        raise FileError(f"{path}: {error.what}", error.hint) from error
+
+
+def read_configuration(path: Path) -> dict[str, Any]:
+    """The keys of a `config.json` with their values. Raises FileError."""
     try:
         keys = json.loads(read_text(path, "configuration"))
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path}: not JSON: {error}", "Give the model's config.json.") from error
     if not isinstance(keys, dict):
         raise FileError(f"{path}: not the configuration of a model", "Give the model's config.json.")
-    try:
-        return transformer_shape(keys, path.stem)
-    except UsageError as error:
-        raise FileError(f"{path}: {error.what}", error.hint) from error
+    return keys
 
 
 PREDICTOR_KEYS = ("num_nextn_predict_layers", "mtp_num_layers")
