@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import typer
 
 from ..api.options import ProfileOptions, TensorParallelOptions, TransformerSizes
 from .output import AsJson, Force, Output
-from .streams import console, is_interactive, printable, remark
+from .streams import PACE, console, is_interactive, printable, remark
 
 if TYPE_CHECKING:
     from ..profiler.profile_file import Profile
@@ -83,7 +84,7 @@ def profile_command(
         place.write(profile, as_json=as_json, show=lambda: _show(profile))
 
     try:
-        with _progress() as progress, _few_collections(are_few=bool(device)):
+        with _progress(is_timed=not device) as progress, _few_collections(are_few=bool(device)):
             profile = measure(
                 model,
                 **{**vars(options), **vars(sharing), "settings": settings or None},
@@ -121,8 +122,12 @@ def _few_collections(*, are_few: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[Progress], None] | None]:
-    """A bar on standard error with the layer in hand; None where nobody watches."""
+def _progress(*, is_timed: bool) -> Iterator[Callable[[Progress], None] | None]:
+    """A bar on standard error with the layer in hand; None where nobody watches.
+
+    Its clock moves while the model is loaded and traced. From the first pass that is timed on it is drawn
+    between passes only: a thread that draws at its own pace would disturb them.
+    """
     if not is_interactive():
         yield None
         return
@@ -137,18 +142,30 @@ def _progress() -> Iterator[Callable[[Progress], None] | None]:
         rich_progress.TimeRemainingColumn(),
         rich_progress.TextColumn("{task.description}", markup=False),
     )
-    screen = Console(file=sys.stderr)
-    # Drawn between passes only: a thread that draws at its own pace would disturb what is timed.
+    screen, still = Console(file=sys.stderr), threading.Event()
     with rich_progress.Progress(*columns, console=screen, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("loading the model", total=1.0)
         bar.refresh()
 
+        def move() -> None:
+            while not still.wait(PACE):
+                bar.refresh()
+
+        thread = threading.Thread(target=move, daemon=True)
+        thread.start()
+
         def tell(now: Progress) -> None:
+            if is_timed and now.layer:
+                still.set()
             layer = f", {now.layer}" if now.layer else ""
             text = f"micro-batch size {now.micro_batch_size}: {now.doing}{layer}"
             bar.update(task, description=printable(text), completed=now.fraction, refresh=True)
 
-        yield tell
+        try:
+            yield tell
+        finally:
+            still.set()
+            thread.join()
 
 
 def _configured_name(model: str, config: Path) -> str:
