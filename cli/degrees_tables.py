@@ -6,7 +6,7 @@ import json
 import shlex
 from typing import TYPE_CHECKING
 
-from ..cost_models.number_format import compare_percent, format_amount, percent
+from ..cost_models.number_format import compare_percent, format_amount, percent, percent_at_most
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from .table import Column, line, number, print_head, print_notes, print_table, text, word
 
@@ -104,7 +104,7 @@ def _proof(document: DegreesFile) -> str:
         faster = "faster" if document.gap <= 0 else "faster by more than a millionth"
         return f"Optimal in the search space ({searched}): none of these plans is {faster}."
     return (
-        f"Best found; at most {percent(document.gap)} from the proven bound of "
+        f"Best found; at most {percent_at_most(document.gap)} from the proven bound of "
         f"{format_seconds(document.bound_seconds)} ({searched})."
     )
 
@@ -130,7 +130,7 @@ def _print_by_stage(document: DegreesFile, console: Console) -> None:
             words = f"none was found that is faster; one would take at least {format_seconds(bound)}"
         line(console, f"Degrees by stage: {words}.")
         return
-    gap = percent(max(plan.step_seconds / bound - 1, 0.0))
+    gap = percent_at_most(max(plan.step_seconds / bound - 1, 0.0))
     faster = percent(step / plan.step_seconds - 1)
     line(
         console,

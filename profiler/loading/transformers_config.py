@@ -161,7 +161,7 @@ def _file_values(name: str) -> dict[str, Any] | None:
             raise FileError(
                 f"hf:{name}: there is no such file, and its configuration is not in the hub's local cache "
                 f"{_hub_cache()}",
-                "Nothing is downloaded from a hub: take the model's config.json from there yourself, and name "
+                "Nothing is downloaded from a hub: take its config.json from there yourself, and name "
                 "it as hf:./config.json, or on the command line with --config config.json.",
             )
         path = downloaded or path
