@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import FileError, UsageError
+from ..quantities import format_count
 from ..text_files import read_text
 from .attention_windows import read_windows
 from .configuration_sizes import NO_DECODER, ConfigurationSizes, wrong_value
@@ -166,7 +167,7 @@ def _key_value_heads(sizes: ConfigurationSizes, heads: int) -> int:
 
 def _experts(sizes: ConfigurationSizes) -> ExpertShape | None:
     number = sizes.optional("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-    if number < 2:
+    if not number:
         return None
     width = sizes.optional("moe_intermediate_size") or sizes.needed(*SIZE_KEYS["intermediate"])
     shared = sizes.optional("shared_expert_intermediate_size", "shared_intermediate_size")
@@ -180,7 +181,9 @@ def _experts(sizes: ConfigurationSizes) -> ExpertShape | None:
     )
     if per_token > number:
         raise UsageError(
-            f"num_experts_per_tok={per_token}: there are {number} experts", "Correct the configuration."
+            f"num_experts_per_tok={per_token}: there {'is' if number == 1 else 'are'} "
+            f"{format_count(number, 'expert')}",
+            "Correct the configuration.",
         )
     return ExpertShape(number, per_token, width, shared)
 
