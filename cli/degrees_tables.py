@@ -99,7 +99,8 @@ def _proof(document: DegreesFile) -> str:
     """How far from the best the answer may be; to a millionth, its figures have no more digits."""
     from ..planner.degrees.degree_file import SAME
 
-    searched = f"any of {document.combinations} combinations, with every division of the layers that fits"
+    among = format_count(document.combinations, "combination")
+    searched = f"any of {among}, with every division of the layers that fits"
     if document.gap <= 1.1 * SAME:  # the search counts from the step, a gap from the bound
         faster = "faster" if document.gap <= 0 else "faster by more than a millionth"
         return f"Optimal in the search space ({searched}): none of these plans is {faster}."

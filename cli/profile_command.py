@@ -56,7 +56,7 @@ def profile_command(
     """
     from ..api.profiles import profile as measure
     from ..api.provenance import made_by
-    from ..cost_models.errors import UsageError
+    from ..cost_models.errors import FileError, UsageError
     from ..profiler.profile_file import Interrupted
     from .field_names import command_line
     from .output import choose_target, file_stem
@@ -94,6 +94,10 @@ def profile_command(
     except Interrupted as interruption:
         write(interruption.profile)
         raise
+    except FileError as error:
+        # Of a hub's model whose configuration is not here: there is an option for it.
+        own = "hf:./config.json"
+        raise FileError(error.what, error.hint.replace(f"as {own}.", f"as {own} or by --config.")) from error
     if sharing.tensor_parallel is None or os.environ.get("RANK", "0") == "0":
         write(profile)
 

@@ -162,7 +162,7 @@ def _file_values(name: str) -> dict[str, Any] | None:
                 f"hf:{name}: there is no such file, and its configuration is not in the hub's local cache "
                 f"{_hub_cache()}",
                 "Nothing is downloaded from a hub: take its config.json from there yourself, and name "
-                "it as hf:./config.json, or on the command line with --config config.json.",
+                "it as hf:./config.json.",
             )
         path = downloaded or path
     file = path / "config.json" if path.is_dir() else path

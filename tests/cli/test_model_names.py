@@ -45,7 +45,7 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_a_hub_name_that_was_not_downloaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     says = error(capsys, "hf:owner/small")
     assert "Nothing is downloaded" in says
-    assert "--config config.json" in says
+    assert "name it as hf:./config.json or by --config." in says
     assert str(tmp_path / "home" / "hub") in says
     assert "owner/small.json: no such configuration file" in error(capsys, "hf:owner/small.json")
 
