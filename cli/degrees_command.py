@@ -51,12 +51,14 @@ def degrees_command(
     from .degrees_tables import print_degrees
     from .field_names import command_line
     from .output import Target
-    from .streams import console, result
+    from .streams import console, result, waiting
 
     target = None if output is None else Target(output, force, kind="degrees")
     if target is not None:
         target.check(config, kernels)
-    answer = find_degrees(load_transformer_shape(config), machine, options, kernels)
+    shape = load_transformer_shape(config)
+    with waiting("Searching"):
+        answer = find_degrees(shape, machine, options, kernels)
     document = build_degrees_file(answer, made_by(MadeBy(), command=command_line()))
     if target is not None:
         target.write(document, as_json=as_json, show=lambda: print_degrees(document, console()))

@@ -6,7 +6,7 @@ import json
 import shlex
 from typing import TYPE_CHECKING
 
-from ..cost_models.number_format import compare_percent, format_amount, percent
+from ..cost_models.number_format import compare_percent, format_amount, percent, percent_at_most
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from .table import Column, line, number, print_head, print_notes, print_table, text, word
 
@@ -99,12 +99,13 @@ def _proof(document: DegreesFile) -> str:
     """How far from the best the answer may be; to a millionth, its figures have no more digits."""
     from ..planner.degrees.degree_file import SAME
 
-    searched = f"any of {document.combinations} combinations, with every division of the layers that fits"
+    among = format_count(document.combinations, "combination")
+    searched = f"any of {among}, with every division of the layers that fits"
     if document.gap <= 1.1 * SAME:  # the search counts from the step, a gap from the bound
         faster = "faster" if document.gap <= 0 else "faster by more than a millionth"
         return f"Optimal in the search space ({searched}): none of these plans is {faster}."
     return (
-        f"Best found; at most {percent(document.gap)} from the proven bound of "
+        f"Best found; at most {percent_at_most(document.gap)} from the proven bound of "
         f"{format_seconds(document.bound_seconds)} ({searched})."
     )
 
@@ -130,7 +131,7 @@ def _print_by_stage(document: DegreesFile, console: Console) -> None:
             words = f"none was found that is faster; one would take at least {format_seconds(bound)}"
         line(console, f"Degrees by stage: {words}.")
         return
-    gap = percent(max(plan.step_seconds / bound - 1, 0.0))
+    gap = percent_at_most(max(plan.step_seconds / bound - 1, 0.0))
     faster = percent(step / plan.step_seconds - 1)
     line(
         console,

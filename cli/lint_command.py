@@ -45,9 +45,11 @@ def lint_command(
     """Check a pipeline layout: is it the model's, does it fit the memory, how far is it from the best."""
     from ..api.lint import lint_layout
     from ..cost_models.transformer.configuration import load_transformer_shape
-    from .streams import console, result
+    from .streams import console, result, waiting
 
-    report = lint_layout(layout, load_transformer_shape(model), machine, options, kernels)
+    shape = load_transformer_shape(model)
+    with waiting("Searching"):
+        report = lint_layout(layout, shape, machine, options, kernels)
     if as_json:
         result(report.to_json())
     else:
@@ -76,7 +78,7 @@ def _print(report: LayoutReport, screen: Console) -> None:
 
 
 def _estimate_lines(report: LayoutReport) -> list[str]:
-    from ..cost_models.number_format import compare_percent, percent
+    from ..cost_models.number_format import compare_percent, percent_at_most
     from ..cost_models.quantities import format_bytes, format_count, format_seconds
     from .degrees_tables import recompute_words
 
@@ -102,7 +104,7 @@ def _estimate_lines(report: LayoutReport) -> list[str]:
         f"{recompute_words(fastest)}, "
         f"{report.best_layout or fastest.blocks}"
     )
-    seconds, gap = format_seconds(fastest.estimate.step_seconds), percent(best.gap)
+    seconds, gap = format_seconds(fastest.estimate.step_seconds), percent_at_most(best.gap)
     lines.append(f"The best found at these degrees: {seconds}, at most {gap} from its bound: {how}.")
     if report.slower is not None:
         difference = compare_percent(1 + report.slower, 1.0)

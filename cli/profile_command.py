@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +15,7 @@ import typer
 
 from ..api.options import ProfileOptions, TensorParallelOptions, TransformerSizes
 from .output import AsJson, Force, Output
-from .streams import console, is_interactive, printable, remark
+from .streams import PACE, console, is_interactive, printable, remark
 
 if TYPE_CHECKING:
     from ..profiler.profile_file import Profile
@@ -56,7 +56,7 @@ def profile_command(
     """
     from ..api.profiles import profile as measure
     from ..api.provenance import made_by
-    from ..cost_models.errors import UsageError
+    from ..cost_models.errors import FileError, UsageError
     from ..profiler.profile_file import Interrupted
     from .field_names import command_line
     from .output import choose_target, file_stem
@@ -84,7 +84,7 @@ def profile_command(
         place.write(profile, as_json=as_json, show=lambda: _show(profile))
 
     try:
-        with _progress() as progress, _few_collections(are_few=bool(device)):
+        with _progress(is_timed=not device) as progress, _few_collections(are_few=bool(device)):
             profile = measure(
                 model,
                 **{**vars(options), **vars(sharing), "settings": settings or None},
@@ -94,6 +94,10 @@ def profile_command(
     except Interrupted as interruption:
         write(interruption.profile)
         raise
+    except FileError as error:
+        # Of a hub's model whose configuration is not here: there is an option for it.
+        own = "hf:./config.json"
+        raise FileError(error.what, error.hint.replace(f"as {own}.", f"as {own} or by --config.")) from error
     if sharing.tensor_parallel is None or os.environ.get("RANK", "0") == "0":
         write(profile)
 
@@ -122,8 +126,12 @@ def _few_collections(*, are_few: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[Progress], None] | None]:
-    """A bar on standard error with the layer in hand; None where nobody watches."""
+def _progress(*, is_timed: bool) -> Iterator[Callable[[Progress], None] | None]:
+    """A bar on standard error with the layer in hand; None where nobody watches.
+
+    Its clock moves while the model is loaded and traced. From the first pass that is timed on it is drawn
+    between passes only: a thread that draws at its own pace would disturb them.
+    """
     if not is_interactive():
         yield None
         return
@@ -138,38 +146,53 @@ def _progress() -> Iterator[Callable[[Progress], None] | None]:
         rich_progress.TimeRemainingColumn(),
         rich_progress.TextColumn("{task.description}", markup=False),
     )
-    screen = Console(file=sys.stderr)
-    # Drawn between passes only: a thread that draws at its own pace would disturb what is timed.
+    screen, still = Console(file=sys.stderr), threading.Event()
     with rich_progress.Progress(*columns, console=screen, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("loading the model", total=1.0)
         bar.refresh()
 
+        def move() -> None:
+            while not still.wait(PACE):
+                bar.refresh()
+
+        thread = threading.Thread(target=move, daemon=True)
+        thread.start()
+
         def tell(now: Progress) -> None:
+            if is_timed and now.layer:
+                still.set()
             layer = f", {now.layer}" if now.layer else ""
             text = f"micro-batch size {now.micro_batch_size}: {now.doing}{layer}"
             bar.update(task, description=printable(text), completed=now.fraction, refresh=True)
 
-        yield tell
+        try:
+            yield tell
+        finally:
+            still.set()
+            thread.join()
 
 
 def _configured_name(model: str, config: Path) -> str:
-    """The model of that file, which is of the model type that is named. Raises UsageError, FileError."""
-    from ..cost_models.errors import UsageError
-    from ..cost_models.text_files import read_text
+    """The model of that file, or of the config.json in that folder. It is of the model type that is named; a
+    hub's name, `hf:owner/model`, names none. Raises UsageError, FileError."""
+    from ..cost_models.errors import FileError, UsageError
+    from ..cost_models.transformer.configuration import read_configuration
 
     kind = model.removeprefix("hf:")
     if kind == model:
         raise UsageError(
             f"--config {config}: {model} is no model of transformers", "Name its model type, as in hf:llama."
         )
-    try:
-        content = json.loads(read_text(config, "configuration"))
-    except (ValueError, RecursionError):
-        content = None
-    model_type = content.get("model_type") if isinstance(content, dict) else None
-    if model_type != kind:
-        raise UsageError(
-            f"--config {config}: is of model type {str(model_type)[:40]}, not of {kind}",
-            f"Name the model hf:{model_type}.",
+    file = config / "config.json" if config.is_dir() else config
+    model_type = read_configuration(file).get("model_type")
+    if not isinstance(model_type, str):
+        raise FileError(
+            f"--config {config}: has no model_type, so it is no configuration of transformers",
+            'Name the config.json of a model; "model_type": "llama" says which.',
         )
-    return f"hf:{config if config.is_absolute() or len(config.parts) > 1 else f'./{config}'}"
+    if model_type != kind and "/" not in kind:
+        raise UsageError(
+            f"--config {config}: is of model type {model_type[:40]}, not of {kind}",
+            f"Name the model hf:{model_type[:40]}.",
+        )
+    return f"hf:{file if file.is_absolute() or len(file.parts) > 1 else f'./{file}'}"

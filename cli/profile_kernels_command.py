@@ -28,7 +28,7 @@ def profile_kernels_command(
     from ..cost_models.transformer.configuration import load_transformer_shape
     from ..cost_models.transformer.kernel_table import TERA
     from .output import choose_target
-    from .streams import console, remark
+    from .streams import console, counting, remark
     from .table import line
 
     shape = load_transformer_shape(config)
@@ -36,7 +36,8 @@ def profile_kernels_command(
     target.check(config)
     from ..profiler.kernels import measure_kernels
 
-    table = measure_kernels(shape, options)
+    with counting("Measuring kernels") as count:
+        table = measure_kernels(shape, options, count)
     target.write_text(table.to_csv())
     total = sum(table.seconds.values())
     flops = sum(kernel.flops for kernel in table.seconds)

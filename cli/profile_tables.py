@@ -12,7 +12,7 @@ from ..cost_models.number_format import format_amount, percent, three_digits
 from ..cost_models.optimizers import dtype_precision
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..profiler.profile_file import Profile
-from ..profiler.profile_records import LayerMeasurement, MeasuredLoss, WholeMeasurement
+from ..profiler.profile_records import LayerMeasurement, MeasuredLoss, ProfiledLayer, WholeMeasurement
 from .table import Column, Value, line, number, print_table, text
 
 HEAVIEST = 10
@@ -95,12 +95,24 @@ def _forbidden_cuts(profile: Profile) -> list[str]:
 
 
 def _equal_layers(profile: Profile) -> list[list[int]]:
-    """The layers by number, those together of which all figures are the same, as an estimate's blocks are."""
-    groups: dict[str, list[int]] = {}
+    """The layers by number, those together that are equal: where they were timed, in all figures."""
+    groups: dict[tuple[object, ...], list[int]] = {}
     for index, layer in enumerate(profile.layers):
-        costs = [cost.model_dump_json() for cost in layer.costs]
-        groups.setdefault(f"{layer.kind} {layer.parameter_bytes} {layer.crossing} {costs}", []).append(index)
+        groups.setdefault((layer.kind, layer.crossing, *_figures(profile, layer)), []).append(index)
     return list(groups.values())
+
+
+def _figures(profile: Profile, layer: ProfiledLayer) -> list[str]:
+    """Of an estimate those that are printed: what else blocks with experts differ in is a few bytes."""
+    if not (profile.estimated or profile.structure_only):
+        return [str(layer.parameter_bytes), *(cost.model_dump_json() for cost in layer.costs)]
+    cost = _largest_cost(layer)
+    sizes = (cost.output_bytes, cost.saved_bytes, layer.parameter_bytes)
+    return [*map(format_seconds, (cost.forward_seconds, cost.backward_seconds)), *map(format_bytes, sizes)]
+
+
+def _largest_cost(layer: ProfiledLayer) -> LayerMeasurement:
+    return max(layer.costs, key=lambda cost: cost.micro_batch_size)
 
 
 def _name_together(names: Sequence[str]) -> str:
@@ -131,16 +143,17 @@ def _print_layers(profile: Profile, console: Console, most: int) -> None:
     """The heaviest layers at the largest size: by seconds, or where there are none by what they keep."""
     has_times = not profile.structure_only
     layers = profile.layers
-    costs = [max(layer.costs, key=lambda cost: cost.micro_batch_size) for layer in layers]
+    costs = [_largest_cost(layer) for layer in layers]
     weights = [
         _both(cost) if has_times else layer.parameter_bytes + cost.saved_bytes
         for layer, cost in zip(layers, costs, strict=True)
     ]
     total = sum(weights)
     equal_layers = {group[0]: group for group in _equal_layers(profile)}
+    group_weights = {row: sum(weights[index] for index in group) for row, group in equal_layers.items()}
 
     def share(row: int) -> float | None:
-        return len(equal_layers[row]) * weights[row] / total if total else None
+        return group_weights[row] / total if total else None
 
     columns: list[Column[int]] = [
         number("layer", lambda row: row),
@@ -160,7 +173,7 @@ def _print_layers(profile: Profile, console: Console, most: int) -> None:
         number("params", lambda row: layers[row].parameter_bytes, format_bytes, drop=4),
         number("spread", lambda row: costs[row].spread, percent, drop=1, visible=has_times),
     ]
-    heaviest = sorted(equal_layers, key=lambda row: (-weights[row] * len(equal_layers[row]), row))[:most]
+    heaviest = sorted(equal_layers, key=lambda row: (-group_weights[row], row))[:most]
     print_table(console, columns, heaviest, title=_layers_title(profile, len(equal_layers), most))
 
 

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -143,6 +143,23 @@ def waiting(doing: str, at_most: float | None = None) -> Iterator[Waiting]:
     finally:
         done.set()
         thread.join()
+
+
+@contextmanager
+def counting(doing: str) -> Iterator[Callable[[int, int], None]]:
+    """Says, where somebody watches, how many of how many are done: one line on standard error, drawn only
+    when it is told, so that nothing that is timed is disturbed."""
+
+    def tell(done: int, count: int) -> None:
+        if is_interactive():
+            _LINE[0] = True
+            sys.stderr.write(f"{_CLEAR}{printable(doing)}: {done} of {count}")
+            sys.stderr.flush()
+
+    try:
+        yield tell
+    finally:
+        _clear_line()
 
 
 def _show(wait: Waiting, done: threading.Event) -> None:

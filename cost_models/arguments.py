@@ -180,7 +180,7 @@ def optional_word(name: str, value: Any) -> str | None:
 
 def unknown_word(name: str, value: str, choices: Sequence[str], more: str = "") -> UsageError:
     """The error for a word that is none of the `choices`, with the nearest; `more` ends their list."""
-    near = difflib.get_close_matches(value, choices, n=1)
+    near = difflib.get_close_matches(value, choices, n=1, cutoff=0.7)
     guess = f"Did you mean {near[0]}? " if near else ""
     return UsageError(f"{name}={value!r}: not known", f"{guess}Use one of: {', '.join(choices)}{more}.")
 

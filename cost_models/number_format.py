@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -12,6 +13,14 @@ SAME = 1e-9
 def percent(share: float) -> str:
     """`0.0612` as `6.1 %`."""
     return f"{100 * share:.1f} %"
+
+
+def percent_at_most(share: float) -> str:
+    """`0.06123` as `6.2 %`, rounded up: what is at most that. Below 0.05 % with more digits."""
+    digits = 1
+    while digits < 7 and 0 < 100 * share <= 0.5 * 10**-digits:
+        digits += 1
+    return f"{math.ceil(round(100 * share * 10**digits, 6)) / 10**digits:.{digits}f} %"
 
 
 def whole_percent(share: float) -> str:

@@ -96,18 +96,26 @@ def read_settings(pairs: Sequence[str], name: str) -> dict[str, object]:
     A value is read as JSON or as a Python literal where it is one (true, false and none by any case), and is
     text otherwise; quotes make text of what would be a number.
     """
+    return _read_pairs(pairs, name, r"[^\W\d]\w*", "keyword", "depth=24")
+
+
+def read_module_styles(pairs: Sequence[str], name: str) -> dict[str, object]:
+    """`("layers.*.up=colwise",)` as words by the names of modules, with * for any part."""
+    return _read_pairs(pairs, name, r"[\w.*?\[\]!-]+", "name of modules", "layers.*.up=colwise")
+
+
+def _read_pairs(pairs: Sequence[str], name: str, key_form: str, what: str, example: str) -> dict[str, object]:
     values: dict[str, object] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         key = key.strip()
         if not equals:
             raise UsageError(
-                f"{name} {pair!r}: there is no =", f"Write {name} KEY=VALUE, as in {name} depth=24."
+                f"{name} {pair!r}: there is no =", f"Write {name} KEY=VALUE, as in {name} {example}."
             )
-        if not key.isidentifier():
+        if not re.fullmatch(key_form, key):
             raise UsageError(
-                f"{name} {pair!r}: {key!r} is no keyword",
-                "Before the = stands a name, as in depth=24.",
+                f"{name} {pair!r}: {key!r} is no {what}", f"Before the = stands a name, as in {example}."
             )
         if key in values:
             raise UsageError(

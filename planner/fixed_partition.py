@@ -74,9 +74,12 @@ def plan_partition(
     schedule does not run.
     """
     if partition.gpus > problem.gpus:
+        sharers = profile.tensor_parallel
+        shared = f", which {sharers} GPUs share each" if sharers > 1 else ""
         raise UsageError(
-            f"gpus={problem.gpus}: the partition takes {format_count(partition.gpus, 'device')}",
-            f"Give as many: gpus={partition.gpus}",
+            f"gpus={problem.gpus * sharers}: the partition takes "
+            f"{format_count(partition.gpus, 'device')}{shared}",
+            f"Give as many: gpus={partition.gpus * sharers}",
         )
     _check_cuts(problem, partition)
     proposals = _proposals(problem, partition)

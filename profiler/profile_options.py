@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.option_fields import Options, option, settings_option
-from ..cost_models.option_readers import read_settings, read_sizes
+from ..cost_models.option_readers import read_module_styles, read_sizes
 from ..cost_models.quantities import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class TensorParallelOptions(Options):
         "Modules to split, colwise or rowwise; default: the plan of the transformers model; repeatable.",
         "NAME=STYLE",
         flag="tp-plan",
-        read=read_settings,
+        read=read_module_styles,
         repeats=True,
     )
 

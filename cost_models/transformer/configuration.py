@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import FileError, UsageError
+from ..quantities import format_count
 from ..text_files import read_text
 from .attention_windows import read_windows
 from .configuration_sizes import NO_DECODER, ConfigurationSizes, wrong_value
@@ -32,16 +33,22 @@ _STATE_SPACE = (
 
 def load_transformer_shape(path: Path) -> TransformerShape:
     """Of a `config.json` as the transformers library writes it. Raises FileError."""
+    keys = read_configuration(path)
+    try:
+        return transformer_shape(keys, path.stem)
+    except UsageError as error:
+        raise FileError(f"{path}: {error.what}", error.hint) from error
+
+
+def read_configuration(path: Path) -> dict[str, Any]:
+    """The keys of a `config.json` with their values. Raises FileError."""
     try:
         keys = json.loads(read_text(path, "configuration"))
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path}: not JSON: {error}", "Give the model's config.json.") from error
     if not isinstance(keys, dict):
         raise FileError(f"{path}: not the configuration of a model", "Give the model's config.json.")
-    try:
-        return transformer_shape(keys, path.stem)
-    except UsageError as error:
-        raise FileError(f"{path}: {error.what}", error.hint) from error
+    return keys
 
 
 PREDICTOR_KEYS = ("num_nextn_predict_layers", "mtp_num_layers")
@@ -160,7 +167,7 @@ def _key_value_heads(sizes: ConfigurationSizes, heads: int) -> int:
 
 def _experts(sizes: ConfigurationSizes) -> ExpertShape | None:
     number = sizes.optional("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-    if number < 2:
+    if not number:
         return None
     width = sizes.optional("moe_intermediate_size") or sizes.needed(*SIZE_KEYS["intermediate"])
     shared = sizes.optional("shared_expert_intermediate_size", "shared_intermediate_size")
@@ -174,7 +181,9 @@ def _experts(sizes: ConfigurationSizes) -> ExpertShape | None:
     )
     if per_token > number:
         raise UsageError(
-            f"num_experts_per_tok={per_token}: there are {number} experts", "Correct the configuration."
+            f"num_experts_per_tok={per_token}: there {'is' if number == 1 else 'are'} "
+            f"{format_count(number, 'expert')}",
+            "Correct the configuration.",
         )
     return ExpertShape(number, per_token, width, shared)
 

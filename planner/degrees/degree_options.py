@@ -101,7 +101,8 @@ def _read_fixed(texts: Sequence[str], name: str) -> dict[str, int]:
                 f"Write one of {', '.join(FIXED).replace('_', '-')}, an equals sign and the number.",
             )
         if fixed.setdefault(word, read_whole_number(0)(number, f"{name} {word}")) != int(number):
-            raise UsageError(f"{name} {text}: {word} was {fixed[word]} before", "Give one number of each.")
+            twice = f"{name} {word.replace('_', '-')}: is both {fixed[word]} and {number}"
+            raise UsageError(twice, "Give one number of each.")
     return fixed
 
 

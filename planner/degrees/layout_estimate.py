@@ -48,7 +48,7 @@ def estimate_layout(
                 f"mini_batch={options.mini_batch}: makes no multiple of {pipeline} micro-batches",
                 "Interleaved stages need one.",
             )
-        raise nothing_possible(shape, devices, replace(options, pp=(pipeline,), virtual_stages=(1,)))
+        raise nothing_possible(shape, devices, replace(options, pp=(pipeline,)))
     return best
 
 

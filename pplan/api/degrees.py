@@ -135,7 +135,7 @@ def build_machine(machine: MachineOptions) -> Topology:
     """The topology. Raises UsageError where the number of devices is missing, or they are unlike."""
     gpus = count_gpus(machine)
     if machine.gpu is None and machine.topology is None:
-        raise UsageError("gpu is missing", f"Name the GPU: `gpu`, one of {_GPUS}.")
+        raise UsageError("`gpu` is missing", f"Name the GPU: `gpu`, one of {_GPUS}.")
     no_profile = ProfiledDevice("unknown", "", None)
     topology = make_topology(gpus=gpus, file=machine.topology, profiled=no_profile, **machine.parts)
     if len(topology.kinds) > 1:

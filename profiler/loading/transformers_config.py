@@ -26,6 +26,8 @@ from .configuration_keys import key_names, key_value, open_keys, size_keys
 
 _OF_A_CHECKPOINT = ("dtype", "torch_dtype", "quantization_config", "auto_map", "_name_or_path", "model_type")
 """Of the file that weights were saved with. The weights made here are random, and float32."""
+_OF_A_CLASS = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model|Config)$")
+"""What the name of a class has behind that of its family: LlamaForCausalLM is one of llama."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +104,7 @@ def _family(transformers: Any, kind: object, name: str) -> Any:
         where = f"{name}: transformers {transformers.__version__} has no model type {kind!r}"
     else:
         where = f"model 'hf:{name}': there is no model type and no file of this name"
-    near = difflib.get_close_matches(str(kind).lower(), families, n=5, cutoff=0.5)
+    near = difflib.get_close_matches(_OF_A_CLASS.sub("", str(kind)).lower(), families, n=5, cutoff=0.5)
     hint = f"Nearest: {', '.join(near)}. " if near else ""
     raise ModelError(
         where,
@@ -121,32 +123,54 @@ def _build_configuration(family: Any, values: Mapping[str, Any], name: str) -> A
         ) from error
 
 
+def _hub_cache() -> Path:
+    """Where huggingface_hub keeps what it downloads, by the environment variables that it reads."""
+    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+    return Path(os.path.expandvars(cache)).expanduser()
+
+
 def _downloaded_before(name: str) -> Path | None:
-    """The newest configuration of a hub's model (`owner/model`) in the local cache of huggingface_hub."""
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) is None:
+    """The configuration of a hub's model (`owner/model`, or `model`) in the local cache of huggingface_hub:
+    that of its branch main, or else the newest."""
+    if re.fullmatch(r"([\w.-]+/)?[\w.-]+", name) is None:
         return None
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    files = list((hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json"))
+    folder = _hub_cache() / f"models--{name.replace('/', '--')}"
+    with contextlib.suppress(OSError, ValueError):
+        file = folder / "snapshots" / (folder / "refs" / "main").read_text().strip() / "config.json"
+        if file.is_file():
+            return file
+    files = [file for file in folder.glob("snapshots/*/config.json") if file.is_file()]
     return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
 
 
+def _is_hub_name(name: str) -> bool:
+    """Whether it reads as `owner/model`, and not as a path."""
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None and not name.endswith(".json")
+
+
 def _file_values(name: str) -> dict[str, Any] | None:
-    """What a config.json says; None where `name` is no path. Raises FileError."""
+    """What a config.json says; None where `name` is no path, nor in the hub's cache. Raises FileError."""
     path = Path(name)
     looks = "/" in name or "\\" in name or name.endswith(".json")
-    if not looks and not (path / "config.json").is_file():
-        return None
-    if not path.exists():
-        path = _downloaded_before(name) or path
+    if not (path.exists() if looks else (path / "config.json").is_file()):
+        downloaded = _downloaded_before(name)
+        if downloaded is None and not looks:
+            return None
+        if downloaded is None and _is_hub_name(name) and not Path(name).parent.exists():
+            raise FileError(
+                f"hf:{name}: there is no such file, and its configuration is not in the hub's local cache "
+                f"{_hub_cache()}",
+                "Nothing is downloaded from a hub: take its config.json from there yourself, and name "
+                "it as hf:./config.json.",
+            )
+        path = downloaded or path
     file = path / "config.json" if path.is_dir() else path
     try:
         values = json.loads(read_text(file, "configuration"))
     except FileError as error:
         raise FileError(
-            error.what,
-            "Name a config.json or the folder that holds one, as hf:./config.json. Nothing is downloaded "
-            "from a hub: take the model's config.json from there yourself.",
+            error.what, "Name a config.json or the folder that holds one, as hf:./config.json."
         ) from error
     except (ValueError, RecursionError) as error:
         raise FileError(

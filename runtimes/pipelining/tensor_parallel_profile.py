@@ -50,7 +50,7 @@ def profile_shared_layers(
     that of the transformers model. Raises UsageError, ModelError, MachineError.
     """
     check_processes(processes)
-    plan = tensor_plan or _own_plan(loaded.module)
+    plan = tensor_plan or _own_plan(loaded)
     with _joined(device):
         layers = sequential(
             loaded.module.to(device), loaded.example_input_for(1).to(device).layer_input,
@@ -74,11 +74,11 @@ def profile_shared_layers(
         return _written(structure, run, saved, seconds, processes)
 
 
-def _own_plan(module: nn.Module) -> dict[str, object]:
-    plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
+def _own_plan(loaded: LoadedModel) -> dict[str, object]:
+    plan = getattr(getattr(loaded.module, "config", None), "base_model_tp_plan", None)
     if not plan:
         raise UsageError(
-            "tensor_plan is missing: the model has no plan of its own",
+            f"{loaded.name}: has no plan of its own of which modules several devices share",
             "Name the modules to split with `tensor_plan`, colwise or rowwise each.",
         )
     return dict(plan)

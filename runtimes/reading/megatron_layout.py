@@ -186,15 +186,13 @@ def _notes(stages: Sequence[str], empty: Sequence[int], moved: Mapping[int, str]
     notes, predictors = [], sum(letters.count("m") for letters in stages)
     if predictors:
         notes.append(
-            f"{predictors} multi-token predictors (m): no layers of the profile, passed over; pplan.lint "
-            "costs them, from the model's config.json"
+            f"{format_count(predictors, 'multi-token predictor')} (m): no layer of the profile, passed over; "
+            "pplan.lint costs what m stands for, from the model's config.json"
         )
     if empty:
         numbers = ", ".join(map(str, empty[:10]))
-        notes.append(
-            f"stages {numbers} hold no layer of the profile: left out, with the devices that only hand "
-            "tensors on"
-        )
+        hold = f"stage {numbers} holds" if len(empty) == 1 else f"stages {numbers} hold"
+        notes.append(f"{hold} no layer of the profile: left out, with the devices that only hand tensors on")
     notes += [
         f"stage {stage} holds no layer of the profile: it has {layer} here, which Megatron-LM has with the "
         "head or the last block; pplan.lint costs the layout as it is"

@@ -325,3 +325,8 @@ def test_the_fastest_is_of_those_allowed_where_a_baseline_is_faster(
         assert (
             re.search(r" is the fastest found of those allowed \(.* is faster\) ", head) is None
         ) == is_fastest
+
+
+def test_the_gpu_that_is_missing_is_an_option(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["degrees", str(config), "--gpus", "8"]) == 2
+    assert "pplan: --gpu is missing" in capsys.readouterr().err

@@ -200,3 +200,16 @@ def test_stages_that_recompute_differently(decoder_file: Path) -> None:
         pplan.import_plan(path, decoder_file, runtime="torchgpipe", **machine)
     alike = pplan.import_plan(path, decoder_file, recompute="never", **machine)
     assert alike.recompute == "never"
+
+
+def test_too_few_gpus_for_layers_that_two_share(run: Run, here: Path) -> None:
+    """In GPUs, as they were given, and not in groups of them."""
+    names = "name,forward_ms,backward_ms,activation_mb,parameter_mb"
+    rows = "".join(f"layers.{n},1,2,3,4\n" for n in range(4))
+    (here / "costs.csv").write_text(f"{names}\n{rows}")
+    assert run("import", "costs.csv", "--tp", "2", "-o", "costs.profile.json").status == 0
+    asked = ("import-plan", "2,2", "--profile", "costs.profile.json", "--gpus")
+    ran = run(*asked, "2", *MACHINE)
+    assert "--gpus 2: the partition takes 2 devices, which 2 GPUs share each" in ran.err
+    assert "--gpus 4" in ran.err
+    assert run(*asked, "4", *MACHINE).status == 0

@@ -5,11 +5,15 @@ from __future__ import annotations
 import io
 import re
 import sys
+import threading
 import time
+from collections.abc import Callable
 
 import pytest
+import rich.progress
 
-from pplan.cli import streams
+from pplan.cli import profile_command, streams
+from pplan.profiler.size_sweep import Progress
 
 
 class Terminal(io.StringIO):
@@ -82,3 +86,46 @@ def test_a_pipe_and_quiet_are_told_nothing(watched: bool, monkeypatch: pytest.Mo
         time.sleep(0.05)
     streams.begin()
     assert screen.getvalue() == ""
+
+
+def test_a_count_is_drawn_when_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    streams.begin()
+    with streams.counting("Measuring kernels") as count:
+        assert screen.getvalue() == ""
+        count(3, 17)
+        assert screen.getvalue().endswith("Measuring kernels: 3 of 17")
+    assert screen.getvalue().endswith("\r\x1b[2K")
+    monkeypatch.setattr(sys, "stderr", silent := io.StringIO())
+    with streams.counting("Measuring kernels") as count:
+        count(3, 17)
+    assert silent.getvalue() == ""
+
+
+def test_the_clock_moves_until_passes_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the model is loaded nobody tells anything: a thread draws, and stops before what counts."""
+    monkeypatch.setattr(profile_command, "is_interactive", lambda: True)
+    monkeypatch.setattr(profile_command, "PACE", 0.01)
+    drawn, threads = threading.Event(), threading.active_count()
+    monkeypatch.setattr(rich.progress.Progress, "refresh", lambda _: drawn.set())
+    for is_timed in (True, False):
+        with profile_command._progress(is_timed=is_timed) as tell:
+            assert tell is not None
+            for layer in (None, "block"):
+                drawn.clear()
+                assert drawn.wait(30)
+                tell(Progress("tracing" if layer is None else "measuring", 1, layer, 0.1))
+            if is_timed:
+                wait_until(lambda: threading.active_count() == threads)
+            else:
+                drawn.clear()
+                assert drawn.wait(30)
+    assert threading.active_count() == threads
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)

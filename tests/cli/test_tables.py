@@ -36,6 +36,29 @@ def test_profile(profile: Profile, golden: Golden, width: int, file: str, termin
     golden(file, console.text)
 
 
+def test_equal_rows_of_an_estimate_are_one(profile: Profile, terminal: Terminal) -> None:
+    """Blocks with experts differ by some bytes of workspace, which no column has."""
+    one = profile.layers[0]
+    blocks = [
+        one.model_copy(
+            update={
+                "name": f"model.layers.{n}",
+                "costs": [cost.model_copy(update={"workspace_bytes": 2**20 + 32 * n}) for cost in one.costs],
+            }
+        )
+        for n in range(12)
+    ]
+    changes = {"layers": blocks, "edges": [], "tied": []}
+    for estimated, rows in (
+        (True, ["model.layers.0-11 x 12"]),
+        (False, ["model.layers.0 ", "model.layers.1 "]),
+    ):
+        console = terminal(120)
+        print_profile(profile.model_copy(update={**changes, "estimated": estimated}), console)
+        for row in rows:
+            assert row in console.text
+
+
 def test_equal_layers_are_one_row(profile: Profile, terminal: Terminal) -> None:
     """Of eighty with the same figures, numbered in turn; the first differs in one byte."""
     one = profile.layers[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pplan.cost_models.arguments import whole
+from pplan.cost_models.arguments import unknown_word, whole
 from pplan.cost_models.errors import UsageError
 
 
@@ -30,3 +30,11 @@ def test_a_whole_number_out_of_its_bounds(value: int, what: str) -> None:
         whole("seed", value, at_least=0, at_most=2**63 - 1)
     assert caught.value.what == what
     assert caught.value.hint
+
+
+def test_the_nearest_of_the_words_is_near() -> None:
+    """Not `any` for a schedule that is not there."""
+    words = ("any", "gpipe", "1f1b", "zb-h1")
+    assert unknown_word("schedule", "hanayo", words).hint == "Use one of: any, gpipe, 1f1b, zb-h1."
+    for wrong, nearest in (("gpip", "gpipe"), ("1f1bb", "1f1b"), ("zbh1", "zb-h1")):
+        assert unknown_word("schedule", wrong, words).hint.startswith(f"Did you mean {nearest}?")

@@ -29,6 +29,7 @@ from pplan.cost_models.number_format import (
     format_amount,
     html_table,
     percent,
+    percent_at_most,
     ranges,
     three_digits,
     whole_percent,
@@ -61,6 +62,25 @@ def test_large_numbers_in_words(count: float, text: str) -> None:
 def test_shares_in_percent() -> None:
     assert (percent(0.0612), percent(-0.5), percent(1)) == ("6.1 %", "-50.0 %", "100.0 %")
     assert (whole_percent(0.0612), whole_percent(1), whole_percent(0.996)) == ("6 %", "100 %", "100 %")
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        *((0.0, "0.0 %"), (0.131, "13.1 %"), (0.1311, "13.2 %"), (0.0005, "0.05 %"), (0.00051, "0.1 %")),
+        *(
+            (0.000412, "0.05 %"),
+            (2e-6, "0.0002 %"),
+            (0.3, "30.0 %"),
+            (1.0, "100.0 %"),
+            (1e-12, "0.0000001 %"),
+        ),
+    ],
+)
+def test_a_gap_is_never_rounded_down(share: float, text: str) -> None:
+    """What is called "at most" is so: 13.11 % are not at most 13.1 %, and 0.04 % not at most 0.0 %."""
+    assert percent_at_most(share) == text
+    assert float(text.removesuffix(" %")) >= 100 * share * (1 - 1e-12)
 
 
 @pytest.mark.parametrize(

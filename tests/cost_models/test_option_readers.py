@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.option_fields import unknown_option
-from pplan.cost_models.option_readers import read_settings
+from pplan.cost_models.option_readers import read_module_styles, read_settings
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,17 @@ def test_pairs_stay_in_order_and_spaces_are_trimmed() -> None:
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=5))
 def test_what_python_writes_is_read_back(value: object) -> None:
     assert read_settings([f"key={value!r}"], "--set") == {"key": value}
+
+
+def test_styles_by_the_names_of_modules() -> None:
+    """As transformers' plans and torch's have them: with * for any part."""
+    plan = {"layers.*.mlp.up_proj": "colwise", "down": "rowwise"}
+    pairs = [f"{name}={style}" for name, style in plan.items()]
+    assert read_module_styles(pairs, "--tp-plan") == plan
+    for pair, told in (("up", "there is no ="), ("a b=colwise", "'a b' is no name of modules")):
+        with pytest.raises(UsageError, match=told) as raised:
+            read_module_styles([pair], "--tp-plan")
+        assert "layers.*.up=colwise" in raised.value.hint
 
 
 @pytest.mark.parametrize(

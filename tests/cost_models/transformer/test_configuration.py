@@ -225,6 +225,22 @@ def test_a_text_model_inside_another() -> None:
         transformer_shape({**outer, "is_encoder_decoder": True})
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_a_single_expert_is_one(family: str) -> None:
+    """With a router, and of its own width: as transformers' model is built."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    one = {"num_local_experts": 1, "num_experts": 1, "num_experts_per_tok": 1}
+    if family == "qwen3_moe":
+        one["moe_intermediate_size"] = 48
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"num_hidden_layers": 3, "vocab_size": 100, "head_dim": 16}
+    config = transformers.AutoConfig.for_model(family, **sizes, **one, eos_token_id=1)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    shape = transformer_shape(config.to_dict())
+    assert shape.parameters() == shape.active_parameters() == sum(own.numel() for own in model.parameters())
+
+
 def test_a_family_that_is_not_known_is_said() -> None:
     shape = transformer_shape({**LLAMA, "model_type": "llama9"})
     assert shape.parameters() == transformer_shape(LLAMA).parameters()
@@ -242,6 +258,7 @@ def test_a_family_that_is_not_known_is_said() -> None:
         ({**LLAMA, "hidden_size": 8192.0}, "whole number"),
         ({**LLAMA, "num_hidden_layers": 2**30}, "layers="),
         ({**MIXTRAL, "num_experts_per_tok": 9}, "8 experts"),
+        ({**MIXTRAL, "num_local_experts": 1}, "there is 1 expert"),
         ({**DEEPSEEK_V3, "v_head_dim": None}, "v_head_dim"),
         ({**LLAMA, "layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({**LLAMA, "mamba_d_state": 16}, "mamba_d_state"),

@@ -129,6 +129,8 @@ def test_values_by_name_that_are_refused(given: dict[str, Any], says: str) -> No
 def test_values_by_name_as_they_are_typed() -> None:
     read = list_declarations(DegreeOptions)["fix"].value
     assert read(["tp=8,pp=2", "--micro-batch-size = 1"], "--fix") == {"tp": 8, "pp": 2, "micro_batch_size": 1}
+    with pytest.raises(UsageError, match="--fix virtual-stages: is both 2 and 4"):
+        read(["virtual-stages=2", "virtual-stages=4"], "--fix")
     for wrong in (["tp"], ["tp=x"], ["dp=2"], ["tp=1", "tp=2"], [""]):
         with pytest.raises(UsageError, match="--fix"):
             read(wrong, "--fix")

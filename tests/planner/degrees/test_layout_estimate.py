@@ -89,3 +89,11 @@ def test_partial_recomputation_of_one_block_where_it_is_asked_for() -> None:
     partial = DegreeOptions(mini_batch=8, sequence=64, recompute="partial", zero=(1,))
     plan = estimate_layout(shape(False), (2, 2), 2, 8, costs(Random(1)), partial, NO_LIMIT)
     assert plan.setting.recompute_blocks == 1
+
+
+def test_a_refusal_names_what_was_given() -> None:
+    """Not one virtual stage, which the layout alone says."""
+    options = DegreeOptions(mini_batch=8, sequence=64)
+    with pytest.raises(UsageError, match="does not divide 4 devices") as refused:
+        estimate_layout(shape(False), (1, 1, 2), 3, 4, costs(Random(0)), options, NO_LIMIT)
+    assert "virtual_stages" not in refused.value.what + refused.value.hint

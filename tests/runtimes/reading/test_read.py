@@ -94,7 +94,7 @@ def test_blocks_that_are_counted_are_told() -> None:
     [
         ("Et*4|t*5mmL", (5, 12), ["2 multi-token predictors (m)"]),
         ("Et*4||t*5||L", (5, 10, 12), ["stages 1, 3 hold no layer"]),
-        ("Et*4|t*5|m|L", (5, 10, 12), ["1 multi-token predictors", "stages 2 hold no layer"]),
+        ("Et*4|t*5|m|L", (5, 10, 12), ["1 multi-token predictor (m)", "stage 2 holds no layer"]),
     ],
 )
 def test_what_a_profile_has_not_is_left_out(text: str, ends: tuple[int, ...], notes: list[str]) -> None:
@@ -140,7 +140,7 @@ def test_an_empty_stage_before_the_head_has_a_norm(
     assert made.notes[-1].startswith(f"stage {empty} holds no layer of the profile: it has model.norm here")
     predictor = read(options.replace("|L", "m|L"))
     assert predictor.ends == ends
-    assert predictor.notes[0].startswith("1 multi-token predictors")
+    assert predictor.notes[0].startswith("1 multi-token predictor (m)")
     for names in ([*LAYERS[:-2], "lm_head"], [*LAYERS[:-2], "lm_head", "model.norm"], LAYERS[:-1]):
         with pytest.raises(FileError, match="no norm to give"):
             read(options, names)
