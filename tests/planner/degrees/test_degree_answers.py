@@ -19,8 +19,8 @@ from pplan.planner.degrees.degree_search import (
     _again,
     _best_division,
     _layer_tables,
+    _more_again,
     _nothing_fits,
-    _one_more_again,
     search_degrees,
 )
 
@@ -95,14 +95,14 @@ def test_layers_of_combinations(monkeypatch: Patch) -> None:
     assert [own.recompute_blocks for _, own in made] == [None] * 3
 
 
-def test_one_more_block_that_runs_again(monkeypatch: Patch) -> None:
+def test_more_blocks_that_run_again(monkeypatch: Patch) -> None:
     monkeypatch.setattr(module, "most_recompute_blocks", lambda *_: 3)
     layers: Any = SimpleNamespace(with_setting=lambda setting: setting)
-    assert _one_more_again(SHAPE, layers, one()) is None
-    assert _one_more_again(SHAPE, layers, one(again=3)) is None
-    for again in (1, 2):
-        following: Any = _one_more_again(SHAPE, layers, one(again=again))
-        assert following == (one(again=again + 1).setting, one(again=again + 1))
+    assert _more_again(SHAPE, layers, one(), None) is None
+    assert _more_again(SHAPE, layers, one(again=3), 4) is None
+    for again, more in ((1, 2), (2, 3), (1, 3)):
+        following: Any = _more_again(SHAPE, layers, one(again=again), more)
+        assert following == (one(again=more).setting, one(again=more))
 
 
 class Plans:
@@ -118,6 +118,9 @@ class Plans:
             self.worst = 3.0
 
     enough = 99
+
+    def useful(self, _: Any) -> float:
+        return 6.0
 
     def fit(self) -> None:
         self.log.append("fit")
@@ -148,6 +151,12 @@ def test_combinations_by_their_bounds(monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(module, "_layer_tables", tables)
     monkeypatch.setattr(module, "lower_bound", lambda layers: bounds[layers.key])
+
+    def following(_: Any, layers: Any, enough: float) -> int | None:
+        assert enough == 6.0
+        return None if layers.key[1] is None else layers.key[1] + 1
+
+    monkeypatch.setattr(module.AgainNumbers, "following", following)
     search: Any = search_degrees
     found = search(SHAPE, 4, "costs", "options", 9.0)
     ends = ["fit", "improve", "search"]
