@@ -12,6 +12,7 @@ from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.training_setting import TrainingSetting
 from pplan.planner.degrees import degree_search as module
+from pplan.planner.degrees.again_numbers import AgainNumbers
 from pplan.planner.degrees.degree_combinations import Combination
 from pplan.planner.degrees.degree_search import (
     DegreeAnswer,
@@ -156,7 +157,7 @@ def test_combinations_by_their_bounds(monkeypatch: Patch) -> None:
         assert enough == 6.0
         return None if layers.key[1] is None else layers.key[1] + 1
 
-    monkeypatch.setattr(module.AgainNumbers, "following", following)
+    monkeypatch.setattr(AgainNumbers, "following", following)
     search: Any = search_degrees
     found = search(SHAPE, 4, "costs", "options", 9.0)
     ends = ["fit", "improve", "search"]
