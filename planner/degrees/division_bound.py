@@ -85,8 +85,23 @@ class _DivisionProgramme:
         self.runs = _block_runs(layers.shape.routed)
         self._costs: dict[tuple[bool, bool, bool], _DivisionCosts] = {}
         stages = range(layers.degrees.pipeline)
-        self._whole = layers.whole_seconds + sum(2 * layers.transfer_seconds(stage) for stage in stages[:-1])
-        self._allowed = [self._allowed_runs(stage) for stage in stages]
+        self._fitting = [self._fitting_runs(stage) for stage in stages]
+        self._allowed, before = self._fitting, -1
+        # What is left out makes others longer.
+        while (left := sum(int(own.sum()) for own in self._allowed)) != before and left:
+            before, whole = left, self._least_whole()
+            self._allowed = [self._useful_runs(stage, whole) for stage in stages]
+
+    def _least_whole(self) -> float:
+        """Seconds of a micro-batch on all stages and over all cuts at least. Where the first N blocks run
+        again, of a stage's n at least n N / l do, with no stage longer than l."""
+        layers, setting = self.layers, self.layers.setting
+        cuts = sum(2 * layers.transfer_seconds(stage) for stage in range(layers.degrees.pipeline - 1))
+        longest = max(int(self.runs.lengths[allowed].max(initial=1)) for allowed in self._allowed)
+        once, more = layers.least_block_seconds
+        again = layers.shape.blocks * min(1.0, setting.recomputed(longest) / longest)
+        blocks = sum(once[kind] for kind in layers.shape.routed) + again * more
+        return max(layers.whole_seconds, blocks + sum(map(layers.fixed_seconds, layers.fixed_slots))) + cuts
 
     def places(self) -> list[range] | None:
         """The blocks that each stage can begin with, and the one behind the last; None where there is no
@@ -132,22 +147,25 @@ class _DivisionProgramme:
         enter = layers.transfer_seconds(stage - 1) if stage else 0.0
         return enter, layers.transfer_seconds(stage) if stage < last else 0.0
 
-    def _allowed_runs(self, stage: int) -> npt.NDArray[np.bool_]:
-        """Those that fit, and leave a step of `enough` seconds."""
-        layers, own, stages = self.layers, self._stage_costs(stage), self.layers.degrees.pipeline
-        setting = layers.setting
-        many, lengths = setting.micro_batches, self.runs.lengths
-        allowed = own.fixed + own.saved * in_flight(stage, stages, many) <= self.memory_bytes
+    def _fitting_runs(self, stage: int) -> npt.NDArray[np.bool_]:
+        """Those that the stage has memory for, and blocks enough."""
+        own, setting, lengths = self._stage_costs(stage), self.layers.setting, self.runs.lengths
+        stages = self.layers.degrees.pipeline
+        fits = own.fixed + own.saved * in_flight(stage, stages, setting.micro_batches) <= self.memory_bytes
         if setting.is_behind_predictors(stage, stages):
-            allowed &= lengths == 0
-        else:
-            allowed &= lengths >= setting.fewest_blocks(stage, stages)
+            return np.asarray(fits & (lengths == 0))
+        return np.asarray(fits & (lengths >= setting.fewest_blocks(stage, stages)))
+
+    def _useful_runs(self, stage: int, whole: float) -> npt.NDArray[np.bool_]:
+        """Those that fit and leave a step of `enough` seconds, with so many of a micro-batch in all."""
+        layers, own, stages = self.layers, self._stage_costs(stage), self.layers.degrees.pipeline
+        many = layers.setting.micro_batches
         enter, leave = self._cuts(stage)
         ahead, both = min(stages - 1 - stage, many - 1), own.forward + own.backward
         less = np.minimum(ahead * own.forward + (ahead + 1) * leave, ahead * (own.backward + enter) + leave)
-        alone = self._whole - both + many * (both + enter + leave) - enter - less
+        alone = whole - both + many * (both + enter + leave) - enter - less
         alone += np.maximum(own.update, layers.least_update_seconds)
-        return np.asarray(allowed & (alone * (1 - _ROUNDING) <= self.enough))
+        return np.asarray(self._fitting[stage] & (alone * (1 - _ROUNDING) <= self.enough))
 
     def _stage_costs(self, stage: int) -> _DivisionCosts:
         """Stages with the same beside blocks take as long."""
