@@ -1,4 +1,4 @@
-"""Bytes of a transformer's layers on one device: of single layers, and of many runs of blocks at once."""
+"""Bytes of a transformer's single layers on one device, and bytes and seconds of many runs of blocks at once."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class LayerBytes(LayerSeconds):
     ) -> None:
         super().__init__(shape, degrees, setting, costs)
         self._beside: dict[tuple[object, ...], float] = {}
+        self._range_sums: list[np.ndarray] = []
 
     def _has_predictors(self, device: int) -> bool:
         """Whether the last of a device's (virtual) stages has the predictors of further tokens."""
@@ -83,6 +84,25 @@ class LayerBytes(LayerSeconds):
         if stage == self.degrees.pipeline - 1:
             space = np.maximum(space, (1 + self.setting.predictors) * self.head.saved)
         return saved, space
+
+    def seconds_between(self, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of a micro-batch, forward and backward, in the blocks from one place up to another, without what
+        else a (virtual) stage has; of no meaning where the one is behind the other."""
+        again, once = self._seconds_before_places
+        ends = np.minimum(stops, starts + self.setting.recomputed(self.shape.blocks))
+        ends = np.maximum(ends, starts)
+        both = again[ends] - again[starts] + once[stops] - once[ends]
+        return both[..., 0], both[..., 1]
+
+    @property
+    def _seconds_before_places(self) -> list[np.ndarray]:
+        """Of the blocks before a place that run again, and of those that do not."""
+        if not self._range_sums:
+            self._range_sums += [
+                np.cumsum([(0.0, 0.0), *(self._seconds[kind, again] for kind in self.shape.routed)], axis=0)
+                for again in (True, False)
+            ]
+        return self._range_sums
 
     def _placeholders(self, blocks: Sequence[range], predictors: bool) -> float:
         """Transformer Engine keeps an empty tensor for each shape of a weight whose gradient is elsewhere."""

@@ -27,7 +27,6 @@ class LayerSeconds:
         self.shape, self.degrees, self.setting, self.costs = shape, degrees, setting, costs
         # Of equal (virtual) stages, also of the tables that are made of this one with other settings.
         self._sums: dict[tuple[object, ...], PassSeconds] = {}
-        self._range_sums: list[np.ndarray] = []
         self._sums_before: dict[tuple[object, ...], list[float]] = {}
         self._stage_parameters: dict[tuple[object, ...], ParameterCounts] = {}
         tokens = setting.tokens
@@ -140,25 +139,6 @@ class LayerSeconds:
             )
         return own
 
-    def seconds_between(self, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of a micro-batch, forward and backward, in the blocks from one place up to another, without what
-        else a (virtual) stage has; of no meaning where the one is behind the other."""
-        again, once = self._seconds_before_places
-        ends = np.minimum(stops, starts + self.setting.recomputed(self.shape.blocks))
-        ends = np.maximum(ends, starts)
-        both = again[ends] - again[starts] + once[stops] - once[ends]
-        return both[..., 0], both[..., 1]
-
-    @property
-    def _seconds_before_places(self) -> list[np.ndarray]:
-        """Of the blocks before a place that run again, and of those that do not."""
-        if not self._range_sums:
-            self._range_sums += [
-                np.cumsum([(0.0, 0.0), *(self._seconds[kind, again] for kind in self.shape.routed)], axis=0)
-                for again in (True, False)
-            ]
-        return self._range_sums
-
     @property
     def seconds_before(self) -> list[float]:
         """Of a micro-batch, forward and backward, on a first (virtual) stage of 0, 1, 2 and so on blocks."""
@@ -166,13 +146,14 @@ class LayerSeconds:
         if key not in self._sums_before:
             ends = np.arange(self.shape.blocks + 1)
             middles = np.minimum(ends, self.setting.recomputed(self.shape.blocks))
-            forward, backward = np.zeros((2, len(ends)))
-            for again, (start, stop) in ((True, (0 * ends, middles)), (False, (middles, ends))):
-                for kind, number in self._numbers_by_kind(start, stop).items():
-                    forward = forward + number * self._seconds[kind, again].forward
-                    backward = backward + number * self._seconds[kind, again].backward
-            for count, own in self._fixed_parts_by_slot[0]:
-                forward, backward = forward + count * own.forward, backward + count * own.backward
+            passes = (True, (0 * ends, middles)), (False, (middles, ends))
+            parts = [
+                (number, self._seconds[kind, again])
+                for again, places in passes
+                for kind, number in self._numbers_by_kind(*places).items()
+            ]
+            parts += self._fixed_parts_by_slot[0]
+            forward, backward = (sum(number * own[way] for number, own in parts) for way in (0, 1))
             self._sums_before[key] = (forward + backward).tolist()
         return self._sums_before[key]
 

@@ -149,9 +149,10 @@ class LayerTable(LayerBytes):
         alive = self._chunks_in_flight(stage)[0][0]
         update, states, placeholders = self._fixed_columns(ends, stage)
         saved, space = self.saved_by_run(ends, stage)
-        kept = alive * saved
-        saved = kept / alive
-        return update, states + kept + space + placeholders + LIBRARIES - saved * alive, saved
+        activations = alive * saved
+        saved = activations / alive
+        total = states + activations + space + placeholders + LIBRARIES
+        return update, total - saved * alive, saved
 
     def _fixed_columns(self, ends: np.ndarray, stage: int) -> np.ndarray:
         """Of each run what no block that runs again changes: seconds of the update, bytes of weights,

@@ -6,7 +6,7 @@ must run again (`LayerTable.least_blocks_again`), so that N is at least r(n) / v
 takes at least, interleaved_bound.py's of a device or division_bound.py's of a run, grow with what runs again,
 at least min(n, N) blocks. With n more blocks both limits are narrower. So of each N there is a most n of each
 device, and where all of them together are less than the model has, no division with this N is of use. With
-two kinds of blocks every N is tried.
+two kinds of blocks, and where weights or gradients are spread, every N is tried.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AgainNumbers:
         number = layers.setting.recompute_blocks
         if number is None:
             return None
-        if len(layers.blocks) > 1:
+        if len(layers.blocks) > 1 or layers.degrees.zero > 1:
             return number + 1
         key = layers.degrees, replace(layers.setting, recompute_blocks=1)
         if key not in self._last or self._last[key][0] > enough:

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ...cost_models.errors import InfeasibleError
-from ...cost_models.quantities import format_bytes, format_count
 from ...cost_models.transformer.kernel_table import Product
 from ...cost_models.transformer.layer_table import LayerTable
 from ...cost_models.transformer.layer_work import Tokens
@@ -31,7 +29,7 @@ from .degree_combinations import (
 )
 from .degree_file import SAME
 from .degree_options import DegreeOptions
-from .degree_refusals import nothing_possible
+from .degree_refusals import nothing_fits, nothing_possible
 from .division_bound import least_division
 from .division_search import DivisionSearch
 from .interleaved_bound import interleaved_bound, least_interleaved
@@ -142,7 +140,7 @@ def search_degrees(
     )
     plans.fit()
     if not plans.best:
-        raise _nothing_fits(shape, devices, count, plans.attempts, memory_bytes)
+        raise nothing_fits(shape, devices, count, plans.attempts, memory_bytes)
     plans.improve()
     plans.search_divisions()
     bound = min(plans.bound, _step_seconds(plans.plans[0]))
@@ -312,33 +310,3 @@ def _best_division(
     fitting = [each for each in trials if each[1].peak_bytes <= memory_bytes]
     counts, estimate = min(fitting, key=lambda each: each[1].step_seconds)
     return DegreePlan(one.degrees, one.setting, counts, estimate, layers)
-
-
-def _nothing_fits(
-    shape: TransformerShape,
-    devices: int,
-    combinations: int,
-    attempts: Sequence[tuple[LayerTable, Combination]],
-    memory_bytes: float,
-) -> InfeasibleError:
-    """Names the combination that needs least with stages of as many blocks, and its bytes."""
-    least, name = float("inf"), ""
-    for layers, one in sorted(attempts, key=lambda each: each[0].least_bytes()):
-        if layers.least_bytes() >= least:
-            break
-        peak = layers.peak_bytes(layers.setting.even_blocks(shape.blocks, layers.slots))
-        if peak < least:
-            least = peak
-            name = f"{one.degrees.describe()}, micro-batches of {one.micro_batch_size}, {_again(one)}"
-    return InfeasibleError(
-        f"{shape.name}: none of {format_count(combinations, 'combination')} was found to fit: of those with "
-        f"even stages {name} needs least, {format_bytes(least)} on a device, of which "
-        f"{format_bytes(max(memory_bytes, 0.0))} may be used",
-        f"Use more than {format_count(devices, 'device')}, a shorter sequence, or allow more degrees.",
-        {"needed_bytes": least},
-    )
-
-
-def _again(one: Combination) -> str:
-    number = one.recompute_blocks
-    return f"recompute {one.recompute if number is None else f'first {number}'}"

@@ -14,14 +14,13 @@ from pplan.cost_models.transformer.training_setting import TrainingSetting
 from pplan.planner.degrees import degree_search as module
 from pplan.planner.degrees.again_numbers import AgainNumbers
 from pplan.planner.degrees.degree_combinations import Combination
+from pplan.planner.degrees.degree_refusals import _again, nothing_fits
 from pplan.planner.degrees.degree_search import (
     DegreeAnswer,
     DegreePlan,
-    _again,
     _best_division,
     _layer_tables,
     _more_again,
-    _nothing_fits,
     search_degrees,
 )
 
@@ -190,7 +189,7 @@ def test_combinations_by_their_bounds(monkeypatch: Patch) -> None:
         asked.append(own)
         return InfeasibleError("none", "", {})
 
-    monkeypatch.setattr(module, "_nothing_fits", nothing_fits)
+    monkeypatch.setattr(module, "nothing_fits", nothing_fits)
     with pytest.raises(InfeasibleError):
         search(SHAPE, 4, "costs", "options", 9.0)
     assert asked == [(SHAPE, 4, 6, ["attempt"], 9.0)]
@@ -230,6 +229,23 @@ def test_the_fastest_of_three_divisions(monkeypatch: Patch) -> None:
     assert _best_division(layers, (4, 2), one(), 10.0).blocks == (3, 3)
 
 
+def test_every_number_that_runs_again_where_nothing_fits() -> None:
+    """Also those that were passed over, of even stages those that change them."""
+
+    def layers(again: int) -> Any:
+        setting = SimpleNamespace(even_blocks=lambda *_: (2, 4, 3))
+        return SimpleNamespace(
+            least_bytes=lambda: 1.0,
+            peak_bytes=lambda _: {3: 4.0}.get(again, 5.0),
+            setting=setting,
+            slots=3,
+            with_setting=lambda setting: layers(setting.recompute_blocks),
+        )
+
+    error = nothing_fits(SHAPE, 4, 17, [(layers(1), one(again=1))], 3.0)
+    assert "recompute first 3 needs least, 4" in error.what
+
+
 def test_what_needs_least_where_nothing_fits() -> None:
     """Of even stages, in the order of what they need at least, until none can need less."""
     asked = list[int]()
@@ -250,7 +266,7 @@ def test_what_needs_least_where_nothing_fits() -> None:
         (layers(2, 1 * gib, 7 * gib), one(1)),
         (layers(3, 3 * gib, 5 * gib), one(4)),
     ]
-    error = _nothing_fits(SHAPE, 4, 17, attempts, 3 * gib)
+    error = nothing_fits(SHAPE, 4, 17, attempts, 3 * gib)
     assert asked == [2, 1, 3]
     assert error.what.startswith("toy: none of 17 combinations was found to fit: of those with even stages ")
     assert f"{one(2).degrees.describe()}, micro-batches of 2, recompute first 3 needs least, 5" in error.what
