@@ -1,4 +1,4 @@
-"""Bytes of a transformer's single layers on one device, and bytes and seconds of many runs of blocks at once."""
+"""Bytes of a transformer's single layers on one device; bytes and seconds of many runs of blocks at once."""
 
 from __future__ import annotations
 

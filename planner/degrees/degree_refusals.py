@@ -22,6 +22,7 @@ from .degree_combinations import (
     list_combinations,
     list_degrees,
     micro_batch_sizes,
+    most_recompute_blocks,
 )
 from .degree_options import DegreeOptions
 
@@ -143,7 +144,7 @@ def nothing_fits(
         if layers.least_bytes() >= least:
             break
         even = layers.setting.even_blocks(shape.blocks, layers.slots)
-        for own, again in _every_number(layers, one, even):
+        for own, again in _every_number(shape, layers, one, even):
             peak = own.peak_bytes(even)
             if peak < least:
                 least = peak
@@ -158,12 +159,12 @@ def nothing_fits(
 
 
 def _every_number(
-    layers: LayerTable, one: Combination, even: Sequence[int]
+    shape: TransformerShape, layers: LayerTable, one: Combination, even: Sequence[int]
 ) -> Iterator[tuple[LayerTable, Combination]]:
     """Where first blocks run again, with every number that changes stages of so many blocks."""
     yield layers, one
     if one.recompute_blocks == 1:
-        for number in range(2, max(even) + 1):
+        for number in range(2, min(max(even), most_recompute_blocks(shape, one)) + 1):
             setting = replace(one.setting, recompute_blocks=number)
             yield layers.with_setting(setting), replace(one, setting=setting)
 
