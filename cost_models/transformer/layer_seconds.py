@@ -147,14 +147,14 @@ class LayerSeconds:
             ends = np.arange(self.shape.blocks + 1)
             middles = np.minimum(ends, self.setting.recomputed(self.shape.blocks))
             passes = (True, (0 * ends, middles)), (False, (middles, ends))
-            parts = [
+            parts: list[tuple[np.ndarray | int, PassSeconds]] = [
                 (number, self._seconds[kind, again])
                 for again, places in passes
                 for kind, number in self._numbers_by_kind(*places).items()
             ]
             parts += self._fixed_parts_by_slot[0]
             forward, backward = (sum(number * own[way] for number, own in parts) for way in (0, 1))
-            self._sums_before[key] = (forward + backward).tolist()
+            self._sums_before[key] = np.asarray(forward + backward).tolist()
         return self._sums_before[key]
 
     def _numbers_by_kind(self, starts: np.ndarray, stops: np.ndarray) -> dict[bool, np.ndarray]:

@@ -114,8 +114,8 @@ def test_numbers_of_blocks_that_run_again(seed: int, stages: int, virtual: int, 
         fitting = sorted(step for own in every.values() for step, bytes in own if bytes <= limit)
         for enough in (NO_LIMIT, *fitting[:1], *fitting[len(fitting) // 3 :][:1], 0.0):
             allowed = useful_numbers(layers, limit, enough)
-            for number, own in every.items():
-                useful = any(step < enough and bytes <= limit for step, bytes in own)
+            for number, divided in every.items():
+                useful = any(step < enough and bytes <= limit for step, bytes in divided)
                 assert allowed[number] or not useful, (number, limit, enough)
                 passed += not allowed[number]
     assert passed
