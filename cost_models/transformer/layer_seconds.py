@@ -139,30 +139,30 @@ class LayerSeconds:
             )
         return own
 
-    def seconds_by_range(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of a micro-batch, forward and backward, in the blocks from one up to another, by both, beside what
-        else a (virtual) stage has; infinite where the one is behind the other."""
-        places = np.arange(self.shape.blocks + 1)
-        # What runs again, and what does not, by the blocks before a place.
-        sums = (
-            np.cumsum([(0.0, 0.0), *(self._seconds[kind, again] for kind in self.shape.routed)], axis=0)
-            for again in (True, False)
-        )
-        again, once = sums
-        ends = np.minimum(places, places[:, None] + self.setting.recomputed(self.shape.blocks))
-        ends = np.maximum(ends, places[:, None])
-        both = again[ends] - again[places][:, None] + once[places] - once[ends]
-        both[places < places[:, None]] = np.inf
-        return both[..., 0], both[..., 1]
-
     @property
     def seconds_before(self) -> list[float]:
         """Of a micro-batch, forward and backward, on a first (virtual) stage of 0, 1, 2 and so on blocks."""
         key = self.setting.recompute, self.setting.recompute_blocks, self._fixed_parts_by_slot[0]
         if key not in self._sums_before:
-            ends = range(self.shape.blocks + 1)
-            self._sums_before[key] = [self.seconds(range(end), 0).both for end in ends]
+            ends = np.arange(self.shape.blocks + 1)
+            middles = np.minimum(ends, self.setting.recomputed(self.shape.blocks))
+            passes = (True, (0 * ends, middles)), (False, (middles, ends))
+            parts: list[tuple[np.ndarray | int, PassSeconds]] = [
+                (number, self._seconds[kind, again])
+                for again, places in passes
+                for kind, number in self._numbers_by_kind(*places).items()
+            ]
+            parts += self._fixed_parts_by_slot[0]
+            forward, backward = (sum(number * own[way] for number, own in parts) for way in (0, 1))
+            self._sums_before[key] = np.asarray(forward + backward).tolist()
         return self._sums_before[key]
+
+    def _numbers_by_kind(self, starts: np.ndarray, stops: np.ndarray) -> dict[bool, np.ndarray]:
+        """Blocks of each kind from one place up to another; in the order of `_kinds`."""
+        before = np.array(self._routed_before)
+        routed = before[stops] - before[starts]
+        numbers = {True: routed, False: stops - starts - routed}
+        return {kind: own for kind, own in numbers.items() if kind in self.blocks}
 
     @cached_property
     def least_block_seconds(self) -> tuple[dict[bool, float], float]:

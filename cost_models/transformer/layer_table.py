@@ -9,8 +9,8 @@ from functools import cached_property
 
 import numpy as np
 
-from .layer_seconds import LayerSeconds
-from .layer_work import NUMBER, LayerWork
+from .layer_bytes import LayerBytes
+from .layer_work import NUMBER
 from .parallel_degrees import ParallelDegrees
 from .rank_costs import RankCosts
 from .training_setting import TrainingSetting, block_ranges, chunks_in_flight
@@ -40,7 +40,7 @@ class StageEstimate:
         return sum(self.ledger.values())
 
 
-class LayerTable(LayerSeconds):
+class LayerTable(LayerBytes):
     """What each kind of layer takes and needs on one device; the stages are sums of them."""
 
     def __init__(
@@ -49,7 +49,8 @@ class LayerTable(LayerSeconds):
         super().__init__(shape, degrees, setting, costs)
         self._bytes: dict[tuple[object, ...], float] = {}
         self._state_bytes: dict[tuple[int, int], float] = {}
-        self._beside: dict[tuple[object, ...], float] = {}
+        # Of the last runs that were asked for; of tables with other blocks that run again, too.
+        self._columns: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
         self._again: dict[tuple[object, ...], np.ndarray] = {}
 
     def with_setting(self, setting: TrainingSetting) -> LayerTable:
@@ -126,49 +127,11 @@ class LayerTable(LayerSeconds):
             return 0.0
         return (NUMBER + GRADIENT) * self._largest_parameters(blocks)
 
-    def _has_predictors(self, device: int) -> bool:
-        """Whether the last of a device's (virtual) stages has the predictors of further tokens."""
-        setting, last = self.setting, self.degrees.pipeline - 1
-        return setting.predictors > 0 and device == last - setting.predictor_offset
-
-    @property
-    def _predictor_saved(self) -> float:
-        """Bytes that one predictor keeps of a micro-batch: where it runs again the hidden states and the
-        embeddings."""
-        if self._predictors_again:
-            return 2 * self._boundary
-        return self._device_bytes(self.predictor)
-
-    @property
-    def _predictor_workspace(self) -> float:
-        """Besides, while a predictor's backward runs."""
-        again = self.predictor.saved if self._predictors_again else 0.0
-        return self._workspace(self.predictor) + again
-
     def _saved(self, blocks: range) -> float:
         """Bytes that the blocks keep of a micro-batch for backward: those that run again their input."""
         number = self.setting.recomputed(len(blocks))
         saved = sum(count * self._saved_by_kind[kind] for kind, count in self._kinds(blocks[number:]))
         return saved + number * self._boundary
-
-    @cached_property
-    def _saved_by_kind(self) -> dict[bool, float]:
-        return {kind: self._device_bytes(work) for kind, work in self.blocks.items()}
-
-    def _device_bytes(self, work: LayerWork) -> float:
-        """Bytes that a layer whose whole forward does not run again keeps on the device of a micro-batch: of
-        what is offloaded that which is not copied out while its forward runs, since no forward waits."""
-        if self.setting.recompute == "selective":
-            return work.saved - work.attention_saved
-        if self.setting.recompute != "offload" or not work.offload.copied:
-            return work.saved
-        forward = self.costs.seconds(work, self.degrees).forward
-        return work.saved - work.offload.saved * min(1.0, forward / self._copy_seconds(work))
-
-    def _workspace(self, work: LayerWork) -> float:
-        """Besides, while a layer's backward runs: offloaded tensors of this one, of one that is copied out,
-        and of one that comes back."""
-        return work.workspace + (3 * work.offload.copied if self.setting.recompute == "offload" else 0.0)
 
     def _backward_bytes(self, blocks: range) -> float:
         """Besides, while a block's backward runs: where its forward runs again, all that this keeps, when
@@ -178,6 +141,37 @@ class LayerTable(LayerSeconds):
         free = sum(count * self._saved_by_kind[kind] for kind, count in rest)
         again = [self.blocks[kind].saved + self.blocks[kind].workspace - free for kind, _ in first]
         return max([0.0, *again, *(self._workspace(self.blocks[kind]) for kind, _ in rest)])
+
+    def columns(self, ends: np.ndarray, stage: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of a stage without virtual stages, by the blocks that it begins with and ends before (2, runs):
+        seconds of its update, bytes beside activations, and those of activations that it keeps of a
+        micro-batch: the sums of its ledger, of all runs at once."""
+        alive = self._chunks_in_flight(stage)[0][0]
+        update, states, placeholders = self._fixed_columns(ends, stage)
+        saved, space = self.saved_by_run(ends, stage)
+        activations = alive * saved
+        saved = activations / alive
+        total = states + activations + space + placeholders + LIBRARIES
+        return update, total - saved * alive, saved
+
+    def _fixed_columns(self, ends: np.ndarray, stage: int) -> np.ndarray:
+        """Of each run what no block that runs again changes: seconds of the update, bytes of weights,
+        gradients and states, and those of placeholders."""
+        predicts = self._has_predictors(stage)
+        key = stage == 0, stage == self.degrees.pipeline - 1, predicts
+        of, columns = self._columns.get(key, (None, None))
+        if of is not ends or columns is None:
+            rows = [
+                (
+                    self.update_seconds((run,), stage),
+                    self._state_sum((run,), stage),
+                    self._placeholders((run,), predicts),
+                )
+                for run in map(range, *ends.tolist())
+            ]
+            columns = np.array(rows).T
+            self._columns[key] = ends, columns
+        return columns
 
     def bytes_by_again(self, blocks: range) -> tuple[np.ndarray, np.ndarray]:
         """By how many of the first of these blocks run again, from none to all of them: bytes that they keep
@@ -331,19 +325,3 @@ class LayerTable(LayerSeconds):
         """Of each device, of (virtual) stages with so many blocks."""
         ranges, devices = block_ranges(counts), range(self.degrees.pipeline)
         return [self.bytes_on(self.own_blocks(ranges, each), each) for each in devices]
-
-    def _placeholders(self, blocks: Sequence[range], predictors: bool) -> float:
-        """Transformer Engine keeps an empty tensor for each shape of a weight whose gradient is elsewhere."""
-        last = {self.shape.routed[-1]} if predictors else set()
-        kinds = sorted({routed for own in blocks for routed, _ in self._kinds(own)} | last)
-        key = "placeholders", *kinds
-        if key not in self._beside:
-            self._beside[key] = self._placeholder_bytes(kinds)
-        return self._beside[key]
-
-    def _placeholder_bytes(self, kinds: Sequence[bool]) -> float:
-        shape = self.shape
-        if layers := [self._on_device(shape.feed_forward_parameters(routed)) for routed in kinds]:
-            layers.append(self._on_device(shape.attention_parameters()))
-        experts = 1 if shape.experts is None else shape.experts.number // self.degrees.expert
-        return NUMBER * sum(layer.dense + layer.routed / experts for layer in layers)

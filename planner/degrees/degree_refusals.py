@@ -1,24 +1,28 @@
-"""What is said where the options allow no combination of degrees: which of them, and what does not divide."""
+"""What is said where the options allow no combination of degrees: which of them, and what does not divide;
+and where none fits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...cost_models.errors import UsageError
-from ...cost_models.quantities import format_count
+from ...cost_models.errors import InfeasibleError, UsageError
+from ...cost_models.quantities import format_bytes, format_count
+from ...cost_models.transformer.layer_table import LayerTable
 from ...cost_models.transformer.layer_work import Tokens
 from ...cost_models.transformer.parallel_degrees import ParallelDegrees
 from ...cost_models.transformer.training_setting import TrainingSetting, virtual_stages_problem
 from ...cost_models.transformer.transformer_shape import TransformerShape
 from .degree_combinations import (
     LEAST_TOKENS,
+    Combination,
     context_exchanges,
     expert_degrees,
     list_combinations,
     list_degrees,
     micro_batch_sizes,
+    most_recompute_blocks,
 )
 from .degree_options import DegreeOptions
 
@@ -125,3 +129,46 @@ def _miss_of_stages(
         if problem := virtual_stages_problem(shape, degrees, setting):
             return 5 + (degrees.pipeline > 1), problem
     return 7, f"no stage has a block that may stay as it is, recompute {options.recompute}"
+
+
+def nothing_fits(
+    shape: TransformerShape,
+    devices: int,
+    combinations: int,
+    attempts: Sequence[tuple[LayerTable, Combination]],
+    memory_bytes: float,
+) -> InfeasibleError:
+    """Names the combination that needs least with stages of as many blocks, and its bytes."""
+    least, name = float("inf"), ""
+    for layers, one in sorted(attempts, key=lambda each: each[0].least_bytes()):
+        if layers.least_bytes() >= least:
+            break
+        even = layers.setting.even_blocks(shape.blocks, layers.slots)
+        for own, again in _every_number(shape, layers, one, even):
+            peak = own.peak_bytes(even)
+            if peak < least:
+                least = peak
+                name = f"{one.degrees.describe()}, micro-batches of {one.micro_batch_size}, {_again(again)}"
+    return InfeasibleError(
+        f"{shape.name}: none of {format_count(combinations, 'combination')} was found to fit: of those with "
+        f"even stages {name} needs least, {format_bytes(least)} on a device, of which "
+        f"{format_bytes(max(memory_bytes, 0.0))} may be used",
+        f"Use more than {format_count(devices, 'device')}, a shorter sequence, or allow more degrees.",
+        {"needed_bytes": least},
+    )
+
+
+def _every_number(
+    shape: TransformerShape, layers: LayerTable, one: Combination, even: Sequence[int]
+) -> Iterator[tuple[LayerTable, Combination]]:
+    """Where first blocks run again, with every number that changes stages of so many blocks."""
+    yield layers, one
+    if one.recompute_blocks == 1:
+        for number in range(2, min(max(even), most_recompute_blocks(shape, one)) + 1):
+            setting = replace(one.setting, recompute_blocks=number)
+            yield layers.with_setting(setting), replace(one, setting=setting)
+
+
+def _again(one: Combination) -> str:
+    number = one.recompute_blocks
+    return f"recompute {one.recompute if number is None else f'first {number}'}"

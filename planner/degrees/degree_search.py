@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ...cost_models.errors import InfeasibleError
-from ...cost_models.quantities import format_bytes, format_count
 from ...cost_models.transformer.kernel_table import Product
 from ...cost_models.transformer.layer_table import LayerTable
 from ...cost_models.transformer.layer_work import Tokens
@@ -23,6 +21,7 @@ from ...cost_models.transformer.rank_costs import RankCosts, products
 from ...cost_models.transformer.training_setting import TrainingSetting
 from ...cost_models.transformer.training_step import StepEstimate, estimate_stages
 from ...cost_models.transformer.transformer_shape import TransformerShape
+from .again_numbers import AgainNumbers
 from .degree_combinations import (
     Combination,
     list_combinations,
@@ -30,7 +29,7 @@ from .degree_combinations import (
 )
 from .degree_file import SAME
 from .degree_options import DegreeOptions
-from .degree_refusals import nothing_possible
+from .degree_refusals import nothing_fits, nothing_possible
 from .division_bound import least_division
 from .division_search import DivisionSearch
 from .interleaved_bound import interleaved_bound, least_interleaved
@@ -124,7 +123,7 @@ def search_degrees(
     combinations = list(list_combinations(shape, devices, options))
     if not combinations:
         raise nothing_possible(shape, devices, options)
-    plans = _BestPlans(memory_bytes)
+    plans, numbers = _BestPlans(memory_bytes), AgainNumbers(memory_bytes)
     ahead = [
         (lower_bound(layers), number, layers, one)
         for number, (one, layers) in enumerate(_layer_tables(shape, combinations, costs))
@@ -133,7 +132,7 @@ def search_degrees(
     while ahead and ahead[0][0] < plans.worst:
         _, number, layers, one = heapq.heappop(ahead)
         plans.try_combination(layers, one)
-        following = _one_more_again(shape, layers, one)
+        following = _more_again(shape, layers, one, numbers.following(layers, plans.useful(one)))
         if following is not None:
             heapq.heappush(ahead, (lower_bound(following[0]), number, *following))
     count = sum(
@@ -141,21 +140,20 @@ def search_degrees(
     )
     plans.fit()
     if not plans.best:
-        raise _nothing_fits(shape, devices, count, plans.attempts, memory_bytes)
+        raise nothing_fits(shape, devices, count, plans.attempts, memory_bytes)
     plans.improve()
     plans.search_divisions()
     bound = min(plans.bound, _step_seconds(plans.plans[0]))
     return DegreeAnswer(shape, devices, options, costs, plans.plans, bound, count, memory_bytes)
 
 
-def _one_more_again(
-    shape: TransformerShape, layers: LayerTable, one: Combination
+def _more_again(
+    shape: TransformerShape, layers: LayerTable, one: Combination, number: int | None
 ) -> tuple[LayerTable, Combination] | None:
-    """The same with one more block of each stage that runs again; None where there is no such."""
-    number = one.recompute_blocks
-    if number is None or number >= most_recompute_blocks(shape, one):
+    """The same with so many blocks of each stage that run again; None where there is no such."""
+    if number is None or number > most_recompute_blocks(shape, one):
         return None
-    setting = replace(one.setting, recompute_blocks=number + 1)
+    setting = replace(one.setting, recompute_blocks=number)
     return layers.with_setting(setting), Combination(one.degrees, setting)
 
 
@@ -210,26 +208,26 @@ class _BestPlans:
 
     def _try_divisions(self, layers: LayerTable, one: Combination) -> None:
         quick = lower_bound(layers)
-        if quick >= self._useful(one):
+        if quick >= self.useful(one):
             self._bound = min(self._bound, quick)
             return
-        lower, divided = least_division(layers, self.memory_bytes)
+        lower, divided = least_division(layers, self.memory_bytes, self.useful(one))
         if divided is None:
             return
         self._bound = min(self._bound, max(lower, quick))
-        if lower < self._useful(one):
+        if lower < self.useful(one):
             self._keep(_best_division(layers, divided, one, self.memory_bytes))
 
     def _try_interleaved(self, layers: LayerTable, one: Combination) -> None:
         lower = lower_bound(layers)
-        if lower < self._useful(one):
+        if lower < self.useful(one):
             lower = max(lower, least_interleaved(layers, self.memory_bytes))
         self._interleaved.append((lower, len(self._interleaved), layers, one))
-        if lower >= self._useful(one):
+        if lower >= self.useful(one):
             return
         fits = False
         for counts in interleaved_divisions(layers):
-            if interleaved_bound(layers, counts) >= self._useful(one):
+            if interleaved_bound(layers, counts) >= self.useful(one):
                 fits = True
             elif layers.peak_bytes(counts) <= self.memory_bytes:
                 fits = True
@@ -241,9 +239,9 @@ class _BestPlans:
         """Of interleaved pipelines of which no division fitted, those of the least bounds, with blocks moved
         until one fits."""
         for lower, _, layers, one in sorted(self._unfit)[:MOST_FITTED]:
-            for counts in interleaved_divisions(layers) if lower < self._useful(one) else ():
+            for counts in interleaved_divisions(layers) if lower < self.useful(one) else ():
                 own = fit_division(layers, counts, self.memory_bytes)
-                if own is not None and interleaved_bound(layers, own) < self._useful(one):
+                if own is not None and interleaved_bound(layers, own) < self.useful(one):
                     counts, estimate = improve_division(layers, own, self.memory_bytes)
                     self._keep(DegreePlan(one.degrees, one.setting, counts, estimate, layers))
 
@@ -276,13 +274,13 @@ class _BestPlans:
             if search.best is not None:
                 self._keep(DegreePlan(one.degrees, one.setting, *search.best, layers))
 
-    def _useful(self, one: Combination) -> float:
+    def useful(self, one: Combination) -> float:
         """Seconds from which on a plan is of no use."""
         own = self.best.get(_pool(one))
         return self.worst if own is None else min(self.worst, _step_seconds(own))
 
     def _keep(self, plan: DegreePlan) -> None:
-        if _step_seconds(plan) < self._useful(plan):
+        if _step_seconds(plan) < self.useful(plan):
             self.best[_pool(plan)] = plan
             plans = self.plans
             if len(plans) >= MOST_PLANS:
@@ -312,33 +310,3 @@ def _best_division(
     fitting = [each for each in trials if each[1].peak_bytes <= memory_bytes]
     counts, estimate = min(fitting, key=lambda each: each[1].step_seconds)
     return DegreePlan(one.degrees, one.setting, counts, estimate, layers)
-
-
-def _nothing_fits(
-    shape: TransformerShape,
-    devices: int,
-    combinations: int,
-    attempts: Sequence[tuple[LayerTable, Combination]],
-    memory_bytes: float,
-) -> InfeasibleError:
-    """Names the combination that needs least with stages of as many blocks, and its bytes."""
-    least, name = float("inf"), ""
-    for layers, one in sorted(attempts, key=lambda each: each[0].least_bytes()):
-        if layers.least_bytes() >= least:
-            break
-        peak = layers.peak_bytes(layers.setting.even_blocks(shape.blocks, layers.slots))
-        if peak < least:
-            least = peak
-            name = f"{one.degrees.describe()}, micro-batches of {one.micro_batch_size}, {_again(one)}"
-    return InfeasibleError(
-        f"{shape.name}: none of {format_count(combinations, 'combination')} was found to fit: of those with "
-        f"even stages {name} needs least, {format_bytes(least)} on a device, of which "
-        f"{format_bytes(max(memory_bytes, 0.0))} may be used",
-        f"Use more than {format_count(devices, 'device')}, a shorter sequence, or allow more degrees.",
-        {"needed_bytes": least},
-    )
-
-
-def _again(one: Combination) -> str:
-    number = one.recompute_blocks
-    return f"recompute {one.recompute if number is None else f'first {number}'}"

@@ -141,11 +141,17 @@ def _device_seconds(
     once, more = layers.least_block_seconds
     own = sum(map(layers.fixed_seconds, slots)) + _total(numbers, once)
     own += more * np.maximum(np.where(allowed, again, 0), _first_blocks(layers, _total(numbers), sum(fewest)))
-    update = np.maximum(_update_seconds(layers, numbers, slots), layers.least_update_seconds)
+    update = np.maximum(device_update_seconds(layers, numbers, slots), layers.least_update_seconds)
     block = min(once[kind] for kind in layers.blocks) + more * layers.setting.recomputed(1)
+    own = least_wait(layers, device, block) + layers.setting.micro_batches * own
+    return np.where(allowed, own + update, np.inf)
+
+
+def least_wait(layers: LayerTable, device: int, block: float) -> float:
+    """Seconds that a device waits for the first micro-batch, and behind the last, where a block takes no less
+    than these: of the embedding, a block of each virtual stage between, and the transfers."""
     wait = layers.fixed_seconds(0) + (device - 1) * block if device else 0.0
-    wait += 2 * device * layers.transfer_seconds(0)
-    return np.where(allowed, wait + layers.setting.micro_batches * own + update, np.inf)
+    return wait + 2 * device * layers.transfer_seconds(0)
 
 
 def _total(numbers: Mapping[bool, Counts], each: Mapping[bool, float] | None = None) -> Array:
@@ -161,7 +167,7 @@ def _first_blocks(layers: LayerTable, number: Array, stages: int) -> Array:
     return rest * setting.recomputed(1) + np.minimum(number - rest, setting.recomputed(layers.shape.blocks))
 
 
-def _update_seconds(layers: LayerTable, numbers: Mapping[bool, Counts], slots: range) -> Array:
+def device_update_seconds(layers: LayerTable, numbers: Mapping[bool, Counts], slots: range) -> Array:
     """Of a device with these virtual stages and so many blocks of each kind."""
     fixed = [layers.parameters(range(0), slot) for slot in slots]
     blocks = layers.block_parameters

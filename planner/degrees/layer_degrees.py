@@ -89,17 +89,19 @@ def plan_layer_degrees(
     memory_bytes: float,
 ) -> LayerPlan | None:
     """The fastest of all numbers of stages and sizes of micro-batches; None where none fits."""
+    pipelines = [
+        _Pipeline(shape, topology, costs, options, memory_bytes, stages, samples)
+        for stages in _powers(min(topology.gpus, shape.blocks))
+        if topology.gpus % stages == 0
+        for samples in _sample_counts(topology.gpus // stages, options.mini_batch)
+    ]
     best: LayerPlan | None = None
-    for stages in _powers(min(topology.gpus, shape.blocks)):
-        if topology.gpus % stages:
-            continue
-        size = topology.gpus // stages
-        for samples in _sample_counts(size, options.mini_batch):
-            pipeline = _Pipeline(shape, topology, costs, options, memory_bytes, stages, samples)
-            if best is None or pipeline.least_seconds() < best.step_seconds:
-                plan = pipeline.plan()
-                if plan and (best is None or plan.step_seconds < best.step_seconds):
-                    best = plan
+    for pipeline in sorted(pipelines, key=_Pipeline.least_seconds):
+        if best is not None and pipeline.least_seconds() >= best.step_seconds:
+            break
+        plan = pipeline.plan()
+        if plan and (best is None or plan.step_seconds < best.step_seconds):
+            best = plan
     return best
 
 
@@ -228,25 +230,29 @@ class _Pipeline:
             return float("inf"), []
         parts = PARTS * len(blocks)
         change = np.array([[2 * self.micro_batches * self._change(a, b) for b in choices] for a in choices])
-        seconds, sources, needs = np.zeros((len(choices), parts + 1)), [], []
+        seconds, earlier, needs = np.zeros((len(choices), parts + 1)), [], []
+        costs: dict[tuple[bool, bool, bool], list[tuple[float, float]]] = {}
         for place, block in enumerate(blocks):
             if place:
-                every = seconds[:, None, :] + change[:, :, None]
-                sources.append(every.argmin(axis=0))
-                seconds = every.min(axis=0)
+                earlier.append(seconds)
+                seconds = (seconds[:, None, :] + change[:, :, None]).min(axis=0)
             roles = [
                 role for role in self._roles(stage) if place == (0 if role == FIRST else len(blocks) - 1)
             ]
-            rows = [self._block_costs(own, self.shape.routed[block], roles, stage) for own in choices]
+            kind = self.shape.routed[block]
+            key = kind, FIRST in roles, LAST in roles
+            if key not in costs:
+                costs[key] = [self._block_costs(own, kind, roles, stage) for own in choices]
+            rows = costs[key]
             needs.append([int(min(np.ceil(bytes / room * parts - 1e-9), parts + 1)) for _, bytes in rows])
             seconds = np.stack(
                 [_later(own, need) + row[0] for own, need, row in zip(seconds, needs[-1], rows, strict=True)]
             )
         row, left = int(seconds[:, -1].argmin()), parts
         least, picks = float(seconds[row, -1]), [choices[row]]
-        for source, need in zip(reversed(sources), reversed(needs), strict=False):
+        for before, need in zip(reversed(earlier), reversed(needs), strict=False):
             left -= need[row]
-            row = int(source[row, left]) if least < float("inf") else row
+            row = int((before[:, left] + change[:, row]).argmin()) if least < float("inf") else row
             picks.insert(0, choices[row])
         return least, picks
 

@@ -31,19 +31,25 @@ class BlockRuns:
     """Runs of consecutive blocks; those of the same kinds in the same order count as one.
 
     `number` (blocks + 1, blocks + 1): by the first block and the one behind the last, the place in `runs` of
-    a run with its kinds; -1 where there is none."""
+    a run with its kinds; -1 where there is none. `ends` (2, runs): first block and the one behind the last;
+    `lengths`: blocks."""
 
     def __init__(self, routed: tuple[bool, ...]) -> None:
         blocks = len(routed)
         self.number = np.full((blocks + 1, blocks + 1), -1)
         self.runs: list[range] = []
-        places: dict[tuple[bool, ...], int] = {}
+        # By the run without its last block, and the kind of that one.
+        places: dict[tuple[int, bool | None], int] = {}
         for start in range(blocks + 1):
+            place = -1
             for stop in range(start, blocks + 1):
-                place = places.setdefault(routed[start:stop], len(self.runs))
+                kind = routed[stop - 1] if stop > start else None
+                place = places.setdefault((place, kind), len(self.runs))
                 if place == len(self.runs):
                     self.runs.append(range(start, stop))
                 self.number[start, stop] = place
+        self.ends = np.array([(run.start, run.stop) for run in self.runs]).T
+        self.lengths = self.ends[1] - self.ends[0]
 
     def places(self, role: int) -> list[int]:
         """Of the runs those that a stage may have: one between first and last has at least a block."""

@@ -49,7 +49,7 @@ def log(monkeypatch: Patch) -> list[Any]:
         return own
 
     monkeypatch.setattr(module, "lower_bound", lambda own: own.quick)
-    monkeypatch.setattr(module, "least_division", lambda own, _: (own.lower, own.divided))
+    monkeypatch.setattr(module, "least_division", lambda own, *_: (own.lower, own.divided))
     monkeypatch.setattr(module, "least_interleaved", lambda own, _: own.lower)
     monkeypatch.setattr(module, "interleaved_divisions", lambda own: list(own.divisions or own.by))
     monkeypatch.setattr(module, "interleaved_bound", lambda own, counts: own.by[counts][0])

@@ -139,19 +139,20 @@ def test_a_plan_of_its_stages(monkeypatch: Patch) -> None:
 
 
 def test_which_pipelines_of_blocks_are_planned(monkeypatch: Patch) -> None:
-    """Stages that divide the devices, sizes that divide the batch; those that may be faster than the best."""
-    asked = list[tuple[int, int, bool]]()
+    """Stages that divide the devices, sizes that divide the batch; those that may be faster than the best,
+    which of several is the first."""
+    made, asked = list[tuple[int, int]](), list[tuple[int, int]]()
 
     class Own:
         def __init__(self, *given: Any) -> None:
             self.key = given[-2:]
-            asked.append((*self.key, False))
+            made.append(self.key)
 
         def least_seconds(self) -> float:
-            return 4.0 if self.key[0] == 4 else 1.0
+            return {4: 4.0, 2: 1.0, 1: 2.0}.get(self.key[0], 1.0)
 
         def plan(self) -> Any:
-            asked[-1] = (*self.key, True)
+            asked.append(self.key)
             seconds = {(1, 4): 5.0, (1, 8): 3.0, (2, 8): 3.0}.get(self.key)
             return None if seconds is None else SimpleNamespace(step_seconds=seconds, key=self.key)
 
@@ -159,9 +160,10 @@ def test_which_pipelines_of_blocks_are_planned(monkeypatch: Patch) -> None:
     shape, topology = SimpleNamespace(blocks=6), SimpleNamespace(gpus=12)
     options = DegreeOptions(mini_batch=8, sequence=64)
     plan: Any = plan_layer_degrees(shape, topology, None, options, 1.0)  # type: ignore[arg-type]
-    assert plan.key == (1, 8)
-    assert asked == [(s, n, s < 4) for s in (1, 2, 4) for n in (1, 2, 4, 8)]
+    assert plan.key == (2, 8)
+    assert made == [(s, n) for s in (1, 2, 4) for n in (1, 2, 4, 8)]
+    assert asked == [(s, n) for s in (2, 1) for n in (1, 2, 4, 8)]
     options = DegreeOptions(mini_batch=12, sequence=64)
-    asked.clear()
+    made.clear()
     plan_layer_degrees(shape, SimpleNamespace(gpus=3), None, options, 1.0)  # type: ignore[arg-type]
-    assert [n for _, n, _ in asked] == [1, 2, 3, 4, 6, 12]
+    assert [n for _, n in made] == [1, 2, 3, 4, 6, 12]

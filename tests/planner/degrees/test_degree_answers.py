@@ -12,15 +12,15 @@ from pplan.cost_models.transformer.layer_work import Tokens
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.training_setting import TrainingSetting
 from pplan.planner.degrees import degree_search as module
+from pplan.planner.degrees.again_numbers import AgainNumbers
 from pplan.planner.degrees.degree_combinations import Combination
+from pplan.planner.degrees.degree_refusals import _again, nothing_fits
 from pplan.planner.degrees.degree_search import (
     DegreeAnswer,
     DegreePlan,
-    _again,
     _best_division,
     _layer_tables,
-    _nothing_fits,
-    _one_more_again,
+    _more_again,
     search_degrees,
 )
 
@@ -95,14 +95,14 @@ def test_layers_of_combinations(monkeypatch: Patch) -> None:
     assert [own.recompute_blocks for _, own in made] == [None] * 3
 
 
-def test_one_more_block_that_runs_again(monkeypatch: Patch) -> None:
+def test_more_blocks_that_run_again(monkeypatch: Patch) -> None:
     monkeypatch.setattr(module, "most_recompute_blocks", lambda *_: 3)
     layers: Any = SimpleNamespace(with_setting=lambda setting: setting)
-    assert _one_more_again(SHAPE, layers, one()) is None
-    assert _one_more_again(SHAPE, layers, one(again=3)) is None
-    for again in (1, 2):
-        following: Any = _one_more_again(SHAPE, layers, one(again=again))
-        assert following == (one(again=again + 1).setting, one(again=again + 1))
+    assert _more_again(SHAPE, layers, one(), None) is None
+    assert _more_again(SHAPE, layers, one(again=3), 4) is None
+    for again, more in ((1, 2), (2, 3), (1, 3)):
+        following: Any = _more_again(SHAPE, layers, one(again=again), more)
+        assert following == (one(again=more).setting, one(again=more))
 
 
 class Plans:
@@ -118,6 +118,9 @@ class Plans:
             self.worst = 3.0
 
     enough = 99
+
+    def useful(self, _: Any) -> float:
+        return 6.0
 
     def fit(self) -> None:
         self.log.append("fit")
@@ -148,6 +151,12 @@ def test_combinations_by_their_bounds(monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(module, "_layer_tables", tables)
     monkeypatch.setattr(module, "lower_bound", lambda layers: bounds[layers.key])
+
+    def following(_: Any, layers: Any, enough: float) -> int | None:
+        assert enough == 6.0
+        return None if layers.key[1] is None else layers.key[1] + 1
+
+    monkeypatch.setattr(AgainNumbers, "following", following)
     search: Any = search_degrees
     found = search(SHAPE, 4, "costs", "options", 9.0)
     ends = ["fit", "improve", "search"]
@@ -180,7 +189,7 @@ def test_combinations_by_their_bounds(monkeypatch: Patch) -> None:
         asked.append(own)
         return InfeasibleError("none", "", {})
 
-    monkeypatch.setattr(module, "_nothing_fits", nothing_fits)
+    monkeypatch.setattr(module, "nothing_fits", nothing_fits)
     with pytest.raises(InfeasibleError):
         search(SHAPE, 4, "costs", "options", 9.0)
     assert asked == [(SHAPE, 4, 6, ["attempt"], 9.0)]
@@ -220,6 +229,23 @@ def test_the_fastest_of_three_divisions(monkeypatch: Patch) -> None:
     assert _best_division(layers, (4, 2), one(), 10.0).blocks == (3, 3)
 
 
+def test_every_number_that_runs_again_where_nothing_fits() -> None:
+    """Also those that were passed over, of even stages those that change them."""
+
+    def layers(again: int) -> Any:
+        setting = SimpleNamespace(even_blocks=lambda *_: (2, 4, 3))
+        return SimpleNamespace(
+            least_bytes=lambda: 1.0,
+            peak_bytes=lambda _: {3: 4.0}.get(again, 5.0),
+            setting=setting,
+            slots=3,
+            with_setting=lambda setting: layers(setting.recompute_blocks),
+        )
+
+    error = nothing_fits(SHAPE, 4, 17, [(layers(1), one(again=1))], 3.0)
+    assert "recompute first 3 needs least, 4" in error.what
+
+
 def test_what_needs_least_where_nothing_fits() -> None:
     """Of even stages, in the order of what they need at least, until none can need less."""
     asked = list[int]()
@@ -240,7 +266,7 @@ def test_what_needs_least_where_nothing_fits() -> None:
         (layers(2, 1 * gib, 7 * gib), one(1)),
         (layers(3, 3 * gib, 5 * gib), one(4)),
     ]
-    error = _nothing_fits(SHAPE, 4, 17, attempts, 3 * gib)
+    error = nothing_fits(SHAPE, 4, 17, attempts, 3 * gib)
     assert asked == [2, 1, 3]
     assert error.what.startswith("toy: none of 17 combinations was found to fit: of those with even stages ")
     assert f"{one(2).degrees.describe()}, micro-batches of 2, recompute first 3 needs least, 5" in error.what
