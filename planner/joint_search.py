@@ -55,7 +55,7 @@ PLANNER_SHARE = 0.2
 FIRST_SHARE = 0.1
 """The same of a planner that is asked for a plan to start from."""
 LATE = ("spp", "piper", "asteroid", "galvatron", "pipedream-2bw", "autopipe", "bapipe", OF_MANY_SCHEDULES)
-"""Planners that are asked only where an answer is not proven; first those that are near the best most often."""
+"""Planners that are asked only where an answer is not proven; first those that often come near the best."""
 LATE_SHARE = 0.3
 """The same of those."""
 MOST_NEAR = 4
