@@ -136,12 +136,12 @@ def find_best_plan(
     return JointSearchResult(result, by_planner)
 
 
-def _ask_late(problem: Problem, asked: Container[str]) -> dict[str, ScoredPlan | str]:
+def _ask_late(problem: Problem, earlier: Container[str]) -> dict[str, ScoredPlan | str]:
     """The plans of the planners that were not asked yet, for an answer that is not proven."""
     return {
         name: plan_with(find_planner(name), problem, required=False, share=LATE_SHARE)
         for name in LATE
-        if name not in asked
+        if name not in earlier
     }
 
 
