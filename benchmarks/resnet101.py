@@ -18,8 +18,8 @@ import pplan
 
 MACHINE: dict[str, Any] = {"gpus": 2, "bandwidth": (300e9,)}
 BATCHES = ((128, 2), (256, 4), (512, 8), (128, 4), (128, 8))
-"""Global batches, and micro-batches of each: of 64 samples, which the device takes longer for than one process
-to launch, and of 32 and 16, which it does not."""
+"""Global batches, and micro-batches of each: of 64 samples, for which the device takes longer than one
+process to launch, and of 32 and 16, for which it does not."""
 BY_HAND = "layer3.5.relu"
 
 

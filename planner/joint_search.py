@@ -7,7 +7,7 @@ Neither is lowered to the step of a plan: a step below its bound is a defect, an
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -21,13 +21,12 @@ from .other_schedules import propose_other_schedules, propose_parts
 from .pipeline_config import SEARCHED, SYNTHESIZED, UNPROPOSED
 from .plan_records import TIE
 from .planners import ALWAYS, find_planner
-from .planners.base import Planner, refusal_reason
+from .planners.base import Planner, refusal_reason, unfit_reason
 from .problem import INTERLEAVED, Problem
 from .scoring import fastest
 from .search.branch_and_bound import SearchResult, search
 from .search.budget import WORK_A_SECOND, OutOfTime
 from .search.coarse import is_large, search_large
-from .search.space import Space
 from .shape_descent import descend
 from .synthesis.synthesize import synthesize
 from .universal_bound import universal_bound
@@ -35,8 +34,7 @@ from .universal_bound import universal_bound
 SEARCH_SHARE = 0.6
 """Share of the time limit's work that the search may do; the rest is for work that is not counted."""
 FOR_SEARCHED = 0.75
-"""Share of the time that the search may take; the rest is for other schedules, and for the planners that are
-asked where its answer is not proven."""
+"""Share of the time that the search may take; the rest is for other schedules, and for planners after it."""
 FOR_KNOWN = 0.75
 """Share of the time that all of it may take where an order is made for the plan afterwards."""
 BEST = "best"
@@ -56,8 +54,6 @@ FIRST_SHARE = 0.1
 """The same of a planner that is asked for a plan to start from."""
 LATE = ("spp", "piper", "asteroid", "galvatron", "pipedream-2bw", "autopipe", "bapipe", OF_MANY_SCHEDULES)
 """Planners that are asked only where an answer is not proven; first those that often come near the best."""
-LATE_SHARE = 0.3
-"""The same of those."""
 MOST_NEAR = 4
 """Plans of other schedules whose shapes are the first that cuts are searched of."""
 SMALL = 1_000
@@ -114,7 +110,9 @@ def find_best_plan(
         seeds += descend(problem, seeds)
     result = joint_search(problem, seeds, cuts_others=cuts_others)
     if not large and not result.exact:
-        seeds += _allowed_plans(problem, _ask_late(problem, {*planners, *proposed}))
+        late = [name for name in LATE if name not in {*planners, *proposed}]
+        own = {name: plan_with(find_planner(name), problem, required=False) for name in late}
+        seeds += _allowed_plans(problem, own)
         starts = seeds if result.best is None else [result.best, *seeds]
         result = _faster_of(problem, result, [*seeds, *descend(problem, starts)])
     others = [name for name in planners if name not in first]
@@ -134,15 +132,6 @@ def find_best_plan(
     if problem.options.schedule == SYNTHESIZED:
         result = _faster_of(problem, result, synthesize(whole, result.best, result.other_plans))
     return JointSearchResult(result, by_planner)
-
-
-def _ask_late(problem: Problem, earlier: Container[str]) -> dict[str, ScoredPlan | str]:
-    """The plans of the planners that were not asked yet, for an answer that is not proven."""
-    return {
-        name: plan_with(find_planner(name), problem, required=False, share=LATE_SHARE)
-        for name in LATE
-        if name not in earlier
-    }
 
 
 def _with_time_for_orders(problem: Problem) -> Problem:
@@ -231,7 +220,7 @@ def plan_with(
     plan = fastest(problem.space, proposals, budget=budget, required=required)
     if plan is None and not required and budget.over:
         return OUT_OF_TIME
-    return plan or _misfit_reason(problem.space)
+    return plan or unfit_reason(problem.space)
 
 
 def _propose(planner: Planner, problem: Problem) -> Iterator[Proposal]:
@@ -248,12 +237,6 @@ def _propose(planner: Planner, problem: Problem) -> Iterator[Proposal]:
             if own.recompute != "except_last":
                 proposal = replace(proposal, config=replace(own, recompute=mode))
             yield proposal
-
-
-def _misfit_reason(space: Space) -> str:
-    if space.runtime is not None and space.runtime.trains_every_stage:
-        return "does not fit, or a stage has nothing to train, which the runtime asks of every stage"
-    return "does not fit"
 
 
 def joint_search(

@@ -391,7 +391,7 @@ def test_who_is_asked(
         seeds = sorted([4.5, *seeds])
     expected.append(("search", seeds, True))
     if not exact and not large:
-        expected += [(name, False, 0.3) for name in LATE if name not in more]
+        expected += [(name, False, 0.2) for name in LATE if name not in more]
         expected.append(("near", [4.0]))
     expected += [(name, False, 0.2) for name in (SIMPLE, COSTLY, OTHER) if name not in first]
     if not exact and problem.families:
