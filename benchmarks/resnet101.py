@@ -17,8 +17,9 @@ from typing import Any
 import pplan
 
 MACHINE: dict[str, Any] = {"gpus": 2, "bandwidth": (300e9,)}
-BATCHES = ((64, 4), (128, 4), (128, 8))
-"""Global batches, and micro-batches of each."""
+BATCHES = ((128, 2), (256, 4), (512, 8), (128, 4), (128, 8))
+"""Global batches, and micro-batches of each: of 64 samples, for which the device takes longer than one
+process to launch, and of 32 and 16, for which it does not."""
 BY_HAND = "layer3.5.relu"
 
 
@@ -48,7 +49,7 @@ def main() -> None:
             "resnet101",
             input_shape=(3, 224, 224),
             device="analytic:a100-80gb",
-            micro_batch_sizes=(4, 16, 32, 64),
+            micro_batch_sizes=(4, 16, 32, 64, 128),
             granularity="fine",
         )
     )

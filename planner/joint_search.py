@@ -21,13 +21,12 @@ from .other_schedules import propose_other_schedules, propose_parts
 from .pipeline_config import SEARCHED, SYNTHESIZED, UNPROPOSED
 from .plan_records import TIE
 from .planners import ALWAYS, find_planner
-from .planners.base import Planner, refusal_reason
+from .planners.base import Planner, refusal_reason, unfit_reason
 from .problem import INTERLEAVED, Problem
 from .scoring import fastest
 from .search.branch_and_bound import SearchResult, search
 from .search.budget import WORK_A_SECOND, OutOfTime
 from .search.coarse import is_large, search_large
-from .search.space import Space
 from .shape_descent import descend
 from .synthesis.synthesize import synthesize
 from .universal_bound import universal_bound
@@ -35,7 +34,7 @@ from .universal_bound import universal_bound
 SEARCH_SHARE = 0.6
 """Share of the time limit's work that the search may do; the rest is for work that is not counted."""
 FOR_SEARCHED = 0.75
-"""Share of the time that the search may take where it does not know all schedules that are allowed."""
+"""Share of the time that the search may take; the rest is for other schedules, and for planners after it."""
 FOR_KNOWN = 0.75
 """Share of the time that all of it may take where an order is made for the plan afterwards."""
 BEST = "best"
@@ -50,9 +49,11 @@ SIMPLE = ("one-gpu", "data-parallel", "even")
 OUT_OF_TIME = "the time limit was reached before it made a plan"
 NOT_ALLOWED = "the options allow none of its plans"
 PLANNER_SHARE = 0.2
-"""Share of the remaining time that the proposals of one planner may take."""
+"""Share of the remaining time that the proposals of one planner may take, and then their steps."""
 FIRST_SHARE = 0.1
 """The same of a planner that is asked for a plan to start from."""
+LATE = ("spp", "piper", "asteroid", "galvatron", "pipedream-2bw", "autopipe", "bapipe", OF_MANY_SCHEDULES)
+"""Planners that are asked only where an answer is not proven; first those that often come near the best."""
 MOST_NEAR = 4
 """Plans of other schedules whose shapes are the first that cuts are searched of."""
 SMALL = 1_000
@@ -78,9 +79,9 @@ def find_best_plan(
 ) -> JointSearchResult:
     """The best plan of the problem, or of the planner that it names, and the bound on all plans.
 
-    No plan that the `planners` propose in time under an allowed schedule is faster. `cuts_others`: whether
-    the cuts of other schedules than 1F1B and GPipe are searched, too. Raises UsageError for an unknown
-    planner.
+    No plan that the `planners` propose in time under an allowed schedule is faster, nor, where the answer is
+    not proven, one of the others. `cuts_others`: whether the cuts of other schedules than 1F1B and GPipe are
+    searched, too. Raises UsageError for an unknown planner.
     """
     planner = problem.options.planner
     if planner != BEST:
@@ -109,8 +110,11 @@ def find_best_plan(
         seeds += descend(problem, seeds)
     result = joint_search(problem, seeds, cuts_others=cuts_others)
     if not large and not result.exact:
+        late = [name for name in LATE if name not in {*planners, *proposed}]
+        own = {name: plan_with(find_planner(name), problem, required=False) for name in late}
+        seeds += _allowed_plans(problem, own)
         starts = seeds if result.best is None else [result.best, *seeds]
-        result = _faster_of(problem, result, descend(problem, starts))
+        result = _faster_of(problem, result, [*seeds, *descend(problem, starts)])
     others = [name for name in planners if name not in first]
     if others:
         by_planner |= {
@@ -197,7 +201,7 @@ def plan_with(
 ) -> ScoredPlan | str:
     """The planner's best plan under the problem's costs and limits, or why there is none. Where the time is
     over only the simple ones still make one, so that there is a plan, and those of which one is `required`
-    once they have proposals; `share`: of the remaining time, for its proposals."""
+    once they have proposals; `share`: of the remaining time, for its proposals, and then for their steps."""
     if problem.budget.over and planner.name not in SIMPLE:
         return OUT_OF_TIME
     budget = problem.budget.part(share=share)
@@ -212,10 +216,11 @@ def plan_with(
             return OUT_OF_TIME
     if not proposals:
         return NOT_ALLOWED if refused else refusal_reason(planner, problem)
+    budget = problem.budget.part(share=share)
     plan = fastest(problem.space, proposals, budget=budget, required=required)
     if plan is None and not required and budget.over:
         return OUT_OF_TIME
-    return plan or _misfit_reason(problem.space)
+    return plan or unfit_reason(problem.space)
 
 
 def _propose(planner: Planner, problem: Problem) -> Iterator[Proposal]:
@@ -232,12 +237,6 @@ def _propose(planner: Planner, problem: Problem) -> Iterator[Proposal]:
             if own.recompute != "except_last":
                 proposal = replace(proposal, config=replace(own, recompute=mode))
             yield proposal
-
-
-def _misfit_reason(space: Space) -> str:
-    if space.runtime is not None and space.runtime.trains_every_stage:
-        return "does not fit, or a stage has nothing to train, which the runtime asks of every stage"
-    return "does not fit"
 
 
 def joint_search(
@@ -337,13 +336,13 @@ def run_search(
     of the `whole` space: of plans near good ones, as of a problem that is too large."""
     work = SEARCH_SHARE * problem.options.time_limit * WORK_A_SECOND if work is None else work
     own = [plan for plan in seeds if plan.config.schedule in SEARCHED]
+    large = is_large(problem.space, problem.families)
     space = problem.space
-    if problem.heuristic_schedules:
+    if problem.heuristic_schedules or not large:
         space = space.within(problem.budget.part(share=FOR_SEARCHED))
     # Of first layers, and of what offloads, there is no bound but that of the search.
     by_layer = problem.options.recompute in UNPROPOSED
-    large = is_large(problem.space, problem.families) or not (whole or by_layer)
-    if not large:
+    if not large and (whole or by_layer):
         return search(space, problem.families, problem.stage_counts, own, work)
     return search_large(
         space, problem.families, problem.stage_counts, own, work, deeper=problem.may_be_deeper

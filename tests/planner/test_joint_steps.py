@@ -17,6 +17,8 @@ from pplan.cost_models.topology import Topology
 from pplan.planner import joint_search
 from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.joint_search import (
+    FOR_SEARCHED,
+    LATE,
     OUT_OF_TIME,
     SEARCH_SHARE,
     _faster_of,
@@ -183,6 +185,25 @@ class TestPlanWith:
         assert plan_with(Slow("x"), problem) == OUT_OF_TIME
         assert isinstance(plan_with(Named("even", own), problem), ScoredPlan)
 
+    def test_steps_have_time_of_their_own(self, make_problem: MakeProblem, monkeypatch: Patch) -> None:
+        """Where the proposals took all of theirs, more of them make no worse plan."""
+        now = [0.0]
+        problem = replace(make_problem(), budget=SearchBudget(inf, 10.0, lambda: now[0]))
+        left = list[float]()
+
+        class Slow(Named):
+            def propose(self, problem: Problem) -> Iterator[Proposal]:
+                now[0] += 4.0
+                return super().propose(problem)
+
+        def score(*_: Any, budget: SearchBudget, **__: Any) -> ScoredPlan:
+            left.append(budget.seconds_left)
+            return plan(1.0)
+
+        monkeypatch.setattr(joint_search, "fastest", score)
+        plan_with(Slow("x", plan(1.0).proposal), problem)
+        assert left == pytest.approx([0.2 * 6.0])
+
     def test_no_time_to_score(self, make_problem: MakeProblem, monkeypatch: Patch) -> None:
         now = [0.0]
         problem = replace(make_problem(), budget=SearchBudget(inf, 10.0, lambda: now[0]))
@@ -284,12 +305,13 @@ def test_which_search_is_run(make_problem: MakeProblem, monkeypatch: Patch) -> N
     monkeypatch.setattr(
         joint_search, "search_large", lambda *own, deeper: noted(calls, ("large", *own, deeper), 2)
     )
-    problem, seeds = make_problem(4), [plan(1.0), plan(1.0, "zb-h1"), plan(2.0, "gpipe")]
+    problem = replace(make_problem(4), budget=SearchBudget(inf, 10.0, lambda: 0.0))
+    seeds = [plan(1.0), plan(1.0, "zb-h1"), plan(2.0, "gpipe")]
     assert run_search(problem, seeds) == 1  # type: ignore[comparison-overlap]
     name, space, families, counts, own, work = calls.pop()
     assert (name, families, counts) == ("search", problem.families, problem.stage_counts)
     assert own == [seeds[0], seeds[2]]
-    assert space is problem.space
+    assert space.budget.seconds_left == FOR_SEARCHED * 10.0
     assert work == SEARCH_SHARE * problem.options.time_limit * WORK_A_SECOND
     run_search(problem, work=7.0)
     assert calls.pop()[-1] == 7.0
@@ -304,6 +326,8 @@ def test_which_search_is_run(make_problem: MakeProblem, monkeypatch: Patch) -> N
     many = make_problem(4, schedule="any")
     run_search(many)
     assert calls.pop()[1] is not many.space
+    run_search(one := make_problem(4, max_stages=2))
+    assert calls.pop()[1] is one.space
 
 
 SIMPLE, COSTLY, OTHER = "even", "dapple", "gpipe-balance"
@@ -333,7 +357,7 @@ def test_who_is_asked(
 ) -> None:
     """Before the search those that take no time, and those whose plans it starts from; afterwards the others.
     What is near good plans is looked at before it of what is neither small nor large, and after it where the
-    answer is not proven, and on fewer devices then, too."""
+    answer is not proven: then all planners are asked, and on fewer devices, too."""
     log = list[Any]()
     problem = make_problem(schedule=schedule)
     steps = {name: 5.0 + number for number, name in enumerate([*first, *more])}
@@ -367,6 +391,7 @@ def test_who_is_asked(
         seeds = sorted([4.5, *seeds])
     expected.append(("search", seeds, True))
     if not exact and not large:
+        expected += [(name, False, 0.2) for name in LATE if name not in more]
         expected.append(("near", [4.0]))
     expected += [(name, False, 0.2) for name in (SIMPLE, COSTLY, OTHER) if name not in first]
     if not exact and problem.families:
