@@ -67,6 +67,7 @@ class DeviceLimits:
     each that kernels reach (ours are assumptions; a table of kernels replaces those of products).
 
     `shares`: of the bandwidth, by the kind of a pass over memory where it is not the `memory_share`.
+    `stated_flops`: of the device's maker, where `flops` are the peak that a table of kernels names.
     """
 
     flops: float
@@ -75,6 +76,7 @@ class DeviceLimits:
     attention_share: float = ATTENTION_SHARE
     memory_share: float = MEMORY_SHARE
     shares: Mapping[str, float] = field(default_factory=dict)
+    stated_flops: float | None = None
 
     def product_seconds(self, kernel: Product) -> float:
         share = self.attention_share if isinstance(kernel, AttentionKernel) else self.product_share

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..cost_models.document import MadeBy
 from ..cost_models.quantities import format_seconds
-from ..cost_models.transformer.kernel_table import KernelTable
+from ..cost_models.transformer.kernel_table import TERA, KernelTable
 from ..cost_models.transformer.layer_table import StageEstimate
 from ..planner.degrees.degree_combinations import options_to_allow
 from ..planner.degrees.degree_file import (
@@ -168,6 +168,10 @@ def _by_stage_notes(answer: DegreeAnswer) -> list[str]:
     return notes
 
 
+_LEAST_PEAK, _LARGEST_PEAK = 0.3, 1.05
+"""Of what the maker states: a table without a stated peak has that of its fastest kernel."""
+
+
 def _offload_note(answer: DegreeAnswer) -> str:
     rate, stated = answer.costs.host_bandwidth or 0.0, answer.options.host_bandwidth is not None
     source = "as given" if stated else "an assumption: 85 % of the GPU's own PCIe link, shared with none"
@@ -235,8 +239,14 @@ def _notes(answer: DegreeAnswer) -> list[str]:
         notes.append(
             f"no kernels are measured: by assumption they reach {shares}; give a table with `kernels`"
         )
-    elif answer.assumed_kernels:
-        notes.append(_assumed_note(answer, answer.costs.table, shares))
+    else:
+        if limits.stated_flops and not _LEAST_PEAK <= limits.flops / limits.stated_flops <= _LARGEST_PEAK:
+            notes.append(
+                f"the table's peak is {limits.flops / TERA:g} TFLOP/s, and that of the GPU in bfloat16 "
+                f"{limits.stated_flops / TERA:g}: its kernels may be another device's"
+            )
+        if answer.assumed_kernels:
+            notes.append(_assumed_note(answer, answer.costs.table, shares))
     notes.append(
         f"as fitted to a training loop on B200, {format_seconds(overheads.gap)} follow each pass over memory "
         f"and each pass of a layer with experts waits for {format_seconds(overheads.dispatch)}"

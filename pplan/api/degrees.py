@@ -156,5 +156,8 @@ def rank_costs(topology: Topology, table: KernelTable | None) -> RankCosts:
             f"{preset.name} does not compute in bfloat16, as this training does",
             f"Name one that does with `gpu`: {_GPUS}; or give a table of its kernels, `kernels`.",
         )
-    peak = roofline.peak("bfloat16") if table is None else table.peak
-    return RankCosts(DeviceLimits(peak, roofline.bandwidth.value), TopologyLinks(topology), table)
+    stated = roofline.peak("bfloat16") if "bfloat16" in roofline.peaks else None
+    bandwidth, links = roofline.bandwidth.value, TopologyLinks(topology)
+    if table is None:
+        return RankCosts(DeviceLimits(roofline.peak("bfloat16"), bandwidth), links)
+    return RankCosts(DeviceLimits(table.peak, bandwidth, stated_flops=stated), links, table)
