@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from ..cost_models.errors import DefectError, UsageError
+from ..cost_models.errors import DefectError
 from .candidate import Proposal, ScoredPlan
 from .coverage import is_searched, to_searched_devices
 from .cut_search.schedule_search import search_schedules
@@ -22,7 +22,8 @@ from .pipeline_config import SEARCHED, SYNTHESIZED, UNPROPOSED
 from .plan_records import TIE
 from .planners import ALWAYS, find_planner
 from .planners.base import Planner, refusal_reason, unfit_reason
-from .problem import INTERLEAVED, Problem
+from .problem import Problem
+from .related_problems import on_fewer_devices, problem_for_planner, with_one_count, with_time_for_orders
 from .scoring import fastest
 from .search.branch_and_bound import SearchResult, search
 from .search.budget import WORK_A_SECOND, OutOfTime
@@ -35,8 +36,6 @@ SEARCH_SHARE = 0.6
 """Share of the time limit's work that the search may do; the rest is for work that is not counted."""
 FOR_SEARCHED = 0.75
 """Share of the time that the search may take; the rest is for other schedules, and for planners after it."""
-FOR_KNOWN = 0.75
-"""Share of the time that all of it may take where an order is made for the plan afterwards."""
 BEST = "best"
 COSTLY = (*("pipedream", "pipedream-published", "dapple", "alpa", "interleaved"), "spp", "piper", "asteroid")
 """Planners that search themselves: unless the problem is small, they run after the joint search."""
@@ -89,12 +88,12 @@ def find_best_plan(
         own = {planner: plan}
         best = plan if isinstance(plan, ScoredPlan) else None
         return JointSearchResult(with_bound(problem, best, run_search(problem, _plans(own))), own)
-    whole, problem = problem, _with_time_for_orders(problem)
+    whole, problem = problem, with_time_for_orders(problem)
     quick = is_small_problem(problem)
     large = is_large(problem.space, problem.families)
     few = large or bool(problem.heuristic_schedules)
     first = [name for name in planners if quick or (name in SIMPLE if few else name not in COSTLY)]
-    by_planner = {name: plan_with(find_planner(name), _problem_for_planner(name, problem)) for name in first}
+    by_planner = {name: plan_with(find_planner(name), problem_for_planner(name, problem)) for name in first}
     proposed = dict(by_planner)
     # The search may not come to the deep pipelines that little memory asks for, nor to other schedules.
     more = () if quick or large else BALANCED
@@ -119,39 +118,23 @@ def find_best_plan(
     if others:
         by_planner |= {
             name: plan_with(
-                find_planner(name), _problem_for_planner(name, problem), required=result.best is None
+                find_planner(name), problem_for_planner(name, problem), required=result.best is None
             )
             for name in others
         }
         result = _faster_of(problem, result, _allowed_plans(problem, by_planner))
     if not result.exact and problem.families:
-        result = _faster_of(problem, result, _plans_on_fewer_devices(problem))
+        plans = _plans_of(problem, on_fewer_devices(problem), cuts_others=False)
+        result = _faster_of(problem, result, plans)
     if result.best is not None and (other := search_other_orders(problem, result.best)) is not None:
         moved = _on_other_devices(problem, [other])
         result = _faster_of(problem, result, [other] if moved is None else [other, moved])
     if problem.options.schedule == SYNTHESIZED:
         result = _faster_of(problem, result, synthesize(whole, result.best, result.other_plans))
+        if cuts_others:
+            plans = _plans_of(whole, with_one_count(whole, result), cuts_others=True)
+            result = _faster_of(problem, result, plans)
     return JointSearchResult(result, by_planner)
-
-
-def _with_time_for_orders(problem: Problem) -> Problem:
-    """The same, with the time that it leaves for an order of its own where one is asked for."""
-    if problem.options.schedule != SYNTHESIZED:
-        return problem
-    budget = problem.budget.part(share=FOR_KNOWN)
-    earlier = replace(problem, budget=budget)
-    vars(earlier)["space"] = problem.space.within(budget)
-    return earlier
-
-
-def _problem_for_planner(planner: str, problem: Problem) -> Problem:
-    """The problem that a planner is given: interleaved pipelines are allowed for their own planner, also
-    where the options exclude them."""
-    if planner != INTERLEAVED:
-        return problem
-    return replace(
-        problem, options=replace(problem.options, planner=planner, robust=False, slow_devices=None)
-    )
 
 
 def _allowed_plans(problem: Problem, by_planner: Mapping[str, ScoredPlan | str]) -> list[ScoredPlan]:
@@ -159,24 +142,14 @@ def _allowed_plans(problem: Problem, by_planner: Mapping[str, ScoredPlan | str])
     return [plan for plan in _plans(by_planner) if plan.config.schedule in problem.allowed_schedules]
 
 
-def _plans_on_fewer_devices(problem: Problem) -> list[ScoredPlan]:
-    """The best plan on the largest power of two of devices below all of them: more devices may not make the
-    answer worse, also where it is not proven."""
-    if problem.gpus == 1 or problem.options.use_all or is_large(problem.space, problem.families):
-        return []
-    if problem.budget.spent:
-        return []
-    gpus = 1 << ((problem.gpus - 1).bit_length() - 1)
-    options = replace(problem.options, mini_batch=problem.mini_batch)
-    try:
-        fewer = replace(problem, topology=problem.topology.with_gpus(gpus), options=options)
-    except UsageError:
-        return []  # so few cannot have what is requested
-    best = find_best_plan(fewer, cuts_others=False).best
-    if best is None or not problem.allows(best.proposal):
-        return []
-    resolved = fastest(problem.space, [best.proposal])
-    return [] if resolved is None else [resolved]
+def _plans_of(problem: Problem, narrower: Iterable[Problem], *, cuts_others: bool) -> Iterator[ScoredPlan]:
+    """The best plan of each problem that allows a part of this one's plans."""
+    for own in narrower:
+        best = find_best_plan(own, cuts_others=cuts_others).best
+        if best is not None and problem.allows(best.proposal):
+            resolved = fastest(problem.space, [best.proposal])
+            if resolved is not None:
+                yield resolved
 
 
 def is_small_problem(problem: Problem) -> bool:

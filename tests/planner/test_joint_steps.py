@@ -14,7 +14,7 @@ import pytest
 from pplan.cost_models.errors import DefectError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
-from pplan.planner import joint_search
+from pplan.planner import joint_search, related_problems
 from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.joint_search import (
     FOR_SEARCHED,
@@ -22,8 +22,7 @@ from pplan.planner.joint_search import (
     OUT_OF_TIME,
     SEARCH_SHARE,
     _faster_of,
-    _plans_on_fewer_devices,
-    _problem_for_planner,
+    _plans_of,
     find_best_plan,
     is_small_problem,
     plan_with,
@@ -33,6 +32,7 @@ from pplan.planner.joint_search import (
 )
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.problem import Problem
+from pplan.planner.related_problems import on_fewer_devices, problem_for_planner, with_one_count
 from pplan.planner.search.branch_and_bound import SearchResult
 from pplan.planner.search.budget import WORK_A_SECOND, SearchBudget
 
@@ -74,6 +74,10 @@ def test_the_faster_of_an_answer_and_others(make_problem: MakeProblem, monkeypat
     assert better == ("bounded", fast, none)
 
 
+def _plans_on_fewer_devices(problem: Problem) -> list[ScoredPlan]:
+    return list(_plans_of(problem, on_fewer_devices(problem), cuts_others=False))
+
+
 @pytest.mark.parametrize(("gpus", "fewer"), [(1, None), (2, 1), (3, 2), (4, 2), (5, 4), (8, 4), (9, 8)])
 def test_the_answer_on_fewer_devices(
     gpus: int, fewer: int | None, make_problem: MakeProblem, monkeypatch: Patch
@@ -104,9 +108,28 @@ def test_where_fewer_devices_are_no_answer(make_problem: MakeProblem, monkeypatc
     assert _plans_on_fewer_devices(make_problem(4, max_stages=1)) == []
     monkeypatch.setattr(joint_search, "find_best_plan", lambda *_, **__: SimpleNamespace(best=None))
     assert _plans_on_fewer_devices(problem) == []
-    monkeypatch.setattr(joint_search, "is_large", lambda *_: True)
+    monkeypatch.setattr(related_problems, "is_large", lambda *_: True)
     monkeypatch.setattr(joint_search, "find_best_plan", lambda *_, **__: pytest.fail("too large"))
     assert _plans_on_fewer_devices(problem) == []
+
+
+def test_numbers_of_micro_batches_of_good_plans(make_problem: MakeProblem) -> None:
+    """Of the answer first, then of the fastest other that has another; none where one is given."""
+
+    def of(micro_batches: int) -> ScoredPlan:
+        own = plan(2.0)
+        config = replace(own.config, micro_batches=micro_batches)
+        return replace(own, proposal=replace(own.proposal, config=config))
+
+    problem = make_problem(4, mini_batch=None)
+    found = result(of(8), 1.0, other_plans=(of(8), of(2), of(4)))
+    narrower = list(with_one_count(problem, found))
+    assert [own.options.micro_batches for own in narrower] == [8, 2]
+    assert {own.options.mini_batch for own in narrower} == {problem.mini_batch}
+    assert [own.options.micro_batches for own in with_one_count(problem, replace(found, best=None))] == [8, 2]
+    assert list(with_one_count(problem, result(None, 1.0))) == []
+    assert list(with_one_count(replace(problem, budget=SearchBudget(0.0)), found)) == []
+    assert list(with_one_count(narrower[0], found)) == []
 
 
 def test_problems_that_are_small(make_problem: MakeProblem, monkeypatch: Patch) -> None:
@@ -118,8 +141,8 @@ def test_problems_that_are_small(make_problem: MakeProblem, monkeypatch: Patch) 
 
 def test_interleaved_pipelines_are_for_their_own_planner(make_problem: MakeProblem) -> None:
     problem = make_problem(robust=True)
-    assert _problem_for_planner("dapple", problem) is problem
-    options = _problem_for_planner("interleaved", problem).options
+    assert problem_for_planner("dapple", problem) is problem
+    options = problem_for_planner("interleaved", problem).options
     assert (options.planner, options.robust, options.slow_devices) == ("interleaved", False, None)
 
 
@@ -381,7 +404,7 @@ def test_who_is_asked(
     monkeypatch.setattr(joint_search, "joint_search", search)
     monkeypatch.setattr(joint_search, "descend", near)
     monkeypatch.setattr(joint_search, "search_other_orders", lambda *_: None)
-    monkeypatch.setattr(joint_search, "_plans_on_fewer_devices", lambda _: noted(log, "fewer", []))
+    monkeypatch.setattr(joint_search, "on_fewer_devices", lambda _: noted(log, "fewer", []))
     answer = find_best_plan(problem, [SIMPLE, COSTLY, OTHER])
     expected: list[Any] = [(name, True, 0.2) for name in first]
     expected += [(name, True, 0.1) for name in more]
