@@ -131,7 +131,7 @@ def find_best_plan(
         result = _faster_of(problem, result, [other] if moved is None else [other, moved])
     if problem.options.schedule == SYNTHESIZED:
         result = _faster_of(problem, result, synthesize(whole, result.best, result.other_plans))
-        if cuts_others:
+        if cuts_others and not result.exact:
             plans = _plans_of(whole, with_one_count(whole, result), cuts_others=True)
             result = _faster_of(problem, result, plans)
     return JointSearchResult(result, by_planner)

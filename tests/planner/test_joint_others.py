@@ -210,7 +210,7 @@ def test_other_orders_are_searched_at_last(
         "synthesize",
         lambda own, best, others: noted(asked, (own, best.step_seconds, others), [plan(9.0)]),
     )
-    best = find_best_plan(problem, [], cuts_others=False).best
+    best = find_best_plan(problem, []).best
     assert best is not None
     expected = 4.0 if other is None else min(other, moved or inf)
     assert best.step_seconds == expected
