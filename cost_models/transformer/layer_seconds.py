@@ -61,6 +61,11 @@ class LayerSeconds:
         bytes = tensors * self._boundary
         return self.costs.links.transfer(bytes, degrees.tensor * degrees.context * degrees.data)
 
+    def cut_seconds(self, slot: int) -> tuple[float, float]:
+        """Over the cuts before and behind a (virtual) stage; 0 before the first and behind the last."""
+        enter = self.transfer_seconds(slot - 1) if slot else 0.0
+        return enter, self.transfer_seconds(slot) if slot < self.slots - 1 else 0.0
+
     def fixed_parts(self, slot: int) -> list[tuple[int, PassSeconds]]:
         """What a (virtual) stage has beside blocks, with how many of each: embedding, predictors, head."""
         setting = self.setting

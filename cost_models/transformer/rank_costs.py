@@ -67,7 +67,7 @@ class DeviceLimits:
     each that kernels reach (ours are assumptions; a table of kernels replaces those of products).
 
     `shares`: of the bandwidth, by the kind of a pass over memory where it is not the `memory_share`.
-    `stated_flops`: of the device's maker, where `flops` are the peak that a table of kernels names.
+    `stated_flops`: of the device's maker; `flops` are others where a table of kernels names its peak.
     """
 
     flops: float

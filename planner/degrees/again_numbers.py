@@ -106,10 +106,9 @@ def _step_seconds(
         return np.asarray(wait + many * both + update, dtype=np.float64), many * more
     parts = layers.fixed_parts(device)
     forward = sum(count * own.forward for count, own in parts) + number * block.forward
-    cuts = [layers.transfer_seconds(stage) for stage in range(stages - 1)]
-    enter, leave = [0.0, *cuts, 0.0][device : device + 2]
+    enter, leave = layers.cut_seconds(device)
     ahead = min(stages - 1 - device, many - 1)
     less = enter + ahead * forward + (ahead + 1) * leave
-    whole = layers.whole_seconds + 2 * sum(cuts)
+    whole = layers.whole_seconds + 2 * sum(map(layers.transfer_seconds, range(stages - 1)))
     with_none = whole + (many - 1) * both + many * (enter + leave) - less + update
     return np.asarray(with_none, dtype=np.float64), float((many - 1) * more)

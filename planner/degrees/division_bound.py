@@ -133,19 +133,13 @@ class _DivisionProgramme:
             for way, each in enumerate(passes)
         )
         update = np.where(allowed, np.maximum(own.update[number], layers.least_update_seconds), np.inf)
-        enter, leave = self._cuts(stage)
+        enter, leave = layers.cut_seconds(stage)
         after = layers.degrees.pipeline - 1 - stage
         with np.errstate(invalid="ignore"):
             alone = stage_bound(forward, backward, enter, leave, behind, after, layers.setting.micro_batches)
             both = forward + backward
             latest = np.maximum(alone + update, both + step)
         return np.where(allowed, latest, np.inf), np.where(allowed, both, np.inf)
-
-    def _cuts(self, stage: int) -> tuple[float, float]:
-        """Seconds over the cuts before and behind a stage."""
-        layers, last = self.layers, self.layers.degrees.pipeline - 1
-        enter = layers.transfer_seconds(stage - 1) if stage else 0.0
-        return enter, layers.transfer_seconds(stage) if stage < last else 0.0
 
     def _fitting_runs(self, stage: int) -> npt.NDArray[np.bool_]:
         """Those that the stage has memory for, and blocks enough."""
@@ -160,7 +154,7 @@ class _DivisionProgramme:
         """Those that fit and leave a step of `enough` seconds, with so many of a micro-batch in all."""
         layers, own, stages = self.layers, self._stage_costs(stage), self.layers.degrees.pipeline
         many = layers.setting.micro_batches
-        enter, leave = self._cuts(stage)
+        enter, leave = layers.cut_seconds(stage)
         ahead, both = min(stages - 1 - stage, many - 1), own.forward + own.backward
         less = np.minimum(ahead * own.forward + (ahead + 1) * leave, ahead * (own.backward + enter) + leave)
         alone = whole - both + many * (both + enter + leave) - enter - less

@@ -157,7 +157,6 @@ def rank_costs(topology: Topology, table: KernelTable | None) -> RankCosts:
             f"Name one that does with `gpu`: {_GPUS}; or give a table of its kernels, `kernels`.",
         )
     stated = roofline.peak("bfloat16") if "bfloat16" in roofline.peaks else None
-    bandwidth, links = roofline.bandwidth.value, TopologyLinks(topology)
-    if table is None:
-        return RankCosts(DeviceLimits(roofline.peak("bfloat16"), bandwidth), links)
-    return RankCosts(DeviceLimits(table.peak, bandwidth, stated_flops=stated), links, table)
+    peak = roofline.peak("bfloat16") if table is None else table.peak
+    limits = DeviceLimits(peak, roofline.bandwidth.value, stated_flops=stated)
+    return RankCosts(limits, TopologyLinks(topology), table)
