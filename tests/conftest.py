@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
@@ -302,6 +302,43 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("PPLAN_DEBUG", raising=False)
     monkeypatch.setenv("COLUMNS", "110")
     return tmp_path
+
+
+COMMANDS: dict[str, tuple[str, ...]] = {}
+"""Words of the command line by the verb that tests name. A verb that is renamed gets an entry here."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Result of a command line."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        """Lines of standard error."""
+        return self.err.splitlines()
+
+
+@pytest.fixture
+def run(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Ran]:
+    """Run pplan's `main` in an empty folder, as the console script does: `run("solve", "--gpus", "2")`."""
+    del here
+    from pplan.cli.app import main
+
+    def run_main(*arguments: str) -> Ran:
+        verb = COMMANDS.get(arguments[0], arguments[:1]) if arguments else ()
+        monkeypatch.setattr(sys, "argv", ["pplan", *verb, *arguments[1:]])
+        capsys.readouterr()
+        status = main()
+        out, err = capsys.readouterr()
+        return Ran(status, out, err)
+
+    return run_main
 
 
 @pytest.fixture

@@ -32,19 +32,20 @@ FROM_RUNTIMES = {"planner": {"planner.plan_file", "planner.plan_records"}}
 WITHOUT_CIRCLES = ("cost_models", "planner", "profiler", "runtimes")
 """Folders in which imports run one way, file by file and sub-folder by sub-folder."""
 TORCH = {"torch", "torchvision", "torchgpipe", "fairscale", "deepspeed"}
-NO_TORCH = [
-    *(ROOT / "cost_models").rglob("*.py"),
-    *(ROOT / "planner").rglob("*.py"),
-    *(ROOT / "cli").rglob("*.py"),
-    *(ROOT / "profiler/importing").rglob("*.py"),
-    ROOT / "profiler/__init__.py",
-    ROOT / "profiler/profile_file.py",
-    ROOT / "profiler/profile_records.py",
-]
+NO_TORCH_FOLDERS = ("cost_models", "planner", "cli", "profiler/importing")
+NO_TORCH_FILES = ("profiler/__init__.py", "profiler/profile_file.py", "profiler/profile_records.py")
+
+
+@cache
+def tracked() -> tuple[Path, ...]:
+    """Files that git tracks and that exist, so that a virtual environment in the clone is never read."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return tuple(path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file())
 
 
 def sources(room: str) -> list[Path]:
-    return sorted((ROOT / room).rglob("*.py"))
+    """Python files of a folder, sub-folders included."""
+    return [path for path in tracked() if path.suffix == ".py" and path.is_relative_to(ROOT / room)]
 
 
 @cache
@@ -185,7 +186,8 @@ def test_verification_shares_no_code_with_what_it_verifies() -> None:
 
 
 def test_torch_is_imported_in_the_profiler_and_the_runtimes_only() -> None:
-    for path in NO_TORCH:
+    without = [path for folder in NO_TORCH_FOLDERS for path in sources(folder)]
+    for path in (*without, *(ROOT / name for name in NO_TORCH_FILES)):
         for module, _ in imported(path):
             assert module.split(".")[0] not in TORCH, f"{path} imports {module}"
     for path in sources("runtimes"):
@@ -308,7 +310,8 @@ def test_every_folder_is_packaged() -> None:
     folders = {"pplan"} | {
         "pplan." + ".".join(init.parent.relative_to(ROOT).parts).removeprefix("pplan.")
         for room in ROOMS
-        for init in (ROOT / room).rglob("__init__.py")
+        for init in sources(room)
+        if init.name == "__init__.py"
     }
     folders |= {"pplan.verification"}
     assert set(settings["packages"]) == folders
@@ -320,15 +323,19 @@ def test_every_folder_is_packaged() -> None:
     assert with_code <= folders
     links = {path.name for path in (ROOT / "typings/pplan").iterdir()}
     assert links == {"__init__.py", *MAY_IMPORT, "verification"}
-    assert not list(ROOT.rglob("profile.py")), "profile.py would shadow the standard library's"
+    shadows = [path for path in tracked() if path.name == "profile.py"]
+    assert not shadows, "profile.py would shadow the standard library's"
 
 
 @pytest.mark.slow
 def test_the_wheel_holds_everything(tmp_path: Path) -> None:
     """Built from a copy of the sources, unpacked elsewhere, and imported from there."""
     copy = tmp_path / "sources"
-    left_out = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "__pycache__", "typings")
-    shutil.copytree(ROOT, copy, ignore=left_out)
+    for path in tracked():
+        if not path.is_relative_to(ROOT / "typings"):
+            target = copy / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
     pip = [sys.executable, "-m", "pip"]
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
     built = subprocess.run([*pip, "wheel", *options, str(copy)], capture_output=True, text=True, check=False)
@@ -361,65 +368,8 @@ for name in ("pplan", *{[f"pplan.{room}" for room in MAY_IMPORT]!r}):
     subprocess.run([sys.executable, "-c", check], cwd=tmp_path, check=True)
 
 
-SAME_NAME: dict[str, str] = {}
-"""Files that may have the name of another, and why."""
-
-
-def sources_of_the_package() -> list[Path]:
-    """All files of pplan but the `__init__.py`."""
-    found = [path for room in (*ROOMS, "pplan/verification") for path in sources(room)]
-    return [path for path in found if path.name != "__init__.py"]
-
-
-def repeated(names: Iterator[tuple[str, Path]]) -> dict[str, list[str]]:
-    """Names that are there twice or more, with the files they are in."""
-    by_name: dict[str, list[str]] = {}
-    for name, path in names:
-        by_name.setdefault(name, []).append(path.relative_to(ROOT).as_posix())
-    return {name: paths for name, paths in by_name.items() if len(paths) > 1}
-
-
-def test_no_two_files_have_one_name() -> None:
-    again = repeated((path.name, path) for path in sources_of_the_package())
-    assert set(again) <= set(SAME_NAME), again
-    assert set(SAME_NAME) <= set(again), "an exception that is no longer needed"
-
-
-def test_no_two_classes_have_one_name() -> None:
-    classes = (
-        (node.name, path)
-        for path in sources_of_the_package()
-        for node in nodes(path)
-        if isinstance(node, ast.ClassDef)
-    )
-    assert repeated(classes) == {}
-
-
 OWN_FUNCTIONS = ("cost_models", "planner", "pplan/verification")
-"""Folders whose public functions have names of their own."""
-SAME_FUNCTION = {
-    "number": "`arguments.number`: its callers name the module",
-    "simulate": "the Python API's, and what it calls: the simulator's one function",
-    "word": "`arguments.word`: its callers name the module",
-}
-"""Functions that may have the name of another, and why; those of schedules are fields of `SCHEDULE`."""
-
-
-def public_functions(path: Path) -> Iterator[tuple[str, Path]]:
-    """The functions at a file's top level; a schedule's own ones are not looked up by name."""
-    for node in parse(path).body:
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not is_schedule(path):
-            yield node.name, path
-
-
-def test_no_function_has_the_name_of_another() -> None:
-    every = [own for path in sources_of_the_package() for own in public_functions(path)]
-    own_names = {
-        name for room in OWN_FUNCTIONS for path in sources(room) for name, _ in public_functions(path)
-    }
-    again = {name: paths for name, paths in repeated(iter(every)).items() if name in own_names}
-    assert set(again) <= set(SAME_FUNCTION), again
-    assert set(SAME_FUNCTION) <= set(again), "an exception that is no longer needed"
+"""Folders whose functions are named by verbs."""
 
 
 def test_functions_are_verbs_and_not_of_something() -> None:
@@ -472,39 +422,3 @@ def test_names_are_those_of_things(room: str) -> None:
         if room in OWN_FUNCTIONS:
             riddles |= {name for name in names if FURTHER_PARTICIPLES.fullmatch(name)}
         assert not riddles, f"{path}: {sorted(riddles)}"
-
-
-MOST_LINES, FEWEST_LINES = 350, 60
-SMALL = {
-    "cli/doctor_command.py": "a file a verb",
-    "cli/explain_command.py": "a file a verb",
-    "cli/replan_command.py": "a file a verb",
-    "cli/schema_command.py": "a file a verb",
-    "cli/profile_kernels_command.py": "a file a verb",
-    "cli/import_command.py": "a file a verb",
-    "planner/objectives/objective_result.py": "all objectives import it",
-    "pplan/api/export.py": "a file a verb",
-    "pplan/api/provenance.py": "all verbs that write a file import it",
-    "pplan/api/verify.py": "a file a verb",
-    "runtimes/checking/processes/launcher.py": "a process starts with it (`python -m`)",
-    "runtimes/huggingface.py": "a file a runtime",
-    "runtimes/torchgpipe.py": "a file a runtime",
-}
-"""Files of fewer lines than make a room, and why; a schedule is a file however short it is."""
-
-
-def is_schedule(path: Path) -> bool:
-    return path.parent == ROOT / "cost_models/schedules" and "SCHEDULE" in names_in(path)
-
-
-@pytest.mark.parametrize("room", NAMED_BY_THINGS)
-def test_rooms_have_the_size_of_a_subject(room: str) -> None:
-    for path in sources(room):
-        lines, name = len(path.read_text().splitlines()), path.relative_to(ROOT).as_posix()
-        assert lines <= MOST_LINES, f"{name} has {lines} lines: split it where its subject ends"
-        small = lines < FEWEST_LINES and path.name != "__init__.py" and not is_schedule(path)
-        assert small == (name in SMALL), f"{name} has {lines} lines: join it to its subject, or see SMALL"
-
-
-def test_the_exceptions_are_files() -> None:
-    assert all((ROOT / name).is_file() for name in SMALL)
