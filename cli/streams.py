@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
+import io
+import json
 import os
 import sys
 import threading
@@ -45,13 +48,33 @@ _QUIET = [False]
 
 
 def begin() -> None:
-    """Nothing was printed yet by the command that begins. A stream that the shell closed (`>&-`) is the null
-    device."""
+    """Prepare the streams and the width for a command.
+
+    A stream that the shell closed (`>&-`) becomes the null device. Characters that a stream cannot encode are
+    written as JSON escapes. A `COLUMNS` that is no positive number counts as not set, as in shells.
+    """
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - until the process ends
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
+    codecs.register_error(_JSON_ESCAPES, _escape_as_json)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_JSON_ESCAPES)
+    columns = os.environ.get("COLUMNS", "1")
+    if not columns.isdecimal() or int(columns) == 0:
+        del os.environ["COLUMNS"]
     _PRINTED[0] = _QUIET[0] = False
+
+
+_JSON_ESCAPES = "pplan-json-escapes"
+
+
+def _escape_as_json(error: UnicodeError) -> tuple[str, int]:
+    """Replace characters that an encoding lacks by JSON escapes, so that `--json` stays valid."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
 def be_quiet() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from .check_command import check_command
 from .compare_command import compare_command
@@ -124,7 +126,9 @@ def help_footer(verb: str) -> str:
 
 
 for verb, command in VERBS.items():
-    app.command(verb, epilog=help_footer(verb))(with_common_options(with_options(command)))
+    # typer takes words in brackets for markup: [tool.pplan] would vanish.
+    summary = escape(inspect.getdoc(command) or "")
+    app.command(verb, help=summary, epilog=help_footer(verb))(with_common_options(with_options(command)))
 
 
 @dataclass

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticSerializationError
 
 from .errors import SHORT, FileError, short_repr
 from .quantities import (
@@ -29,7 +29,7 @@ from .quantities import (
     MOST_TOTAL_BYTES,
 )
 from .runtime import RUNTIMES
-from .text_files import FOR_A_RUNTIME, add_hash, list_kinds, read_text, write_whole
+from .text_files import FOR_A_RUNTIME, add_hash, escape_surrogates, list_kinds, read_text, write_whole
 
 
 def _not_too_short(seconds: float) -> float:
@@ -134,7 +134,12 @@ class Document(Record):
 
     def to_json(self) -> str:
         """The text of the file, keys as in the file, with the hash of the content (see text_files.py)."""
-        return add_hash(self.model_dump_json(by_alias=True, indent=1)) + "\n"
+        try:
+            text = self.model_dump_json(by_alias=True, indent=1)
+        except PydanticSerializationError:
+            escaped = type(self).model_validate(escape_surrogates(self.model_dump(by_alias=True)))
+            text = escaped.model_dump_json(by_alias=True, indent=1)
+        return add_hash(text) + "\n"
 
     def files(self, path: Path) -> dict[Path, str]:
         """What is written at `path`, and what belongs beside it."""

@@ -281,7 +281,7 @@ def _power_curve(low: Vector, high: Vector, size: float, larger: float, line: Ve
     upwards; benchmarks/left_out_sizes.py holds both curves against sizes that were measured and left out.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        exponent = np.log(high / low) / np.log(larger)
+        exponent = (np.log(high) - np.log(low)) / np.log(larger)
     grows = (exponent > 1) & (exponent <= 2)
     return np.where(grows, low * size ** np.where(grows, exponent, 1.0), line)
 

@@ -112,6 +112,15 @@ def _escape(match: re.Match[str]) -> str:
     return json.dumps(character)[1:-1] if unicodedata.category(character) in _STEERS else character
 
 
+def escape_surrogates(content: Any) -> Any:
+    """Escape bytes of file names that are not UTF-8 in every text of a document."""
+    if isinstance(content, str):
+        return content.encode(errors="backslashreplace").decode()
+    if isinstance(content, dict):
+        return {escape_surrogates(key): escape_surrogates(value) for key, value in content.items()}
+    return [escape_surrogates(item) for item in content] if isinstance(content, list | tuple) else content
+
+
 FOR_A_RUNTIME = "file for a runtime"
 KINDS = {
     "profile": "layers",
@@ -292,7 +301,13 @@ def _open_temporary(target: Path) -> IO[str]:
     """
     while True:
         file = tempfile.NamedTemporaryFile(  # noqa: SIM115 - the caller closes it
-            "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", suffix=_NEW, delete=False
+            "w",
+            encoding="utf-8",
+            errors="backslashreplace",
+            dir=target.parent,
+            prefix=f".{target.name}.",
+            suffix=_NEW,
+            delete=False,
         )
         with suppress(OSError):  # a file system without locks
             if fcntl is not None:
@@ -324,7 +339,8 @@ def _remove_unlocked(path: Path) -> None:
 
 def sha256(content: str | bytes) -> str:
     """Hexadecimal SHA-256 of a file's content; of a text in UTF-8."""
-    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
+    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
+    return hashlib.sha256(data).hexdigest()
 
 
 def _umask() -> int:

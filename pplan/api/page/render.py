@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from ...cost_models.text_files import escape_text
 from .page_content import PageContent
@@ -30,6 +31,7 @@ def render_page(content: PageContent) -> str:
         lstrip_blocks=True,
         finalize=_visible,
     )
+    environment.filters["code"] = _mark_code
     scripts = [(_FILES / name).read_text() for name in SCRIPTS]
     return environment.get_template("report.html.jinja").render(
         page=content,
@@ -59,6 +61,11 @@ def _visible(value: Any) -> Any:
     if not isinstance(value, str) or isinstance(value, Markup) or value.isprintable():
         return value
     return escape_text(value.replace("\n", " ").replace("\t", " "))
+
+
+def _mark_code(text: str) -> Markup:
+    """HTML of a sentence in which names stand between back-ticks."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(_visible(text)))))
 
 
 def _digest(script: str) -> str:

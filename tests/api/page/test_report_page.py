@@ -178,6 +178,16 @@ def test_what_is_not_there_is_said(toy: tuple[pplan.Profile, pplan.Plan]) -> Non
         assert words in page
 
 
+def test_names_of_options_are_marked_as_code(toy: tuple[pplan.Profile, pplan.Plan]) -> None:
+    odd = toy[1].model_copy(update={"warnings": ["`memory` gives it, <b>`a` & `b`</b>"]})
+    tree = parse(report(odd).html)
+    (warning,) = tree.findall(".//p[@class='warning']/bdi")
+    assert texts(warning) == "memory gives it, <b>a & b</b>"
+    assert [texts(code) for code in warning.findall("code")] == ["memory", "a", "b"]
+    assert "explain" in [texts(code) for code in tree.findall(".//section[@id='origin']//code")]
+    assert "`" not in texts(tree.find(".//main"))
+
+
 @pytest.mark.slow
 def test_a_large_plan_is_a_small_page() -> None:
     """64 stages x 256 micro-batches; a zero-bubble schedule has half as many actions again as 1F1B."""
