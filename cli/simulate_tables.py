@@ -79,9 +79,8 @@ def _times(simulation: Simulation) -> list[Column[int]]:
     columns = [
         seconds("compute", lambda stage: stage.compute),
         seconds("transfers", lambda stage: stage.transfer),
-        seconds("fill", lambda stage: stage.fill, drop=8),
+        seconds("warm-up,\ncool-down", lambda stage: stage.warm_up_cool_down, drop=8),
         seconds("imbalance", lambda stage: stage.imbalance),
-        seconds("drain", lambda stage: stage.drain, drop=8),
     ]
     if any(stage.update for stage in times):
         columns.append(seconds("update", lambda stage: stage.update))

@@ -41,18 +41,19 @@ class Transfer(NamedTuple):
 
 
 class StageTime(NamedTuple):
-    """Where the step goes on one stage, seconds; they sum to the step.
+    """Seconds of the step on one stage, by cause. They sum to the step.
 
-    `fill`: idle before the first action; `drain`: idle after the last; `transfer`: idle between them while
-    what the next action needs is under way (or, where sends block, while it sends); `imbalance`: otherwise
-    idle between them; `update`: all-reduce and optimizer after the last action.
+    - `transfer`: idle between two actions while the input of the second is under way, or while a blocking
+      send lasts.
+    - `imbalance`: idle because the busiest stage computes longer, at most the difference of their compute.
+    - `warm_up_cool_down`: the rest of the idle time, which equal stages would have, too.
+    - `update`: all-reduce and optimizer after the last action.
     """
 
     compute: float
     transfer: float
-    fill: float
+    warm_up_cool_down: float
     imbalance: float
-    drain: float
     update: float
 
 
@@ -161,14 +162,16 @@ class Timeline:
     def _stage_time(self, stage: int) -> StageTime:
         own, busy, step = self._own[stage], self.busy_seconds[stage], self.step_seconds
         if not len(own):
-            return StageTime(0.0, 0.0, step, 0.0, 0.0, 0.0)
+            return StageTime(0.0, 0.0, step - max(self.busy_seconds), max(self.busy_seconds), 0.0)
         first, last = float(self.run.start[own[0]]), float(self.run.end[own[-1]])
         idle = float((self.run.start[own[1:]] - self.run.end[own[:-1]]).sum())
         waited = min(self._transfer_wait(own), idle)
         sent = max(float(self.run.free[stage]), last)
         update = self._update(stage, sent)
         drain = max(step - sent - update, 0.0)
-        return StageTime(busy, waited + sent - last, first, idle - waited, drain, update)
+        waiting = first + idle - waited + drain
+        imbalance = min(waiting, max(self.busy_seconds) - busy)
+        return StageTime(busy, waited + sent - last, waiting - imbalance, imbalance, update)
 
     def _transfer_wait(self, own: Indices) -> float:
         """Seconds between actions while a transfer for the next, or a blocking one of the last, goes on."""

@@ -146,8 +146,7 @@ def _spent(timeline: Timeline) -> dict[str, float]:
         "work of the busiest stage": times.compute - recomputing,
         "recompute": recomputing,
         "transfers": times.transfer,
-        "fill and drain": times.fill + times.drain,
-        "waiting for other stages": times.imbalance,
+        "warm-up and cool-down": times.warm_up_cool_down,
         "all-reduce and update": times.update,
     }
 

@@ -150,9 +150,8 @@ class SimulatedStage(Record):
     stage: int
     compute_seconds: float
     transfer_seconds: float
-    fill_seconds: float
+    warm_up_cool_down_seconds: float
     imbalance_seconds: float
-    drain_seconds: float
     update_seconds: float
     peak_in_flight: int | float
     layers: list[tuple[int, int]] | None = None

@@ -104,7 +104,7 @@ def explanation() -> Explanation:
         ("work of the busiest stage", 0.5, 0.45),
         ("recompute", 0.2, 0.0),
         ("transfers", 0.0, 0.01),
-        ("fill and drain", 0.2, 0.19),
+        ("warm-up and cool-down", 0.2, 0.19),
     ]
     return Explanation.model_validate(
         {

@@ -84,7 +84,7 @@ def test_the_times_of_a_stage_sum_to_the_step(found: Found) -> None:
         )
         assert (made["schema"], made["schedule"], made["micro_batches"]) == (1, schedule, 8)
         for stage in made["stages"]:
-            names = ("compute", "transfer", "fill", "imbalance", "drain", "update")
+            names = ("compute", "transfer", "warm_up_cool_down", "imbalance", "update")
             seconds = sum(stage[f"{name}_seconds"] for name in names)
             assert seconds == pytest.approx(made["step_seconds"], rel=1e-9)
             assert stage["memory_bytes"] is None
@@ -92,6 +92,22 @@ def test_the_times_of_a_stage_sum_to_the_step(found: Found) -> None:
         assert made["bubble"] == pytest.approx(1 - computed / 4 / made["step_seconds"])
         assert len(made["peak_in_flight"]) == len(made["weight_versions"]) == len(made["staleness"]) == 4
         assert (made["steady_seconds"] is None) is SCHEDULES[schedule].synchronous
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_equal_stages_are_not_called_unequal(found: Found, schedule: str) -> None:
+    costs = "--forward-ms 10 --backward-ms 10 --weight-ms 10"
+    equal = found(f"--schedule {schedule} --stages 4 --micro-batches 8", costs)
+    assert [stage["imbalance_seconds"] for stage in equal["stages"]] == pytest.approx([0] * 4, abs=1e-12)
+    assert any(stage["warm_up_cool_down_seconds"] > 0 for stage in equal["stages"])
+
+
+def test_stages_wait_for_the_busiest(found: Found) -> None:
+    """1F1B, 4 micro-batches. Stage 1 works 4 x 6 ms and 3 ms pass before and after it; stage 0 works 12 ms."""
+    slow = found("--schedule 1f1b --stages 2 --micro-batches 4 --forward-ms 1,2 --backward-ms 2,4")
+    assert slow["step_seconds"] == pytest.approx(27e-3)
+    assert [stage["imbalance_seconds"] for stage in slow["stages"]] == pytest.approx([12e-3, 0])
+    assert [stage["warm_up_cool_down_seconds"] for stage in slow["stages"]] == pytest.approx([3e-3, 3e-3])
 
 
 def test_asynchronous_schedules(found: Found) -> None:

@@ -48,7 +48,7 @@ TABLES = {
     "solve_frontier": (f"solve toy.profile.json {SOLVED} --frontier", "step memory"),
     "compare": ("compare toy.plan.json --planners", "plan step"),
     "explain": ("explain toy.plan.json --current 4,4,4", "where step change what"),
-    "simulate": ("simulate toy.plan.json", "stage compute fill"),
+    "simulate": ("simulate toy.plan.json", "stage compute imbalance"),
     "replan": ("replan toy.plan.json --lost 1 --within 20%", "stage devices layers"),
     "degrees": (f"degrees {DEGREES.removeprefix('--model ')}", "degrees step memory"),
     "lint": (f"lint Et*2|t*2|t*2|t*2L {DEGREES}", "rank layout memory"),

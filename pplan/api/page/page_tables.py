@@ -103,10 +103,11 @@ def time_table(simulation: Simulation) -> PageTable:
     """Where the time of each device goes."""
     step = simulation.timeline.step_seconds
     times = list(enumerate(simulation.timeline.stage_times))
-    names = ("compute", "transfer", "fill", "imbalance", "drain", "update")
+    names = ("compute", "transfer", "warm_up_cool_down", "imbalance", "update")
 
     def column(name: str) -> Column:
-        return name, lambda row: seconds_cell(getattr(row[1], name), getattr(row[1], name) / step)
+        heading = "warm-up and cool-down" if name == "warm_up_cool_down" else name
+        return heading, lambda row: seconds_cell(getattr(row[1], name), getattr(row[1], name) / step)
 
     columns: list[Column] = [
         ("stage", lambda row: count_cell(row[0])),
@@ -114,8 +115,9 @@ def time_table(simulation: Simulation) -> PageTable:
         ("in flight", lambda row: count_cell(simulation.timeline.peak_in_flight[row[0]])),
     ]
     note = (
-        "fill: idle before the first action; drain: after the last; transfer: idle while data is on its way; "
-        "imbalance: otherwise idle; update: all-reduces (the optimizer's own step is not counted)."
+        "transfer: idle while data is on its way. imbalance: idle because the busiest stage computes longer. "
+        "warm-up and cool-down: the rest of the idle time, which equal stages would have, too. "
+        "update: all-reduces, without the optimizer step."
     )
     return make_table("Where the time of each stage goes", columns, times, note)
 

@@ -26,8 +26,8 @@ def test_where_the_time_goes() -> None:
     timeline = simulate(TWO, costs)
     assert timeline.step_seconds == 8.25
     assert timeline.stage_times == (
-        StageTime(compute=4, transfer=1.0, fill=0, imbalance=3.0, drain=0, update=0.25),
-        StageTime(compute=5, transfer=0, fill=1.5, imbalance=0, drain=1.25, update=0.5),
+        StageTime(compute=4, transfer=1.0, warm_up_cool_down=2.0, imbalance=1.0, update=0.25),
+        StageTime(compute=5, transfer=0, warm_up_cool_down=2.75, imbalance=0, update=0.5),
     )
 
 
@@ -47,9 +47,9 @@ def test_time_that_a_sender_waits_is_transfer() -> None:
     assert [(str(s.action), s.start) for s in timeline.spans if s.stage == 0] == [
         ("F0", 0), ("F1", 1.5), ("B1", 5.5), ("B0", 7),
     ]  # fmt: skip
-    assert timeline.stage_times[0] == StageTime(4, 0.5 + 1.0 + 0.5, 0, 2.0, 0, 0)
+    assert timeline.stage_times[0] == StageTime(4, 0.5 + 1.0 + 0.5, 2.0, 0, 0)
     # Stage 1 sends B1 from 5 to 5.5 and B0 from 6.5 to 7.
-    assert timeline.stage_times[1] == StageTime(4, 1.0 + 0.5, 1.5, 0, 1.0, 0)
+    assert timeline.stage_times[1] == StageTime(4, 1.0 + 0.5, 1.5 + 1.0, 0, 0)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -74,7 +74,7 @@ def test_the_parts_make_the_step(name: str, transfers: Transfers) -> None:
 def test_a_stage_without_actions_fills_all_the_time() -> None:
     program = Program(((Action("F", 0), Action("B", 0)), ()), ((StageSlot(0),),), (0,))
     timeline = simulate(program, stage_costs(program, 1.0, 1.0))
-    assert timeline.stage_times[1] == StageTime(0, 0, 2, 0, 0, 0)
+    assert timeline.stage_times[1] == StageTime(0, 0, 0, 2, 0)
     assert timeline.peak_in_flight == (1, 0)
     assert timeline.bubble == 0.5
     assert simulate(program, stage_costs(program, 0.0, 0.0)).bubble == 0.0
