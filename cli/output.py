@@ -125,7 +125,15 @@ def choose_target(
 
 
 def file_stem(model: str) -> str:
-    """A model's name as the first part of a file name: `my.zoo:make` as `my.zoo_make`."""
+    """Return the first part of a file name for a model: `my.zoo_make` for `my.zoo:make`.
+
+    A configuration is named by its file, and a `config.json` by its folder where it has one: `llama` for
+    `hf:models/llama/config.json`.
+    """
+    if model.endswith(".json"):
+        path = Path(model.removeprefix("hf:"))
+        folder = path.parent.name.strip(".")
+        model = folder if path.stem == "config" and folder else path.stem
     return re.sub(r"[^\w.+-]+", "_", model).strip("._").lstrip("-") or "model"
 
 

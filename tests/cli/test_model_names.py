@@ -50,6 +50,24 @@ def test_a_hub_name_that_was_not_downloaded(tmp_path: Path, capsys: pytest.Captu
     assert "owner/small.json: no such configuration file" in error(capsys, "hf:owner/small.json")
 
 
+@pytest.mark.parametrize(
+    ("path", "file"),
+    [
+        ("./config.json", "config"),
+        ("config.json", "config"),
+        ("models/tiny-llama/config.json", "tiny-llama"),
+        ("models/tiny.json", "tiny"),
+    ],
+)
+def test_files_of_a_configuration_have_its_name(tmp_path: Path, path: str, file: str) -> None:
+    (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / path).write_text(json.dumps(LLAMA | {"vocab_size": 99, "intermediate_size": 64}))
+    device = ["--device", "analytic:a100-40gb", "--sequence", "8"]
+    assert main(["profile", f"hf:{path}", *device, "--micro-batch-sizes", "1"]) == 0
+    assert main(["solve", "--gpus", "2", "--mini-batch", "2", "--gpu", "a100-40gb"]) == 0
+    assert {f"{file}.profile.json", f"{file}.plan.json"} == {one.name for one in tmp_path.glob("*.*.json")}
+
+
 @pytest.mark.parametrize("content", ["{", "", "[1]", '"llama"'])
 def test_a_file_that_is_no_configuration(
     tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
