@@ -29,7 +29,6 @@ def _answer(plan: Plan) -> list[str]:
         return [_objective_answer(plan, plan.objective, what)]
     rival = _faster_baseline(plan)
     figures = _figures(plan.prediction.step_seconds, plan.prediction.samples_per_second)
-    figures += _uncertainty_text(plan.prediction.uncertainty)
     if plan.is_fixed_partition:
         return [f"{what} as given: {figures}."]
     if plan.is_replanned:
@@ -100,12 +99,6 @@ def _looked_at(plan: Plan) -> str:
 
 def _figures(step: float, samples_per_second: float) -> str:
     return f"{format_seconds(step)} a step, {three_digits(samples_per_second)} samples/s"
-
-
-def _uncertainty_text(uncertainty: float | None) -> str:
-    """The uncertainty of the seconds, where it is large enough to print."""
-    is_large = uncertainty is not None and uncertainty >= _LEAST_UNCERTAINTY
-    return f", give or take {uncertainty:.0%}" if is_large else ""
 
 
 def _rival_answer(plan: Plan, rival: Baseline) -> str:
@@ -189,8 +182,6 @@ def _faster_baseline(plan: Plan) -> Baseline | None:
     return min(faster, key=lambda base: base.step_seconds or 0.0, default=None)
 
 
-_LEAST_UNCERTAINTY = 0.01
-"""Share from which on the profile's uncertainty is said."""
 _RIVALS = ("data-parallel", "one-gpu")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..cost_models.number_format import percent, three_digits
+from ..cost_models.number_format import percent, three_digits, whole_percent
 from ..cost_models.optimizers import find_optimizer
 from ..cost_models.quantities import format_bytes, format_count, format_rate, format_seconds
 from ..cost_models.runtime import OFFLOAD
@@ -27,8 +27,9 @@ def summary_lines(plan: Plan) -> list[str]:
 
 def _figures(plan: Plan) -> list[str]:
     prediction = plan.prediction
+    interval = step_interval(prediction)
     return [
-        f"Step {format_seconds(prediction.step_seconds)}{_interval(prediction)}, "
+        f"Step {format_seconds(prediction.step_seconds)}{f' ({interval})' if interval else ''}, "
         f"{three_digits(prediction.samples_per_second)} samples/s, bubble {percent(prediction.bubble)}.",
         f"{batch_equation(plan)}; schedule {plan.schedule}; recompute {_recompute(plan)}; "
         f"optimizer {plan.optimizer}{_update(prediction)}{_states(plan)}.",
@@ -81,20 +82,27 @@ def _states(plan: Plan) -> str:
     return f"; {name}{gradients}: {size:.3g} bytes a parameter{spread}"
 
 
-def _interval(prediction: Prediction) -> str:
-    """Where the step lies as the measured layers vary, ` (12.1 to 12.9 ms in 80 % of draws of its layers'
-    times)`, where that is wide enough to print. What else differs between steps is not in it."""
-    if prediction.low_seconds is None or prediction.high_seconds is None:
+def step_interval(prediction: Prediction) -> str:
+    """Return the widest interval of the step that is known, as `80 % interval 12.1 to 12.9 ms`.
+
+    There are two: that of draws of the layers' times, and the error of their sum against the whole model.
+    Empty where neither is known, or where it would print as the step itself.
+    """
+    step, error = prediction.step_seconds, prediction.uncertainty or 0.0
+    low, high = prediction.low_seconds, prediction.high_seconds
+    if low is None or high is None or high - low < 2 * error * step:
+        return f"± {whole_percent(error)}" if error >= _LEAST_ERROR else ""
+    first, last = format_seconds(low), format_seconds(high)
+    if first == last == format_seconds(step):
         return ""
-    low, high = format_seconds(prediction.low_seconds), format_seconds(prediction.high_seconds)
-    if low == high == format_seconds(prediction.step_seconds):
-        return ""
-    number, unit = low.split()
-    ends = f"{number if high.endswith(f' {unit}') else low} to {high}"
-    # The step is that of the layers' medians; of many stages some one is late in nearly every step.
-    late = prediction.low_seconds > prediction.step_seconds and low != format_seconds(prediction.step_seconds)
-    reason = ", as some stage is late in most" if late else ""
-    return f" ({ends} in 80 % of draws of its layers' times{reason})"
+    number, unit = first.split()
+    # The step is that of median layers. With many stages, one of them is late in most steps.
+    late = ": some stage is late in most steps" if low > step and first != format_seconds(step) else ""
+    return f"80 % interval {number if last.endswith(f' {unit}') else first} to {last}{late}"
+
+
+_LEAST_ERROR = 0.01
+"""Error of the layers' sum from which on it is printed."""
 
 
 def _proof(plan: Plan) -> str:

@@ -103,7 +103,7 @@ def test_equal_stages_are_not_called_unequal(found: Found, schedule: str) -> Non
 
 
 def test_stages_wait_for_the_busiest(found: Found) -> None:
-    """1F1B, 4 micro-batches. Stage 1 works 4 x 6 ms and 3 ms pass before and after it; stage 0 works 12 ms."""
+    """1F1B, 4 micro-batches. Stage 1 works 4 x 6 ms with 3 ms before and after; stage 0 works 12 ms."""
     slow = found("--schedule 1f1b --stages 2 --micro-batches 4 --forward-ms 1,2 --backward-ms 2,4")
     assert slow["step_seconds"] == pytest.approx(27e-3)
     assert [stage["imbalance_seconds"] for stage in slow["stages"]] == pytest.approx([12e-3, 0])

@@ -412,22 +412,35 @@ def test_names_do_not_steer_the_terminal(plan: Plan, profile: Profile, terminal:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "shown"),
+    ("low", "high", "error", "shown"),
     [
-        (0.012, 0.0131, "Step 12.4 ms (12.0 to 13.1 ms in 80 % of draws of its layers' times), "),
-        (0.0009, 0.0131, "Step 12.4 ms (900 µs to 13.1 ms in 80 % of draws of its layers' times), "),
-        (0.0124001, 0.0124002, "Step 12.4 ms, "),
-        (None, None, "Step 12.4 ms, "),
+        (0.012, 0.0131, None, "Step 12.4 ms (80 % interval 12.0 to 13.1 ms), "),
+        (0.0009, 0.0131, 0.01, "Step 12.4 ms (80 % interval 900 µs to 13.1 ms), "),
+        (
+            0.0129,
+            0.0131,
+            None,
+            "Step 12.4 ms (80 % interval 12.9 to 13.1 ms: some stage is late in most steps), ",
+        ),
+        (0.0124001, 0.0124002, None, "Step 12.4 ms, "),
+        (0.012, 0.0131, 0.08, "Step 12.4 ms (± 8 %), "),
+        (None, None, 0.08, "Step 12.4 ms (± 8 %), "),
+        (None, None, 0.004, "Step 12.4 ms, "),
+        (None, None, None, "Step 12.4 ms, "),
     ],
 )
-def test_the_step_has_its_interval(
-    plan: Plan, low: float | None, high: float | None, shown: str, terminal: Terminal
+def test_the_answer_has_one_interval(
+    plan: Plan, low: float | None, high: float | None, error: float | None, shown: str, terminal: Terminal
 ) -> None:
+    """The wider one of the draws of layers' times and the error of their sum."""
     own = {"step_seconds": 0.0124, "lower_bound_seconds": 0.0124, "low_seconds": low, "high_seconds": high}
+    own["uncertainty"] = error
     predicted = plan.prediction.model_copy(update=own)
     console = terminal(110)
     print_plan(changed(plan, prediction=predicted), console)
-    assert shown in " ".join(console.text.split()) + " "
+    text = " ".join(console.text.split()) + " "
+    assert shown in text
+    assert text.count("±") + text.count("interval") == ("(" in shown)
 
 
 def test_layers_that_are_recomputed_have_a_column_where_stages_differ(plan: Plan, terminal: Terminal) -> None:

@@ -11,6 +11,7 @@ from ...cost_models.quantities import format_bytes, format_seconds
 from ...planner.plan_file import Plan
 from ...planner.plan_records import PlannedStage
 from ...profiler.profile_file import Profile
+from ..plan_summary import step_interval
 from ..simulation import Simulation
 
 MOST_LAYERS = 2000
@@ -250,10 +251,8 @@ def _cut_text(profile: Profile, row: int) -> str:
 def figure_list(plan: Plan) -> Iterator[tuple[str, str]]:
     """The figures at the head of the page."""
     predicted = plan.prediction
-    yield "step", format_seconds(predicted.step_seconds)
+    interval = step_interval(predicted)
+    yield "step", f"{format_seconds(predicted.step_seconds)}{f' ({interval})' if interval else ''}"
     yield "samples/s", three_digits(predicted.samples_per_second)
     yield "bubble", percent(predicted.bubble)
-    if predicted.low_seconds is not None and predicted.high_seconds is not None:
-        interval = f"{format_seconds(predicted.low_seconds)} to {format_seconds(predicted.high_seconds)}"
-        yield "80 % of draws of the layers' times", interval
     yield "proven bound", format_seconds(predicted.lower_bound_seconds)
