@@ -72,7 +72,11 @@ def step_seconds(schedule: str | Program, costs: PipelineCosts | Costs, engine: 
 def device_ends(program: Program, costs: Costs) -> Array | None:
     """(devices, candidates): when each device has run its last action, of many candidates; None where a link
     serves several devices, so that it is not known beforehand in which order."""
-    values = lower_costs(resolve_order(program), costs)
+    order = resolve_order(program)
+    if costs.candidates == 1:
+        single = lower_costs(order, costs.candidate(0))
+        return np.array(run(single).free)[:, None] if has_static_link_order(single) else None
+    values = lower_costs(order, costs)
     return run_many(values, "auto") if has_static_link_order(values) else None
 
 

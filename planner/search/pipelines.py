@@ -33,8 +33,8 @@ from .space import Space
 from .stage_recompute import repeat_end
 
 LAUNCHES = ("forward_launch", "backward_launch", "plain_launch")
-MANY_ACTIONS = 50_000
-"""Of a step: of more, all stages are simulated side by side."""
+MANY_ACTIONS, MANY_STAGES = 50_000, 12
+"""Of a step: of more, all stages are simulated side by side; with fewer stages only of 8 times as many."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +174,8 @@ class Pipelines:
     def _linear_ends(self, links: npt.NDArray[np.int64] | None) -> Floats | None:
         """`device_ends` with all stages side by side, where that is worth it and can be."""
         count, threads = self.config.micro_batches, self.hosts == "one" and self._is_late
-        few = 2 * self.stages * count <= MANY_ACTIONS or self.config.recompute == "except_last"
+        most = MANY_ACTIONS if self.stages >= MANY_STAGES else 8 * MANY_ACTIONS
+        few = 2 * self.stages * count <= most or self.config.recompute == "except_last"
         if few or threads or self.transfers != "overlapped":
             return None
         stages = (self.forward.T, self.backward.T, self.accumulation.T)

@@ -211,6 +211,7 @@ def test_pipelines_side_by_side(
 ) -> None:
     """`most`: actions up to which each is simulated by itself."""
     monkeypatch.setattr(pipelines, "MANY_ACTIONS", most)
+    monkeypatch.setattr(pipelines, "MANY_STAGES", 2)
     config = PipelineConfig(schedule, recompute, 6, 1)
     for seed in range(3):
         for launched in (0.0, 0.05, 1.0):
@@ -256,6 +257,8 @@ def test_where_all_stages_are_looked_at_side_by_side(monkeypatch: Patch) -> None
     """Of a step of more than so many actions, of passes that are all alike, with transfers that block
     nothing and no host for all that is late."""
     monkeypatch.setattr(pipelines, "MANY_ACTIONS", 2 * 3 * 6 - 1)
+    assert make_pipelines(1)._linear_ends(None) is None
+    monkeypatch.setattr(pipelines, "MANY_STAGES", 3)
     zero = np.zeros((5, 3))
     none: dict[str, Any] = {"forward_launch": zero, "backward_launch": zero, "plain_launch": zero}
     assert make_pipelines(1)._linear_ends(None) is not None
