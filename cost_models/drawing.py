@@ -24,6 +24,7 @@ COLOURS = {
     "memory": "#c49a3a",
     "computing": "#4c8fd6",
     "idle": "#d8d8d8",
+    "only by itself": "#f0e2bf",
 }
 """Black text is read on all of them."""
 

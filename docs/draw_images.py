@@ -19,7 +19,7 @@ from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
 
 DOCS = Path(__file__).parent
-SCHEDULES = ["naive", "gpipe", "1f1b", "interleaved", "chimera", "zb-h1", "zb-v", "pipedream-2bw"]
+SCHEDULES = ["naive", "gpipe", "1f1b", "interleaved", "chimera", "zb-h1", "zb-h2", "zb-v", "pipedream-2bw"]
 
 
 def drawings() -> dict[str, str]:

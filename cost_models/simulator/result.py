@@ -141,11 +141,25 @@ class Timeline:
     def bubble_rate_span(self) -> float:
         """Idle share over the longest stage span (last end - first start of one stage), as in "Zero Bubble
         Pipeline Parallelism", ICLR 2024, table 5: (span - busy) / span of that stage."""
-        spans = [
-            float(self.run.end[own[-1]] - self.run.start[own[0]]) if len(own) else 0.0 for own in self._own
-        ]
+        spans = self._spans(np.asarray(self.run.end)[[own[-1] if len(own) else 0 for own in self._own]])
         longest = max(spans)
         return 1 - self.busy_seconds[spans.index(longest)] / longest if longest else 0.0
+
+    @property
+    def longest_span_seconds(self) -> float:
+        """Longest time from the first action of a stage to the end of its update.
+
+        Steps of a synchronous schedule follow one another at this pace if no stage waits for another before
+        it updates its weights.
+        """
+        return max(self._spans(self.stage_end))
+
+    def _spans(self, ends: Sequence[float] | Array) -> list[float]:
+        """Seconds from the first action of each stage to its end; 0 for stages without actions."""
+        return [
+            float(end - self.run.start[own[0]]) if len(own) else 0.0
+            for end, own in zip(ends, self._own, strict=True)
+        ]
 
     @cached_property
     def _own(self) -> list[Indices]:

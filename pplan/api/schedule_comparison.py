@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 from ..cost_models.drawing import Bar, Drawing, Panel, draw_bars
 from ..cost_models.errors import UsageError, short_repr
@@ -14,6 +14,7 @@ from ..cost_models.quantities import format_bytes, format_seconds
 from ..cost_models.schedules import SCHEDULES, Schedule
 from ..cost_models.schedules.registration import schedule_word
 from ..planner.plan_file import Plan
+from ..planner.plan_records import TIE
 from ..profiler.profile_file import Profile
 from .options import CompareSchedulesKeywords, SimulateKeywords
 from .simulate import simulate, simulate_costs
@@ -44,16 +45,29 @@ def schedules() -> ScheduleList:
 
 @dataclass(frozen=True)
 class ScheduleRow:
-    """A schedule in a comparison; where it cannot run these numbers, `reason` says why.
+    """A schedule in a comparison.
 
-    `seconds`: of all micro-batches; of an asynchronous schedule, in the steady state. `bubble`: the share of
-    these in which the devices are idle, in the mean. `in_flight`: micro-batches on the device that holds
-    most. Of a plan, `memory_bytes`: of the device that needs most; `fits`: whether all devices hold theirs.
+    Attributes:
+        schedule: Name of the schedule.
+        seconds: One step by itself, from an empty pipeline until all stages are done: the pace if the
+            optimizer step is a barrier. None if the schedule cannot run these numbers.
+        bubble: Idle share of the devices in `seconds`.
+        steady_seconds: One step where steps follow one another without a barrier.
+        steady_bubble: Idle share of the devices in `steady_seconds`.
+        update: What a pace of `steady_seconds` needs: "asynchronous" weight updates, with stale gradients, or
+            a synchronous update with "no barrier" between stages. Empty if it needs neither.
+        in_flight: Micro-batches on the device that holds most.
+        memory_bytes: Memory of the device of a plan that needs most.
+        fits: Whether all devices of a plan have the memory that they need.
+        reason: Why the schedule cannot run these numbers.
     """
 
     schedule: str
     seconds: float | None = None
     bubble: float | None = None
+    steady_seconds: float | None = None
+    steady_bubble: float | None = None
+    update: Literal["", "asynchronous", "no barrier"] = ""
     in_flight: float | None = None
     memory_bytes: int | None = None
     fits: bool | None = None
@@ -62,42 +76,56 @@ class ScheduleRow:
 
 @dataclass(frozen=True, repr=False)
 class ScheduleComparison:
-    """`rows`, the fastest first and those that cannot run last, and the `steps` by the schedules' names."""
+    """Schedules side by side.
+
+    Attributes:
+        rows: The schedules by `steady_seconds`, then by `seconds`; those that cannot run are last.
+        steps: Simulated steps by the schedules' names.
+    """
 
     rows: tuple[ScheduleRow, ...]
     steps: dict[str, SimulatedStep]
 
     def __repr__(self) -> str:
         first = self.rows[0]
-        seconds = format_seconds(first.seconds or 0.0)
+        seconds = format_seconds(first.steady_seconds or 0.0)
         return f"<ScheduleComparison of {len(self.rows)}: {first.schedule} is the fastest, {seconds}>"
 
     def _repr_html_(self) -> str:
         """Of a notebook."""
-        headings = ("schedule", "step", "vs. the first", "bubble", "in flight", "most memory")
+        headings = ("step by itself", "bubble", "steady step", "bubble", "vs. the first", "needs")
+        headings = ("schedule", *headings, "in flight", "most memory")
         return html_table("Schedules", headings, map(self._cells, self.rows))
 
     def _cells(self, row: ScheduleRow) -> list[str]:
         if row.seconds is None:
-            return [row.schedule, "-", row.reason, "-", "-", "-"]
+            return [row.schedule, "-", "-", "-", "-", row.reason, "-", "-", "-"]
+        steady = row.steady_seconds or 0.0
         return [
             row.schedule,
             format_seconds(row.seconds),
-            compare_steps(row.seconds, self.rows[0].seconds or 0.0),
             percent(row.bubble or 0.0),
+            format_seconds(steady),
+            percent(row.steady_bubble or 0.0),
+            compare_steps(steady, self.rows[0].steady_seconds or 0.0),
+            row.update or "-",
             f"{row.in_flight:g}",
             _memory_words(row),
         ]
 
     def plot(self) -> Drawing:
-        """The steps as bars: computing, in the mean of the devices, and idle."""
+        """Draw the steps as bars: mean computing time of the devices, idle time, and what a barrier adds."""
         bars = []
         for row in self.rows:
-            if row.seconds is not None and row.bubble is not None:
-                idle = row.bubble * row.seconds
-                words = f"{format_seconds(row.seconds)}, bubble {percent(row.bubble)}"
-                bars.append(Bar(row.schedule, (("computing", row.seconds - idle), ("idle", idle)), words))
-        return draw_bars("Schedules side by side", [Panel("Seconds of all micro-batches", bars)])
+            if row.seconds is not None and row.steady_seconds is not None:
+                idle = (row.steady_bubble or 0.0) * row.steady_seconds
+                parts = [("computing", row.steady_seconds - idle), ("idle", idle)]
+                words = f"{format_seconds(row.steady_seconds)}, bubble {percent(row.steady_bubble or 0.0)}"
+                if row.update:
+                    parts.append(("only by itself", row.seconds - row.steady_seconds))
+                    words = f"{words}, {row.update}; by itself {format_seconds(row.seconds)}"
+                bars.append(Bar(row.schedule, tuple(parts), words))
+        return draw_bars("Schedules side by side", [Panel("Seconds of a step", bars)])
 
     def to_records(self) -> list[dict[str, Any]]:
         """The rows, for a table of another library: `pandas.DataFrame(comparison.to_records())`."""
@@ -116,7 +144,7 @@ def compare_schedules(
     profile: Profile | str | Path | None = None,
     **options: Unpack[CompareSchedulesKeywords],
 ) -> ScheduleComparison:
-    """The `schedules` (none named: all), simulated with the same costs, the fastest first.
+    """Simulate the `schedules` (none named: all) with the same costs, and list the fastest first.
 
     Of a `plan` with the `profile` that it was made from, on its cuts: the `options` are those of `simulate`.
     Without a plan, of costs: the `options` are those of `simulate_costs`.
@@ -127,6 +155,14 @@ def compare_schedules(
     ... )
     >>> [(row.schedule, round(row.seconds, 3), row.in_flight) for row in comparison.rows]
     [('zb-h1', 0.27, 4), ('gpipe', 0.33, 8), ('1f1b', 0.33, 4)]
+
+    Without a barrier at the optimizer step, steps of ZB-H2 follow one another faster:
+
+    >>> (row,) = pplan.compare_schedules(
+    ...     ["zb-h2"], stages=4, micro_batches=8, forward_ms=10, backward_ms=10, weight_ms=10
+    ... ).rows
+    >>> round(row.seconds, 3), round(row.steady_seconds, 3), row.update
+    (0.27, 0.24, 'no barrier')
 
     Of the result: `rows`, `steps`, `plot()`, `to_records()`. Raises UsageError (also where no schedule can
     run), FileError.
@@ -149,7 +185,7 @@ def compare_schedules(
             rows.append(ScheduleRow(name, reason=error.what))
     if not steps:
         raise errors[0]
-    rows.sort(key=lambda row: (row.seconds is None, row.seconds))
+    rows.sort(key=lambda row: (row.seconds is None, row.steady_seconds, row.seconds))
     return ScheduleComparison(tuple(rows), steps)
 
 
@@ -178,12 +214,24 @@ _OTHER = {True: "is of costs without a plan", False: "is of a plan"}
 
 
 def _row(name: str, step: SimulatedStep) -> ScheduleRow:
-    simulation = step.simulation
-    seconds, bubble = simulation.mini_batch_seconds, step.bubble
+    simulation, seconds = step.simulation, step.step_seconds
+    steady, update = step.longest_span_seconds, ""
     if simulation.steady is not None:
-        seconds = simulation.steady.seconds_per_micro_batch * simulation.micro_batches
-        bubble = max(0.0, 1 - sum(step.busy_seconds) / (step.stages * seconds))
-    row = ScheduleRow(name, seconds, bubble, max(step.peak_in_flight))
+        steady = simulation.steady.seconds_per_micro_batch * simulation.micro_batches
+        update = "asynchronous"
+    elif steady < seconds * (1 - TIE):
+        update = "no barrier"
+    else:
+        steady = seconds
+    row = ScheduleRow(
+        schedule=name,
+        seconds=seconds,
+        bubble=step.bubble,
+        steady_seconds=steady,
+        steady_bubble=max(0.0, 1 - sum(step.busy_seconds) / (step.stages * steady)) if steady else 0.0,
+        update=update,
+        in_flight=max(step.peak_in_flight),
+    )
     if simulation.memory is None:
         return row
     fits = all(own.limit_bytes is None or own.bytes <= own.limit_bytes for own in simulation.memory)

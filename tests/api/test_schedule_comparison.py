@@ -30,16 +30,25 @@ def test_steps_are_those_of_the_closed_forms() -> None:
         "gpipe": (M + P - 1) * 0.03,
         "1f1b": (M + P - 1) * 0.03,
         "zb-h1": work + (P - 1) * 0.01,
-        "pipedream-2bw": work,
+        "zb-h2": work + (P - 1) * 0.01,
+        "pipedream-2bw": (M + P - 1) * 0.03,
     }
     compared = pplan.compare_schedules(list(expected), **COSTS)
-    assert {row.schedule: row.seconds for row in compared.rows} == pytest.approx(expected)
-    assert {row.schedule: row.bubble for row in compared.rows} == pytest.approx(
-        {name: 1 - work / seconds for name, seconds in expected.items()}, abs=1e-9
-    )
+    steady = expected | {"zb-h2": work, "pipedream-2bw": work}
+    rows = {row.schedule: row for row in compared.rows}
+    for measure, shown in ((expected, "seconds"), (steady, "steady_seconds")):
+        assert {name: getattr(row, shown) for name, row in rows.items()} == pytest.approx(measure)
+    for measure, shown in ((expected, "bubble"), (steady, "steady_bubble")):
+        idle = {name: 1 - work / seconds for name, seconds in measure.items()}
+        assert {name: getattr(row, shown) for name, row in rows.items()} == pytest.approx(idle, abs=1e-9)
+    needs = {name: row.update for name, row in rows.items() if row.update}
+    assert needs == {"zb-h2": "no barrier", "pipedream-2bw": "asynchronous"}
     assert {row.schedule: row.in_flight for row in compared.rows}["gpipe"] == M
-    seconds = [row.seconds or 0.0 for row in compared.rows]
+    seconds = [(row.steady_seconds or 0.0, row.seconds or 0.0) for row in compared.rows]
     assert seconds == sorted(seconds)
+    for words in ("270 ms", "240 ms", "no barrier", "asynchronous"):
+        assert words in compared._repr_html_()
+        assert words in compared.plot().svg
     single = pplan.simulate_costs(schedule="zb-h1", **COSTS)
     assert single.step_seconds == pytest.approx(expected["zb-h1"])
 
