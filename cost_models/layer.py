@@ -31,6 +31,21 @@ _OF_THE_HOST = ("forward_host_seconds", "backward_host_seconds")
 """The same for any number of samples: launching a kernel takes as long for a small one."""
 
 
+PARTS_LIMIT = 1.3
+"""Ratio of a backward in two parts to a whole one, above which pplan warns."""
+
+
+def parts_warning(size: float, ratio: float) -> list[str]:
+    """Warning about schedules that split the backward, for layers of which both parts take `ratio` times the
+    whole backward."""
+    if ratio <= PARTS_LIMIT:
+        return []
+    return [
+        f"micro-batch size {size:g}: a backward in two parts takes {ratio:.2f} times as long as a whole one; "
+        "zero-bubble schedules pay for it: compare them with 1f1b, or use a larger micro-batch"
+    ]
+
+
 @dataclass(frozen=True)
 class LayerCosts:
     """Every layer of a chain at one micro-batch size: vectors of one entry a layer, seconds and bytes.

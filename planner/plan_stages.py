@@ -14,6 +14,7 @@ from ..cost_models.device_memory import round_ledger
 from ..cost_models.document import Record
 from ..cost_models.errors import UsageError
 from ..cost_models.first_layers import repeat_word
+from ..cost_models.layer import parts_warning
 from ..cost_models.machines.rooflines import memory_bandwidth
 from ..cost_models.number_format import percent
 from ..cost_models.optimizers import find_optimizer
@@ -28,7 +29,7 @@ from .candidate import ScoredPlan
 from .plan_records import PlannedStage, Recompute, SharedWeight
 from .scoring import assemble
 from .search.space import Space
-from .stage_table import WEIGHT_SHARE
+from .stage_table import WEIGHT_SHARE, part_seconds
 
 
 def plan_stages(space: Space, plan: ScoredPlan) -> list[PlannedStage]:
@@ -204,6 +205,9 @@ def list_prediction_limits(assembly: Assembly) -> Iterator[str]:
         )
     tables = {assembly.per_replica_batch(device): assembly.table(device) for device in devices}
     for _, table in sorted(tables.items(), key=lambda item: item[0]):
+        if assembly.program.splits_backward:
+            parts = part_seconds(table.costs, "input") + part_seconds(table.costs, "weight")
+            yield from parts_warning(table.costs.size, parts.sum() / table.costs.backward_seconds.sum())
         if outside := table.costs.outside:
             yield outside
     yield from _slow_host(assembly)

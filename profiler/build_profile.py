@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..cost_models.errors import MachineError
+from ..cost_models.layer import parts_warning
 from ..cost_models.memory import FRAGMENTATION_RESERVE
 from .chain.layers import LayerChain
 from .local_machine import device_memory_bytes, device_name, versions
@@ -97,6 +98,7 @@ def build_profile(
             *notes,
             *_evaluation_note(subject),
             *(note for each in whole for note in closing_warning(each, notes)),
+            *(note for each in whole for note in _parts_note(each)),
             *_first_backward_note(whole, accumulation),
             *_reserved_note(whole),
             *_dominating_note(loaded.module, chain, layers),
@@ -191,6 +193,10 @@ def _whole(result: SizeResult) -> WholeMeasurement:
         reserved_bytes=result.reserved_bytes,
         predicted_peak_bytes=result.predicted_peak_bytes,
     )
+
+
+def _parts_note(whole: WholeMeasurement) -> list[str]:
+    return parts_warning(whole.micro_batch_size, whole.backward_parts_ratio or 0.0)
 
 
 def _read_only(chain: LayerChain) -> list[ReadOnlyBuffer]:

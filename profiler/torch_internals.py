@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.utils import checkpoint
 
 from ..cost_models.errors import MachineError
@@ -47,6 +46,12 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _OF_MODULES = (*_REGISTRIES[:3], "_non_persistent_buffers_set", *_HOOKS)
 _autograd: Any = torch.autograd
+
+
+def _backward_parts() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    return stage_backward_input, stage_backward_weight
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,13 @@ SLEEP = Internal(
     "Launch a kernel of known length instead: torch.cuda.jiterator with a loop over clock64().",
     is_required=False,
 )
+BACKWARD_PARTS = Internal(
+    "torch.distributed.pipelining._backward.stage_backward_input and stage_backward_weight",
+    lambda: _backward_parts(),
+    "measuring a backward in two parts as the zero-bubble schedules run it",
+    "Find what torch.distributed.pipelining.PipelineStage calls in backward_one_chunk by then.",
+    is_required=False,
+)
 TRANSFORMS = Internal(
     "torch._C._functorch.peek_interpreter_stack",
     lambda: (torch._C._functorch.peek_interpreter_stack, torch._C._functorch.pop_dynamic_layer_stack),
@@ -111,6 +123,7 @@ ALLOCATION_RECORDS = Internal(
     is_required=False,
 )
 INTERNALS = (
+    BACKWARD_PARTS,
     TRANSFORMS,
     ALLOCATION_RECORDS,
     SLEEP,
@@ -145,12 +158,6 @@ INTERNALS = (
         "nn.Parameter(values, requires_grad) for parameters, and copy.copy with new data for others.",
     ),
     Internal(
-        "torch.autograd.graph.Node._sequence_nr",
-        lambda: Node._sequence_nr,
-        "the order in which autograd's operations were made",
-        "Number the operations in a forward pass by hooks on the tensors that each layer makes.",
-    ),
-    Internal(
         f"torch.nn.Module: {', '.join(_OF_MODULES)}",
         lambda: [getattr(nn.Module(), name) for name in _OF_MODULES],
         "copies of modules that share tensors, and whether a module has hooks",
@@ -175,6 +182,19 @@ EXPORT_NO_MODULE = "_empty_nn_module_stack"
 """What passes of torch.export leave instead of a module's path."""
 COMPILER_ERRORS = ("torch._dynamo.exc", "torch._inductor.exc")
 """Modules of the errors that torch.compile itself raises."""
+
+
+def backward_parts() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """stage_backward_input and stage_backward_weight of PyTorch's pipelining. Raises MachineError."""
+    check_internals([BACKWARD_PARTS], torch.__version__)
+    return _backward_parts()
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """The same memory as the result of an operation that autograd takes for no view: it may be overwritten
+    and detached."""
+    result: Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)
+    return result
 
 
 def sleep_on_gpu(cycles: int) -> None:
@@ -261,11 +281,6 @@ def storage_key(of: Tensor | torch.UntypedStorage) -> int:
 def version(tensor: Tensor) -> int:
     """How often its values, or those of a view of them, were overwritten."""
     return tensor._version
-
-
-def sequence_number(node: Node) -> int:
-    """Grows with the order in which autograd recorded the operations."""
-    return node._sequence_nr()
 
 
 def copy_as(tensor: Tensor, values: Tensor) -> Tensor:

@@ -2,34 +2,40 @@
 
 (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.)
 
-One forward through all layers; then the input gradients of the whole chain in one run of autograd, which is
-asked for the gradient of what the first layers made and therefore leaves out every weight gradient; then,
-layer by layer in reverse order, the weight gradients from the gradients that were caught on the way. An
-operation that computes both at once (a torch.autograd.Function of the user's, a compiled block) cannot be
-parted: it runs in the first part, and again in the second.
+Every layer runs as a stage of its own, on detached inputs, and PyTorch's pipelining runs its two parts
+(`stage_backward_input`, `stage_backward_weight`). Autograd never walks the graph of other layers, and equal
+layers take equal seconds wherever they stand. The order is that of a stage: all forwards, then the input
+gradients of all layers from the last to the first, then the weight gradients. An operation that computes both
+gradients at once (an autograd.Function of the user's) runs in both parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
-from ..user_model.flat_output import tensors_in
+from ..memory.live_bytes import storages
+from ..torch_internals import alias, backward_parts, storage_key, tree_flatten, tree_unflatten
+from ..user_model.shared_parameters import tensors_used
 from .clocks import Clock
-from .launch_lead import LeadTuner, Vector
-from .layer_stamps import Holds, LayerStamps, LayerTimes, timeline
-from .timing import Context, OutputGradients, backward_failures, forward_layers, hook_first
-from .weight_paths import WeightPaths
+from .launch_lead import DirectionTimes, LeadTuner, Vector
+from .layer_stamps import timeline
+from .timing import Context, OutputGradients, backward_failures, forward_layers
+from .watchers import CompositeWatcher
 
 if TYPE_CHECKING:
     from ..chain.layers import Layer
+
+_Part = Callable[..., Any]
+_EMPTY_CALLS = 5
 
 
 @dataclass(frozen=True)
@@ -58,76 +64,193 @@ def run_parts(
     leads: LeadTuner | None = None,
     context: Context = nullcontext,
 ) -> PartTimes:
-    """One pass: forward, input gradients, weight gradients, which accumulate as in any backward.
+    """Run one pass: forward, input gradients, weight gradients, which accumulate as in any backward.
 
-    Afterwards every parameter has the same gradient as after a backward in one. Where layers share a
-    parameter, each computes its own share of the gradient. `leads`: how long a device is held back, and is
-    told what the pass showed. Raises as `run_layers` does.
+    Every parameter ends with the same gradient as after a backward in one. Layers that share a parameter
+    each compute their share of its gradient. `leads`: how long a device is held back; the pass reports to it.
+    Raises as `run_layers` does.
     """
     leads = leads or LeadTuner()
-    stamps = LayerStamps(clock, len(layers), Holds(backward=leads.inputs.holds))
-    paths = WeightPaths(len(layers), tensors_in(model_inputs))
-
-    def add_targets(index: int, tensors: list[Tensor]) -> None:
-        if index < len(layers) - 1:
-            hook_first(stamps, index, tensors)
-        paths.add_layer(index, [get_gradient_edge(tensor) for tensor in tensors])
-
+    run_input, run_weight = backward_parts()
+    stages = [_LayerStage(layer.module, run_input, run_weight) for layer in layers]
+    chain = [replace(layer, module=stage) for layer, stage in zip(layers, stages, strict=True)]
     with context():
-        output = forward_layers(layers, model_inputs, stamps, add_targets)
-    tensors, starts = gradients.of(output)
+        output = forward_layers(chain, model_inputs, CompositeWatcher(), lambda _index, _tensors: None)
+    arriving = list(zip(*gradients.of(output), strict=True))
     del output, model_inputs
-    paths.find()
-    with paths.catching(), backward_failures():
-        stamps.backward_starts()
-        caught = torch.autograd.grad(tensors, paths.targets, starts, retain_graph=True, allow_unused=True)
-        stamps.backward_ends()
-    del tensors, starts
-    paths.catch_targets(caught)
-    del caught
-    # Read before the next stamp is set: the clock uses what it settled again.
-    inputs = stamps.times()
-    behind = stamps.timelines()[1] if clock.has_host else None
-    pending = np.array(paths.pending_bytes(), dtype=np.float64)
-    both_idle = clock.stamp()
+    device = arriving[0][0].device
     with backward_failures():
-        marks = _weight_gradients(paths, clock, leads.weights.holds)
-    clock.settle()
-    if behind is not None:
-        leads.observe_parts(behind, timeline(clock, both_idle, list(marks.values())))
-    return replace(_times(inputs, marks, paths.first, clock), pending_bytes=pending)
+        calls = _Calls(run_input, run_weight, device)
+        call = calls.empty_seconds(clock)
+        inputs = _timed(_input_parts(stages, arriving), calls, clock, leads.inputs.holds, len(layers))
+        pending = np.array(_pending_bytes(stages), dtype=np.float64)
+        weights = _timed(_weight_parts(stages), calls, clock, leads.weights.holds, len(layers))
+    if not clock.has_host:
+        return PartTimes(np.maximum(inputs.device - call, 0.0), weights.device, pending_bytes=pending)
+    leads.observe_parts(inputs.timeline, weights.timeline)
+    host = np.maximum(inputs.host - call, 0.0)
+    return PartTimes(inputs.device, weights.device, host, weights.host, pending)
 
 
-def _weight_gradients(paths: WeightPaths, clock: Clock, holds: Vector | None) -> dict[int, tuple[Any, Any]]:
-    """Stamps around each layer that has any, before each of which the device is held back."""
-    marks: dict[int, tuple[Any, Any]] = {}
-    for layer in reversed(range(len(paths.branches))):
-        branches = paths.branches[layer]
-        if branches:
-            if holds is not None:
-                clock.hold_back(float(holds[len(marks)]))
+class _LayerStage(nn.Module):
+    """A layer that runs as a stage of its own: its graph begins at detached inputs."""
+
+    def __init__(self, module: nn.Module, run_input: _Part, run_weight: _Part) -> None:
+        super().__init__()
+        self._module, self._run_input, self._run_weight = module, run_input, run_weight
+        registered = set(module.parameters())
+        used = (tensor for tensor in tensors_used(module) if isinstance(tensor, nn.Parameter))
+        self._borrowed = [parameter for parameter in dict.fromkeys(used) if parameter not in registered]
+        self._sources: list[tuple[Tensor, Tensor]] = []
+        self._groups: list[dict[str, Any]] = []
+
+    def forward(self, value: Any) -> Any:
+        leaves, form = tree_flatten(value)
+        self._entering = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self._inputs = [tensor.detach().requires_grad_() for tensor in self._entering]
+        # The layer may overwrite an alias, but no leaf.
+        fed = iter([alias(tensor) for tensor in self._inputs])
+        is_fed = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        leaves = [next(fed) if fresh else leaf for leaf, fresh in zip(leaves, is_fed, strict=True)]
+        return self._module(tree_unflatten(leaves, form))
+
+    def receive(self, arriving: list[tuple[Tensor, Tensor]]) -> bool:
+        """Take outputs with their gradients, out of the list. Return whether any leads to an input."""
+        ends = {get_gradient_edge(tensor).node for tensor in self._inputs}
+        onward = [_leads_to(get_gradient_edge(tensor).node, ends) for tensor, _ in arriving]
+        pairs = list(zip(arriving, onward, strict=True))
+        self._sources = [pair for pair, leads in pairs if not leads]
+        # The part detaches what it is given, which no view can be.
+        self._outputs = [(alias(tensor), gradient) for (tensor, gradient), leads in pairs if leads]
+        arriving.clear()
+        return bool(self._outputs)
+
+    def input_part(self) -> None:
+        outputs, starts = map(list, zip(*self._outputs, strict=True))
+        self._outputs.clear()
+        _, self._groups = self._run_input(outputs, starts, self._inputs, self._parameters_used())
+
+    def leave(self) -> list[tuple[Tensor, Tensor]]:
+        """The tensors that entered, with their gradients; they are forgotten here."""
+        pairs = zip(self._entering, self._inputs, strict=True)
+        left = [(tensor, leaf.grad) for tensor, leaf in pairs if leaf.grad is not None]
+        del self._entering, self._inputs
+        return left
+
+    @property
+    def pending(self) -> list[Tensor]:
+        """The gradients that the second part starts from."""
+        gradients = (gradient for group in self._groups for of_node in group["grads"] for gradient in of_node)
+        return [*(one for one in gradients if one is not None), *(start for _, start in self._sources)]
+
+    def weight_part(self) -> None:
+        if self._groups:
+            # Retained: operations may be common to several groups, and to `_sources`.
+            self._run_weight(self._parameters_used(), self._groups, retain_graph=True)
+        if self._sources:
+            # No gradient of an input goes through: the weights have this backward to themselves.
+            outputs, starts = zip(*self._sources, strict=True)
+            torch.autograd.backward(outputs, starts)
+        self._groups, self._sources = [], []
+
+    def _parameters_used(self) -> Iterator[nn.Parameter]:
+        yield from self._module.parameters()
+        yield from self._borrowed
+
+
+def _leads_to(root: Node, ends: set[Node]) -> bool:
+    """Return whether autograd reaches one of `ends` from `root`."""
+    visited, pending = {root}, [root]
+    while pending and ends:
+        node = pending.pop()
+        if node in ends:
+            return True
+        following = {after for after, _ in node.next_functions if after is not None} - visited
+        visited |= following
+        pending += following
+    return False
+
+
+class _Calls:
+    """What the two parts cost without a layer, in the state in which a stage calls them."""
+
+    def __init__(self, run_input: _Part, run_weight: _Part, device: torch.device) -> None:
+        self._example = torch.ones(1, device=device, requires_grad=True)
+        self._empty = _LayerStage(nn.Identity(), run_input, run_weight)
+        self._small = _LayerStage(nn.LayerNorm(1, device=device), run_input, run_weight)
+
+    def warm_up(self) -> None:
+        """Run both parts of a small layer. In a stage they have just run for another layer."""
+        self._prepare(self._small)
+        self._small.input_part()
+        self._small.weight_part()
+
+    def empty_seconds(self, clock: Clock) -> float:
+        """Host seconds of a first part without operations. A stage spends them once, not once a layer."""
+        spent = []
+        for _ in range(_EMPTY_CALLS):
+            self.warm_up()
+            self._prepare(self._empty)
             start = clock.stamp()
-            while branches:
-                branches.pop(0).run()
-            marks[layer] = start, clock.stamp()
-    return marks
+            self._empty.input_part()
+            spent.append(clock.host_seconds(start, clock.stamp()))
+        return median(spent)
+
+    def _prepare(self, stage: _LayerStage) -> None:
+        stage.receive([(stage(self._example), self._example.detach())])
 
 
-def _times(
-    inputs: LayerTimes, marks: dict[int, tuple[Any, Any]], first: Collection[int], clock: Clock
-) -> PartTimes:
-    count = len(inputs.backward)
+_Parts = Iterator[tuple[int, Callable[[], None]]]
 
-    def weights(seconds: Callable[[Any, Any], float]) -> Vector:
-        each = [seconds(*marks[layer]) if layer in marks else 0.0 for layer in range(count)]
-        return np.maximum(each, 0.0)
 
-    def parted(backward: Vector, weight: Vector) -> tuple[Vector, Vector]:
-        # What ran in a first layer served its weights only.
-        moved = np.array([layer in first for layer in range(count)])
-        return np.where(moved, 0.0, backward), weight + np.where(moved, backward, 0.0)
+def _input_parts(stages: Sequence[_LayerStage], arriving: list[tuple[Tensor, Tensor]]) -> _Parts:
+    """By layer, in the order they run; each prepares the next when it has run."""
+    for index in reversed(range(len(stages))):
+        stage = stages[index]
+        if stage.receive(arriving):
+            yield index, stage.input_part
+        arriving = stage.leave()
 
-    device = parted(inputs.backward, weights(clock.seconds))
-    if inputs.backward_host is None:
-        return PartTimes(*device)
-    return PartTimes(*device, *parted(inputs.backward_host, weights(clock.host_seconds)))
+
+def _weight_parts(stages: Sequence[_LayerStage]) -> _Parts:
+    for index in reversed(range(len(stages))):
+        if stages[index].pending:
+            yield index, stages[index].weight_part
+
+
+@dataclass(frozen=True)
+class _Timed:
+    device: Vector
+    host: Vector
+    timeline: DirectionTimes
+
+
+def _timed(parts: _Parts, calls: _Calls, clock: Clock, holds: Vector | None, layers: int) -> _Timed:
+    """Run the parts between stamps, and hold the device back before each."""
+    clock.settle()
+    both_idle = clock.stamp()
+    marks: dict[int, tuple[Any, Any]] = {}
+    for layer, part in parts:
+        calls.warm_up()
+        if holds is not None:
+            clock.hold_back(float(holds[len(marks)]))
+        start = clock.stamp()
+        part()
+        marks[layer] = start, clock.stamp()
+    # Read before another stamp is set: the clock uses what it settled again.
+    clock.settle()
+    device, host = np.zeros(layers), np.zeros(layers)
+    for layer, (start, end) in marks.items():
+        device[layer], host[layer] = max(clock.seconds(start, end), 0.0), clock.host_seconds(start, end)
+    return _Timed(device, host, timeline(clock, both_idle, list(marks.values())))
+
+
+def _pending_bytes(stages: Sequence[_LayerStage]) -> list[int]:
+    """By layer; each storage counts with the last layer that needs it."""
+    counted: set[int] = set()
+    rows = []
+    for stage in reversed(stages):
+        pending = storages(stage.pending)
+        rows.append(sum(storage.nbytes() for storage in pending if storage_key(storage) not in counted))
+        counted.update(map(storage_key, pending))
+    return rows[::-1]

@@ -20,12 +20,6 @@ from ...profiler.torch_internals import Internal, check_internals
 from ..formats.torch_actions import OWN_ORDER
 
 
-def _backward_parts() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-
-    return stage_backward_input, stage_backward_weight
-
-
 def _fake_tensor_mode() -> Callable[..., AbstractContextManager[Any]]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -50,12 +44,6 @@ def _compatible_operations() -> object:
     return deepspeed.ops.__compatible_ops__
 
 
-BACKWARD_PARTS = Internal(
-    "torch.distributed.pipelining._backward.stage_backward_input and stage_backward_weight",
-    _backward_parts,
-    "measuring a stage's backward in two parts as the zero-bubble schedules run it",
-    "Measure with profiler/passes/backward_parts.py, which computes the same gradients.",
-)
 OWN_SCHEDULE = Internal(
     f"torch.distributed.pipelining.schedules.{OWN_ORDER}._load_csv",
     lambda: getattr(schedules, OWN_ORDER)._load_csv,
@@ -80,7 +68,7 @@ FAKE_TENSORS = Internal(
     "shapes and dtypes at the cuts of a model that runs parts under autocast",
     "Let PyTorch run the stages to find out, as for models that the meta device cannot run.",
 )
-TORCH_INTERNALS = (BACKWARD_PARTS, OWN_SCHEDULE, NEIGHBOURS, IGNORED, FAKE_TENSORS)
+TORCH_INTERNALS = (OWN_SCHEDULE, NEIGHBOURS, IGNORED, FAKE_TENSORS)
 DEEPSPEED_PARTITION = Internal(
     "deepspeed.runtime.pipe.module.PipelineModule._partition_layers, _set_bounds, _topo",
     lambda: (_pipe_module()._partition_layers, _pipe_module()._set_bounds),
@@ -116,12 +104,6 @@ DEEPSPEED_OPERATIONS = Internal(
     is_required=False,
 )
 DEEPSPEED_INTERNALS = (DEEPSPEED_PARTITION, DEEPSPEED_TIES, DEEPSPEED_INSTRUCTIONS, DEEPSPEED_OPERATIONS)
-
-
-def backward_parts() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """stage_backward_input and stage_backward_weight. Raises MachineError."""
-    check_internals([BACKWARD_PARTS], torch.__version__)
-    return _backward_parts()
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

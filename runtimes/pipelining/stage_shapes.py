@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from ...cost_models.errors import ExportError
-from ...profiler.torch_internals import tensor_version
+from ...profiler.torch_internals import backward_parts, tensor_version
 from ...profiler.user_model.loaded_model import copy_model, copy_to_meta
 from ...profiler.user_model.seeding import fixed_seed
 from .cut_tensors import CutTensor, as_layer_input
 from .input_form import InputForm
-from .runtime_internals import backward_parts, fake_tensors
+from .runtime_internals import fake_tensors
 from .stage_module import StageModule
 
 

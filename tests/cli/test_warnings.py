@@ -126,3 +126,18 @@ def test_no_two_columns_of_a_sweep_have_one_name(key: str, profile: Profile, her
 def test_a_frontier_takes_no_objective(profile: Profile) -> None:
     with pytest.raises(pplan.UsageError, match="objective='memory': a frontier is of step time"):
         pplan.frontier(profile, gpus=2, objective="memory")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(("schedule", "said"), [("zb-h1", True), ("1f1b", False)])
+def test_a_backward_in_two_parts_that_takes_too_long_is_one(
+    profile: Profile, schedule: str, said: bool
+) -> None:
+    """Where the schedule of the plan splits it."""
+    content = json.loads(profile.to_json())
+    for layer in content["layers"]:
+        for cost in layer["costs"]:
+            parts = ("backward_input_seconds", 0.5), ("backward_weight_seconds", 0.9)
+            cost |= {name: share * cost["backward_seconds"] for name, share in parts}
+    plan = pplan.solve(Profile.model_validate(content), gpus=2, mini_batch=16, schedule=schedule)
+    warning = "a backward in two parts takes 1.40 times as long as a whole one"
+    assert any(warning in text for text in plan.warnings) == said

@@ -239,3 +239,11 @@ def test_what_is_taken_for_granted_is_said(equal: Chain) -> None:
         pending_gradient_bytes=equal.saved_bytes,
     )
     assert warnings(parts, "zb-h1") == []
+    # 1.3 times a whole backward of 2 s a sample, and 1.5 times.
+    assert warnings(replace(parts, backward_weight_seconds=1.6 * equal.forward_seconds), "zb-h1") == []
+    longer = replace(parts, backward_weight_seconds=2 * equal.forward_seconds)
+    assert warnings(longer, "zb-h1") == [
+        "micro-batch size 2: a backward in two parts takes 1.50 times as long as a whole one; zero-bubble "
+        "schedules pay for it: compare them with 1f1b, or use a larger micro-batch"
+    ]
+    assert warnings(longer, "1f1b") == []

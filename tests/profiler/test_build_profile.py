@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,44 @@ def test_backward_in_two_parts_is_there_unless_it_is_not_wanted() -> None:
     plain = skips(parts=False)
     assert plain.layers[0].costs[0].backward_input_seconds is None
     assert plain.whole[0].backward_parts_ratio is None
+
+
+class Residual(nn.Module):
+    """A block of a model of equal blocks."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, given: Tensor) -> Tensor:
+        result: Tensor = given + self.b(torch.tanh(self.a(given)))
+        return result
+
+
+def test_the_parts_of_a_block_walk_no_graph_before_it() -> None:
+    """Autograd walks all that a block's input was made of, once for every weight."""
+    behind: list[set[int]] = [set() for _ in range(6)]
+
+    def watch(index: int) -> Callable[[nn.Module, tuple[Tensor]], None]:
+        def count_operations(_: nn.Module, given: tuple[Tensor]) -> None:
+            pending = [] if given[0].grad_fn is None else [given[0].grad_fn]
+            nodes = set(pending)
+            while pending:
+                following = {after for after, _ in pending.pop().next_functions if after is not None} - nodes
+                nodes |= following
+                pending += following
+            behind[index] |= {len(nodes)} - {0}
+
+        return count_operations
+
+    model = nn.Sequential(*(Residual(4) for _ in behind))
+    for index, block in enumerate(model):
+        block.register_forward_pre_hook(watch(index))
+    profile = pplan.profile(model, torch.randn(2, 4), micro_batch_sizes=(2,), device="meta", loss="none")
+    assert all(layer.costs[0].pending_gradient_bytes for layer in profile.layers)
+    # Of the passes in which the graph is one, and of that in two parts.
+    assert [max(counts) for counts in behind[1:]] == [10, 20, 30, 40, 50]
+    assert [min(counts) for counts in behind[1:]] == [2] * 5
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])

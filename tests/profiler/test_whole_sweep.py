@@ -120,6 +120,17 @@ def test_backward_in_two_parts(device_clock: Any, parted: Any) -> None:
     assert [len(passes) for passes in (rounds.layers, rounds.whole, rounds.parts)] == [3, 3, 3]
 
 
+def test_parts_that_take_much_longer_than_the_whole_are_noted(clock: Any, takes: Any) -> None:
+    # An operation that computes both gradients runs in both parts; the first layer's in the second alone.
+    subject = subject_of(nn.Sequential(takes(clock, 1, 2), takes(clock, 1, 2)), clock)
+    sweep = swept(subject, [1], rounds=1, parts=True)
+    notes = build_profile(subject, sweep.results, [], []).notes
+    assert [note for note in notes if "two parts" in note] == [
+        "micro-batch size 1: a backward in two parts takes 1.50 times as long as a whole one; zero-bubble "
+        "schedules pay for it: compare them with 1f1b, or use a larger micro-batch"
+    ]
+
+
 @pytest.mark.parametrize(("parts", "expected"), [(False, "lw wl lw wl"), (True, "lwp wpl plw lwp")])
 def test_each_round_begins_with_another_pass(
     parts: bool, expected: str, clock: Any, takes: Any, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ from pplan.cost_models.errors import ExportError, FileError, MachineError, Usage
 from pplan.cost_models.text_files import sha256
 from pplan.planner.plan_file import Plan
 from pplan.profiler.chain.layers import build_chain
+from pplan.profiler.torch_internals import backward_parts
 from pplan.profiler.user_model.loaded_model import ModelInput
 from pplan.runtimes.formats.exporters import export
 from pplan.runtimes.formats.torch_export import TorchExport
@@ -23,7 +24,6 @@ from pplan.runtimes.pipelining.cut_tensors import CutTensor, add_zero_gradients,
 from pplan.runtimes.pipelining.input_form import InputForm
 from pplan.runtimes.pipelining.plan_layers import check_groups
 from pplan.runtimes.pipelining.process import PipelineProcess
-from pplan.runtimes.pipelining.runtime_internals import backward_parts
 from pplan.runtimes.pipelining.stage_module import StageModule, stage_loss
 from pplan.runtimes.pipelining.stage_shapes import trace_shapes
 from pplan.runtimes.torch_pipelining import build, split_spec

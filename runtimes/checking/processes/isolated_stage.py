@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ....profiler.passes.clocks import Clock
+from ....profiler.torch_internals import backward_parts
 from ...pipelining.cut_tensors import pack_tensor
-from ...pipelining.runtime_internals import backward_parts
 from ..job import StageSeconds
 from .action_stamps import clock_for
 
