@@ -22,6 +22,7 @@ from .quantities import (
     MOST_MEMBERS,
     MOST_MICRO_BATCHES,
     MOST_MINI_BATCH,
+    MOST_NAME,
     MOST_PREDICTED_SECONDS,
     MOST_RATIO,
     MOST_SAMPLES,
@@ -38,6 +39,13 @@ def _not_too_short(seconds: float) -> float:
     return seconds
 
 
+def _not_too_long(name: str) -> str:
+    if len(name) > MOST_NAME:
+        raise ValueError(f"Input should have at most {MOST_NAME:,} characters, and has {len(name):,}")
+    return name
+
+
+LayerName = Annotated[str, Field(min_length=1), AfterValidator(_not_too_long)]
 Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
 PredictedSeconds = Annotated[float, Field(ge=0, le=MOST_PREDICTED_SECONDS)]
 StepSeconds = Annotated[float, Field(gt=0, le=MOST_PREDICTED_SECONDS), AfterValidator(_not_too_short)]

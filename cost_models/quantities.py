@@ -40,6 +40,8 @@ MOST_MICRO_BATCHES = 2**20
 MOST_ACTIONS = 2_000_000
 """Forwards, backwards and weight gradients of a step, where every one is simulated."""
 MOST_LAYERS = 2**17
+MOST_NAME = 10_000
+"""Characters of a layer's name."""
 MOST_DEVICES = 65_536
 """Of a topology."""
 MOST_MEMBERS = 2**24

@@ -8,7 +8,16 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from ..cost_models.document import Bytes, DeviceCount, Dimension, LayerBound, Record, Samples, Seconds
+from ..cost_models.document import (
+    Bytes,
+    DeviceCount,
+    Dimension,
+    LayerBound,
+    LayerName,
+    Record,
+    Samples,
+    Seconds,
+)
 from ..cost_models.quantities import MOST_LAYERS
 from ..cost_models.stage_bytes import workspace_before_loss
 
@@ -61,7 +70,7 @@ class ProfiledLayer(Record):
     those that are there. None: not known, the first is taken to be like the others.
     """
 
-    name: Annotated[str, Field(min_length=1)]
+    name: LayerName
     kind: str = ""
     parameter_bytes: Bytes
     trainable_bytes: Bytes | None = None

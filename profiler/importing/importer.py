@@ -46,8 +46,11 @@ def import_profile(path: Path, options: ProfileImportOptions) -> Profile:
         rows = read_csv(text, str(path)) if form == "csv" else read_json(text, str(path))
         return _of_table(rows, path, options)
     except ValidationError as error:
-        first = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise FileError(f"{path}: {first}", "Mend the file: pplan plans with what it says.") from error
+        first = error.errors()[0]
+        field = "".join(f"{part}." for part in first["loc"])
+        at = f"{field[:-1]}: " if field else ""
+        message = first["msg"].removeprefix("Value error, ")
+        raise FileError(f"{path}: {at}{message}", "Mend the file: pplan plans with what it says.") from error
 
 
 def _recognised(text: str, path: Path) -> Format:

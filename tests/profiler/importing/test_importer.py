@@ -52,6 +52,20 @@ def test_a_graph(tmp_path: Path, residual: str) -> None:
     assert Profile.parse(profile.to_json(), "again") == profile
 
 
+def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    name, figures = "x" * 3_000_000, "forward_compute_time=1, backward_compute_time=2, activation_size=3"
+    graph = f"node1 -- {name} -- {figures}, parameter_size=4\nnode2 -- b -- {figures}, parameter_size=4\n"
+    with pytest.raises(FileError) as refused:
+        imported(tmp_path, f"{graph}\tnode1 -- node2\n", micro_batch_size=4)
+    says = "name: Input should have at most 10,000 characters, and has 3,000,000"
+    assert says in refused.value.what
+    content = json.loads(imported(tmp_path, TABLE).to_json())
+    content["layers"][1]["name"] = name
+    with pytest.raises(FileError, match=f"^net.profile.json: layers.1.{says}") as refused:
+        Profile.parse(json.dumps(content), "net.profile.json")
+    assert len(str(refused.value)) < 1_000
+
+
 def test_a_graph_of_unknown_batch_is_said_to_be_pipedreams(tmp_path: Path, residual: str) -> None:
     profile = imported(
         tmp_path, residual, granularity="fine", model="mine", dtype="bfloat16", tensor_parallel=2
