@@ -38,7 +38,7 @@ def main() -> None:
             print(
                 f"{name:<14}{whole.micro_batch_size:>9}{seconds:>9.4f}"
                 + "".join(f"{ratio or 0.0:>9.3f}" for ratio in (*ratios, whole.backward_parts_ratio))
-                + f"{whole.spread:>9.1%}{whole.rounds or 0:>9}",
+                + f"{whole.spread or 0.0:>9.1%}{whole.rounds or 0:>9}",
                 flush=True,
             )
         for note in profile.notes:

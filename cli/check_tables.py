@@ -75,7 +75,10 @@ def _error(case: CheckedCase, predicted: float | None) -> float | None:
     return None if predicted is None else predicted / case.measured_step_seconds - 1
 
 
-def _spread(case: CheckedCase) -> float:
+def _spread(case: CheckedCase) -> float | None:
+    """None: one step was timed."""
+    if len(case.step_seconds) < 2:
+        return None
     return (max(case.step_seconds) - min(case.step_seconds)) / case.measured_step_seconds
 
 

@@ -171,7 +171,13 @@ def _print_layers(profile: Profile, console: Console, most: int) -> None:
         ),
         number("saved", lambda row: costs[row].saved_bytes, format_bytes, drop=5),
         number("params", lambda row: layers[row].parameter_bytes, format_bytes, drop=4),
-        number("spread", lambda row: costs[row].spread, percent, drop=1, visible=has_times),
+        number(
+            "spread",
+            lambda row: costs[row].spread,
+            percent,
+            drop=1,
+            visible=any(cost.spread is not None for cost in costs),
+        ),
     ]
     heaviest = sorted(equal_layers, key=lambda row: (-group_weights[row], row))[:most]
     print_table(console, columns, heaviest, title=_layers_title(profile, len(equal_layers), most))
@@ -225,6 +231,7 @@ def _print_totals(profile: Profile, console: Console) -> None:
 
     hosts = any(cost.forward_host_seconds is not None for cost in profile.layers[0].costs)
     parts = any(measurement.backward_parts_ratio is not None for measurement in profile.whole)
+    spread = whole(lambda measurement: measurement.spread)
     first, totals = whole(lambda measurement: measurement.first_backward_seconds), _totals(profile)
     columns: list[Column[_Total]] = [
         number("micro-\nbatch", lambda row: row.size),
@@ -245,7 +252,7 @@ def _print_totals(profile: Profile, console: Console) -> None:
             drop=1,
             visible=parts,
         ),
-        number("spread\n", whole(lambda measurement: measurement.spread), percent, drop=1),
+        number("spread\n", spread, percent, drop=1, visible=any(spread(row) is not None for row in totals)),
     ]
     title = "Layer sum vs. end-to-end time; ratio: layer-sum coverage"
     print_table(console, columns, totals, title=title)

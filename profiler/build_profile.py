@@ -117,7 +117,7 @@ def _costs(result: SizeResult, layers: int) -> list[LayerMeasurement]:
     forward, backward = (rounds.medians(way).tolist() if timed else zeros for way in ("forward", "backward"))
     host = [rounds.host_medians(way) if timed else nothing for way in ("forward", "backward")]
     parts = [rounds.part_medians(part) if timed else nothing for part in ("input", "weight")]
-    spreads = rounds.spreads().tolist() if timed else zeros
+    spreads = rounds.spreads() if timed else nothing
     own_forward = result.forward_workspace_bytes
     own_backward = result.backward_workspace_bytes
     pending = result.pending_gradient_bytes or nothing

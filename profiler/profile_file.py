@@ -19,7 +19,6 @@ from .gpu_state import GpuRecord
 from .profile_records import (
     SHORTEST_PASS,
     InputTensor,
-    LayerMeasurement,
     MeasuredLoss,
     ProfiledLayer,
     ReadOnlyBuffer,
@@ -316,21 +315,21 @@ class Profile(Document):
     def _spread(self) -> np.ndarray[tuple[int, int], np.dtype[np.float64]] | None:
         """Of every layer at every size; None where nothing was timed twice: an estimate, say, or an import.
 
-        The loss' is taken to vary with the last layer's, by the seconds of both.
+        A layer that was timed once at a size varies there as at the size where it varies most. The loss is
+        taken to vary with the last layer, by the seconds of both.
         """
-
-        def measured(costs: list[LayerMeasurement]) -> list[tuple[float, float]]:
-            return [(cost.spread, cost.forward_seconds + cost.backward_seconds) for cost in costs]
-
-        spreads = np.array([[cost.spread for cost in layer.costs] for layer in self.layers])
-        if self.estimated or not spreads.any():
+        rows = [layer.costs for layer in self.layers] + ([] if self.loss is None else [self.loss.costs])
+        ranges = np.array([[cost.spread for cost in costs] for costs in rows], dtype=np.float64)
+        widest = np.fmax.reduce(ranges, axis=1, keepdims=True, initial=0.0)
+        # Profiles of earlier versions hold 0 where nothing was timed twice.
+        if self.estimated or not widest.any():
             return None
+        spreads = np.where(np.isnan(ranges), widest, ranges)
         if self.loss is not None:
-            parts = np.array([measured(self.layers[-1].costs), measured(self.loss.costs)])
-            share, seconds = parts[..., 0], parts[..., 1]
-            whole = np.maximum(seconds.sum(axis=0), SHORTEST_PASS)
-            spreads[-1] = (share * seconds).sum(axis=0) / whole
-        return spreads
+            both = [[cost.forward_seconds + cost.backward_seconds for cost in costs] for costs in rows[-2:]]
+            whole = np.maximum(np.sum(both, axis=0), SHORTEST_PASS)
+            spreads[-2] = (spreads[-2:] * both).sum(axis=0) / whole
+        return spreads[: len(self.layers)]
 
     def _uncertainty(self) -> np.ndarray[tuple[int], np.dtype[np.float64]] | None:
         """How far the closing ratio is from 1 at every size; None where one has none."""

@@ -48,8 +48,8 @@ class LayerMeasurement(Record):
     saved_bytes: Bytes
     saved_input_bytes: Bytes = 0
     workspace_bytes: Bytes = 0
-    spread: Spread = 0.0
-    """Interquartile range of forward + backward over their median."""
+    spread: Spread | None = None
+    """Interquartile range of forward + backward over their median; None: not timed twice."""
     forward_host_seconds: Seconds | None = None
     backward_host_seconds: Seconds | None = None
     backward_input_seconds: Seconds | None = None
@@ -145,7 +145,8 @@ class WholeMeasurement(Record):
     """Input and weight gradients of all layers, measured apart, over the untouched model's backward."""
     first_backward_seconds: Seconds | None = None
     """Where there are no gradients to add to, as for the first micro-batch of a step after `zero_grad()`."""
-    spread: Spread = 0.0
+    spread: Spread | None = None
+    """Of its passes, as of a layer; None: not timed twice."""
     rounds: Samples | None = None
     peak_bytes: Bytes | None = None
     """Most bytes allocated in a step of the untouched model, gradients existing, without an optimizer."""

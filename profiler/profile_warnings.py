@@ -109,10 +109,10 @@ def _of_a_processor(name: str, topology: Topology) -> str:
 
 
 def _of_the_spread(profile: Profile) -> Iterator[str]:
-    wide = [whole for whole in profile.whole if whole.spread > CLOSES]
+    wide = [(whole, whole.spread) for whole in profile.whole if whole.spread and whole.spread > CLOSES]
     if wide:
-        sizes = ", ".join(str(whole.micro_batch_size) for whole in wide)
-        most = max(whole.spread for whole in wide)
+        sizes = ", ".join(str(whole.micro_batch_size) for whole, _ in wide)
+        most = max(spread for _, spread in wide)
         yield f"micro-batch size {sizes}: the measured passes vary by up to {most:.0%}; the machine was busy"
 
 

@@ -125,9 +125,11 @@ class TimedPasses:
             device += float(self.medians(direction).sum())
         return (host, device) if host > device else None
 
-    def spreads(self) -> Vector:
-        """Interquartile range of forward + backward over its median, shape (layers,)."""
-        return spread(np.array([times.forward + times.backward for times in self.layers]))
+    def spreads(self) -> list[float] | list[None]:
+        """Interquartile range of forward + backward over its median, by layer; None: not timed twice."""
+        if len(self.layers) < 2:
+            return [None] * len(self.layers[0].forward)
+        return list(map(float, spread(np.array([times.forward + times.backward for times in self.layers]))))
 
     def whole_medians(self) -> tuple[float, float]:
         """Of forward and of backward."""
@@ -140,7 +142,10 @@ class TimedPasses:
         """Median of the whole's backward that adds to no gradients; None where it was not measured."""
         return float(np.median([times.backward for times in self.first])) if self.first else None
 
-    def whole_spread(self) -> float:
+    def whole_spread(self) -> float | None:
+        """As `spreads`, of the whole."""
+        if len(self.whole) < 2:
+            return None
         return float(spread(np.array([[times.forward + times.backward] for times in self.whole]))[0])
 
     def uncertainty(self) -> float:
@@ -150,7 +155,7 @@ class TimedPasses:
         and the standard deviation from the interquartile range, which is 1.349 of it.
         """
         sums = np.array([[times.forward.sum() + times.backward.sum()] for times in self.layers])
-        widest = max(float(spread(sums)[0]), self.whole_spread())
+        widest = max(float(spread(sums)[0]), self.whole_spread() or 0.0)
         return float(1.2533 * widest / 1.349 / np.sqrt(len(self)))
 
 

@@ -233,7 +233,7 @@ def _written(
                 "backward_seconds": float(backward),
                 "saved_bytes": bytes.saved[index],
                 "saved_input_bytes": bytes.saved_input[index],
-                "spread": float((high - low) / middle) if middle else 0.0,
+                "spread": float((high - low) / middle) if middle and len(times) > 1 else None,
             }
     note = (
         f"measured by {processes} processes that share each layer: its seconds, with the collectives inside, "

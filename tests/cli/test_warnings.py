@@ -128,6 +128,30 @@ def test_a_frontier_takes_no_objective(profile: Profile) -> None:
         pplan.frontier(profile, gpus=2, objective="memory")  # type: ignore[call-arg]
 
 
+def test_layers_that_were_not_timed_twice_have_no_spread_and_steps_no_interval(run: Run, here: Path) -> None:
+    table = "name,forward_ms,backward_ms,activation_bytes,parameter_bytes\na,1,2,40,8\nb,3,6,40,8\n"
+    (here / "net.csv").write_text(table)
+    profile = pplan.import_profile(here / "net.csv", micro_batch_size=4)
+    profile.save(here / "net.profile.json", force=True)
+    assert [layer.costs[0].spread for layer in profile.layers] == [None, None]
+    assert json.loads(profile.to_json())["layers"][0]["costs"][0].get("spread") is None
+    shown = run("show", "net.profile.json").out
+    assert "backward" in shown
+    assert "spread" not in shown
+    plan = pplan.solve(profile, gpus=2, mini_batch=8)
+    assert plan.prediction.low_seconds is None
+
+
+def test_a_size_that_was_timed_once_varies_as_the_others(profile: Profile) -> None:
+    content = json.loads(profile.to_json())
+    for layer in content["layers"]:
+        for cost, spread in zip(layer["costs"], (0.1, None), strict=True):
+            cost["spread"] = spread
+    chain = Profile.model_validate(content).chain()
+    assert chain.spread is not None
+    assert chain.spread.tolist() == [[0.1, 0.1]] * 12
+
+
 @pytest.mark.parametrize(("schedule", "said"), [("zb-h1", True), ("1f1b", False)])
 def test_a_backward_in_two_parts_that_takes_too_long_is_one(
     profile: Profile, schedule: str, said: bool

@@ -136,6 +136,16 @@ def test_backward_in_two_parts_is_there_unless_it_is_not_wanted() -> None:
     assert plain.whole[0].backward_parts_ratio is None
 
 
+@pytest.mark.parametrize(("rounds", "is_known"), [(1, False), (2, True)])
+def test_what_was_timed_once_has_no_spread(rounds: int, is_known: bool) -> None:
+    model, options = nn.Linear(4, 4), ProfileOptions(micro_batch_sizes=[1], device="cpu")
+    profile = profile_model((model, torch.randn(2, 4)), options, rounds=rounds)
+    spreads = [profile.layers[0].costs[0].spread, profile.whole[0].spread]
+    assert [spread is not None for spread in spreads] == [is_known] * 2
+    assert Profile.parse(profile.to_json(), "x") == profile
+    assert (profile.chain().spread is not None) == is_known
+
+
 class Residual(nn.Module):
     """A block of a model of equal blocks."""
 
@@ -246,7 +256,7 @@ def test_on_meta_there_are_layers_and_bytes_and_no_seconds() -> None:
             there.crossing,
         )
         for measured, counted in zip(here.costs, there.costs, strict=True):
-            assert (counted.forward_seconds, counted.backward_seconds, counted.spread) == (0, 0, 0)
+            assert (counted.forward_seconds, counted.backward_seconds, counted.spread) == (0, 0, None)
             for key in ("output_bytes", "saved_bytes", "saved_input_bytes", "workspace_bytes"):
                 assert getattr(counted, key) == getattr(measured, key)
     assert Profile.parse(on_meta.to_json(), "x").structure_only

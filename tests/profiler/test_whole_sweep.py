@@ -69,7 +69,7 @@ def test_every_figure_follows_from_the_clock(clock: Any, takes: Any) -> None:
     for run in sweep.runs:
         assert run.rounds.medians("forward").tolist() == [run.size, 3 * run.size]
         assert run.rounds.medians("backward").tolist() == [2 * run.size, 5 * run.size]
-        assert run.rounds.spreads().tolist() == [0, 0]
+        assert run.rounds.spreads() == [0, 0]
         assert run.rounds.host_medians("forward") == [None, None]
         assert run.rounds.whole_medians() == (4 * run.size, 7 * run.size)
         assert run.rounds.part_medians("input") == [None, None]

@@ -26,8 +26,10 @@ def test_medians_and_spread_by_hand() -> None:
     assert made.host_medians("forward") == [None, None]
     assert made.whole_medians() == (20, 40)
     # Sums 11, 25, 62: quartiles half way to the median, 18 and 43.5.
-    assert made.spreads().tolist() == [(43.5 - 18) / 25, 0]
+    assert made.spreads() == [(43.5 - 18) / 25, 0]
     assert made.whole_spread() == (90 - 48) / 60
+    once = TimedPasses(made.layers[:1], made.whole[:1])
+    assert (once.spreads(), once.whole_spread(), once.uncertainty()) == ([None, None], None, 0)
 
 
 def test_uncertainty_falls_with_the_root_of_the_rounds() -> None:
