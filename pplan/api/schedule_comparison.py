@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, TypeAlias, Unpack
 
 from ..cost_models.drawing import Bar, Drawing, Panel, draw_bars
 from ..cost_models.errors import UsageError, short_repr
@@ -20,6 +20,8 @@ from .options import CompareSchedulesKeywords, SimulateKeywords
 from .simulate import simulate, simulate_costs
 from .simulated_step import SimulatedStep
 from .stage_costs import CostKeywords
+
+Update: TypeAlias = Literal["", "asynchronous", "no barrier"]
 
 
 class ScheduleList(dict[str, Schedule]):
@@ -67,7 +69,7 @@ class ScheduleRow:
     bubble: float | None = None
     steady_seconds: float | None = None
     steady_bubble: float | None = None
-    update: Literal["", "asynchronous", "no barrier"] = ""
+    update: Update = ""
     in_flight: float | None = None
     memory_bytes: int | None = None
     fits: bool | None = None
@@ -93,9 +95,10 @@ class ScheduleComparison:
 
     def _repr_html_(self) -> str:
         """Of a notebook."""
-        headings = ("step by itself", "bubble", "steady step", "bubble", "vs. the first", "needs")
-        headings = ("schedule", *headings, "in flight", "most memory")
-        return html_table("Schedules", headings, map(self._cells, self.rows))
+        measures = ("step by itself", "bubble", "steady step", "bubble", "vs. the first", "needs")
+        return html_table(
+            "Schedules", ("schedule", *measures, "in flight", "most memory"), map(self._cells, self.rows)
+        )
 
     def _cells(self, row: ScheduleRow) -> list[str]:
         if row.seconds is None:
@@ -215,7 +218,8 @@ _OTHER = {True: "is of costs without a plan", False: "is of a plan"}
 
 def _row(name: str, step: SimulatedStep) -> ScheduleRow:
     simulation, seconds = step.simulation, step.step_seconds
-    steady, update = step.longest_span_seconds, ""
+    steady = step.longest_span_seconds
+    update: Update = ""
     if simulation.steady is not None:
         steady = simulation.steady.seconds_per_micro_batch * simulation.micro_batches
         update = "asynchronous"
