@@ -32,6 +32,8 @@ def profile_kernels_command(
     from .table import line
 
     shape = load_transformer_shape(config)
+    if shape.note:
+        remark(f"Note: {shape.note}")
     target = choose_target(output, "kernels.csv", force=force)
     target.check(config)
     from ..profiler.kernels import measure_kernels

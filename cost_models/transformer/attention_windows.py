@@ -12,13 +12,25 @@ from .transformer_shape import AttentionWindow
 _WINDOWS = {
     **dict.fromkeys(("mistral", "gemma2", "gemma3_text", "cohere2", "olmo3", "exaone4", "dots1"), 4096),
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), 4096),
-    "gpt_oss": 128,
+    **dict.fromkeys(("ministral", "vaultgemma", "exaone_moe", "cohere2_moe"), 4096),
+    **dict.fromkeys(("gpt_oss", "granite_swa", "granitemoe_swa"), 128),
+    **dict.fromkeys(("flint", "kolibri1"), 513),
+    "mellum": 1024,
+    "cwm": 8192,
 }
 """Tokens, where the key is missing: those of the family's class."""
 _CHUNK = 8192
-_EVERY_BLOCK = frozenset({"mistral", "mixtral", "phi3", "phimoe", "starcoder2", "qwen3_moe"})
-_TURNS = {"gemma2": 2, "gpt_oss": 2, "olmo3": 4, "gemma3_text": 6, "cohere2": 4, "exaone4": 4}
+_EVERY_BLOCK = frozenset({"mistral", "mixtral", "phi3", "phimoe", "starcoder2", "qwen3_moe", "ministral"})
+_TURNS = {
+    **dict.fromkeys(("gemma2", "gpt_oss", "vaultgemma"), 2),
+    **dict.fromkeys(("olmo3", "cohere2", "cohere2_moe", "exaone4", "exaone_moe"), 4),
+    "kolibri1": 5,
+    "gemma3_text": 6,
+    "mellum": 1,
+}
 """The last block of so many attends to all tokens; where it is no rule of its own, a key says how many."""
+_FIRST_OF_FOUR = frozenset({"cwm", "granite_swa", "granitemoe_swa"})
+"""Whose first block of four attends to all tokens."""
 _FROM_A_BLOCK = {"qwen2": 28, "qwen3": 28, "dots1": 62}
 """The first block with a window, where `max_window_layers` is missing. (Qwen2-MoE's come before it.)"""
 
@@ -34,20 +46,24 @@ def read_windows(sizes: ConfigurationSizes, family: str, blocks: int) -> tuple[A
         window = AttentionWindow(chunk, chunked=True)
         windows = [window if chunk and own else None for own in _is_chunked(sizes, blocks)]
     else:
-        size = _size(sizes, "sliding_window", _WINDOWS.get(family, 0))
+        local = _is_local(sizes, family, blocks)
+        # Elsewhere the key stays unused, so that a window of a family that has none refuses the model.
+        size = _size(sizes, "sliding_window", _WINDOWS.get(family, 0)) if local else 0
         if not sizes.flag(("use_sliding_window", family not in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"))):
             size = 0  # their files have a window that is not used
+            sizes.ignore("sliding_window")
         window = AttentionWindow(size)
-        windows = [window if size and own else None for own in _is_local(sizes, family, blocks)]
+        windows = [window if size and own else None for own in local]
     return tuple(windows) if any(windows) else ()
 
 
 def _size(sizes: ConfigurationSizes, key: str, missing: int) -> int:
     """0 where the key is null."""
-    return sizes.optional(key) if key in sizes.keys else missing
+    return sizes.optional(key) if sizes.has(key) else missing
 
 
 def _is_local(sizes: ConfigurationSizes, family: str, blocks: int) -> list[bool]:
+    """By block; empty where nothing says which blocks have a window."""
     kinds = sizes.members("layer_types", str, "a list of names")
     if kinds:
         # Further layers are like the first in turn.
@@ -60,9 +76,13 @@ def _is_local(sizes: ConfigurationSizes, family: str, blocks: int) -> list[bool]
     if family == "qwen2_moe":
         last = _size(sizes, "max_window_layers", 28)
         return [block % 2 == 0 and block < last for block in range(blocks)]
+    if family in _FIRST_OF_FOUR:
+        return [block % 4 != 0 for block in range(blocks)]
+    if family == "flint":
+        return [block > 1 and block % 4 != 1 and block < blocks - 1 for block in range(blocks)]
     if family not in _TURNS:
-        return [False] * blocks
-    pattern = sizes.keys.get("sliding_window_pattern")
+        return []
+    pattern = sizes.value("sliding_window_pattern")
     turn = len(pattern) if isinstance(pattern, str) else sizes.optional("sliding_window_pattern")
     turn = turn or _TURNS[family]
     return [(block + 1) % turn != 0 for block in range(blocks)]
@@ -86,6 +106,6 @@ def _kinds_of_gpt_neo(sizes: ConfigurationSizes) -> list[str]:
     kinds: list[str] = []
     for own in sizes.members("attention_types", list, expected) or []:
         if len(own) != 2 or not isinstance(own[0], list) or type(own[1]) is not int or own[1] > 10**5:
-            raise wrong_value("attention_types", sizes.keys["attention_types"], expected)
+            raise wrong_value("attention_types", sizes.value("attention_types"), expected)
         kinds += own[0] * own[1]
     return kinds

@@ -13,6 +13,7 @@ from ..quantities import format_count
 from ..text_files import read_text
 from .attention_windows import read_windows
 from .configuration_sizes import NO_DECODER, ConfigurationSizes, wrong_value
+from .known_keys import is_part, refuse_unknown, unknown_keys
 from .model_families import FAMILIES, FOREIGN_FAMILIES, SIZE_KEYS, ModelFamily
 from .transformer_shape import (
     MOST_BLOCKS,
@@ -24,11 +25,9 @@ from .transformer_shape import (
 )
 
 _ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-_STATE_SPACE = (
-    "mamba", "ssm_", "linear_num", "linear_conv", "conv_l", "conv_d", "lru_", "rwkv", "state_size",
-    "time_step",
-)  # fmt: skip
-"""Beginnings of keys that only models with other layers than attention have."""
+_TEXT = "text_config"
+_SECTIONS = ("attn_config", "ffn_config")
+"""Of DBRX and MPT."""
 
 
 def load_transformer_shape(path: Path) -> TransformerShape:
@@ -51,88 +50,125 @@ def read_configuration(path: Path) -> dict[str, Any]:
     return keys
 
 
-PREDICTOR_KEYS = ("num_nextn_predict_layers", "mtp_num_layers")
+PREDICTOR_KEYS = ("num_nextn_predict_layers", "mtp_num_layers", "num_mtp_modules")
 
 
 def transformer_shape(keys: Mapping[str, Any], name: str = "") -> TransformerShape:
-    """Of the keys of a configuration, in any of the families' spellings. Raises UsageError."""
-    whole = keys
-    keys = _section(keys, "text_config") or keys
-    for part in ("attn_config", "ffn_config"):  # of DBRX and MPT
-        keys = {**_section(keys, part), **keys}
-    sizes = ConfigurationSizes(keys)
-    name = sizes.text("model_type") or name
-    _check_kind(keys, name)
-    if ConfigurationSizes(whole).flag(("is_encoder_decoder", False)):
-        _check_kind(whole, name)
-    family = FAMILIES.get(name, ModelFamily())
+    """Read the sizes of a transformer from its configuration, in any of the families' spellings.
+
+    Args:
+        keys: The configuration. A model that reads more than text has that of its text in `text_config`.
+        name: What the model is called where the configuration has no `model_type`.
+
+    Raises:
+        UsageError: A size is missing or cannot be, or a key is neither used nor known to be harmless.
+    """
+    whole = ConfigurationSizes(keys)
+    text = _section(whole, _TEXT)
+    sizes = ConfigurationSizes(_text_keys(keys, text))
+    kind = sizes.text("model_type")
+    _check_kind(whole, sizes, kind)
+    family = FAMILIES.get(kind, ModelFamily())
     hidden, heads = sizes.needed(*SIZE_KEYS["hidden"]), sizes.needed(*SIZE_KEYS["heads"])
     blocks = sizes.needed(*SIZE_KEYS["layers"])
-    experts = _experts(sizes)
+    experts = _experts(sizes, family)
     shape = TransformerShape(
-        name=name,
+        name=kind or name,
         hidden=hidden,
         vocabulary=sizes.needed(*SIZE_KEYS["vocabulary"]),
-        feed_forward=_feed_forward_width(sizes, hidden),
+        feed_forward=_feed_forward_width(sizes, hidden, family),
         attention=_attention(sizes, hidden, heads, family),
         routed=tuple(_routed(sizes, blocks)) if experts else (False,) * min(blocks, MOST_BLOCKS),
         experts=experts,
         gated=family.gated,
         tied=sizes.flag(("tie_word_embeddings", family.tied)),
-        note=_note(name, is_part=keys.get("model_type") != whole.get("model_type")),
+        note=_note(kind, is_part=_has_parts(keys, kind)),
         predictors=sizes.optional(*PREDICTOR_KEYS),
-        windows=read_windows(sizes, name, min(blocks, MOST_BLOCKS)),
+        windows=read_windows(sizes, kind, min(blocks, MOST_BLOCKS)),
     )
-    return replace(shape, vectors=_vectors(shape, family, sizes)).with_blocks(blocks)
+    shape = replace(shape, vectors=_vectors(shape, family, sizes)).with_blocks(blocks)
+    refuse_unknown(_unknown_keys(keys, text, sizes, kind))
+    return shape
 
 
-def _section(keys: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _text_keys(keys: Mapping[str, Any], text: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Those of the model that reads text, with those of its sections."""
+    if text:
+        outside = {"tie_word_embeddings": keys.get("tie_word_embeddings")}
+        keys = {**{key: value for key, value in outside.items() if value is not None}, **text}
+    sizes = ConfigurationSizes(keys)
+    for name in _SECTIONS:
+        keys = {**_section(sizes, name), **keys}
+    return keys
+
+
+def _unknown_keys(
+    keys: Mapping[str, Any], text: Mapping[str, Any], sizes: ConfigurationSizes, kind: str
+) -> dict[str, Any]:
+    """Of the text's configuration, and of what is outside it and that does not decide."""
+    inside = _text_keys(keys, text)
+    unknown = unknown_keys(inside, {*sizes.used, _TEXT, *_SECTIONS}, kind)
+    if text:
+        unknown |= unknown_keys(keys, {*inside, _TEXT, "tie_word_embeddings"}, kind)
+    return unknown
+
+
+def _has_parts(keys: Mapping[str, Any], kind: str) -> bool:
+    """Whether the model has more than what reads text."""
+    is_inside = bool(keys.get(_TEXT)) and keys.get("model_type") != kind
+    return is_inside or any(is_part(str(key)) and isinstance(value, Mapping) for key, value in keys.items())
+
+
+def _section(sizes: ConfigurationSizes, name: str) -> Mapping[str, Any]:
     """The keys under a key; none where it is missing, or null."""
-    section = keys.get(name)
+    section = sizes.value(name)
     if section is not None and not isinstance(section, Mapping):
         raise wrong_value(name, section, "keys with their values")
     return section or {}
 
 
-def _check_kind(keys: Mapping[str, Any], name: str) -> None:
+def _check_kind(whole: ConfigurationSizes, sizes: ConfigurationSizes, kind: str) -> None:
     """Raises UsageError for a model that is not blocks of attention and feed-forward layers."""
-    other = next((str(key) for key in keys if str(key).lower().startswith(_STATE_SPACE)), None)
-    sizes = ConfigurationSizes(keys)
-    kinds = sizes.members("layer_types", str, "a list of names") or []
-    other = next((f"layer_types: {kind}" for kind in kinds if kind not in _ATTENTION_KINDS), other)
-    if sizes.flag(("is_encoder_decoder", False)):
-        other = "is_encoder_decoder"
-    if name in FOREIGN_FAMILIES:
+    if kind in FOREIGN_FAMILIES:
         raise UsageError(
-            f"{name}: its blocks have parts that are not counted",
+            f"{kind}: its blocks have parts that are not counted",
             "Give a decoder-only model of another family.",
         )
+    kinds = sizes.members("layer_types", str, "a list of names") or []
+    other = next((f"layer_types: {each}" for each in kinds if each not in _ATTENTION_KINDS), None)
+    if whole.flag(("is_encoder_decoder", False)) or sizes.flag(("is_encoder_decoder", False)):
+        other = "is_encoder_decoder"
     if other:
         raise UsageError(
-            f"{name or 'the model'}: {other[:60]}: not a stack of blocks with attention", NO_DECODER
+            f"{kind or 'the model'}: {other[:60]}: not a stack of blocks with attention", NO_DECODER
         )
 
 
-def _note(name: str, *, is_part: bool) -> str:
+def _note(kind: str, *, is_part: bool) -> str:
     """What is not known, or not counted; `is_part`: of a model that reads more than text."""
-    unknown = (
-        f"the model_type {name[:40]!r} is not known, its blocks are taken for Llama's: compare its number of "
-        "parameters"
-    )
-    part = "of the model its text_config alone is counted, and nothing that reads pictures or sound"
-    return "; ".join([*([] if name in FAMILIES else [unknown]), *([part] if is_part else [])])
+    notes = []
+    if kind not in FAMILIES:
+        what = f"the model_type {kind[:40]!r} is not known" if kind else "the configuration has no model_type"
+        notes.append(f"{what}, its blocks are taken for Llama's: compare its number of parameters")
+    if is_part:
+        notes.append("the text model alone is counted, and nothing that reads pictures or sound")
+    return "; ".join(notes)
 
 
-def _feed_forward_width(sizes: ConfigurationSizes, hidden: int) -> int:
+def _feed_forward_width(sizes: ConfigurationSizes, hidden: int, family: ModelFamily) -> int:
     """Of the blocks without experts."""
-    ratio = sizes.optional("expansion_ratio") or 4
-    return sizes.optional("intermediate_size_mlp", *SIZE_KEYS["intermediate"]) or ratio * hidden
+    width = sizes.optional("intermediate_size_mlp", *SIZE_KEYS["intermediate"])
+    if not width and family.gated:
+        sizes.refuse_null(*SIZE_KEYS["intermediate"])
+    return width or (sizes.optional("expansion_ratio") or 4) * hidden
 
 
 def _attention(sizes: ConfigurationSizes, hidden: int, heads: int, family: ModelFamily) -> AttentionShape:
     latent = sizes.optional("kv_lora_rank")
     if latent:
         rotary = sizes.needed("qk_rope_head_dim")
+        # Each head has its own keys, of the widths that these models name.
+        sizes.ignore(*SIZE_KEYS["key_value_heads"], *SIZE_KEYS["head_width"])
         return AttentionShape(
             heads=heads,
             key_value_heads=heads,
@@ -160,25 +196,35 @@ def _attention(sizes: ConfigurationSizes, hidden: int, heads: int, family: Model
 def _key_value_heads(sizes: ConfigurationSizes, heads: int) -> int:
     """Those of one head where the key is multi_query; Falcon's later ones have their number."""
     grouped = sizes.optional(*SIZE_KEYS["key_value_heads"]) or heads
-    if "multi_query" not in sizes.keys or sizes.flag(("new_decoder_architecture", False)):
+    if not sizes.has("multi_query") or sizes.flag(("new_decoder_architecture", False)):
         return grouped
     return 1 if sizes.flag(("multi_query", True)) else heads
 
 
-def _experts(sizes: ConfigurationSizes) -> ExpertShape | None:
-    number = sizes.optional("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-    if not number:
+_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+_EXPERTS_EACH = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts",
+)  # fmt: skip
+"""Of a token."""
+_SHARED_EXPERTS = ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
+
+
+def _experts(sizes: ConfigurationSizes, family: ModelFamily) -> ExpertShape | None:
+    number = sizes.optional(*_EXPERTS)
+    if not number or family.dense:
+        # Where a file says that there are none, their other keys mean nothing.
+        if any(sizes.has(name) for name in _EXPERTS):
+            sizes.ignore(*_EXPERTS_EACH, *_SHARED_EXPERTS, "moe_intermediate_size")
         return None
+    sizes.refuse_null("moe_intermediate_size")
     width = sizes.optional("moe_intermediate_size") or sizes.needed(*SIZE_KEYS["intermediate"])
     shared = sizes.optional("shared_expert_intermediate_size", "shared_intermediate_size")
-    if "interleave_moe_layer_step" in sizes.keys:  # of Llama 4: one expert for all tokens
+    if sizes.has("interleave_moe_layer_step"):  # of Llama 4: one expert for all tokens
         shared = width
-    shared = shared or width * sizes.optional(
-        "n_shared_experts", "moe_num_shared_experts", "num_shared_experts"
-    )
-    per_token = sizes.needed(
-        "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts"
-    )
+    if shared:
+        sizes.ignore(*_SHARED_EXPERTS)
+    shared = shared or width * sizes.optional(*_SHARED_EXPERTS)
+    per_token = sizes.needed(*_EXPERTS_EACH)
     if per_token > number:
         raise UsageError(
             f"num_experts_per_tok={per_token}: there {'is' if number == 1 else 'are'} "
@@ -186,6 +232,10 @@ def _experts(sizes: ConfigurationSizes) -> ExpertShape | None:
             "Correct the configuration.",
         )
     return ExpertShape(number, per_token, width, shared)
+
+
+_FIRST_ROUTED = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+_ROUTED_TURNS = ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step")
 
 
 def _routed(sizes: ConfigurationSizes, blocks: int) -> Iterator[bool]:
@@ -196,18 +246,21 @@ def _routed(sizes: ConfigurationSizes, blocks: int) -> Iterator[bool]:
     if kinds:
         if other := next((kind for kind in kinds if kind not in ("dense", "sparse")), None):
             raise wrong_value("mlp_layer_types", other, "dense or sparse for each layer")
+        sizes.ignore(
+            *_FIRST_ROUTED, *_ROUTED_TURNS, "moe_layer_end_index", "mlp_only_layers", "moe_layer_freq"
+        )
         for block in range(min(blocks, MOST_BLOCKS)):
             yield kinds[min(block, len(kinds) - 1)] == "sparse"
         return
-    first = sizes.optional("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+    first = sizes.optional(*_FIRST_ROUTED)
     last = sizes.optional("moe_layer_end_index") or MOST_BLOCKS
-    step = sizes.optional("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step") or 1
+    step = sizes.optional(*_ROUTED_TURNS) or 1
     plain, members = (
         set(sizes.members(name, int, "a list of layers' numbers") or ())
         for name in ("mlp_only_layers", "moe_layers")
     )
     flags, every = list[int](), 1
-    if isinstance(sizes.keys.get("moe_layer_freq"), list):
+    if isinstance(sizes.value("moe_layer_freq"), list):
         expected = "a whole number, or 0 or 1 for each layer"
         flags = sizes.members("moe_layer_freq", int, expected) or []
         if not flags or not set(flags) <= {0, 1}:
@@ -248,7 +301,7 @@ def _norms_before(family: ModelFamily, sizes: ConfigurationSizes) -> tuple[int, 
     one = family.attention_norms, 0
     if sizes.flag(("use_parallel_residual", False)) and family.head_norm:  # StableLM
         return one
-    if "parallel_attn" not in sizes.keys:
+    if not sizes.has("parallel_attn"):
         return both
     if sizes.flag(("new_decoder_architecture", False)):  # Falcon
         return both if (sizes.optional("num_ln_in_parallel_attn") or 2) == 2 else one
@@ -270,6 +323,8 @@ def _attention_vectors(
         shared += attention.fused_size
     if sizes.flag(family.output_bias):
         whole += shape.hidden
+    if family.head_norm and family.has_head_norm is True:
+        sizes.ignore("use_qk_norm", "qk_norm", "qk_norm_type")
     if family.head_norm and sizes.flag(family.has_head_norm):
         heads = 2 if family.head_norm == "width" else attention.heads + attention.key_value_heads
         whole += heads * attention.head_width * (2 if family.head_norm_bias else 1)

@@ -47,7 +47,8 @@ class ModelFamily:
     of a head, or one for all heads together. `expert_bias`: whether routed experts have the biases of
     feed-forward layers. `positions`: whether there is a table of learned positions, with
     `position_offset` rows more than the configuration's positions. `block_scalars`: numbers that a
-    feed-forward layer learns besides. `encoder`: every token attends to all (BERT).
+    feed-forward layer learns besides. `encoder`: every token attends to all (BERT). `dense`: no
+    experts, although its files have keys of them.
     """
 
     gated: bool = True
@@ -71,6 +72,7 @@ class ModelFamily:
     position_offset: int = 0
     block_scalars: int = 0
     encoder: bool = False
+    dense: bool = False
 
 
 _BIASES: dict[str, Flag] = {"query_bias": True, "output_bias": True, "feed_forward_bias": True}
@@ -128,7 +130,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "qwen3_moe": _QWEN3,
     "exaone4": _QWEN3,
     "dots1": _QWEN3,
-    "hunyuan_v1_dense": _QWEN3,
+    "hunyuan_v1_dense": replace(_QWEN3, dense=True),
     "olmo": ModelFamily(norm="none"),
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
@@ -209,9 +211,9 @@ FOREIGN_FAMILIES = frozenset(
     {
         "beam", "bert-generation", "big_bird", "bitnet", "cpmant", "ctrl", "diffllama", "doge", "electra",
         "gemma4_text", "gemma4_unified_text", "git", "gpt_neox_japanese", "hrm_text", "hunyuan_v1_moe",
-        "jetmoe", "longcat_flash", "modernbert-decoder", "moshi", "openai-gpt", "phi4_multimodal", "reformer",
-        "rembert", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta-xl", "xlnet", "xlstm", "xmod",
-        "zamba", "zamba2",
+        "jetmoe", "longcat_flash", "modernbert-decoder", "moshi", "openai-gpt", "phi4_multimodal", "qwen",
+        "reformer", "rembert", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta-xl", "xlnet",
+        "xlstm", "xmod", "zamba", "zamba2",
     }
 )  # fmt: skip
 """Whose blocks, or what is around them, have parts that are not counted here."""

@@ -219,7 +219,7 @@ def test_a_text_model_inside_another() -> None:
     outer = {"model_type": "llava", "vision_config": {"hidden_size": 1}, "text_config": LLAMA}
     shape = transformer_shape(outer)
     assert shape.parameters() == transformer_shape(LLAMA).parameters()
-    assert "text_config alone" in shape.note
+    assert "text model alone" in shape.note
     assert not transformer_shape({"model_type": "llama", "text_config": LLAMA}).note
     with pytest.raises(UsageError, match="is_encoder_decoder"):
         transformer_shape({**outer, "is_encoder_decoder": True})
@@ -263,7 +263,7 @@ def test_a_family_that_is_not_known_is_said() -> None:
         ({**LLAMA, "layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({**LLAMA, "mamba_d_state": 16}, "mamba_d_state"),
         ({**LLAMA, "is_encoder_decoder": True}, "is_encoder_decoder"),
-        ({**LLAMA, "conv_dim": [512, 512]}, "conv_dim: not a stack"),
+        ({**LLAMA, "conv_dim": [512, 512]}, "not known.*: conv_dim"),
         ({**LLAMA, "model_type": "jetmoe"}, "its blocks"),
     ],
 )
