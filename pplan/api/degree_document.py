@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ..cost_models.document import MadeBy
-from ..cost_models.quantities import format_seconds
+from ..cost_models.quantities import format_count, format_seconds
 from ..cost_models.transformer.kernel_table import TERA, KernelTable
 from ..cost_models.transformer.layer_table import StageEstimate
+from ..cost_models.transformer.transformer_shape import TransformerShape
 from ..planner.degrees.degree_combinations import options_to_allow
 from ..planner.degrees.degree_file import (
     BaselineEntry,
@@ -150,6 +151,29 @@ def _plan_entry(answer: DegreeAnswer, plan: DegreePlan) -> PlanEntry:
     )
 
 
+def configuration_notes(shape: TransformerShape, sequence: int, predictors: int) -> list[str]:
+    """Say what is not known of a configuration, or not counted.
+
+    Args:
+        shape: What was read.
+        sequence: Tokens of a sample.
+        predictors: Multi-token predictors that are counted.
+    """
+    notes = [shape.note] if shape.note else []
+    if (share := shape.attended_share(sequence)) < 1:
+        local = sum(own is not None for own in shape.windows)
+        notes.append(
+            f"attention of {local} of {len(shape.windows)} blocks is local; each block is given the mean, "
+            f"{share:.0%} of what whole attention computes, and a ring of context parallelism all of it"
+        )
+    if shape.predictors > predictors:
+        notes.append(
+            f"the configuration has {format_count(shape.predictors, 'multi-token predictor')}, of which "
+            f"{predictors} are counted: set `predictors`, or place each in the layout as m"
+        )
+    return notes
+
+
 def _by_stage_notes(answer: DegreeAnswer) -> list[str]:
     assert answer.by_stage is not None
     if answer.by_stage.plan is None:
@@ -204,18 +228,7 @@ def _notes(answer: DegreeAnswer) -> list[str]:
         f"products {limits.product_share:.0%} of the GPU's FLOP/s, attention {limits.attention_share:.0%}, "
         f"passes over memory {limits.memory_share:.0%} of its bandwidth"
     )
-    notes = [answer.shape.note] if answer.shape.note else []
-    if (share := answer.shape.attended_share(answer.options.sequence)) < 1:
-        local = sum(own is not None for own in answer.shape.windows)
-        notes.append(
-            f"attention of {local} of {len(answer.shape.windows)} blocks is local; each block is given the "
-            f"mean, {share:.0%} of what whole attention computes, and a ring of context parallelism all of it"
-        )
-    if answer.shape.predictors > answer.options.predictors:
-        notes.append(
-            f"the configuration has {answer.shape.predictors} multi-token predictors, of which "
-            f"{answer.options.predictors} are counted: `predictors` says how many are trained"
-        )
+    notes = configuration_notes(answer.shape, answer.options.sequence, answer.options.predictors)
     best = answer.plans[0].estimate.step_seconds
     for own in answer.baselines:
         plan = own.plan

@@ -19,6 +19,7 @@ from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan, search_deg
 from ..planner.degrees.layout_estimate import estimate_layout
 from ..runtimes.formats.megatron_export import write_layout
 from ..runtimes.reading.megatron_layout import layout_problems, split_layout
+from .degree_document import configuration_notes
 from .degrees import machine_costs, read_shape
 from .options import DegreesKeywords, describe_options, options_from
 
@@ -31,9 +32,9 @@ class LayoutReport:
     """What was found of a layout.
 
     `stages`: the letters of each (virtual) stage. `problems`: why Megatron-LM does not train the model so;
-    `remarks`: what is odd. With a machine, and where there are no problems, `plan` is the layout at the
-    degrees that suit it best, `limit_bytes` what a device has for it, and `best` the search of all layouts at
-    the same degrees; None where none fits.
+    `remarks`: what is odd, and what is not known of the configuration. With a machine, and where there are
+    no problems, `plan` is the layout at the degrees that suit it best, `limit_bytes` what a device has for
+    it, and `best` the search of all layouts at the same degrees; None where none fits.
     """
 
     layout: str
@@ -155,7 +156,7 @@ def lint_layout(
         )
     if layout != EVEN:
         problems += tuple(layout_problems(stages, pipeline, shape.blocks, shape.predictors))
-    remarks = tuple(_remarks(stages, shape)) if any(stages) else ()
+    remarks = tuple(_remarks(stages, shape, options.sequence))
     report = LayoutReport(layout, shape.name, stages, pipeline, problems, remarks)
     if machine.gpus is None or report.problems:
         return report
@@ -202,19 +203,15 @@ def _pipeline_size(options: DegreeOptions, stages: int) -> int:
     return options.pp[0]
 
 
-def _remarks(stages: tuple[str, ...], shape: TransformerShape) -> list[str]:
+def _remarks(stages: tuple[str, ...], shape: TransformerShape, sequence: int) -> list[str]:
+    """What is odd of the layout, and what `degrees` says of the configuration."""
     empty = [str(stage) for stage, letters in enumerate(stages) if not letters]
     remarks = []
-    if empty:
+    if empty and any(stages):
         more = f" and {len(empty) - 10} more" if len(empty) > 10 else ""
         remarks.append(f"empty stages: {', '.join(empty[:10])}{more}")
     predictors = sum(letters.count("m") for letters in stages)
-    if shape.predictors and not predictors:
-        remarks.append(
-            f"the model predicts further tokens with {format_count(shape.predictors, 'block')}, the layout "
-            "places none: it is trained without"
-        )
-    return remarks
+    return [*remarks, *configuration_notes(shape, sequence, predictors)]
 
 
 def _with_estimate(

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 import pplan
+from pplan.api.degree_document import build_degrees_file
 from pplan.cli.app import main
+from pplan.cost_models.document import MadeBy
 from pplan.runtimes.reading.megatron_layout import layout_problems, split_layout
 
 MODEL = {
@@ -115,8 +117,22 @@ def test_a_published_layout_and_one_that_no_longer_matches() -> None:
     assert without.agrees
     assert without.remarks == (
         "empty stages: 30, 31",
-        "the model predicts further tokens with 1 block, the layout places none: it is trained without",
+        "the configuration has 1 multi-token predictor, of which 0 are counted: set `predictors`, or place "
+        "each in the layout as m",
     )
+
+
+def test_the_notes_about_a_configuration_are_those_of_degrees() -> None:
+    """A model type that is not known, local attention and a predictor."""
+    config = {**MODEL, "model_type": "llama9", "sliding_window": 128, "num_nextn_predict_layers": 1}
+    config["layer_types"] = ["sliding_attention", "full_attention"] * 3
+    options: dict[str, Any] = {"gpus": 2, "gpu": "h100", "mini_batch": 8, "pp": (2,), "tp": (1,)}
+    linted = pplan.lint("Ettt|tttL", config, **options)
+    notes = build_degrees_file(pplan.degrees(config, **options), MadeBy()).notes
+    assert list(linted.remarks) == notes[:3]
+    assert "llama9" in notes[0]
+    assert "3 of 6 blocks is local" in notes[1]
+    assert "1 multi-token predictor, of which 0" in notes[2]
 
 
 @pytest.mark.parametrize("memory_bytes", [80 * 10**9, 2100 * 10**6])
