@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..runtimes.scripts.script import Script
 
 _HIDDEN_FIELDS = {
-    *("schema_version", "layers_sha256", "made_by", "config", "runtime", "estimated", "actions"),
+    *("schema_version", "layers_sha256", "made_by", "config", "runtime", "estimated", "actions", "warnings"),
     *("granularity", "gpus_per_node"),
 }
 """What the table of an export leaves to its file."""

@@ -12,6 +12,7 @@ from ..api.plan_answer import answer_lines
 from ..api.plan_summary import short_summary, summary_lines
 from ..cost_models.number_format import compare_steps, ranges, whole_percent
 from ..cost_models.quantities import format_bytes, format_seconds
+from ..cost_models.runtime import other_layers_warning
 from ..planner.plan_file import Plan
 from ..planner.plan_records import Alternative, Baseline, PlannedStage, SharedWeight
 from .table import Column, gap, line, number, print_head, print_notes, print_table, text, word
@@ -53,9 +54,13 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 def _print_head(plan: Plan, console: Console) -> None:
     """The answer, and the warnings right under it."""
-    print_head(console, answer_lines(plan))
+    answer, *further = answer_lines(plan)
+    other_layers = other_layers_warning(plan.runtime, plan.profile.device)
+    gravest = [f"Warning: {other_layers}"] if other_layers else []
+    print_head(console, [answer, *gravest, *further])
     for warning in plan.warnings:
-        line(console, f"Warning: {warning}")
+        if warning != other_layers:
+            line(console, f"Warning: {warning}")
 
 
 def _print_shared(plan: Plan, console: Console) -> None:

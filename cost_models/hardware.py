@@ -31,6 +31,10 @@ def _source() -> str:
     return source
 
 
+UNKNOWN_DEVICE = "unknown"
+"""The device of a profile whose costs were imported, whatever they were measured with."""
+
+
 @dataclass(frozen=True)
 class Device:
     """A kind of device; `memory_bytes` is what a stage may use, None for no limit.

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from .errors import UsageError
+from .hardware import UNKNOWN_DEVICE
 from .schedules import PUBLISHED
 
 OFFLOAD: Final = "offload"
@@ -48,6 +49,8 @@ class Runtime:
     """Whether a device may hold several stages."""
     shares_layers: bool = False
     """Whether several devices may share every layer of a stage."""
+    own_layers: bool = False
+    """Whether it computes a transformer with layers and kernels of its own."""
     any_order: bool = False
     """Whether it takes lists of actions: the schedules that are not pplan's own, too."""
     receives_ahead: bool = False
@@ -119,6 +122,7 @@ def _of_transformers(name: str, schedules: frozenset[str], **more: Any) -> Runti
         trains_every_stage=False,
         virtual_stages=True,
         shares_layers=True,
+        own_layers=True,
         **more,
     )
 
@@ -217,3 +221,23 @@ def find_runtime(name: str) -> Runtime:
     if name not in RUNTIMES:
         raise UsageError(f"unknown runtime {name!r}", f"Known runtimes: {', '.join(RUNTIMES)}.")
     return RUNTIMES[name]
+
+
+def other_layers_warning(runtime: str | None, profiled_device: str) -> str | None:
+    """Warn that costs are those of other layers than the runtime trains.
+
+    Args:
+        runtime: The runtime that a plan is for, or is exported to.
+        profiled_device: The device of the profile: cpu, cuda, ...; empty where a plan does not say it, and
+            unknown where the costs were imported, whatever they were measured with.
+
+    Returns:
+        The warning. None where the runtime trains the profiled layers.
+    """
+    if runtime is None or not profiled_device or not find_runtime(runtime).own_layers:
+        return None
+    if profiled_device == UNKNOWN_DEVICE:
+        subject = "the imported seconds and bytes may not be those"
+    else:
+        subject = "these are the seconds and bytes of the profiled layers, not those"
+    return f"{subject} of {runtime}'s own kernels and memory, which pplan degrees config.json estimates"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ..cost_models.machines.catalogue import is_gpu, same_device
 from ..cost_models.machines.topology_options import UNNAMED, ProfiledDevice, gpus_as_profiled
+from ..cost_models.runtime import other_layers_warning
 from ..cost_models.topology import Topology
 from .profile_file import Profile
 from .profile_records import WholeMeasurement
@@ -26,10 +27,12 @@ def profiled_device(profile: Profile) -> ProfiledDevice:
     return ProfiledDevice(profile.device, profile.device_name, profile.device_memory_bytes)
 
 
-def list_warnings(profile: Profile, topology: Topology) -> list[str]:
-    """Warnings about planning this machine with these seconds, the gravest first."""
+def list_warnings(profile: Profile, topology: Topology, runtime: str | None) -> list[str]:
+    """Warnings about planning this machine, or a runtime, with these seconds, the gravest first."""
     own = _closing_warnings(profile)
+    other_layers = other_layers_warning(runtime, profile.device)
     return [
+        *([other_layers] if other_layers else []),
         *_of_the_device(profile, topology),
         *(note for note in profile.notes if note in own),
         *_of_the_spread(profile),

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 
 from ..errors import UsageError
-from ..hardware import Device, Group, Level, Link
+from ..hardware import UNKNOWN_DEVICE, Device, Group, Level, Link
 from ..topology import NODE, Topology, check_devices
 from .catalogue import (
     Machine,
@@ -46,7 +46,7 @@ class ProfiledDevice:
     @property
     def is_known(self) -> bool:
         """Whether the profile tells its device; an imported one does not."""
-        return self.device != "unknown"
+        return self.device != UNKNOWN_DEVICE
 
 
 def make_topology(

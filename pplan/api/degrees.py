@@ -9,6 +9,7 @@ from typing import Any, Unpack
 
 from ..cost_models import arguments
 from ..cost_models.errors import InfeasibleError, UsageError
+from ..cost_models.hardware import UNKNOWN_DEVICE
 from ..cost_models.machines.catalogue import device_context, device_preset
 from ..cost_models.machines.machine_options import MachineOptions
 from ..cost_models.machines.rooflines import ROOFLINES, host_bandwidth
@@ -136,7 +137,7 @@ def build_machine(machine: MachineOptions) -> Topology:
     gpus = count_gpus(machine)
     if machine.gpu is None and machine.topology is None:
         raise UsageError("`gpu` is missing", f"Name the GPU: `gpu`, one of {_GPUS}.")
-    no_profile = ProfiledDevice("unknown", "", None)
+    no_profile = ProfiledDevice(UNKNOWN_DEVICE, "", None)
     topology = make_topology(gpus=gpus, file=machine.topology, profiled=no_profile, **machine.parts)
     if len(topology.kinds) > 1:
         kinds = ", ".join(kind.name for kind in topology.kinds)

@@ -95,7 +95,7 @@ def _import_partition(
         model=profile.model,
         profile=reference,
         notes=[*list_notes(profile), *read.notes, *notes],
-        warnings=list_warnings(profile, problem.topology),
+        warnings=list_warnings(profile, problem.topology, problem.options.runtime),
     )
 
 

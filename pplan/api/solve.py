@@ -98,7 +98,7 @@ def _solve(
             model=measured_profile.model,
             profile=reference,
             notes=list_notes(measured_profile),
-            warnings=list_warnings(measured_profile, problem.topology),
+            warnings=list_warnings(measured_profile, problem.topology, plan_options.runtime),
             compared=compared,
         )
     origin = made_by(plan.made_by, measured=degrees[0][0].made_by)
@@ -142,7 +142,7 @@ def _solve_degrees(
             refusal = refusal or error
             left_out.append(DegreeResult(tensor_parallel=number, reason=error.what))
             continue
-        warnings = list_warnings(profile, problem.topology)
+        warnings = list_warnings(profile, problem.topology, options.runtime)
         problems.append(DegreeProblem(number, problem, reference, list_notes(profile), warnings))
     if not problems and refusal is not None:
         raise refusal
@@ -210,7 +210,7 @@ def frontier(
         problem,
         model=measured_profile.model,
         profile=reference,
-        warnings=list_warnings(measured_profile, problem.topology),
+        warnings=list_warnings(measured_profile, problem.topology, plan_options.runtime),
         points=frontier_options.points,
         memory_step=frontier_options.memory_step,
     )

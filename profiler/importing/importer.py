@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from ...cost_models.errors import FileError, UsageError
+from ...cost_models.hardware import UNKNOWN_DEVICE
 from ...cost_models.number_format import either
 from ...cost_models.quantities import format_count, format_seconds
 from ...cost_models.text_files import detect_kind, read_text
@@ -23,7 +24,6 @@ from .import_options import ProfileImportOptions
 from .pipedream_graph import is_graph, parse_graph
 
 Format = Literal["pipedream", "csv", "json"]
-UNKNOWN_DEVICE = "unknown"
 
 PIPEDREAM_SAMPLES = 128
 """Of the profiles of image models that PipeDream publishes; the file does not say."""

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from ...cost_models.document import MadeBy
 from ...cost_models.errors import ExportError, UsageError
-from ...cost_models.runtime import RUNTIMES, find_runtime
+from ...cost_models.runtime import RUNTIMES, find_runtime, other_layers_warning
 from ...planner.plan_file import Plan
 from . import (
     deepspeed_export,
@@ -99,4 +99,9 @@ def export(
             f"Start {sharers} processes for each device of the plan, and give build tensor_parallel, the "
             "plan that the profile was measured with.",
         )
-    return document.model_copy(update={"estimated": plan.profile.estimated}), remark
+    other_layers = other_layers_warning(runtime, plan.profile.device)
+    update: dict[str, object] = {"estimated": plan.profile.estimated}
+    if other_layers:
+        update["warnings"] = [other_layers]
+        remark = join_remarks(f"Warning: {other_layers}.", remark)
+    return document.model_copy(update=update), remark

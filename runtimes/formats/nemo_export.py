@@ -37,7 +37,7 @@ class NemoExport(TrainerText):
             sections = sections | {"distributed": sections["distributed"] | {"pipeline": pipeline}}
         start = f"automodel RECIPE.yaml {self.torchrun_options}"
         about = shell_comment(f"Put these sections into the recipe of {self.model}; {start}")
-        return f"{about}\n{''.join(_yaml(sections, ''))}"
+        return "".join(f"{text}\n" for text in (about, *self.warning_comments)) + "".join(_yaml(sections, ""))
 
 
 def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[NemoExport, str | None]:

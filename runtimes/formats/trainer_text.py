@@ -38,8 +38,15 @@ class TrainerText(ExportDocument):
     virtual_stages: LayerCount
     """Of each device."""
     recompute: Literal["never", "always"]
+    warnings: list[str] = []
+    """What may make the prediction wrong for this trainer."""
     actions: list[str] = []
     """Where the trainer is given the order of the actions: its lines, one a device of the pipeline."""
+
+    @property
+    def warning_comments(self) -> list[str]:
+        """The warnings as lines of comment, which bash and YAML share."""
+        return [shell_comment(f"Warning: {warning}") for warning in self.warnings]
 
     @property
     def torchrun_options(self) -> str:
@@ -82,6 +89,7 @@ class TrainerArguments(TrainerText):
                     f"{self.model} on {self.processes} devices, predicted{estimated}: "
                     f"{format_seconds(self.step_seconds)} a step"
                 ),
+                *self.warning_comments,
                 shell_comment(
                     f'source {path.name}; torchrun {self.torchrun_options} {self.command} ... "${{PPLAN[@]}}"'
                 ),

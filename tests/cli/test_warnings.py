@@ -54,7 +54,7 @@ def test_a_device_that_waited_is_told_no_quiet_machine_helps(profile: Profile) -
     assert closing_warning(whole, ["micro-batch size 77: " + WAITED]) == [quiet]
     for text in (quiet, busy):
         doubtful = profile.model_copy(update={"whole": [whole], "notes": [waited, text]})
-        assert text in list_warnings(doubtful, TOPOLOGY)
+        assert text in list_warnings(doubtful, TOPOLOGY, None)
         assert text not in list_notes(doubtful)
         assert waited in list_notes(doubtful)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...cost_models.document import MadeBy
 from ...cost_models.errors import PplanError, UsageError
+from ...cost_models.hardware import UNKNOWN_DEVICE
 from ...cost_models.layer import Chain
 from ...cost_models.quantities import format_count
 from ...cost_models.schedules import SCHEDULES
@@ -25,7 +26,6 @@ from ...planner.plan_simulation import (
     device_memory,
     simulate_plan,
 )
-from ...profiler.importing.importer import UNKNOWN_DEVICE
 from ...profiler.profile_file import Profile
 from ...runtimes.checking.check_report import Check
 from ..plan_answer import answer_lines
