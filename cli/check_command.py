@@ -56,8 +56,11 @@ def check_command(
     check = _run(files, options)
     if check is None:
         return
-    _print_result(check, files, save=save, as_json=as_json, calibrate=options.calibrate)
+    _print_result(check, files, save=save, as_json=as_json)
+    is_written = not options.calibrate or _write_calibration(check, files, _stem(files))
     _fail(check, fail_above)
+    if not is_written:
+        raise typer.Exit(DIFFERENCE)
 
 
 def _run(files: PlanAndProfile, options: CheckOptions) -> Check | None:
@@ -126,38 +129,39 @@ def _announce(name: str, prediction: CasePrediction) -> None:
     remark(f"Predicted, {name}: {format_seconds(prediction.step_seconds)}{calibrated_text}")
 
 
-def _print_result(check: Check, files: PlanAndProfile, *, save: bool, as_json: bool, calibrate: bool) -> None:
+def _print_result(check: Check, files: PlanAndProfile, *, save: bool, as_json: bool) -> None:
     if as_json:
         result(check.to_json())
     else:
         from .check_tables import print_check
 
         print_check(check, console())
-    stem = _stem(files)
     if save:
         place = _check_target(files)
         place.write_text(check.to_json())
         remark(f"Wrote {place.path}")
-    if calibrate:
-        _write_calibration(check, files, stem)
 
 
-def _write_calibration(check: Check, files: PlanAndProfile, stem: str) -> None:
-    """Writes the calibration and the topology beside the plan, and says what solving again finds."""
+def _write_calibration(check: Check, files: PlanAndProfile, stem: str) -> bool:
+    """Write calibration and topology next to the plan, and print what solving again finds.
+
+    Returns False, and writes nothing, if the check rejected the calibration.
+    """
     from ..api.calibrate import calibrate
     from ..cost_models.text_files import file_kind
     from .output import Target
 
     calibration = calibrate(check, files, stem)
     if calibration is None:
-        return
+        remark("Wrote no calibration: it does not improve the prediction of cases that it was not fitted to")
+        return False
     for path, content in calibration.files.items():
         Target(path, replace=False, own=True, kind=file_kind(content)).write_text(content)
     remark(f"Wrote {' and '.join(map(str, calibration.files))}")
     new_plan = calibration.new_plan
     if isinstance(new_plan, str):
         remark(f"Solved again: {new_plan}")
-        return
+        return True
     from ..cost_models.quantities import format_seconds
 
     plan, step = files.plan, format_seconds(new_plan.prediction.step_seconds)
@@ -169,12 +173,13 @@ def _write_calibration(check: Check, files: PlanAndProfile, stem: str) -> None:
     )
     if same:
         remark(f"Solved again with it: the plan stays, its step is {step}")
-        return
+        return True
     remark(
         f"Solved again with it: {', '.join(map(str, new_plan.balance))}, {new_plan.micro_batches} x "
         f"{new_plan.micro_batch_size}, {new_plan.schedule}: {step}; "
         f"pplan solve --topology {quote(str(calibration.topology_file))} writes it"
     )
+    return True
 
 
 def _stem(files: PlanAndProfile) -> str:

@@ -8,7 +8,16 @@ from rich.console import Console
 
 from ..cost_models.number_format import compare_steps, percent, ranges, three_digits
 from ..cost_models.quantities import format_bytes, format_count, format_rate, format_seconds
-from ..runtimes.checking.check_report import PLAN, SAME_LOSS, Check, CheckedCase, CheckedDevice, CheckedStage
+from ..runtimes.checking.check_report import (
+    PLAN,
+    SAME_LOSS,
+    Check,
+    CheckedCase,
+    CheckedDevice,
+    CheckedStage,
+    CrossValidation,
+    HeldOutCase,
+)
 from ..runtimes.checking.job import StageSeconds
 from .table import Column, line, number, print_table, text, word
 
@@ -23,11 +32,14 @@ def print_check(check: Check, console: Console) -> None:
     for case in check.cases:
         if case.devices and any(device.measured_bytes is not None for device in case.devices):
             _print_memory(case, console)
+    if check.cross_validation is not None:
+        _print_held_out(check.cross_validation, console)
     console.print()
     for remark_line in (
         *_gain(check),
         *_losses(check),
         *_corrections(check),
+        *_verdict(check),
         *(f"Note: {note}" for note in check.notes),
     ):
         line(console, remark_line)
@@ -135,6 +147,41 @@ def _print_memory(case: CheckedCase, console: Console) -> None:
         ),
     ]
     print_table(console, columns, case.devices, title=f"Peak memory, {case.name}")
+
+
+def _print_held_out(validation: CrossValidation, console: Console) -> None:
+    columns: list[Column[HeldOutCase]] = [
+        text("", lambda case: case.name, min_width=16),
+        number("predicted", lambda case: case.predicted_step_seconds, format_seconds),
+        number("error", lambda case: case.predicted_error, signed),
+        number("calibrated", lambda case: case.calibrated_step_seconds, format_seconds),
+        number("error ", lambda case: case.calibrated_error, signed),
+        number("measured", lambda case: case.measured_step_seconds, format_seconds),
+    ]
+    title = "Calibration, tested on cases that it was not fitted to"
+    print_table(console, columns, validation.cases, title=title)
+
+
+def _verdict(check: Check) -> list[str]:
+    """Whether the calibration improves the prediction of other cases."""
+    validation = check.cross_validation
+    if validation is None:
+        return []
+    errors = (
+        f"their mean error is {percent(validation.calibrated_error)} with it and "
+        f"{percent(validation.predicted_error)} without it"
+    )
+    if validation.improves:
+        return [f"The calibration improves the prediction of cases that it was not fitted to: {errors}."]
+    if (plan := validation.worse_plan) is None:
+        return [
+            "The calibration is rejected, because it does not improve the prediction of cases that it was "
+            f"not fitted to: {errors}."
+        ]
+    return [
+        "The calibration is rejected, because it makes the prediction of the plan worse: its error is "
+        f"{signed(plan.calibrated_error)} with it and {signed(plan.predicted_error)} without it."
+    ]
 
 
 def _gain(check: Check) -> list[str]:

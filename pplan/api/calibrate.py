@@ -9,7 +9,7 @@ from pathlib import Path
 from ..cost_models.errors import PplanError
 from ..cost_models.layer import Chain
 from ..cost_models.machines.topology_text import to_toml
-from ..cost_models.topology import Device, Group, Topology
+from ..cost_models.topology import Device, Group, Link, Topology
 from ..planner.build_plan import build_problem
 from ..planner.joint_search import find_best_plan
 from ..planner.plan_document import plan_without_comparison
@@ -31,8 +31,10 @@ class CalibrationFiles:
 
 
 def calibrate(result: Check, files: PlanAndProfile, stem: str) -> CalibrationFiles | None:
-    """The files that a check's corrections lead to; None where it has none. `stem` begins the files'
-    names."""
+    """Files of a check's corrections; None if the check has none, or did not keep them.
+
+    `stem` begins the files' names.
+    """
     corrections = result.corrections
     if corrections is None:
         return None
@@ -45,7 +47,9 @@ def calibrate(result: Check, files: PlanAndProfile, stem: str) -> CalibrationFil
         made_by=result.made_by,
     )
     topology, profiles = planned_machine(files.plan, files.profile, folder)
-    new_topology = corrected_topology(topology, corrections, slower_alone(result))
+    # The seconds of stages that wait are not the device's.
+    slower = 1.0 if result.emulated else corrections.slowdown * slower_alone(result)
+    new_topology = corrected_topology(topology, corrections, slower)
     topology_file = folder / f"{stem}.topology.toml"
     description = to_toml(new_topology, f"{topology.describe()}, as pplan check measured it")
     texts = {folder / f"{stem}.calibration.json": calibration.to_json(), topology_file: description}
@@ -74,27 +78,23 @@ def slower_alone(result: Check) -> float:
 
 
 def corrected_topology(topology: Topology, corrections: Corrections, slower: float) -> Topology:
-    """The topology with its devices' speeds and its links as the check measured them.
+    """The topology with devices that are `slower` by a factor, and links as the check measured them.
 
-    What an action takes besides is not the search's to know; a transfer's latency carries it, as one goes
-    with every action.
+    The search knows no overhead of an action. A transfer's latency carries it, because one transfer goes with
+    every action.
     """
-    factor = corrections.slowdown * slower
-    groups = tuple(Group(_slower(device, factor), number) for device, number in topology.groups)
-    levels = topology.levels
-    if corrections.latency is not None and corrections.bandwidth is not None:
-        levels = tuple(
-            replace(
-                level,
-                link=replace(
-                    level.link,
-                    latency_seconds=corrections.latency + corrections.overhead,
-                    bandwidth_bytes_per_second=corrections.bandwidth,
-                ),
-            )
-            for level in levels
-        )
+    groups = tuple(Group(_slower(device, slower), number) for device, number in topology.groups)
+    levels = tuple(replace(level, link=_corrected_link(level.link, corrections)) for level in topology.levels)
     return replace(topology, groups=groups, levels=levels)
+
+
+def _corrected_link(link: Link, corrections: Corrections) -> Link:
+    latency, bandwidth = corrections.latency, corrections.bandwidth
+    return replace(
+        link,
+        latency_seconds=(link.latency_seconds if latency is None else latency) + corrections.overhead,
+        bandwidth_bytes_per_second=link.bandwidth_bytes_per_second if bandwidth is None else bandwidth,
+    )
 
 
 def _slower(device: Device, factor: float) -> Device:

@@ -14,8 +14,8 @@ from ..planner.plan_file import Plan
 from ..profiler.named_model import input_function_for, loss_for, model_for
 from ..profiler.profile_file import Profile
 from ..profiler.torchrun_env import is_launched, read_torchrun_env
-from ..runtimes.checking.calibration import Calibration, vary_case
-from ..runtimes.checking.check_report import PLAN, Check
+from ..runtimes.checking.calibration import Calibration, cross_validate, vary_case
+from ..runtimes.checking.check_report import PLAN, Check, CheckedCase, CrossValidation, HeldOutCase
 from ..runtimes.checking.job import Case, CheckMeasurements, Corrections, Device, Job, ModelSpec, RuntimeCase
 from ..runtimes.checking.launching import ProgressCallbacks, cores, gpus, run_in_processes
 from .check_cases import EVEN, CheckCase, even_plan, prepare_case
@@ -247,6 +247,12 @@ def _build_check(
     name: str,
     notes: list[str],
 ) -> Check:
+    checked = [case.check_against(result) for case, result in zip(cases, measurements.cases, strict=True)]
+    validation = _cross_validation(job, measurements, checked)
+    corrections = measurements.corrections
+    if validation is not None and not validation.improves:
+        corrections = None
+        checked = [case.model_copy(update={"calibrated_step_seconds": None}) for case in checked]
     return Check(
         plan=name,
         model=cases[0].plan.model,
@@ -255,12 +261,32 @@ def _build_check(
         device_name=measurements.device_name,
         processes=job.processes,
         emulated=job.model is None,
-        cases=[case.check_against(result) for case, result in zip(cases, measurements.cases, strict=True)],
+        cases=checked,
         links=measurements.links,
-        corrections=measurements.corrections,
+        corrections=corrections,
         calibration=measurements.calibration,
+        cross_validation=validation,
         notes=notes,
     )
+
+
+def _cross_validation(
+    job: Job, measurements: CheckMeasurements, checked: Sequence[CheckedCase]
+) -> CrossValidation | None:
+    """The calibration cases, each held out in turn, and the cases that nothing was fitted to."""
+    if not job.calibration:
+        return None
+    held_out = cross_validate(job.calibration, measurements.calibration, measurements.links)
+    held_out += [
+        HeldOutCase(
+            name=case.name,
+            predicted_step_seconds=case.predicted_step_seconds,
+            calibrated_step_seconds=case.expected_step_seconds,
+            measured_step_seconds=case.measured_step_seconds,
+        )
+        for case in checked
+    ]
+    return CrossValidation(cases=held_out)
 
 
 def run_here(job: Job, callbacks: ProgressCallbacks | None = None) -> CheckMeasurements | None:

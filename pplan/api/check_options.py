@@ -50,8 +50,9 @@ class CheckOptions(Options):
     `input_like` of yours, where the profile's are not taken (their code is imported then, and else never),
     with `settings`, what the model was profiled with. `device`: CUDA with a GPU each, "cpu" with one thread
     each, or what there is enough of. `emulate`: the stages wait as long as the plan says they compute.
-    `even`: the even split of as many stages runs beside it. `calibrate`: other schedules run first, and
-    overhead, link and slowdown are fitted to them; `calibration`: a file of what was fitted before. `steps`:
+    `even`: the even split of as many stages runs beside it. `calibrate`: other schedules run first,
+    overhead, link and slowdown are fitted to them, and the fit is kept only if it improves the prediction of
+    cases that were not fitted; `calibration`: a file of what was fitted before. `steps`:
     how many are timed. `timeout`: seconds after which a step that does not end is given up (None: 120, or
     several times what it is predicted to take).
     """
@@ -98,8 +99,9 @@ class CheckOptions(Options):
     calibrate: bool = option(
         False,
         arguments.flag,
-        "Run other schedules first, fit overhead, link and slowdown to them, write both beside the plan and "
-        "solve again.",
+        "Run other schedules first and fit overhead, link and slowdown to them. Only if that improves the "
+        "prediction of cases that were not fitted, write it beside the plan and solve again; else end with "
+        "status 4.",
     )
     calibration: Path | None = option(
         None, arguments.optional_path, "Corrections that an earlier `calibrate` wrote.", "FILE"

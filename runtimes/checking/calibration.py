@@ -1,5 +1,8 @@
-"""Corrections fitted to cases that were run: how much slower stages are together than alone, what an action
-takes besides, and what a transfer takes; the cases that are run for it, and its file. Needs no torch."""
+"""Corrections fitted to cases that were run, their cross-validation, the cases to run, and the file.
+
+The corrections are the slowdown of stages that run together, the overhead of an action, and the latency and
+bandwidth of a transfer. Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ from statistics import median
 from typing import ClassVar
 
 from ...cost_models.document import DeviceCount, Document, MadeBy
-from ...cost_models.errors import PplanError
+from ...cost_models.errors import PplanError, UsageError
+from ...cost_models.quantities import format_count
 from ...cost_models.schedules import PUBLISHED
 from ...profiler.link_fit import fit_link
 from ..formats.torch_actions import action_rows, build_program, schedule_class
 from ..formats.torch_export import TorchExport
+from .check_report import HeldOutCase
 from .job import Case, CaseResult, Corrections, LinkSeconds
 from .prediction import is_looped, predict_step
 
@@ -24,6 +29,8 @@ TINY = 1e-5
 """Of the same: how exactly it is found."""
 SHORTEST_SECONDS = 1e-4
 """Actions below that say more of the stamps than of the device."""
+LEAST_CASES = 2
+"""Fewest cases of which one can be held out."""
 
 
 class Calibration(Document):
@@ -41,28 +48,72 @@ class Calibration(Document):
 def fit_corrections(
     cases: Sequence[Case], results: Sequence[CaseResult], links: LinkSeconds | None
 ) -> Corrections:
-    """The corrections under which the cases are predicted best: in the sum of the logarithms' sizes, which a
-    case that was disturbed cannot pull away.
+    """Fit corrections to cases that were run.
 
-    The link's are those of the measured transfers, the slowdown the median over all stages of their seconds
-    in the pipeline over those alone, and the overheads, one for either loop of PyTorch, are sought.
+    The fit minimizes the sum of |log(predicted / measured)| over the cases, which one disturbed case cannot
+    dominate. The slowdown (a median over all stages) and the line through the measured transfers come from
+    measurements that may be disturbed themselves. Each is taken only if the cases are predicted better with
+    it. The overheads are sought, one for either loop of PyTorch.
+
+    Args:
+        cases: Cases that were run.
+        results: Their measurements, in the same order.
+        links: Measured transfers, if there are several processes.
+
+    Returns:
+        The best corrections, the simplest of equals.
     """
-    corrections = Corrections(slowdown=_slowdown(results))
+    pairs = list(zip(cases, results, strict=True))
+    plain = Corrections()
+    starts = [plain, plain.model_copy(update={"slowdown": _slowdown(results)})]
     if links is not None and len(set(links.sizes)) > 1:
         line = fit_link(links.sizes, links.seconds)
-        corrections = corrections.model_copy(
-            update={"latency": line.latency_seconds, "bandwidth": line.bandwidth_bytes_per_second}
+        link = {"latency": line.latency_seconds, "bandwidth": line.bandwidth_bytes_per_second}
+        starts += [start.model_copy(update=link) for start in starts]
+    candidates = [_with_overheads(pairs, start) for start in starts]
+    return min(candidates, key=lambda corrections: sum(_missed(*pair, corrections) for pair in pairs))
+
+
+def cross_validate(
+    cases: Sequence[Case], results: Sequence[CaseResult], links: LinkSeconds | None
+) -> list[HeldOutCase]:
+    """Predict every case with corrections fitted to the other cases (leave-one-out).
+
+    Args:
+        cases: Cases that were run. With fewer than two, nothing can be held out.
+        results: Their measurements, in the same order.
+        links: Measured transfers, if there are several processes.
+
+    Returns:
+        Prediction and measurement of every case, held out in turn.
+    """
+    if len(cases) < LEAST_CASES:
+        return []
+    held_out = []
+    for index, (case, result) in enumerate(zip(cases, results, strict=True)):
+        training = [other for other in range(len(cases)) if other != index]
+        corrections = fit_corrections([cases[i] for i in training], [results[i] for i in training], links)
+        calibrated = predict_step(case, result.predicted.stages, corrections).step_seconds
+        held_out.append(
+            HeldOutCase(
+                name=case.name,
+                predicted_step_seconds=result.predicted.step_seconds,
+                calibrated_step_seconds=calibrated,
+                measured_step_seconds=median(result.ran.step_seconds),
+            )
         )
-    pairs = list(zip(cases, results, strict=True))
+    return held_out
+
+
+def _with_overheads(pairs: Sequence[tuple[Case, CaseResult]], corrections: Corrections) -> Corrections:
+    """The corrections with the best overheads; a loop that no case runs gets that of the other."""
+    overheads = {}
     for name, is_loop in (("overhead", False), ("looped_overhead", True)):
         matching_pairs = [pair for pair in pairs if is_looped(pair[0].document) == is_loop]
         if matching_pairs:
-            corrections = corrections.model_copy(update={name: _overhead(matching_pairs, corrections, name)})
-    if not any(is_looped(case.document) for case in cases):
-        corrections = corrections.model_copy(update={"looped_overhead": corrections.overhead})
-    if all(is_looped(case.document) for case in cases):
-        corrections = corrections.model_copy(update={"overhead": corrections.looped_overhead})
-    return corrections
+            overheads[name] = _overhead(matching_pairs, corrections, name)
+    default = next(iter(overheads.values()), 0.0)
+    return corrections.model_copy(update={"overhead": default, "looped_overhead": default} | overheads)
 
 
 def _slowdown(results: Sequence[CaseResult]) -> float:
@@ -77,7 +128,7 @@ def _slowdown(results: Sequence[CaseResult]) -> float:
 
 
 def _overhead(pairs: Sequence[tuple[Case, CaseResult]], corrections: Corrections, name: str) -> float:
-    """Seconds of every action besides; none where the predictions are too long without."""
+    """Additional seconds of every action; 0 if the predictions are too long without."""
     longest = max(
         max(stage.forward, stage.backward) for _, result in pairs for stage in result.predicted.stages
     )
@@ -113,8 +164,20 @@ def find_minimum(function: Callable[[float], float], low: float, high: float, wi
 
 
 def vary_case(case: Case, most: int = 3) -> list[Case]:
-    """Cases of the same stages and micro-batches, at most so many; none of them is the case itself."""
-    return list(islice(_calibration_cases(case), most))
+    """Other cases of the same stages and micro-batch size, at most `most`.
+
+    Raises UsageError where there are too few to hold one out.
+    """
+    cases = list(islice(_calibration_cases(case), most))
+    if len(cases) < LEAST_CASES:
+        raise UsageError(
+            f"check: `calibrate` needs {LEAST_CASES} other cases, to fit corrections to one and test them on "
+            f"the other; {case.document.order!r} on {format_count(len(case.document.stages), 'device')} has "
+            f"{len(cases)}",
+            "Calibrate with a plan of another schedule on the same machine: "
+            "pplan.solve(schedule='interleaved')",
+        )
+    return cases
 
 
 def _calibration_cases(case: Case) -> Iterator[Case]:

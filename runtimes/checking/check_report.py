@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import median
+from statistics import fmean, median
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
@@ -92,6 +92,58 @@ class CheckedCase(Record):
         return None if difference is None else difference <= SAME_LOSS
 
 
+class HeldOutCase(Record):
+    """A case that the corrections were not fitted to, predicted without them and with them."""
+
+    name: str
+    predicted_step_seconds: StepSeconds
+    calibrated_step_seconds: StepSeconds
+    measured_step_seconds: StepSeconds
+
+    @property
+    def predicted_error(self) -> float:
+        """The relative error without the corrections."""
+        return self.predicted_step_seconds / self.measured_step_seconds - 1
+
+    @property
+    def calibrated_error(self) -> float:
+        """The relative error with the corrections."""
+        return self.calibrated_step_seconds / self.measured_step_seconds - 1
+
+
+class CrossValidation(Record):
+    """Predictions of cases that the corrections were not fitted to, the plan and the even split included."""
+
+    cases: Annotated[list[HeldOutCase], Field(min_length=1)]
+
+    @property
+    def predicted_error(self) -> float:
+        """The mean size of the errors without the corrections."""
+        return fmean(abs(case.predicted_error) for case in self.cases)
+
+    @property
+    def calibrated_error(self) -> float:
+        """The mean size of the errors with the corrections."""
+        return fmean(abs(case.calibrated_error) for case in self.cases)
+
+    @property
+    def worse_plan(self) -> HeldOutCase | None:
+        """The plan, if the corrections make its prediction worse."""
+        return next(
+            (
+                case
+                for case in self.cases
+                if case.name == PLAN and abs(case.calibrated_error) > abs(case.predicted_error)
+            ),
+            None,
+        )
+
+    @property
+    def improves(self) -> bool:
+        """Whether the mean error falls, and the plan's does not grow."""
+        return self.calibrated_error < self.predicted_error and self.worse_plan is None
+
+
 def _with_plan(cases: list[CheckedCase]) -> list[CheckedCase]:
     if all(case.name != PLAN for case in cases):
         raise ValueError(f"no case is named {PLAN!r}")
@@ -116,7 +168,9 @@ class Check(Document):
     cases: Annotated[list[CheckedCase], AfterValidator(_with_plan)]
     links: LinkSeconds | None = None
     corrections: Corrections | None = None
+    """Given by the user, or fitted here and kept because they improve the prediction of other cases."""
     calibration: list[CaseResult] = []
+    cross_validation: CrossValidation | None = None
     notes: list[str] = []
     made_by: MadeBy = MadeBy()
 

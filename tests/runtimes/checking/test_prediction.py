@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pplan.runtimes.checking.calibration import find_minimum, fit_corrections, vary_case
+from pplan.runtimes.checking.calibration import cross_validate, find_minimum, fit_corrections, vary_case
 from pplan.runtimes.checking.job import (
     Case,
     CasePrediction,
@@ -100,6 +100,43 @@ def test_no_overhead_where_steps_are_shorter_than_predicted(make_case: MakeCase)
     result = measured(case, Corrections())
     short = result.model_copy(update={"ran": result.ran.model_copy(update={"step_seconds": [1.0]})})
     assert fit_corrections([case], [short], None).overhead == 0.0
+
+
+def test_measurements_that_do_not_explain_the_steps_are_not_taken(make_case: MakeCase) -> None:
+    """Transfers and stages were disturbed while they were measured: steps would be 3 times too long."""
+    true = Corrections(overhead=0.05)
+    cases = [make_case("gpipe", 4, 6), make_case("1f1b", 4, 6), make_case("1f1b", 4, 12)]
+    disturbed = true.model_copy(update={"slowdown": 3.0})
+    results = [
+        measured(case, disturbed).model_copy(
+            update={"ran": measured(case, disturbed).ran.model_copy(update={"step_seconds": [step]})}
+        )
+        for case in cases
+        for step in [predict_step(case, [SPLIT] * 4, true).step_seconds]
+    ]
+    links = LinkSeconds(sizes=[1000, 10_000, 100_000], seconds=[2.0, 2.0, 2.0])
+    found = fit_corrections(cases, results, links)
+    assert (found.slowdown, found.latency, found.bandwidth) == (1.0, None, None)
+    assert found.overhead == pytest.approx(0.05, rel=1e-2)
+    for case in cross_validate(cases, results, links):
+        assert case.calibrated_step_seconds == pytest.approx(case.measured_step_seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize(("count", "held_out"), [(0, 0), (1, 0), (2, 2), (3, 3)])
+def test_a_held_out_case_is_predicted_from_the_others(make_case: MakeCase, count: int, held_out: int) -> None:
+    """Steps of the i-th case are longer as an overhead of its own says."""
+    cases = [make_case("gpipe", 2, micro_batches) for micro_batches in (2, 4, 6)][:count]
+    overheads = [0.1, 0.1, 0.3][:count]
+    results = [
+        measured(case, Corrections(overhead=overhead))
+        for case, overhead in zip(cases, overheads, strict=True)
+    ]
+    predictions = cross_validate(cases, results, None)
+    assert [case.name for case in predictions] == [case.name for case in cases][:held_out]
+    if count == 3:
+        expected = predict_step(cases[2], [SPLIT] * 2, Corrections(overhead=0.1)).step_seconds
+        assert predictions[2].calibrated_step_seconds == pytest.approx(expected, rel=1e-3)
+        assert predictions[2].calibrated_error < 0
 
 
 @pytest.mark.parametrize("valley", [0.0, 0.3, 1.0])
