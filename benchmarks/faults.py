@@ -30,14 +30,14 @@ from pplan.runtimes.formats.torch_actions import action_rows, build_program, dev
 from pplan.runtimes.formats.torch_export import TorchExport
 
 FAULTS: Mapping[str, str] = {
-    "killed": r"rank {rank} died .*: killed \(signal 9\)",
+    "killed": r"rank {rank} died .*: killed by SIGKILL",
     "stopped": r"rank {rank} is stopped .*: nothing went on for",
     "slowed": "",
     "raises": r"rank {rank} .*: RuntimeError: the layer of rank {rank}",
     "runs out of memory": r"rank {rank} .*: does not fit in memory",
     "never comes": r"rank \d hangs ",
     "port taken": "",
-    "launcher killed": r"the launcher of the processes died .*: killed \(signal 9\)",
+    "launcher killed": r"the launcher of the processes died .*: killed by SIGKILL",
 }
 """With what is said; nothing where the check goes on."""
 GONE_SECONDS = 10

@@ -100,10 +100,10 @@ def _run(files: PlanAndProfile, options: CheckOptions) -> Check | None:
 
 
 def _is_of_this_process(error: Exception) -> bool:
-    """Whether the first process may not fail with it: this one did, or lost another, as the first of its
+    """Whether the first process may not fail with it: this one did, or lost another and says so for its
     node."""
     kind = type(error).__name__
-    return kind == "RankFailedError" or (kind == "LostRankError" and os.environ.get("LOCAL_RANK") == "0")
+    return kind == "RankFailedError" or (kind == "LostRankError" and getattr(error, "tells", False))
 
 
 def _announce_length(job: Job) -> None:

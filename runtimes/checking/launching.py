@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...cost_models.errors import MachineError, PplanError
+from .deaths import CAUSE_SECONDS, advice, describe_exit, find_death, read_lines, while_doing
 from .job import CasePrediction, CheckMeasurements, Job
 
 POLL_SECONDS = 0.1
 STARTING_SECONDS = 60.0
 """At least allowed for the processes to start: they import torch, on a busy machine all at once."""
-OWN_WORDS_SECONDS = 1.0
-"""How long to wait after a failure for the words of the process that failed first, or where it stands."""
-LAST_LINES = 3
+STACK_SECONDS = 1.0
+"""How long to wait for a process to write down where it stands."""
 FOLDER = "pplan-check-"
 """What the name of a check's folder begins with; the id of its process follows."""
 IDLE = r"in watch$|/(threading|queue)\.py:\d+, in (wait|get)$"
@@ -57,7 +57,7 @@ def run_in_processes(job: Job, callbacks: ProgressCallbacks | None = None) -> Ch
             _watch(launcher, folder, job, callbacks or ProgressCallbacks())
         measurements_file = folder / "found.json"
         if not measurements_file.is_file():
-            raise _error(folder, _lines(folder / "launcher.log"))
+            raise _error(folder)
         return CheckMeasurements.model_validate_json(measurements_file.read_text())
 
 
@@ -129,10 +129,10 @@ def _watch(launcher: subprocess.Popen[bytes], folder: Path, job: Job, callbacks:
                 callbacks.doing(now["0"].doing, steps_left * predictions[-1])
             doing, since = now, time.monotonic()
         if any(folder.glob("*.failed")):
-            # Whoever failed first may still be writing; those that lost it fail after it.
+            # The launcher knows who died before, and ends the others.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.wait(OWN_WORDS_SECONDS)
-            raise _error(folder, [])
+                launcher.wait(2 * CAUSE_SECONDS)
+            raise _error(folder)
         all_began = len(doing) == job.processes
         time_limit = job.timeout_seconds if all_began else max(job.timeout_seconds, STARTING_SECONDS)
         if time.monotonic() - since > time_limit:
@@ -140,12 +140,12 @@ def _watch(launcher: subprocess.Popen[bytes], folder: Path, job: Job, callbacks:
     _report_predictions(folder, callbacks, predictions)
     if launcher.returncode < 0:
         raise MachineError(
-            f"check: the launcher of the processes died {_while(folder, '0')}: "
-            f"{_meaning(launcher.returncode)}",
-            "Run it again; where memory ran out, with fewer devices or a smaller model.",
+            f"check: the launcher of the processes died {while_doing(folder, 0)}: "
+            f"{describe_exit(launcher.returncode)}",
+            advice(launcher.returncode) or "Run it again.",
         )
     if launcher.returncode:
-        raise _error(folder, _lines(folder / "launcher.log"))
+        raise _error(folder)
 
 
 def _report_predictions(folder: Path, callbacks: ProgressCallbacks, step_seconds: list[float]) -> None:
@@ -168,63 +168,15 @@ def _doing(folder: Path) -> dict[str, Doing]:
     return {path.stem: Doing(**json.loads(path.read_text())) for path in sorted(folder.glob("*.doing"))}
 
 
-def _error(folder: Path, otherwise: list[str]) -> PplanError:
-    """The error of the first process that failed by itself; else of one that ended without a message."""
-    failures = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.failed")}
-    own_failures = {rank: failure for rank, failure in failures.items() if not failure["lost"]}
-    exit_codes = _exit_codes(folder)
-    silent_ranks = {
-        rank: code for rank, code in exit_codes.items() if rank not in failures and code != -signal.SIGTERM
-    }
-    if own_failures or not silent_ranks:
-        causes = own_failures or failures
-        if causes:
-            rank, first = min(causes.items(), key=lambda item: float(item[1]["time"]))
-            hint = first["hint"] or _output_tail(folder, rank) or "Run it by itself to see more."
-            return MachineError(f"check: rank {rank} {_while(folder, rank)}: {first['what']}", hint)
-        last = otherwise[-1] if otherwise else "without a word"
-        return MachineError(
-            f"check: the launcher of the processes ended: {last}", "See that torch works here."
-        )
-    rank, code = min(silent_ranks.items())
+def _error(folder: Path) -> PplanError:
+    """The error of the process that is the cause, else of the launcher."""
+    if (error := find_death(folder)) is not None:
+        return error
+    lines = read_lines(folder / "launcher.log")
     return MachineError(
-        f"check: rank {rank} died {_while(folder, rank)}: {_meaning(code)}",
-        _output_tail(folder, rank) or "It printed nothing.",
+        f"check: the launcher of the processes ended: {lines[-1] if lines else 'it printed nothing'}",
+        "See that torch works here.",
     )
-
-
-def _exit_codes(folder: Path) -> dict[str, int]:
-    """Exit codes by rank, of those that failed."""
-    path = folder / "ended.json"
-    return json.loads(path.read_text())["exit_codes"] if path.is_file() else {}
-
-
-def _meaning(code: int) -> str:
-    if code == -9:
-        return "killed (signal 9), as the kernel does where memory runs out"
-    if code < 0:
-        return f"signal {-code} ({signal.Signals(-code).name})"
-    return f"exit status {code}"
-
-
-def _while(folder: Path, rank: str) -> str:
-    doing = _doing(folder).get(rank)
-    return f"while {doing.doing}" if doing else "before it began"
-
-
-def _output_tail(folder: Path, rank: str) -> str:
-    """The last lines that it printed."""
-    for path in sorted((folder / "logs").glob(f"**/{rank}/stderr.log")):
-        lines = _lines(path)
-        if lines:
-            return "It printed: " + " | ".join(lines[-LAST_LINES:])
-    return ""
-
-
-def _lines(path: Path) -> list[str]:
-    if not path.is_file():
-        return []
-    return [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
 
 
 def _hanging(folder: Path, doing: Mapping[str, object], seconds: float) -> PplanError:
@@ -233,7 +185,8 @@ def _hanging(folder: Path, doing: Mapping[str, object], seconds: float) -> Pplan
     for rank, pid in sorted(_pids(folder).items()):
         if is_stopped(pid):
             return MachineError(
-                f"check: rank {rank} is stopped {_while(folder, rank)}: nothing went on for {seconds:g} s",
+                f"check: rank {rank} is stopped {while_doing(folder, rank)}: "
+                f"nothing went on for {seconds:g} s",
                 stopped_hint(pid),
             )
     stacks = _stacks(folder)
@@ -241,16 +194,21 @@ def _hanging(folder: Path, doing: Mapping[str, object], seconds: float) -> Pplan
     rank = min(busy or stacks or doing or {"0": ""}, key=int)
     stack = busy.get(rank) or stacks.get(rank) or []
     return MachineError(
-        f"check: rank {rank} hangs {_while(folder, rank)}: nothing went on for {seconds:g} s",
+        f"check: rank {rank} hangs {while_doing(folder, rank)}: nothing went on for {seconds:g} s",
         f"It stands at {stack[0]}." if stack else "Give a longer `timeout`, where that is how long it takes.",
     )
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a signal holds the process, where the system tells."""
+def process_fields(pid: int) -> list[str]:
+    """What the system tells about a process, from its state on; nothing if it is gone."""
     with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
-    return False
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return []
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal holds the process, if the system tells."""
+    return process_fields(pid)[:1] in (["T"], ["t"])
 
 
 def stopped_hint(pid: int) -> str:
@@ -264,10 +222,10 @@ def _stacks(folder: Path) -> dict[str, list[str]]:
     for pid in pids.values():
         with contextlib.suppress(OSError, AttributeError):
             os.kill(pid, signal.SIGUSR1)
-    time.sleep(OWN_WORDS_SECONDS)
+    time.sleep(STACK_SECONDS)
     stacks = {}
     for rank in pids:
-        stacks[rank] = busy_frames("\n".join(_lines(folder / f"{rank}.stack")))
+        stacks[rank] = busy_frames("\n".join(read_lines(folder / f"{rank}.stack")))
     return stacks
 
 

@@ -19,7 +19,15 @@ from pathlib import Path
 from types import TracebackType
 
 from ....cost_models.text_files import escape_text
-from ..launching import STARTING_SECONDS, busy_frames, children, is_stopped, stopped_hint, waits
+from ..launching import (
+    STARTING_SECONDS,
+    busy_frames,
+    children,
+    is_stopped,
+    process_fields,
+    stopped_hint,
+    waits,
+)
 from .rank_journal import RankJournal
 
 STATUS = 2
@@ -77,6 +85,42 @@ def _find_stopped(rank: int) -> tuple[int, int] | None:
     if not stopped or rank != min(pids.keys() - stopped.keys(), default=rank):
         return None
     return min(stopped.items())
+
+
+class Siblings:
+    """The other processes of this torchrun on this node, as far as the system shows them."""
+
+    def __init__(self, rank: int) -> None:
+        ranks = {pid: _rank(pid) for pid in children(os.getppid())}
+        self._rank = rank
+        self._pids = {other: pid for pid, other in ranks.items() if other is not None and other != rank}
+
+    def find_dead(self, seconds: float) -> tuple[int, int | None] | None:
+        """Rank and exit code of a process that died, noticed within so many seconds.
+
+        The others may have died because they lost it. So one that a signal killed comes first, then one whose
+        exit code torchrun has collected: None.
+        """
+        until = time.monotonic() + seconds
+        while not (dead := [(rank, _exit_code(pid)) for rank, pid in self._pids.items() if not _runs(pid)]):
+            if time.monotonic() > until:
+                return None
+            time.sleep(POLL_SECONDS / 10)
+        return min(dead, key=lambda death: (1 if death[1] is None else 2 * (death[1] >= 0), death[0]))
+
+    def is_first_without(self, dead: int) -> bool:
+        """Whether this process has the lowest rank on its node, apart from a dead one."""
+        return all(self._rank < rank for rank in self._pids if rank != dead)
+
+
+def _runs(pid: int) -> bool:
+    return bool(fields := process_fields(pid)) and fields[0] not in "ZX"
+
+
+def _exit_code(pid: int) -> int | None:
+    """The exit code that a dead process left for its parent; None if that has collected it."""
+    fields = process_fields(pid)
+    return os.waitstatus_to_exitcode(int(fields[-1])) if fields else None
 
 
 def _rank(pid: int) -> int | None:

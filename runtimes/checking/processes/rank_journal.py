@@ -7,21 +7,14 @@ import json
 import os
 import re
 import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from ....cost_models.errors import PplanError
 from ....profiler.user_model.failures import at_user_line, first_line, is_out_of_memory
+from ..deaths import LAUNCHER, LOST, end_with
 from ..job import CasePrediction
-
-LAUNCHER = "launcher.pid"
-LOST = (
-    *("Connection closed", "Connection reset", "Broken pipe", "connect", "Timed out", "timed out"),
-    *("wait timeout", "NCCL"),
-)
-"""Words of what torch.distributed raises for a process that is gone or silent."""
 
 
 class RankJournal:
@@ -90,14 +83,3 @@ def describe_failure(error: BaseException) -> dict[str, Any]:
     message = first_line(error)
     is_lost = isinstance(error, RuntimeError) and any(word in str(error) for word in LOST)
     return {"what": f"{message}{at_user_line(error)}", "hint": "", "lost": is_lost}
-
-
-def end_with(parent: int) -> None:
-    """Ends this process when its `parent` is gone, whatever it is doing."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()

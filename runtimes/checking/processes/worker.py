@@ -23,10 +23,11 @@ from ....profiler.local_machine import device_name
 from ....profiler.torchrun_env import TorchrunEnv, read_torchrun_env
 from ...formats.pipe_export import PipeExport
 from ..calibration import fit_corrections
+from ..deaths import advice, describe_exit
 from ..job import Case, CaseResult, CheckMeasurements, Corrections, Job, RuntimeCase
 from .case_run import CaseRun, CheckGroup
 from .deepspeed_adapter import DeepspeedAdapter, join_deepspeed, prepare_deepspeed
-from .hang_watch import HangWatch
+from .hang_watch import HangWatch, Siblings
 from .pipe_adapter import PipeAdapter
 from .pipeline_adapter import PipelineAdapter
 from .process_group import (
@@ -39,6 +40,9 @@ from .process_group import (
 from .rank_journal import RankJournal, describe_failure
 from .torch_adapter import TorchAdapter
 from .training_target import TrainingTarget
+
+DEATH_SECONDS = 1.0
+"""How long to look for the death of a process that was lost: its sockets go first."""
 
 
 def run_job(job: Job, process: TorchrunEnv, journal: RankJournal) -> CheckMeasurements | None:
@@ -149,16 +153,26 @@ def run_in_torchrun(job: Job, process: TorchrunEnv) -> CheckMeasurements | None:
 
     Raises RankFailedError in the process that fails, LostRankError in those that lose it.
     """
-    journal = RankJournal(None, process.rank)
+    journal, siblings = RankJournal(None, process.rank), Siblings(process.rank)
     try:
         with HangWatch(journal, job.timeout_seconds):
             return run_job(job, process, journal)
     except Exception as error:
         failure = describe_failure(error)
-        kind, what = (LostRankError, "lost another") if failure["lost"] else (RankFailedError, "")
         doing = f"while {journal.doing}" if journal.doing else "before it began"
-        words = " ".join(filter(None, (f"check: rank {process.rank}", what, doing)))
-        raise kind(f"{words}: {failure['what']}", failure["hint"] or _hint(failure)) from error
+        dead = siblings.find_dead(DEATH_SECONDS if failure["lost"] else 0.0)
+        is_killed = dead is not None and (dead[1] or 0) < 0
+        if not (failure["lost"] or is_killed):
+            hint = failure["hint"] or _hint(failure)
+            raise RankFailedError(f"check: rank {process.rank} {doing}: {failure['what']}", hint) from error
+        if dead is None:
+            what = f"check: rank {process.rank} lost another {doing}: {failure['what']}"
+            raise LostRankError(what, _hint(failure), tells=process.local_rank == 0) from error
+        rank, code = dead
+        how = "see what it printed" if code is None else describe_exit(code)
+        what = f"check: rank {rank} died, rank {process.rank} lost it {doing}: {how}"
+        hint = advice(code or 0) or _hint(failure)
+        raise LostRankError(what, hint, tells=siblings.is_first_without(rank)) from error
 
 
 class RankFailedError(MachineError):
@@ -166,7 +180,11 @@ class RankFailedError(MachineError):
 
 
 class LostRankError(MachineError):
-    """Another process has gone, or does not answer."""
+    """Another process has gone, or does not answer. `tells`: this process says so for its node."""
+
+    def __init__(self, what: str, hint: str, *, tells: bool) -> None:
+        super().__init__(what, hint)
+        self.tells = tells
 
 
 def _hint(failure: Mapping[str, object]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from pplan.cost_models.errors import MachineError
 from pplan.runtimes.checking import launching
+from pplan.runtimes.checking.deaths import Death, find_death, write_deaths
 from pplan.runtimes.checking.job import Case, Job, ModelSpec
 from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processes
 
@@ -142,6 +144,8 @@ PRETENDING = """
             write("1.failed", {{"what": "it is wrong", "hint": "", "lost": False, "time": 2.0}})
         if how == "fails" and number == 0:
             write("0.failed", {{"what": "gone", "hint": "", "lost": True, "time": 1.0}})
+        if how == "fails":
+            sys.exit(1)
         if how == "stops" and number == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         (stuck_in_the_model if number == 1 else wait)()
@@ -152,6 +156,10 @@ PRETENDING = """
         subprocess.Popen([sys.executable, __file__, str(folder), str(number)], start_new_session=True)
         for number in range(2)
     ]
+    if how == "fails":
+        for process in started:
+            process.wait()
+        sys.exit(1)
     time.sleep(3600)
 """
 
@@ -249,10 +257,137 @@ def test_a_launcher_that_ends_at_once(make_case: MakeCase, monkeypatch: pytest.M
         run_in_processes(Job(model=None, cases=[make_case("1f1b")]))
 
 
+DYING = """
+    import json, os, signal, sys, time
+    from pathlib import Path
+
+    folder, how = Path(sys.argv[1]), json.loads({how!r})
+    if len(sys.argv) < 3:
+        from pplan.runtimes.checking.processes import launcher
+        sys.exit(launcher.run_workers([sys.executable, __file__, str(folder), "worker"], folder, 3, 1))
+    rank = os.environ["RANK"]
+    mine = how.get(rank, "loses it")
+
+    def write(name, content):
+        (folder / f".{{rank}}").write_text(json.dumps(content))
+        (folder / f".{{rank}}").replace(folder / name)
+
+    def fail(what, lost):
+        write(f"{{rank}}.failed", {{"what": what, "hint": "", "lost": lost, "time": time.time()}})
+        os._exit(1)
+
+    write(f"{{rank}}.pid", os.getpid())
+    write(f"{{rank}}.doing", {{"doing": "step 3 (plan)", "steps_done": 2}})
+    if mine == "waits":
+        time.sleep(3600)
+    if mine == "loses it":
+        fail("RuntimeError: Connection reset by peer", True)
+    if mine == "aborts":
+        print("terminate called: Connection closed by peer", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGABRT)
+    if mine == "raises":
+        fail("it is wrong", False)
+    while not all((folder / f"{{other}}.failed").exists() for other in how.get("after", [])):
+        time.sleep(0.01)
+    print("last words", file=sys.stderr, flush=True)
+    if isinstance(mine, int):
+        os._exit(mine)
+    os.kill(os.getpid(), getattr(signal, mine))
+"""
+
+
+@pytest.fixture
+def dying(
+    make_case: MakeCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[int]
+) -> Callable[..., MachineError]:
+    """The error of a check of three processes of which some die, each as `how` says by its rank."""
+
+    def run(how: dict[str, object]) -> MachineError:
+        script = tmp_path / "dying.py"
+        script.write_text(dedent(DYING.format(how=json.dumps(how))))
+        monkeypatch.setattr(
+            launching, "_command", lambda folder, *_: [sys.executable, str(script), str(folder)]
+        )
+        with pytest.raises(MachineError) as caught:
+            run_in_processes(Job(model=None, cases=[make_case("1f1b", 3)]))
+        assert all(map(gone, started))
+        return caught.value
+
+    return run
+
+
 @pytest.mark.parametrize(
-    ("code", "words"), [(-9, "memory runs out"), (-signal.SIGSEGV, "SIGSEGV"), (3, "exit status 3")]
+    ("death", "words"),
+    [
+        ("SIGKILL", "killed by SIGKILL (signal 9)"),
+        ("SIGSEGV", "killed by SIGSEGV (signal 11)"),
+        ("SIGABRT", "killed by SIGABRT (signal 6)"),
+        ("SIGTERM", "killed by SIGTERM (signal 15)"),
+        (7, "exit status 7"),
+    ],
 )
-def test_how_a_process_ended(tmp_path: Path, code: int, words: str) -> None:
-    (tmp_path / "ended.json").write_text(json.dumps({"first": 1, "exit_codes": {"0": -15, "1": code}}))
-    assert "rank 1 died before it began" in launching._error(tmp_path, []).what
-    assert words in launching._error(tmp_path, []).what
+def test_the_one_that_dies_is_named_and_not_those_that_lost_it(
+    dying: Callable[..., MachineError], death: str | int, words: str
+) -> None:
+    """The others fail before the death is noticed."""
+    error = dying({"1": death, "after": [0, 2]})
+    assert error.what == f"check: rank 1 died while step 3 (plan): {words}"
+    assert error.hint.endswith("It printed: last words")
+    assert ("out of memory" in error.hint) == (death == "SIGKILL")
+    assert ("dmesg" in error.hint) == (death == "SIGKILL")
+
+
+def test_processes_that_would_wait_for_ever_are_ended(dying: Callable[..., MachineError]) -> None:
+    error = dying({"0": "waits", "1": "waits", "2": "SIGKILL"})
+    assert error.what == "check: rank 2 died while step 3 (plan): killed by SIGKILL (signal 9)"
+
+
+def test_one_that_aborts_because_it_lost_another_is_not_the_cause(
+    dying: Callable[..., MachineError],
+) -> None:
+    error = dying({"0": "aborts", "1": "waits", "2": "raises"})
+    assert error.what == "check: rank 2 while step 3 (plan): it is wrong"
+    error = dying({"0": "aborts", "1": 3, "2": "waits"})
+    assert error.what == "check: rank 1 died while step 3 (plan): exit status 3"
+
+
+def test_a_cause_that_nobody_knows(dying: Callable[..., MachineError]) -> None:
+    """All lost another: the first to say so, as what it is."""
+    error = dying({})
+    assert re.match(
+        r"check: rank \d lost another process while step 3 \(plan\): RuntimeError: Conn", error.what
+    )
+
+
+@pytest.mark.parametrize(
+    ("deaths", "what", "hint"),
+    [
+        (
+            [Death(2, -9, 1.0), Death(0, -9, 1.0), Death(1, -6, 1.1)],
+            "rank 2 died before it began: killed by SIGKILL (signal 9)",
+            "Rank 0 died, too: killed by SIGKILL (signal 9).",
+        ),
+        (
+            [Death(0, -6, 1.0), Death(1, -11, 1.0)],
+            "rank 1 died before it began: killed by SIGSEGV (signal 11)",
+            "It printed nothing.",
+        ),
+        ([Death(0, -50, 1.0)], "rank 0 died before it began: killed by signal 50", "It printed nothing."),
+    ],
+)
+def test_several_that_died(tmp_path: Path, deaths: list[Death], what: str, hint: str) -> None:
+    """A process aborts because of another; the kernel kills it of its own accord."""
+    write_deaths(tmp_path, deaths)
+    error = find_death(tmp_path)
+    assert error is not None
+    assert error.what == f"check: {what}"
+    assert error.hint.endswith(hint)
+
+
+def test_an_error_in_unknown_words_does_not_hide_a_death(tmp_path: Path) -> None:
+    failure = {"what": "RuntimeError: the peer left", "hint": "", "lost": False, "time": 1.0}
+    (tmp_path / "0.failed").write_text(json.dumps(failure))
+    write_deaths(tmp_path, [Death(0, 1, 1.1), Death(1, -9, 1.2)])
+    error = find_death(tmp_path)
+    assert error is not None
+    assert error.what == "check: rank 1 died before it began: killed by SIGKILL (signal 9)"
