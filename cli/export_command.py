@@ -127,6 +127,11 @@ def export_command(
     if script_text is not None and script is not None:
         write_whole(script, script_text.text, force=force)
         remark(f"Wrote {script}. Run it where it is: {printable(script_text.command)}")
+        if script_text.placeholder_line is not None:
+            remark(
+                f"{script} has a placeholder loss, because the profile names none that a script can compute: "
+                f"put yours into loss_of, line {script_text.placeholder_line}"
+            )
         _remark_missing(name)
 
 

@@ -1,21 +1,18 @@
 """VGG-19, one process a GPU: torchrun --nproc-per-node=N examples/train_deepspeed.py [FILE] [PIXELS]"""
 
 import itertools
-import os
 import sys
 from pathlib import Path
 
-import deepspeed
 import torch
 import torchvision
 
 import pplan
-from pplan.runtimes.deepspeed import DeepspeedExport, build
+from pplan.runtimes.deepspeed import DeepspeedExport, build, start
 
 plan = DeepspeedExport.load(Path(sys.argv[1] if len(sys.argv) > 1 else "vgg19.deepspeed.json"))
 pixels = int(sys.argv[2]) if len(sys.argv) > 2 else 224
-deepspeed.init_distributed()
-deepspeed.get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+deepspeed = start("cuda" if torch.cuda.is_available() else "cpu")  # the module, its processes connected
 
 layers = pplan.sequential(torchvision.models.vgg19(), torch.randn(1, 3, pixels, pixels))
 model = build(plan, layers, torch.nn.functional.cross_entropy)  # the stage of this process

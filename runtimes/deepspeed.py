@@ -5,10 +5,14 @@ Its PipelineModule partitions by its own rules only; `build` makes one that take
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..cost_models.errors import ExportError, MachineError
@@ -23,7 +27,44 @@ if TYPE_CHECKING:
 
     from .pipelining.weight_copies import CopiedWeight, StageLayers
 
-__all__ = ["DeepspeedExport", "build"]
+__all__ = ["DeepspeedExport", "build", "start"]
+
+
+def start(device: str, timeout: timedelta | None = None) -> ModuleType:
+    """Import DeepSpeed for a kind of device and let the processes find each other.
+
+    On a CPU, DeepSpeed would compile a communication operation of its own first, which takes a minute or
+    hangs. gloo works without it. Call this in every process that torchrun or DeepSpeed's launcher started,
+    before anything imports DeepSpeed.
+
+    Args:
+        device: "cuda" or "cpu".
+        timeout: How long a process waits for the others. Defaults to DeepSpeed's.
+
+    Returns:
+        The module `deepspeed`.
+
+    Raises:
+        MachineError: DeepSpeed is not installed, or no launcher started this process.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        raise MachineError(
+            "no launcher started this process: LOCAL_RANK is not set",
+            "Start one process for each device: torchrun --nproc-per-node N SCRIPT",
+        )
+    os.environ["DS_ACCELERATOR"] = device
+    try:
+        deepspeed = import_module("deepspeed")
+    except ImportError as error:
+        raise missing_package("deepspeed", error) from error
+    if device == "cpu":
+        from .pipelining.runtime_internals import without_compiled_operations
+
+        without_compiled_operations()
+    options = {} if timeout is None else {"timeout": timeout}
+    deepspeed.init_distributed("nccl" if device == "cuda" else "gloo", **options)
+    deepspeed.get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    return deepspeed
 
 
 def build(
@@ -34,7 +75,7 @@ def build(
     *,
     layer_names: Sequence[str] | None = None,
 ) -> PipelineModule:
-    """This process's stage of `model`; call it in every process after `deepspeed.init_distributed()`.
+    """This process's stage of `model`; call it in every process after `start(device)`.
 
     `source`: a plan (or its best alternative for DeepSpeed, of which a UserWarning tells), its export, or the
     export's file. `model`: any module, made sequential as `pplan.sequential` does it, or an nn.Sequential of
@@ -50,8 +91,8 @@ def build(
     Weights that stages share are DeepSpeed's tied modules, one a weight.
     Raises UsageError, FileError; ExportError where the model is not the one of the plan, stages share a
     buffer, the plan is not for DeepSpeed, or a stage has no parameters, which DeepSpeed's optimizers
-    refuse; ModelError as `pplan.sequential` does; MachineError without DeepSpeed, before
-    `deepspeed.init_distributed()` or with another number of processes.
+    refuse; ModelError as `pplan.sequential` does; MachineError without DeepSpeed, before `start` (or
+    `deepspeed.init_distributed()`) or with another number of processes.
     """
     from ..profiler.user_model.loaded_model import ModelInput
     from .pipelining.cut_hooks import guard_cuts
@@ -78,7 +119,8 @@ def build(
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise MachineError(
             "torch.distributed is not initialized, DeepSpeed's stages are processes of it",
-            "Call deepspeed.init_distributed() first, in a script started with torchrun.",
+            "Call pplan.runtimes.deepspeed.start(device) or deepspeed.init_distributed() first, in a script "
+            "started with torchrun.",
         )
     processes, needed = torch.distributed.get_world_size(), document.num_stages * document.replicas
     if processes != needed:

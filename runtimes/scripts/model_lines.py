@@ -17,6 +17,7 @@ from ..formats.torch_export import TorchExport
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _WIDTH = 84
 """Of a line in a function, as most formatters break it."""
+_PLACEHOLDER = "WARNING: the loss is a placeholder, the output's mean square: edit loss_of in this script"
 _SEVERAL_OUTPUTS = ("googlenet", "inception_v3")
 _NO_CLASSES = ("fcn_", "deeplabv3_", "lraspp_", "raft_")
 """torchvision's models that are no classifiers: their names begin so."""
@@ -29,6 +30,8 @@ def model_lines(
 ) -> dict[str, object]:
     """Values for a template: imports (`build` is one), batch, loss, model_lines, expressions of inputs.
 
+    If no loss is known, the loss is a placeholder, `warning` prints so before the first step, and `loss_name`
+    names it in the printed lines.
     `model`: the model that the script builds. Raises ExportError for a dtype that torch does not have, and
     where the profile does not tell what the model takes.
     """
@@ -45,6 +48,8 @@ def model_lines(
         "typing": "\nfrom typing import Any" if _uses_any(document, data) else "",
         "batch": data.batch(),
         "loss": data.loss_code(),
+        "loss_name": "placeholder loss" if data.has_placeholder else "loss",
+        "warning": _warning(document) if data.has_placeholder else "",
         "model_lines": "\n".join(f"    {line}" for line in _model_code(profile, model, document, data)),
     }
     if data.is_one:
@@ -139,10 +144,14 @@ class _Data:
                     "    return cross_entropy(output, labels)",
                 ]
             )
-        replace_hint = "" if self.loss in ("cross-entropy", "mse") else "Stands for your loss, o"
-        sentence = f"{replace_hint or 'O'}f the first tensor that the model returns."
+        sentence = "Of the first tensor that the model returns."
+        placeholder = []
+        if self.has_placeholder:
+            sentence = "EDIT HERE. Stands for your loss, of the first tensor that the model returns."
+            placeholder = [f'PLACEHOLDER = "{_PLACEHOLDER}"', "", ""]
         return "\n".join(
             [
+                *placeholder,
                 "def loss_of(output: Any, labels: torch.Tensor) -> torch.Tensor:",
                 f'    """{sentence}"""',
                 "    if isinstance(output, dict):",
@@ -151,6 +160,11 @@ class _Data:
                 f"    return {self._loss()}",
             ]
         )
+
+    @property
+    def has_placeholder(self) -> bool:
+        """Whether no loss is known."""
+        return not self.is_plain and self.functional is None
 
     @property
     def functional(self) -> str | None:
@@ -184,6 +198,16 @@ class _Data:
             return f"torch.randn(samples, {elements}, generator=random{self._kind})"
         shape = "samples," if self.tokens is None else f"samples, {self.tokens}"
         return f"torch.randint({self.classes}, ({shape}), generator=random)"
+
+
+def _warning(document: ExportDocument) -> str:
+    """Lines that print on rank 0 that the loss is a placeholder."""
+    line = "print(PLACEHOLDER, file=sys.stderr)"
+    if isinstance(document, TorchExport):
+        return f"    if dist.get_rank() == 0:\n        {line}\n"
+    if isinstance(document, DeepspeedExport):
+        return f"    if engine.global_rank == 0:\n        {line}\n"
+    return f"    {line}\n"
 
 
 def _imports(name: str, document: ExportDocument, data: _Data, build: str, optimizer: str) -> list[str]:

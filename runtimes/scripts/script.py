@@ -42,17 +42,18 @@ _PROGRAMS = {
 _BUILD = {
     "torchgpipe": "from pplan.runtimes.torchgpipe import build",
     "fairscale": "from pplan.runtimes.fairscale import build",
-    "deepspeed": "from pplan.runtimes.deepspeed import DeepspeedExport, build",
+    "deepspeed": "from pplan.runtimes.deepspeed import DeepspeedExport, build, start",
     "torch": "from pplan.runtimes.torch_pipelining import build",
 }
 
 
 @dataclass(frozen=True)
 class Script:
-    """A script's text, and the command that runs it in its folder."""
+    """A script's text, the command that runs it in its folder, and the line of a loss to be replaced."""
 
     text: str
     command: str
+    placeholder_line: int | None = None
 
 
 def write_script(
@@ -93,7 +94,9 @@ def write_script(
     named_model = model_for(profile, model, settings or {})
     names |= model_lines(profile, named_model, document, _BUILD[document.runtime], optimizer=plan.optimizer)
     template = files(__package__).joinpath(f"{document.runtime}.template").read_text(encoding="utf-8")
-    return Script(Template(template).substitute(names), command)
+    text = Template(template).substitute(names)
+    loss_line = text[: text.index("def loss_of(")].count("\n") + 1
+    return Script(text, command, loss_line if names["warning"] else None)
 
 
 def needs_profile(document: ExportDocument) -> bool:

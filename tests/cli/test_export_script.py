@@ -46,6 +46,35 @@ def test_a_script_is_written_beside_its_export(run: Run, files: Path) -> None:
     assert 'PLAN = HERE / "vgg19.torch.json"' in text
 
 
+@pytest.mark.parametrize("runtime", ["torch", "deepspeed"])
+@pytest.mark.parametrize("loss", [None, "my.losses:focal", "cross-entropy", "mse"])
+def test_a_placeholder_for_the_loss_is_told(run: Run, files: Path, runtime: str, loss: str | None) -> None:
+    """With the line to edit; a loss that the script computes is no placeholder."""
+    file = files / "toy.profile.json"
+    measured = Profile.load(file)
+    costs = measured.layers[0].costs
+    content = measured.model_dump(mode="json", by_alias=True) | {
+        "model": "zoo:mine",
+        "loss": loss and {"name": loss, "costs": [cost.model_dump(mode="json") for cost in costs]},
+    }
+    Profile.model_validate(content).save(file, force=True)
+    plan = Plan.load(files / "toy.plan.json").model_dump(mode="json", by_alias=True)
+    plan["profile"]["sha256"] = sha256(file.read_bytes())
+    Plan.model_validate(plan).save(files / "toy.plan.json", force=True)
+    ran = run("export", runtime, "--script", "train.py", "--model", "zoo:mine")
+    assert ran.status == 0, ran.err
+    said = [line for line in ran.lines if "placeholder" in line]
+    if loss in ("cross-entropy", "mse"):
+        assert said == []
+        return
+    (line,) = said
+    assert line.startswith("train.py has a placeholder loss, because the profile names none")
+    number = int(line.rpartition(" ")[2])
+    text = (files / "train.py").read_text().splitlines()
+    assert text[number - 1].startswith("def loss_of(")
+    assert "EDIT HERE" in text[number]
+
+
 def test_without_one_the_lines_are_shown(run: Run, files: Path) -> None:
     assert files
     ran = run("export", "torch")

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import deepspeed.ops
 import torch
 from torch import nn
 
 import pplan
-from pplan.runtimes.deepspeed import build
+from pplan.runtimes.deepspeed import build, start
 from pplan.runtimes.formats.deepspeed_export import DeepspeedExport
 from pplan.runtimes.pipelining.weight_copies import find_tied_weights
 
@@ -106,9 +105,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    # Without the operation that DeepSpeed would compile for processes on one CPU: a minute's work.
-    deepspeed.ops.__compatible_ops__ = {}
-    deepspeed.init_distributed("gloo")
+    start("cpu")
     rank = torch.distributed.get_rank()
     for case in json.loads((folder / "cases.json").read_text()):
         (folder / f"{case['name']}.{rank}.json").write_text(json.dumps(run(case)))

@@ -18,7 +18,7 @@ from torch import nn
 
 from pplan.cost_models.errors import ExportError, MachineError
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.deepspeed import build
+from pplan.runtimes.deepspeed import build, start
 from pplan.runtimes.formats.deepspeed_export import DeepspeedExport
 from pplan.runtimes.formats.exporters import export
 
@@ -170,6 +170,13 @@ def no_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe.PipelineModule = object  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
     monkeypatch.setitem(sys.modules, "deepspeed.pipe", pipe)
+
+
+def test_a_process_that_no_launcher_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(MachineError, match="LOCAL_RANK is not set") as caught:
+        start("cpu")
+    assert "torchrun" in caught.value.hint
 
 
 @pytest.mark.usefixtures("no_deepspeed")

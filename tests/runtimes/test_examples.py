@@ -63,3 +63,16 @@ def test_the_script_trains(
     steps = re.findall(r"^step (\d): loss (\d+\.\d+)$", done.stdout, flags=re.MULTILINE)
     assert [step for step, _ in steps] == ["0", "1", "2"]
     assert len({loss for _, loss in steps}) > 1
+
+
+@pytest.mark.slow
+def test_the_script_of_deepspeed_trains(
+    make_plan: MakePlan, run_ranks: Callable[..., str], tmp_path: Path
+) -> None:
+    """On the CPU, where DeepSpeed would first compile an operation."""
+    pytest.importorskip("deepspeed")
+    plan = make_plan([19, 27], micro_batches=2, micro_batch_size=1, schedule="1f1b", model="vgg19")
+    export("deepspeed", plan, device="cpu")[0].save(tmp_path / "vgg19.deepspeed.json", force=False)
+    script = str(EXAMPLES / "train_deepspeed.py")
+    said = run_ranks(["-c", SMALLER, script, "vgg19.deepspeed.json", "32"], tmp_path, 2)
+    assert re.findall(r"^step (\d): loss \d+\.\d+$", said, flags=re.MULTILINE) == ["0", "1", "2"]

@@ -40,14 +40,6 @@ def make(width):
     layers = {"first": first, "relu": nn.ReLU(inplace=True), "second": second, "head": head}
     return nn.Sequential(__import__("collections").OrderedDict(layers)), torch.randn(3, 6)
 """
-WITHOUT_COMPILER = """
-import runpy, sys
-import deepspeed.ops
-deepspeed.ops.__compatible_ops__ = {}
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-"""Runs a script without the operation that DeepSpeed would compile for CPUs first, which takes a minute."""
 
 
 def profile(model: str, names: list[str], elements: int = 5, **keys: Any) -> Profile:
@@ -83,9 +75,6 @@ def command_of(runtime: str, folder: Path) -> list[str]:
     """That of the script's first line, without the name of the program."""
     script = folder / f"train_{runtime}.py"
     program, *command = shlex.split(script.read_text().splitlines()[0].removeprefix("# "), comments=False)
-    if runtime == "deepspeed":
-        (folder / "without_compiler.py").write_text(WITHOUT_COMPILER)
-        command.insert(-1, "without_compiler.py")
     modules = [] if program == "python" else ["-m", "torch.distributed.run", "--standalone"]
     return [*modules, *command]
 
@@ -158,6 +147,40 @@ def test_a_script_trains_and_goes_on(outputs: dict[str, list[str]], runtime: str
     assert [[int(step) for step, _ in run] for run in steps] == [[0], [1]]
     losses = [float(loss) for run in steps for _, loss in run]
     assert losses == pytest.approx(plain_losses(), abs=2e-6)
+
+
+BOTH_STREAMS = """
+import runpy, sys
+sys.stderr, sys.argv = sys.stdout, sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a script whose errors and warnings go where its output goes."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_placeholder_says_so_once_before_the_first_step(
+    make_plan: MakePlan, run_ranks: RunRanks, tmp_path: Path, runtime: str
+) -> None:
+    if not importlib.util.find_spec(runtime):
+        pytest.skip(f"{runtime} is not installed")
+    (tmp_path / "tiny_zoo.py").write_text(MODEL)
+    is_one = runtime in ("torchgpipe", "fairscale")
+    plan = make_plan(
+        [1, 3],
+        schedule="gpipe" if is_one else "1f1b",
+        micro_batches=4,
+        layer_names=NAMES,
+        model="tiny_zoo:make",
+    )
+    measured = profile("tiny_zoo:make", NAMES, settings={"width": 7}, loss=None)
+    written(plan, measured, runtime, tmp_path)
+    said = run_ranks(["-c", BOTH_STREAMS, f"train_{runtime}.py", "2"], tmp_path, 1 if is_one else 2)
+    assert said.count("WARNING: the loss is a placeholder, the output's mean square: edit loss_of") == 1
+    losses = re.findall(r"^step (\d): (.*loss) \d+\.\d+$", said, flags=re.MULTILINE)
+    assert losses == [("0", "placeholder loss"), ("1", "placeholder loss")]
+    if is_one:
+        assert said.index("WARNING") < said.index("step 0")
 
 
 @pytest.mark.slow
@@ -237,6 +260,8 @@ def test_what_the_model_decides(
     for line in lines:
         assert line in text
     assert "$" not in text
+    for part in ("print(PLACEHOLDER", "step {step}: placeholder loss", "EDIT HERE"):
+        assert text.count(part) == ("Stands for your loss" in text)
 
 
 def test_tokens_have_a_label_each(make_plan: MakePlan, tmp_path: Path) -> None:

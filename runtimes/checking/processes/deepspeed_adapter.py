@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -16,8 +13,7 @@ from torch import Tensor, nn
 from ....profiler.user_model.loaded_model import ModelInput
 from ...deepspeed import build
 from ...formats.deepspeed_export import DeepspeedExport
-from ...formats.export_document import missing_package
-from ...pipelining.runtime_internals import without_compiled_operations, wrap_instructions
+from ...pipelining.runtime_internals import wrap_instructions
 from ..job import CasePrediction, RuntimeCase, StageSeconds
 from ..prediction import predict_seconds
 from .action_stamps import ActionStamps, clock_for
@@ -25,26 +21,6 @@ from .isolated_stage import measure_isolated, stage_inputs
 from .pipeline_adapter import PipelineAdapter, SeparateTensors
 from .plain_model import LEARNING_RATE
 from .training_target import TrainingTarget
-
-
-def prepare_deepspeed(device: torch.device) -> None:
-    """DeepSpeed, quiet, and for that device. Raises MachineError without it."""
-    if device.type == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    try:
-        import deepspeed.ops  # noqa: F401
-    except ImportError as error:
-        raise missing_package("deepspeed", error) from error
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    if device.type == "cpu":
-        without_compiled_operations()
-
-
-def join_deepspeed(backend: str, wait: timedelta) -> None:
-    """The processes find each other, as DeepSpeed has it."""
-    import deepspeed
-
-    deepspeed.init_distributed(backend, timeout=wait)
 
 
 class DeepspeedAdapter(PipelineAdapter):

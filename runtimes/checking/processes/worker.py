@@ -21,12 +21,13 @@ import torch.distributed as dist
 from ....cost_models.errors import MachineError
 from ....profiler.local_machine import device_name
 from ....profiler.torchrun_env import TorchrunEnv, read_torchrun_env
+from ...deepspeed import start as start_deepspeed
 from ...formats.pipe_export import PipeExport
 from ..calibration import fit_corrections
 from ..deaths import advice, describe_exit
 from ..job import Case, CaseResult, CheckMeasurements, Corrections, Job, RuntimeCase
 from .case_run import CaseRun, CheckGroup
-from .deepspeed_adapter import DeepspeedAdapter, join_deepspeed, prepare_deepspeed
+from .deepspeed_adapter import DeepspeedAdapter
 from .hang_watch import HangWatch, Siblings
 from .pipe_adapter import PipeAdapter
 from .pipeline_adapter import PipelineAdapter
@@ -87,12 +88,10 @@ def _join(job: Job, process: TorchrunEnv, journal: RankJournal) -> tuple[str, Ch
     if isinstance(first, PipeExport):
         return "one process", CheckGroup(job, torch.device(first.devices[0]), journal)
     device = take_device(job, process)
-    if first is not None:
-        prepare_deepspeed(device)
     journal.begin("meeting the other processes")
     backend, wait = choose_backend(device), choose_timeout(job)
     if first is not None:
-        join_deepspeed(backend, wait)
+        start_deepspeed(device.type, wait)
     else:
         dist.init_process_group(backend, timeout=wait)
     return backend, CheckGroup(job, device, journal, new_control_group(backend, wait))
