@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import ceil, floor
 
 import numpy as np
 import numpy.typing as npt
@@ -169,6 +171,8 @@ class Chain:
     layer that needs it, shape (layers, sizes); None: not counted."""
     loss_saved_bytes: Vector | None = None
     """Of what the last layer saves, the loss' own, shape (layers, sizes), 0 of the others; None: no loss."""
+    refused: Mapping[int, str] = field(default_factory=dict)
+    """Sizes that the model does not take, or of which it makes something else, and why."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -183,10 +187,16 @@ class Chain:
 
         Sizes below the smallest are extrapolated from the two smallest; with one measured size there is
         nothing to draw a line through, and only that size can be had: any, where costs scale with samples.
+        A refused size is never had, nor a share between two sizes of which one is.
         """
+        if self._refusal(size):
+            return False
         if len(self.sizes) == 1:
             return self.scales_with_samples or size == self.sizes[0]
         return past_largest or size <= self.sizes[-1]
+
+    def _refusal(self, size: float) -> str:
+        return next((self.refused[own] for own in (floor(size), ceil(size)) if own in self.refused), "")
 
     def at(self, size: float, *, past_largest: bool = False) -> LayerCosts:
         """Costs of every layer for micro-batches of `size` samples (a replica's share may be a fraction).
@@ -200,6 +210,11 @@ class Chain:
         """
         if size <= 0:
             raise UsageError(f"micro-batch size {size:g}: must be above 0", "Use at least one sample.")
+        if refusal := self._refusal(size):
+            raise UsageError(
+                f"micro-batch size {size:g} is no size for this model: {refusal}",
+                "Use larger micro-batches, or fewer replicas.",
+            )
         if not self.reaches(size, past_largest=past_largest):
             measured = ", ".join(str(s) for s in self.sizes)
             raise UsageError(

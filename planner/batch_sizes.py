@@ -69,12 +69,12 @@ class BatchSizes:
         """Whether the profile reaches micro-batches that make it."""
         if self.micro_batches is None:
             return bool(self._reachable_sizes(batch))
-        return len(self.chain.sizes) > 1 or self._reaches_share(batch // self.micro_batches, self.gpus)
+        return self._reaches_share(batch // self.micro_batches, self.gpus, past_largest=True)
 
-    def _reaches_share(self, size: int, most: int) -> bool:
+    def _reaches_share(self, size: int, most: int, *, past_largest: bool = False) -> bool:
         """Whether the profile reaches a replica's share of a micro-batch, for some number up to `most`."""
         shares = {-(-size // count) for count in range(1, min(size, most) + 1)}
-        return any(self.chain.reaches(share) for share in shares)
+        return any(self.chain.reaches(share, past_largest=past_largest) for share in shares)
 
     def _reachable_sizes(self, batch: int) -> list[int]:
         smallest = -(-batch // MOST_MICRO_BATCHES)
@@ -93,8 +93,8 @@ class BatchSizes:
                 f"Use a divisor of {batch}: {abbreviate(fitting)}.",
             )
         size = batch // micro_batches
-        if len(self.chain.sizes) == 1 and not self._reaches_share(size, self.gpus):
-            self.chain.at(size)  # says so
+        if not self._reaches_share(size, self.gpus, past_largest=True):
+            self.chain.at(size, past_largest=True)  # says so
         return size
 
 

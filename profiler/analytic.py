@@ -28,6 +28,7 @@ from .memory.meta_kernels import Kernels
 from .passes.layer_stamps import LayerTimes, LossTimes
 from .passes.timed_passes import TimedPasses
 from .profile_file import Profile
+from .profile_records import Unmeasured
 from .size_result import SizeResult
 from .structure import as_on_a_gpu
 
@@ -77,9 +78,15 @@ def parse_analytic_device(
 
 
 def estimate(
-    blocks: EqualLayers, results: Sequence[SizeResult], notes: Sequence[str], target: AnalyticTarget
+    blocks: EqualLayers,
+    results: Sequence[SizeResult],
+    refused: Sequence[Unmeasured],
+    notes: Sequence[str],
+    target: AnalyticTarget,
 ) -> Profile:
     """The profile of a model whose bytes are counted already on the meta device, with estimated seconds.
+
+    `refused`: sizes that the model does not take.
 
     Raises UsageError: a dtype without a figure, a measured profile of another model.
     """
@@ -102,7 +109,7 @@ def estimate(
         f"{efficiency_note} (FLOPs {_describe_curve(curves.compute)}, bytes {_describe_curve(curves.memory)})"
     )
     adding = [_adding(layer, target.roofline, curves) for layer in subject.chain.layers]
-    profile = build_profile(subject, timed, (), [note, *notes], adding)
+    profile = build_profile(subject, timed, refused, [note, *notes], adding)
     return profile.model_copy(
         update={
             "device": DEVICE,

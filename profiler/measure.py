@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,7 @@ from .passes.modes import Modes
 from .profile_cache import ProfileCache, Request
 from .profile_file import Interrupted, Profile
 from .profile_options import ProfileOptions
+from .profile_records import Unmeasured
 from .segmented_sweep import SegmentedSweep
 from .size_passes import release
 from .size_sweep import Progress, SizeSweep, check_micro_batch_sizes, host_note
@@ -203,7 +204,13 @@ def _sweep_profile(
         results, gpu = sweep.results, sweep.gpu_record()
         host = [note for note in map(host_note, results) if note]
         warnings = gpu.notes() if gpu else []
-        notes = [*sweep.notes, *warnings, *host, *_left_notes(sweep), *_continued(journal)]
+        notes = [
+            *sweep.notes,
+            *warnings,
+            *host,
+            *left_notes(sweep.unmeasured, sweep.sizes),
+            *_continued(journal),
+        ]
         profile = build_profile(subject, results, sweep.unmeasured, notes, sweep.accumulation())
         profile = profile if gpu is None else profile.model_copy(update={"gpu": gpu})
         if sweep.interrupted:
@@ -250,12 +257,13 @@ def _structure(loaded: LoadedModel, setup: Setup, limits: MeasurementLimits) -> 
     blocks = blocks or all_different(subject)
     memory = None if target is None else target.roofline.memory_bytes
     estimates = target is not None
-    results, notes = count_structure(
+    results, refused, notes = count_structure(
         blocks, limits.sizes, kernels, limits.progress, memory, operations=estimates
     )
+    notes += left_notes(refused, limits.sizes)
     if target is not None:
-        return estimate(blocks, results, notes, target)
-    return build_profile(subject, results, (), notes)
+        return estimate(blocks, results, refused, notes, target)
+    return build_profile(subject, results, refused, notes)
 
 
 @contextmanager
@@ -277,9 +285,12 @@ def _continued(journal: Journal | None) -> list[str]:
     return [f"continued: {journal.passes} of its passes are those of an interrupted run"]
 
 
-def _left_notes(sweep: SizeSweep[Any]) -> list[str]:
-    was = "was not" if sweep.sizes is None else "was asked for and not"
+def left_notes(unmeasured: Sequence[Unmeasured], sizes: Sequence[int] | None) -> list[str]:
+    """Return a note on each size without figures; `sizes`: those that the user asked for."""
+    was = "was not" if sizes is None else "was asked for and not"
     return [
-        f"micro-batch size {left.micro_batch_size} {was} measured ({left.reason}): {left.detail}"
-        for left in sweep.unmeasured
+        f"micro-batch size {left.micro_batch_size} is left out: {left.detail}"
+        if left.reason == "refused"
+        else f"micro-batch size {left.micro_batch_size} {was} measured ({left.reason}): {left.detail}"
+        for left in unmeasured
     ]

@@ -17,6 +17,7 @@ from .chain.block_rows import shorten
 from .chain.layers import LayerChain, build_chain
 from .comparison.model_check import left_alone
 from .graphs.frontends import refuse_hooks
+from .graphs.output_shapes import KEEP_BATCH, ShapeDependsOnBatch
 from .local_machine import DTYPES, parse_dtype
 from .passes.clocks import Clock
 from .passes.modes import Modes
@@ -84,6 +85,8 @@ def build_target(
         example = loaded.example_input_for(smallest).to(dtype=kind)
         with left_alone(loaded.module, loaded.name):
             chain, representatives = _chain(copy, example, loaded, setup, few_blocks=few_blocks)
+        if chain.faults.any_size:
+            raise ShapeDependsOnBatch(f"{loaded.name}: {chain.faults.any_size}", KEEP_BATCH)
         layouts = setup.modes.notes((*copy.parameters(), *copy.buffers(), *example.tensors))
         return MeasurementTarget(
             dataclasses.replace(loaded, module=copy),

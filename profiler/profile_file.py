@@ -283,6 +283,7 @@ class Profile(Document):
             shared_buffers=self._shared_buffers(),
             pending_gradient_bytes=table("pending_gradient_bytes") if self.has_pending else None,
             loss_saved_bytes=None if self.loss is None else self.loss.saved_rows(len(self.layers)),
+            refused={own.micro_batch_size: own.detail for own in self.unmeasured if own.reason == "refused"},
         )
 
     def _shared_buffers(self) -> tuple[SharedBuffer, ...]:

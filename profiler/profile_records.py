@@ -271,5 +271,6 @@ class Unmeasured(Record):
     """A micro-batch size that was asked for and has no figures."""
 
     micro_batch_size: Samples
-    reason: Literal["does not fit", "budget", "interrupted"]
+    reason: Literal["does not fit", "budget", "interrupted", "refused"]
+    """`refused`: the model does not take it, or layers hand on other shapes: no plan may use it."""
     detail: str = ""

@@ -116,6 +116,7 @@ class SegmentedSweep(SizeSweep[SizeResult]):
                 running=subject.modes.layers(subject.chain.layers),
                 warm_up_seconds=0.0 if self.runs else self.warm_up_seconds,
                 on_warm=self.note_warm_device,
+                size=size,
             ).measure(self._example(size).layer_input, self.rounds or _ROUNDS)
         self._note(size, run.note, len(segments))
         return SizeResult.of_segments(size, run)

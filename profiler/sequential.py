@@ -45,12 +45,15 @@ def sequential(
     `verify`: model and layers are run once more, on copies, and must leave the same outputs, gradients,
     buffers and random state; where that is too large or too slow to be run, a warning says so.
 
+    A warning names a layer that hands on another shape for one sample (`squeeze()`), or one of which more
+    than the batch dimension changes with the batch: runtimes refuse such micro-batches.
+
     Raises ModelError as `build_chain` does.
     """
     chain = build_chain(
         model, example_input, granularity=granularity, keep_together=keep_together, verify=verify
     )
-    for note in chain.comparison.notes if chain.comparison else ():
+    for note in (*(chain.comparison.notes if chain.comparison else ()), *filter(None, [chain.faults.note])):
         warnings.warn(f"{chain.model_name}: {note}", UserWarning, stacklevel=2)
     return as_sequential(chain)
 
@@ -62,7 +65,7 @@ def as_sequential(chain: LayerChain) -> LayerSequential:
     layers.model_name = chain.model_name
     layers.layer_names = tuple(layer.name for layer in chain.layers)
     layers.granularity, layers.keep_together = chain.granularity, chain.keep_together
-    layers.unused_names = chain.unused
+    layers.unused_names, layers.faults = chain.unused, chain.faults
     read_only = {id(own.tensor) for own in chain.users if own.is_read_only}
     layers.read_only_buffers = tuple(name for name, own in layers.named_buffers() if id(own) in read_only)
     written = {id(own.tensor) for own in chain.users if own.is_written}

@@ -165,11 +165,12 @@ def _watched(workspace: Workspace, operations: OperationCounter | None) -> Itera
 
 
 class VisitingWatcher:
-    """Passes everything on to another watcher, and calls `visit` before each layer."""
+    """Passes everything on to another watcher; calls `visit` before each layer, checks its output after."""
 
-    def __init__(self, watcher: Watcher, layers: Sequence[Layer], visit: Callable[[Layer], None]) -> None:
-        self._watcher, self._layers, self._visit = watcher, layers, visit
-        self.after = watcher.after
+    def __init__(
+        self, watcher: Watcher, layers: Sequence[Layer], size: int, visit: Callable[[Layer], None]
+    ) -> None:
+        self._watcher, self._layers, self._size, self._visit = watcher, layers, size, visit
         self.backward_starts = watcher.backward_starts
         self.gradient = watcher.gradient
         self.backward_ends = watcher.backward_ends
@@ -178,6 +179,11 @@ class VisitingWatcher:
         if index < len(self._layers):
             self._visit(self._layers[index])
         self._watcher.before(index, layer_input)
+
+    def after(self, index: int, output: object) -> None:
+        if index < len(self._layers):
+            self._layers[index].check_shapes(self._size, output)
+        self._watcher.after(index, output)
 
 
 def release(device: torch.device) -> None:

@@ -88,7 +88,7 @@ class SizeRun:
         """
         begun = self._subject.clock.now()
         with self.saved.hooks():
-            watcher = VisitingWatcher(self.saved, self._passes.layers, visit)
+            watcher = VisitingWatcher(self.saved, self._passes.layers, self.size, visit)
             self._passes.run_layers(watcher, self._subject.loss)
         a_pass = self._subject.clock.now() - begun
         tell_pass(a_pass)

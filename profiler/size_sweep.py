@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ..cost_models.errors import ModelError, UsageError
 from .gpu_state import GpuRecord, GpuState, read_gpu_state
+from .graphs.output_shapes import ShapeDependsOnBatch
 from .measurement_target import MeasurementTarget
 from .models import is_positive
 from .passes.timed_passes import link_sizes
@@ -202,10 +203,11 @@ class SizeSweep(ABC, Generic[Run]):
                 raise
             return "does not fit", error.what
         except ModelError as error:
-            note = left_out_note(size, self.sizes, error)
-            if note is None:
+            if not is_left_out(size, self.sizes, error):
                 raise
-            self.notes.append(note)
+            if not self.runs and len(self._pending) == 1:
+                raise
+            self.unmeasured.append(refused_size(size, error))
         self._last_seconds = self.spent - started
         return None
 
@@ -243,12 +245,18 @@ def sizes_to_try(sizes: Sequence[int] | None, device: torch.device) -> Iterator[
     return (2**power for power in range(_LARGEST[device.type].bit_length()))
 
 
-def left_out_note(size: int, sizes: Sequence[int] | None, error: ModelError) -> str | None:
-    """A note that `size` is left out for `error`; None where that must be raised.
+def is_left_out(size: int, sizes: Sequence[int] | None, error: ModelError) -> bool:
+    """Return whether plans do without `size` for `error`, which must be raised otherwise.
 
-    Batch norm refuses a single value a channel: where nobody asked for size 1, the others do.
+    Batch norm refuses a single value a channel: where nobody asked for size 1, the others do. A layer that
+    hands on another shape at one size runs there, and would be trained wrongly.
     """
-    return f"micro-batch size 1 is left out: {error.what}" if sizes is None and size == 1 else None
+    return isinstance(error, ShapeDependsOnBatch) or (sizes is None and size == 1)
+
+
+def refused_size(size: int, error: ModelError) -> Unmeasured:
+    """Record of a size that the model does not take, which no plan may use."""
+    return Unmeasured(micro_batch_size=size, reason="refused", detail=error.what)
 
 
 def budget_detail(predicted: float, left: float, budget: float) -> str:

@@ -13,9 +13,10 @@ from .counting_operations import operation_counter
 from .equal_layers import EqualLayers
 from .memory.meta_kernels import Kernels, attention_as_on_the_cpu, kernels_as_on_a_gpu
 from .memory.meta_operations import ON_A_GPU, MetaOperations
+from .profile_records import Unmeasured
 from .size_result import SizeResult
 from .size_run import SizeRun
-from .size_sweep import Progress, left_out_note
+from .size_sweep import Progress, is_left_out, refused_size
 
 SIZES = (1, 2, 4, 8)
 _FACTOR, _LARGEST, _STATES = 4, 128, 4
@@ -30,14 +31,16 @@ def count_structure(
     memory_bytes: int | None = None,
     *,
     operations: bool = False,
-) -> tuple[list[SizeResult], list[str]]:
-    """The bytes at `sizes` (None: a few), as `kernels` save them (None: the CPU's), and notes.
+) -> tuple[list[SizeResult], list[Unmeasured], list[str]]:
+    """The bytes at `sizes` (None: a few), as `kernels` save them (None: the CPU's), the sizes that the model
+    does not take, and notes.
 
     `memory_bytes` of a device: without `sizes`, 32 and 128 too where it can hold the training of the whole
     model with them. `operations`: are counted too. Raises ModelError as a pass through the layers does.
     """
     subject = blocks.shortened
     results: list[SizeResult] = []
+    refused: list[Unmeasured] = []
     notes = _recurrent(blocks.subject.chain)
     with (kernels or as_on_the_cpu)() as missing:
         if missing is not None:
@@ -54,13 +57,12 @@ def count_structure(
             try:
                 run.count(tell)
             except ModelError as error:
-                note = left_out_note(size, sizes, error)
-                if note is None:
+                if not is_left_out(size, sizes, error) or (sizes and size == sizes[-1] and not results):
                     raise
-                notes.append(note)
+                refused.append(refused_size(size, error))
                 continue
             results.append(SizeResult.of_run(run).for_layers(blocks))
-    return results, notes
+    return results, refused, notes
 
 
 def _sizes(blocks: EqualLayers, results: list[SizeResult], memory_bytes: int | None) -> Iterator[int]:

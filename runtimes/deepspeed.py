@@ -104,7 +104,16 @@ def build(
     document = resolve_document(source, DeepspeedExport, export)
     example = None if example_input is None else ModelInput.of(example_input)
     count = document.parts[-1]
-    layers = match_layers(document, count, model, example, layer_names, granularity=document.granularity)
+    samples = document.micro_batch_size // document.replicas
+    layers = match_layers(
+        document,
+        count,
+        model,
+        example,
+        layer_names,
+        granularity=document.granularity,
+        samples=samples,
+    )
     if document.config.get("pipeline", {}).get("activation_checkpoint_interval"):
         warn_of_second_runs(layers, "deepspeed")
     tied = find_tied_weights(layers, document.parts)
@@ -130,7 +139,6 @@ def build(
         )
 
     check_equal_buffers(layers)
-    samples = document.micro_batch_size // document.replicas
     stage = torch.distributed.get_rank() // document.replicas
     stage_layers = split_stage(layers, document.parts, stage, tied)
     first, end = document.parts[stage : stage + 2]

@@ -75,17 +75,27 @@ class Layers:
     largest: Vector | None = None
     """Bytes of each layer's largest trainable parameter; None: not known."""
     shared_buffers: tuple[SharedTensor, ...] = ()
+    refused: frozenset[int] = frozenset()
+    """Sizes that the model does not take."""
 
     def __len__(self) -> int:
         return len(self.names)
 
     def reaches(self, size: int) -> bool:
         """Whether costs at that size can be had at all."""
+        return size not in self.refused and self._has_costs(size)
+
+    def _has_costs(self, size: int) -> bool:
         return len(self.sizes) > 1 or self.scales or size == self.sizes[0]
 
     def at(self, size: int) -> dict[str, Vector]:
         """Every figure of all layers at a micro-batch size of one device. Raises UsageError."""
-        if not self.reaches(size):
+        if size in self.refused:
+            raise UsageError(
+                f"{self.where}: the model does not take micro-batch size {size}",
+                "Make a plan with larger micro-batches.",
+            )
+        if not self._has_costs(size):
             raise UsageError(
                 f"{self.where}: has no costs at micro-batch size {size}, only at {self.sizes[0]}",
                 "Profile more sizes, or check the plan's micro-batch size and replicas.",
@@ -188,6 +198,11 @@ def read_layers(table: Table) -> Layers:
         closing=closing,
         shared=_shared(table, names, "tied"),
         shared_buffers=_shared(table, names, "shared_buffers"),
+        refused=frozenset(
+            size.count("micro_batch_size", least=1)
+            for size in table.tables("unmeasured")
+            if size.text("reason") == "refused"
+        ),
         largest=(
             _column(own, "largest_parameter_bytes", None)
             if all(layer.has("largest_parameter_bytes") for layer in own)

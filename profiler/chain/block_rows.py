@@ -110,7 +110,8 @@ class BlockRow:
 
     def _renamed(self, layer: Layer, index: int) -> Layer:
         name = f"{self.path}.{index}"
-        return replace(layer, name=name, path=None if layer.path is None else name)
+        shapes = None if layer.shapes is None else replace(layer.shapes, layer=name)
+        return replace(layer, name=name, path=None if layer.path is None else name, shapes=shapes)
 
     def _copied(self, layer: Layer, index: int) -> Layer:
         """The layer of a dropped block, as that of the `layer` that is equal. It cannot be run."""

@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.nn.utils import parametrize
 
 from ..graphs.graph import graph_module
+from ..graphs.output_shapes import BatchFaults
 from ..torch_internals import child_modules, copy_registries
 from ..user_model.shared_parameters import (
     BorrowedFields,
@@ -40,6 +41,7 @@ class LayerSequential(nn.Sequential):
     """The user's pins: patterns of layer names."""
     mode_bound: tuple[str, ...] = ()
     """Layers with operations that stay in the mode they were traced in: `F.dropout(x, p, self.training)`."""
+    faults: BatchFaults = BatchFaults()
     unused_names: tuple[str, ...] = ()
     """What the state dict of the model has and this one lacks: parameters and buffers that forward does not
     use."""

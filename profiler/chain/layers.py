@@ -14,6 +14,8 @@ from ..graphs.cutting import Granularity, parts
 from ..graphs.flow import Flow
 from ..graphs.frontends import ELEMENTS, is_plain_sequential, trace_model
 from ..graphs.graph import TracedGraph
+from ..graphs.graph_run import GraphRun
+from ..graphs.output_shapes import BatchFaults, OutputShapes
 from ..graphs.remodule import attribute
 from ..graphs.segments import GraphSegment
 from ..graphs.trial import Trial, suggest_larger_pictures
@@ -30,6 +32,9 @@ from .cut_reasons import (
     sharing_reasons,
 )
 from .layer_sequential import LayerSequential, model_name, register_once
+
+_ENOUGH_SIZES = 2
+"""Batch sizes that tell which dimension of a tensor is the batch's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +58,13 @@ class Layer:
     """Why no stage may end with this layer."""
     crossing: int = 1
     """Tensors that it hands to the next layer, each once."""
+    shapes: OutputShapes | None = None
+    """Shapes of these, or of the model's output, at several batch sizes; None: not known."""
+
+    def check_shapes(self, size: int, output: object) -> None:
+        """Raise ShapeDependsOnBatch where the output of `size` samples has another shape than others."""
+        if self.shapes is not None:
+            self.shapes.check(size, output)
 
     @property
     def parameter_bytes(self) -> int:
@@ -99,6 +111,7 @@ class LayerChain:
     """The users of each parameter and buffer."""
     own_modes: tuple[str, ...] = ()
     """Modules with a `train` of their own, the model itself by its class."""
+    faults: BatchFaults = BatchFaults()
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -162,6 +175,7 @@ def build_chain(
         pin_reasons(pins, names, name),
     )
     firsts = _first_users(modules)
+    shapes, faults = _output_shapes(segments, names, flow)
     layers = tuple(
         Layer(
             names[i],
@@ -171,6 +185,7 @@ def build_chain(
             *firsts[i],
             reasons[i],
             segments[i].crossing,
+            shapes[i],
         )
         for i in range(len(segments))
     )
@@ -188,6 +203,7 @@ def build_chain(
         list_unused(model, modules),
         tuple(users),
         tuple(_own_modes(model)),
+        faults,
     )
 
 
@@ -236,6 +252,32 @@ def _segments(
         check.run_once()
     with fixed_seed(0), suggest_larger_pictures(model, example, name):
         return trace_model(model, example, name, granularity, compared, tool)
+
+
+def _output_shapes(
+    segments: Sequence[GraphSegment], names: Sequence[str], flow: Flow
+) -> tuple[list[OutputShapes | None], BatchFaults]:
+    """The shapes that each layer hands on, None where they are not known, and what is wrong with them."""
+    sizes = flow.trial.several_samples
+    runs = [(size, run) for size in sizes if (run := flow.trial.run_at(size)) is not None]
+    shapes = [
+        OutputShapes(layer, tuple((size, segment.output_shapes(run)) for size, run in runs))
+        for layer, segment in zip(names, segments, strict=True)
+    ]
+    several = _first_difference(segments, shapes, *runs[0]) if len(runs) >= _ENOUGH_SIZES else ""
+    if several or len(runs) < _ENOUGH_SIZES:
+        return [None] * len(segments), BatchFaults(any_size=several)
+    single = flow.trial.run_at(1)
+    single_fault = "" if single is None else _first_difference(segments, shapes, 1, single)
+    return [*shapes], BatchFaults(single=single_fault)
+
+
+def _first_difference(
+    segments: Sequence[GraphSegment], shapes: Sequence[OutputShapes], size: int, run: GraphRun
+) -> str:
+    pairs = zip(segments, shapes, strict=True)
+    differences = (own.difference(size, segment.output_shapes(run)) for segment, own in pairs)
+    return next(filter(None, differences), "")
 
 
 def _any_shared(modules: Sequence[nn.Module]) -> bool:

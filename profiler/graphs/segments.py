@@ -15,6 +15,8 @@ from ...cost_models.errors import ModelError
 from .cutting import Part
 from .flow import Flow, Position
 from .graph import find_attribute, graph_module, is_inside
+from .graph_run import GraphRun
+from .output_shapes import Shapes, shapes_in
 from .size_recovery import recover_sizes
 
 _FINISH = "finish"
@@ -59,6 +61,11 @@ class GraphSegment:
     def crossing(self) -> int:
         """Tensors that it hands to the next segment; none, where it is the last."""
         return 0 if self.part.after is None else self.flow.tensors(self.part.after)
+
+    def output_shapes(self, run: GraphRun) -> Shapes:
+        """Shapes of the tensors that it hands on in a run, or of the model's output."""
+        after = self.part.after
+        return shapes_in(run.output if after is None else [run.values[node] for node in after.crossing])
 
     @property
     def name(self) -> str:

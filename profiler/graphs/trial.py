@@ -62,6 +62,7 @@ class Trial:
             try:
                 self._copy, self._example = place(model, some, name)
                 self.first: GraphRun = self._run(self._example)
+                self._runs: dict[int, GraphRun | None] = {self._example.batch: self.first}
                 return
             except Exception as error:
                 if is_out_of_memory(error):
@@ -72,15 +73,27 @@ class Trial:
     @cached_property
     def values(self) -> TrialValues:
         """What each node's value was at several batch sizes; empty where the model takes only one."""
-        runs = [self.first]
-        try:
-            runs += [
-                self._run(self._example.repeated(self._example.batch + more).clone())
-                for more in _MORE_SAMPLES
-            ]
-        except ModelError:
+        runs = [self.run_at(self._example.batch + more) for more in (0, *_MORE_SAMPLES)]
+        if None in runs:
             return {}
-        return {node: tuple(run.values[node] for run in runs) for node in self.first.values}
+        return {
+            node: tuple(run.values[node] for run in runs if run is not None) for node in self.first.values
+        }
+
+    @property
+    def several_samples(self) -> list[int]:
+        """Batch sizes of more than one sample at which runs show what moves with the batch."""
+        sizes = (self._example.batch + more for more in (0, *_MORE_SAMPLES))
+        return [size for size in sizes if size > 1]
+
+    def run_at(self, samples: int) -> GraphRun | None:
+        """The run of so many samples; None where the model does not take them."""
+        if samples not in self._runs:
+            try:
+                self._runs[samples] = self._run(self._example.repeated(samples).clone())
+            except ModelError:
+                self._runs[samples] = None
+        return self._runs[samples]
 
     @cached_property
     def _constants(self) -> nn.Module:

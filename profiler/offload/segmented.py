@@ -104,6 +104,8 @@ class SegmentedMeasurement:
     running: Sequence[Layer] | None = None
     warm_up_seconds: float = 0.0
     on_warm: Callable[[], None] = lambda: None
+    size: int | None = None
+    """Number of samples; what the layers hand on is checked where it is known."""
 
     def measure(self, inputs: Any, rounds: int) -> SegmentedRun:
         """`rounds` timed passes of every segment. `inputs`: the first layer's input, a tensor or several.
@@ -177,7 +179,7 @@ class _Segment:
         """A warm-up pass, and two that count into `run`; returns what the next segment is fed."""
         count = len(self._layers)
         with build_meter(self._whole.device, self._model) as meter:
-            end = _LastOutput(self._layers, self._whole.visit)
+            end = _LastOutput(self._layers, self._whole.visit, self._whole.size)
             self._pass([self._fresh()], end, loss=self._loss)
             inputs = [self._fresh()]
             saved = _SavedBytes(self._model, count, self._boundary.counted_tensors(inputs))
@@ -316,10 +318,13 @@ class _IdleWatcher:
 
 
 class _LastOutput(_IdleWatcher):
-    """Keeps on the host what the last layer returns; says before each layer which it is."""
+    """Keeps on the host what the last layer returns; says before each layer which it is, and checks what it
+    hands on."""
 
-    def __init__(self, layers: Sequence[Layer], visit: Callable[[Layer], None] | None) -> None:
-        self._layers, self._visit = layers, visit
+    def __init__(
+        self, layers: Sequence[Layer], visit: Callable[[Layer], None] | None, size: int | None
+    ) -> None:
+        self._layers, self._visit, self._size = layers, visit, size
         self.value: Any = None
 
     def before(self, index: int, layer_input: Any) -> None:  # noqa: ARG002
@@ -327,6 +332,8 @@ class _LastOutput(_IdleWatcher):
             self._visit(self._layers[index])
 
     def after(self, index: int, output: Any) -> None:
+        if self._size is not None and index < len(self._layers):
+            self._layers[index].check_shapes(self._size, output)
         if index == len(self._layers) - 1:
             self.value = tree_map_only(Tensor, lambda one: one.detach().to("cpu", copy=True), output)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from ...cost_models.errors import ExportError, MachineError, UsageError
 from ...profiler.chain.layer_sequential import LayerSequential
+from ...profiler.graphs.output_shapes import KEEP_BATCH
 from ...profiler.sequential import sequential
 from ...profiler.user_model.loaded_model import ModelInput
 from ...profiler.user_model.shared_parameters import tensors_used
@@ -30,16 +31,26 @@ def match_layers(
     names: Sequence[str] | None,
     *,
     granularity: str,
+    samples: int,
 ) -> nn.Sequential:
     """`model` as it is where it is an nn.Sequential of the `count` layers of the plan, else made so: also
     where several of its layers register the same parameter or buffer, which runtimes refuse.
 
-    Raises ExportError where it is another model, or is to be made sequential without an `example`.
+    `samples`: of a micro-batch of one replica.
+
+    Raises ExportError where it is another model, is to be made sequential without an `example`, or makes
+    something else of so few samples.
     """
     matches = isinstance(model, LayerSequential) or (
         isinstance(model, nn.Sequential) and len(model) == count and not _registers_twice(model)
     )
     layers = model if matches or example is None else sequential(model, example, granularity=granularity)
+    fault = layers.faults.of(samples) if isinstance(layers, LayerSequential) else ""
+    if fault:
+        raise ExportError(
+            f"micro-batches of {samples} samples a replica are not the model's: {fault}",
+            f"Change the model, or make a plan with larger micro-batches. {KEEP_BATCH}",
+        )
     return check_layers(document, count, layers, names)
 
 
@@ -89,7 +100,16 @@ def prepare_pipe(
     example = None if example_input is None else ModelInput.of(example_input)
     _check_input(document, example)
     parts = stage_bounds(document.balance)
-    layers = match_layers(document, parts[-1], model, example, layer_names, granularity=document.granularity)
+    size = document.micro_batch_size
+    layers = match_layers(
+        document,
+        parts[-1],
+        model,
+        example,
+        layer_names,
+        granularity=document.granularity,
+        samples=size,
+    )
     recomputes = document.checkpoint == "always" or (
         document.checkpoint == "except_last" and document.chunks > 1
     )
@@ -101,7 +121,7 @@ def prepare_pipe(
     _check_devices(document, arguments["devices"])
     check_sharing(layers, parts, [torch.device(device) for device in arguments["devices"]])
     layers = _with_own_buffers(layers, parts)
-    size, runtime = document.micro_batch_size, document.kind if recomputes else None
+    runtime = document.kind if recomputes else None
     safe = guard_cuts(layers, parts, example, size, recomputed_by=runtime)
     names = [name for name, _ in layers.named_children()]
     return nn.Sequential(OrderedDict(zip(names, safe, strict=True))), arguments

@@ -144,7 +144,16 @@ def build_process(
     """See `pplan.runtimes.torch_pipelining.build`."""
     example = ModelInput.of(example_input)
     count = document.parts[-1]
-    layers = match_layers(document, count, model, example, layer_names, granularity=document.granularity)
+    samples = document.micro_batch_size // document.replicas
+    layers = match_layers(
+        document,
+        count,
+        model,
+        example,
+        layer_names,
+        granularity=document.granularity,
+        samples=samples,
+    )
     tied = find_tied_weights(layers, document.parts)
     check_groups(layers, len(document.stages))
     check_equal_buffers(layers)
@@ -160,7 +169,6 @@ def build_process(
     coordinates = find_coordinates(document, place, mesh)
     styles = {} if tensor_parallel is None else styles_by_module(layers, tensor_parallel)
     form = InputForm.of(example)
-    samples = document.micro_batch_size // document.replicas
     first_inputs = form.micro_batch(example, samples)
     splits = splits_backward(document.actions)
     shapes = trace_shapes(layers, document.parts, first_inputs, form, splits_backward=splits, device=place)

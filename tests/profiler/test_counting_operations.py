@@ -42,7 +42,7 @@ def operations(
     )
     beside_bytes: list[LayerOperations] | None = None
     if again:
-        results, _ = count_structure(all_different(subject), [size], KERNELS, operations=True)
+        results, _, _ = count_structure(all_different(subject), [size], KERNELS, operations=True)
         beside_bytes = list(results[0].operations or ())
     alone = count_operations(all_different(subject), size, KERNELS)
     assert beside_bytes in (None, alone)

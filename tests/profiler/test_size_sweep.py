@@ -11,7 +11,7 @@ import torch
 from pplan.cost_models.errors import ModelError
 from pplan.profiler.size_sweep import (
     budget_detail,
-    left_out_note,
+    is_left_out,
     list_unmeasured,
     seconds_text,
     sizes_to_try,
@@ -34,9 +34,9 @@ def test_powers_of_two_unless_sizes_are_named(
 
 def test_only_a_default_size_of_one_may_fail() -> None:
     error = ModelError("batch norm refuses", "")
-    assert left_out_note(1, None, error) == "micro-batch size 1 is left out: batch norm refuses"
-    assert left_out_note(2, None, error) is None
-    assert left_out_note(1, (1, 2), error) is None
+    assert is_left_out(1, None, error)
+    assert not is_left_out(2, None, error)
+    assert not is_left_out(1, (1, 2), error)
 
 
 def test_larger_named_sizes_are_left_with_the_first() -> None:

@@ -77,7 +77,7 @@ def both(
     """Of the model on meta, and on the CPU."""
     settings = (dtype, modes or Modes(), granularity)
     subject = subject_of(model, example, "meta", *settings)
-    (result,), _ = count_structure(all_different(subject), [SIZE])
+    (result,), _, _ = count_structure(all_different(subject), [SIZE])
     on_meta = bytes_of(subject, result, workspace=workspace)
     subject = subject_of(model, example, "cpu", *settings)
     run = SizeRun(subject, SIZE)
@@ -306,9 +306,9 @@ def test_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     model, settings = nn.Sequential(nn.Linear(16, 16), Last()), ("meta", torch.float32, Modes(), "block")
     recurrent = "1: on a real device recurrent layers save other bytes than are counted here"
     subject = subject_of(model, torch.randn(2, 5, 16), *settings)
-    assert count_structure(all_different(subject), [SIZE])[1] == [recurrent]
+    assert count_structure(all_different(subject), [SIZE])[-1] == [recurrent]
     monkeypatch.delattr(torch, "_fused_sdp_choice")
     subject = subject_of(Attends(), torch.randn(2, 10, 16), *settings)
-    _, notes = count_structure(all_different(subject), [SIZE])
+    *_, notes = count_structure(all_different(subject), [SIZE])
     missing = f"torch {torch.__version__} has no torch._fused_sdp_choice"
     assert notes == [f"attention is counted with its whole matrix, which is more: {missing}"]
