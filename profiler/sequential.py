@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
-from .chain.layer_sequential import LayerSequential, is_mode_bound, register_once
+from .chain.layer_sequential import LayerSequential, Sharing, register_once
 from .chain.layers import LayerChain, build_chain
+from .chain.mode_layer import ModeLayer
 from .user_model.shared_parameters import CloneInput
 
 
@@ -36,9 +38,10 @@ def sequential(
 
     `example_input` is an input of the model: a tensor of shape (batch, ...), a tuple of forward's arguments,
     or a dict of its keyword arguments; it and the options are `build_chain`'s. The model is not changed.
-    `F.dropout(..., self.training)` and the like keep the mode the model is in now (changing it warns), and
-    sizes that are used
-    far from the tensor they were asked of keep the example's, the batch excepted. Parts that the model
+    Where its code reads `self.training` (`F.dropout`, auxiliary heads), it is traced in both modes: train()
+    and eval() of the layers, or of one of them, switch to the trace of that mode, or raise ModelError where
+    there is none. Sizes that are used far from the tensor they were asked of keep the example's, the batch
+    excepted. Parts that the model
     recomputes in backward (torch.utils.checkpoint) are not recomputed, unless they lie inside one module that
     is taken whole: recomputation is the plan's to decide.
 
@@ -51,7 +54,12 @@ def sequential(
     Raises ModelError as `build_chain` does.
     """
     chain = build_chain(
-        model, example_input, granularity=granularity, keep_together=keep_together, verify=verify
+        model,
+        example_input,
+        granularity=granularity,
+        keep_together=keep_together,
+        verify=verify,
+        every_mode=True,
     )
     for note in (*(chain.comparison.notes if chain.comparison else ()), *filter(None, [chain.faults.note])):
         warnings.warn(f"{chain.model_name}: {note}", UserWarning, stacklevel=2)
@@ -61,7 +69,8 @@ def sequential(
 def as_sequential(chain: LayerChain) -> LayerSequential:
     """The layers of `chain`, in order."""
     modules = [layer.module for layer in chain.layers]
-    layers = LayerSequential(*register_once(modules, on_clone=chain.overwrites_input))
+    children = register_once(modules, on_clone=chain.overwrites_input, with_modes=partial(_with_modes, chain))
+    layers = LayerSequential(*children)
     layers.model_name = chain.model_name
     layers.layer_names = tuple(layer.name for layer in chain.layers)
     layers.granularity, layers.keep_together = chain.granularity, chain.keep_together
@@ -70,10 +79,34 @@ def as_sequential(chain: LayerChain) -> LayerSequential:
     layers.read_only_buffers = tuple(name for name, own in layers.named_buffers() if id(own) in read_only)
     written = {id(own.tensor) for own in chain.users if own.is_written}
     layers.written_buffers = tuple(name for name, own in layers.named_buffers() if id(own) in written)
-    layers.mode_bound = tuple(layer.name for layer in chain.layers if is_mode_bound(layer.module))
-    layers.traced_mode = any(layer.module.training for layer in chain.layers)
     layers.own_modes = chain.own_modes
     return layers
+
+
+def _with_modes(chain: LayerChain, children: list[nn.Module], sharing: Sharing) -> list[nn.Module]:
+    """`children`, those that differ between modes with what they run in each."""
+    variants = chain.variants
+    if variants is None:
+        return children
+    none = (None,) * len(children)
+    in_training, in_evaluation = (variants.modules.get(mode, none) for mode in (True, False))
+    switching: list[nn.Module] = []
+    for index, child in enumerate(children):
+        training, evaluation = in_training[index], in_evaluation[index]
+        refusals = variants.refusals if variants.places[index] else {}
+        if training is None and evaluation is None and not refusals:
+            switching.append(child)
+            continue
+        switching.append(
+            ModeLayer(
+                child,
+                None if training is None else sharing.own(training),
+                None if evaluation is None else sharing.own(evaluation),
+                refusals,
+                training=chain.layers[index].module.training,
+            )
+        )
+    return switching
 
 
 def state_dict_names(
@@ -89,14 +122,16 @@ def state_dict_names(
     A tensor that the model knows by several names is in the nn.Sequential once: the second names lead to the
     same place as the first. What no layer uses is left out: see `LayerSequential.unused_names`.
     """
-    chain = build_chain(model, example_input, granularity=granularity, verify=True)
+    chain = build_chain(model, example_input, granularity=granularity, verify=True, every_mode=True)
     own = model.state_dict(keep_vars=True)
     names: dict[str, str] = {}
     places: dict[int, str] = {}
     for index, (layer, child) in enumerate(zip(chain.layers, as_sequential(chain), strict=True)):
-        around = "layer." if isinstance(child, CloneInput) else ""
-        for key, value in child.state_dict(keep_vars=True).items():
-            inner = key.removeprefix(around)
+        around = ""
+        while isinstance(child, CloneInput | ModeLayer):
+            child, around = child.layer, f"{around}layer."
+        for inner, value in child.state_dict(keep_vars=True).items():
+            key = around + inner
             name = inner if layer.path is None else f"{layer.path}.{inner}"
             if name in own and (own[name] is value or not isinstance(value, Tensor)):
                 names[name] = f"{index}.{key}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from torch import fx, nn
@@ -20,9 +20,8 @@ from ..user_model.shared_parameters import (
     ReusedModule,
     registered,
 )
+from .mode_layer import ModeLayer
 
-_RANDOM = "dropout"
-_NORMS = ("batch_norm", "instance_norm")
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -39,8 +38,6 @@ class LayerSequential(nn.Sequential):
     """How finely the model was cut; its elements are taken for its layers whatever is asked for."""
     keep_together: tuple[str, ...] = ()
     """The user's pins: patterns of layer names."""
-    mode_bound: tuple[str, ...] = ()
-    """Layers with operations that stay in the mode they were traced in: `F.dropout(x, p, self.training)`."""
     faults: BatchFaults = BatchFaults()
     unused_names: tuple[str, ...] = ()
     """What the state dict of the model has and this one lacks: parameters and buffers that forward does not
@@ -49,46 +46,26 @@ class LayerSequential(nn.Sequential):
     """Names of buffers that several layers use and none writes: stages may have copies of these."""
     written_buffers: tuple[str, ...] | None = None
     """Names of buffers that forward changes, as statistics of batch norms; None: not known."""
-    traced_mode: bool = True
-    """Whether the model was in training mode then."""
     own_modes: tuple[str, ...] = ()
     """Modules of the model whose class has a `train` of its own, which the layers do not call."""
 
     def train(self, mode: bool = True) -> Self:
-        """As every module's; warns where layers cannot follow, or the model would do otherwise."""
-        if mode != self.traced_mode and self.mode_bound:
-            own, other = ("training" if way else "evaluation" for way in (self.traced_mode, mode))
-            warnings.warn(
-                f"{', '.join(self.mode_bound)} of {self.model_name} stay in {own} mode, in which they were "
-                f"traced: make the layers again from the model in {other} mode (pplan.sequential)",
-                UserWarning,
-                stacklevel=2,
-            )
+        """Switch all layers to that mode.
+
+        Raises:
+            ModelError: The code of that mode could not be traced; no layer is switched then.
+        """
+        for part in self.modules():
+            if isinstance(part, ModeLayer):
+                part.refuse(mode)
         if self.own_modes:
             warnings.warn(
                 f"{', '.join(self.own_modes)} of {self.model_name} override train(), which the layers do not "
-                "call: call train() and eval() of the model instead, whose modules the layers run",
+                "call: afterwards call train() or eval() of the model, too, whose modules the layers run",
                 UserWarning,
                 stacklevel=2,
             )
         return super().train(mode)
-
-
-def is_mode_bound(layer: nn.Module) -> bool:
-    """Whether a graph in `layer` calls a function that training and evaluation compute differently."""
-    graphs = [part.graph for part in layer.modules() if isinstance(part, fx.GraphModule)]
-    return any(_is_bound(node) for graph in graphs for node in graph.nodes)
-
-
-def _is_bound(node: fx.Node) -> bool:
-    if node.op != "call_function":
-        return False
-    name = str(getattr(node.target, "__name__", node.target))
-    if "scaled_dot_product_attention" in name or "multi_head_attention" in name:
-        # Attention draws only with a rate: in evaluation it is traced with 0, as it is without dropout.
-        rates = [node.kwargs.get("dropout_p", 0.0), *node.args[4:5]]
-        return any(isinstance(rate, float) and rate > 0 for rate in rates)
-    return _RANDOM in name or any(norm in name for norm in _NORMS)
 
 
 def model_name(module: nn.Module) -> str:
@@ -97,10 +74,18 @@ def model_name(module: nn.Module) -> str:
     return own or type(module).__name__
 
 
-def register_once(modules: Sequence[nn.Module], *, on_clone: bool) -> list[nn.Module]:
-    """The elements of an nn.Sequential of these layers; `on_clone`: the first overwrites its input."""
+def register_once(
+    modules: Sequence[nn.Module],
+    *,
+    on_clone: bool,
+    with_modes: Callable[[list[nn.Module], Sharing], list[nn.Module]] = lambda children, _: children,
+) -> list[nn.Module]:
+    """The elements of an nn.Sequential of these layers; `on_clone`: the first overwrites its input.
+
+    `with_modes`: adds what they run in other modes.
+    """
     sharing = Sharing()
-    children = [sharing.own(module) for module in modules]
+    children = with_modes([sharing.own(module) for module in modules], sharing)
     return [CloneInput(children[0]), *children[1:]] if on_clone else children
 
 

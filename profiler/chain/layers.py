@@ -32,6 +32,7 @@ from .cut_reasons import (
     sharing_reasons,
 )
 from .layer_sequential import LayerSequential, model_name, register_once
+from .mode_variants import ModeTracer, ModeVariants
 
 _ENOUGH_SIZES = 2
 """Batch sizes that tell which dimension of a tensor is the batch's."""
@@ -112,6 +113,8 @@ class LayerChain:
     own_modes: tuple[str, ...] = ()
     """Modules with a `train` of their own, the model itself by its class."""
     faults: BatchFaults = BatchFaults()
+    variants: ModeVariants | None = None
+    """What the layers run in other modes; None: the same, or not asked for."""
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -128,6 +131,7 @@ def build_chain(
     verify: bool = False,
     verify_seconds: float = inf,
     tool: str | None = None,
+    every_mode: bool = False,
 ) -> LayerChain:
     """Takes `model` apart into layers; deterministic, and without changing it.
 
@@ -148,6 +152,7 @@ def build_chain(
     gradients, buffers and random state (see `ModelCheck`); on a difference another tool traces the model.
     `verify_seconds`: that more than one pass of both may take.
     `tool`: the only one to trace it, as the chain of another copy of this model names it.
+    `every_mode`: where code of the model reads `self.training`, it is traced in the other mode, too.
 
     Raises ModelError: not traceable (with the line), with hooks of its own, lazy, failing on this input, or a
     pattern that nothing matches; with `verify` also where all tools' layers differ from the model, or where
@@ -166,6 +171,10 @@ def build_chain(
     )
     modules = [segment.bind(model) for segment in segments]
     names = _names(model, segments)
+    variants: ModeVariants | None = None
+    if every_mode:
+        seconds = verify_seconds if verify else None
+        variants = ModeTracer(model, example, name, cut_by, segments, flow, names, seconds).variants()
     aliases = storage_aliases(model) if aliases is None else aliases
     users = find_tensor_users(model, modules, aliases, _written(model, flow, comparison))
     pins = (*_remembered(model, segments), *keep_together)
@@ -200,10 +209,11 @@ def build_chain(
         flow.traced.recomputes,
         flow.traced.tool,
         comparison,
-        list_unused(model, modules),
+        list_unused(model, [*modules, *(variants.all_modules if variants else ())]),
         tuple(users),
         tuple(_own_modes(model)),
         faults,
+        variants,
     )
 
 

@@ -104,14 +104,14 @@ def _after_work(flow: Flow, blocks: Sequence[Position]) -> list[Position]:
     by_index = {position.index: position for position in blocks}
     for first, second in pairwise(work):
         if not any(index in by_index for index in range(first + 1, second + 1)):
-            best = _cheapest(flow, first + 1, second)
+            best = cheapest_cut(flow, first + 1, second)
             if best is not None:
                 by_index[best.index] = best
     return [by_index[index] for index in sorted(by_index)]
 
 
-def _cheapest(flow: Flow, first: int, last: int) -> Position | None:
-    """The place from `first` to `last` that the fewest bytes cross, the earliest of several."""
+def cheapest_cut(flow: Flow, first: int, last: int) -> Position | None:
+    """Return the place from `first` to `last` that the fewest bytes cross, the earliest of several."""
     between = [flow.positions[index] for index in range(first, last + 1) if index in flow.positions]
     # Whether it can be offered is asked last: finding sizes again takes time.
     offered = filter(flow.is_offered, sorted(between, key=lambda position: position.bytes))
@@ -127,9 +127,9 @@ def _around(flow: Flow, calls: Sequence[Call]) -> list[Position]:
     for number, (end, start) in enumerate(zip(ends, starts, strict=True)):
         between = [index for index in work if end <= index < start]
         if number > 0 and (between or number < len(calls)):
-            positions.append(_cheapest(flow, end, between[0] if between else start))
+            positions.append(cheapest_cut(flow, end, between[0] if between else start))
         if between and number < len(calls):
-            positions.append(_cheapest(flow, between[-1] + 1, start))
+            positions.append(cheapest_cut(flow, between[-1] + 1, start))
     return [position for position in positions if position is not None]
 
 
@@ -146,6 +146,17 @@ def _split(flow: Flow, cuts: Sequence[Position], calls: Sequence[Call] = ()) -> 
         nodes = tuple(flow.order[first:end])
         parts.append(Part(nodes, before, after, module, rest.intersection(nodes), elsewhere))
     return parts
+
+
+def parts_between(flow: Flow, bounds: Sequence[Position | int]) -> list[Part | None]:
+    """Return the operations between each two of `bounds`, which ascend; None where there is none.
+
+    A bound at an end of the graph is the number of operations before it.
+    """
+    cuts = list(dict.fromkeys(bound for bound in bounds if isinstance(bound, Position)))
+    pieces = iter(_split(flow, cuts))
+    places = [0, *(bound if isinstance(bound, int) else bound.index for bound in bounds), len(flow.order)]
+    return [next(pieces) if first < end else None for first, end in pairwise(places)]
 
 
 @dataclass(frozen=True)

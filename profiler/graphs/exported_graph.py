@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,8 @@ class ExportedModule:
     no_tensors: Set[nn.Module]
     """Modules of `traced` that return something else than a tensor."""
     calls: OpaqueCalls
+    modes: Mapping[str, str]
+    """Modules of `traced` whose mode was read, with the line that did."""
 
 
 def rebuild_graph(model: nn.Module, export: ExportedModule, opaque: Collection[str] = ()) -> TracedGraph:
@@ -94,7 +96,7 @@ def _rebuilt(model: nn.Module, export: ExportedModule) -> TracedGraph:
             copied_over(node)
     graph.lint()
     inputs = tuple(copies.get(node) for node in export.inputs)
-    return TracedGraph(graph, inputs, constants, paths, export.finish)
+    return TracedGraph(graph, inputs, constants, paths, export.finish, modes=export.modes)
 
 
 def _target(

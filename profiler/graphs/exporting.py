@@ -8,7 +8,8 @@ sizes that follow the batch stay symbolic, and a device that was the tensors' ow
 size_recovery.py finds sizes and devices again.
 
 The mode is baked where no leaf module holds it: `F.dropout(x, p, self.training)`, the dropout of
-`scaled_dot_product_attention`, an nn.LSTM's. So are dtypes: convert the model first.
+`scaled_dot_product_attention`, an nn.LSTM's; chain/mode_variants.py traces the other mode. So are dtypes:
+convert the model first.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from .tracing_patches import (
     lengths_that_vary,
     masks_as_in_training,
     notice_checkpoints,
+    notice_modes,
     refuse_custom_functions,
 )
 from .trial import trial_run
@@ -201,6 +203,7 @@ def _exported(
         output.flattened(),
         refuse_custom_functions(),
         calls.inside(model),
+        notice_modes(model) as modes,
     ):
         _spell_keywords_out(model, example)
         program = torch.export.export(
@@ -211,7 +214,8 @@ def _exported(
     refuse_some_batch_sizes(inputs, program, example, name)
     if inside is not None:
         inside.clear()
-    return ExportedModule(module, model, example.tensors[0].device, inputs, output.finish, no_tensors, calls)
+    device = example.tensors[0].device
+    return ExportedModule(module, model, device, inputs, output.finish, no_tensors, calls, modes)
 
 
 def _note_calls(model: nn.Module, inside: list[str]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx, nn
@@ -38,6 +38,14 @@ class TracedGraph:
     """What drew it, in words."""
     parts: Callable[[nn.Module], nn.Module] | None = None
     """Makes `constants` of the modules of a model, where they run some."""
+    modes: Mapping[str, str] = field(default_factory=dict)
+    """Modules whose `training` was read while it was drawn, with the line that did."""
+
+    @property
+    def fixed_modes(self) -> dict[str, str]:
+        """Those of `modes` whose code is in the graph, which computes as in the mode it was drawn in."""
+        called = [str(node.target) for node in self.graph.nodes if node.op == "call_module"]
+        return {path: line for path, line in self.modes.items() if not (path and is_inside(path, called))}
 
     def constants_of(self, model: nn.Module) -> nn.Module:
         """`constants` for a copy of the model."""

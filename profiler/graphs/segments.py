@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
 from ...cost_models.errors import ModelError
 from .cutting import Part
@@ -17,6 +18,7 @@ from .flow import Flow, Position
 from .graph import find_attribute, graph_module, is_inside
 from .graph_run import GraphRun
 from .output_shapes import Shapes, shapes_in
+from .remodule import attribute
 from .size_recovery import recover_sizes
 
 _FINISH = "finish"
@@ -146,6 +148,61 @@ class GraphSegment:
         work = [node for node in self.part.nodes if self.flow.is_work(node)]
         tensors = [node for node in self.part.nodes if self.flow.holds_tensors(node)]
         return work[0] if len(work) == 1 else (tensors or self.part.nodes)[-1]
+
+
+def same_segment(one: GraphSegment, other: GraphSegment) -> bool:
+    """Return whether both run the same, of graphs of one model that were drawn in different modes."""
+    if one.path is not None or other.path is not None:
+        return one.path == other.path
+    finishes = [segment.flow.traced.finish if segment._finishes else None for segment in (one, other)]
+    if finishes[0] != finishes[1]:
+        return False
+    first, second = (_GraphBuilder(segment).graph(_FINISH) for segment in (one, other))
+    return _same_graphs(first, second, one.flow.traced.constants, other.flow.traced.constants)
+
+
+def _same_graphs(one: fx.Graph, other: fx.Graph, constants: nn.Module, other_constants: nn.Module) -> bool:
+    if len(one.nodes) != len(other.nodes):
+        return False
+    numbers = {node: number for graph in (one, other) for number, node in enumerate(graph.nodes)}
+
+    def with_numbers(value: Any) -> Any:
+        return fx.node.map_arg(value, lambda node: ("node", numbers[node]))
+
+    for node, own in zip(one.nodes, other.nodes, strict=True):
+        if node.op != own.op or with_numbers((node.args, node.kwargs)) != with_numbers(
+            (own.args, own.kwargs)
+        ):
+            return False
+        if node.op in ("get_attr", "call_module"):
+            values = [
+                attribute(source, str(each.target))
+                for each, source in ((node, constants), (own, other_constants))
+            ]
+            if values == [None, None] and node.target == own.target:
+                continue
+            if not _same_constant(*values):
+                return False
+        elif node.op != "placeholder" and node.target != own.target:
+            return False
+    return True
+
+
+def _same_constant(one: Any, other: Any) -> bool:
+    """Whether two tensors or modules that tracing made are the same."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return not (one.is_meta or other.is_meta) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, fx.GraphModule) and isinstance(other, fx.GraphModule):
+        return _same_graphs(one.graph, other.graph, one, other)
+    if type(one) is not type(other) or not isinstance(one, nn.Module):
+        return False
+    parts, others = dict(one.named_children()), dict(other.named_children())
+    plain, own = ({k: v for k, v in vars(module).items() if k[:1] != "_"} for module in (one, other))
+    return (
+        parts.keys() == others.keys()
+        and all(_same_constant(part, others[name]) for name, part in parts.items())
+        and {**plain, "training": None} == {**own, "training": None}
+    )
 
 
 class _GraphBuilder:

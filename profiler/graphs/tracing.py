@@ -16,7 +16,7 @@ from ..torch_internals import tree_leaves
 from ..user_model.failures import at_user_line, first_line, is_out_of_memory
 from ..user_model.loaded_model import ModelInput, copy_model, copy_to_meta
 from .graph import TracedGraph, find_attribute
-from .tracing_patches import keep_custom_functions, lengths_that_vary
+from .tracing_patches import keep_custom_functions, lengths_that_vary, notice_modes
 
 INSTEAD = (
     "Move that line into a module of its own, which then becomes one layer, or name modules of yours to be "
@@ -43,12 +43,13 @@ def trace_symbolically(
             INSTEAD,
         )
     arguments = _arguments(model, example, name)
-    graph, copy = _traced(model, _constants_of(arguments, name), leaves, name)
+    graph, copy, modes = _traced(model, _constants_of(arguments, name), leaves, name)
     placeholders = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
     inputs = tuple(placeholders[key] for key, value in arguments.items() if isinstance(value, Tensor))
     _erase(graph, [node for node in placeholders.values() if node not in inputs])
     paths = {node: _innermost(node) for node in graph.nodes}
-    return TracedGraph(graph, _ordered(inputs, arguments, example), _lacking(graph, copy, model), paths)
+    ordered = _ordered(inputs, arguments, example)
+    return TracedGraph(graph, ordered, _lacking(graph, copy, model), paths, modes=modes)
 
 
 def bind_example(model: nn.Module, example: ModelInput, name: str) -> inspect.BoundArguments:
@@ -72,12 +73,18 @@ def _bare(signature: inspect.Signature) -> str:
 
 def _traced(
     model: nn.Module, constants: dict[str, Any] | None, leaves: Collection[str], name: str
-) -> tuple[fx.Graph, nn.Module]:
-    """The graph, and the copy that was traced: on the meta device, unless that would show in the graph."""
+) -> tuple[fx.Graph, nn.Module, dict[str, str]]:
+    """The graph, the copy that was traced, on the meta device unless that would show in the graph, and the
+    modules whose mode was read."""
     for place in (copy_to_meta, copy_model):
         copy = place(model, name)
         try:
-            with warnings.catch_warnings(), keep_custom_functions(), lengths_that_vary(copy):
+            with (
+                warnings.catch_warnings(),
+                keep_custom_functions(),
+                lengths_that_vary(copy),
+                notice_modes(copy) as modes,
+            ):
                 warnings.simplefilter("ignore")
                 graph = _Tracer(leaves).trace(copy, concrete_args=constants)
         except Exception as error:
@@ -91,7 +98,7 @@ def _traced(
         _refuse_assigned_buffers(copy, name)
         if not _knows_meta(graph, copy, model):
             break
-    return graph, copy
+    return graph, copy, modes
 
 
 def _refuse_assigned_buffers(copy: nn.Module, name: str) -> None:

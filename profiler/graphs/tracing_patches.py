@@ -2,8 +2,8 @@
 
 Calls of torch.autograd.Function: a tracer that looked through them would lose their backward.
 torch.utils.checkpoint: whether a model recomputes parts of itself, which tracing looks through. The masks of
-transformers, which under torch.export are other ones than in training. `len` of a tensor. And torch.vmap,
-which a graph that fails inside does not leave.
+transformers, which under torch.export are other ones than in training. `len` of a tensor. torch.vmap, which a
+graph that fails inside does not leave. And `training`, whose readers compute differently in the other mode.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.autograd import Function
 from torch.utils import checkpoint
 
 from ..torch_internals import checkpoint_functions, count_transforms, leave_transforms, tree_leaves
+from ..user_model.failures import short_filename
 
 
 class CustomFunction(nn.Module):
@@ -97,6 +98,33 @@ def notice_checkpoints() -> Iterator[list[bool]]:
             if plain is not None:
                 stack.enter_context(mock.patch.object(owner, name, noticed(plain)))
         yield calls
+
+
+@contextlib.contextmanager
+def notice_modes(model: nn.Module) -> Iterator[dict[str, str]]:
+    """Inside, collects the modules of `model` whose `training` is read by their code, with the line."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    reads: dict[str, str] = {}
+
+    def read(module: nn.Module) -> Any:
+        if id(module) in paths and paths[id(module)] not in reads:
+            here = inspect.currentframe()
+            frame = here.f_back if here is not None else None
+            if frame is not None and not frame.f_globals.get("__name__", "").startswith(_NO_FORWARDS):
+                reads[paths[id(module)]] = f"{short_filename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        # A ScriptModule keeps it elsewhere.
+        own = vars(module)
+        return own["training"] if "training" in own else module.__getattr__("training")
+
+    def write(module: nn.Module, mode: Any) -> None:
+        vars(module)["training"] = mode
+
+    with mock.patch.object(nn.Module, "training", property(read, write), create=True):
+        yield reads
+
+
+_NO_FORWARDS = ("torch.fx", "torch.export", "torch._", "copy")
+"""Modules of Python that read `training` of a module and are no part of what it computes."""
 
 
 @contextlib.contextmanager

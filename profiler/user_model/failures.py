@@ -28,12 +28,12 @@ def user_line(error: BaseException) -> str:
     Empty where no such frame is in the traceback. A syntax error names the line that does not parse.
     """
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{_short_filename(error.filename)}:{error.lineno}: {(error.text or '').strip()}"
+        return f"{short_filename(error.filename)}:{error.lineno}: {(error.text or '').strip()}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     if not frames:
         return ""
     last = frames[-1]
-    return f"{_short_filename(last.filename)}:{last.lineno}, in {last.name}: {(last.line or '').strip()}"
+    return f"{short_filename(last.filename)}:{last.lineno}, in {last.name}: {(last.line or '').strip()}"
 
 
 def first_line(error: BaseException) -> str:
@@ -58,7 +58,8 @@ def _is_users(filename: str) -> bool:
     return not any(path.is_relative_to(folder) for folder in _NOT_THE_USERS)
 
 
-def _short_filename(filename: str) -> str:
+def short_filename(filename: str) -> str:
+    """The path, relative to the working directory where it lies in that."""
     path = Path(filename)
     try:
         return str(path.resolve().relative_to(Path.cwd()))

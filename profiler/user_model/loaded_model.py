@@ -235,6 +235,11 @@ def copy_model(model: nn.Module, name: str) -> nn.Module:
     return _copy(model, name, {})
 
 
+def copy_modules(model: nn.Module, name: str) -> nn.Module:
+    """Copy the modules, with the parameters and buffers of the model itself. Raises as `copy_model` does."""
+    return _copy(model, name, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
 def copy_to_host(model: nn.Module, name: str) -> nn.Module:
     """A copy on the CPU; nothing is allocated where the model is. Raises as `copy_model` does."""
     tensors = (*model.parameters(), *model.buffers())

@@ -582,3 +582,30 @@ def test_the_chunks_are_those_torch_makes(make_plan: MakePlan) -> None:
         parts = torch.empty(document.mini_batch).chunk(document.chunks)
         assert [len(part) for part in parts] == [document.micro_batch_size] * document.chunks
     assert len(torch.empty(9).chunk(4)) == 3  # why other counts are not written
+
+
+class ScalesInTraining(nn.Module):
+    """Code that asks for its mode between layers, and a standard module that follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.drop = *(nn.Linear(8, 8) for _ in range(3)), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        x = functional.dropout(x, 0.5, self.training) if self.training else x + 1
+        output: Tensor = self.c(self.drop(self.b(x)))
+        return output
+
+
+def test_evaluation_of_a_pipe_is_the_models(make_plan: MakePlan, runtime: str) -> None:
+    model, given = ScalesInTraining(), torch.randn(4, 8)
+    layers = sequential(model, given)
+    plan = make_plan([2, len(layers) - 2], micro_batches=2, micro_batch_size=2)
+    pipe = BUILDERS[runtime](export(runtime, plan, device="cpu")[0], layers, given, layer_names=None)
+    pipe.eval()
+    assert torch.equal(pipe(given), model.eval()(given))
+    pipe.train()
+    torch.manual_seed(1)
+    trained = pipe(given)
+    assert not torch.equal(trained, model(given))

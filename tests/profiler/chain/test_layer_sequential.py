@@ -1,4 +1,4 @@
-"""Layers that share parameters register each once; layers that stay in one mode say so when it is changed."""
+"""Layers that share parameters register each once, and follow the mode."""
 
 from __future__ import annotations
 
@@ -33,19 +33,9 @@ class Drops(nn.Module):
         return functional.dropout(value, 0.5, self.training) if self.functional_too else value
 
 
-def test_functional_dropout_warns() -> None:
-    layers = sequential(Drops(True), torch.randn(2, 4))
-    layers.train()
-    with pytest.warns(UserWarning, match="dropout.* stay in training mode") as caught:
-        layers.eval()
-    assert len(caught) == 1
-    evaluating = sequential(Drops(True).eval(), torch.randn(2, 4))
-    with pytest.warns(UserWarning, match="stay in evaluation mode"):
-        evaluating.train()
-
-
-def test_modules_follow_the_mode_without_a_word() -> None:
-    model, given = Drops(False), torch.randn(2, 4)
+@pytest.mark.parametrize("functional_too", [False, True])
+def test_modules_and_functions_follow_the_mode_without_a_word(functional_too: bool) -> None:
+    model, given = Drops(functional_too), torch.randn(2, 4)
     layers = sequential(model, given)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
