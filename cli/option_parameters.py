@@ -11,6 +11,7 @@ import difflib
 import functools
 import inspect
 import platform
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from ..cost_models.errors import UsageError
 from ..cost_models.option_fields import Option, Options, list_declarations
@@ -211,6 +213,18 @@ def with_common_options(command: Command) -> Command:
     run.__dict__["__signature__"] = signature.replace(parameters=parameters)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+class TakesTrainerArguments(TyperCommand):
+    """A command whose argument may be the arguments of a trainer, in one word: `"--degree 4 --bf16"`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words. A space before a trainer's arguments keeps them from being taken for an option."""
+        return super().parse_args(ctx, [f" {word}" if _TRAINER.match(word) else word for word in args])
+
+
+_TRAINER = re.compile(r"--[\w.-]+\s|--[\w.-]*(?:layout|module_fqns_per_model_part)=")
+"""An option with its value in one word. pplan has no option with such a name."""
 
 
 def action_parser(verb: str, actions: tuple[str, ...]) -> Callable[[str], str]:

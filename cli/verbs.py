@@ -19,7 +19,7 @@ from .export_command import export_command
 from .import_command import import_command
 from .import_plan_command import import_plan_command
 from .lint_command import lint_command
-from .option_parameters import Command, with_common_options, with_options
+from .option_parameters import Command, TakesTrainerArguments, with_common_options, with_options
 from .profile_command import profile_command
 from .profile_kernels_command import profile_kernels_command
 from .profile_links_command import profile_links_command
@@ -128,7 +128,10 @@ def help_footer(verb: str) -> str:
 for verb, command in VERBS.items():
     # typer takes words in brackets for markup: [tool.pplan] would vanish.
     summary = escape(inspect.getdoc(command) or "")
-    app.command(verb, help=summary, epilog=help_footer(verb))(with_common_options(with_options(command)))
+    kind = TakesTrainerArguments if command is import_plan_command else None
+    app.command(verb, cls=kind, help=summary, epilog=help_footer(verb))(
+        with_common_options(with_options(command))
+    )
 
 
 @dataclass

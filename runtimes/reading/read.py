@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -34,7 +35,7 @@ from .partition import (
     partition_error,
     with_first_blocks,
 )
-from .trainer_options import Options, parse_options, parse_yaml
+from .trainer_options import Options, flatten_options, parse_options, parse_yaml, read_module_lists
 
 _LIST = re.compile(r"[\[(]?\s*\d{1,18}(?:(?:\s*,\s*|\s+)\d{1,18})*\s*(?:,\s*)?[\])]?")
 """Between two numbers stands something: without it there are ever so many ways to read a row of digits."""
@@ -53,7 +54,7 @@ def read_partition(text: str, names: Sequence[str], where: str) -> Partition:
     Raises FileError.
     """
     try:
-        content = json.loads(text)
+        content = _load_json(text)
     except ValueError:
         return _from_text(text, names, where)
     except RecursionError as error:
@@ -61,6 +62,16 @@ def read_partition(text: str, names: Sequence[str], where: str) -> Partition:
     if isinstance(content, dict) and "schema" in content:
         return _from_document(text, content, names, where)
     return _from_json(content, names, where)
+
+
+def _load_json(text: str) -> Any:
+    """The value of a JSON text, or of a list or dict as Python prints it. Raises ValueError."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        if not text.lstrip().startswith(("[", "{")):
+            raise
+        return json.loads(text.replace("'", '"'))
 
 
 def _from_document(text: str, content: dict[str, Any], names: Sequence[str], where: str) -> Partition:
@@ -92,6 +103,9 @@ def _from_json(content: Any, names: Sequence[str], where: str) -> Partition:
         for key, read_value in _KEYS.items():
             if key in content:
                 return read_value(content[key], names, where)
+        options = flatten_options(content)
+        if "module_fqns_per_model_part" in options or "pipeline_model_parallel_layout" in options:
+            return _from_options(options, names, where)
         if content and all(isinstance(place, int | str) for place in content.values()):
             return from_device_map(content, names, where)
     raise partition_error(where, "its JSON is no partition")
@@ -104,16 +118,10 @@ def from_numbers(numbers: Sequence[int], names: Sequence[str], where: str) -> Pa
     return from_counts(numbers, names, where)
 
 
-def _from_layout(layout: Any, names: Sequence[str], where: str) -> Partition:
-    return from_layout(str(layout), names, where, {})
-
-
 _KEYS: dict[str, Callable[[Any, Sequence[str], str], Partition]] = {
     "balance": _from_json,
     "num_layers_per_stage": _from_json,
     "parts": _from_json,
-    "pipeline_model_parallel_layout": _from_layout,
-    "module_fqns_per_model_part": _from_json,
     "device_map": _from_json,
 }
 
@@ -123,15 +131,10 @@ def _from_text(text: str, names: Sequence[str], where: str) -> Partition:
         return from_numbers(_numbers(text, where), names, where)
     if _LAYOUT.fullmatch(text):
         return from_layout(text.strip(), names, where, {})
-    if "module_fqns_per_model_part" in text:
-        return _from_parts_text(text, names, where)
-    if "layout" in text:
-        options = parse_options(text, where)
-        layout = options.get("pipeline_model_parallel_layout") or parse_yaml(text).get(
-            "pipeline_model_parallel_layout"
-        )
-        if layout:
-            return from_layout(layout[0], names, where, options)
+    if "module_fqns_per_model_part" in text or "layout" in text:
+        options = _options_in(text, where)
+        if "module_fqns_per_model_part" in text or "pipeline_model_parallel_layout" in options:
+            return _from_options(options, names, where)
     if match := _BALANCE.search(text):
         return from_numbers(_numbers(match[1], where), names, where)
     raise partition_error(
@@ -146,16 +149,28 @@ def _numbers(text: str, where: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _from_parts_text(text: str, names: Sequence[str], where: str) -> Partition:
-    """torchtitan's options, or a recipe of NeMo."""
-    recipe = re.search(r"^\s*module_fqns_per_model_part:", text, re.MULTILINE)
-    options: Options = parse_yaml(text) if recipe else parse_options(text, where)
-    if subcommand := re.search(r"\bactivation_checkpoint:([\w-]+)", text):
+def _options_in(text: str, where: str) -> Options:
+    """The options in torchtitan's TOML, a recipe of NeMo or Megatron-Bridge, or a command line."""
+    try:
+        return flatten_options(tomllib.loads(text))
+    except (ValueError, RecursionError):
+        pass
+    if re.search(r"^\s*(?:module_fqns_per_model_part|pipeline_model_parallel_layout):", text, re.MULTILINE):
+        return parse_yaml(text)
+    options = parse_options(text, where)
+    if subcommand := re.search(r"\bactivation_checkpoint(?::|\.mode[\s=]+)([\w-]+)", text):
         options["activation_checkpointing"] = [subcommand[1]]
-    parts = [part.split(",") for part in options.get("module_fqns_per_model_part", [])]
+    return options
+
+
+def _from_options(options: Options, names: Sequence[str], where: str) -> Partition:
+    """The partition that a trainer's options name."""
+    if layout := options.get("pipeline_model_parallel_layout"):
+        return from_layout(layout[0], names, where, options)
+    parts = read_module_lists(options)
     if not parts:
         raise partition_error(where, "module_fqns_per_model_part lists no stage")
-    return from_modules([[name.strip() for name in part] for part in parts], names, where, options)
+    return from_modules(parts, names, where, options)
 
 
 def _parts(content: list[Any]) -> list[list[str]]:

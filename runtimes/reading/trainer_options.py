@@ -1,10 +1,11 @@
-"""Options and their values in a trainer's command line, a launch script, an override or a piece of YAML."""
+"""Options and their values in a trainer's command line, launch script, override, configuration or recipe."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
+from collections.abc import Mapping
 
 from ...cost_models.errors import FileError
 from .partition import partition_error
@@ -29,13 +30,50 @@ def parse_options(text: str, where: str) -> Options:
     for word in words:
         match = _KEY.match(word)
         if match:
-            options[_name(match[1])] = [match[2]]
-            last = None
+            value = options[_name(match[1])] = [match[2]]
+            last = value if match[2].startswith("[") else None
         elif word.startswith("--"):
             last = options.setdefault(_name(word), [])
         elif last is not None and word not in ("\\", ")"):
             last.append(word)
     return options
+
+
+def flatten_options(content: Mapping[str, object]) -> Options:
+    """Flatten the tables of a trainer's TOML or JSON configuration to the values of each last key.
+
+    A list of lists becomes one text a list, its items separated by commas. torchtitan's table
+    `activation_checkpoint` becomes an option, because its key `mode` alone says nothing.
+    """
+    options: Options = {}
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            options |= flatten_options(value)
+            if key == "activation_checkpoint" and "mode" in value:
+                options["activation_checkpointing"] = [str(value["mode"])]
+        elif isinstance(value, list):
+            options[key] = [
+                ",".join(map(str, item)) if isinstance(item, list) else str(item) for item in value
+            ]
+        elif value is not None:
+            options[key] = [str(value)]
+    return options
+
+
+def read_module_lists(options: Options) -> list[list[str]]:
+    """Read the module names of each stage; an empty list where the options name none.
+
+    The value is one text a stage, its names separated by commas, or a list of lists as Python, JSON or YAML
+    write it, also without the quotes, which a shell removes.
+    """
+    stages = options.get("module_fqns_per_model_part", [])
+    text = "".join(stages)
+    if re.match(r"[\[(]\s*[\[(]", text):
+        stages = re.findall(r"[\[(]([^\[\]()]*)[\])]", text)
+    elif re.match(r"[\[(]", text):
+        stages = re.findall(r"[\"']([^\"']*)[\"']", text)
+    names = [[_plain(name) for name in stage.split(",")] for stage in stages]
+    return [[name for name in stage if name] for stage in names]
 
 
 def parse_yaml(text: str) -> Options:

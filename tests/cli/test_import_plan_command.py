@@ -89,6 +89,39 @@ def test_a_partition_on_the_command_line(
     assert json.loads(Path("toy.imported.plan.json").read_text())["balance"] == balance
 
 
+@pytest.mark.parametrize(
+    ("arguments", "balance", "recompute"),
+    [
+        ("--pipeline-model-parallel-layout Et*3|t*3L --recompute-granularity full", [4, 5], "always"),
+        ("--pipeline-model-parallel-layout=Et*3|t*3L", [4, 5], "never"),
+        ("--micro-batch-size 2\n--pipeline-model-parallel-layout Et|t*5L", [2, 7], "never"),
+        (
+            "--parallelism.module_fqns_per_model_part tok_embeddings,layers.0 layers.1,layers.2,layers.3,"
+            "layers.4,layers.5,norm,output --parallelism.pipeline_parallel_degree 2 "
+            "activation_checkpoint:full",
+            [2, 7],
+            "always",
+        ),
+    ],
+)
+def test_a_trainers_arguments_in_one_word(
+    run: Run, decoder_file: Path, arguments: str, balance: list[int], recompute: str
+) -> None:
+    """They begin with dashes, and need no ` -- ` before them."""
+    assert decoder_file.is_file()
+    plan = imported(run, arguments, "--mini-batch", "16")
+    assert (plan["balance"], plan["recompute"], plan["mini_batch"]) == (balance, recompute, 16)
+
+
+@pytest.mark.parametrize("words", [("--mini-bach", "16"), ("--mini-bach=16",)])
+def test_an_unknown_option_is_no_partition(run: Run, decoder_file: Path, words: tuple[str, ...]) -> None:
+    assert decoder_file.is_file()
+    ran = run("import-plan", *words, "4,5", *MACHINE)
+    assert ran.status == 2
+    assert "no such option: --mini-bach" in ran.err
+    assert "Did you mean --mini-batch" in ran.err
+
+
 def test_a_file_and_the_verbs_after_it(run: Run, decoder_file: Path) -> None:
     assert decoder_file.is_file()
     Path("flags.sh").write_text(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -62,6 +63,57 @@ def read(text: str, names: list[str] = LAYERS) -> Partition:
 )  # fmt: skip
 def test_formats(text: str, ends: tuple[int, ...]) -> None:
     assert read(text).ends == ends
+
+
+TITAN_TOML = """
+[parallelism]
+pipeline_parallel_degree = 3
+pipeline_parallel_schedule = "GPipe"
+module_fqns_per_model_part = [
+    ["tok_embeddings", "layers.0", "layers.1"],  # the first stage
+    {middle},
+    ["norm", "output"],
+]
+[training]
+global_batch_size = 64
+[activation_checkpoint]
+mode = "full"
+"""
+
+
+def test_parts_in_a_trainers_configuration() -> None:
+    """TOML and JSON of torchtitan: the parts, and what the other tables say."""
+    text = TITAN_TOML.format(middle=json.dumps(PARTS[1]))
+    for configuration in (text, json.dumps(tomllib.loads(text)), repr(tomllib.loads(text))):
+        made = read(configuration)
+        assert (made.format, made.ends, made.virtual_stages) == ("torchtitan", (3, 10, 12), 1)
+        assert (made.schedule, made.mini_batch, made.recompute) == ("gpipe", 64, "always")
+    with pytest.raises(FileError, match="3 stages on a pipeline of 2 devices"):
+        read(text.replace("degree = 3", "degree = 2"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        repr(PARTS),
+        repr(tuple(map(tuple, PARTS))).join(["--x.module_fqns_per_model_part ", " --y"]),
+        f"module_fqns_per_model_part = {PARTS}",
+        f"--x.module_fqns_per_model_part {PARTS} --y 1",
+        f"--x.module_fqns_per_model_part={json.dumps(PARTS)} --y 1",
+        f"module_fqns_per_model_part: {json.dumps(PARTS)}",
+        f"module_fqns_per_model_part: {json.dumps([','.join(part) for part in PARTS])}",
+        json.dumps({"parallelism": {"module_fqns_per_model_part": PARTS}}),
+    ],
+)
+def test_lists_of_module_names_in_every_notation(text: str) -> None:
+    assert read(text).ends == (3, 10, 12)
+
+
+def test_a_megatron_configuration_in_json() -> None:
+    """The options beside the layout count as on the command line."""
+    options = {"pipeline_model_parallel_layout": "Et*2|t*2|t*2|t*3L", "pipeline_model_parallel_size": 2}
+    made = read(json.dumps({"model": options, "train": {"micro_batch_size": 2, "global_batch_size": 64}}))
+    assert (made.virtual_stages, made.schedule, made.mini_batch, made.samples) == (2, "interleaved", 64, 2)
 
 
 def test_a_recipe_of_nemo_in_block_style() -> None:
