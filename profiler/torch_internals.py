@@ -34,7 +34,9 @@ def missing_import(error: ImportError) -> MachineError:
 try:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._pytree import TreeSpec as TreeSpec
+    from torch.utils._pytree import keystr as _keystr
     from torch.utils._pytree import tree_flatten as tree_flatten
+    from torch.utils._pytree import tree_flatten_with_path as _tree_flatten_with_path
     from torch.utils._pytree import tree_leaves as _tree_leaves
     from torch.utils._pytree import tree_map as tree_map
     from torch.utils._pytree import tree_map_only as tree_map_only
@@ -267,6 +269,12 @@ def tree_leaves(tree: object) -> list[Any]:
         else:
             leaves += _tree_leaves(value)
     return leaves
+
+
+def name_leaves(tree: object) -> tuple[list[tuple[str, Any]], TreeSpec]:
+    """The leaves, each with its place as in Python (`[0]['mask']`), and what `tree_unflatten` takes."""
+    leaves, spec = _tree_flatten_with_path(tree)
+    return [(_keystr(path), leaf) for path, leaf in leaves], spec
 
 
 _LEAVES = frozenset((Tensor, nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.device))

@@ -112,8 +112,8 @@ def _trace(
     """What each stage is handed and hands on; None where that is not known."""
     if example is None:
         return None
-    tensors = example.repeated(samples).tensors
-    return trace_shapes(layers, parts, tensors, InputForm((False,) * len(tensors)))
+    form = InputForm.of(example)
+    return trace_shapes(layers, parts, form.micro_batch(example, samples), form)
 
 
 def _check_output(outputs: Sequence[Tensor], runtime: str) -> None:

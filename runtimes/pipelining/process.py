@@ -18,15 +18,16 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from ...cost_models.errors import ExportError, UsageError
 from ...cost_models.first_layers import count_first_layers
 from ...cost_models.runtime import OFFLOAD
+from ...profiler.torch_internals import tree_map_only
 from ...profiler.user_model.loaded_model import ModelInput
 from ..formats.torch_actions import OWN_ORDER, splits_backward
 from ..formats.torch_export import TorchExport
-from .input_form import InputForm, check_samples
+from .input_form import CONSTANTS, InputForm, Samples, map_samples
 from .plan_layers import check_groups, match_layers
 from .rank_coordinates import RankCoordinates, Replicate, average_gradients, find_coordinates, replicate_stage
 from .recomputation import names_in_stage, written_buffers
 from .runtime_internals import Stage, load_order
-from .stage_module import StageModule, stage_loss
+from .stage_module import StageLoss, StageModule
 from .stage_shapes import StageShapes, trace_shapes
 from .tensor_parallel import (
     TensorPlan,
@@ -68,6 +69,8 @@ class PipelineProcess:
     """PyTorch's, which `schedule` runs."""
     tied: TiedGradients
     """Copies of weights that other stages use, too: `step` adds up their gradients."""
+    loss: StageLoss | None
+    """That of the last stage, where it is this process's."""
 
     @property
     def seat(self) -> RankCoordinates:
@@ -95,37 +98,104 @@ class PipelineProcess:
         parameters = (parameter for module in self.wrapped.values() for parameter in module.parameters())
         return [parameter for parameter in parameters if parameter.requires_grad]
 
-    def share(self, whole: Tensor) -> Tensor:
-        """This replica's samples of a tensor of the global batch: its part of each micro-batch."""
-        check_samples("global batch", whole, self.document.mini_batch)
-        replica_samples = self.samples // self.document.micro_batches
-        parts = whole.reshape(
-            self.document.micro_batches, self.document.replicas, replica_samples, *whole.shape[1:]
-        )
-        return parts[:, self.coordinates.replica].reshape(self.samples, *whole.shape[1:])
+    def share(self, whole: Any) -> Any:
+        """This replica's samples of a global batch: its part of each micro-batch.
 
-    def step(self, input: object = None, target: Tensor | None = None) -> list[Tensor]:
-        """Forward and backward of a global batch; the loss of each micro-batch where `is_last`, else nothing.
+        Args:
+            whole: The input or the target: a tensor, or tuples, lists and dicts of tensors in any nesting.
+                Dimension 0 of every tensor is the global batch. Tensors that all samples share, as in the
+                example input, and None, numbers and texts stay as they are.
 
-        `input`, as the example input, is read where `is_first`, `target` where `is_last`; both hold `samples`
-        samples. Gradients are added to what is there. Where stages share a weight, each has its gradients of
-        all of them after the step: set them to None before it.
-        Raises UsageError for another number of samples or tensors.
+        Returns:
+            The same structure.
+
+        Raises:
+            UsageError: It holds something else, or not as many samples as the plan's global batch.
         """
+        document = self.document
+        replica_samples = self.samples // document.micro_batches
+
+        def pick(tensor: Tensor) -> Tensor:
+            parts = tensor.reshape(
+                document.micro_batches, document.replicas, replica_samples, *tensor.shape[1:]
+            )
+            return parts[:, self.coordinates.replica].reshape(self.samples, *tensor.shape[1:])
+
+        return map_samples(
+            pick,
+            whole,
+            "the global batch",
+            Samples.of_plan(document.mini_batch),
+            form=self.form,
+            constants=CONSTANTS,
+        )
+
+    def step(self, input: object = None, target: object = None) -> list[Tensor]:
+        """Run forward and backward of a global batch.
+
+        Gradients are added to what is there. Where stages share a weight, each has its gradients of
+        all of them after the step: set them to None before it.
+
+        Args:
+            input: The arguments of the model, as the example input. Read where `is_first`.
+            target: A tensor, or tuples, lists and dicts of tensors in any nesting. The loss function is given
+                a micro-batch of it in the same structure. Read where `is_last`.
+
+        Returns:
+            The loss of each micro-batch where `is_last`, else nothing.
+
+        Raises:
+            UsageError: The input or the target does not hold `samples` samples, or has another structure.
+        """
+        losses = self._run(self.schedule.step, input, target)
+        if self.averages and self.coordinates.replicas is not None:
+            average_gradients(self.parameters(), self.coordinates.replicas)
+        self.tied.add_up()
+        return losses
+
+    def eval(self, input: object = None, target: object = None) -> list[Tensor]:
+        """Run the forward of a global batch alone, without gradients; see `step`.
+
+        The layers stay in the mode they are in: call `eval()` of `modules` first for evaluation mode.
+        """
+        with torch.no_grad():
+            return self._run(self.schedule.eval, input, target)
+
+    def _run(self, run: Callable[..., object], input: object, target: object) -> list[Tensor]:
+        """The losses of the micro-batches that PyTorch's schedule runs."""
+        count = self.document.micro_batches
         tensors: tuple[Tensor, ...] = ()
         options: dict[str, Any] = {"return_outputs": False}
         losses: list[Tensor] = []
         if self.is_first:
             batch = ModelInput.of(input, "the global batch").to(self.device)
-            tensors = self.form.repeat_shared(batch, self.samples, self.document.micro_batches)
-        if self.is_last:
-            check_samples("target", target, self.samples)
-            options |= {"target": None if target is None else target.to(self.device), "losses": losses}
-        self.schedule.step(*tensors, **options)
-        if self.averages and self.coordinates.replicas is not None:
-            average_gradients(self.parameters(), self.coordinates.replicas)
-        self.tied.add_up()
+            tensors = self.form.repeat_shared(batch, self.samples, count)
+        if self.loss is None:
+            run(*tensors, **options)
+            return losses
+        self.loss.targets = self._cut_target(target)
+        try:
+            run(*tensors, **options, target=torch.arange(count), losses=losses)
+        finally:
+            self.loss.targets = None
         return [loss.detach() for loss in losses]
+
+    def _cut_target(self, target: object) -> list[Any]:
+        """The target of each micro-batch, on this device."""
+        count = self.document.micro_batches
+        whole = map_samples(
+            lambda tensor: tensor.to(self.device),
+            target,
+            "the target",
+            Samples.of_process(self.samples),
+        )
+        size = self.samples // count
+
+        def micro_batch(number: int) -> Any:
+            rows = slice(number * size, (number + 1) * size)
+            return tree_map_only(Tensor, lambda tensor: tensor[rows], whole)
+
+        return list(map(micro_batch, range(count)))
 
 
 def build_process(
@@ -209,8 +279,8 @@ def build_process(
     last = stages.get(len(document.parts) - 2)
     # Each loss counts by its share: to divide the gradients after the step is one more pass over all.
     share = 1.0 if sum_losses else 1 / document.micro_batches
-    loss = loss_fn if last is None else stage_loss(last, loss_fn, share)
-    schedule = _schedule(document, pipeline_stages, loss)
+    loss = None if last is None else StageLoss(last, loss_fn, share)
+    schedule = _schedule(document, pipeline_stages, loss or loss_fn)
     modules = {stage: module.layers for stage, module in stages.items()}
     return PipelineProcess(
         document,
@@ -223,6 +293,7 @@ def build_process(
         averages,
         pipeline_stages,
         gradients,
+        loss,
     )
 
 

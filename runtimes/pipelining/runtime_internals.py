@@ -128,7 +128,20 @@ def replicate(module: nn.Module, group: Any, apart: Sequence[str]) -> Distribute
 
 
 class Stage(PipelineStage):
-    """From PyTorch 2.11 on every stage first greets its neighbours; gloo cannot when both are one process."""
+    """PyTorch's stage, whose neighbours may be stages of the same process.
+
+    From PyTorch 2.11 on every stage first greets its neighbours; gloo cannot when both are one process. And
+    where a schedule evaluates, there is no gradient to hand to a neighbour: PyTorch 2.14 asks for one.
+    """
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """The gradients for the stage before, in this process."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Take the gradients of the stage after, in this process."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         greetings = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc,unused-ignore]

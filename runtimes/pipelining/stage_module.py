@@ -164,7 +164,18 @@ _TENSOR = _Tensor()
 Loss = Callable[..., Tensor]
 
 
-def stage_loss(last: StageModule, loss_fn: Loss, share: float = 1.0) -> Loss:
-    """The loss as the schedule calls it, of the tensors that the last stage returned; its gradient counts
-    by `share`."""
-    return lambda output, target: pass_on(loss_fn(last.build_output(output), target), share)
+class StageLoss:
+    """The loss of the tensors that the last stage returned, as the schedule calls it.
+
+    Its gradient counts by `share`. `targets`, where they are set, are those of the micro-batches. The
+    schedule then hands over a micro-batch's number, because PyTorch cuts nothing but one tensor.
+    """
+
+    def __init__(self, last: StageModule, loss_fn: Loss, share: float = 1.0) -> None:
+        self.last, self.loss_fn, self.share = last, loss_fn, share
+        self.targets: Sequence[Any] | None = None
+
+    def __call__(self, output: Tensor | tuple[Tensor, ...], target: Any) -> Tensor:
+        """The loss of a micro-batch."""
+        own = target if self.targets is None else self.targets[int(target)]
+        return pass_on(self.loss_fn(self.last.build_output(output), own), self.share)

@@ -57,12 +57,10 @@ def model_lines(
         return lines | {
             "on_first_device": "inputs.to(pipe.devices[0])",
             "sliced": of_rows,
-            "shared": "process.share(inputs)",
         }
     return lines | {
         "on_first_device": "tuple(each.to(pipe.devices[0]) for each in inputs)",
         "sliced": "tuple(each[own] for each in inputs)",
-        "shared": "tuple(map(process.share, inputs))",
     }
 
 

@@ -17,7 +17,7 @@ from pplan.runtimes.pipelining.recomputation import names_in_stage, written_buff
 from pplan.runtimes.pipelining.stage_module import StageModule
 from pplan.runtimes.pipelining.stage_shapes import trace_shapes
 
-FORM = InputForm((False,))
+FORM = InputForm(("[0]",), (False,))
 
 
 class MeanOfPast(nn.Module):

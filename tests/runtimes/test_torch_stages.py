@@ -24,7 +24,7 @@ from pplan.runtimes.pipelining.cut_tensors import CutTensor, add_zero_gradients,
 from pplan.runtimes.pipelining.input_form import InputForm
 from pplan.runtimes.pipelining.plan_layers import check_groups
 from pplan.runtimes.pipelining.process import PipelineProcess
-from pplan.runtimes.pipelining.stage_module import StageModule, stage_loss
+from pplan.runtimes.pipelining.stage_module import StageLoss, StageModule
 from pplan.runtimes.pipelining.stage_shapes import trace_shapes
 from pplan.runtimes.torch_pipelining import build, split_spec
 
@@ -112,7 +112,7 @@ class Sum(nn.Module):
 
 def test_shapes_and_what_is_overwritten() -> None:
     layers = nn.Sequential(Two(), Sum(), nn.ReLU(inplace=True), nn.BatchNorm1d(3))
-    form = InputForm((False,))
+    form = InputForm(("[0]",), (False,))
     shapes = trace_shapes(layers, [0, 1, 2, 4], (torch.randn(5, 3),), form)
     assert shapes is not None
     assert [tuple(tensor.shape) for tensor in shapes[1].inputs] == [(5, 3), (5, 3)]
@@ -137,7 +137,7 @@ def test_a_model_that_the_meta_device_cannot_run() -> None:
     """A copy of it runs for real: the model's statistics and the random numbers stay as they were."""
     layers = nn.Sequential(nn.BatchNorm1d(3), Stubborn(), nn.Dropout(), Two(), Sum(), nn.ReLU(inplace=True))
     given, state = torch.randn(5, 3), torch.get_rng_state()
-    shapes = trace_shapes(layers, [0, 2, 4, 5, 6], (given,), InputForm((False,)))
+    shapes = trace_shapes(layers, [0, 2, 4, 5, 6], (given,), InputForm(("[0]",), (False,)))
     assert shapes is not None
     assert shapes[2].crossings == (CutTensor(torch.float32, True), CutTensor(torch.bool, False))
     assert shapes[3].crossings == (CutTensor(torch.float32, True, is_overwritten=True),)
@@ -148,7 +148,7 @@ def test_a_model_that_the_meta_device_cannot_run() -> None:
 
 def test_a_model_that_fails_on_its_example_input() -> None:
     layers = nn.Sequential(nn.Linear(4, 4))
-    assert trace_shapes(layers, [0, 1], (torch.ones(2, 3),), InputForm((False,))) is None
+    assert trace_shapes(layers, [0, 1], (torch.ones(2, 3),), InputForm(("[0]",), (False,))) is None
 
 
 def test_without_shapes_stages_work_on_clones() -> None:
@@ -201,7 +201,7 @@ def test_the_loss_is_given_the_models_output() -> None:
     last = StageModule(nn.Sequential(Dictionary()), (CutTensor(torch.float32, True),), is_last=True)
     output = last(torch.zeros(2, requires_grad=True))
     assert [type(tensor) for tensor in output] == [Tensor, Tensor]
-    loss = stage_loss(last, loss_fn)(output, torch.zeros(2))
+    loss = StageLoss(last, loss_fn)(output, torch.zeros(2))
     assert loss.item() == 1.0
     assert not pass_on(loss)._is_view()
     assert list(seen[0]) == ["logits", "nothing", "all"]
@@ -213,7 +213,7 @@ def test_the_loss_is_given_the_models_output() -> None:
 def test_a_share_of_the_loss_counts_in_gradients_alone(share: float) -> None:
     last = StageModule(nn.Sequential(nn.Identity()), (CutTensor(torch.float32, True),), is_last=True)
     given = torch.tensor([1.0, 2.0], requires_grad=True)
-    loss = stage_loss(last, lambda output, target: (output * target).sum(), share)(last(given), torch.ones(2))
+    loss = StageLoss(last, lambda output, target: (output * target).sum(), share)(last(given), torch.ones(2))
     assert loss.item() == 3.0
     loss.backward()  # type: ignore[no-untyped-call]
     assert given.grad is not None
@@ -237,10 +237,10 @@ def test_an_input_with_a_table_that_all_samples_share() -> None:
 
 
 def test_a_mini_batch_of_another_size_is_refused() -> None:
-    form = InputForm((False,))
+    form = InputForm(("[0]",), (False,))
     with pytest.raises(UsageError, match="the input holds 7 samples, a step of this process takes 8"):
         form.repeat_shared(torch.randn(7, 2), 8, 4)
-    with pytest.raises(UsageError, match="the input has 2 tensors, the example input had 1"):
+    with pytest.raises(UsageError, match=r"the input's \[1\] is a tensor, in the example input it is not"):
         form.repeat_shared((torch.randn(8, 2), torch.randn(8)), 8, 4)
 
 
@@ -396,7 +396,7 @@ class SharedTwice(nn.Module):
 
 def test_a_weight_that_pytorch_cannot_part_is_refused_before_training() -> None:
     """As T5's is, whose stages of decoder and encoder have the embedding in several places."""
-    inputs, form = (torch.randn(5, 3),), InputForm((False,))
+    inputs, form = (torch.randn(5, 3),), InputForm(("[0]",), (False,))
     layers = nn.Sequential(nn.Linear(3, 3), SharedTwice())
     assert trace_shapes(layers, [0, 1, 2], inputs, form) is not None
     assert trace_shapes(layers, [0, 2], inputs, form, splits_backward=True) is not None, "W does all"

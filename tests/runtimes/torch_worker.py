@@ -232,10 +232,7 @@ def trained_plainly(kind: str, document: TorchExport, *, sums: bool) -> tuple[nn
 
 def train(kind: str, document: TorchExport, process: PipelineProcess, *, sums: bool) -> list[list[float]]:
     given, labels = batch(kind, document.mini_batch)
-    if isinstance(given, tuple):
-        own: Any = (process.share(given[0]), given[1])
-    else:
-        own = process.share(given)
+    own = process.share(given)
     parameters = process.parameters()
     optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE) if parameters else None
     losses = []

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ....profiler.user_model.loaded_model import ModelInput
 from ...formats.torch_actions import splits_backward
 from ...pipelining.input_form import InputForm
-from ...pipelining.stage_module import StageModule, stage_loss
+from ...pipelining.stage_module import StageLoss, StageModule
 from ...torch_pipelining import build
 from ..job import Case, CasePrediction, Corrections, StageSeconds
 from ..prediction import predict_step
@@ -71,7 +71,7 @@ class TorchAdapter(PipelineAdapter):
                 inner,
                 self._inputs[stage],
                 self.devices[0],
-                loss=stage_loss(inner, self._loss) if stage == last else None,
+                loss=StageLoss(inner, self._loss) if stage == last else None,
                 is_first=stage == 0,
                 splits=splits_backward(self.document.actions),
             )
