@@ -62,6 +62,9 @@ class Runtime:
     pure_16_bits: bool = True
     """Whether it trains 16-bit weights without float32 master weights."""
 
+    joins_outputs: bool = False
+    """Whether it joins the outputs of the micro-batches by torch.cat."""
+
     tied: Literal["any", "ends", "none"] = "none"
     """Which weights may have users on several stages: any; one of two users, the embedding's on the first and
     the head's on the last stage; or none."""
@@ -83,6 +86,17 @@ class Runtime:
     def trains(self, precision: str, zero: int) -> bool:
         """Whether it trains weights of a precision with a stage of ZeRO."""
         return zero in self.zero and (precision != "bf16" or self.pure_16_bits)
+
+    def refuse_outputs(self, undivided: Sequence[str]) -> tuple[str, str] | None:
+        """Why it cannot run a model with these outputs without samples, and what to do; None where it can."""
+        if not (self.joins_outputs and undivided):
+            return None
+        return (
+            f"the model returns {undivided[0]}: {self.name} joins the outputs of the micro-batches along "
+            "dimension 0 (torch.cat), which must hold the samples",
+            "Return only tensors with the samples in dimension 0, and compute a loss outside the model. Or "
+            "plan with runtime='torch', whose loss function gets the output of each micro-batch.",
+        )
 
     def check_states(self, precision: str, zero: int) -> None:
         """Raises UsageError for a precision or a stage of ZeRO that it does not train with."""
@@ -107,6 +121,7 @@ def _one_process_gpipe(name: str) -> Runtime:
         replicas="none",
         one_process=True,
         trains_every_stage=False,
+        joins_outputs=True,
         no_zero="it has no replicas to spread states over",
         no_tied="it refuses a parameter that two stages share",
     )

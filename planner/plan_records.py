@@ -256,3 +256,5 @@ class ProfileReference(Record):
     """cpu, cuda, analytic or unknown, as in the profile; empty where the plan has no such key."""
     tensor_parallel: DeviceCount = 1
     """Devices that share every layer: each device of the plan is so many."""
+    undivided_outputs: list[str] = []
+    """Tensors of the model's output that hold no samples in dimension 0."""

@@ -19,6 +19,7 @@ from .profile_records import (
     InputTensor,
     LayerMeasurement,
     MeasuredLoss,
+    OutputTensor,
     ProfiledLayer,
     ReadOnlyBuffer,
     Tied,
@@ -73,6 +74,10 @@ def build_profile(
         inputs=[
             InputTensor(shape=list(tensor.shape[1:]), dtype=_dtype_name(tensor.dtype))
             for tensor in example.tensors
+        ],
+        outputs=[
+            OutputTensor(name=own.name, shape=list(own.shape), dtype=own.dtype, has_samples=own.has_samples)
+            for own in chain.outputs
         ],
         input_bytes_per_sample=example.bytes_per_sample,
         classes=loaded.classes,

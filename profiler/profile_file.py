@@ -20,6 +20,7 @@ from .profile_records import (
     SHORTEST_PASS,
     InputTensor,
     MeasuredLoss,
+    OutputTensor,
     ProfiledLayer,
     ReadOnlyBuffer,
     SharedLayers,
@@ -60,6 +61,8 @@ class Profile(Document):
     """Shape of one sample of the first input, without the batch."""
     inputs: list[InputTensor] = []
     """All tensors that the model takes."""
+    outputs: list[OutputTensor] = []
+    """All tensors that the model returns; empty where they are not known."""
     input_bytes_per_sample: Bytes = 0
     classes: Dimension | None = None
     settings: JsonObject = {}

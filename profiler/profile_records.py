@@ -267,6 +267,20 @@ class InputTensor(Record):
     dtype: str
 
 
+class OutputTensor(InputTensor):
+    """A tensor that the model returns. `shape` is that of one sample, or the whole where it holds none."""
+
+    name: str
+    """Its place in the output, as in Python: `['loss']`; empty where it is the output."""
+    has_samples: bool
+    """Whether dimension 0 holds the samples."""
+
+    def __str__(self) -> str:
+        """Its name with its shape, for messages."""
+        shape = f"of shape {tuple(self.shape)} for any number of samples" if self.shape else "a scalar"
+        return f"output{self.name}, {shape}"
+
+
 class Unmeasured(Record):
     """A micro-batch size that was asked for and has no figures."""
 

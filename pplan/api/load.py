@@ -82,6 +82,7 @@ def _reference(profile: Profile, file: str, sha: str) -> ProfileReference:
         estimated=profile.estimated,
         device=profile.device,
         tensor_parallel=profile.tensor_parallel,
+        undivided_outputs=[str(output) for output in profile.outputs if not output.has_samples],
     )
 
 

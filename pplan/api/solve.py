@@ -106,14 +106,18 @@ def _solve(
 
 
 def _runnable_alternatives(plan: Plan) -> list[Alternative]:
-    """Those of the plan; where several devices share every layer, for the runtimes that do so."""
-    if plan.profile.tensor_parallel == 1:
-        return plan.alternatives
+    """Those of the plan for the runtimes that run the model, and share layers where several devices do so."""
+    shares, outputs = plan.profile.tensor_parallel > 1, plan.profile.undivided_outputs
+    runs = {
+        name
+        for name, runtime in RUNTIMES.items()
+        if (runtime.shares_layers or not shares) and runtime.refuse_outputs(outputs) is None
+    }
     rows = [
-        row.model_copy(update={"runtimes": [name for name in row.runtimes if RUNTIMES[name].shares_layers]})
+        row.model_copy(update={"runtimes": [name for name in row.runtimes if name in runs]})
         for row in plan.alternatives
     ]
-    return [row for row in rows if row.runtimes]
+    return [new for new, old in zip(rows, plan.alternatives, strict=True) if new.runtimes or not old.runtimes]
 
 
 def _solve_degrees(
@@ -163,6 +167,9 @@ def make_problem(
     measured: Profile, reference: ProfileReference, machine: MachineOptions, plan_options: PlanOptions
 ) -> Problem:
     """The problem of a profile on a machine. Raises UsageError, FileError."""
+    runtime = None if plan_options.runtime is None else find_runtime(plan_options.runtime)
+    if runtime is not None and (refusal := runtime.refuse_outputs(reference.undivided_outputs)):
+        raise UsageError(f"runtime={runtime.name!r}: {refusal[0]}", refusal[1])
     profiled = profiled_device(measured)
     gpus = count_gpus(machine)
     topology = make_topology(gpus=gpus, **machine.parts, file=machine.topology, profiled=profiled)

@@ -15,6 +15,7 @@ from ..graphs.flow import Flow
 from ..graphs.frontends import ELEMENTS, is_plain_sequential, trace_model
 from ..graphs.graph import TracedGraph
 from ..graphs.graph_run import GraphRun
+from ..graphs.model_output import OutputForm, output_forms
 from ..graphs.output_shapes import BatchFaults, OutputShapes
 from ..graphs.remodule import attribute
 from ..graphs.segments import GraphSegment
@@ -115,6 +116,8 @@ class LayerChain:
     faults: BatchFaults = BatchFaults()
     variants: ModeVariants | None = None
     """What the layers run in other modes; None: the same, or not asked for."""
+    outputs: tuple[OutputForm, ...] = ()
+    """The tensors that the model returns."""
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -214,6 +217,7 @@ def build_chain(
         tuple(_own_modes(model)),
         faults,
         variants,
+        output_forms(flow),
     )
 
 

@@ -69,6 +69,8 @@ def choose(plan: Plan, runtime: Runtime) -> tuple[Choice, str | None]:
     of the runtime the plan, which was taken, does not count.
     Raises ExportError where there is nothing to take.
     """
+    if refusal := runtime.refuse_outputs(plan.profile.undivided_outputs):
+        raise ExportError(*refusal)
     reasons = refusals(plan, runtime)
     usable = [alternative for alternative in plan.alternatives if _runs_alternative(runtime, alternative)]
     uncounted = _uncounted(plan, runtime)

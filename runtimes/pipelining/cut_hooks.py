@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...cost_models.errors import ExportError
+from ...cost_models.runtime import find_runtime
 from ...profiler.torch_internals import copy_registries, tree_leaves
 from ...profiler.user_model.loaded_model import ModelInput
 from .cut_tensors import CutTensor, add_zero_gradients, attach_all, pack_tensor
@@ -72,23 +73,25 @@ def guard_cuts(
     samples: int,
     *,
     packs_all: bool = False,
-    recomputed_by: str | None = None,
+    joined_by: str | None = None,
+    recomputes: bool = False,
 ) -> list[nn.Module]:
     """The layers, those at cuts as twins with a hook where that is needed: all names stay, and parameters.
 
     `samples`: of a micro-batch. Without an `example`, or where the meta device cannot run the model, it is
     not known what crosses the cuts: then every stage works on clones. `packs_all`: tensors that have
-    gradients are packed, too: where stages are processes, they are to be contiguous. `recomputed_by`:
-    the runtime, where it recomputes as torchgpipe does, which runs backward from every tensor of the output.
+    gradients are packed, too: where stages are processes, they are to be contiguous. `joined_by`:
+    the runtime, where it joins the outputs of micro-batches. `recomputes`: it runs backward from every tensor
+    of the output.
 
-    Raises ExportError where a tensor of that has no gradient.
+    Raises ExportError where a tensor of the output holds no samples, or has no gradient to run from.
     """
     shapes = _trace(layers, parts, example, samples)
     crossings: list[Crossings | None] = (
         [None] * (len(parts) - 1) if shapes is None else [shape.crossings for shape in shapes]
     )
-    if recomputed_by is not None and shapes is not None:
-        _check_output(shapes[-1].outputs, recomputed_by)
+    if joined_by is not None and shapes is not None:
+        _check_output(shapes[-1].outputs, samples, joined_by, recomputes=recomputes)
     packed = [False, *(_is_packed(about, always=packs_all) for about in crossings[1:]), False]
     safe = list(layers)
     for stage, (first, end) in enumerate(pairwise(parts)):
@@ -116,9 +119,16 @@ def _trace(
     return trace_shapes(layers, parts, form.micro_batch(example, samples), form)
 
 
-def _check_output(outputs: Sequence[Tensor], runtime: str) -> None:
+def _check_output(outputs: Sequence[Tensor], samples: int, runtime: str, *, recomputes: bool) -> None:
+    undivided = [
+        f"tensor {number} of its output, {f'of shape {tuple(tensor.shape)}' if tensor.dim() else 'a scalar'}"
+        for number, tensor in enumerate(outputs)
+        if tensor.dim() == 0 or len(tensor) % samples
+    ]
+    if refusal := find_runtime(runtime).refuse_outputs(undivided):
+        raise ExportError(*refusal)
     for number, tensor in enumerate(outputs):
-        if not tensor.requires_grad:
+        if recomputes and not tensor.requires_grad:
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise ExportError(
                 f"tensor {number} of the model's output, {dtype}, has no gradient: {runtime}, where it "

@@ -121,8 +121,7 @@ def prepare_pipe(
     _check_devices(document, arguments["devices"])
     check_sharing(layers, parts, [torch.device(device) for device in arguments["devices"]])
     layers = _with_own_buffers(layers, parts)
-    runtime = document.kind if recomputes else None
-    safe = guard_cuts(layers, parts, example, size, recomputed_by=runtime)
+    safe = guard_cuts(layers, parts, example, size, joined_by=document.kind, recomputes=recomputes)
     names = [name for name, _ in layers.named_children()]
     return nn.Sequential(OrderedDict(zip(names, safe, strict=True))), arguments
 

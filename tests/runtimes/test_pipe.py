@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import json
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -376,6 +377,51 @@ def test_tensors_without_gradients_at_cuts(make_plan: MakePlan, runtime: str, re
     del pipe
     expected = train(lambda given: plain(given)["logits"], list(plain.parameters()), batch)
     assert_same(run, expected, 1e-11)
+
+
+def test_the_lines_of_the_readme_train_where_a_mask_crosses_a_cut(
+    make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With recomputation, which fails in torchgpipe's own constructor."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(4)
+    plain = Masked().double()
+    ids = torch.randint(1, 11, (8, 7))
+    model = copy.deepcopy(plain)
+    count = len(build_chain(model, ids[:2], granularity="fine"))
+    own = {"file": "f", "sha256": "0", "granularity": "fine"}
+    plan = make_plan([6, count - 6], micro_batches=4, recompute="always", profile=own)
+    export("torchgpipe", plan, device="cpu")[0].save(Path("vgg19.torchgpipe.json"), force=False)
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (lines,) = re.findall(r"## In your training script\n.*?```python\n(.*?)```", readme, re.DOTALL)
+    names: dict[str, Any] = {"model": model, "example_input": ids[:2]}
+    exec(lines, names)
+    batch = ids, torch.randint(5, (8,))
+    run = train(names["pipe"], list(model.parameters()), batch)
+    expected = train(lambda given: plain(given)["logits"], list(plain.parameters()), batch)
+    assert_same(run, expected, 1e-11)
+
+
+class Scored(nn.Module):
+    """Returns its loss beside the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, given: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.body(given))
+        return logits, logits.square().mean()
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_an_output_without_samples_is_refused(make_plan: MakePlan, runtime: str, recompute: str) -> None:
+    """Of a file that does not know the model's outputs."""
+    given = torch.randn(8, 6)
+    count = len(build_chain(Scored(), given))
+    document, _ = export(runtime, make_plan([1, count - 1], recompute=recompute), device="cpu")
+    with pytest.raises(ExportError, match=f"returns tensor 1 of its output, a scalar: {runtime} joins"):
+        BUILDERS[runtime](document, Scored(), given)
 
 
 def test_devices_of_ones_own(make_plan: MakePlan, runtime: str) -> None:
