@@ -93,9 +93,6 @@ def _baseline_words(base: Baseline, plan: Plan) -> str:
     if base.step_seconds is None:
         return f"{base.name} {base.reason or 'has no plan'}"
     versus = compare_steps(base.step_seconds, plan.prediction.step_seconds)
-    # Of the baselines that are faster, this one alone is not in the running unless it is asked for.
-    if base.name == "interleaved" and versus.endswith("faster") and plan.runtime is None:
-        versus += "; --schedule any searches such plans"
     return f"{base.name} {format_seconds(base.step_seconds)} ({versus})"
 
 

@@ -15,7 +15,12 @@ from .assembly import Assembly
 from .candidate import ScoredPlan
 from .infeasible import no_plan_fits
 from .joint_search import JointSearchResult, find_best_plan
-from .plan_document import list_buffer_warnings, list_problem_warnings, plan_without_comparison
+from .plan_document import (
+    list_buffer_warnings,
+    list_machine_warnings,
+    list_search_warnings,
+    plan_without_comparison,
+)
 from .plan_file import Plan
 from .plan_options import PlanOptions
 from .plan_records import ProfileReference
@@ -85,11 +90,12 @@ def build_plan(
     notes: Sequence[str] = (),
     warnings: Sequence[str] = (),
     choice: tuple[ScoredPlan, Assembly] | None = None,
+    exact: bool | None = None,
 ) -> Plan:
     """The plan file of an answer that holds a plan; `warnings` and `notes` come before its own.
 
     `choice`: a plan, made ready for the simulator, that warnings and notes are to be of, where an objective
-    chose another one than the fastest.
+    chose another one than the fastest. `exact`: the choice is proven (default: the fastest plan is).
     """
     best = answer.best
     if best is None:
@@ -99,6 +105,7 @@ def build_plan(
     own_plan, assembly = choice or (best, assemble(problem.space, best.proposal, best.recompute))
     own = list(list_prediction_limits(assembly))
     limits = [*larger_micro_batches(problem, own_plan), *list_buffer_warnings(problem, assembly)]
+    ended = list_search_warnings(problem, exact=answer.result.exact if exact is None else exact)
     compared = {row.size for row in baselines if row.size is not None}
     compared |= {divide_batch(other.micro_batch_size, other.replicas) for other in alternatives}
     others = [text for text in _outside(problem, compared) if text not in own]
@@ -107,7 +114,9 @@ def build_plan(
         update={
             "baselines": [row.record for row in baselines],
             "alternatives": alternatives,
-            "warnings": list(dict.fromkeys([*warnings, *list_problem_warnings(problem), *limits, *own])),
+            "warnings": list(
+                dict.fromkeys([*warnings, *list_machine_warnings(problem), *ended, *limits, *own])
+            ),
             "notes": list(
                 dict.fromkeys([*notes, *_notes(problem), *_offload_note(problem, own_plan), *others, *update])
             ),

@@ -13,7 +13,7 @@ from ..cost_models.timeline import step_seconds
 from .assembly import Assembly
 from .candidate import Proposal, ScoredPlan
 from .pipeline_config import PipelineConfig
-from .plan_document import list_problem_warnings, plan_without_comparison
+from .plan_document import list_machine_warnings, plan_without_comparison
 from .plan_file import FIXED_PARTITION, Plan
 from .plan_records import ProfileReference
 from .plan_stages import list_prediction_limits, optimizer_note
@@ -96,7 +96,7 @@ def plan_partition(
     plan = plan_without_comparison(problem, best, result, model=model, profile=profile)
     assembly = assemble(problem.space, best.proposal, best.recompute)
     texts = dict.fromkeys(
-        [*lacking, *warnings, *list_problem_warnings(problem), *list_prediction_limits(assembly)]
+        [*lacking, *warnings, *list_machine_warnings(problem), *list_prediction_limits(assembly)]
     )
     all_notes = list(dict.fromkeys([*notes, *optimizer_note(assembly, best.step_seconds)]))
     return plan.model_copy(update={"searched": FIXED_PARTITION, "warnings": list(texts), "notes": all_notes})

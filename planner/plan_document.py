@@ -108,22 +108,31 @@ def _bound(best: ScoredPlan, bound: float) -> float:
     return min(bound, best.step_seconds)
 
 
-def list_problem_warnings(problem: Problem) -> list[str]:
-    """Warnings about unknown figures of the machine, and about a search that the time limit ended."""
-    warnings = []
-    if problem.options.memory_limit is None:
-        warnings += [
-            f"the memory of {'the devices' if kind.name == UNNAMED else kind.name} is not known: no plan is "
-            "refused for what it holds; `memory` gives it"
-            for kind in problem.topology.kinds
-            if kind.memory_bytes is None
-        ]
-    if problem.budget.was_interrupted:
-        warnings.append(
-            f"the time limit of {problem.options.time_limit:g} s ended the search: on another run or machine "
-            "the answer may be another; `time_limit` gives more"
-        )
-    return warnings
+def list_machine_warnings(problem: Problem) -> list[str]:
+    """Warnings about unknown figures of the machine."""
+    if problem.options.memory_limit is not None:
+        return []
+    return [
+        f"the memory of {'the devices' if kind.name == UNNAMED else kind.name} is not known: no plan is "
+        "refused for what it holds; `memory` gives it"
+        for kind in problem.topology.kinds
+        if kind.memory_bytes is None
+    ]
+
+
+def list_search_warnings(problem: Problem, *, exact: bool) -> list[str]:
+    """Warning about a search that the time limit ended before its answer was proven.
+
+    Args:
+        problem: The problem, after its search.
+        exact: The answer is proven to be the best of all that were allowed. Then the time did not decide it.
+    """
+    if exact or not problem.budget.was_interrupted:
+        return []
+    return [
+        f"the time limit of {problem.options.time_limit:g} s ended the search: on another run or machine "
+        "the answer may be another; `time_limit` gives more"
+    ]
 
 
 def list_buffer_warnings(problem: Problem, assembly: Assembly) -> list[str]:

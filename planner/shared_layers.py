@@ -22,7 +22,7 @@ from .coverage import describe_coverage, describe_search
 from .infeasible import no_plan_fits
 from .joint_search import JointSearchResult, find_best_plan, without_plan
 from .mini_batch import smaller_defaults
-from .plan_document import plan_without_comparison
+from .plan_document import list_search_warnings, plan_without_comparison
 from .plan_file import Plan
 from .plan_options import PlanOptions
 from .plan_records import TIE, DefaultMiniBatch, DegreeResult, ProfileReference
@@ -133,10 +133,15 @@ def _plan(
         plan = _plan_alone(best, model)
     rows = [*map(_row, solved), *left_out]
     notes = [_words(row) for row in rows if row.tensor_parallel != own.tensor_parallel]
+    prediction = plan.prediction.model_copy(update=_proof(plan, solved))
+    ended = [
+        text for each in solved for text in list_search_warnings(each.own.problem, exact=prediction.exact)
+    ]
     return plan.model_copy(
         update={
             "degrees": sorted(rows, key=lambda row: row.tensor_parallel),
-            "prediction": plan.prediction.model_copy(update=_proof(plan, solved)),
+            "prediction": prediction,
+            "warnings": list(dict.fromkeys([*plan.warnings, *ended])),
             "searched": _of_all(solved, lambda each: describe_search(each.own.problem)),
             "notes": [*plan.notes, *notes],
         }

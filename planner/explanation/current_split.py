@@ -14,7 +14,7 @@ from ...cost_models.simulator.result import Timeline
 from ..candidate import ScoredPlan
 from ..fixed_partition import FixedPartition, plan_partition
 from ..pipeline_config import SEARCHED
-from ..plan_document import list_problem_warnings
+from ..plan_document import list_machine_warnings
 from ..plan_records import PlannedStage, ProfileReference
 from ..plan_stages import PlanSummary, bubble, plan_stages, summarize
 from ..problem import Problem
@@ -77,7 +77,7 @@ def compare_split(context: ExplainContext, current: ExplainOptions) -> SplitComp
         )
     plan_of_split = plan_partition(own, partition, model="", profile=ProfileReference(file="", sha256=""))
     split = score_plan(own, plan_of_split)
-    of_the_machine = list_problem_warnings(own)
+    of_the_machine = list_machine_warnings(own)
     plan = context.present
     mine, theirs = simulate_candidate(own, split), context.timeline
     return SplitComparison(

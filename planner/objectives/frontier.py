@@ -20,7 +20,7 @@ from ...cost_models.errors import UsageError
 from ..candidate import ScoredPlan
 from ..infeasible import no_plan_fits
 from ..joint_search import BEST, find_best_plan
-from ..plan_document import list_problem_warnings
+from ..plan_document import list_machine_warnings, list_search_warnings
 from ..plan_file import Plan
 from ..plan_records import TIE, ProfileReference
 from ..plan_stages import list_prediction_limits
@@ -110,7 +110,8 @@ def build_frontier(
     all_points = [_point(problem, optimum, model, profile) for optimum in optima]
     texts = [
         *warnings,
-        *list_problem_warnings(problem),
+        *list_machine_warnings(problem),
+        *list_search_warnings(problem, exact=complete and all(point.exact for point in all_points)),
         *(text for point in all_points for text in point.plan.warnings),
     ]
     return Frontier(

@@ -14,7 +14,7 @@ from ..infeasible import no_plan_fits
 from ..joint_search import find_best_plan, with_bound
 from ..mini_batch import choose_mini_batch, smaller_defaults
 from ..pipeline_config import UNPROPOSED
-from ..plan_document import list_problem_warnings, plan_without_comparison
+from ..plan_document import list_machine_warnings, list_search_warnings, plan_without_comparison
 from ..plan_file import Plan
 from ..plan_records import Aim, ProfileReference
 from ..plan_stages import list_prediction_limits
@@ -123,6 +123,7 @@ def _build_plan(
     best = outcome.best
     make = assemble_endless if best.config.schedule in ASYNCHRONOUS else assemble
     assembly = make(problem.space, best.proposal, best.recompute)
+    exact = outcome.result.exact if outcome.aim is None else outcome.aim.exact
     fastest_plan: Plan | None = None
     if compared and outcome.answer.best is not None:
         fastest_plan = build_plan(
@@ -133,6 +134,7 @@ def _build_plan(
             notes=notes,
             warnings=warnings,
             choice=(best, assembly),
+            exact=exact,
         )
         if best == outcome.answer.best and outcome.aim is None and not outcome.notes:
             return fastest_plan
@@ -140,7 +142,9 @@ def _build_plan(
     besides = _additional_space(objective, problem)
     if objective.name == THROUGHPUT and not asynchronous_refusal(problem):
         own = _extend_coverage(own, besides)
-    texts = [*warnings, *list_problem_warnings(problem)] if fastest_plan is None else fastest_plan.warnings
+    texts = [*warnings, *list_machine_warnings(problem), *list_search_warnings(problem, exact=exact)]
+    if fastest_plan is not None:
+        texts = fastest_plan.warnings
     return own.model_copy(
         update={
             "objective": outcome.aim,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from ..cost_models.number_format import three_digits
+from ..cost_models.number_format import compare_steps, three_digits
 from ..cost_models.quantities import format_count, format_seconds
 from ..cost_models.runtime import find_runtime
+from ..planner.pipeline_config import ANY_SCHEDULE
 from ..planner.plan_file import Plan
 from ..planner.plan_records import TIE, Aim, Alternative, Baseline, DefaultMiniBatch, OtherMiniBatch
 from .plan_summary import objective_value
@@ -18,9 +19,11 @@ OBJECTIVES = {
 
 
 def answer_lines(plan: Plan) -> list[str]:
-    """The answer in one line, and the lines that qualify it."""
+    """The answer in one line, and the lines that qualify it; a faster baseline stands in the first two."""
     answer, *further_lines = _answer(plan)
-    return [answer, *_batch_lines(plan), *further_lines]
+    rival = _faster_baseline(plan)
+    unsearched = [] if rival is None or rival.name in _UNPIPELINED else [_unsearched_line(plan, rival)]
+    return [answer, *unsearched, *_batch_lines(plan), *further_lines]
 
 
 def _answer(plan: Plan) -> list[str]:
@@ -33,7 +36,7 @@ def _answer(plan: Plan) -> list[str]:
         return [f"{what} as given: {figures}."]
     if plan.is_replanned:
         return [f"{what} moves the fewest weights of the {plan.searched}: {figures}."]
-    if rival is None:
+    if rival is None or rival.name not in _UNPIPELINED:
         lines = [f"{what} is the fastest{_scope_text(plan)}: {figures}."]
     else:
         lines = [_rival_answer(plan, rival), f"This plan is {_lower_first(what).rstrip(',')}: {figures}."]
@@ -111,6 +114,16 @@ def _rival_answer(plan: Plan, rival: Baseline) -> str:
     return f"{_rival(plan, rival)}{on}{otherwise} is faster: {figures}; {reason}."
 
 
+def _unsearched_line(plan: Plan, rival: Baseline) -> str:
+    """A line on a baseline whose schedule was not searched and that is faster than the plan."""
+    step = rival.step_seconds or 0.0
+    versus = compare_steps(step, plan.prediction.step_seconds)
+    return (
+        f"The baseline {rival.name} would take {format_seconds(step)} ({versus}): its schedule was not "
+        f"searched; search it with schedule={ANY_SCHEDULE!r}."
+    )
+
+
 def _rival(plan: Plan, rival: Baseline) -> str:
     return "Data parallelism" if rival.name == "data-parallel" else f"One {plan.device_kind}"
 
@@ -172,17 +185,16 @@ def _may_run(plan: Plan, other: Alternative) -> bool:
 
 
 def _faster_baseline(plan: Plan) -> Baseline | None:
-    """Data parallelism or one GPU where it beats the plan: the search was then held away from it."""
+    """The fastest baseline that beats the plan: the options held the search away from it. None under an
+    objective other than the step, and for a plan that was not searched."""
+    if plan.objective is not None or plan.is_fixed_partition or plan.is_replanned:
+        return None
     limit = plan.prediction.step_seconds * (1 - TIE)
-    faster = [
-        base
-        for base in plan.baselines
-        if base.name in _RIVALS and base.step_seconds is not None and base.step_seconds < limit
-    ]
+    faster = [base for base in plan.baselines if base.step_seconds is not None and base.step_seconds < limit]
     return min(faster, key=lambda base: base.step_seconds or 0.0, default=None)
 
 
-_RIVALS = ("data-parallel", "one-gpu")
+_UNPIPELINED = ("data-parallel", "one-gpu")
 
 
 def _batch_lines(plan: Plan) -> list[str]:
