@@ -88,8 +88,7 @@ class ReplicaExchange:
         """Of every stage, whose layers take these seconds."""
         gathered, (first, last) = self._gather_seconds(table.costs), _ends(table)
         meanwhile = np.maximum(seconds, np.append(gathered[1:], 0.0))
-        running = np.append(0.0, np.cumsum(meanwhile))
-        return _whole(table, gathered[first] + running[last] - running[first] + seconds[last])
+        return _whole(table, gathered[first] + _sum_between(meanwhile, first, last) + seconds[last])
 
     def backward(self, table: StageTable, seconds: Floats, part: str = "backward") -> Floats:
         """Of every stage, whose layers take these seconds. `part`: "backward", whole, or where it is split
@@ -98,9 +97,8 @@ class ReplicaExchange:
         gathered = nothing if part == "weight" else self._gather_seconds(costs)
         reduced = nothing if part == "input" else self._reduce_seconds(costs.trainable_bytes)
         before, after = np.append(0.0, gathered[:-1]), np.append(reduced[1:], 0.0)
-        running = np.append(0.0, np.cumsum(np.maximum(seconds, before + after)))
         first, last = _ends(table)
-        inner = running[last] - running[np.minimum(first + 1, len(seconds))]
+        inner = _sum_between(np.maximum(seconds, before + after), first + 1, last)
         outer = np.maximum(seconds[last], before[last]) + np.maximum(seconds[first], after[first])
         several = np.where(first == last, seconds[first], inner + outer)
         return _whole(table, gathered[last] + several + reduced[first])
@@ -122,6 +120,15 @@ def _ends(table: StageTable) -> tuple[Indices, Indices]:
     first = np.minimum(cut_points, len(table.costs.forward_seconds) - 1)
     shape = table.valid.shape
     return np.broadcast_to(first[:, None], shape), np.broadcast_to(np.maximum(cut_points - 1, 0)[None], shape)
+
+
+def _sum_between(values: Floats, first: Indices, last: Indices) -> Floats:
+    """(n + 1, n + 1): the sums of `values[first:last]`, where `first` is the same in a row."""
+    sums = np.zeros(first.shape)
+    for row, start in enumerate(first[:, 0].tolist()):
+        running = np.append(0.0, np.cumsum(values[start:]))
+        sums[row] = running[np.maximum(last[row] - start, 0)]
+    return sums
 
 
 def _whole(table: StageTable, seconds: Floats) -> Floats:

@@ -8,9 +8,10 @@ meaningful.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Unpack
 
 import numpy as np
@@ -30,6 +31,33 @@ from ..cost_models.tied_weights import buffer_copy_bytes, copy_bytes
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
+
+
+def sum_runs(values: Floats) -> Floats:
+    """Sum every run of consecutive values.
+
+    Each sum is made from the values of its run alone. A difference of two running sums would lose the digits
+    of a small run behind large values.
+
+    Args:
+        values: (n,), not negative.
+
+    Returns:
+        (n + 1, n + 1): entry [i, j] is the sum of `values[i:j]`, 0 where i >= j.
+    """
+    sums = np.zeros((len(values) + 1,) * 2)
+    for start in range(len(values) - 1, -1, -1):
+        np.add(sums[start + 1, start + 1 :], values[start], out=sums[start, start + 1 :])
+    return sums
+
+
+def sum_within(values: Floats, cut_points: Sequence[int]) -> Floats:
+    """Sum up to each value from the cut point before it."""
+    sums = values.copy()
+    for start, end in pairwise(cut_points):
+        if end - start > 1:
+            np.cumsum(values[start:end], out=sums[start:end])
+    return sums
 
 
 def fullest_kind(kinds: Iterable[Device]) -> Device:
@@ -81,9 +109,7 @@ class StageTable:
 
     def stage_sums(self, values: Floats) -> Floats:
         """The sum of a figure of the layers, shape (layers,), over each stage."""
-        running = np.concatenate([[0.0], np.cumsum(values)])[list(self.cut_points)]
-        between: Floats = np.maximum(running[None, :] - running[:, None], 0.0)
-        return between
+        return sum_runs(np.add.reduceat(values, self.cut_points[:-1]))
 
     @cached_property
     def forward(self) -> Floats:
@@ -192,12 +218,16 @@ class StageTable:
 
     @cached_property
     def _workspace(self) -> Floats:
-        """`stage_workspace` of every stage: counted from layer 0 as its peak and as what all its layers save,
-        what lies before the stage cancels."""
-        saved = np.cumsum(self.costs.saved_bytes)
-        peaks = self._largest(saved + self.costs.workspace_bytes)
-        workspace: Floats = np.maximum(peaks - np.append(0.0, saved)[list(self.cut_points)], 0.0)
-        return workspace
+        """`stage_workspace` of every stage.
+
+        The peak of a stage is the largest over its blocks of what earlier blocks save plus the block's peak.
+        """
+        costs, saved = self.costs, self.stage_sums(self.costs.saved_bytes)
+        at_work = sum_within(costs.saved_bytes, self.cut_points) + costs.workspace_bytes
+        peaks = np.maximum.reduceat(at_work, self.cut_points[:-1])
+        largest = np.zeros_like(saved)
+        largest[:, 1:] = np.where(self.valid[:, 1:], saved[:, :-1] + peaks, 0.0)
+        return np.maximum(np.maximum.accumulate(largest, axis=1) - saved, 0.0) * self.valid
 
     def _largest(self, values: Floats) -> Floats:
         """The largest of each stage's layers."""

@@ -42,19 +42,18 @@ def layers_by_device(proposal: Proposal) -> dict[int, Layers]:
 
 def count_moved_bytes(before: Mapping[int, Layers], proposal: Proposal, weights: Floats) -> float:
     """Bytes of the layers that devices get."""
-    sums = np.append(0.0, np.cumsum(weights))
     return sum(
-        float(sums[end] - sums[first]) - _overlap(sums, before.get(rank), (first, end))
+        float(weights[first:end].sum()) - _overlap(weights, before.get(rank), (first, end))
         for rank, (first, end) in layers_by_device(proposal).items()
     )
 
 
-def _overlap(sums: Floats, one: Layers | None, other: Layers) -> float:
+def _overlap(weights: Floats, one: Layers | None, other: Layers) -> float:
     """Bytes of the layers in both."""
     if one is None:
         return 0.0
     first, end = max(one[0], other[0]), min(one[1], other[1])
-    return float(sums[end] - sums[first]) if first < end else 0.0
+    return float(weights[first:end].sum()) if first < end else 0.0
 
 
 def assign_devices(
@@ -65,11 +64,10 @@ def assign_devices(
     weights: Floats,
 ) -> tuple[tuple[int, ...], ...]:
     """Devices for stages of so many replicas, of those left, that get the fewest bytes."""
-    sums = np.append(0.0, np.cumsum(weights))
     owners = sorted((rank for rank in ranks if rank in before), key=lambda rank: (before[rank], rank))
     slots = [stage for stage, count in enumerate(replicas) for _ in range(count)]
     best = np.zeros((len(owners) + 1, len(slots) + 1))
-    shared = np.array([[_overlap(sums, before[rank], own) for own in bounds] for rank in owners])
+    shared = np.array([[_overlap(weights, before[rank], own) for own in bounds] for rank in owners])
     for i in range(len(owners)):
         own = np.maximum(best[i, 1:], best[i, :-1] + shared[i, slots])
         best[i + 1, 1:] = np.maximum.accumulate(own)
@@ -100,13 +98,13 @@ def list_moves(
     """What every device gets, and the seconds until the last has it: each run of layers from the device among
     `ranks` whose port is free first; transfers through one port share it. Reading a checkpoint is not
     counted."""
-    sums, loads, moves = np.append(0.0, np.cumsum(weights)), defaultdict[object, float](float), []
+    loads, moves = defaultdict[object, float](float), []
     edges = sorted({0, len(weights), *(edge for own in before.values() for edge in own)})
     latency = 0.0
     for receiver, (first, end) in sorted(layers_by_device(proposal).items()):
         cuts = sorted({first, end, *(edge for edge in edges if first < edge < end)})
         for low, high in pairwise(cuts):
-            bytes = float(sums[high] - sums[low])
+            bytes = float(weights[low:high].sum())
             if _has(before.get(receiver), low, high) or not bytes:
                 continue
             senders = [rank for rank in ranks if _has(before.get(rank), low, high)]

@@ -173,8 +173,8 @@ class StepSampler:
         own = []
         slowdowns = self._slowdowns(assembly, place.device)
         for (table, scale), slowdown in zip(assembly.timing_tables[place.device], slowdowns, strict=True):
-            running = self._running(table, name)
-            seconds = np.maximum(running[table.cut_points[j]] - running[table.cut_points[i]], 0.0)
+            layers = slice(table.cut_points[i], table.cut_points[j])
+            seconds = self._layer_draws(table, name)[:, layers].sum(axis=1)
             exchanged = [
                 assembly.exchanged_seconds(part, table, scale * times, name)
                 for times in (1.0, self.draws.times)
@@ -189,15 +189,12 @@ class StepSampler:
             by_kind.setdefault(assembly.topology.device(rank), []).append(rank)
         return [self.draws.slowdown(ranks) for ranks in by_kind.values()]
 
-    def _running(self, table: StageTable, name: str) -> Floats:
-        """(layers + 1, samples): seconds of the layers before each."""
+    def _layer_draws(self, table: StageTable, name: str) -> Floats:
+        """(samples, layers): seconds of every layer."""
         if (table, name) not in self._seconds:
             while len(self._seconds) >= MOST_TABLES:
                 del self._seconds[next(iter(self._seconds))]
-            seconds = self.draws.factors(table.costs) * layer_seconds(table.costs, name)
-            before = np.zeros((seconds.shape[1] + 1, len(seconds)))
-            np.cumsum(seconds.T, axis=0, out=before[1:])
-            self._seconds[table, name] = before
+            self._seconds[table, name] = self.draws.factors(table.costs) * layer_seconds(table.costs, name)
         return self._seconds[table, name]
 
     def _all_reduce(self, assembly: Assembly, nominal: Costs) -> Floats | None:
@@ -221,7 +218,7 @@ class StepSampler:
         exposed, slowdowns = [], self._slowdowns(assembly, place.device)
         for (table, scale), slowdown in zip(assembly.timing_tables[place.device], slowdowns, strict=True):
             own = slice(table.cut_points[i], table.cut_points[j])
-            backward = np.diff(self._running(table, "backward"), axis=0).T[:, own] * scale * slowdown[:, None]
+            backward = self._layer_draws(table, "backward")[:, own] * scale * slowdown[:, None]
             exposed.append(exposed_all_reduces(backward, gradients[own], assembly.topology, ranks, "best"))
         slowest = np.argmax(self._of_kinds(assembly, place, part, "backward"), axis=0)
         of_slowest: Floats = np.take_along_axis(np.array(exposed), slowest[None], axis=0)[0]

@@ -24,7 +24,7 @@ from ...cost_models.optimizers import FLOAT32, find_optimizer
 from ...cost_models.runtime import OFFLOAD
 from ...cost_models.topology import Topology
 from ..plan_options import PlanOptions
-from ..stage_table import Floats, Indices, StageTable
+from ..stage_table import Floats, Indices, StageTable, sum_runs, sum_within
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,27 +46,40 @@ class Buckets:
 
         `backward_seconds` by layer; `reduce`: seconds of an all-reduce of so many bytes.
         """
-        cut_points = np.array(self.cut_points)
-        since = np.append(0.0, np.cumsum(backward_seconds))  # up to each layer
-        end = np.zeros(len(cut_points))
-        exposed = np.zeros_like(self.last_bytes)
+        # Backward seconds from a layer to the end of its block, and of runs of blocks.
+        layers = len(backward_seconds)
+        tails = sum_within(backward_seconds[::-1], [layers - cut for cut in self.cut_points[::-1]])[::-1]
+        runs = sum_runs(tails[list(self.cut_points[:-1])])
+        end, ends_by_start = np.zeros(len(runs)), np.zeros_like(runs)
         closings = list(self.closed)
         seconds = np.split(
             reduce(np.concatenate([np.zeros(0), *(sizes for _, _, sizes in closings)])),
             np.cumsum([len(sizes) for _, _, sizes in closings])[:-1],
         )
-        last, step = reduce(self.last_bytes), 0
-        for start in reversed(range(len(cut_points) - 1)):
-            while step < len(closings) and closings[step][0] >= cut_points[start]:
+        step = 0
+        for start in reversed(range(len(runs) - 1)):
+            while step < len(closings) and closings[step][0] >= self.cut_points[start]:
                 layer, ends, _ = closings[step]
-                ready = since[cut_points[ends]] - since[layer]
+                ready = tails[layer] + runs[self._blocks[layer] + 1, ends]
                 end[ends] = np.maximum(end[ends], ready) + seconds[step]
                 step += 1
-            ready = since[cut_points] - since[self.left_layer[start]]
-            whole = np.where(self.last_bytes[start] > 0, np.maximum(end, ready) + last[start], end)
-            exposed[start] = np.maximum(whole - (since[cut_points] - since[cut_points[start]]), 0.0)
-        seconds_after: Floats = np.triu(exposed, 1)
+            ends_by_start[start] = end
+        ready = tails.take(self.left_layer) + runs.take(self._runs_after_left)
+        reduced = np.maximum(ends_by_start, ready) + reduce(self.last_bytes)
+        whole = np.where(self.last_bytes > 0, reduced, ends_by_start)
+        seconds_after: Floats = np.triu(np.maximum(whole - runs, 0.0), 1)
         return seconds_after
+
+    @cached_property
+    def _blocks(self) -> Indices:
+        """(layers,): the block of each layer."""
+        return np.repeat(np.arange(len(self.cut_points) - 1), np.diff(self.cut_points))
+
+    @cached_property
+    def _runs_after_left(self) -> Indices:
+        """(n + 1, n + 1): flat indices of the runs of blocks from behind `left_layer` to each stage's end."""
+        begins = self._blocks[self.left_layer] + 1
+        return np.ravel_multi_index((begins, np.arange(begins.shape[1])[None]), begins.shape)
 
 
 def make_buckets(gradient_bytes: Floats, cut_points: Sequence[int]) -> Buckets:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,15 @@ SECONDS = 1e-3
 
 
 def make_profile(
-    layers: int, *, sizes: tuple[int, ...] = (1,), parameter_bytes: int = 10**8, trained: bool = True
+    layers: int,
+    *,
+    sizes: tuple[int, ...] = (1,),
+    parameter_bytes: int = 10**8,
+    trained: bool = True,
+    seconds: Sequence[tuple[float, float]] | None = None,
 ) -> Profile:
-    """Equal layers: forward 1 ms and backward 2 ms a sample."""
+    """Layers of these forward and backward seconds a sample; default: 1 ms and 2 ms each."""
+    each = [(SECONDS, 2 * SECONDS)] * layers if seconds is None else seconds
     rows = [
         {
             "name": f"l{index}",
@@ -33,8 +39,8 @@ def make_profile(
             "costs": [
                 {
                     "micro_batch_size": size,
-                    "forward_seconds": size * SECONDS,
-                    "backward_seconds": 2 * size * SECONDS,
+                    "forward_seconds": size * each[index][0],
+                    "backward_seconds": size * each[index][1],
                     "output_bytes": 8 * size,
                     "saved_bytes": 8 * size,
                     "saved_input_bytes": 0,
@@ -103,3 +109,61 @@ def test_a_schedule_that_was_not_searched_and_is_faster_stands_in_the_second_lin
     searched = run("solve", *options, "--schedule", "any")
     assert "would take" not in searched.out
     assert json.loads((here / "toy.plan.json").read_text())["prediction"]["step_seconds"] <= 0.0332
+
+
+CANCELLATION = """
+[[device]]
+name = "a"
+memory = "16GiB"
+count = 1
+speed = 1e6
+[[device]]
+name = "b"
+memory = "16GiB"
+count = 1
+speed = 1e-6
+[[level]]
+name = "n"
+size = 2
+bandwidth = "10GB/s"
+latency = "5us"
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--schedule", "zb-h1"), ("--planner", "even")])
+def test_a_small_stage_behind_a_large_one_keeps_its_digits(
+    run: Run, here: Path, options: tuple[str, ...]
+) -> None:
+    """A stage of 3.3 ns behind one of 1 s had 3.33333338709 ns: the difference of two running sums."""
+    seconds = [(1.0, 1.0), (1 / 3 * 1e-8, 1 / 7 * 1e-8)]
+    make_profile(2, parameter_bytes=8, seconds=seconds).save(here / "toy.profile.json", force=False)
+    (here / "two.toml").write_text(CANCELLATION)
+    ran = run(
+        "solve", "--topology", "two.toml", "--mini-batch", "2", "--use-all", "--cut-after", "l0", *options
+    )
+    assert ran.status == 0, ran.err
+    stage = json.loads((here / "toy.plan.json").read_text())["stages"][1]
+    assert stage["forward_seconds"] == pytest.approx(1e6 / 3 * 1e-8, rel=1e-15, abs=0)
+    verified = run("verify", "toy.plan.json", "toy.profile.json")
+    assert verified.status == 0, verified.out
+    assert " 0 differ" in verified.out
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_replicas_of_a_small_stage_behind_a_large_one_keep_their_digits(
+    run: Run, here: Path, zero: int
+) -> None:
+    """The exchange of gradients hid behind a difference of running sums, too."""
+    seconds = [(1.0, 1.0), *[(1 / 3 * 1e-8, 1 / 7 * 1e-8)] * 3]
+    make_profile(4, parameter_bytes=2**22, seconds=seconds).save(here / "toy.profile.json", force=False)
+    (here / "two.toml").write_text(
+        CANCELLATION.replace("count = 1", "count = 2").replace("size = 2", "size = 4")
+    )
+    ran = run(
+        *("solve", "--topology", "two.toml", "--mini-batch", "4", "--micro-batches", "2", "--use-all"),
+        *("--cut-after", "l0", "--max-stages", "2", "--zero", str(zero)),
+    )
+    assert ran.status == 0, ran.err
+    verified = run("verify", "toy.plan.json", "toy.profile.json")
+    assert verified.status == 0, verified.out
+    assert " 0 differ" in verified.out

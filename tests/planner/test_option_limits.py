@@ -339,12 +339,12 @@ def test_replicas_that_any_plan_may_have(problem: Callable[..., Problem]) -> Non
 
 
 def test_bytes_of_layers_that_two_have() -> None:
-    sums = np.array([0.0, 1, 3, 6, 10])
-    assert _overlap(sums, (0, 3), (1, 4)) == 5.0
-    assert _overlap(sums, (0, 2), (2, 4)) == 0.0
-    assert _overlap(sums, (0, 1), (2, 4)) == 0.0
-    assert _overlap(sums, None, (2, 4)) == 0.0
-    assert _overlap(sums, (1, 2), (0, 4)) == 2.0
+    weights = np.array([1.0, 2, 3, 4])
+    assert _overlap(weights, (0, 3), (1, 4)) == 5.0
+    assert _overlap(weights, (0, 2), (2, 4)) == 0.0
+    assert _overlap(weights, (0, 1), (2, 4)) == 0.0
+    assert _overlap(weights, None, (2, 4)) == 0.0
+    assert _overlap(weights, (1, 2), (0, 4)) == 2.0
 
 
 def test_steps_outwards_reach_the_end() -> None:
