@@ -10,6 +10,7 @@ from ..cost_models.errors import UsageError
 from ..cost_models.schedules import find_schedule
 from .balance import balance
 from .candidate import Proposal, ScoredPlan, linear_pipeline, replicated_pipeline
+from .cut_search.device_choices import DeviceChooser
 from .cut_search.schedule_search import MOST_ACTIONS
 from .pipeline_config import PipelineConfig
 from .planners.base import add_counts, replicated_shapes, shared_configs, work_seconds
@@ -24,9 +25,14 @@ def propose_other_schedules(
     own = [config for config in problem.configs if config.schedule in set(schedules)]
     linear_configs = [s for s in own if find_schedule(s.schedule).default_virtual_stages == 1]
     shapes: list[Proposal] = [] if best is None else [best.proposal]
+    chooser = DeviceChooser(problem)
     for config in linear_configs:
         size = config.micro_batch_size
-        for shape in (*shapes, *_balanced(problem, size, best), *_whole_models(problem, size)):
+        further = (
+            replace(shape, devices=chooser.choices(shape.replicas).shapes[0])
+            for shape in (*_balanced(problem, size, best), *_whole_models(problem, size))
+        )
+        for shape in (*shapes, *further):
             proposal = replace(shape, config=config)
             if problem.allows(proposal):
                 yield proposal
@@ -35,13 +41,13 @@ def propose_other_schedules(
 def propose_parts(problem: Problem, schedules: Iterable[str]) -> Iterator[Proposal]:
     """Balanced pipelines under schedules that have several parts of the layers on each device: on one device
     each, and on as many replicas of each as make all devices. Of programs that are not too long."""
-    names = set(schedules)
+    names, chooser = set(schedules), DeviceChooser(problem)
     for config in problem.configs:
         if config.schedule in names:
-            yield from filter(problem.allows, _in_parts(problem, config))
+            yield from filter(problem.allows, _in_parts(problem, config, chooser))
 
 
-def _in_parts(problem: Problem, config: PipelineConfig) -> Iterator[Proposal]:
+def _in_parts(problem: Problem, config: PipelineConfig, chooser: DeviceChooser) -> Iterator[Proposal]:
     space, schedule = problem.space, find_schedule(config.schedule)
     parts = schedule.default_virtual_stages
     if parts == 1 or config.virtual_stages > 1:
@@ -59,8 +65,9 @@ def _in_parts(problem: Problem, config: PipelineConfig) -> Iterator[Proposal]:
             pipe = schedule.program(stages, config.micro_batches, parts).pipes[0]
             work = work_seconds(problem, config.micro_batch_size // replicas)
             ends = add_counts(balance(work, stages * parts, cut_after=space.chain.cut_after))
-            devices = [range(place.device * replicas, (place.device + 1) * replicas) for place in pipe]
-            yield Proposal(replace(config, virtual_stages=parts), ends, tuple(map(tuple, devices)))
+            ranks = chooser.choices([replicas] * stages).shapes[0]
+            devices = tuple(ranks[place.device] for place in pipe)
+            yield Proposal(replace(config, virtual_stages=parts), ends, devices)
 
 
 def _whole_models(problem: Problem, size: int) -> Iterator[Proposal]:

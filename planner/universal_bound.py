@@ -88,10 +88,10 @@ def work_bound(problem: Problem) -> float:
 
 
 def work_and_path_bound(
-    problem: Problem, config: PipelineConfig, gpus: int, counts: tuple[int, ...]
+    problem: Problem, config: PipelineConfig, ranks: Sequence[int], counts: tuple[int, ...]
 ) -> float:
-    """Seconds that no plan of a configuration is below with these numbers of replicas on so many devices."""
-    return _case(problem, config.schedule, config, range(gpus), counts).simple
+    """Seconds that no plan of a configuration is below with these numbers of replicas on these devices."""
+    return _case(problem, config.schedule, config, ranks, counts).simple
 
 
 def make_partitions(problem: Problem, config: PipelineConfig, exchanges: LeastExchanges) -> Partitions:

@@ -33,11 +33,15 @@ Cuts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class PipelineShape:
-    """All of a plan but its cuts and what it recomputes; `ranks`: by device of the program, its replicas."""
+    """All of a plan but its cuts and what it recomputes; `ranks`: by device of the program, its replicas.
+
+    `stands_for_all`: its bound is to hold for as many replicas of every stage on any devices.
+    """
 
     config: PipelineConfig
     program: Program
     ranks: tuple[Ranks, ...]
+    stands_for_all: bool = False
 
     def proposal(self, cut_points: Sequence[int], cuts: Sequence[int]) -> Proposal:
         """The plan with these cuts, (parts + 1,)."""

@@ -1,10 +1,10 @@
 """The plans of schedules that the branch and bound of 1F1B and GPipe does not know, with their own cuts.
 
-A shape is a configuration, a number of devices and of parts on each, and the replicas of every device; its
-devices are consecutive, in rank order. Shapes are looked at in stages (`shape_search`), the one with the
-lowest bound first, so that what is left when the work is done bounds what was not looked at. The bound holds
-for any devices in any order; where these are not all alike, plans are scored on their own and bounded by the
-least that any devices take.
+A shape is a configuration, a number of devices and of parts on each, and the replicas of every device
+(`device_choices`). Shapes are looked at in stages (`shape_search`), the one with the lowest bound first, so
+that what is left when the work is done bounds what was not looked at. The bound holds for any devices in any
+order. Where every choice of devices is a shape, each is bounded with its devices. Otherwise the first choice
+stands for all: its plans are scored on its devices and bounded by the least that any devices take.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import pairwise, product
 from math import inf
@@ -24,9 +25,9 @@ from ..partition_bound import Partitions
 from ..pipeline_config import SEVERAL_PARTS, VIRTUAL_STAGES, PipelineConfig
 from ..plan_records import TIE
 from ..search.budget import WORK_A_SECOND
-from ..search.device_classes import is_uniform
 from ..search.least_exchange import LeastExchanges
 from ..universal_bound import make_partitions, universal_bound, work_and_path_bound
+from .device_choices import DeviceChooser
 from .part_tables import PipelineShape
 from .shape_search import SearchStage, ShapeSearch
 
@@ -39,6 +40,8 @@ MOST_SHAPES = 3_000
 """That are bounded each by itself."""
 MOST_ACTIONS = 30_000
 """Of a program whose cuts are searched."""
+MOST_NEAR_CHOICES = 4
+"""Choices of devices for the shape of a good plan that are looked at first."""
 SHARE = 0.15
 """Of the time limit's work."""
 
@@ -79,7 +82,7 @@ class _ScheduleSearch:
         self.problem, self.names, self.low = problem, names, low
         self.limit = limit
         self.budget = problem.budget.part(work)
-        self.is_alike = is_uniform(problem.topology)
+        self.devices = DeviceChooser(problem)
         self.programs: dict[tuple[str, int, int, int], Program | None] = {}
         most = min(problem.usable_gpus, problem.space.chain.max_stages)
         reaches = problem.stage_counts[-1] == most or not problem.may_be_deeper
@@ -125,9 +128,11 @@ class _ScheduleSearch:
             bound = self._simple_bound(shape)
             if bound >= self.limit * (1 - TIE):
                 continue
-            if count == MOST_SHAPES or self.budget.spent:
-                self.is_complete = False
-                return
+            if count >= MOST_SHAPES or self.budget.spent:
+                if self._is_needed(shape):
+                    self.is_complete = False
+                    return
+                continue
             if not self._may_fit(shape):
                 continue
             count += 1
@@ -137,11 +142,11 @@ class _ScheduleSearch:
     def _search(self, shape: PipelineShape, bound: float) -> ShapeSearch:
         problem = self.problem
         return ShapeSearch(
-            problem.space, shape, bound, self.is_alike, problem.allows, self.budget, self.exchanges
+            problem.space, shape, bound, not shape.stands_for_all, problem.allows, self.budget, self.exchanges
         )
 
     def _shapes_near(self, plans: Iterable[ScoredPlan]) -> Iterator[PipelineShape]:
-        """Those of the plans whose schedules are searched."""
+        """Those of the plans whose schedules are searched, on their devices and on the best choices."""
         for plan in plans:
             config, proposal = plan.config, plan.proposal
             stages = len(proposal.ends) // config.virtual_stages
@@ -149,14 +154,21 @@ class _ScheduleSearch:
             if program is not None:
                 slots = zip(program.pipes[0], proposal.devices, strict=True)
                 ranks = {slot.device: own for slot, own in slots}
-                yield PipelineShape(config, program, tuple(ranks[device] for device in range(stages)))
+                planned = tuple(ranks[device] for device in range(stages))
+                choices = self.devices.choices(tuple(map(len, planned))).shapes[:MOST_NEAR_CHOICES]
+                further = choices if len(self.problem.topology.kinds) > 1 else ()
+                for devices in dict.fromkeys((planned, *further)):
+                    yield PipelineShape(config, program, devices)
 
     def _simple_bound(self, shape: PipelineShape) -> float:
-        config, counts = shape.config, [len(own) for own in shape.ranks]
-        gpus = sum(counts) if self.is_alike else self.problem.usable_gpus
-        key = config, gpus, tuple(sorted(set(counts)))
+        config, counts = shape.config, tuple(sorted({len(own) for own in shape.ranks}))
+        ranks = [rank for own in shape.ranks for rank in own]
+        if shape.stands_for_all:
+            ranks = list(range(self.problem.usable_gpus))
+        kinds = self.problem.topology.count_kinds(ranks)
+        key = config, counts, frozenset(kinds.items())
         if key not in self.bounds:
-            self.bounds[key] = work_and_path_bound(self.problem, *key)
+            self.bounds[key] = work_and_path_bound(self.problem, config, ranks, counts)
         return self.bounds[key]
 
     def _may_fit(self, shape: PipelineShape) -> bool:
@@ -172,7 +184,33 @@ class _ScheduleSearch:
         return own.may_take(replicas, is_sent, self.limit)
 
     def _all_shapes(self) -> Iterator[PipelineShape]:
-        problem, ranks = self.problem, self.problem.placements[0].ranks
+        """Every pipeline with its first choice of devices, and then with the others."""
+        for config, program, counts in self._pipelines():
+            first = self.devices.choices(counts).shapes[0]
+            yield PipelineShape(config, program, first, not self._lists_every_choice)
+        for config, program, counts in self._pipelines():
+            for devices in self.devices.choices(counts).shapes[1:]:
+                yield PipelineShape(config, program, devices)
+
+    @cached_property
+    def _lists_every_choice(self) -> bool:
+        """Whether every choice of devices for every pipeline is a shape."""
+        number = 0
+        for _, _, counts in self._pipelines():
+            choices = self.devices.choices(counts)
+            number += len(choices.shapes)
+            is_only = len(choices.shapes) == 1
+            if not choices.complete or (number > MOST_SHAPES and not is_only):
+                return False
+        return True
+
+    def _is_needed(self, shape: PipelineShape) -> bool:
+        """Whether no other shape bounds the plans of this one."""
+        return shape.stands_for_all or self._lists_every_choice
+
+    def _pipelines(self) -> Iterator[tuple[PipelineConfig, Program, tuple[int, ...]]]:
+        """Configurations, programs and, by device of the program, numbers of replicas."""
+        problem = self.problem
         for config, stages in product(problem.configs, reversed(problem.stage_counts)):
             if config.schedule not in self.names:
                 continue
@@ -182,10 +220,7 @@ class _ScheduleSearch:
                 if program is None:
                     continue
                 for counts in self._replicas(config, stages):
-                    begins = [sum(counts[:device]) for device in range(stages)]
-                    each = zip(begins, counts, strict=True)
-                    devices = tuple(tuple(ranks[begin : begin + count]) for begin, count in each)
-                    yield PipelineShape(own, program, devices)
+                    yield own, program, counts
 
     def _program(self, config: PipelineConfig, stages: int) -> Program | None:
         """None where the schedule does not run with these numbers, or is not searched with so many."""

@@ -66,7 +66,7 @@ class SearchStage(IntEnum):
 @dataclass
 class ShapeSearch:
     """A shape under search. `bound`: no plan of it that is not scored is below; inf: none is below the best
-    plan known then. `is_alike`: its devices are like any others that it could have."""
+    plan known then. `is_alike`: the bound is of plans on its devices, or on others that are like them."""
 
     space: Space
     shape: PipelineShape
@@ -137,15 +137,16 @@ class ShapeSearch:
         return sum(len(own) for own in self.shape.program.actions)
 
     def _starts(self) -> list[list[int]]:
-        """Cuts with an even share of the work for each device, and parts that grow or shrink."""
+        """Cuts with a share of the work for each device as fast as it is, and parts that grow or shrink."""
         own, size = self._tables[1], self.shape.program.chunks
-        slot = self.shape.program.pipes[0][0]
-        work = own.forward[slot] + own.backward[slot] + own.weight[slot]
-        blocks = np.append(0.0, np.cumsum(np.diagonal(work, 1)))
+        pipe = self.shape.program.pipes[0]
+        work = [np.diagonal(own.forward[slot] + own.backward[slot] + own.weight[slot], 1) for slot in pipe]
+        blocks = np.append(0.0, np.cumsum(work[0]))
+        rates = blocks[-1] / np.maximum([each.sum() for each in work], 1e-300)
         rows = dict[tuple[int, ...], None]()
         for first, last in TAPERS[: 1 if size == 1 else None]:
-            parts = np.array([place.chunk for place in self.shape.program.pipes[0]])
-            shares = first + (last - first) * parts / max(size - 1, 1)
+            parts = np.array([place.chunk for place in pipe])
+            shares = rates * (first + (last - first) * parts / max(size - 1, 1))
             targets = np.cumsum(shares)[:-1] / shares.sum() * blocks[-1]
             cuts = [0, *np.searchsorted(blocks, targets - np.diff(blocks).mean() / 2), own.places - 1]
             row = _spread(cuts)

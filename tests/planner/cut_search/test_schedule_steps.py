@@ -291,6 +291,7 @@ def test_which_shapes_are_bounded_each_by_itself(make_problem: MakeProblem, monk
         search._all_shapes = lambda: iter("abcde")
         search._simple_bound = bounds.__getitem__
         search._may_fit = lambda shape: shape != "d"
+        search._is_needed = lambda _: True
         search._search = lambda shape, bound: (shape, bound)
         assert list(search._shapes()) == [(name, bounds[name]) for name in listed]
         assert search.is_complete == complete
@@ -298,6 +299,7 @@ def test_which_shapes_are_bounded_each_by_itself(make_problem: MakeProblem, monk
     search = make_search(make_problem(), work=0.0)
     search._all_shapes = lambda: iter("a")
     search._simple_bound = bounds.__getitem__
+    search._is_needed = lambda _: True
     assert (list(search._shapes()), search.is_complete) == ([], False)
 
 
