@@ -14,10 +14,11 @@ from typing import Any
 from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.number_format import either
 from ..cost_models.optimizers import OPTIMIZERS
-from ..cost_models.quantities import format_bytes
+from ..cost_models.quantities import format_bytes, parse_bytes
 from ..cost_models.runtime import OFFLOAD
 from ..cost_models.schedules import find_schedule
 from .candidate import ScoredPlan
+from .failed_checks import find_failed_check
 from .joint_search import BEST, find_best_plan, is_small_problem, plan_with
 from .other_schedules import find_refusal
 from .pipeline_config import SEARCHED, SYNTHESIZED
@@ -45,6 +46,8 @@ HALVINGS = 4
 
 def no_plan_fits(problem: Problem) -> InfeasibleError:
     """The error for a problem without a plan that fits."""
+    if (error := find_failed_check(problem)) is not None:
+        return error
     limited = problem.space.limit(range(problem.gpus)) < inf
     tightest = find_smallest_plan(problem, in_flight=1.0 if _in_any_order(problem) else None)
     others = _solve_with(problem, replace(problem.options, planner=BEST))
@@ -240,17 +243,23 @@ def _changes(problem: Problem, tightest: TightestStage) -> list[str]:
 
 
 def _memory_text(size: float) -> str:
-    """So many bytes, or a little more, in GiB."""
-    return f"{size / 2**30 + 0.005:.2f}"
+    """So many bytes with three digits, rounded up, in the largest unit that is not larger."""
+    unit, factor = next((unit, factor) for unit, factor in _UNITS if size >= factor or factor == 1)
+    value = size / factor
+    decimals = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{ceil(value * 10**decimals) / 10**decimals:.{decimals}f}{unit}"
 
 
-def _memory_change(gibibytes: str) -> str:
-    return f"memory='{gibibytes}GiB' a device"
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
-def _fits(problem: Problem, gibibytes: str) -> bool:
+def _memory_change(memory: str) -> str:
+    return f"memory={memory!r} a device"
+
+
+def _fits(problem: Problem, memory: str) -> bool:
     """Whether a plan is found that fits into devices of so much memory."""
-    return _solve_quickly(_with_memory(problem, float(gibibytes) * 2**30)) is not None
+    return _solve_quickly(_with_memory(problem, parse_bytes(memory))) is not None
 
 
 def _enough_memory(problem: Problem) -> str | None:
@@ -264,11 +273,11 @@ def _enough_memory(problem: Problem) -> str | None:
         return None
     low = float(smallest_limit(problem))
     for _ in range(HALVINGS):
-        middle = _memory_text((low + float(enough) * 2**30) / 2)
+        middle = _memory_text((low + parse_bytes(enough)) / 2)
         if _fits(problem, middle):
             enough = middle
         else:
-            low = float(middle) * 2**30
+            low = float(parse_bytes(middle))
     return _memory_change(enough)
 
 

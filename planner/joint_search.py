@@ -188,7 +188,8 @@ def plan_with(
         if not proposals:
             return OUT_OF_TIME
     if not proposals:
-        return NOT_ALLOWED if refused else refusal_reason(planner, problem)
+        violation = next((next(problem.violations(own)) for own in refused), None)
+        return refusal_reason(planner, problem) if violation is None else f"{NOT_ALLOWED}: {violation}"
     budget = problem.budget.part(share=share)
     plan = fastest(problem.space, proposals, budget=budget, required=required)
     if plan is None and not required and budget.over:

@@ -25,7 +25,7 @@ from ..cost_models.quantities import (
 from ..cost_models.runtime import OFFLOAD, RUNTIMES, find_runtime
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.schedules.registration import schedule_word
-from .pipeline_config import MODES, MOST_MICRO_BATCHES, SEARCHED, UNPROPOSED
+from .pipeline_config import ANY_SCHEDULE, MODES, MOST_MICRO_BATCHES, SEARCHED, UNPROPOSED
 
 ASYNCHRONOUS = tuple(name for name, schedule in SCHEDULES.items() if not schedule.synchronous)
 
@@ -327,10 +327,10 @@ class PlanOptions(Options):
                 "the last one",
                 "Use schedule='gpipe', or recompute='always'.",
             )
-        if self.recompute in UNPROPOSED and self.schedule not in ("auto", *SEARCHED):
+        if self.recompute in UNPROPOSED and self.schedule not in ("auto", ANY_SCHEDULE, *SEARCHED):
             raise UsageError(
                 f"recompute={self.recompute!r} with schedule={self.schedule!r}: not searched",
-                "Use 1f1b or gpipe, or recompute='auto'.",
+                "Use schedule='any', 1f1b or gpipe, or recompute='auto'.",
             )
         if self.recompute in UNPROPOSED and self.zero > 1:
             raise UsageError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -189,6 +189,8 @@ class Problem:
             return (requested,) if runtime is None or runtime.runs(requested) else ()
         if requested == "auto" and (runtime is None or self.options.recompute in UNPROPOSED):
             return SEARCHED
+        if self.options.recompute in UNPROPOSED:
+            return tuple(name for name in SEARCHED if runtime is None or runtime.runs(name))
         if requested == SYNTHESIZED and not (runtime is None or runtime.any_order):
             return ()
         others = (
@@ -319,21 +321,34 @@ class Problem:
         return every or not self._replicated or not self.families
 
     def allows(self, proposal: Proposal) -> bool:
-        """Whether the options and the runtime allow a proposal."""
-        runtime, config = self.runtime, proposal.config
+        """Return whether the options and the runtime allow a proposal."""
+        return next(self.violations(proposal), None) is None
+
+    def violations(self, proposal: Proposal) -> Iterator[str]:
+        """What the options or the runtime do not allow of a proposal, with the values."""
+        options, runtime, config = self.options, self.runtime, proposal.config
         stages = len(proposal.ends) // config.virtual_stages
         chunked = config.virtual_stages > 1
-        return (
-            self.may_run(config.schedule)
-            and stages <= (self.options.max_stages or stages)
-            and (not self.options.use_all or proposal.device_count == self.usable_gpus)
-            and self.space.limits.allow(proposal.bounds)
-            and (runtime is None or runtime.runs_replicas(proposal.replicas))
-            and self.may_share(config.micro_batch_size, proposal.replicas)
-            and (not chunked or stages > 1)
-            and (runtime is None or not chunked or runtime.virtual_stages)
-            and max(map(max, proposal.devices)) < self.usable_gpus
-        )
+        if not self.may_run(config.schedule):
+            yield f"its schedule is {config.schedule}, and allowed are {', '.join(self.allowed_schedules)}"
+        if options.max_stages is not None and stages > options.max_stages:
+            yield f"{stages} stages are more than max_stages={options.max_stages}"
+        if options.use_all and proposal.device_count != self.usable_gpus:
+            yield f"`use_all` asks for {self.usable_gpus} devices, and it uses {proposal.device_count}"
+        if not self.space.limits.allow(proposal.bounds):
+            yield "its stages do not end where `cut_after` and `pins` ask"
+        if runtime is not None and not runtime.runs_replicas(proposal.replicas):
+            replicas = ", ".join(map(str, proposal.replicas[:16]))
+            yield f"{runtime.name} does not run stages of {replicas} replicas"
+        if not self.may_share(config.micro_batch_size, proposal.replicas):
+            size = config.micro_batch_size
+            yield f"micro-batches of {size} do not divide by {max(proposal.replicas)} replicas"
+        if chunked and stages == 1:
+            yield f"{config.schedule} needs two devices or more"
+        if chunked and runtime is not None and not runtime.virtual_stages:
+            yield f"{runtime.name} does not run several stages on a device"
+        if max(map(max, proposal.devices)) >= self.usable_gpus:
+            yield f"it uses device {max(map(max, proposal.devices))}, and {self.usable_gpus} can be reached"
 
     def with_time_limit(self) -> Problem:
         """The same with its time limit running, which everything done for the problem shares."""

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.layer import Chain, list_cut_points
+from ...cost_models.quantities import format_count
 from ...cost_models.schedules import find_schedule
 from ..candidate import Proposal, replicated_pipeline
-from ..pipeline_config import PipelineConfig
+from ..pipeline_config import PipelineConfig, abbreviate
 
 if TYPE_CHECKING:
     from ..candidate import Proposal
@@ -56,7 +57,23 @@ def refusal_reason(planner: Planner, problem: Problem) -> str:
         return "the schedule has several parts of the layers on a device"
     if isinstance(planner, Refusing):
         return planner.refusal(problem)
-    return "not applicable to this problem"
+    return pipeline_refusal(problem)
+
+
+def pipeline_refusal(problem: Problem) -> str:
+    """Why there is no pipeline of equal replicas: the check that failed, with its values."""
+    if problem.space.is_long:
+        return "too many layers"
+    sizes = sorted({config.micro_batch_size for config in problem.configs})
+    if not any(problem.space.fits_someone(size, 1) for size in sizes):
+        measured = abbreviate(problem.chain.sizes)
+        return f"one replica needs size {abbreviate(sizes)}, and the profile measured {measured}"
+    devices = format_count(problem.usable_gpus, "device")
+    if problem.stage_counts[-1] < 2:
+        return f"it makes two stages or more, and {devices}, the cuts and the options allow one"
+    counts = abbreviate(sorted({config.micro_batches for config in problem.configs}))
+    blocks = format_count(problem.space.chain.max_stages, "block")
+    return f"its rule makes no plan of {blocks} between cuts on {devices} with {counts} micro-batches"
 
 
 CHUNKED = ("interleaved", "torch-partition")

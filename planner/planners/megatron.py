@@ -25,13 +25,14 @@ from ...cost_models.quantities import format_count
 from ...cost_models.schedules import find_schedule
 from ..balance import balance
 from ..candidate import Proposal
-from ..pipeline_config import VIRTUAL_STAGES, PipelineConfig
+from ..pipeline_config import VIRTUAL_STAGES, PipelineConfig, abbreviate
 from .base import (
     Ends,
     add_counts,
     equal_pipelines,
     linear_configs,
     nearest_cuts,
+    pipeline_refusal,
     replicated_shapes,
     shared_configs,
     stage_counts,
@@ -159,6 +160,23 @@ class Interleaved:
                 if stages > 1 and config.micro_batches % stages == 0:
                     for ends in cuts(stages * chunks, size):
                         yield Proposal(config, ends, place_chunks(stages, chunks))
+
+    def refusal(self, problem: Problem) -> str:
+        """Why it proposes nothing."""
+        runtime, parts = problem.runtime, 2 * VIRTUAL_STAGES[0]
+        if runtime is not None and not runtime.virtual_stages:
+            return f"{runtime.name} does not run several stages on a device"
+        if not interleaved_configs(problem):
+            free = problem.options.schedule == "auto" or INTERLEAVED_SCHEDULE in problem.schedules
+            allowed = ", ".join(problem.schedules)
+            return pipeline_refusal(problem) if free else f"the options allow only {allowed}"
+        most, counts = problem.space.chain.max_stages, problem.stage_counts
+        if counts[-1] < 2 or most < parts:
+            return (
+                f"it needs 2 devices and {parts} parts of the layers, and there are {counts[-1]} and {most}"
+            )
+        micro_batches = abbreviate(sorted({config.micro_batches for config in problem.configs}))
+        return f"no number of stages from 2 to {counts[-1]} divides {micro_batches} micro-batches"
 
 
 def interleaved_configs(problem: Problem) -> list[PipelineConfig]:

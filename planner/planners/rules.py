@@ -27,6 +27,7 @@ from .base import (
     equal_pipelines,
     linear_configs,
     linear_pipelines,
+    pipeline_refusal,
     shared_configs,
 )
 
@@ -127,6 +128,12 @@ class GPipe:
             return add_counts(balance(work, stages, cut_after=chain.cut_after))
 
         yield from linear_pipelines(problem, configs, ends)
+
+    def refusal(self, problem: Problem) -> str:
+        """Why it proposes nothing."""
+        if "gpipe" in problem.schedules:
+            return pipeline_refusal(problem)
+        return f"it plans gpipe, and the options allow {', '.join(problem.schedules)}"
 
 
 def with_recompute(configs: Iterator[PipelineConfig]) -> list[PipelineConfig]:

@@ -11,6 +11,7 @@ import pytest
 
 from pplan.cost_models.errors import InfeasibleError
 from pplan.cost_models.layer import Chain
+from pplan.cost_models.quantities import parse_bytes
 from pplan.cost_models.topology import Topology
 from pplan.planner.infeasible import no_plan_fits
 from pplan.planner.joint_search import find_best_plan
@@ -33,7 +34,7 @@ def changed(problem: Problem, words: str) -> Problem:
         if field == "gpus":
             topology = topology.with_gpus(int(value))
         elif field == "memory":
-            size = int(float(value.removesuffix("GiB")) * 2**30)
+            size = parse_bytes(value)
             groups = tuple(
                 group._replace(device=replace(group.device, memory_bytes=size)) for group in topology.groups
             )
@@ -97,8 +98,13 @@ def test_wishes_that_leave_no_plan_whatever_the_memory(
     pinned = PlanOptions(mini_batch=8, pins=(("layer3", 7),))
     for options in (pinned, PlanOptions(mini_batch=8, cut_after=("layer1", "layer2", "layer3"))):
         error = refused(Problem(chain, make_topology(2), options))
-        assert error.what == "no plan is allowed by these options, whatever the memory"
-        assert error.hint == f"Leave out {'`pins`' if options.pins else '`cut_after`'}."
+        if options.pins:
+            assert error.what == "pins=('layer3', 7): it needs 8 stages, and 2 devices make at most 2 stages"
+            assert error.hint == "Pin it to stage1 or an earlier one."
+        else:
+            number = "`cut_after` names 3 layers, which makes 4 stages"
+            assert error.what == f"{number}, and 2 devices make at most 2 stages"
+            assert error.hint == "Name at most 1 layer."
 
 
 def test_a_planner_that_makes_none(make_chain: MakeChain, make_topology: MakeTopology) -> None:
@@ -148,26 +154,29 @@ def test_the_memory_that_is_named_is_enough_under_the_options(
     )
     error = refused(problem)
     *_, words = error.hint.removeprefix("What would fit: ").rstrip(".").split("; or ")
-    assert re.fullmatch(r"memory='[\d.]+GiB' a device", words)
+    assert re.fullmatch(r"memory='[\d.]+[GMK]?i?B' a device", words)
     assert find_best_plan(changed(problem, words), []).best is not None
 
 
-def test_of_several_options_those_that_are_enough_are_named(
+def test_of_several_options_the_first_that_fails_is_named(
     make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
-    """Without the pins there is a plan, without the runtime there is still none."""
+    """Pins are checked before cuts, and a runtime that is not the cause is not blamed."""
     chain, topology = make_chain(3, 8, cuts=1.1), make_topology(2)
     options = PlanOptions(mini_batch=8, pins=(("layer3", 7),), runtime="torch")
-    assert refused(Problem(chain, topology, options)).hint == "Leave out `pins`."
     both = replace(options, runtime=None, cut_after=("layer1", "layer2", "layer3"))
-    hint = refused(Problem(chain, topology, both)).hint
-    assert hint == "Leave out all of `pins`, `cut_after`: none alone is enough."
+    for own in (options, both):
+        error = refused(Problem(chain, topology, own))
+        assert error.what.startswith("pins=('layer3', 7): it needs 8 stages")
+        assert error.hint == "Pin it to stage1 or an earlier one."
 
 
 def test_pins_that_no_memory_helps(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     options = PlanOptions(mini_batch=8, pins=(("layer1", 2),))
-    hint = refused(Problem(make_chain(3, 8, cuts=1.1), make_topology(4, memory=50), options)).hint
-    assert hint == "With more memory none was found either. Leave out `pins`."
+    error = refused(Problem(make_chain(3, 8, cuts=1.1), make_topology(4, memory=50), options))
+    needs = "stage 2 needs 2 cuts between the beginning on stage 0 and layer1, and 1 can be made"
+    assert error.what == f"pins=('layer1', 2): {needs}"
+    assert error.hint == "Pin it to stage1, or omit the pin."
 
 
 def test_memory_is_not_blamed_for_what_the_options_forbid(
@@ -176,6 +185,5 @@ def test_memory_is_not_blamed_for_what_the_options_forbid(
     chain, topology = make_chain(3, 8, cuts=1.1), make_topology(3, memory=10**9)
     options = PlanOptions(mini_batch=8, keep_together=("*",), use_all=True, runtime="torchgpipe")
     error = refused(Problem(chain, topology, options))
-    assert "that the options allow fits into" in error.what
-    assert error.what.endswith(", nor was one found with more memory; without them one does")
-    assert error.hint == "Leave out `keep_together`, `use_all` or `runtime`."
+    assert error.what == "`use_all`: at most 1 stage of 1 replica each use 1 of the 3 devices"
+    assert error.hint == "Omit `use_all`, or use gpus=1."

@@ -171,7 +171,9 @@ class TestPlanWith:
         assert more["required"] is False
         monkeypatch.setattr(joint_search, "fastest", lambda *_, **__: None)
         assert plan_with(Named("x", inside.proposal), problem) == "does not fit"
-        assert plan_with(Named("x", outside.proposal), problem) == joint_search.NOT_ALLOWED
+        assert plan_with(Named("x", outside.proposal), problem) == (
+            f"{joint_search.NOT_ALLOWED}: 2 stages are more than max_stages=1"
+        )
         runtime = make_problem(max_stages=1, runtime="deepspeed", schedule="1f1b")
         why = plan_with(Named("x", inside.proposal), runtime)
         assert isinstance(why, str)

@@ -35,7 +35,7 @@ def test_the_batch_or_the_micro_batches(batch: int, micro_batches: int | None, w
 @pytest.mark.parametrize("planner", ["one-gpu", "data-parallel"])
 def test_options_that_leave_out_what_it_proposes(make_problem: MakeProblem, planner: str) -> None:
     pinned = make_problem(pins=[("layer5", 1)])
-    assert plan_with(find_planner(planner), pinned) == NOT_ALLOWED
+    assert str(plan_with(find_planner(planner), pinned)).startswith(f"{NOT_ALLOWED}: ")
     assert not isinstance(plan_with(find_planner(planner), make_problem()), str)
 
 
