@@ -127,6 +127,11 @@ class LayerSeconds:
         """Virtual stages of all devices of the pipeline."""
         return self.degrees.pipeline * self.setting.virtual_stages
 
+    @cached_property
+    def fewest_blocks(self) -> tuple[int, ...]:
+        """Fewest blocks of each (virtual) stage that the search allows."""
+        return self.setting.fewest_blocks(self.shape.blocks, self.slots)
+
     def own_blocks(self, ranges: Sequence[range], device: int) -> tuple[range, ...]:
         """Of the blocks of all virtual stages those of a device, which has every p-th."""
         return tuple(ranges[device :: self.degrees.pipeline])
@@ -198,7 +203,7 @@ class LayerSeconds:
         """Of a micro-batch, forward and backward, on all stages, with as few blocks run again as can be: as
         many as can on one stage that runs only its first ones again."""
         blocks = self.shape.blocks
-        elsewhere = sum(self.setting.fewest_blocks(slot, self.slots) for slot in range(1, self.slots))
+        elsewhere = sum(self.fewest_blocks[1:])
         if elsewhere:
             elsewhere -= 1
         again = self.setting.recomputed(blocks - elsewhere) + elsewhere * self.setting.recomputed(1)

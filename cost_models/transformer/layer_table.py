@@ -57,8 +57,8 @@ class LayerTable(LayerBytes):
         """The same layers, of other virtual stages on a device, or with other blocks that run again."""
         other = copy(self)
         other.setting, other._bytes = setting, {}
-        names = ("least_block_seconds", "whole_seconds", "_fixed_parts_by_slot", "_fixed_seconds_by_slot")
-        for name in names:
+        names = ("fewest_blocks", "least_block_seconds", "whole_seconds", "_fixed_parts_by_slot")
+        for name in (*names, "_fixed_seconds_by_slot"):
             other.__dict__.pop(name, None)
         return other
 
@@ -207,10 +207,11 @@ class LayerTable(LayerBytes):
         # Every block has at least as many micro-batches in flight as its device's stage with fewest, one of
         # each stage that must have it those of its stage.
         least, smallest = peaks.min(axis=1), min(self._saved_by_kind.values())
-        more = (peaks - least[:, None])[:, self._fewest_by_chunk(device) > 0]
+        must = np.array(self.fewest_blocks[device :: self.degrees.pipeline]) > 0
+        more = (peaks - least[:, None])[:, must]
         saved = np.asarray(sum(own * self._saved_by_kind[kind] for kind, own in numbers.items()))
-        must = np.multiply.outer(more.sum(axis=1) * smallest, np.ones(saved.shape))
-        too_much = np.multiply.outer(least, saved) + must - room
+        beyond = np.multiply.outer(more.sum(axis=1) * smallest, np.ones(saved.shape))
+        too_much = np.multiply.outer(least, saved) + beyond - room
         if self.setting.recompute != "full" or (too_much <= 0).all():
             return np.where((too_much <= 0).all(axis=0), 0.0, np.inf)
         again = [self._again_at_peak(*own) for own in zip(too_much, least, more, strict=True)]
@@ -226,11 +227,6 @@ class LayerTable(LayerBytes):
         again = np.searchsorted(freed, too_much * (1 - 1e-9)).astype(float)
         rest = np.ceil((too_much - freed[-1]) / once - 1e-9) if once else np.inf
         return np.where(too_much <= 0, 0.0, np.where(again < len(freed), again, len(freed) - 1 + rest))
-
-    def _fewest_by_chunk(self, device: int) -> np.ndarray:
-        """Blocks that each virtual stage of a device must have."""
-        slots = range(device, self.slots, self.degrees.pipeline)
-        return np.array([self.setting.fewest_blocks(slot, self.slots) for slot in slots])
 
     def _least_beside(self, numbers: Mapping[bool, np.ndarray], device: int) -> np.ndarray:
         """Bytes that a device with so many blocks of each kind needs at least beside weights, gradients,
@@ -278,11 +274,13 @@ class LayerTable(LayerBytes):
 
     def peak_room(self, device: int, memory_bytes: float) -> tuple[np.ndarray, float]:
         """Micro-batches in flight at each peak in each virtual stage of a device, and the bytes that it has
-        at most for blocks: their states, and what they keep of these micro-batches."""
-        kinds = [(kind,) for kind in self.blocks] if self._fewest_by_chunk(device).any() else [()]
-        beside = min(self._beside_bytes(own, device) for own in kinds)
-        peaks = np.array(self._chunks_in_flight(device), dtype=np.float64)
-        return peaks, memory_bytes * (1 + 1e-9) - self._states(device, 0) - beside
+        at most for blocks: their states, and what they keep of these micro-batches. Negative where the device
+        does not fit without a block, or with one that it must have."""
+        space = memory_bytes * (1 + 1e-9) - self._states(device, 0)
+        room = space - min(self._beside_bytes((kind,), device) for kind in self.blocks)
+        if not any(self.fewest_blocks[device :: self.degrees.pipeline]):
+            room = min(space - self._beside_bytes((), device), max(room, 0.0))
+        return np.array(self._chunks_in_flight(device), dtype=np.float64), room
 
     def block_bytes(self, kind: bool, *, again: bool) -> tuple[float, float]:
         """Of a block, with experts or without, whose forward runs again or does not: its states, and what it

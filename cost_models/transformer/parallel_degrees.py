@@ -102,8 +102,6 @@ class ParallelDegrees:
                 return f"expert={self.expert} does not divide tensor x context x data = {group}"
         if self.zero > 1 and self.pipeline > 1:
             return f"zero={self.zero}: is of one pipeline stage, not of {self.pipeline}"
-        if self.pipeline > shape.blocks:
-            return f"{shape.blocks} blocks make no {self.pipeline} stages"
         return ""
 
     def check(self, shape: TransformerShape, sequence: int) -> None:

@@ -12,7 +12,6 @@ from ..schedules import interleaved
 from ..schedules.one_f_one_b import in_flight
 from .layer_work import Tokens
 from .parallel_degrees import ParallelDegrees
-from .transformer_shape import TransformerShape
 
 Recomputation = Literal["none", "selective", "full", "offload"]
 
@@ -54,26 +53,25 @@ class TrainingSetting:
         """Of so many (virtual) stages that with the predictors."""
         return slots - 1 - self.predictor_offset if self.predictors else None
 
-    def fewest_blocks(self, slot: int, slots: int) -> int:
-        """That a (virtual) stage of several has: the first may have the embedding alone, the last the head,
-        that of the predictors these."""
-        ends = (0, slots - 1, self.predictor_slot(slots))
-        return 0 if slots > 1 and (slot in ends or self.is_behind_predictors(slot, slots)) else 1
-
-    def is_behind_predictors(self, slot: int, slots: int) -> bool:
-        """Whether a (virtual) stage cannot have blocks."""
+    def block_slots(self, slots: int) -> range:
+        """The (virtual) stages that may hold blocks: all up to the predictors'."""
         place = self.predictor_slot(slots)
-        return place is not None and slot > place
+        return range(slots if place is None else place + 1)
+
+    def fewest_blocks(self, blocks: int, slots: int) -> tuple[int, ...]:
+        """Fewest blocks of each (virtual) stage that the search allows: none on the stages of the embedding,
+        the head and the predictors, and one on each stage between if the model has enough blocks."""
+        ends = {0, slots - 1, self.predictor_slot(slots)}
+        between = set(self.block_slots(slots)) - ends
+        return tuple(int(slot in between and len(between) <= blocks) for slot in range(slots))
 
     def even_blocks(self, blocks: int, slots: int) -> list[int]:
         """Blocks of each (virtual) stage, as equal as can be."""
-        empty = self.predictor_offset if self.predictors else 0
-        return even_blocks(blocks, slots - empty) + [0] * empty
+        room = len(self.block_slots(slots))
+        return even_blocks(blocks, room) + [0] * (slots - room)
 
 
-def virtual_stages_problem(
-    shape: TransformerShape, degrees: ParallelDegrees, setting: TrainingSetting
-) -> str:
+def virtual_stages_problem(degrees: ParallelDegrees, setting: TrainingSetting) -> str:
     """Why the pipeline cannot be interleaved so, in words; empty where it can, or is not."""
     virtual, stages = setting.virtual_stages, degrees.pipeline
     if virtual == 1:
@@ -82,8 +80,6 @@ def virtual_stages_problem(
         return f"virtual_stages={virtual}: they are of a pipeline of at least 2 stages, which has {stages}"
     if setting.micro_batches % stages:
         return f"{setting.micro_batches} micro-batches are no multiple of {stages} stages, interleaved"
-    if stages * virtual > shape.blocks:
-        return f"{shape.blocks} blocks make no {stages} x {virtual} virtual stages"
     return ""
 
 

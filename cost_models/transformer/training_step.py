@@ -21,8 +21,9 @@ from ..simulator.costs import Costs
 from ..timeline import simulate
 from .layer_table import LayerTable, StageEstimate
 from .parallel_degrees import ParallelDegrees
+from .pipeline_layout import layout_problems, stage_letters
 from .rank_costs import PassSeconds, RankCosts
-from .training_setting import TrainingSetting, block_ranges, even_blocks, virtual_stages_problem
+from .training_setting import TrainingSetting, block_ranges, virtual_stages_problem
 from .transformer_shape import TransformerShape
 
 
@@ -51,12 +52,19 @@ def estimate_step(
     """Of the stages with so many `blocks` each (None: even ones); of virtual stages, of each of these, in the
     order in which a micro-batch goes through them. Raises UsageError for what cannot be."""
     degrees.check(shape, setting.tokens.sequence)
-    if problem := virtual_stages_problem(shape, degrees, setting):
+    if problem := virtual_stages_problem(degrees, setting):
         raise UsageError(problem, "Choose other virtual stages, or micro-batches.")
     stages = degrees.pipeline * setting.virtual_stages
-    counts = even_blocks(shape.blocks, stages) if blocks is None else list(blocks)
-    if len(counts) != stages or sum(counts) != shape.blocks or min(counts) < 0:
-        raise UsageError(f"blocks={counts}: not {stages} stages of {shape.blocks} blocks", "Let them add up.")
+    counts = setting.even_blocks(shape.blocks, stages) if blocks is None else list(blocks)
+    problems = ["one number from 0 on is needed for each"] * (len(counts) != stages or min(counts) < 0)
+    if not problems:
+        letters = stage_letters(counts, setting.predictors, setting.predictor_offset)
+        problems = layout_problems(letters, degrees.pipeline, shape.blocks, setting.predictors)
+    if problems:
+        raise UsageError(
+            f"blocks={counts}: not {stages} stages of {shape.blocks} blocks: {'; '.join(problems)}",
+            "Give the blocks of each stage, which add up.",
+        )
     return estimate_stages(LayerTable(shape, degrees, setting, costs), counts)
 
 

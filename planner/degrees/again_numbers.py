@@ -71,7 +71,7 @@ def _limits(layers: LayerTable, device: int, memory_bytes: float, enough: float)
     """By blocks of a device, from the fewest on: the first number that run again with which it fits, and the
     last with which a step may take less than `enough` seconds."""
     setting, slots = layers.setting, range(device, layers.slots, layers.degrees.pipeline)
-    fewest = [setting.fewest_blocks(slot, layers.slots) for slot in slots]
+    fewest = [layers.fewest_blocks[slot] for slot in slots]
     rest = max(sum(fewest) - 1, 0)
     every = np.arange(layers.shape.blocks + 1)
     # With as many as can be, and not all.
@@ -84,7 +84,7 @@ def _limits(layers: LayerTable, device: int, memory_bytes: float, enough: float)
     left = left / each - rest if each > 0 else np.where(left >= 0, np.inf, -1.0)
     some_again = np.maximum(again - rest, 0.0)
     never = ~(left >= np.where(np.isfinite(again), some_again, np.inf))
-    if all(setting.is_behind_predictors(slot, layers.slots) for slot in slots):
+    if not set(slots) & set(setting.block_slots(layers.slots)):
         never |= number > 0
     # As many as there are beside those of the other virtual stages, any number may run again.
     last = np.where(left >= number - rest, np.inf, np.floor(left * (1 + _ROUNDING)))

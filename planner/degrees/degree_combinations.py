@@ -54,7 +54,13 @@ class Combination:
 def most_recompute_blocks(shape: TransformerShape, one: Combination) -> int:
     """With one more all blocks of the longest (virtual) stage there can be would run again."""
     slots = one.degrees.pipeline * one.virtual_stages
-    return shape.blocks - 1 - sum(one.setting.fewest_blocks(slot, slots) for slot in range(1, slots))
+    return shape.blocks - 1 - sum(one.setting.fewest_blocks(shape.blocks, slots)[1:])
+
+
+def most_stages(shape: TransformerShape) -> int:
+    """Most (virtual) stages that are searched where the options name no number: one for each block, and one
+    each for the embedding and the head."""
+    return shape.blocks + 2
 
 
 def list_combinations(shape: TransformerShape, devices: int, options: DegreeOptions) -> Iterator[Combination]:
@@ -64,7 +70,7 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
     to `most_recompute_blocks`."""
     modes = [(again, number) for word, again, number in _MODES if options.recompute in ("auto", word)]
     modes += [("offload", None)] * options.offload
-    for tensor, context, stages in list_degrees(devices, options):
+    for tensor, context, stages in list_degrees(shape, devices, options):
         if devices % (tensor * context * stages):
             continue
         data = devices // (tensor * context * stages)
@@ -72,6 +78,7 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
             continue
         experts = expert_degrees(shape, tensor * context * data, options)
         exchanges, offsets = context_exchanges(context, options), _predictor_offsets(stages, options)
+        virtuals = options.virtual_stages or range(1, max(min(8, most_stages(shape) // stages), 1) + 1)
         for expert, zero, exchange in product(experts, options.zero, exchanges):
             degrees = ParallelDegrees(tensor, context, expert, stages, data, zero, exchange)
             if degrees.problem_with(shape, options.sequence):
@@ -79,24 +86,26 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
             for size in micro_batch_sizes(options, options.mini_batch // data):
                 tokens = Tokens(options.sequence, size)
                 count = options.mini_batch // data // size
-                virtuals = options.virtual_stages or range(1, 9)
                 for (recompute, number), virtual, offset in product(modes, virtuals, offsets):
                     setting = TrainingSetting(
                         count, tokens, recompute, virtual, number, options.predictors, offset
                     )
                     one = Combination(degrees, setting)
                     unfit = _offloads_under_fsdp(degrees, setting)
-                    if unfit or virtual_stages_problem(shape, degrees, setting):
+                    if unfit or virtual_stages_problem(degrees, setting):
                         continue
                     if number is None or most_recompute_blocks(shape, one) > 0:
                         yield one
 
 
-def list_degrees(devices: int, options: DegreeOptions) -> Iterator[tuple[int, int, int]]:
+def list_degrees(
+    shape: TransformerShape, devices: int, options: DegreeOptions
+) -> Iterator[tuple[int, int, int]]:
     """Tensor, context and pipeline degrees that the options allow, whatever they divide."""
     divisors = [number for number in range(1, devices + 1) if devices % number == 0]
     contexts = options.cp or [one for one in divisors if one == 1 or options.sequence >= one * LEAST_TOKENS]
-    return product(options.tp or divisors, contexts, options.pp or divisors)
+    stages = options.pp or [number for number in divisors if number <= most_stages(shape)]
+    return product(options.tp or divisors, contexts, stages)
 
 
 LEAST_TOKENS = 4096

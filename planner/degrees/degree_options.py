@@ -188,14 +188,17 @@ class DegreeOptions(Options):
         read=_read_zero,
     )
     tp: Sequence[int] | None = _degree_option("Allowed tensor-parallel degrees.")
-    pp: Sequence[int] | None = _degree_option("Allowed numbers of pipeline stages.")
+    pp: Sequence[int] | None = _degree_option(
+        "Allowed numbers of pipeline stages; default: up to one for each layer, the embedding and the head."
+    )
     cp: Sequence[int] | None = _degree_option(
         "Allowed context-parallel degrees; default: those that leave a device 4096 tokens."
     )
     ep: Sequence[int] | None = _degree_option("Allowed expert-parallel degrees.")
     micro_batch_size: Sequence[int] | None = _degree_option("Allowed sequences of a micro-batch.")
     virtual_stages: Sequence[int] | None = _degree_option(
-        "Virtual stages of a device that may be; 1: 1F1B, more: interleaved 1F1B; default: 1 to 8."
+        "Virtual stages of a device that may be; 1: 1F1B, more: interleaved 1F1B; default: 1 to 8, of all "
+        "devices no more than layers, embedding and head."
     )
     recompute: str = option(
         "auto",

@@ -81,7 +81,7 @@ def _nearest_miss(shape: TransformerShape, devices: int, options: DegreeOptions)
     """Of the combinations that are tried, in words, why that is none which passes most conditions."""
     misses = (
         miss
-        for degrees in list_degrees(devices, options)
+        for degrees in list_degrees(shape, devices, options)
         for miss in _misses(shape, devices, options, *degrees)
     )
     return max(misses, key=lambda miss: miss[0])[1]
@@ -111,12 +111,10 @@ def _misses(
             for exchange in context_exchanges(context, options):
                 degrees = ParallelDegrees(tensor, context, expert, stages, data, zero, exchange)
                 problem = degrees.problem_with(shape, options.sequence)
-                yield (3, problem) if problem else _miss_of_stages(shape, degrees, options)
+                yield (3, problem) if problem else _miss_of_stages(degrees, options)
 
 
-def _miss_of_stages(
-    shape: TransformerShape, degrees: ParallelDegrees, options: DegreeOptions
-) -> tuple[int, str]:
+def _miss_of_stages(degrees: ParallelDegrees, options: DegreeOptions) -> tuple[int, str]:
     per_replica = options.mini_batch // degrees.data
     sizes = micro_batch_sizes(options, per_replica)
     if not sizes:
@@ -126,7 +124,7 @@ def _miss_of_stages(
         setting = TrainingSetting(
             per_replica // sizes[0], Tokens(options.sequence, sizes[0]), "none", virtual
         )
-        if problem := virtual_stages_problem(shape, degrees, setting):
+        if problem := virtual_stages_problem(degrees, setting):
             return 5 + (degrees.pipeline > 1), problem
     return 7, f"no stage has a block that may stay as it is, recompute {options.recompute}"
 

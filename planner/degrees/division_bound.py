@@ -146,9 +146,9 @@ class _DivisionProgramme:
         own, setting, lengths = self._stage_costs(stage), self.layers.setting, self.runs.lengths
         stages = self.layers.degrees.pipeline
         fits = own.fixed + own.saved * in_flight(stage, stages, setting.micro_batches) <= self.memory_bytes
-        if setting.is_behind_predictors(stage, stages):
+        if stage not in setting.block_slots(stages):
             return np.asarray(fits & (lengths == 0))
-        return np.asarray(fits & (lengths >= setting.fewest_blocks(stage, stages)))
+        return np.asarray(fits & (lengths >= self.layers.fewest_blocks[stage]))
 
     def _useful_runs(self, stage: int, whole: float) -> npt.NDArray[np.bool_]:
         """Those that fit and leave a step of `enough` seconds, with so many of a micro-batch in all."""

@@ -12,10 +12,10 @@ and the longest update: `interleaved_bound` of a division. Every division takes 
 mean of these, in which every second of a block counts at least as often as where that is least: of all
 chunks, with weights r_d / v that grow by 1 / (1 - 1 / (v m)) from device to device, of the last chunk of
 every device, which waits for most transfers, and of both (`mean_interleaved`). And it takes no less than what
-whole blocks allow: device d takes m T_d and its own update, and waits for the embedding, one block of each
-virtual stage between, and the transfers; each of its virtual stages has as many blocks as it must have, as
-many blocks run again as its memory asks, and the devices must have room for all blocks of both kinds together
-(`least_interleaved`).
+whole blocks allow: device d takes m T_d and its own update, and waits for the embedding, the blocks that the
+virtual stages between must have, and the transfers; each of its virtual stages has as many blocks as it must
+have, as many blocks run again as its memory asks, and the devices must have room for all blocks of both kinds
+together (`least_interleaved`).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _device_seconds(
     """That a step takes at least with so many blocks of each kind on a device, in whatever virtual stages
     they lie; infinite where they do not fit, or are fewer than there must be."""
     slots = range(device, layers.slots, layers.degrees.pipeline)
-    fewest = [layers.setting.fewest_blocks(slot, layers.slots) for slot in slots]
+    fewest = [layers.fewest_blocks[slot] for slot in slots]
     again = layers.least_blocks_again(numbers, device, memory_bytes)
     allowed = (_total(numbers) >= sum(fewest)) & np.isfinite(again)
     once, more = layers.least_block_seconds
@@ -149,8 +149,8 @@ def _device_seconds(
 
 def least_wait(layers: LayerTable, device: int, block: float) -> float:
     """Seconds that a device waits for the first micro-batch, and behind the last, where a block takes no less
-    than these: of the embedding, a block of each virtual stage between, and the transfers."""
-    wait = layers.fixed_seconds(0) + (device - 1) * block if device else 0.0
+    than these: of the embedding, the blocks that virtual stages between must have, and the transfers."""
+    wait = layers.fixed_seconds(0) + sum(layers.fewest_blocks[1:device]) * block if device else 0.0
     return wait + 2 * device * layers.transfer_seconds(0)
 
 

@@ -43,7 +43,7 @@ def estimate_layout(
         if best is None or _rank(plan, memory_bytes) < _rank(best, memory_bytes):
             best = plan
     if best is None:
-        if len(counts) > pipeline and options.mini_batch < pipeline:
+        if next(_combinations(shape, 1, pipeline, devices, options), None) is not None:
             raise UsageError(
                 f"mini_batch={options.mini_batch}: makes no multiple of {pipeline} micro-batches",
                 "Interleaved stages need one.",
@@ -55,12 +55,11 @@ def estimate_layout(
 def _combinations(
     shape: TransformerShape, virtual: int, pipeline: int, devices: int, options: DegreeOptions
 ) -> Iterator[Combination]:
-    own = replace(options, pp=(pipeline,), virtual_stages=(1,))
+    own = replace(options, pp=(pipeline,), virtual_stages=(virtual,))
     for one in list_combinations(shape, devices, own):
         mode_is_tried = one.recompute_blocks is None or options.recompute == "partial"
-        mode_is_tried &= not one.setting.predictor_offset
-        if mode_is_tried and (virtual == 1 or one.micro_batches % pipeline == 0):
-            yield Combination(one.degrees, replace(one.setting, virtual_stages=virtual))
+        if mode_is_tried and not one.setting.predictor_offset:
+            yield one
 
 
 def _may_be_better(

@@ -86,9 +86,8 @@ class DivisionProgramme:
         """All divisions."""
         setting, slots = self.layers.setting, self.layers.slots
         blocks = self.layers.shape.blocks
-        fewest = [setting.fewest_blocks(slot, slots) for slot in range(slots)]
-        most = [0 if setting.is_behind_predictors(slot, slots) else blocks for slot in range(slots)]
-        return DivisionBox.of_fewest(blocks, fewest, most, self.layers.degrees.pipeline)
+        most = [blocks if slot in setting.block_slots(slots) else 0 for slot in range(slots)]
+        return DivisionBox.of_fewest(blocks, self.layers.fewest_blocks, most, self.layers.degrees.pipeline)
 
     def table(self) -> SimplexTable:
         """Of prices, before any is chosen."""

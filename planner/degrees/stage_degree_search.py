@@ -28,7 +28,7 @@ from ...cost_models.transformer.resharding import StageDevices, resharding_secon
 from ...cost_models.transformer.training_setting import TrainingSetting
 from ...cost_models.transformer.training_step import StepEstimate, pipeline_seconds
 from ...cost_models.transformer.transformer_shape import TransformerShape
-from .degree_combinations import stage_degrees
+from .degree_combinations import most_stages, stage_degrees
 from .degree_options import DegreeOptions
 from .stage_degree_bound import DegreeTables, DeviceSlot, PipelineBounds, stage_bound, stage_slots
 from .stage_degree_table import FIRST, LAST, MIDDLE, BlockRuns, Recompute, StageDegreeTable
@@ -132,8 +132,8 @@ def search_stage_degrees(
 
 
 def _stage_counts(shape: TransformerShape, devices: int, options: DegreeOptions) -> list[int]:
-    most = min(devices, shape.blocks)
-    return [count for count in options.pp or range(2, MOST_STAGES + 1) if 2 <= count <= most]
+    counts = options.pp or range(2, MOST_STAGES + 1)
+    return [count for count in counts if 2 <= count <= min(devices, most_stages(shape))]
 
 
 def _sample_counts(devices: int, options: DegreeOptions) -> list[int]:

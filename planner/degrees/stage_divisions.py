@@ -46,10 +46,8 @@ def interleaved_divisions(layers: LayerTable) -> list[tuple[int, ...]]:
 
 def round_division(layers: LayerTable, amounts: Sequence[float]) -> tuple[int, ...]:
     """Whole blocks of (virtual) stages that should have so many, each as many as it must and may."""
-    setting, slots = layers.setting, layers.slots
-    free = [slot for slot in range(slots) if not setting.is_behind_predictors(slot, slots)]
-    fewest = [setting.fewest_blocks(slot, slots) for slot in range(slots)]
-    counts = [max(int(amounts[slot]), fewest[slot]) if slot in free else 0 for slot in range(slots)]
+    free, fewest = layers.setting.block_slots(layers.slots), layers.fewest_blocks
+    counts = [max(int(amounts[slot]), fewest[slot]) if slot in free else 0 for slot in range(layers.slots)]
     while (left := layers.shape.blocks - sum(counts)) != 0:
         step = 1 if left > 0 else -1
         allowed = [slot for slot in free if counts[slot] + step >= fewest[slot]]
@@ -63,16 +61,14 @@ def divide_by_seconds(layers: LayerTable) -> list[int]:
     stages, blocks = layers.slots, layers.shape.blocks
     before = layers.seconds_before
     share = layers.whole_seconds / stages
-    fewest = [layers.setting.fewest_blocks(slot, stages) for slot in range(stages)]
+    free, fewest = layers.setting.block_slots(stages), layers.fewest_blocks
     ends, fixed = [0], 0.0
-    for slot in range(stages - 1):
+    for slot in free[:-1]:
         fixed += layers.fixed_seconds(slot) if slot else 0.0
-        if slot == layers.setting.predictor_slot(stages):
-            return [b - a for a, b in pairwise([*ends, blocks])] + [0] * (stages - 1 - slot)
         allowed = range(ends[-1] + fewest[slot], blocks - sum(fewest[slot + 1 :]) + 1)
         aim = (slot + 1) * share - fixed
         ends.append(_nearest(allowed, before, aim))
-    return [b - a for a, b in pairwise([*ends, blocks])]
+    return [b - a for a, b in pairwise([*ends, blocks])] + [0] * (stages - len(free))
 
 
 def _nearest(ends: range, before: Sequence[float], aim: float) -> int:
@@ -145,13 +141,8 @@ def _moves_from(layers: LayerTable, counts: tuple[int, ...], device: int) -> Ite
     """One block less on a virtual stage of a device, one more on one of the last half."""
     slots = len(counts)
     for source in range(device, slots, layers.degrees.pipeline):
-        for target in range(slots // 2, slots):
-            behind = layers.setting.is_behind_predictors(target, slots)
-            if (
-                source != target
-                and not behind
-                and counts[source] > layers.setting.fewest_blocks(source, slots)
-            ):
+        for target in layers.setting.block_slots(slots)[slots // 2 :]:
+            if source != target and counts[source] > layers.fewest_blocks[source]:
                 trial = list(counts)
                 trial[source] -= 1
                 trial[target] += 1
@@ -164,10 +155,10 @@ def _moves(layers: LayerTable, counts: tuple[int, ...], estimate: StepEstimate) 
     seconds = [own.forward_seconds + own.backward_seconds for own in estimate.stages]
     slow_first = sorted(range(slots), key=lambda slot: (-seconds[slot % stages], -slot))
     for source in slow_first:
-        if counts[source] <= layers.setting.fewest_blocks(source, slots):
+        if counts[source] <= layers.fewest_blocks[source]:
             continue
         for target in reversed(slow_first):
-            if target != source and not layers.setting.is_behind_predictors(target, slots):
+            if target != source and target in layers.setting.block_slots(slots):
                 trial = list(counts)
                 trial[source] -= 1
                 trial[target] += 1

@@ -7,6 +7,7 @@ from math import gcd
 from typing import Any
 
 from ..cost_models.errors import ExportError
+from ..cost_models.transformer.pipeline_layout import stage_letters
 from ..cost_models.transformer.training_setting import block_ranges
 from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan
 from ..runtimes.formats.megatron_export import (
@@ -152,6 +153,10 @@ def torchtitan_remarks(plan: DegreePlan) -> list[str]:
         remarks.append("torchtitan's context parallelism gathers keys and values on every device")
     elif degrees.context > 1:
         remarks.append("torchtitan keeps the gathered keys and values of a block for its backward")
+    if any(not letters for letters in stage_letters(plan.blocks)):
+        remarks.append(
+            "torchtitan and NeMo AutoModel train no stage without a layer: use Megatron-LM for this plan"
+        )
     if plan.setting.predictors:
         remarks.append("torchtitan and NeMo AutoModel are named no predictors of further tokens")
     if plan.recompute == "offload":

@@ -13,12 +13,13 @@ from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.machines.machine_options import MachineOptions
 from ..cost_models.option_fields import list_declarations
 from ..cost_models.quantities import format_count
+from ..cost_models.transformer.pipeline_layout import layout_problems
 from ..cost_models.transformer.transformer_shape import TransformerShape
 from ..planner.degrees.degree_options import DegreeOptions
 from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan, search_degrees
 from ..planner.degrees.layout_estimate import estimate_layout
 from ..runtimes.formats.megatron_export import write_layout
-from ..runtimes.reading.megatron_layout import layout_problems, split_layout
+from ..runtimes.reading.megatron_layout import split_layout
 from .degree_document import configuration_notes
 from .degrees import machine_costs, read_shape
 from .options import DegreesKeywords, describe_options, options_from
@@ -155,7 +156,8 @@ def lint_layout(
             f"with {format_count(virtual, 'virtual stage')} a device",
         )
     if layout != EVEN:
-        problems += tuple(layout_problems(stages, pipeline, shape.blocks, shape.predictors))
+        predictors = shape.predictors if "m" in "".join(stages) else 0
+        problems += tuple(layout_problems(stages, pipeline, shape.blocks, predictors))
     remarks = tuple(_remarks(stages, shape, options.sequence))
     report = LayoutReport(layout, shape.name, stages, pipeline, problems, remarks)
     if machine.gpus is None or report.problems:

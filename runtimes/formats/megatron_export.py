@@ -9,6 +9,7 @@ processes count the replicas of a stage before the next stage. Sources: megatron
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import gcd
@@ -18,6 +19,7 @@ from ...cost_models.document import LayerCount, MadeBy
 from ...cost_models.errors import ExportError
 from ...cost_models.first_layers import recompute_kinds
 from ...cost_models.runtime import find_runtime
+from ...cost_models.transformer.pipeline_layout import stage_letters
 from ...planner.plan_file import Plan
 from .first_blocks import count_first_blocks
 from .plan_choice import Choice, choose
@@ -108,15 +110,8 @@ def _build_document(
 def write_layout(blocks: Sequence[int], predictors: int = 0, predictor_offset: int = 0) -> str:
     """The layout of stages with so many transformer blocks, the embedding on the first and the head on the
     last: `Et*3|t|t*2L` for 3, 1 and 2. Multi-token predictors, m, stand so many stages before the last."""
-    stages = [_repeat("t", count) for count in blocks]
-    stages[-1 - predictor_offset] += _repeat("m", predictors)
-    stages[0] = f"E{stages[0]}"
-    stages[-1] = f"{stages[-1]}L"
-    return "|".join(stages)
-
-
-def _repeat(letter: str, count: int) -> str:
-    return letter * count if count < 2 else f"{letter}*{count}"
+    stages = "|".join(stage_letters(blocks, predictors, predictor_offset))
+    return re.sub(r"([tm])\1+", lambda match: f"{match[1]}*{len(match[0])}", stages)
 
 
 def _blocks_by_stage(plan: Plan, model: Transformer, ends: Sequence[int], runtime: str) -> list[int]:

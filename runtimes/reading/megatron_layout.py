@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ...cost_models.quantities import format_count
+from ...cost_models.transformer.pipeline_layout import layout_problems
 from ..formats.transformer_blocks import NotBlocksError, find_blocks, is_small
 from .partition import Partition, from_blocks, partition_error, with_first_blocks
 from .trainer_options import Options, read_number
@@ -23,56 +24,6 @@ def split_layout(layout: str, where: str) -> list[str]:
     return _unroll(layout, where).split("|")
 
 
-def layout_problems(stages: Sequence[str], pipeline: int, blocks: int, predictors: int) -> list[str]:
-    """Why Megatron-LM does not train a model of so many blocks and multi-token predictors with this layout;
-    empty where it does.
-
-    The rules of megatron-core 0.16's `PipelineParallelLayerLayout`. A layout without m trains without
-    predictors, whatever the model has.
-    """
-    letters = "".join(stages)
-    problems = []
-    if unknown := sorted(set(letters) - set("EtmL")):
-        problems.append(f"{unknown[0]!r} is none of E, t, m, L and |")
-    if len(stages) % pipeline:
-        problems.append(
-            f"{format_count(len(stages), 'stage')}: no multiple of the pipeline's size {pipeline}"
-        )
-    if not letters.startswith("E"):
-        problems.append("the first layer is not E, the embedding")
-    if not letters.endswith("L"):
-        problems.append("the last layer is not L, the loss")
-    problems += [
-        f"{letter} stands {letters.count(letter)} times, not once"
-        for letter in "EL"
-        if letters.count(letter) > 1
-    ]
-    if (count := letters.count("t")) != blocks:
-        problems.append(f"it places {format_count(count, 'transformer block')} (t), the model has {blocks}")
-    return problems + _predictor_problems(stages, pipeline, predictors)
-
-
-def _predictor_problems(stages: Sequence[str], pipeline: int, predictors: int) -> list[str]:
-    letters = "".join(stages)
-    if not (count := letters.count("m")):
-        return []
-    problems = []
-    if count != predictors:
-        problems.append(
-            f"it places {format_count(count, 'multi-token predictor')} (m), the model has {predictors}"
-        )
-    if "t" in letters[letters.index("m") :]:
-        problems.append("a transformer block (t) stands behind a multi-token predictor (m)")
-    own = [stage for stage, text in enumerate(stages) if "m" in text]
-    if len(own) > 1:
-        problems.append(f"the multi-token predictors (m) are on the stages {own[0]} to {own[-1]}, not on one")
-    if len(stages) % pipeline == 0 and own[0] < len(stages) - pipeline:
-        problems.append(
-            f"the multi-token predictors (m) are on stage {own[0]}, not on the last virtual stage of a rank"
-        )
-    return problems
-
-
 def parse_layout(layout: str, where: str) -> list[int]:
     """Transformer blocks a stage. Raises FileError.
 
@@ -82,17 +33,15 @@ def parse_layout(layout: str, where: str) -> list[int]:
     return [stage.count("t") for stage in _split_rightly(layout, where)]
 
 
-def _split_rightly(layout: str, where: str) -> list[str]:
-    """The letters of each stage. Raises FileError where they are others, or in another order."""
+def _split_rightly(layout: str, where: str, pipeline: int | None = None) -> list[str]:
+    """The letters of each stage. Raises FileError where Megatron-LM does not train the layout.
+
+    `pipeline`: its size; None: that of the layout, without virtual stages."""
     stages = split_layout(layout, where)
     letters = "".join(stages)
-    if unknown := sorted(set(letters) - set("EtmL")):
-        raise partition_error(where, f"layout {layout!r}: {unknown[0]!r} is none of E, t, m, L and |")
-    if not re.fullmatch(r"Et*m*L", letters):
-        raise partition_error(
-            where,
-            f"layout {layout!r}: it must begin with E and end with L, with each once, and m before L",
-        )
+    problems = layout_problems(stages, pipeline or len(stages), letters.count("t"), letters.count("m"))
+    if problems:
+        raise partition_error(where, f"layout {layout!r}: {'; '.join(problems)}")
     return stages
 
 
@@ -110,14 +59,9 @@ def from_layout(layout: str, names: Sequence[str], where: str, options: Options)
     """The partition of a layout, with what the options beside it say. Devices without a layer of the profile
     are left out, and multi-token predictors passed over; of empty stages before the head, whose devices have
     layers, each has a norm of the head: with notes. Raises FileError."""
-    stages = _split_rightly(layout, where)
-    size = read_number(options, "pipeline_model_parallel_size", where) or len(stages)
-    if len(stages) % size:
-        raise partition_error(
-            where,
-            f"the layout has {len(stages)} stages, pipeline_model_parallel_size {size} does not divide them",
-            "Give a pipeline size that does.",
-        )
+    pipeline = read_number(options, "pipeline_model_parallel_size", where)
+    stages = _split_rightly(layout, where, pipeline)
+    size = pipeline or len(stages)
     virtual = len(stages) // size
     empty = [stage for stage, letters in enumerate(stages) if not letters.strip("m")]
     idle = _idle_devices(empty, size, virtual)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import pplan
-from pplan.api.degree_arguments import megatron_arguments
+from pplan.api.degree_arguments import megatron_arguments, torchtitan_arguments, torchtitan_remarks
 from pplan.cli.app import main
 from pplan.runtimes.reading.megatron_layout import parse_layout
 
@@ -124,6 +124,75 @@ def test_megatron_takes_the_virtual_stages(virtual: int, vocabulary: int) -> Non
         return
     text = flags[flags.index("--pipeline-model-parallel-layout") + 1]
     assert parse_layout(text, "") == list(best.blocks)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "pipeline", "virtual", "layout"),
+    [
+        (6, 4, 2, "E|t|t|t|t|t|t|L"),
+        (14, 8, 2, "E|t|t|t|t|t|t|t|t|t|t|t|t|t|t|L"),
+        (2, 4, 1, "E|t|t|L"),
+        (3, 4, 1, None),
+        (2, 4, 2, None),
+        (1, 4, 1, None),
+    ],
+)
+def test_stages_of_the_embedding_or_the_head_alone(
+    blocks: int, pipeline: int, virtual: int, layout: str | None
+) -> None:
+    """No fewer stages than blocks. Each export is the plan, and lint accepts it."""
+    model = {**MODEL, "num_hidden_layers": blocks}
+    sizes: dict[str, Any] = {
+        "pp": (pipeline,),
+        "virtual_stages": (virtual,),
+        "mini_batch": 16,
+        "recompute": "none",
+    }
+    answer = pplan.degrees(model, gpus=pipeline, gpu="h100", **sizes)
+    for plan in answer.plans:
+        assert len(plan.blocks) == pipeline * virtual
+        assert sum(plan.blocks) == blocks
+        flags = megatron_arguments(answer, plan)
+        text = flags[flags.index("--pipeline-model-parallel-layout") + 1]
+        assert text == (layout or text)
+        assert parse_layout(text, "") == list(plan.blocks)
+        report = pplan.lint(text, model, gpus=pipeline, gpu="h100", **sizes)
+        assert report.agrees
+        assert report.virtual_stages == virtual
+        titan = torchtitan_arguments(answer, plan)
+        first = titan.index("--parallelism.module_fqns_per_model_part") + 1
+        parts = [part.split(",") for part in titan[first : titan.index("--training.disable_cuda_graphs")]]
+        assert [sum(name.startswith("layers.") for name in part) for part in parts] == list(plan.blocks)
+        assert (parts[0][0], parts[-1][-2:]) == ("tok_embeddings", ["norm", "lm_head"])
+        empty = any(not count for count in plan.blocks[1:-1])
+        assert any("train no stage without a layer" in own for own in torchtitan_remarks(plan)) == empty
+    best = answer.plans[0].estimate.step_seconds
+    assert answer.bound_seconds <= best
+
+
+def test_the_layout_of_llama_3_405b() -> None:
+    """126 blocks in 128 virtual stages: 8 on each of 16 devices, TP 8, CP 16, 16,384 H100."""
+    model = {**MODEL, "hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128}
+    model |= {"num_key_value_heads": 8, "num_hidden_layers": 126, "vocab_size": 128256}
+    answer = pplan.degrees(
+        model,
+        gpus=16384,
+        topology="dgx-h100",
+        mini_batch=128,
+        sequence=131072,
+        tp=(8,),
+        cp=(16,),
+        pp=(16,),
+        virtual_stages=(8,),
+        micro_batch_size=(1,),
+        recompute="full",
+        context_exchange="all-gather",
+    )
+    assert answer.plans[0].blocks == (0, *[1] * 126, 0)
+    flags = megatron_arguments(answer, answer.plans[0])
+    text = flags[flags.index("--pipeline-model-parallel-layout") + 1]
+    assert text == "|".join(["E", *["t"] * 126, "L"])
+    assert pplan.lint(text, model, pp=(16,)).agrees
 
 
 @pytest.mark.slow

@@ -174,7 +174,6 @@ def test_an_embedding_computes_nothing() -> None:
         (ParallelDegrees(tensor=8), "4 of keys"),
         (ParallelDegrees(context=8), "4 of keys"),
         (ParallelDegrees(expert=2), "no experts"),
-        (ParallelDegrees(pipeline=3), "2 blocks"),
     ],
 )
 def test_what_cannot_be_shared(degrees: ParallelDegrees, says: str) -> None:

@@ -245,7 +245,7 @@ def test_seconds_of_an_interleaved_pipeline() -> None:
 
 @pytest.mark.parametrize(
     ("virtual", "many", "stages", "says"),
-    [(2, 6, 4, "no multiple of 4"), (4, 8, 4, "no 4 x 4"), (2, 4, 1, "at least 2 stages")],
+    [(2, 6, 4, "no multiple of 4"), (2, 4, 1, "at least 2 stages")],
 )
 def test_pipelines_that_cannot_be_interleaved(virtual: int, many: int, stages: int, says: str) -> None:
     setting = TrainingSetting(many, Tokens(4096), virtual_stages=virtual)

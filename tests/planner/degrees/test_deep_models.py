@@ -91,10 +91,11 @@ def test_the_least_bound_below_enough_seconds(more: dict[str, Any]) -> None:
 
 def steps(layers: LayerTable) -> list[tuple[tuple[int, ...], float]]:
     """Of every division."""
-    setting, slots, blocks = layers.setting, layers.slots, layers.shape.blocks
-    fewest = [setting.fewest_blocks(slot, slots) for slot in range(slots)]
-    most = [0 if setting.is_behind_predictors(slot, slots) else blocks for slot in range(slots)]
-    every = product(*(range(a, b + 1) for a, b in zip(fewest, most, strict=True)))
+    slots, blocks, place = layers.slots, layers.shape.blocks, layers.setting.predictor_slot(layers.slots)
+    last = slots - 1 if place is None else place
+    every = product(
+        *(range(int(0 < slot < last), blocks + 1) if slot <= last else (0,) for slot in range(slots))
+    )
     own = (counts for counts in every if sum(counts) == blocks)
     return [(counts, estimate_stages(layers, counts).step_seconds) for counts in own]
 

@@ -90,7 +90,7 @@ RESTRICTIONS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("restricted", RESTRICTIONS)
 def test_the_options_that_would_allow_a_plan(restricted: dict[str, Any]) -> None:
     """Of every combination: none where it is among those that are tried; with them it is."""
-    shape = transformer_shape({**MODEL, **EXPERTS}, "small")
+    shape = transformer_shape({**MODEL, **EXPERTS}, "small").with_blocks(14)
     options = DegreeOptions(mini_batch=8, sequence=8192, **restricted)
     free = DegreeOptions(mini_batch=8, sequence=8192, zero=(0, 1, 2, 3))
     tried = set(list_combinations(shape, 4, options))

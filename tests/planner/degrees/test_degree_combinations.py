@@ -101,7 +101,7 @@ def allowed(shape: TransformerShape, devices: int, options: DegreeOptions) -> se
             and (e == 1 or (any(shape.routed) and experts is not None and experts.number % e == 0))
             and t * c * d % e == 0
             and not (zero > 1 and p > 1)
-            and p * virtual <= len(shape.routed)
+            and (options.pp is not None or p <= len(shape.routed) + 2)
             and (virtual == 1 or (p > 1 and count % p == 0))
         )
         if fits:

@@ -170,15 +170,14 @@ def test_cuts_take_at_least(between_is_faster: bool) -> None:
 def test_stages_with_the_same_beside_blocks(stages: int, predictors: int, offset: int) -> None:
     """What is kept for several stages is what each has; of how many blocks each may be."""
     layers = table(3, stages, blocks=5, predictors=predictors, predictor_offset=offset)
-    programme, setting = _DivisionProgramme(layers, NO_LIMIT, NO_LIMIT), layers.setting
+    programme = _DivisionProgramme(layers, NO_LIMIT, NO_LIMIT)
     for stage in range(stages):
         kept, own = programme._stage_costs(stage), programme._costs_on(stage)
         for name in ("forward", "backward", "update", "fixed", "saved"):
             assert getattr(kept, name) == pytest.approx(getattr(own, name)), (stage, name)
-        fewest = setting.fewest_blocks(stage, stages)
+        between = 0 < stage < stages - 1 - offset
         for run, allowed in zip(programme.runs.runs, programme._allowed[stage], strict=True):
-            behind = setting.is_behind_predictors(stage, stages)
-            assert allowed == (not run if behind else len(run) >= fewest)
+            assert allowed == (not run if stage >= stages - offset else len(run) >= between)
 
 
 def one(

@@ -79,13 +79,15 @@ def interleaved_table(random: Random) -> LayerTable:
 
 
 def divisions(layers: LayerTable) -> Iterator[tuple[int, ...]]:
-    """All, with at least one block on each virtual stage but the first, the last, and that of predictors."""
+    """All, with no block or any number on the first virtual stage, the last, and that of predictors, and at
+    least one on each between if there are enough."""
     blocks, slots = layers.shape.blocks, layers.slots
     place = layers.setting.predictor_slot(slots)
     for ends in combinations_with_replacement(range(blocks + 1), slots - 1):
         counts = [b - a for a, b in pairwise((0, *ends, blocks))]
         behind = slots - 1 if place is None else place
-        if all(counts[1:behind]) and not any(counts[behind + 1 :]):
+        inner = counts[1:behind]
+        if (all(inner) or len(inner) > blocks) and not any(counts[behind + 1 :]):
             yield tuple(counts)
 
 

@@ -190,10 +190,10 @@ def test_the_least_room_for_whole_blocks(seed: int, stages: int, virtual: int) -
 
 
 def test_numbers_of_stages_that_are_searched() -> None:
-    """From two on, as many as there are devices, blocks and, unless more are asked for, sixteen."""
+    """From two on, as many as there are devices and layers, and, unless more are asked for, sixteen."""
     shape = table(1, 1).shape
     assert _stage_counts(shape.with_blocks(40), 40, DegreeOptions()) == list(range(2, 17))
-    assert _stage_counts(shape.with_blocks(5), 40, DegreeOptions()) == [2, 3, 4, 5]
+    assert _stage_counts(shape.with_blocks(5), 40, DegreeOptions()) == [2, 3, 4, 5, 6, 7]
     assert _stage_counts(shape.with_blocks(40), 3, DegreeOptions()) == [2, 3]
     assert _stage_counts(shape.with_blocks(40), 40, DegreeOptions(pp=(1, 2, 20, 40, 41))) == [2, 20, 40]
     sizes = _sample_counts(3, DegreeOptions(mini_batch=12))

@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pplan.cost_models.errors import FileError, UsageError
+from pplan.cost_models.transformer.pipeline_layout import layout_problems
 from pplan.planner.plan_file import Plan
 from pplan.runtimes.formats.exporters import EXPORTERS, export
 from pplan.runtimes.formats.trainer_text import TrainerText
-from pplan.runtimes.reading.megatron_layout import layout_problems, split_layout
+from pplan.runtimes.reading.megatron_layout import split_layout
 from pplan.runtimes.reading.partition import Partition
 from pplan.runtimes.reading.read import read_partition, with_virtual_stages
 
@@ -217,20 +218,20 @@ FORMATS = "Give a balance list"
         ("0,8,4,12", "stage 1 has -4 layers", ""),
         ("3,3", "the balance adds up to 6 layers, the profile has 12", "profile=FILE"),
         ("Et*4|t*4L", "it places 8 transformer blocks, the profile has 9", "profile=FILE"),
-        ("Et*4|mt*5L", "and m before L", ""),
+        ("Et*4|mt*5L", "a transformer block (t) stands after a multi-token predictor (m)", ""),
         ("Et*4|t*5xL", "it is in none of the formats", FORMATS),
         (
             "--pipeline-model-parallel-layout 'Et*4||t*4|tL' --pipeline-model-parallel-size 2",
             "its virtual stage 1 holds no layer of the profile, and its device has layers in others",
             "pplan.lint",
         ),
-        ("Et*4|t*5", "must begin with E and end with L", ""),
-        ("Et*4|Et*5L", "must begin with E and end with L", ""),
+        ("Et*4|t*5", "the last layer is not L, the loss", ""),
+        ("Et*4|Et*5L", "E stands 2 times, not once", ""),
         ("Et*999999999|L", "it stands for more than 100000 blocks", ""),
         ("--pipeline-model-parallel-layout 'Et*4|t*5L", "its quotes do not end", ""),
         (
             "--pipeline-model-parallel-layout Et*4|t*5L --pipeline-model-parallel-size 4",
-            "the layout has 2 stages, pipeline_model_parallel_size 4 does not divide them",
+            "2 stages: no multiple of the pipeline's size 4",
             "",
         ),
         (
