@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..cost_models.number_format import compare_percent, format_amount, percent, percent_at_most
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
+from ..cost_models.transformer.weight_update import NUMERIC_FORMATS
 from .table import Column, line, number, print_head, print_notes, print_table, text, word
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ def print_degrees(document: DegreesFile, console: Console) -> None:
             f"{format_count(document.devices, 'device')}: "
             f"{format_seconds(step)} a step, {format_amount(tokens)} tokens/s.",
             f"{format_count(document.layer_count, 'layer')}, {sizes}; a batch of "
-            f"{format_count(document.mini_batch, 'sequence')} of {document.sequence} tokens, in bfloat16 "
-            "with float32 gradients and Adam.",
+            f"{format_count(document.mini_batch, 'sequence')} of {document.sequence} tokens, in "
+            f"{NUMERIC_FORMATS}.",
             f"Pipeline {format_seconds(best.pipeline_seconds)}, gradients and update "
             f"{format_seconds(best.update_seconds)}; {_schedule(best)}, "
             f"{format_count(best.micro_batches, 'micro-batch')} of {best.micro_batch_size}; "

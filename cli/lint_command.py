@@ -80,6 +80,7 @@ def _print(report: LayoutReport, screen: Console) -> None:
 def _estimate_lines(report: LayoutReport) -> list[str]:
     from ..cost_models.number_format import compare_percent, percent_at_most
     from ..cost_models.quantities import format_bytes, format_count, format_seconds
+    from ..cost_models.transformer.weight_update import NUMERIC_FORMATS
     from .degrees_tables import recompute_words
 
     plan, best = report.plan, report.best
@@ -87,7 +88,7 @@ def _estimate_lines(report: LayoutReport) -> list[str]:
     peak, limit = format_bytes(plan.estimate.peak_bytes), format_bytes(max(report.limit_bytes, 0.0))
     setting = (
         f"{plan.degrees.describe()}, {format_count(plan.micro_batches, 'micro-batch')} of "
-        f"{plan.micro_batch_size}, recompute {recompute_words(plan)}"
+        f"{plan.micro_batch_size}, recompute {recompute_words(plan)}, in {NUMERIC_FORMATS}"
     )
     if not report.fits:
         lines = [

@@ -14,6 +14,9 @@ WEIGHT, GRADIENT, STATE = 2, 4, 12
 """Bytes of a parameter: in bfloat16, its float32 gradient, and Adam's float32 master weight and two
 moments."""
 
+NUMERIC_FORMATS = "bfloat16 with float32 gradients and Adam"
+"""The same in words."""
+
 _UPDATED = find_optimizer("adam").update_bytes(MIXED_FLOAT32_GRADIENTS) + 4
 
 """That the update of a parameter reads and writes; its master weight is read again to be rounded."""

@@ -118,12 +118,14 @@ def search_degrees(
     costs: RankCosts,
     options: DegreeOptions,
     memory_bytes: float,
+    candidate: DegreePlan | None = None,
 ) -> DegreeAnswer:
-    """Tries all combinations. Raises UsageError where none is possible, InfeasibleError where none fits."""
+    """Tries all combinations, and a `candidate` plan that fits. Raises UsageError where none is possible,
+    InfeasibleError where none fits."""
     combinations = list(list_combinations(shape, devices, options))
     if not combinations:
         raise nothing_possible(shape, devices, options)
-    plans, numbers = _BestPlans(memory_bytes), AgainNumbers(memory_bytes)
+    plans, numbers = _BestPlans(memory_bytes, candidate), AgainNumbers(memory_bytes)
     ahead = [
         (lower_bound(layers), number, layers, one)
         for number, (one, layers) in enumerate(_layer_tables(shape, combinations, costs))
@@ -174,9 +176,11 @@ class _BestPlans:
     `attempts` before the first that fitted. Of 1F1B and of interleaved pipelines each, until blocks were
     moved: it gains more in these."""
 
-    def __init__(self, memory_bytes: float) -> None:
+    def __init__(self, memory_bytes: float, candidate: DegreePlan | None = None) -> None:
         self.memory_bytes = memory_bytes
         self.best: dict[tuple[ParallelDegrees, Tokens, bool], DegreePlan] = {}
+        if candidate is not None:
+            self.best[_pool(candidate)] = candidate
         self.worst = self._bound = float("inf")
         self.attempts: list[tuple[LayerTable, Combination]] = []
         self._unfit: list[tuple[float, int, LayerTable, Combination]] = []

@@ -8,6 +8,7 @@ from dataclasses import replace
 from ...cost_models.errors import UsageError
 from ...cost_models.transformer.layer_table import LayerTable
 from ...cost_models.transformer.rank_costs import RankCosts
+from ...cost_models.transformer.training_setting import virtual_stages_problem
 from ...cost_models.transformer.training_step import estimate_stages
 from ...cost_models.transformer.transformer_shape import TransformerShape
 from .degree_combinations import Combination, list_combinations
@@ -43,7 +44,13 @@ def estimate_layout(
         if best is None or _rank(plan, memory_bytes) < _rank(best, memory_bytes):
             best = plan
     if best is None:
-        if next(_combinations(shape, 1, pipeline, devices, options), None) is not None:
+        flat = next(_combinations(shape, 1, pipeline, devices, options), None)
+        if flat is not None and pipeline == 1:
+            setting = replace(flat.setting, virtual_stages=len(counts))
+            raise UsageError(
+                virtual_stages_problem(flat.degrees, setting), "Give the pipeline's size, as `pp`."
+            )
+        if flat is not None:
             raise UsageError(
                 f"mini_batch={options.mini_batch}: makes no multiple of {pipeline} micro-batches",
                 "Interleaved stages need one.",

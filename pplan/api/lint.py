@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -13,8 +13,9 @@ from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.machines.machine_options import MachineOptions
 from ..cost_models.option_fields import list_declarations
 from ..cost_models.quantities import format_count
-from ..cost_models.transformer.pipeline_layout import layout_problems
+from ..cost_models.transformer.pipeline_layout import layout_problems, stage_letters
 from ..cost_models.transformer.transformer_shape import TransformerShape
+from ..cost_models.transformer.weight_update import NUMERIC_FORMATS
 from ..planner.degrees.degree_options import DegreeOptions
 from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan, search_degrees
 from ..planner.degrees.layout_estimate import estimate_layout
@@ -91,6 +92,7 @@ class LayoutReport:
             "problems": self.problems,
             "remarks": self.remarks,
             "degrees": None if plan is None else plan.degrees.describe(),
+            "formats": None if plan is None else NUMERIC_FORMATS,
             "step_seconds": None if plan is None else plan.estimate.step_seconds,
             "stage_bytes": None if plan is None else [stage.bytes for stage in plan.estimate.stages],
             "limit_bytes": None if plan is None or self.limit_bytes == float("inf") else self.limit_bytes,
@@ -116,8 +118,10 @@ def lint(
     "even": no layout, as many blocks on every (virtual) stage.
     `config`: the model's config.json (its path, or what it says). `pp`: the pipeline's size; default: as many
     as the layout has stages. `virtual_stages`: of a device; default: as many as the layout makes.
-    With `gpus` and a machine, memory and step are estimated, at the degrees that suit the layout best of
-    those that the options allow (as of `degrees`), and compared with the best layout at the same degrees.
+    `predictors`: that Megatron-LM trains; default: those of `config` if the layout places any.
+    With `gpus` or a `topology`, memory and step are estimated, at the degrees that suit the layout best of
+    those that the options allow (as of `degrees`), and compared with the best layout at the same degrees. The
+    layout itself is among those compared.
 
     >>> import pplan
     >>> llama = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000}
@@ -156,11 +160,14 @@ def lint_layout(
             f"with {format_count(virtual, 'virtual stage')} a device",
         )
     if layout != EVEN:
-        predictors = shape.predictors if "m" in "".join(stages) else 0
+        predictors = options.predictors or (shape.predictors if "m" in "".join(stages) else 0)
         problems += tuple(layout_problems(stages, pipeline, shape.blocks, predictors))
     remarks = tuple(_remarks(stages, shape, options.sequence))
+    has_machine = machine.gpus is not None or machine.topology is not None
+    if not has_machine:
+        remarks += tuple(_unused_remarks(options, machine, kernels))
     report = LayoutReport(layout, shape.name, stages, pipeline, problems, remarks)
-    if machine.gpus is None or report.problems:
+    if not has_machine or report.problems:
         return report
     return _with_estimate(report, shape, machine, options, kernels)
 
@@ -192,9 +199,7 @@ def _even_stages(
             f"{format_count(blocks, 'transformer block')} do not divide by {format_count(stages, 'stage')}"
         )
         return ("",) * stages, (f"{words}: a layout is needed",)
-    own = ["t" * each] * stages
-    own[0], own[-1] = "E" + own[0], own[-1] + "L"
-    return tuple(own), ()
+    return tuple(stage_letters([each] * stages, options.predictors)), ()
 
 
 def _pipeline_size(options: DegreeOptions, stages: int) -> int:
@@ -214,6 +219,24 @@ def _remarks(stages: tuple[str, ...], shape: TransformerShape, sequence: int) ->
         remarks.append(f"empty stages: {', '.join(empty[:10])}{more}")
     predictors = sum(letters.count("m") for letters in stages)
     return [*remarks, *configuration_notes(shape, sequence, predictors)]
+
+
+def _unused_remarks(options: DegreeOptions, machine: MachineOptions, kernels: Path | None) -> Iterator[str]:
+    """Return a remark on the options that are given and say nothing without a number of devices."""
+    names = [
+        field.name
+        for own in (options, machine)
+        for field in fields(own)
+        if field.name not in _WITHOUT_MACHINE and getattr(own, field.name) != field.default
+    ]
+    names += ["kernels"] * (kernels is not None)
+    if names:
+        words = ", ".join(f"`{name}`" for name in names)
+        yield f"memory and seconds are not estimated, and {words} not used: give `gpus` or a `topology`"
+
+
+_WITHOUT_MACHINE = ("layers", "sequence", "predictors", "pp", "virtual_stages", "fix")
+"""Options that the layout itself is judged by."""
 
 
 def _with_estimate(
@@ -239,8 +262,9 @@ def _with_estimate(
         zero=(own.zero,),
         context_exchange=own.exchange,
     )
+    candidate = plan if plan.estimate.peak_bytes <= limit else None
     try:
-        best = search_degrees(shape, topology.gpus, costs, same, limit)
+        best = search_degrees(shape, topology.gpus, costs, same, limit, candidate)
     except InfeasibleError:
         best = None
     return replace(report, plan=plan, limit_bytes=limit, best=best)

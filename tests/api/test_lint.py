@@ -221,3 +221,112 @@ def test_the_best_layout_is_as_fast_and_no_memory_is_negative(
     printed = " ".join(capsys.readouterr().out.split())
     assert "The layout is as fast as that." in printed
     assert " 1 micro-batch of 1," in printed
+
+
+def test_the_predictors_that_are_asked_for() -> None:
+    """Of a model whose config.json has none; the number must be the layout's."""
+    ten = {**MODEL, "num_hidden_layers": 10}
+    assert pplan.lint("E|(t|)*10m,L", ten, pp=(12,), predictors=1).agrees
+    assert pplan.lint("E|(t|)*10m,L", ten, pp=(12,), predictors=2).problems == (
+        "it places 1 multi-token predictor (m), the model has 2",
+    )
+    assert pplan.lint("E|(t|)*10L", ten, pp=(12,), predictors=1).problems == (
+        "it places 0 multi-token predictors (m), the model has 1",
+    )
+    assert pplan.lint("E|(t|)*10,L", ten, pp=(12,)).agrees
+    assert pplan.lint("even", ten, pp=(2,), predictors=1).stages == ("Ettttt", "tttttmL")
+    machine: dict[str, Any] = {"gpus": 2, "gpu": "h100", "mini_batch": 8, "tp": (1,)}
+    with_predictor, without = (pplan.lint("even", ten, pp=(2,), predictors=n, **machine) for n in (1, 0))
+    assert with_predictor.plan is not None
+    assert without.plan is not None
+    assert with_predictor.plan.setting.predictors == 1
+    assert with_predictor.plan.estimate.step_seconds > without.plan.estimate.step_seconds
+
+
+@pytest.mark.parametrize("layout", ["E|tt|tt|L", "E|tttt||L", "E||tttt|L"])
+def test_no_best_layout_is_slower_than_the_one_that_is_judged(layout: str) -> None:
+    """Four micro-batches and a large head: the search alone gave `E|t|t*3|L`, 0.4 % slower than the first."""
+    model = {**MODEL, "hidden_size": 4096, "intermediate_size": 8192, "vocab_size": 256000}
+    model["num_hidden_layers"] = 4
+    report = pplan.lint(layout, model, gpus=4, gpu="h100", mini_batch=4, sequence=4096, tp=(1,))
+    assert report.best is not None
+    assert report.slower is not None
+    assert report.slower >= 0
+    assert report.best.gap >= 0
+    if layout == "E|tt|tt|L":
+        assert report.best_layout == "E|t*2|t*2|L"
+
+
+def test_the_verdict_names_the_numeric_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(MODEL))
+    command = [
+        "lint",
+        "Ettt|tttL",
+        "--model",
+        str(config),
+        "--gpus",
+        "2",
+        "--gpu",
+        "h100",
+        "--mini-batch",
+        "8",
+    ]
+    assert main(command) == 0
+    assert "in bfloat16 with float32 gradients and Adam" in " ".join(capsys.readouterr().out.split())
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["formats"] == "bfloat16 with float32 gradients and Adam"
+
+
+EXPERTS = {**MODEL, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+JUDGED: dict[str, Any] = {"gpus": 8, "gpu": "h100", "pp": (2,), "mini_batch": 16, "sequence": 8192}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "more"),
+    [
+        ("mini_batch", (16, 32), {}),
+        ("sequence", (4096, 8192), {}),
+        ("layers", (6, 7), {}),
+        ("predictors", (0, 1), {}),
+        ("zero", ((0,), (1,)), {}),
+        ("tp", ((1,), (2,)), {}),
+        ("pp", ((2,), (4,)), {}),
+        ("cp", ((1,), (2,)), {}),
+        ("ep", ((1,), (2,)), {}),
+        ("micro_batch_size", ((1,), (2,)), {}),
+        ("virtual_stages", ((1,), (2,)), {}),
+        ("recompute", ("none", "full"), {}),
+        ("offload", (False, True), {"memory_bytes": 3 * 10**9, "recompute": "none", "host_bandwidth": 1e12}),
+        ("host_bandwidth", (1e9, 1e12), {"memory_bytes": 3 * 10**9, "recompute": "none", "offload": True}),
+        ("context_exchange", ("ring", "all-gather"), {"cp": (2,)}),
+        ("fix", ({"tp": 1}, {"tp": 2}), {}),
+        ("gpus", (8, 16), {}),
+        ("gpu", ("h100", "a100-80gb"), {}),
+        ("gpus_per_node", (2, 8), {"tp": (4,)}),
+        ("memory_bytes", (40 * 10**9, 80 * 10**9), {}),
+        ("bandwidth", ((1e9,), (1e11,)), {"tp": (4,)}),
+        ("latency", ((1e-3,), (1e-6,)), {"tp": (4,)}),
+        ("topology", ("dgx-a100", "dgx-h100"), {"gpu": None, "gpus": None}),
+    ],
+)
+def test_every_option_has_an_effect(name: str, values: tuple[Any, Any], more: dict[str, Any]) -> None:
+    options = {**JUDGED, **more}
+    reports = [pplan.lint("Ettt|tttL", EXPERTS, **{**options, name: value}) for value in values]
+    first, second = (json.loads(report.to_json()) for report in reports)
+    assert first != second
+    assert any(report.problems for report in reports) or all(report.plan for report in reports)
+
+
+def test_options_without_a_machine() -> None:
+    """What has no effect is named."""
+    report = pplan.lint("Ettt|tttL", MODEL, gpu="h100", tp=(2,), fix={"zero": 0})
+    assert report.plan is None
+    assert report.remarks == (
+        "memory and seconds are not estimated, and `zero`, `tp`, `gpu` not used: give `gpus` or a `topology`",
+    )
+    assert pplan.lint("Ettt|tttL", MODEL, pp=(2,), virtual_stages=(1,), layers=6).remarks == ()
+    with pytest.raises(pplan.UsageError, match="pipeline of at least 2 stages"):
+        pplan.lint("Ettt|tttL", MODEL, gpus=2, gpu="h100", pp=(1,))
+    with pytest.raises(pplan.FileError, match="no_such"):
+        pplan.lint("Ettt|tttL", MODEL, gpus=2, gpu="h100", kernels="no_such.csv")

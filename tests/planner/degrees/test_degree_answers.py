@@ -138,7 +138,8 @@ def test_combinations_by_their_bounds(monkeypatch: Patch) -> None:
     bounds = {(1, None): 4.0, (2, 1): 1.0, (2, 2): 2.5, (2, 3): 5.0, (4, None): 2.0, (8, None): 3.0}
     made = list[Plans]()
 
-    def plans(memory: float) -> Plans:
+    def plans(memory: float, candidate: object) -> Plans:
+        assert candidate is None
         made.append(Plans(memory))
         return made[-1]
 
@@ -178,7 +179,8 @@ def test_combinations_by_their_bounds(monkeypatch: Patch) -> None:
     monkeypatch.setattr(Plans, "plans", (plan(6.0),), raising=False)
 
     class Unfit(Plans):
-        def __init__(self, memory: float) -> None:
+        def __init__(self, memory: float, candidate: object) -> None:
+            assert candidate is None
             super().__init__(memory)
             self.best = {}
 
