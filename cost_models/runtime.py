@@ -144,10 +144,11 @@ def _of_transformers(name: str, schedules: frozenset[str], **more: Any) -> Runti
 
 _WHOLE_GRADIENTS = (
     "torch.distributed.pipelining adds up the micro-batches' gradients whole before it reduces them, and "
-    "keeps gathered weights until the last backward: of FSDP2 that is ZeRO-1"
+    "with several stages a device gathers weights again and again, which is not costed"
 )
 """Its stage.py: `backward_maybe_with_nosync` sets set_requires_gradient_sync(False) and
-set_reshard_after_backward(False) before every backward; `perform_reduce_grad` reduces after the last."""
+set_reshard_after_backward(False) before every backward; `perform_reduce_grad` reduces after the last.
+With several stages a device, its schedules.py `_add_unshard_reshard` keeps at most three of them gathered."""
 _STATES_ALONE: dict[str, Any] = {"zero": frozenset({0, 1})}
 _MEGATRON = _STATES_ALONE | {
     "first_blocks": True,

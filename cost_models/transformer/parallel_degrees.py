@@ -28,8 +28,8 @@ class ParallelDegrees:
     `zero`: what is spread over the devices that add up the same gradients (Rajbhandari et al., "ZeRO", SC
     2020). 0: nothing. 1: the optimizer's state. 2: gradients too, and 3: weights too, as torch's FSDP2 does
     it without and with `reshard_after_forward`: weights are gathered for every micro-batch, in forward (3: in
-    backward again), and gradients reduced in every backward. A pipeline of torch keeps both whole for a step,
-    as 1 does, so 2 and 3 are of one stage.
+    backward again), and gradients reduced in every backward. 2 and 3 need a single stage: the repeated
+    gathers of torch's looped schedules, at most three stages at a time, are not costed.
     """
 
     tensor: int = 1

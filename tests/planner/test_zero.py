@@ -188,7 +188,7 @@ def test_one_replica_spreads_nothing(make_chain: MakeChain, make_topology: MakeT
     ("runtime", "zero", "says"),
     [
         ("deepspeed", 2, "ZeRO stage 1 only"),
-        ("torch", 3, "of FSDP2 that is ZeRO-1"),
+        ("torch", 3, "gathers weights again and again"),
         ("megatron", 2, "distributed optimizer"),
         ("torchgpipe", 1, "no replicas"),
     ],

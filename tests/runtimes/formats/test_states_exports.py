@@ -64,7 +64,7 @@ def test_pytorchs_trainers_shard_over_the_replicas(plan: Plan) -> None:
     ("runtime", "keys", "says"),
     [
         (deepspeed, SPREAD | {"zero": 2}, "ZeRO-2: its pipeline engine runs ZeRO stage 1 only"),
-        (torch_pipelining, SPREAD | {"zero": 3}, "of FSDP2 that is ZeRO-1"),
+        (torch_pipelining, SPREAD | {"zero": 3}, "gathers weights again and again"),
         (megatron_export, SPREAD | {"zero": 3}, "its distributed optimizer"),
         (
             megatron_export,
