@@ -78,9 +78,8 @@ MEGATRON = (
 )
 
 
-MEGATRON_REASON = """The smallest model is predicted too fast and the largest too slow: products reach
-less, and more, than the share of the peak that is assumed for all sizes. TP 4 without pipeline is predicted
-too slow for its all-reduces, at an assumed latency."""
+MEGATRON_REASON = """The smallest models are predicted too fast. Their attention wrote its scores to memory,
+which is not costed. Products of the largest reach more than the share of the peak that is assumed for all."""
 
 
 def predict_megatron(row: MegatronRow) -> DegreePlan:

@@ -1,4 +1,4 @@
-"""Seconds of all-reduces, reduce-scatters and all-gathers over any devices, by several algorithms.
+"""Seconds of collectives over any devices, by the fastest algorithm for the topology and the size.
 
 Each sends as the algorithm's authors count it: a latency for every step, and the bytes that one device (or
 one port that devices share) sends, at the pace of the slowest level in use. Adding up takes no time.
@@ -11,71 +11,90 @@ one port that devices share) sends, at the pace of the slowest level in use. Add
 - hierarchical: reduce-scatter inside, all-reduce across with what that left, all-gather inside (Mikami et
   al., Massively distributed SGD: ImageNet/ResNet-50 training in a flash, arXiv:1811.05233, with two levels;
   here with as many as the topology has).
+- all-to-all: pairwise exchange (Thakur, Rabenseifner and Gropp, Optimization of collective communication
+  operations in MPICH, International Journal of High Performance Computing Applications 19(1), 2005).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import reduce
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from .errors import UsageError
 from .hardware import Amount, Link
 from .topology import FEW_RANKS, Topology
 
-Algorithm: TypeAlias = Literal["ring", "tree", "hierarchical", "best"]
-ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+Algorithm: TypeAlias = Literal["ring", "tree", "hierarchical"]
 
 
-def all_reduce_seconds(
-    topology: Topology, devices: Iterable[int], bytes: Amount, algorithm: Algorithm = "ring"
-) -> Amount:
-    """Seconds until every device has the sum of `bytes` held by each; 0 for one device or no bytes.
+def all_reduce_seconds(topology: Topology, devices: Iterable[int], bytes: Amount) -> Amount:
+    """Seconds until every device has the sum of `bytes` held by each, by the fastest algorithm for each size.
+
+    0 for one device or no bytes.
+    """
+    return reduce(_smaller, all_reduce_seconds_by_algorithm(topology, devices, bytes).values())
+
+
+def all_reduce_seconds_by_algorithm(
+    topology: Topology, devices: Iterable[int], bytes: Amount
+) -> dict[Algorithm, Amount]:
+    """Seconds of an all-reduce by each algorithm that these devices can use, the simplest first.
 
     For n devices: `ring` takes 2 (n - 1) steps of bytes / n; `tree` 2 ceil(log2 n) latencies and sends bytes
-    twice; `hierarchical` at every level, from the inside, a reduce-scatter of the remaining part, and the
-    all-gathers back; `best` is the fastest of them for each size. Raises UsageError, also where
-    `hierarchical` is asked for over devices that are not spread evenly.
+    twice; `hierarchical` takes, at every level from the inside, a reduce-scatter of the remaining part, and
+    the all-gathers back. It needs devices that are spread evenly (`is_even`).
     """
-    ways: dict[str, _Way[Amount]] = {
-        "ring": _twice(_ring),
-        "tree": _tree,
-        "hierarchical": _twice(_hierarchical),
-    }
-    return _seconds(ways, topology, devices, bytes, algorithm)
+    ranks = sorted(set(devices))
+    halves = _half_seconds(topology, ranks, bytes)
+    tree = _tree(topology, ranks, bytes) if len(ranks) > 1 else bytes * 0.0
+    seconds: dict[Algorithm, Amount] = {"ring": 2 * halves["ring"], "tree": tree}
+    return seconds | {name: 2 * half for name, half in halves.items() if name != "ring"}
 
 
-def reduce_scatter_seconds(
-    topology: Topology, devices: Iterable[int], bytes: Amount, algorithm: Algorithm = "ring"
-) -> Amount:
+def reduce_scatter_seconds(topology: Topology, devices: Iterable[int], bytes: Amount) -> Amount:
     """Seconds until each of n devices has the sum of its n-th part of `bytes`, held whole by each before.
 
-    Half of an all-reduce by `ring` or `hierarchical`; `best` is the faster. Raises UsageError.
+    Half of an all-reduce by the faster of ring and hierarchy.
     """
-    return _seconds({"ring": _ring, "hierarchical": _hierarchical}, topology, devices, bytes, algorithm)
+    return reduce(_smaller, _half_seconds(topology, sorted(set(devices)), bytes).values())
 
 
-def all_gather_seconds(
-    topology: Topology, devices: Iterable[int], bytes: Amount, algorithm: Algorithm = "ring"
-) -> Amount:
+def all_gather_seconds(topology: Topology, devices: Iterable[int], bytes: Amount) -> Amount:
     """Seconds until every device has all of `bytes`, of which each of n held an n-th part.
 
-    The steps of a reduce-scatter backwards, and as many seconds. Raises UsageError.
+    It has the steps of a reduce-scatter in reverse, and takes as long.
     """
-    return reduce_scatter_seconds(topology, devices, bytes, algorithm)
+    return reduce_scatter_seconds(topology, devices, bytes)
 
 
-def best_algorithm(topology: Topology, devices: Iterable[int], bytes: float) -> Algorithm:
-    """The fastest way to all-reduce `bytes`; of equal ones the simplest."""
-    ranks = sorted(set(devices))
-    ways = [
-        way for way in ALGORITHMS if way != "best" and (way != "hierarchical" or is_even(topology, ranks))
+def all_to_all_seconds(topology: Topology, devices: Iterable[int], bytes: Amount) -> Amount:
+    """Seconds until each of n devices has received an n-th part of the `bytes` of every other device.
+
+    A device sends every other one its part, one after another, over the innermost level that joins them.
+    Levels work side by side; devices that share a port share its bandwidth. No part can be combined with
+    another, so unlike an all-gather nothing is saved between nodes.
+    """
+    ranks = np.unique(np.array(list(devices), dtype=np.int64))
+    levels = [
+        _pass(level.link, load / len(ranks), bytes, steps)
+        for level, (load, steps) in zip(topology.levels, _peers(topology, ranks), strict=True)
     ]
-    return min(ways, key=lambda way: all_reduce_seconds(topology, ranks, bytes, way))
+    return reduce(_larger, levels)
+
+
+def ring_step_seconds(topology: Topology, devices: Iterable[int], bytes: Amount) -> Amount:
+    """Seconds until each device, in order, has received `bytes` from the one before it, all at once.
+
+    One step of a ring: the slowest link sets the pace. 0 for one device or no bytes.
+    """
+    ranks = sorted(set(devices))
+    links = _ring_links(topology, ranks)
+    return reduce(_larger, [_pass(link, 1.0, bytes, 1) for link in links], bytes * 0.0)
 
 
 def all_reduce_loads(topology: Topology, devices: Iterable[int]) -> dict[tuple[int, int], float]:
@@ -121,27 +140,28 @@ def link_signature(topology: Topology, devices: Iterable[int]) -> tuple[object, 
     return (len(ranks), tuple(topology.members(ranks)), at_once)
 
 
-_Way: TypeAlias = Callable[[Topology, list[int], Amount], Amount]
-
-
-def _seconds(
-    ways: dict[str, _Way[Amount]], topology: Topology, devices: Iterable[int], bytes: Amount, algorithm: str
-) -> Amount:
-    ranks = sorted(set(devices))
-    if algorithm not in (*ways, "best"):
-        raise UsageError(f"algorithm {algorithm!r}: not known here", f"Use one of: {', '.join(ways)}, best.")
-    even = algorithm not in ("hierarchical", "best") or is_even(topology, ranks)
-    if algorithm == "hierarchical" and not even:
-        raise UsageError(
-            f"hierarchical over devices {', '.join(map(str, ranks))}: they are not spread evenly",
-            "Use ring, tree or best, or as many devices of every group.",
-        )
+def _half_seconds(topology: Topology, ranks: list[int], bytes: Amount) -> dict[Algorithm, Amount]:
+    """Seconds of a reduce-scatter, or an all-gather, by each algorithm that these devices can use."""
     if len(ranks) < 2:
-        return bytes * 0.0
-    if algorithm != "best":
-        return ways[algorithm](topology, ranks, bytes)
-    usable = [way(topology, ranks, bytes) for name, way in ways.items() if even or name != "hierarchical"]
-    return reduce(_smaller, usable)
+        return {"ring": bytes * 0.0}
+    seconds: dict[Algorithm, Amount] = {"ring": _ring(topology, ranks, bytes)}
+    if is_even(topology, ranks):
+        seconds["hierarchical"] = _hierarchical(topology, ranks, bytes)
+    return seconds
+
+
+def _peers(topology: Topology, ranks: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """By level: the most pairs that one port joins, and the most other devices that one device reaches."""
+    counts, inside = [], np.ones_like(ranks)
+    for index, level in enumerate(topology.levels):
+        groups, _ = topology.places_in(index, ranks)
+        _, group, size = np.unique(groups, return_inverse=True, return_counts=True)
+        totals = size[group.reshape(-1)]
+        _, port = np.unique(ranks // level.devices_per_port, return_inverse=True)
+        beyond = totals - inside
+        counts.append((int(np.bincount(port.reshape(-1), weights=beyond).max()), int(beyond.max())))
+        inside = totals
+    return counts
 
 
 def _smaller(one: Amount, other: Amount) -> Amount:
@@ -152,10 +172,6 @@ def _smaller(one: Amount, other: Amount) -> Amount:
 def _larger(one: Amount, other: Amount) -> Amount:
     maximum: Amount = np.maximum(one, other)
     return maximum
-
-
-def _twice(way: _Way[Amount]) -> _Way[Amount]:
-    return lambda topology, ranks, bytes: 2 * way(topology, ranks, bytes)
 
 
 def _pass(link: Link, share: float, bytes: Amount, steps: int) -> Amount:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .collectives import Algorithm, all_reduce_seconds, best_algorithm, is_even
+from .collectives import Algorithm, all_reduce_seconds, all_reduce_seconds_by_algorithm
 from .hardware import Amount, Link
 from .topology import Topology
 
@@ -65,7 +65,6 @@ def bucketed_all_reduce_end(
     bucket_bytes: Values,
     topology: Topology,
     devices: Sequence[int],
-    algorithm: Algorithm = "ring",
 ) -> float:
     """When the last bucket is reduced, where bucket k is complete at `ready_seconds[k]`; 0 without buckets.
 
@@ -74,7 +73,7 @@ def bucketed_all_reduce_end(
     """
     end = 0.0
     for ready, size in zip(ready_seconds, bucket_bytes, strict=True):
-        end = max(end, float(ready)) + all_reduce_seconds(topology, devices, float(size), algorithm)
+        end = max(end, float(ready)) + all_reduce_seconds(topology, devices, float(size))
     return end
 
 
@@ -83,7 +82,6 @@ def exposed_all_reduce_seconds(
     layer_parameter_bytes: Values,
     topology: Topology,
     devices: Sequence[int],
-    algorithm: Algorithm = "ring",
 ) -> float:
     """Seconds from the end of the backward pass until the gradients of all replicas are reduced.
 
@@ -97,7 +95,7 @@ def exposed_all_reduce_seconds(
         return 0.0
     done = np.cumsum(backward)
     last, sizes = _bucket_ends(gradients)
-    end = bucketed_all_reduce_end(done[last], sizes, topology, devices, algorithm)
+    end = bucketed_all_reduce_end(done[last], sizes, topology, devices)
     return max(0.0, end - float(done[-1]))
 
 
@@ -106,7 +104,6 @@ def exposed_all_reduces(
     layer_parameter_bytes: Values,
     topology: Topology,
     devices: Sequence[int],
-    algorithm: Algorithm = "ring",
 ) -> npt.NDArray[np.float64]:
     """(many,): `exposed_all_reduce_seconds` for many backward passes of the same layers, (many, layers)."""
     gradients = np.asarray(layer_parameter_bytes, dtype=np.float64)[::-1]
@@ -115,7 +112,7 @@ def exposed_all_reduces(
         return end
     done = np.cumsum(layer_backward_seconds[:, ::-1], axis=1)
     for layer, size in zip(*_bucket_ends(gradients), strict=True):
-        end = np.maximum(end, done[:, layer]) + all_reduce_seconds(topology, devices, size, algorithm)
+        end = np.maximum(end, done[:, layer]) + all_reduce_seconds(topology, devices, size)
     exposed: npt.NDArray[np.float64] = np.maximum(end - done[:, -1], 0.0)
     return exposed
 
@@ -176,10 +173,6 @@ def list_all_reduce_times(topology: Topology) -> list[AllReduceTime]:
 
 
 def _all_reduce(topology: Topology, over: str, gpus: int, size: int) -> AllReduceTime:
-    ways: list[Algorithm] = ["ring", "tree"]
-    if is_even(topology, range(gpus)):
-        ways.append("hierarchical")
-    seconds: dict[str, float] = {
-        way: float(all_reduce_seconds(topology, range(gpus), float(size), way)) for way in ways
-    }
-    return AllReduceTime(over, gpus, size, best_algorithm(topology, range(gpus), float(size)), seconds)
+    each = all_reduce_seconds_by_algorithm(topology, range(gpus), float(size))
+    seconds: dict[str, float] = {name: float(own) for name, own in each.items()}
+    return AllReduceTime(over, gpus, size, min(each, key=each.__getitem__), seconds)

@@ -78,7 +78,7 @@ Seconds = Callable[[Ranks, float], float]
 
 def reduction_seconds(topology: Topology) -> Seconds:
     """Of any sum on a topology."""
-    return lambda ranks, bytes: float(all_reduce_seconds(topology, ranks, bytes, "best"))
+    return lambda ranks, bytes: float(all_reduce_seconds(topology, ranks, bytes))
 
 
 def tied_sums(

@@ -218,12 +218,12 @@ class Assembly(PlacedParts):
         if self.zero:
             return float(self.exchange(part).at_end(np.asarray(table.reduced_bytes(self.zero)[i, j])))
         if not self.reduces_meanwhile(place, ranks):
-            return float(all_reduce_seconds(self.topology, ranks, float(gradients.sum()), "best"))
+            return float(all_reduce_seconds(self.topology, ranks, float(gradients.sum())))
         each = [
             timing.costs.backward_seconds[own] * scale for timing, scale in self.timing_tables[place.device]
         ]
         backward = max(each, key=lambda seconds: float(seconds.sum()))
-        return exposed_all_reduce_seconds(backward, gradients, self.topology, ranks, "best")
+        return exposed_all_reduce_seconds(backward, gradients, self.topology, ranks)
 
 
 @lru_cache(maxsize=16)

@@ -109,9 +109,7 @@ def _join_words(values: Sequence[float]) -> str:
 
 def reduced_seconds(space: Space, ranks: Sequence[int], trainable: Floats) -> Floats:
     """Seconds to add up the gradients of so many bytes of weights over the replicas on these devices."""
-    seconds: Floats = np.asarray(
-        all_reduce_seconds(space.topology, ranks, space.gradients(trainable), "best")
-    )
+    seconds: Floats = np.asarray(all_reduce_seconds(space.topology, ranks, space.gradients(trainable)))
     return seconds
 
 

@@ -81,7 +81,7 @@ class ReplicaExchange:
         """Seconds after the last backward, of stages with so many trainable bytes."""
         if self.zero == 3:
             return np.zeros_like(trainable)
-        gathered = np.asarray(all_gather_seconds(self.topology, self.devices, trainable, "best"))
+        gathered = np.asarray(all_gather_seconds(self.topology, self.devices, trainable))
         return gathered if self.zero == 2 else gathered + self._reduce_seconds(trainable)
 
     def forward(self, table: StageTable, seconds: Floats) -> Floats:
@@ -107,11 +107,11 @@ class ReplicaExchange:
         """(layers,): seconds of an all-gather of each layer's weights."""
         if self.zero < 3:
             return np.zeros(len(costs.parameter_bytes))
-        return np.asarray(all_gather_seconds(self.topology, self.devices, costs.parameter_bytes, "best"))
+        return np.asarray(all_gather_seconds(self.topology, self.devices, costs.parameter_bytes))
 
     def _reduce_seconds(self, trainable: Floats) -> Floats:
         own = gradient_bytes(np.asarray(trainable), self.precision)
-        return np.asarray(reduce_scatter_seconds(self.topology, self.devices, own, "best"))
+        return np.asarray(reduce_scatter_seconds(self.topology, self.devices, own))
 
 
 def _ends(table: StageTable) -> tuple[Indices, Indices]:

@@ -15,7 +15,15 @@ from .parallel_degrees import ParallelDegrees, padded_vocabulary
 from .rank_costs import PassSeconds, RankCosts
 from .training_setting import TrainingSetting
 from .transformer_shape import LayerParameters, TransformerShape
-from .weight_update import GRADIENT, WEIGHT, ParameterCounts, gradient_collective, update_seconds
+from .weight_update import (
+    GRADIENT,
+    WEIGHT,
+    Line,
+    ParameterCounts,
+    gradient_collective,
+    line_below,
+    update_seconds,
+)
 
 
 class LayerSeconds:
@@ -232,25 +240,46 @@ class LayerSeconds:
         layers += [own for slot in self.fixed_slots for _, own in self.fixed_parts(slot)]
         return min(own.backward / own.both for own in layers)
 
-    def _least_update_seconds(self) -> float:
-        """No less than the mean of the stages: an update's seconds grow with the parameters on a straight
-        line."""
-        stages = self.degrees.pipeline
+    @cached_property
+    def _parameter_parts(self) -> list[ParameterCounts]:
+        """Parameters of all blocks of each kind, and of what some (virtual) stages have besides."""
         parts = [self.parameters(range(0), slot) for slot in self.fixed_slots]
         for routed, count in self._kinds(range(self.shape.blocks)):
             own = self.block_parameters[routed]
             parts.append(ParameterCounts(count * own.dense, count * own.routed))
-        dense = sum(part.dense for part in parts) / stages
-        experts = sum(part.routed for part in parts) / stages
-        once, twice, of_dense = (
-            update_seconds(own, self.degrees, self.costs)
-            for own in (
-                ParameterCounts(0, experts),
-                ParameterCounts(0, 2 * experts),
-                ParameterCounts(dense, 0),
-            )
-        )
-        return of_dense + twice - once
+        return parts
+
+    @cached_property
+    def update_lines(self) -> tuple[Line, Line]:
+        """Lower bounds on a device's update seconds, by its dense parameters and by those of its experts.
+
+        A device's update takes no less than the sum of both lines; without experts no less than the first.
+        """
+        counts = [*self._parameter_parts, *self.block_parameters.values()]
+        lines = []
+        for kind in range(2):
+            own = [each[kind] for each in counts if each[kind]]
+
+            def seconds(count: float, kind: int = kind) -> float:
+                only = ParameterCounts(0.0, count) if kind else ParameterCounts(count, 0.0)
+                return update_seconds(only, self.degrees, self.costs)
+
+            whole = sum(each[kind] for each in self._parameter_parts)
+            lines.append(line_below(seconds, min(own), whole) if own else Line(0.0, 0.0))
+        return lines[0], lines[1]
+
+    @property
+    def routed_update_slope(self) -> float:
+        """Least update seconds of each of an expert's parameters: of all on one device."""
+        whole = sum(each.routed for each in self._parameter_parts)
+        line = self.update_lines[1]
+        return line.start / whole + line.slope if whole else 0.0
+
+    def _least_update_seconds(self) -> float:
+        """No less than the mean of the stages, by the lines below their updates: one may have no experts."""
+        dense, routed = (sum(own) / self.degrees.pipeline for own in zip(*self._parameter_parts, strict=True))
+        line = self.update_lines[0]
+        return float(line.start + line.slope * dense + self.routed_update_slope * routed)
 
     def _counts(self, blocks: range) -> tuple[int, int]:
         """Blocks without experts and with."""

@@ -71,7 +71,7 @@ class ParallelDegrees:
         degrees = (("TP", self.tensor), (context, self.context), ("PP", self.pipeline), ("DP", self.data))
         text = " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "one device"
         text += f", EP {self.expert}" if self.expert > 1 else ""
-        return f"{text}, ZeRO {self.zero}" if self.zero > 1 else text
+        return text if self.zero == 1 else f"{text}, ZeRO {self.zero}"
 
     def problem_with(self, shape: TransformerShape, sequence: int) -> str:
         """Why the model cannot be shared so, in words; empty where it can."""

@@ -5,11 +5,17 @@ of them. A pass over memory takes its bytes at a share of the bandwidth."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from ..collectives import all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
+from ..collectives import (
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    reduce_scatter_seconds,
+    ring_step_seconds,
+)
 from ..machines.rooflines import ATTENTION_SHARE, MEMORY_SHARE, PRODUCT_SHARE
 from ..topology import Topology
 from .kernel_table import (
@@ -37,25 +43,23 @@ class GroupLinks(Protocol):
         """From one device to the one `stride` ranks after it."""
 
 
+_SECONDS: Mapping[CollectiveName, Callable[[Topology, Iterable[int], float], float]] = {
+    "all_reduce": all_reduce_seconds,
+    "all_gather": all_gather_seconds,
+    "reduce_scatter": reduce_scatter_seconds,
+    "all_to_all": all_to_all_seconds,
+    "ring": ring_step_seconds,
+}
+
+
 @dataclass(frozen=True)
 class TopologyLinks:
-    """By the links of a topology; ring algorithms."""
+    """Seconds by the links of a topology, each collective by its fastest algorithm."""
 
     topology: Topology
 
     def collective(self, name: CollectiveName, bytes: float, size: int, stride: int) -> float:
-        ranks = range(0, size * stride, stride)
-        if size == 1:
-            return 0.0
-        if name == "all_reduce":
-            return float(all_reduce_seconds(self.topology, ranks, bytes))
-        if name == "reduce_scatter":
-            return float(reduce_scatter_seconds(self.topology, ranks, bytes))
-        if name == "ring":
-            # A step of an all-gather, in which every device sends what it has to the next.
-            return float(all_gather_seconds(self.topology, ranks, size * bytes)) / (size - 1)
-        # In an all-to-all a device sends as much as in an all-gather of as many bytes: (n - 1) / n of them.
-        return float(all_gather_seconds(self.topology, ranks, bytes))
+        return float(_SECONDS[name](self.topology, range(0, size * stride, stride), bytes))
 
     def transfer(self, bytes: float, stride: int) -> float:
         return float(self.topology.link(0, stride).seconds(bytes))

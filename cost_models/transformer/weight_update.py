@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ..optimizers import MIXED_FLOAT32_GRADIENTS, find_optimizer
@@ -30,6 +31,30 @@ class ParameterCounts(NamedTuple):
 
     def plus(self, other: ParameterCounts) -> ParameterCounts:
         return ParameterCounts(self.dense + other.dense, self.routed + other.routed)
+
+
+class Line(NamedTuple):
+    """`start` + `slope` x, for x above 0."""
+
+    start: float
+    slope: float
+
+
+def line_below(seconds: Callable[[float], float], least: float, most: float) -> Line:
+    """Line that `seconds`, which grows, is nowhere below from `least` to `most`.
+
+    The fastest of several algorithms makes `seconds` concave: its chord is below it, and is `seconds` itself
+    where one algorithm is the fastest everywhere. Where the slowest of several links bends it the other way,
+    the line through the origin is below it: seconds(x) / x only falls, as every part starts at 0 or more.
+    """
+    if least < most:
+        first, last = seconds(least), seconds(most)
+        slope = (last - first) / (most - least)
+        start = first - slope * least
+        between = (least + (most - least) / 4**exponent for exponent in range(1, 12))
+        if all(seconds(x) >= (start + slope * x) * (1 - 1e-12) for x in between):
+            return Line(start, slope)
+    return Line(0.0, seconds(most) / most)
 
 
 def gradient_collective(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import get_args
@@ -79,8 +79,12 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
         experts = expert_degrees(shape, tensor * context * data, options)
         exchanges, offsets = context_exchanges(context, options), _predictor_offsets(stages, options)
         virtuals = options.virtual_stages or range(1, max(min(8, most_stages(shape) // stages), 1) + 1)
-        for expert, zero, exchange in product(experts, options.zero, exchanges):
-            degrees = ParallelDegrees(tensor, context, expert, stages, data, zero, exchange)
+        choices = (
+            ParallelDegrees(tensor, context, expert, stages, data, zero, exchange)
+            for expert, exchange in product(experts, exchanges)
+            for zero in zero_stages(shape, ParallelDegrees(tensor, context, expert, stages, data), options)
+        )
+        for degrees in choices:
             if degrees.problem_with(shape, options.sequence):
                 continue
             for size in micro_batch_sizes(options, options.mini_batch // data):
@@ -96,6 +100,14 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
                         continue
                     if number is None or most_recompute_blocks(shape, one) > 0:
                         yield one
+
+
+def zero_stages(shape: TransformerShape, degrees: ParallelDegrees, options: DegreeOptions) -> Sequence[int]:
+    """Allowed stages of ZeRO; by default all of them where there is no pipeline and something to spread."""
+    if options.zero is not None:
+        return options.zero
+    shares = max(degrees.gradient_group, degrees.expert_gradient_group if any(shape.routed) else 1)
+    return (0, 1, 2, 3) if degrees.pipeline == 1 and shares > 1 else (1,)
 
 
 def list_degrees(
@@ -153,13 +165,9 @@ def micro_batch_sizes(options: DegreeOptions, per_replica: int) -> list[int]:
     ]
 
 
-def options_to_allow(one: Combination, options: DegreeOptions) -> dict[str, object]:
+def options_to_allow(shape: TransformerShape, one: Combination, options: DegreeOptions) -> dict[str, object]:
     """The options, by field, that must have other values so that a combination without offload is among those
-    that are tried; empty where it is.
-
-    >>> one = Combination(ParallelDegrees(data=8, zero=3), TrainingSetting(8, Tokens(4096)))
-    >>> options_to_allow(one, DegreeOptions(zero=(1,)))
-    {'zero': (1, 3)}
+    that are tried; empty where it is. Combinations with ZeRO 3, where only 1 is tried, need `zero` (1, 3).
     """
     degrees = one.degrees
     values = {
@@ -172,6 +180,7 @@ def options_to_allow(one: Combination, options: DegreeOptions) -> dict[str, obje
         "virtual_stages": one.virtual_stages,
     }
     allowed = {name: getattr(options, name) for name in values}
+    allowed["zero"] = zero_stages(shape, degrees, options)
     changes: dict[str, object] = {
         name: tuple(sorted({*allowed[name], value}))
         for name, value in values.items()
@@ -193,7 +202,7 @@ def stage_degrees(
         if rest or samples % data or not _is_micro_batch_size(samples // data, options):
             continue
         experts = expert_degrees(shape, devices, options)
-        zeros = [zero for zero in options.zero if zero <= 1]
+        zeros = [zero for zero in options.zero or (1,) if zero <= 1]
         for expert, zero, exchange in product(experts, zeros, context_exchanges(context, options)):
             degrees = ParallelDegrees(tensor, context, expert, 1, data, zero, exchange)
             if not degrees.problem_with(shape, options.sequence):

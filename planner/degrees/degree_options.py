@@ -27,7 +27,7 @@ class DegreeKeywords(TypedDict, total=False):
     pp: Sequence[int] | None
     cp: Sequence[int] | None
     ep: Sequence[int] | None
-    zero: int | Sequence[int]
+    zero: int | Sequence[int] | None
     micro_batch_size: Sequence[int] | None
     virtual_stages: Sequence[int] | None
     recompute: str
@@ -59,7 +59,9 @@ def _predictors(name: str, value: Any) -> int:
     return arguments.whole(name, value, at_least=0, at_most=8)
 
 
-def _zero(name: str, value: Any) -> tuple[int, ...]:
+def _zero(name: str, value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
     values = value if isinstance(value, list | tuple) else (value,)
     if not values or any(each not in (0, 1, 2, 3) or isinstance(each, bool) for each in values):
         raise UsageError(
@@ -120,7 +122,8 @@ class DegreeOptions(Options):
     """What is trained, and which degrees are allowed; None: all. Raises UsageError.
 
     `mini_batch`: sequences of one optimizer step; `sequence`: tokens of each. `layers`: of the model, where
-    not all of the configuration's. `zero`: the stages of ZeRO that may be (2 and 3: FSDP, no pipelines).
+    not all of the configuration's. `zero`: allowed stages of ZeRO (2 and 3: FSDP, without a pipeline); None:
+    0 to 3 without a pipeline, 1 in one.
     `fix`: degrees that have one value, by name; it is set as that of their own field.
     """
 
@@ -128,7 +131,7 @@ class DegreeOptions(Options):
         super().__post_init__()
         for name, value in (self.fix or {}).items():
             own = getattr(self, name)
-            if own is not None and value not in own and not (name == "zero" and own == (1,)):
+            if own is not None and value not in own:
                 several = ",".join(map(str, own))
                 raise UsageError(f"{name}={several}: is not the {value} of `fix`", "Give one of them.")
             check = _zero if name == "zero" else _counts
@@ -178,11 +181,12 @@ class DegreeOptions(Options):
         least=0,
         aliases=("--mtp-num-layers",),
     )
-    zero: Sequence[int] = option(
-        (1,),
+    zero: Sequence[int] | None = option(
+        None,
         _zero,
-        "Stages of ZeRO that may be: 0 spreads nothing over the replicas, 1 the optimizer's states, 2 the "
-        "gradients too, 3 the weights too (FSDP; no pipelines).",
+        "Allowed stages of ZeRO: 0 spreads nothing over the replicas, 1 the optimizer's states, 2 the "
+        "gradients too, 3 the weights too (2 and 3: FSDP, without a pipeline); default: 0 to 3 without a "
+        "pipeline, 1 in one.",
         "N[,N]",
         panel="The training",
         read=_read_zero,

@@ -23,6 +23,7 @@ from .degree_combinations import (
     list_degrees,
     micro_batch_sizes,
     most_recompute_blocks,
+    zero_stages,
 )
 from .degree_options import DegreeOptions
 
@@ -31,7 +32,7 @@ _FREE: dict[str, Any] = {
     "pp": None,
     "cp": None,
     "ep": None,
-    "zero": (1,),
+    "zero": None,
     "micro_batch_size": None,
     "virtual_stages": None,
     "recompute": "auto",
@@ -107,9 +108,10 @@ def _misses(
         where = f"{number} experts and the {group} devices of a stage"
         yield 2, f"ep {_text(options.ep)} does not divide {where}" if number else "the model has no experts"
     for expert in experts:
-        for zero in options.zero:
+        plain = ParallelDegrees(tensor, context, expert, stages, data)
+        for zero in zero_stages(shape, plain, options):
             for exchange in context_exchanges(context, options):
-                degrees = ParallelDegrees(tensor, context, expert, stages, data, zero, exchange)
+                degrees = replace(plain, zero=zero, exchange=exchange)
                 problem = degrees.problem_with(shape, options.sequence)
                 yield (3, problem) if problem else _miss_of_stages(degrees, options)
 

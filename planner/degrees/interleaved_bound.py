@@ -20,7 +20,7 @@ together (`least_interleaved`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from operator import add
@@ -30,7 +30,6 @@ import numpy.typing as npt
 
 from ...cost_models.transformer.layer_table import LayerTable
 from ...cost_models.transformer.training_setting import block_ranges
-from ...cost_models.transformer.weight_update import ParameterCounts, update_seconds
 
 Array = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -168,22 +167,14 @@ def _first_blocks(layers: LayerTable, number: Array, stages: int) -> Array:
 
 
 def device_update_seconds(layers: LayerTable, numbers: Mapping[bool, Counts], slots: range) -> Array:
-    """Of a device with these virtual stages and so many blocks of each kind."""
+    """Least update seconds of a device with these virtual stages and so many blocks of each kind."""
     fixed = [layers.parameters(range(0), slot) for slot in slots]
     blocks = layers.block_parameters
     dense = sum(own.dense for own in fixed) + _total(
         numbers, {kind: own.dense for kind, own in blocks.items()}
     )
     experts = _total(numbers, {kind: own.routed for kind, own in blocks.items()})
-    return _on_a_line(dense, lambda count: ParameterCounts(count, 0.0), layers) + _on_a_line(
-        experts, lambda count: ParameterCounts(0.0, count), layers
-    )
-
-
-def _on_a_line(counts: Array, parameters: Callable[[float], ParameterCounts], layers: LayerTable) -> Array:
-    """Seconds of updating so many parameters, which grow with them on a straight line; of none, none."""
-    most = float(counts.max())
-    if not most:
-        return np.zeros_like(counts)
-    once, twice = (update_seconds(parameters(n * most), layers.degrees, layers.costs) for n in (1, 2))
-    return np.where(counts > 0, once - (most - counts) / most * (twice - once), 0.0)
+    seconds = np.zeros_like(dense)
+    for counts, line in zip((dense, experts), layers.update_lines, strict=True):
+        seconds += np.where(counts > 0, line.start + line.slope * counts, 0.0)
+    return seconds

@@ -28,7 +28,6 @@ from ...cost_models.transformer.layer_table import LayerTable
 from ...cost_models.transformer.rank_costs import PassSeconds
 from ...cost_models.transformer.training_setting import block_ranges
 from ...cost_models.transformer.training_step import pipeline_costs, pipeline_program
-from ...cost_models.transformer.weight_update import ParameterCounts, update_seconds
 from ..cut_search.cut_bound import count_critical_path
 from .division_box import DivisionBox
 from .simplex import Array, SimplexTable
@@ -223,26 +222,19 @@ class DivisionProgramme:
         return np.concatenate([columns, sums]), worth
 
     def _updates(self) -> tuple[Array, Array]:
-        """Of the mean device and of each: what a part of a virtual stage adds to the update, and the rest. An
-        update's seconds grow with the parameters on a straight line; a device may have no experts."""
+        """Of the mean device and of each: what a part of a virtual stage adds to the update at least, and the
+        rest. A device may have no experts."""
         layers, stages = self.layers, self.layers.degrees.pipeline
-
-        def line(dense: float, routed: float) -> tuple[float, float]:
-            once, twice = (
-                update_seconds(ParameterCounts(n * dense, n * routed), layers.degrees, layers.costs)
-                for n in (1, 2)
-            )
-            return twice - once, 2 * once - twice
-
+        line, routed = layers.update_lines[0], layers.routed_update_slope
         blocks = [layers.block_parameters[kind] for kind, _ in self._rows]
-        adds = np.array([line(own.dense, 0.0)[0] + line(0.0, own.routed)[0] for own in blocks])
+        adds = np.array([line.slope * own.dense + routed * own.routed for own in blocks])
         slopes, least = [np.zeros((len(self._rows), layers.slots))], [layers.least_update_seconds]
         for device in range(stages):
             slots = range(device, layers.slots, stages)
             slopes.append(np.zeros((len(self._rows), layers.slots)))
             slopes[-1][:, device::stages] = adds[:, None]
             dense = sum(layers.parameters(range(0), slot).dense for slot in slots)
-            least.append(line(dense, 0.0)[0] + line(blocks[0].dense, 0.0)[1])
+            least.append(line.start + line.slope * dense)
         return np.array(slopes).reshape(len(slopes), -1), np.array(least)
 
     def _memory(self, memory_bytes: float) -> tuple[Array, Array]:

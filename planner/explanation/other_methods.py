@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ...cost_models import arguments, data_parallel
-from ...cost_models.collectives import Algorithm, all_reduce_seconds
+from ...cost_models.collectives import all_reduce_seconds
 from ...cost_models.data_parallel import Pace, Workers
 from ...cost_models.document import Record
 from ...cost_models.errors import UsageError
@@ -83,7 +83,7 @@ def check_watts(problem: Problem, watts: Mapping[str, tuple[float, float]] | Non
 
 
 def _data_parallel(problem: Problem, options: OtherMethodOptions) -> Iterator[OtherMethod]:
-    names = ("ring", "tree", "synchronous", "asynchronous", "stale-synchronous", "downpour", "hogwild")
+    names = ("all-reduce", "synchronous", "asynchronous", "stale-synchronous", "downpour", "hogwild")
     if problem.gpus == 1:
         yield from (OtherMethod(name=f"dp-{name}", reason="one device") for name in names)
         return
@@ -94,14 +94,12 @@ def _data_parallel(problem: Problem, options: OtherMethodOptions) -> Iterator[Ot
     workers = make_workers(problem, plan, options.servers)
     ledger = plan_stages(problem.space, plan)[0].memory
     whole, stateless = sum(ledger.values()), sum(ledger.values()) - ledger.get("optimizer", 0)
-    algorithms: tuple[Algorithm, ...] = ("ring", "tree")
-    for algorithm in algorithms:
-        reduced = all_reduce_seconds(problem.topology, range(problem.gpus), workers.gradient_bytes, algorithm)
-        step, busy = max(workers.compute_seconds) + reduced, dict(enumerate(workers.compute_seconds))
-        energy = energy_joules(problem.topology, busy, step, options.watts or {})
-        pace, detail = Pace(problem.gpus / step, 0.0), "all-reduce after the backward"
-        row = _row(problem, f"dp-{algorithm}", pace, whole, detail)
-        yield row.model_copy(update={"energy_joules": energy})
+    reduced = all_reduce_seconds(problem.topology, range(problem.gpus), workers.gradient_bytes)
+    step, busy = max(workers.compute_seconds) + reduced, dict(enumerate(workers.compute_seconds))
+    energy = energy_joules(problem.topology, busy, step, options.watts or {})
+    pace, detail = Pace(problem.gpus / step, 0.0), "all-reduce after the backward"
+    row = _row(problem, "dp-all-reduce", pace, whole, detail)
+    yield row.model_copy(update={"energy_joules": energy})
     served = f"{options.servers} parameter server{'s' * (options.servers > 1)}"
     yield _row(problem, "dp-synchronous", data_parallel.synchronous(workers), stateless, served)
     yield _row(problem, "dp-asynchronous", data_parallel.asynchronous(workers), stateless, served)

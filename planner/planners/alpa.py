@@ -151,7 +151,7 @@ class _Enumeration:
                 self.space.budget.check()
                 group = self.space.replica_group(self.choice.size, range(size))
                 gradients = self.space.gradients(np.asarray(group.table.stage_bytes.trainable))
-                reduced = all_reduce_seconds(self.space.topology, range(size), gradients, "best")
+                reduced = all_reduce_seconds(self.space.topology, range(size), gradients)
                 work[size // self.each] = cost_replicas(self.space, group, self.choice.modes, reduced)
         return work
 

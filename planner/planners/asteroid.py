@@ -20,7 +20,7 @@ keeps of each the plan with the least latency. E_f and E_b of a stage are those 
 the shares of Algorithm 1 (`asteroid_shares`). A stage that is the p-th from the last holds 2 p - 1
 micro-batches.
 
-Here bytes are pplan's ledger, transfers and all-reduces (rings) take pplan's seconds, shares are multiples of
+Here bytes are pplan's ledger, transfers and all-reduces take pplan's seconds, shares are multiples of
 1/32 micro-batch, cuts are thinned to `BLOCKS`, and more devices than `MOST_GROUPS` stay together with their
 neighbours. pplan's plans have equal shares, with which its simulator judges the proposal; `shared_step`
 simulates it with its own.
@@ -113,9 +113,7 @@ class AsteroidSearch:
     def reduced(self, ranks: Sequence[int]) -> Floats:
         """T_a of every stage."""
         trainable = np.asarray(self.space.table(self.space.chain.sizes[0]).stage_bytes.trainable)
-        return np.asarray(
-            all_reduce_seconds(self.space.topology, ranks, self.space.gradients(trainable), "ring")
-        )
+        return np.asarray(all_reduce_seconds(self.space.topology, ranks, self.space.gradients(trainable)))
 
     def sent(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> Floats:
         """(cut points,): seconds of a micro-batch across each cut, one way."""

@@ -174,7 +174,7 @@ class _Costs:
             ranks = self.ranks(groups, devices)
             group = self.space.replica_group(self.choice.size, ranks)
             gradients = self.space.gradients(np.asarray(group.table.stage_bytes.trainable))
-            reduced = np.asarray(all_reduce_seconds(self.space.topology, ranks, gradients, "best"))
+            reduced = np.asarray(all_reduce_seconds(self.space.topology, ranks, gradients))
             self._work[groups, devices] = cost_replicas(self.space, group, self.choice.modes, reduced)
         return self._work[groups, devices]
 

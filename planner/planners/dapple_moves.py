@@ -274,7 +274,7 @@ class Moves:
         if id(group) not in self._indices:
             self._indices[id(group)] = len(self.costs)
             gradients = self.space.gradients(np.asarray(group.table.stage_bytes.trainable))
-            reduced = all_reduce_seconds(self.space.topology, ranks, gradients, "best")
+            reduced = all_reduce_seconds(self.space.topology, ranks, gradients)
             self.costs.append(cost_replicas(self.space, group, self.choice.modes, reduced))
         return self._indices[id(group)]
 

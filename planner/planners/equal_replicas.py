@@ -68,7 +68,7 @@ def _stage_work(space: Space, choice: MicroBatchChoice, ranks: Sequence[int]) ->
     space.budget.check()
     group = space.replica_group(choice.size, ranks)
     gradients = space.gradients(np.asarray(group.table.stage_bytes.trainable))
-    reduced = np.asarray(all_reduce_seconds(space.topology, ranks, gradients, "best"))
+    reduced = np.asarray(all_reduce_seconds(space.topology, ranks, gradients))
     return cost_replicas(space, group, choice.modes, reduced)
 
 

@@ -122,7 +122,7 @@ def stage_tables(space: Space, choice: MicroBatchChoice, depth: int, replicas: i
     """Of a pipeline of so many stages on so many devices each."""
     group = space.replica_group(choice.size, range(replicas))
     gradients = space.gradients(np.asarray(group.table.stage_bytes.trainable))
-    reduced = np.asarray(all_reduce_seconds(space.topology, range(replicas), gradients, "best"))
+    reduced = np.asarray(all_reduce_seconds(space.topology, range(replicas), gradients))
     work = cost_replicas(space, group, choice.modes, reduced)
     seconds, sizes = list[Floats](), list[Floats]()
     for stage in range(depth):

@@ -45,7 +45,7 @@ def all_reduce_pace(topology: Topology, replicas: int) -> float:
 
 
 def least_all_reduce_seconds(topology: Topology, replicas: int, bytes: Floats) -> Floats:
-    """No more than `all_reduce_seconds(topology, devices, bytes, "best")` for any `replicas` devices or more.
+    """No more than `all_reduce_seconds(topology, devices, bytes)` for any `replicas` devices or more.
 
     It grows with `replicas`. Half of it is no more than the best reduce-scatter or all-gather.
     """

@@ -290,7 +290,7 @@ class Space:
             exposed = [
                 self.buckets.exposed_seconds(
                     table.costs.backward_seconds * scale,
-                    lambda bytes: all_reduce_seconds(self.topology, devices, bytes, "best"),
+                    lambda bytes: all_reduce_seconds(self.topology, devices, bytes),
                 )
                 for table, scale in timed
             ]

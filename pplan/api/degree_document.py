@@ -233,7 +233,7 @@ def _notes(answer: DegreeAnswer) -> list[str]:
     for own in answer.baselines:
         plan = own.plan
         if plan is not None and plan.estimate.step_seconds < best:
-            changes = options_to_allow(plan, answer.options)
+            changes = options_to_allow(answer.shape, plan, answer.options)
             notes.append(
                 f"the baseline {own.name} is faster, but not among what is allowed: "
                 f"{plan.degrees.describe()}; allow it with "

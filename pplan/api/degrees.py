@@ -54,7 +54,7 @@ def degrees(
     >>> config = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
     >>> answer = pplan.degrees(config, gpus=8, gpu="h100", mini_batch=64)
     >>> answer.plans[0].degrees
-    ParallelDegrees(tensor=1, context=1, expert=1, pipeline=1, data=8, zero=1, exchange='all-to-all')
+    ParallelDegrees(tensor=1, context=1, expert=1, pipeline=1, data=8, zero=2, exchange='all-to-all')
 
     Raises UsageError, FileError, and InfeasibleError where nothing fits.
     """

@@ -114,7 +114,7 @@ def data_parallel(profile: Profile | str | Path, **options: Unpack[OtherMethodKe
     >>> import pplan
     >>> rows = pplan.data_parallel("gpt.profile.json", gpus=4, mini_batch=64)
     >>> [row.name for row in rows[:3]]
-    ['dp-ring', 'dp-tree', 'dp-synchronous']
+    ['dp-all-reduce', 'dp-synchronous', 'dp-asynchronous']
 
     Raises UsageError, FileError (the profile, the topology).
     """

@@ -111,7 +111,7 @@ def test_torchtitan_reads_its_arguments(read_arguments: Any, options: dict[str, 
 
 
 def test_where_torchtitan_differs() -> None:
-    plan = answer(tp=(2,), pp=(1,), recompute="selective").plans[0]
+    plan = answer(tp=(2,), pp=(1,), zero=(1,), recompute="selective").plans[0]
     assert [text.split(" ")[0] for text in torchtitan_remarks(plan)] == ["torchtitan", "torchtitan's"]
     assert not torchtitan_remarks(answer(tp=(2,), pp=(2,), recompute="none").plans[0])
 

@@ -11,16 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pplan.cost_models.collectives import (
-    ALGORITHMS,
-    Algorithm,
     all_gather_seconds,
     all_reduce_seconds,
-    best_algorithm,
+    all_to_all_seconds,
     is_even,
     reduce_scatter_seconds,
+    ring_step_seconds,
 )
-from pplan.cost_models.errors import UsageError
-from pplan.cost_models.topology import Device, Group, Level, Link, Topology, two_level_topology
+from pplan.cost_models.collectives import all_reduce_seconds_by_algorithm as by_algorithm
+from pplan.cost_models.topology import Device, Group, Level, Link, Port, Topology, two_level_topology
 
 GPU = Device("GPU", None)
 INSIDE, BETWEEN = Link(8e9, 1e-3), Link(1e9, 2e-3)
@@ -63,48 +62,49 @@ def slow_inside() -> Topology:
 @pytest.mark.parametrize("ranks", [[0, 1], [0, 1, 2, 3], [5, 6, 7], [3, 4], [0, 2, 5], list(range(8))])
 @pytest.mark.parametrize("size", [1.0, 1e6, 3e9])
 def test_a_ring_by_its_steps(topology: Topology, ranks: list[int], size: float) -> None:
-    assert all_reduce_seconds(topology, ranks, size) == pytest.approx(ring_by_steps(topology, ranks, size))
+    ring = by_algorithm(topology, ranks, size)["ring"]
+    assert ring == pytest.approx(ring_by_steps(topology, ranks, size))
 
 
 def test_by_hand_inside_a_node() -> None:
     # Four devices, 8 GB at 8 GB/s. Ring: 2 x 3/4 s and six steps of 1 ms; tree: 2 s and 2 x 2 steps.
     node = [0, 1, 2, 3]
-    assert all_reduce_seconds(TOPOLOGY, node, 8e9) == pytest.approx(1.506)
-    assert all_reduce_seconds(TOPOLOGY, node, 8e9, "tree") == pytest.approx(2.004)
-    assert all_reduce_seconds(TOPOLOGY, node, 8e9, "hierarchical") == pytest.approx(1.506)
-    assert all_reduce_seconds(TOPOLOGY, node, 8e9, "best") == pytest.approx(1.506)
-    assert all_reduce_seconds(TOPOLOGY, [0, 1, 2], 8e9, "tree") == pytest.approx(2.004)
+    assert by_algorithm(TOPOLOGY, node, 8e9)["ring"] == pytest.approx(1.506)
+    assert by_algorithm(TOPOLOGY, node, 8e9)["tree"] == pytest.approx(2.004)
+    assert by_algorithm(TOPOLOGY, node, 8e9)["hierarchical"] == pytest.approx(1.506)
+    assert by_algorithm(TOPOLOGY, node, 8e9)["ring"] == pytest.approx(1.506)
+    assert by_algorithm(TOPOLOGY, [0, 1, 2], 8e9)["tree"] == pytest.approx(2.004)
 
 
 def test_by_hand_across_nodes() -> None:
     # Eight devices, 8 GB. Ring at 1 GB/s: 2 x 7/8 x 8 s and 14 x 2 ms. Tree: 16 s and 6 x 2 ms.
-    assert all_reduce_seconds(TOPOLOGY, range(8), 8e9) == pytest.approx(14.028)
-    assert all_reduce_seconds(TOPOLOGY, range(8), 8e9, "tree") == pytest.approx(16.012)
+    assert by_algorithm(TOPOLOGY, range(8), 8e9)["ring"] == pytest.approx(14.028)
+    assert by_algorithm(TOPOLOGY, range(8), 8e9)["tree"] == pytest.approx(16.012)
     # Hierarchical: inside 3/4 s and 3 ms each way; across 2 x 1/2 x 2 GB at 1 GB/s and 2 x 2 ms.
-    assert all_reduce_seconds(TOPOLOGY, range(8), 8e9, "hierarchical") == pytest.approx(1.506 + 2.004)
-    assert best_algorithm(TOPOLOGY, range(8), 8e9) == "hierarchical"
+    assert by_algorithm(TOPOLOGY, range(8), 8e9)["hierarchical"] == pytest.approx(1.506 + 2.004)
+    assert all_reduce_seconds(TOPOLOGY, range(8), 8e9) == pytest.approx(1.506 + 2.004)
 
 
 def test_by_hand_over_three_levels() -> None:
     # 8 GB, each way: 1/2 x 8 GB at 8 GB/s, 1/2 x 4 GB at 4, 1/2 x 2 GB at 1, and 1 + 2 + 3 ms.
     one_way = 0.5 + 0.5 + 1.0 + 0.006
-    assert all_reduce_seconds(three_levels(), range(8), 8e9, "hierarchical") == pytest.approx(2 * one_way)
+    assert by_algorithm(three_levels(), range(8), 8e9)["hierarchical"] == pytest.approx(2 * one_way)
     # Only the pair and the network: 0 and 1 with 4 and 5.
     one_way = 0.5 + 2.0 + 0.004
     some = [0, 1, 4, 5]
-    assert all_reduce_seconds(three_levels(), some, 8e9, "hierarchical") == pytest.approx(2 * one_way)
+    assert by_algorithm(three_levels(), some, 8e9)["hierarchical"] == pytest.approx(2 * one_way)
 
 
 @pytest.mark.parametrize(("devices_per_port", "across"), [(1, 2.0), (2, 4.0), (4, 8.0)])
 def test_rings_that_share_a_port_share_its_bandwidth(devices_per_port: int, across: float) -> None:
     """Four rings leave a node at once, each with a quarter of the 8 GB."""
     topology = shared(devices_per_port)
-    found = all_reduce_seconds(topology, range(8), 8e9, "hierarchical")
+    found = by_algorithm(topology, range(8), 8e9)["hierarchical"]
     assert found == pytest.approx(1.506 + across + 0.004)
     # One ring crosses a port once, whoever shares it.
-    assert all_reduce_seconds(topology, range(8), 8e9) == pytest.approx(14.028)
+    assert by_algorithm(topology, range(8), 8e9)["ring"] == pytest.approx(14.028)
     # Of each node only two neighbours, half of the bytes each.
-    pairs = all_reduce_seconds(topology, [0, 1, 4, 5], 8e9, "hierarchical")
+    pairs = by_algorithm(topology, [0, 1, 4, 5], 8e9)["hierarchical"]
     assert pairs == pytest.approx(1.002 + 4.0 * min(devices_per_port, 2) + 0.004)
 
 
@@ -138,56 +138,86 @@ def by_ports(topology: Topology, ranks: list[int], size: float) -> float:
 @pytest.mark.parametrize("topology", [TOPOLOGY, shared(2), shared(4), three_levels()])
 @pytest.mark.parametrize("ranks", [[0, 1], [0, 4], [0, 1, 4, 5], [1, 3, 5, 7], [0, 2, 4, 6], list(range(8))])
 def test_hierarchical_by_the_load_of_every_port(topology: Topology, ranks: list[int]) -> None:
-    found = all_reduce_seconds(topology, ranks, 4e9, "hierarchical")
+    found = by_algorithm(topology, ranks, 4e9)["hierarchical"]
     assert found == pytest.approx(by_ports(topology, ranks, 4e9))
 
 
 def test_uneven_devices_have_no_hierarchy() -> None:
     assert not is_even(TOPOLOGY, [0, 1, 4])
     assert is_even(TOPOLOGY, [0, 1, 4, 5])
-    with pytest.raises(UsageError, match="hierarchical over devices 0, 1, 4: they are not spread evenly"):
-        all_reduce_seconds(TOPOLOGY, [0, 1, 4], 1e9, "hierarchical")
-    best = all_reduce_seconds(TOPOLOGY, [0, 1, 4], 1e9, "best")
-    assert best == min(all_reduce_seconds(TOPOLOGY, [0, 1, 4], 1e9, way) for way in ("ring", "tree"))
+    assert set(by_algorithm(TOPOLOGY, [0, 1, 4], 1e9)) == {"ring", "tree"}
 
 
 def test_nothing_to_reduce_takes_no_time() -> None:
-    for way in ALGORITHMS:
-        assert all_reduce_seconds(TOPOLOGY, [3], 8e9, way) == 0.0
-        assert all_reduce_seconds(TOPOLOGY, [0, 1], 0.0, way) == 0.0
+    for seconds in (all_reduce_seconds, reduce_scatter_seconds, all_to_all_seconds, ring_step_seconds):
+        assert seconds(TOPOLOGY, [3], 8e9) == 0.0
+        assert seconds(TOPOLOGY, [0, 1], 0.0) == 0.0
+    assert set(by_algorithm(TOPOLOGY, [0, 1], 0.0).values()) == {0.0}
     two = all_reduce_seconds(TOPOLOGY, [0, 1], np.array([0.0, 8e9]))
     assert two.tolist() == pytest.approx([0.0, 1.002])
 
 
 def test_endless_bandwidth_leaves_the_latencies() -> None:
     free = two_level_topology(GPU, 4, 4, Link(math.inf, 1e-3), BETWEEN)
-    assert all_reduce_seconds(free, range(4), 1e12) == pytest.approx(6e-3)
-    assert all_reduce_seconds(free, range(4), 1e12, "tree") == pytest.approx(4e-3)
+    assert by_algorithm(free, range(4), 1e12)["ring"] == pytest.approx(6e-3)
+    assert by_algorithm(free, range(4), 1e12)["tree"] == pytest.approx(4e-3)
 
 
 def test_the_slowest_step_sets_the_pace_whatever_makes_it_slow() -> None:
     late = two_level_topology(GPU, 8, 4, Link(8e9, 1.0), Link(1e9, 0.0))
-    assert all_reduce_seconds(late, range(8), 8.0) == pytest.approx(14.0)
-    assert all_reduce_seconds(late, range(8), 8e12) == pytest.approx(14e3)
+    assert by_algorithm(late, range(8), 8.0)["ring"] == pytest.approx(14.0)
+    assert by_algorithm(late, range(8), 8e12)["ring"] == pytest.approx(14e3)
 
 
 def test_halves_of_an_all_reduce() -> None:
-    for way in ("ring", "hierarchical", "best"):
-        for ranks in ([0, 1, 2, 3], [3, 4], list(range(8))):
-            half = reduce_scatter_seconds(TOPOLOGY, ranks, 3e9, way)
-            assert half == all_gather_seconds(TOPOLOGY, ranks, 3e9, way)
-            if way != "best":
-                assert 2 * half == pytest.approx(all_reduce_seconds(TOPOLOGY, ranks, 3e9, way))
+    for ranks in ([0, 1, 2, 3], [3, 4], list(range(8)), [0, 1, 4]):
+        half = reduce_scatter_seconds(TOPOLOGY, ranks, 3e9)
+        assert half == all_gather_seconds(TOPOLOGY, ranks, 3e9)
+        each = by_algorithm(TOPOLOGY, ranks, 3e9)
+        assert 2 * half == pytest.approx(min(own for name, own in each.items() if name != "tree"))
     # Four devices, 8 GB at 8 GB/s: 3/4 s and three steps.
     assert reduce_scatter_seconds(TOPOLOGY, range(4), 8e9) == pytest.approx(0.753)
-    best = reduce_scatter_seconds(TOPOLOGY, range(8), np.array([1.0, 8e9]), "best")
+    best = reduce_scatter_seconds(TOPOLOGY, range(8), np.array([1.0, 8e9]))
     assert best.tolist() == pytest.approx([3e-3 + 2e-3, 0.753 + 1.002])
 
 
-@pytest.mark.parametrize("way", ["star", "tree"])
-def test_an_unknown_algorithm(way: Algorithm) -> None:
-    with pytest.raises(UsageError, match=f"algorithm '{way}': not known here"):
-        reduce_scatter_seconds(TOPOLOGY, range(4), 1.0, way)
+def all_to_all_by_ports(topology: Topology, ranks: list[int], size: float) -> float:
+    """Every pair's part is laid on the ports it uses; a device begins with one part after another."""
+    load: dict[Port, float] = defaultdict(float)
+    steps: dict[tuple[int, int], int] = defaultdict(int)
+    for a in ranks:
+        for b in ranks:
+            if a != b:
+                steps[topology.shared_level(a, b), a] += 1
+                for port in topology.ports(a, b):
+                    load[port] += size / len(ranks)
+    return max(
+        max(own for port, own in load.items() if port.level == index) / level.link.bandwidth_bytes_per_second
+        + max(count for (at, _), count in steps.items() if at == index) * level.link.latency_seconds
+        for index, level in enumerate(topology.levels)
+        if any(port.level == index for port in load)
+    )
+
+
+@pytest.mark.parametrize("topology", [TOPOLOGY, shared(2), shared(4), three_levels()])
+@pytest.mark.parametrize("ranks", [[0, 1], [3, 4], [0, 1, 4], [1, 3, 5, 7], [0, 1, 2, 5, 6], list(range(8))])
+def test_all_to_all_by_the_load_of_every_port(topology: Topology, ranks: list[int]) -> None:
+    expected = all_to_all_by_ports(topology, ranks, 4e9)
+    assert all_to_all_seconds(topology, ranks, 4e9) == pytest.approx(expected)
+
+
+def test_an_all_to_all_saves_nothing_between_nodes() -> None:
+    # Eight devices, 8 GB: each sends four parts of 1 GB to the other node, at 1 GB/s.
+    assert all_to_all_seconds(TOPOLOGY, range(8), 8e9) == pytest.approx(4.008)
+    assert all_gather_seconds(TOPOLOGY, range(8), 8e9) == pytest.approx(1.755)
+    # Four devices share an adapter: 16 parts leave it.
+    assert all_to_all_seconds(shared(4), range(8), 8e9) == pytest.approx(16.008)
+
+
+def test_a_step_of_a_ring_is_a_transfer_to_the_next_device() -> None:
+    assert ring_step_seconds(TOPOLOGY, range(4), 8e9) == pytest.approx(INSIDE.seconds(8e9))
+    assert ring_step_seconds(TOPOLOGY, range(8), 8e9) == pytest.approx(BETWEEN.seconds(8e9))
+    assert ring_step_seconds(TOPOLOGY, [0, 4], 8e9) == pytest.approx(BETWEEN.seconds(8e9))
 
 
 CALM = settings(deadline=None)
@@ -199,19 +229,21 @@ SIZES = st.just(0.0) | st.floats(1, 1e10)
 
 
 @CALM
-@given(LINKS, LINKS, RANKS, SIZES, st.floats(1, 10), st.sampled_from(ALGORITHMS))
+@given(LINKS, LINKS, RANKS, SIZES, st.floats(1, 10))
 def test_never_faster_with_more_bytes_or_slower_with_better_links(
-    inside: Link, between: Link, ranks: list[int], size: float, more: float, way: Algorithm
+    inside: Link, between: Link, ranks: list[int], size: float, more: float
 ) -> None:
     plain = two_level_topology(GPU, 8, 4, inside, between)
-    if way == "hierarchical" and not is_even(plain, ranks):
-        return
-    seconds = all_reduce_seconds(plain, ranks, size, way)
-    assert all_reduce_seconds(plain, ranks, size * more, way) >= seconds * (1 - 1e-12)
     wider = Link(inside.bandwidth_bytes_per_second * more, inside.latency_seconds)
     sooner = Link(between.bandwidth_bytes_per_second * more, between.latency_seconds / more)
     better = two_level_topology(GPU, 8, 4, wider, sooner)
-    assert all_reduce_seconds(better, ranks, size, way) <= seconds * (1 + 1e-12)
+    larger, improved = by_algorithm(plain, ranks, size * more), by_algorithm(better, ranks, size)
+    for name, seconds in by_algorithm(plain, ranks, size).items():
+        assert larger[name] >= seconds * (1 - 1e-12)
+        assert improved[name] <= seconds * (1 + 1e-12)
+    seconds = all_to_all_seconds(plain, ranks, size)
+    assert all_to_all_seconds(plain, ranks, size * more) >= seconds * (1 - 1e-12)
+    assert all_to_all_seconds(better, ranks, size) <= seconds * (1 + 1e-12)
 
 
 @CALM
@@ -220,12 +252,10 @@ def test_the_best_is_one_of_them_and_none_is_faster(
     inside: Link, between: Link, ranks: list[int], size: float
 ) -> None:
     topology = two_level_topology(GPU, 8, 4, inside, between)
-    even = is_even(topology, ranks)
-    ways: tuple[Algorithm, ...] = ("ring", "tree", "hierarchical") if even else ("ring", "tree")
-    each = [all_reduce_seconds(topology, ranks, size, way) for way in ways]
-    assert all_reduce_seconds(topology, ranks, size, "best") == min(each)
-    assert each[ways.index(best_algorithm(topology, ranks, size))] == min(each)
+    each = by_algorithm(topology, ranks, size)
+    assert ("hierarchical" in each) == is_even(topology, ranks)
+    assert all_reduce_seconds(topology, ranks, size) == min(each.values())
     # No algorithm sends less than 2 (n - 1) / n of the bytes through each device.
     n = len(ranks)
     widest = max(inside.bandwidth_bytes_per_second, between.bandwidth_bytes_per_second)
-    assert min(each) >= 2 * (n - 1) / n * size / widest * (1 - 1e-12)
+    assert min(each.values()) >= 2 * (n - 1) / n * size / widest * (1 - 1e-12)

@@ -127,12 +127,11 @@ def test_forward_and_backward_wait_for_the_network(
     forward = exchange.forward(table, costs.forward_seconds)
     backward = exchange.backward(table, costs.backward_seconds)
     gather = [
-        float(all_gather_seconds(topology, ranks, float(size), "best")) if zero == 3 else 0.0
+        float(all_gather_seconds(topology, ranks, float(size))) if zero == 3 else 0.0
         for size in costs.parameter_bytes
     ]
     scatter = [
-        float(reduce_scatter_seconds(topology, ranks, 2 * float(size), "best"))
-        for size in costs.trainable_bytes
+        float(reduce_scatter_seconds(topology, ranks, 2 * float(size))) for size in costs.trainable_bytes
     ]
     for i, j in zip(*np.nonzero(table.valid), strict=True):
         own = range(table.cut_points[i], table.cut_points[j])

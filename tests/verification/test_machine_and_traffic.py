@@ -75,13 +75,13 @@ def test_sums_against_the_cost_models() -> None:
         ranks = sorted(rng.sample(range(16), rng.randint(2, 16)))
         size = rng.choice([0.0, 1e3, 1e7, 1e9])
         assert all_reduce_time(machine, ranks, size) == pytest.approx(
-            float(modelled(SERVERS, ranks, size, "best")), rel=1e-12
+            float(modelled(SERVERS, ranks, size)), rel=1e-12
         )
         layers = rng.randint(1, 8)
         backward = [rng.random() * 1e-3 for _ in range(layers)]
         gradients = [rng.choice([0.0, 1e4, 3e6, 9e7]) for _ in range(layers)]
         assert exposed_seconds(machine, ranks, backward, gradients) == pytest.approx(
-            exposed_all_reduce_seconds(backward, gradients, SERVERS, ranks, "best"), rel=1e-9, abs=1e-15
+            exposed_all_reduce_seconds(backward, gradients, SERVERS, ranks), rel=1e-9, abs=1e-15
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...cost_models.collectives import all_reduce_loads, all_reduce_seconds, is_even
+from ...cost_models.collectives import Algorithm, all_reduce_loads, all_reduce_seconds_by_algorithm
 from ...cost_models.communication import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from ...cost_models.errors import UsageError
 from ...cost_models.layer import Chain, LayerCosts
@@ -181,10 +181,10 @@ def _bytes_of_weights(*, trainable: float = 0.0, largest: float = 0.0) -> StageB
 def _all_reduce_lines(assembly: Assembly, ranks: Sequence[int]) -> Iterator[list[list[float]]]:
     """By algorithm, the lines of which the highest gives the seconds of so many bytes: [start, a byte]."""
     topology = assembly.topology
-    for way in ("ring", "tree", *(["hierarchical"] if is_even(topology, ranks) else [])):
+    for name in all_reduce_seconds_by_algorithm(topology, ranks, 0.0):
 
-        def seconds(size: float, way: Any = way) -> float:
-            return float(all_reduce_seconds(topology, ranks, size, way))
+        def seconds(size: float, name: Algorithm = name) -> float:
+            return float(all_reduce_seconds_by_algorithm(topology, ranks, size)[name])
 
         yield _lines(seconds)
 

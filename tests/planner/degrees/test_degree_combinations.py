@@ -52,7 +52,7 @@ def drawn(random: Random) -> tuple[TransformerShape, int, DegreeOptions]:
         cp=some(1, 2, 3, 4) or (1, 2, 3),
         pp=some(1, 2, 3, 4),
         ep=some(1, 2, 3, 4, 5),
-        zero=random.choice(((1,), (0, 3))),
+        zero=random.choice((None, (1,), (0, 3))),
         micro_batch_size=some(1, 2, 3),
         virtual_stages=(1, 2, 3),
         recompute="none",
@@ -68,7 +68,8 @@ def allowed(shape: TransformerShape, devices: int, options: DegreeOptions) -> se
     groups = [each for each in product(numbers, repeat=4) if prod(each) == devices]
     every = product(
         groups, range(1, max(devices, 10) + 1),
-        options.zero, ("all-to-all", "ring", "all-gather"), range(1, options.mini_batch + 1), (1, 2, 3),
+        options.zero or range(4), ("all-to-all", "ring", "all-gather"),
+        range(1, options.mini_batch + 1), (1, 2, 3),
     )  # fmt: skip
     left = set()
     for group, *others in every:
@@ -90,6 +91,7 @@ def allowed(shape: TransformerShape, devices: int, options: DegreeOptions) -> se
         ):
             continue
         count, rest = divmod(options.mini_batch, d * size)
+        spreads = c * d > 1 or (any(shape.routed) and t * c * d > e)
         shards = t * c if exchange == "all-to-all" else t
         widths = [shape.feed_forward] * (not all(shape.routed)) + ([experts.shared_width] if experts else [])
         fits = (
@@ -101,6 +103,7 @@ def allowed(shape: TransformerShape, devices: int, options: DegreeOptions) -> se
             and (e == 1 or (any(shape.routed) and experts is not None and experts.number % e == 0))
             and t * c * d % e == 0
             and not (zero > 1 and p > 1)
+            and (options.zero is not None or zero == 1 or (p == 1 and spreads))
             and (options.pp is not None or p <= len(shape.routed) + 2)
             and (virtual == 1 or (p > 1 and count % p == 0))
         )

@@ -26,7 +26,12 @@ from pplan.planner.degrees.degree_combinations import list_combinations
 from pplan.planner.degrees.degree_options import DegreeOptions
 from pplan.planner.degrees.degree_search import search_degrees
 from pplan.planner.degrees.division_bound import least_division
-from pplan.planner.degrees.interleaved_bound import interleaved_bound, least_interleaved
+from pplan.planner.degrees.interleaved_bound import (
+    device_update_seconds,
+    interleaved_bound,
+    least_interleaved,
+)
+from pplan.planner.degrees.linear_bound import DivisionProgramme
 from pplan.planner.degrees.stage_divisions import (
     divide_by_seconds,
     fit_division,
@@ -156,6 +161,47 @@ def test_the_division_of_the_least_bound_is_the_fastest(recompute: Any) -> None:
     assert estimate_stages(layers, division).step_seconds == pytest.approx(fastest, rel=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_no_division_is_below_the_bounds_where_its_size_chooses_the_algorithm(seed: int) -> None:
+    """Gradients of small stages are reduced by another algorithm, or at the pace of another link, than those
+    of large ones."""
+    random = Random(seed)
+    blocks, experts = random.randint(4, 6), ExpertShape(4, 2, 64)
+    routed = tuple(random.random() < 0.5 for _ in range(blocks))
+    shape = TransformerShape("small", 64, 128, 256, AttentionShape(8, 8, 8, 8), routed, experts)
+    inside, between = (Link(10 ** random.uniform(8, 11), 10 ** random.uniform(-6, -4)) for _ in range(2))
+    topology = two_level_topology(Device("GPU", None), 12, random.choice((2, 4)), inside, between)
+    overheads = Overheads(1e-7, 1e-7)
+    costs = RankCosts(DeviceLimits(1e15, 1e13), TopologyLinks(topology), overheads=overheads)
+    stages, virtual = random.choice((2, 3)), random.choice((1, 2))
+    if stages * virtual > blocks:
+        virtual = 1
+    degrees = ParallelDegrees(
+        expert=random.choice((1, 2)), pipeline=stages, data=4, zero=random.choice((0, 1))
+    )
+    layers = LayerTable(shape, degrees, TrainingSetting(stages, Tokens(8), "none", virtual), costs)
+    every = [(counts, estimate_stages(layers, counts)) for counts in divisions(layers)]
+    fastest = min(estimate.step_seconds for _, estimate in every)
+    assert layers.least_update_seconds <= min(own.update_seconds for _, own in every) * (1 + 1e-9)
+    for counts, estimate in every:
+        for device, stage in enumerate(estimate.stages):
+            numbers = {
+                kind: np.array([sum(shape.routed[block] == kind for own in stage.blocks for block in own)])
+                for kind in layers.blocks
+            }
+            least = device_update_seconds(layers, numbers, range(device, layers.slots, stages))
+            assert least[0] <= stage.update_seconds * (1 + 1e-9), counts
+    assert lower_bound(layers) <= fastest * (1 + 1e-9)
+    if virtual == 1:
+        assert least_division(layers, NO_LIMIT)[0] <= fastest * (1 + 1e-9)
+        return
+    assert least_interleaved(layers, NO_LIMIT) <= fastest * (1 + 1e-9)
+    programme = DivisionProgramme(layers, NO_LIMIT)
+    for counts, _ in every[::5]:
+        programme.add_path(programme.stage_seconds(programme.whole_amounts(counts)))
+    assert programme.solve(programme.whole_box(), programme.table()).seconds <= fastest * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("seed", seeds(12, 20))
 def test_no_interleaved_division_is_below_its_bound(seed: int) -> None:
     """Of every division over the virtual stages, and of the bounds of all and of those that fit."""
@@ -266,7 +312,7 @@ def test_an_answer_against_all_there_is(seed: int) -> None:
         mini_batch=random.choice((8, 24)),
         sequence=64,
         cp=random.choice((None, (1, 2))),
-        zero=random.choice(((1,), (0, 3), (1, 2, 3))),
+        zero=random.choice((None, (0, 3), (1, 2, 3))),
         predictors=seed % 4 // 3,
         offload=seed % 2 == 1,
     )

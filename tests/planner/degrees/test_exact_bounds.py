@@ -115,12 +115,12 @@ def test_the_quick_bound_of_all_divisions(recompute: Any, stages: int) -> None:
         ordered = total + (many - 1) * share * slowest + max(many - stages, 0) * (1 - share) * slowest
         counts = [layers.parameters(range(7 * (slot == 0)), slot) for slot in range(stages)]
         dense, experts = (sum(own) / stages for own in zip(*map(both_kinds, counts), strict=True))
-        update, once, twice = (
+        update, whole = (
             update_seconds(ParameterCounts(*own), layers.degrees, layers.costs)
-            for own in ((dense, 0.0), (0.0, experts), (0.0, 2 * experts))
+            for own in ((dense, 0.0), (0.0, stages * experts))
         )
-        # A stage may have no expert, and then starts no transfers of theirs.
-        update += twice - once
+        # One stage may have all experts; the others then start no transfers of theirs.
+        update += whole / stages
         assert layers.least_update_seconds == pytest.approx(update)
         assert lower_bound(layers) == pytest.approx(max(many * slowest, ordered) + update)
 

@@ -147,10 +147,11 @@ def test_equal_stages_take_as_long_as_their_bound() -> None:
 
 def degrees_on(case: Case, devices: int, samples: int) -> Iterator[ParallelDegrees]:
     shape, options = case.shape, case.options
+    (zero,) = options.zero or (1,)
     for tensor, context, data, expert in product(range(1, devices + 1), options.cp or (), *[range(1, 5)] * 2):
         fits = tensor * context * data == devices and samples % data == 0
         if fits and samples // data in (options.micro_batch_size or ()):
-            own = ParallelDegrees(tensor, context, expert, 1, data, options.zero[0], "ring")
+            own = ParallelDegrees(tensor, context, expert, 1, data, zero, "ring")
             own = own if context > 1 else replace(own, exchange="all-to-all")
             if not own.problem_with(shape, SEQUENCE):
                 yield own

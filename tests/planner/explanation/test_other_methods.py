@@ -40,8 +40,7 @@ def test_data_parallelism_by_hand(make_chain: MakeChain) -> None:
     rows = methods(chain, topology, memory_bandwidth=200.0, staleness=2)
     costs, weights = chain.at(4), float(chain.trainable_bytes.sum())
     c, sent = float((costs.forward_seconds + costs.backward_seconds).sum()), weights / 20
-    assert rows["dp-ring"].step_seconds == pytest.approx(c + 2 * (sent / 2 + 0.5))
-    assert rows["dp-tree"].step_seconds == pytest.approx(c + 2 * sent + 2 * 0.5)
+    assert rows["dp-all-reduce"].step_seconds == pytest.approx(c + 2 * (sent / 2 + 0.5))
     cycle = c + 2 * sent + 2 * 0.5
     assert rows["dp-asynchronous"].step_seconds == pytest.approx(max(cycle, 2 * sent))
     assert rows["dp-stale-synchronous"].step_seconds == pytest.approx(max(cycle, 2 * sent))
@@ -49,7 +48,7 @@ def test_data_parallelism_by_hand(make_chain: MakeChain) -> None:
     assert rows["dp-hogwild"].step_seconds == pytest.approx(max(c + 2 * weights / 200, 4 * weights / 200))
     assert rows["dp-synchronous"].step_seconds == pytest.approx(c + 3 * sent + 1.0)
     staleness = {name: (row.staleness, row.staleness_bounded) for name, row in rows.items()}
-    assert staleness["dp-ring"] == (0, False)
+    assert staleness["dp-all-reduce"] == (0, False)
     assert staleness["dp-asynchronous"] == (1, False)
     assert staleness["dp-stale-synchronous"] == (2, True)
     for name, row in rows.items():
@@ -61,7 +60,7 @@ def test_data_parallelism_by_hand(make_chain: MakeChain) -> None:
     assert rows["hetpipe-ed"].reason == "one node: as NP"
     assert "asteroid-shares" not in rows  # its shares are equal: a plan of pplan
     assert {row.energy_joules for row in rows.values()} == {None}
-    powered = methods(chain, topology, watts={"toy": (300.0, 50.0)})["dp-ring"]
+    powered = methods(chain, topology, watts={"toy": (300.0, 50.0)})["dp-all-reduce"]
     assert powered.energy_joules == pytest.approx(2 * (300 * c + 50 * 2 * (sent / 2 + 0.5)))
     with pytest.raises(UsageError, match="watts of other: the machine has none"):
         methods(chain, topology, watts={"toy": (300.0, 50.0), "other": (300.0, 50.0)})
@@ -95,11 +94,11 @@ def test_several_nodes_and_one_device(make_chain: MakeChain) -> None:
     problem = Problem(chain, topology, PlanOptions(mini_batch=8, optimizer="adam"))
     adam = {row.name: row.memory_bytes for row in list_other_methods(problem, OtherMethodOptions())}
     states = 2 * float(chain.trainable_bytes.sum())
-    assert adam["dp-ring"] - adam["dp-asynchronous"] == pytest.approx(states, abs=2)  # type: ignore[operator]
+    assert adam["dp-all-reduce"] - adam["dp-asynchronous"] == pytest.approx(states, abs=2)  # type: ignore[operator]
     once = make_chain(3, 6, sizes=(2,))
     assert methods(once, Topology((Group(Device("a", None), 1), Group(Device("b", None, 0.5), 3)), levels))
     alone = methods(chain, Topology((Group(Device("toy", None), 1),), levels))
-    assert alone["dp-ring"].reason == "one device"
+    assert alone["dp-all-reduce"].reason == "one device"
 
 
 @pytest.mark.parametrize("watts", ["A100", "A100=400", "A100=60/400", {"A100": 400}, {}, 5, "A100=a/b"])

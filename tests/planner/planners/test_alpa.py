@@ -29,7 +29,7 @@ def stage_seconds(
     layers = space.chain.at(-(-choice.size // replicas))
     f, w = float(layers.forward_seconds[a:b].sum()), float(layers.backward_seconds[a:b].sum())
     gradients = float(layers.trainable_bytes[a:b].sum())
-    reduced = float(all_reduce_seconds(space.topology, range(replicas), gradients, "best"))
+    reduced = float(all_reduce_seconds(space.topology, range(replicas), gradients))
     held_bytes = stage_bytes(layers, a, b - 1)
     for mode, recompute in (("never", 0.0), ("always", f)):
         terms = ledger(

@@ -61,7 +61,7 @@ class StageTimes:
                 self.forward = max(self.forward, float(layers.forward_seconds[a:b].sum()) / kind.speed)
                 self.backward = max(self.backward, float(layers.backward_seconds[a:b].sum()) / kind.speed)
         gradients = float(space.chain.trainable_bytes[a:b].sum())
-        self.reduced = float(all_reduce_seconds(space.topology, ranks, gradients, "ring"))
+        self.reduced = float(all_reduce_seconds(space.topology, ranks, gradients))
 
 
 def latency(steps: Sequence[tuple[float, float, float]], count: int) -> float:

@@ -50,7 +50,7 @@ class Stage:
         self.scale = space.topology.device(ranks[0]).seconds_scale
         self.space, self.choice, self.a, self.b, self.ranks = space, choice, a, b, ranks
         self.gradients = float(self.layers.trainable_bytes[a:b].sum())
-        self.reduced = float(all_reduce_seconds(space.topology, ranks, self.gradients, "best"))
+        self.reduced = float(all_reduce_seconds(space.topology, ranks, self.gradients))
 
     def sent(self, end: int) -> float:
         """Bytes of a whole micro-batch behind so many layers."""

@@ -102,7 +102,7 @@ def estimated(space: Space, trial: MicroBatchChoice, ends: tuple[int, ...], devi
         forward.append(f)
         backward.append(float(layers.backward_seconds[a:b].sum()) + (f if fitting[0] == "always" else 0.0))
         gradients = float(layers.trainable_bytes[a:b].sum())
-        reduced.append(float(all_reduce_seconds(space.topology, own, gradients, "best")))
+        reduced.append(float(all_reduce_seconds(space.topology, own, gradients)))
     return paper_latency(forward, backward, reduced, trial.micro_batches)
 
 

@@ -173,7 +173,7 @@ class BruteForce:
             forward = float(layers.forward_seconds[first_layer:end].sum() * kind.seconds_scale)
             if backward.sum() > slowest["backward"]:
                 gradients = layers.trainable_bytes[first_layer:end]
-                exposed_allreduce = exposed_all_reduce_seconds(backward, gradients, topology, devices, "best")
+                exposed_allreduce = exposed_all_reduce_seconds(backward, gradients, topology, devices)
                 slowest |= {"backward": float(backward.sum()), "tail": exposed_allreduce}
             slowest["forward"] = max(slowest["forward"], forward)
             first = backward

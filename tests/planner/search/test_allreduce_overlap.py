@@ -38,9 +38,7 @@ def test_every_stage(
     cut_points, several = team.table.cut_points, 0
     for i, j in combinations(range(len(cut_points)), 2):
         own = slice(cut_points[i], cut_points[j])
-        expected = exposed_all_reduce_seconds(
-            costs.backward_seconds[own], gradients[own], topology, devices, "best"
-        )
+        expected = exposed_all_reduce_seconds(costs.backward_seconds[own], gradients[own], topology, devices)
         assert team.exposed_allreduce[i, j] == pytest.approx(expected, rel=1e-9, abs=1e-12)
         several += len(gradient_buckets(gradients[own][::-1])) > 2
     assert several > 5

@@ -133,12 +133,12 @@ def test_all_reduces_take_no_less_than_the_least() -> None:
         least = least_all_reduce_seconds(topology, count, sizes)
         ranks = rng.choice(devices, count, replace=False).tolist()
         for own in (ranks, range(count)):
-            seconds = all_reduce_seconds(topology, own, sizes, "best")
+            seconds = all_reduce_seconds(topology, own, sizes)
             assert (seconds * SLACK >= least).all()
             assert seconds[3] * SLACK >= 1e8 * all_reduce_pace(topology, count)
         fewer = least_all_reduce_seconds(topology, int(rng.integers(1, count + 1)), sizes)
         assert (fewer <= least * SLACK).all()
-        halves = 2 * reduce_scatter_seconds(topology, ranks, sizes, "best")
+        halves = 2 * reduce_scatter_seconds(topology, ranks, sizes)
         assert (halves * SLACK >= least).all()
         tight += np.allclose(seconds, least, rtol=1e-9)
     assert tight > 30
