@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from .errors import UsageError
-from .hardware import UNKNOWN_DEVICE
 from .schedules import PUBLISHED
 
 OFFLOAD: Final = "offload"
@@ -252,6 +251,8 @@ def other_layers_warning(runtime: str | None, profiled_device: str) -> str | Non
     """
     if runtime is None or not profiled_device or not find_runtime(runtime).own_layers:
         return None
+    from .hardware import UNKNOWN_DEVICE  # which loads numpy; the help of verbs does not
+
     if profiled_device == UNKNOWN_DEVICE:
         subject = "the imported seconds and bytes may not be those"
     else:

@@ -186,6 +186,10 @@ NOT_BOUNDS: dict[str, str] = {
     "planners/pipedream_programme.py:Programme.solution": "PipeDream's own programme, whose plan is scored",
     "problem_grid.py:make_row": "figures of a plan, copied",
     "shared_layers.py:_row": "figures of an answer, copied",
+    "build_plan.py:build_plan": "warns of an answer that is not proven",
+    "objectives/frontier.py:build_frontier": "warns of points that are not proven",
+    "objectives/solve_objective.py:_build_plan": "copies the figures of an answer into a plan",
+    "shared_layers.py:_plan": "warns of answers that are not proven",
 }
 """By name, what else is meant."""
 

@@ -205,7 +205,7 @@ class _ScheduleSearch:
         return True
 
     def _is_needed(self, shape: PipelineShape) -> bool:
-        """Whether no other shape bounds the plans of this one."""
+        """Return whether the proof needs this shape, as no other one stands for its plans."""
         return shape.stands_for_all or self._lists_every_choice
 
     def _pipelines(self) -> Iterator[tuple[PipelineConfig, Program, tuple[int, ...]]]:

@@ -52,7 +52,7 @@ def test_the_robust_plan(measured: Path, here: Path, run: Callable[..., Any]) ->
     assert plan.options.robust
     text = " ".join(ran.out.split())
     assert "is the fastest at the 90th percentile of those scored" in text
-    assert "in 80 % of draws" in text
+    assert "80 % interval" in text
     covers = plan.prediction.bound_covers
     assert covers
     assert f"Proven: no plan of the search space ({covers}) is faster than" in text
@@ -97,7 +97,7 @@ def test_without_it_the_fastest_by_the_medians(here: Path, run: Callable[..., An
     plan = Plan.load(here / "toy.plan.json")
     assert plan.balance == [2, 2]
     assert plan.objective is None
-    assert "in 80 % of draws" in " ".join(ran.out.split())
+    assert "80 % interval" in " ".join(ran.out.split())
 
 
 def test_not_with_the_frontier(here: Path, run: Callable[..., Any]) -> None:

@@ -81,7 +81,6 @@ def test_the_error_names_the_least_that_any_needs(make_chain: MakeChain, make_to
     ("options", "message"),
     [
         ({"schedule": "zb-h1"}, "recompute='first_layers' with schedule='zb-h1'"),
-        ({"schedule": "any"}, "recompute='first_layers' with schedule='any'"),
         ({"zero": 2}, "recompute='first_layers' with zero=2"),
         ({"runtime": "torchgpipe"}, "runtime='torchgpipe' does not run"),
     ],

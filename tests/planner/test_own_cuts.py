@@ -57,7 +57,8 @@ def test_costs_and_ledgers_stay(
     before, after = assembly.costs(), few.costs()
     assert before.arrays().keys() == after.arrays().keys()
     for name, values in before.arrays().items():
-        assert np.array_equal(values, after.arrays()[name]), name
+        # The tables add up the layers of a stage in another order.
+        np.testing.assert_allclose(values, after.arrays()[name], rtol=1e-14, err_msg=name)
     assert (before.tied, before.port_seconds) == (after.tied, after.port_seconds)
     assert before.tied
     for device in range(devices):
