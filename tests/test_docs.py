@@ -6,6 +6,7 @@ import re
 import runpy
 import shlex
 import shutil
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -23,7 +24,11 @@ from pplan.profiler.profile_file import Profile
 from pplan.runtimes.formats.exporters import EXPORTERS
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+LISTED = subprocess.run(
+    ["git", "ls-files", "README.md", ":(glob)docs/*.md"], cwd=ROOT, capture_output=True, text=True, check=True
+)
+PAGES = {path.name: path.read_text() for path in map(ROOT.joinpath, LISTED.stdout.split()) if path.is_file()}
+"""Pages that git tracks."""
 README = PAGES["README.md"]
 EXAMPLE = "getting-started.md"
 """Shows the files that the examples of the others begin with."""
