@@ -207,7 +207,8 @@ def list_prediction_limits(assembly: Assembly) -> Iterator[str]:
     for _, table in sorted(tables.items(), key=lambda item: item[0]):
         if assembly.program.splits_backward:
             parts = part_seconds(table.costs, "input") + part_seconds(table.costs, "weight")
-            yield from parts_warning(table.costs.size, parts.sum() / table.costs.backward_seconds.sum())
+            if whole := float(table.costs.backward_seconds.sum()):
+                yield from parts_warning(table.costs.size, float(parts.sum()) / whole)
         if outside := table.costs.outside:
             yield outside
     yield from _slow_host(assembly)

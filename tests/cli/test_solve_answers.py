@@ -288,3 +288,18 @@ def test_first_layers_are_searched_with_the_schedules_that_run_them_again(
     assert ran.status == 0, ran.err
     part = "--schedule any with --recompute first-layers: only 1f1b and gpipe were searched"
     assert (part in " ".join(ran.out.split())) == (schedule == "any")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_layers_without_a_backward_print_no_warning_of_numpy(schedule: str) -> None:
+    """The ratio of the parts of a backward to the whole was 0 / 0."""
+    plan = pplan.solve(
+        make_profile(4, parameter_bytes=8, seconds=[(1.0, 0.0)] * 4),
+        gpus=2,
+        memory_bytes=2**33,
+        mini_batch=4,
+        schedule=schedule,
+    )
+    assert plan.prediction.step_seconds > 0
+    assert "a backward in two parts" not in " ".join(plan.warnings)
