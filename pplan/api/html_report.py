@@ -16,7 +16,7 @@ from ..planner.plan_file import Plan
 from ..planner.plan_records import MOST_DRAWN_LAYERS
 from ..profiler.profile_file import Profile
 from ..runtimes.checking.check_report import Check
-from .load import as_plan, check_layers, profile_and_reference
+from .load import as_plan, check_layers, profile_and_reference, profile_next_to
 from .machine import planned_machine
 from .page.page_content import PageSources, page_content
 from .page.render import render_page
@@ -172,7 +172,7 @@ def find_beside(path: Path) -> FilesBeside:
     Raises FileError where the plan cannot be read."""
     text = read_text(path, "plan")
     plan = Plan.parse(text, str(path))
-    profile = path.parent / Path(plan.profile.file).name
+    profile = profile_next_to(path, plan)
     return FilesBeside(
         profile if plan.profile.file and profile.is_file() else None,
         _newest(path.parent, "frontier", lambda file: _same_frontier(file, plan)),

@@ -9,7 +9,7 @@ from shlex import quote
 from ..cost_models import arguments
 from ..cost_models.errors import FileError, UsageError
 from ..cost_models.quantities import format_count
-from ..cost_models.text_files import decode_text, read_bytes, sha256
+from ..cost_models.text_files import decode_text, escape_surrogates, read_bytes, sha256
 from ..planner.plan_file import Plan
 from ..planner.plan_records import ProfileReference
 from ..profiler.profile_file import Profile
@@ -96,13 +96,25 @@ class PlanAndProfile:
     profile_file: Path
 
 
+def profile_next_to(path: Path, plan: Plan) -> Path:
+    """Path of the plan's profile in the folder of its file `path`.
+
+    The plan holds the name with escapes for bytes that are not UTF-8.
+    """
+    name = Path(plan.profile.file).name
+    if "\\udc" not in name or not path.parent.is_dir():
+        return path.parent / name
+    files = sorted(path.parent.iterdir())
+    return next((file for file in files if escape_surrogates(file.name) == name), path.parent / name)
+
+
 def read_plan(path: Path, profile_file: Path | None) -> PlanAndProfile:
     """The plan in a file, with the profile of its name beside it, or the one that is named.
 
     Raises FileError for either, and for a profile that the plan was not made from.
     """
     plan = Plan.load(path)
-    profile_path = path.parent / Path(plan.profile.file).name
+    profile_path = profile_next_to(path, plan)
     if profile_file is None and not profile_path.is_file():
         raise FileError(
             f"{path}: was made from {plan.profile.file or 'a nameless profile'}, which is not beside it",
