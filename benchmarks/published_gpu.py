@@ -41,6 +41,8 @@ class MeasuredLinks:
 
     bandwidth: float
     operations: Mapping[str, Mapping[str, Any]]
+    is_concave = True
+    """Each collective is a line of its bytes."""
 
     def collective(self, name: CollectiveName, bytes: float, size: int, stride: int) -> float:
         if size == 1:

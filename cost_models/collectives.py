@@ -21,6 +21,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from functools import reduce
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -129,6 +130,18 @@ def all_reduce_loads(topology: Topology, devices: Iterable[int]) -> dict[tuple[i
 def is_even(topology: Topology, devices: Iterable[int]) -> bool:
     """Whether every group of a level holds as many of these devices: what hierarchical algorithms need."""
     return all(len(members) == 1 for members in topology.members(devices))
+
+
+def is_concave(topology: Topology) -> bool:
+    """Return whether the seconds of reductions and gathers are concave in the bytes, above none.
+
+    True if of any two levels one has both the higher latency and the lower bandwidth. One link is then the
+    slowest of a ring or a tree for all sizes. The seconds of each algorithm are a line, and those of the
+    fastest the minimum of lines.
+    """
+    links = [level.link for level in topology.levels_in_use]
+    links.sort(key=lambda link: (link.latency_seconds, -link.bandwidth_bytes_per_second))
+    return all(a.bandwidth_bytes_per_second >= b.bandwidth_bytes_per_second for a, b in pairwise(links))
 
 
 def link_signature(topology: Topology, devices: Iterable[int]) -> tuple[object, ...]:

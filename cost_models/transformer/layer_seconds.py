@@ -265,7 +265,10 @@ class LayerSeconds:
                 return update_seconds(only, self.degrees, self.costs)
 
             whole = sum(each[kind] for each in self._parameter_parts)
-            lines.append(line_below(seconds, min(own), whole) if own else Line(0.0, 0.0))
+            is_concave = self.costs.links.is_concave
+            lines.append(
+                line_below(seconds, min(own), whole, is_concave=is_concave) if own else Line(0.0, 0.0)
+            )
         return lines[0], lines[1]
 
     @property

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from ..collectives import (
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
+    is_concave,
     reduce_scatter_seconds,
     ring_step_seconds,
 )
@@ -36,6 +38,13 @@ from .parallel_degrees import ParallelDegrees
 class GroupLinks(Protocol):
     """Seconds of what devices exchange. A group: `size` devices, each `stride` ranks after the one before."""
 
+    @property
+    def is_concave(self) -> bool:
+        """Whether the seconds of reductions and gathers are concave in their bytes, above none.
+
+        If not, seconds divided by bytes still never rise with the bytes.
+        """
+
     def collective(self, name: CollectiveName, bytes: float, size: int, stride: int) -> float:
         """Bytes as of `kernels.Collective`."""
 
@@ -57,6 +66,10 @@ class TopologyLinks:
     """Seconds by the links of a topology, each collective by its fastest algorithm."""
 
     topology: Topology
+
+    @cached_property
+    def is_concave(self) -> bool:
+        return is_concave(self.topology)
 
     def collective(self, name: CollectiveName, bytes: float, size: int, stride: int) -> float:
         return float(_SECONDS[name](self.topology, range(0, size * stride, stride), bytes))

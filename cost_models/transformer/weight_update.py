@@ -40,20 +40,16 @@ class Line(NamedTuple):
     slope: float
 
 
-def line_below(seconds: Callable[[float], float], least: float, most: float) -> Line:
-    """Line that `seconds`, which grows, is nowhere below from `least` to `most`.
+def line_below(seconds: Callable[[float], float], least: float, most: float, *, is_concave: bool) -> Line:
+    """Return a line that `seconds` is nowhere below from `least` to `most`.
 
-    The fastest of several algorithms makes `seconds` concave: its chord is below it, and is `seconds` itself
-    where one algorithm is the fastest everywhere. Where the slowest of several links bends it the other way,
-    the line through the origin is below it: seconds(x) / x only falls, as every part starts at 0 or more.
+    The chord of a concave function is below it. Otherwise the line through the origin is: seconds(x) / x must
+    not rise with x.
     """
-    if least < most:
+    if is_concave and least < most:
         first, last = seconds(least), seconds(most)
         slope = (last - first) / (most - least)
-        start = first - slope * least
-        between = (least + (most - least) / 4**exponent for exponent in range(1, 12))
-        if all(seconds(x) >= (start + slope * x) * (1 - 1e-12) for x in between):
-            return Line(start, slope)
+        return Line(last - slope * most, slope)
     return Line(0.0, seconds(most) / most)
 
 

@@ -14,6 +14,7 @@ from pplan.cost_models.collectives import (
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
+    is_concave,
     is_even,
     reduce_scatter_seconds,
     ring_step_seconds,
@@ -259,3 +260,29 @@ def test_the_best_is_one_of_them_and_none_is_faster(
     n = len(ranks)
     widest = max(inside.bandwidth_bytes_per_second, between.bandwidth_bytes_per_second)
     assert min(each.values()) >= 2 * (n - 1) / n * size / widest * (1 - 1e-12)
+
+
+@CALM
+@given(LINKS, LINKS, RANKS, st.floats(1, 1e10), st.floats(1, 1e4))
+def test_seconds_never_grow_faster_than_the_bytes(
+    inside: Link, between: Link, ranks: list[int], size: float, more: float
+) -> None:
+    """Seconds of a byte never rise; with one slowest level the curve is nowhere below its chord."""
+    topology = two_level_topology(GPU, 8, 4, inside, between)
+    sizes = np.linspace(size, size * more, 50)
+    for function in (all_reduce_seconds, reduce_scatter_seconds, all_gather_seconds):
+        seconds = function(topology, ranks, sizes)
+        assert (np.diff(seconds / sizes) <= 1e-12 * (seconds / sizes)[1:]).all()
+        if is_concave(topology):
+            chord = np.linspace(seconds[0], seconds[-1], 50)
+            assert (seconds >= chord * (1 - 1e-12)).all()
+
+
+def test_seconds_of_links_that_take_turns_as_the_slowest_are_not_concave() -> None:
+    assert is_concave(TOPOLOGY)
+    assert is_concave(slow_inside())
+    assert is_concave(three_levels())
+    late = two_level_topology(GPU, 8, 4, Link(8e9, 1.0), Link(1e9, 0.0))
+    assert not is_concave(late)
+    few, many, most = all_reduce_seconds(late, [0, 1, 4], np.array([1e9, 8e9, 15e9]))
+    assert many < (few + most) / 2

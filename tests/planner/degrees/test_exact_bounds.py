@@ -215,3 +215,29 @@ def test_how_many_blocks_run_again_at_least(stages: int, again: int | None) -> N
         ways = product(range(1, number + 1), repeat=max(stages, 1))
         expected = min(sum(min(own, first) for own in way) for way in ways if sum(way) == number)
         assert _first_blocks(layers, np.array(float(number)), stages) == expected
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_update_is_below_its_lines(seed: int) -> None:
+    """At 200 sizes from the least that a device may have to the whole model: the fastest algorithm may change
+    between any two."""
+    random = Random(seed)
+    links = [Link(10 ** random.uniform(8, 11), 10 ** random.uniform(-6, -3)) for _ in range(2)]
+    inside, between = sorted(links, key=lambda link: -link.bandwidth_bytes_per_second)
+    topology = two_level_topology(Device("GPU", None), 24, random.choice((2, 4, 8)), inside, between)
+    base = table(seed, stages=2)
+    degrees = ParallelDegrees(
+        expert=random.choice((1, 2)), pipeline=2, data=random.choice((4, 8, 12)), zero=seed % 2
+    )
+    costs = RankCosts(base.costs.limits, TopologyLinks(topology))
+    layers = LayerTable(base.shape, degrees, base.setting, costs)
+    stages = [layers.parameters(range(7), 0), layers.parameters(range(7, 7), 1)]
+    for kind, line in enumerate(layers.update_lines):
+        most = sum(own[kind] for own in stages)
+        least = min(own[kind] for own in layers.block_parameters.values() if own[kind])
+        least = min([least, *(own[kind] for own in stages if own[kind])])
+        for count in np.geomspace(least, most, 200):
+            own = ParameterCounts(0.0, count) if kind else ParameterCounts(count, 0.0)
+            assert line.start + line.slope * count <= update_seconds(own, degrees, costs) * (1 + 1e-9)
+        own = ParameterCounts(0.0, most) if kind else ParameterCounts(most, 0.0)
+        assert line.start + line.slope * most == pytest.approx(update_seconds(own, degrees, costs))
