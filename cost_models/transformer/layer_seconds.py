@@ -50,10 +50,10 @@ class LayerSeconds:
             for again in (False, True)
         }
         self._table = padded_vocabulary(shape, degrees.tensor) * shape.hidden / degrees.tensor
-        self._lookup, self._scores = (
-            self._beside_collectives(costs.seconds(work, degrees), ParameterCounts(self._table, 0))
-            for work in (self.embedding, self.head)
-        )
+        lookup, scores = (costs.seconds(work, degrees) for work in (self.embedding, self.head))
+        table = ParameterCounts(self._table, 0)
+        self._lookup, self._scores = (self._beside_collectives(own, table) for own in (lookup, scores))
+        self._first_lookup = self._with_first_block(lookup, table)
         self._routed_before = [0, *accumulate(shape.routed)]
         self.least_update_seconds = self._least_update_seconds()
         """That the slowest stage takes at least, however the blocks are divided."""
@@ -79,7 +79,7 @@ class LayerSeconds:
         setting = self.setting
         parts = []
         if slot == 0:
-            parts.append((1, self._lookup))
+            parts.append((1, self._first_lookup))
         if setting.predictors and slot == setting.predictor_slot(self.slots):
             parts += [(setting.predictors, part) for part in (self._lookup, self._one_predictor)]
         if slot == self.slots - 1:
@@ -350,17 +350,38 @@ class LayerSeconds:
         assert self.costs.host_bandwidth is not None
         return work.offload.copied / self.costs.host_bandwidth
 
-    def _beside_collectives(self, own: PassSeconds, parameters: ParameterCounts) -> PassSeconds:
-        """With ZeRO 2 and 3 a layer's weights are gathered, and its gradients reduced, while its neighbours
-        compute: a pass takes the longer of both."""
+    def _beside_collectives(
+        self, own: PassSeconds, parameters: ParameterCounts, *, first: bool = False
+    ) -> PassSeconds:
+        """A layer's seconds with the collectives of ZeRO 2 and 3.
+
+        Weights are gathered and gradients reduced while neighbours compute: a pass takes the longer of both.
+        Nothing computes before the `first` layer's gather, or after the reduction of its gradients.
+        """
         zero = self.degrees.zero
         if zero < 2:
             return own
         gather = gradient_collective("all_gather", WEIGHT, parameters, self.degrees, self.costs)
         reduce = gradient_collective("reduce_scatter", GRADIENT, parameters, self.degrees, self.costs)
-        return PassSeconds(
-            max(own.forward, gather), max(own.backward, reduce + (gather if zero == 3 else 0.0))
-        )
+        again = gather if zero == 3 else 0.0
+        if first:
+            return PassSeconds(own.forward + gather, max(own.backward, again) + reduce)
+        return PassSeconds(max(own.forward, gather), max(own.backward, reduce + again))
+
+    def _with_first_block(self, lookup: PassSeconds, table: ParameterCounts) -> PassSeconds:
+        """Seconds of the embedding, with what the first block's collectives add.
+
+        Beside them only the embedding computes, which takes next to no time: they are not hidden either.
+        """
+        if self.degrees.zero < 2:
+            return lookup
+        kind = self.shape.routed[0]
+        block = self._block_seconds(self.blocks[kind], self.setting.recompute == "full")
+        alone = self._beside_collectives(block, self.block_parameters[kind], first=True)
+        hidden = self._beside_collectives(block, self.block_parameters[kind])
+        own = self._beside_collectives(lookup, table, first=True)
+        forward, backward = (own[way] + alone[way] - hidden[way] for way in (0, 1))
+        return PassSeconds(forward, backward)
 
     def _block_parameters(self, routed: bool) -> ParameterCounts:
         attention = self._on_device(self.shape.attention_parameters())

@@ -31,6 +31,43 @@ def test_gradients_go_through_all_network_cards_of_a_node() -> None:
     assert best.estimate.update_seconds == pytest.approx(exchanged + passes, rel=0.01)
 
 
+BLOCK, TABLE = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 32000 * 4096
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_the_first_gather_and_the_last_reduction_of_fsdp_are_not_hidden(zero: int) -> None:
+    """Those of the embedding and of the first block; the other blocks and the head compute for longer."""
+    few: dict[str, Any] = {"tp": (1,), "pp": (1,), "micro_batch_size": (2,), "recompute": "selective"}
+    plans = pplan.degrees(CONFIG, **TRAINING, **few, zero=(1, zero), memory_bytes=200 * 2**30).plans
+    plain, sharded = (
+        next(plan.estimate.stages[0] for plan in plans if plan.degrees.zero == own) for own in (1, zero)
+    )
+    gathers = sharded.forward_seconds - plain.forward_seconds
+    assert gathers == pytest.approx(one_way(2 * (BLOCK + TABLE)), rel=0.1)
+    # The embedding's backward, a pass over memory, is hidden behind a second gather with ZeRO 3.
+    reductions = sharded.backward_seconds - plain.backward_seconds
+    again = one_way(2 * TABLE) if zero == 3 else 0.0
+    least = one_way(4 * (BLOCK + TABLE))
+    assert 0.95 * least <= reductions <= (least + again) * 1.1
+
+
+@pytest.mark.parametrize(
+    ("zero", "shares"), [(0, (1, 1, 1)), (1, (1, 1, 16)), (2, (1, 16, 16)), (3, (16, 16, 16))]
+)
+def test_states_of_each_stage_of_zero(zero: int, shares: tuple[int, int, int]) -> None:
+    """Bytes of a parameter: 2 of its weight, 4 of its gradient, 12 of Adam's; whole, or a sixteenth. FSDP has
+    the weights of two blocks whole, and the gradients of one in both formats."""
+    few: dict[str, Any] = {"tp": (1,), "pp": (1,), "micro_batch_size": (1,), "recompute": "full"}
+    plan = pplan.degrees(CONFIG, **TRAINING, **few, zero=zero, memory_bytes=200 * 2**30).plans[0]
+    ledger = plan.estimate.stages[0].ledger
+    weights, gradients, states = (
+        size * PARAMETERS / share for size, share in zip((2, 4, 12), shares, strict=True)
+    )
+    assert ledger["weights"] == pytest.approx(2 * 2 * BLOCK if zero == 3 else weights, rel=1e-3)
+    assert ledger["gradients"] == pytest.approx(gradients + (zero > 1) * (2 + 4) * BLOCK, rel=1e-3)
+    assert ledger["optimizer"] == pytest.approx(states, rel=1e-3)
+
+
 def test_fsdp_is_searched_without_a_pipeline() -> None:
     plans = pplan.degrees(CONFIG, **TRAINING, tp=(1,), pp=(1,), micro_batch_size=(2, 4)).plans
     assert {plan.degrees.zero for plan in plans} == {1, 2, 3}  # with ZeRO 0 it does not fit
