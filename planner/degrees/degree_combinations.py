@@ -63,6 +63,11 @@ def most_stages(shape: TransformerShape) -> int:
     return shape.blocks + 2
 
 
+def virtual_stage_numbers(shape: TransformerShape, pipeline: int, options: DegreeOptions) -> Sequence[int]:
+    """Numbers of virtual stages of a device that are searched."""
+    return options.virtual_stages or range(1, max(min(8, most_stages(shape) // pipeline), 1) + 1)
+
+
 def list_combinations(shape: TransformerShape, devices: int, options: DegreeOptions) -> Iterator[Combination]:
     """All that the options allow and that divide the model, the devices and the batch.
 
@@ -78,7 +83,7 @@ def list_combinations(shape: TransformerShape, devices: int, options: DegreeOpti
             continue
         experts = expert_degrees(shape, tensor * context * data, options)
         exchanges, offsets = context_exchanges(context, options), _predictor_offsets(stages, options)
-        virtuals = options.virtual_stages or range(1, max(min(8, most_stages(shape) // stages), 1) + 1)
+        virtuals = virtual_stage_numbers(shape, stages, options)
         choices = (
             ParallelDegrees(tensor, context, expert, stages, data, zero, exchange)
             for expert, exchange in product(experts, exchanges)

@@ -123,7 +123,7 @@ def search_degrees(
     """Tries all combinations, and a `candidate` plan that fits. Raises UsageError where none is possible,
     InfeasibleError where none fits."""
     combinations = list(list_combinations(shape, devices, options))
-    if not combinations:
+    if not combinations and candidate is None:
         raise nothing_possible(shape, devices, options)
     plans, numbers = _BestPlans(memory_bytes, candidate), AgainNumbers(memory_bytes)
     ahead = [

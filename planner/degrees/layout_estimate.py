@@ -62,11 +62,13 @@ def estimate_layout(
 def _combinations(
     shape: TransformerShape, virtual: int, pipeline: int, devices: int, options: DegreeOptions
 ) -> Iterator[Combination]:
-    own = replace(options, pp=(pipeline,), virtual_stages=(virtual,))
+    is_partial = options.recompute == "partial"
+    recompute = "full" if is_partial else options.recompute
+    own = replace(options, pp=(pipeline,), virtual_stages=(virtual,), recompute=recompute)
     for one in list_combinations(shape, devices, own):
-        mode_is_tried = one.recompute_blocks is None or options.recompute == "partial"
-        if mode_is_tried and not one.setting.predictor_offset:
-            yield one
+        if one.recompute_blocks is None and not one.setting.predictor_offset:
+            setting = replace(one.setting, recompute_blocks=1) if is_partial else one.setting
+            yield Combination(one.degrees, setting)
 
 
 def _may_be_better(

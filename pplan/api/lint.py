@@ -16,6 +16,7 @@ from ..cost_models.quantities import format_count
 from ..cost_models.transformer.pipeline_layout import layout_problems, stage_letters
 from ..cost_models.transformer.transformer_shape import TransformerShape
 from ..cost_models.transformer.weight_update import NUMERIC_FORMATS
+from ..planner.degrees.degree_combinations import virtual_stage_numbers
 from ..planner.degrees.degree_options import DegreeOptions
 from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan, search_degrees
 from ..planner.degrees.layout_estimate import estimate_layout
@@ -259,12 +260,13 @@ def _with_estimate(
         cp=(own.context,),
         ep=(own.expert,),
         pp=(own.pipeline,),
+        virtual_stages=tuple({*virtual_stage_numbers(shape, own.pipeline, options), plan.virtual_stages}),
         zero=(own.zero,),
         context_exchange=own.exchange,
     )
     candidate = plan if plan.estimate.peak_bytes <= limit else None
     try:
         best = search_degrees(shape, topology.gpus, costs, same, limit, candidate)
-    except InfeasibleError:
+    except (InfeasibleError, UsageError):
         best = None
     return replace(report, plan=plan, limit_bytes=limit, best=best)

@@ -182,6 +182,18 @@ def test_a_layout_with_partial_recomputation() -> None:
     assert report.plan.recompute_blocks == 1
 
 
+@pytest.mark.parametrize("memory_bytes", [80 * 10**9, 10**6])
+@pytest.mark.parametrize("layout", ["E|tt|t||t|L", "E|t|t|t|t|L", "Et|t||t|t|L"])
+def test_partial_recomputation_of_layouts_that_the_search_has_not(layout: str, memory_bytes: int) -> None:
+    """Each stage between needs a block there, so that none is left to stay as it is."""
+    four = {**MODEL, "num_hidden_layers": 4}
+    options: dict[str, Any] = {"gpu": "h100", "mini_batch": 12, "tp": (1,), "memory_bytes": memory_bytes}
+    report = pplan.lint(layout, four, gpus=6, pp=(3,), recompute="partial", **options)
+    assert report.plan is not None
+    assert report.plan.recompute_blocks == 1
+    assert report.fits == (memory_bytes > 10**6) == (report.slower is not None)
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(DEEP))
@@ -255,6 +267,19 @@ def test_no_best_layout_is_slower_than_the_one_that_is_judged(layout: str) -> No
     assert report.best.gap >= 0
     if layout == "E|tt|tt|L":
         assert report.best_layout == "E|t*2|t*2|L"
+
+
+@pytest.mark.parametrize("recompute", ["none", "partial"])
+def test_the_virtual_stages_of_the_layout_are_searched(recompute: str) -> None:
+    """Two blocks in 12 virtual stages, more than the search makes of them without being asked."""
+    model = {**MODEL, "num_hidden_layers": 2}
+    few: dict[str, Any] = {"mini_batch": 8, "tp": (1,), "pp": (4,), "micro_batch_size": (1,)}
+    report = pplan.lint("E|||||t||t||||L", model, gpus=4, gpu="h100", recompute=recompute, **few)
+    assert report.best is not None
+    assert report.best.options.virtual_stages is not None
+    assert 3 in report.best.options.virtual_stages
+    assert report.slower is not None
+    assert report.slower >= 0
 
 
 def test_the_verdict_names_the_numeric_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
