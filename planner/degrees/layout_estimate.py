@@ -30,8 +30,8 @@ def estimate_layout(
 ) -> DegreePlan:
     """The plan with so many blocks on each (virtual) stage and the shortest step of all other degrees, micro-
     batch sizes and recomputation that the options allow and that fit; where nothing fits, that which needs
-    least memory. Of partial recomputation the first block alone is tried, and only where it is asked for. The
-    options' predictors are so many stages before the last.
+    least memory. Partial recomputation is tried with one block of each stage, and only if the options ask for
+    it. The options' predictors are so many stages before the last.
     Raises UsageError where nothing is possible."""
     best: DegreePlan | None = None
     for one in _combinations(shape, len(counts) // pipeline, pipeline, devices, options):

@@ -11,6 +11,7 @@ from published_tables import (
     MegatronRow,
     predict_megatron,
     predict_zero_bubble,
+    unfused_attention_seconds,
 )
 
 
@@ -26,10 +27,18 @@ def test_parameters_of_the_published_models(row: MegatronRow) -> None:
     ids=lambda row: f"{row.parameters:g}",
 )
 def test_steps_of_all_models_but_the_largest(row: MegatronRow) -> None:
-    """To 12 %; with few tensor-parallel devices too fast by up to 25 %."""
+    """To 12 %. With TP 1 and 2 the step is too short, by 0.67 of 3.53 s and 0.48 of 3.70 s.
+
+    Attention took more to write and read its scores, 1.22 and 1.02 s, which is not costed. With these passes
+    TP 1, 2 and 4 would all be 14 to 16 % too slow: they explain the difference between the rows. The cause of
+    the rest is open.
+    """
     step = predict_megatron(row).estimate.step_seconds
-    predicted = row.flops / step / row.gpus / 1e12
-    assert -0.12 <= predicted / row.teraflops - 1 <= (0.25 if row.tensor < 4 else 0.12)
+    measured = row.flops / row.teraflops / row.gpus / 1e12
+    if row.tensor < 4:
+        assert step < measured < step + unfused_attention_seconds(row)
+    else:
+        assert measured == pytest.approx(step, rel=0.12)
 
 
 @pytest.mark.parametrize(
