@@ -138,7 +138,7 @@ def test_frontier_is_printed_and_stored_beside_the_plan(run: Run, toy: Path) -> 
     assert ran.lines[-2:] == ["Wrote toy.plan.json", "Wrote toy.frontier.json"]
     found, plan = Frontier.load("toy.frontier.json"), Plan.load("toy.plan.json")
     assert len(found.points) > 1
-    assert found.points[0].step_seconds == plan.prediction.step_seconds
+    assert found.points[0].step_seconds == pytest.approx(plan.prediction.step_seconds, rel=1e-12)
     assert found.made_by.command.startswith("pplan solve --gpus 3")
     for before, after in zip(found.points, found.points[1:], strict=False):
         assert before.step_seconds < after.step_seconds

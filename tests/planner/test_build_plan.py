@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -15,7 +14,7 @@ from pplan.cost_models.communication import exposed_all_reduce_seconds
 from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.number_format import percent
-from pplan.cost_models.quantities import format_seconds
+from pplan.cost_models.quantities import format_seconds, parse_bytes
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.alternatives import find_alternatives
 from pplan.planner.build_plan import solve_problem
@@ -260,7 +259,7 @@ def test_an_infeasible_problem_names_the_stage_and_the_way_out(
             elif field == "optimizer":
                 assert solved(chain, make_topology(2, memory=memory), **fixed, optimizer=value)
             elif field == "memory":
-                enough = math.ceil(float(value.removesuffix("GiB")) * 2**30)
+                enough = parse_bytes(value)
                 assert solved(chain, make_topology(2, memory=enough), **fixed, optimizer="adam")
             else:
                 assert solved(chain, make_topology(2, memory=memory), mini_batch=16, optimizer="adam")

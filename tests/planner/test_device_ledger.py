@@ -12,7 +12,7 @@ import pytest
 from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.machines.catalogue import device_context
-from pplan.cost_models.quantities import format_bytes
+from pplan.cost_models.quantities import format_bytes, parse_bytes
 from pplan.cost_models.topology import Device, Group, Link, Topology, two_level_topology
 from pplan.planner.build_plan import solve_problem
 from pplan.planner.plan_file import Plan
@@ -70,11 +70,11 @@ def test_the_context_counts_against_the_limit(chain: Chain) -> None:
     with pytest.raises(InfeasibleError, match=r"needs .*, context 426\.00 MiB\); .* are missing") as caught:
         _solved(chain, _machine("RTX 4090", needed), **PIPELINE)
     # What the error says would fit does, and a percent less does not.
-    said = float(caught.value.hint.split("memory='")[1].split("GiB")[0]) * 2**30
-    plan = _solved(chain, _machine("RTX 4090", int(said)), **PIPELINE)
+    said = parse_bytes(caught.value.hint.split("memory='")[1].split("'")[0])
+    plan = _solved(chain, _machine("RTX 4090", said), **PIPELINE)
     assert max(stage.memory_bytes for stage in plan.stages) <= said
     with pytest.raises(InfeasibleError):
-        _solved(chain, _machine("RTX 4090", int(said - 0.011 * 2**30)), **PIPELINE)
+        _solved(chain, _machine("RTX 4090", int(0.99 * said)), **PIPELINE)
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2)])

@@ -1514,6 +1514,7 @@ REFUSED = {
 SAID = {
     "CountsByIterator": "forward changes n at each call, in Python",
     "CountsInClass": r"forward changes CountsInClass\.n at each call, in Python",
+    "Squeezes": "give each micro-batch 2 samples or more: layer squeeze",
     "NanOutput": "the model's own output holds NaN in the output",
     "LstmTimeFirst": r"dimension 0 of the input does not look like the batch: l \(LSTM\)",
     "LstmLast": r"dimension 0 of the input does not look like the batch: l \(LSTM\)",
