@@ -15,7 +15,6 @@ from .assembly import Assembly
 from .candidate import ScoredPlan
 from .infeasible import no_plan_fits
 from .joint_search import JointSearchResult, find_best_plan
-from .pipeline_config import ANY_SCHEDULE, UNPROPOSED
 from .plan_document import (
     list_buffer_warnings,
     list_machine_warnings,
@@ -146,11 +145,6 @@ def _notes(problem: Problem) -> list[str]:
         for kind in problem.topology.kinds
         if kind.speed != 1
     ]
-    if problem.options.schedule == ANY_SCHEDULE and problem.options.recompute in UNPROPOSED:
-        notes.append(
-            f"schedule={ANY_SCHEDULE!r} with recompute={problem.options.recompute!r}: only "
-            f"{' and '.join(problem.schedules)} were searched, as other schedules do not recompute so"
-        )
     if problem.precision.limitation:
         notes.append(problem.precision.limitation)
     most = problem.space.chain.max_stages

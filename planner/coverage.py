@@ -15,7 +15,6 @@ from .pipeline_config import (
     MODES,
     SEARCHED,
     SEVERAL_PARTS,
-    SYNTHESIZED,
     VIRTUAL_STAGES,
     abbreviate,
 )
@@ -106,10 +105,10 @@ def describe_coverage(problem: Problem, result: SearchResult) -> str:
 
 
 def _any_plan(problem: Problem, schedules: tuple[str, ...]) -> str:
-    if problem.options.schedule == SYNTHESIZED:
+    if problem.makes_orders:
         schedules = ("any synchronous order of actions, each layer on one stage,",)
     what = f"any {_and(_left_free(problem))}"
-    if problem.options.schedule != SYNTHESIZED and set(SEVERAL_PARTS).intersection(schedules):
+    if not problem.makes_orders and set(SEVERAL_PARTS).intersection(schedules):
         several = f"{VIRTUAL_STAGES[0]} to {VIRTUAL_STAGES[-1]} virtual stages where there are several"
         what += f", {several}, on two devices or more"
     order = "" if problem.gpus == 1 else ", any order of the devices"
@@ -155,7 +154,7 @@ def _list_other_limits(problem: Problem) -> Iterator[str]:
 
 def describe_search(problem: Problem) -> str:
     """The searched space in words, and what is proposed besides."""
-    if problem.options.schedule == SYNTHESIZED:
+    if problem.makes_orders:
         names = ", ".join(problem.heuristic_schedules)
         return f"{describe_exact_search(problem)}; {names} and orders of their own: heuristic only"
     names = ", ".join(problem.heuristic_schedules)

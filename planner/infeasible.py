@@ -21,7 +21,7 @@ from .candidate import ScoredPlan
 from .failed_checks import find_failed_check
 from .joint_search import BEST, find_best_plan, is_small_problem, plan_with
 from .other_schedules import find_refusal
-from .pipeline_config import SEARCHED, SYNTHESIZED
+from .pipeline_config import SEARCHED
 from .plan_options import PlanOptions
 from .plan_stages import plan_stages, run_in_words
 from .planners import find_planner
@@ -133,7 +133,7 @@ def _of_searched(problem: Problem) -> str:
 def _in_any_order(problem: Problem) -> bool:
     """Whether an order may hold one micro-batch at a time, which needs no less with the backward in two
     parts: where that may not recompute."""
-    return problem.options.schedule == SYNTHESIZED and problem.options.recompute in ("auto", "never")
+    return problem.makes_orders and problem.options.recompute in ("auto", "never")
 
 
 def _with_balanced_stages(problem: Problem) -> str:

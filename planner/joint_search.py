@@ -18,7 +18,7 @@ from .cut_search.schedule_search import search_schedules
 from .cut_search.shape_search import FAR
 from .other_placements import reassign, search_other_orders
 from .other_schedules import propose_other_schedules, propose_parts
-from .pipeline_config import SEARCHED, SYNTHESIZED, UNPROPOSED
+from .pipeline_config import SEARCHED, UNPROPOSED
 from .plan_records import TIE
 from .planners import ALWAYS, find_planner
 from .planners.base import Planner, refusal_reason, unfit_reason
@@ -129,7 +129,7 @@ def find_best_plan(
     if result.best is not None and (other := search_other_orders(problem, result.best)) is not None:
         moved = _on_other_devices(problem, [other])
         result = _faster_of(problem, result, [other] if moved is None else [other, moved])
-    if problem.options.schedule == SYNTHESIZED:
+    if problem.makes_orders:
         result = _faster_of(problem, result, synthesize(whole, result.best, result.other_plans))
         if cuts_others and not result.exact:
             plans = _plans_of(whole, with_one_count(whole, result), cuts_others=True)
@@ -298,7 +298,7 @@ def without_plan(problem: Problem, result: SearchResult) -> SearchResult:
 def _bound_others(problem: Problem, result: SearchResult, step: float) -> float:
     """On the plans of other schedules than the searched ones; where an order may be made for a plan, on all
     that may be."""
-    if result.other_bound is None or problem.options.schedule == SYNTHESIZED:
+    if result.other_bound is None or problem.makes_orders:
         return universal_bound(problem, problem.heuristic_schedules, step)
     return result.other_bound
 

@@ -3,7 +3,7 @@ micro-batches)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -24,6 +24,11 @@ FIRST_LAYERS: Final = "first_layers"
 UNPROPOSED: tuple[Literal["first_layers", "offload"], ...] = (FIRST_LAYERS, OFFLOAD)
 """The words for ways to recompute that are searched of 1F1B and GPipe where they are asked for, and that no
 bound but the search's own knows, nor a named planner."""
+LIMITED_RECOMPUTE: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(UNPROPOSED, SEARCHED),
+    "except_last": ("gpipe",),
+}
+"""By word, the schedules that are searched with a way to recompute that not all schedules have."""
 SEVERAL_PARTS = ("interleaved", "looped-bfs")
 """Schedules of any number of virtual stages."""
 VIRTUAL_STAGES = (2, 3, 4)

@@ -121,17 +121,25 @@ def list_machine_warnings(problem: Problem) -> list[str]:
 
 
 def list_search_warnings(problem: Problem, *, exact: bool) -> list[str]:
-    """Warning about a search that the time limit ended before its answer was proven.
+    """Warnings about a search of a part of the request, or one that the time limit ended before its proof.
 
     Args:
         problem: The problem, after its search.
         exact: The answer is proven to be the best of all that were allowed. Then the time did not decide it.
     """
+    warnings = []
+    if problem.unsearched_reason:
+        searched = " and ".join(problem.schedules)
+        warnings.append(
+            f"schedule={problem.options.schedule!r}: only {searched} "
+            f"{'was' if len(problem.schedules) == 1 else 'were'} searched, as {problem.unsearched_reason}"
+        )
     if exact or not problem.budget.was_interrupted:
-        return []
+        return warnings
     return [
+        *warnings,
         f"the time limit of {problem.options.time_limit:g} s ended the search: on another run or machine "
-        "the answer may be another; `time_limit` gives more"
+        "the answer may be another; `time_limit` gives more",
     ]
 
 

@@ -25,7 +25,14 @@ from ..cost_models.quantities import (
 from ..cost_models.runtime import OFFLOAD, RUNTIMES, find_runtime
 from ..cost_models.schedules import SCHEDULES
 from ..cost_models.schedules.registration import schedule_word
-from .pipeline_config import ANY_SCHEDULE, MODES, MOST_MICRO_BATCHES, SEARCHED, UNPROPOSED
+from .pipeline_config import (
+    ANY_SCHEDULE,
+    LIMITED_RECOMPUTE,
+    MODES,
+    MOST_MICRO_BATCHES,
+    SYNTHESIZED,
+    UNPROPOSED,
+)
 
 ASYNCHRONOUS = tuple(name for name, schedule in SCHEDULES.items() if not schedule.synchronous)
 
@@ -321,16 +328,15 @@ class PlanOptions(Options):
             )
         if self.runtime is not None:
             find_runtime(self.runtime).check_states(self.precision, self.zero)
-        if self.recompute == "except_last" and self.schedule not in ("auto", "any", "gpipe"):
+        limited = LIMITED_RECOMPUTE.get(self.recompute, ())
+        if limited and self.schedule not in ("auto", ANY_SCHEDULE, SYNTHESIZED, *limited):
+            is_last = self.recompute == "except_last"
+            why = "only GPipe's backward begins with the last one" if is_last else "not searched"
             raise UsageError(
-                f"recompute='except_last' with schedule={self.schedule!r}: only GPipe's backward begins with "
-                "the last one",
-                "Use schedule='gpipe', or recompute='always'.",
-            )
-        if self.recompute in UNPROPOSED and self.schedule not in ("auto", ANY_SCHEDULE, *SEARCHED):
-            raise UsageError(
-                f"recompute={self.recompute!r} with schedule={self.schedule!r}: not searched",
-                "Use schedule='any', 1f1b or gpipe, or recompute='auto'.",
+                f"recompute={self.recompute!r} with schedule={self.schedule!r}: {why}",
+                "Use schedule='gpipe', or recompute='always'."
+                if is_last
+                else f"Use schedule={ANY_SCHEDULE!r}, 1f1b or gpipe, or recompute='auto'.",
             )
         if self.recompute in UNPROPOSED and self.zero > 1:
             raise UsageError(

@@ -16,6 +16,7 @@ from .candidate import Proposal
 from .cut_limits import check_layer_count, limit_cuts
 from .pipeline_config import (
     ANY_SCHEDULE,
+    LIMITED_RECOMPUTE,
     MODES,
     SEARCHED,
     SYNTHESIZED,
@@ -187,18 +188,14 @@ class Problem:
         runtime, requested = self.runtime, self.options.schedule
         if requested not in ("auto", ANY_SCHEDULE, SYNTHESIZED):
             return (requested,) if runtime is None or runtime.runs(requested) else ()
-        if requested == "auto" and (runtime is None or self.options.recompute in UNPROPOSED):
-            return SEARCHED
-        if self.options.recompute in UNPROPOSED:
-            return tuple(name for name in SEARCHED if runtime is None or runtime.runs(name))
-        if requested == SYNTHESIZED and not (runtime is None or runtime.any_order):
-            return ()
         others = (
             name
             for name, own in SCHEDULES.items()
             if name in PUBLISHED and name not in SEARCHED and own.synchronous and own.trains_one_model
         )
-        return tuple(name for name in (*SEARCHED, *others) if runtime is None or name in runtime.schedules)
+        every = SEARCHED if requested == "auto" and runtime is None else (*SEARCHED, *others)
+        names = LIMITED_RECOMPUTE.get(self.options.recompute, every)
+        return tuple(name for name in names if runtime is None or runtime.runs(name))
 
     @property
     def allowed_schedules(self) -> tuple[str, ...]:
@@ -207,12 +204,27 @@ class Problem:
         proposes_interleaved = self.options.planner == INTERLEAVED and left_open
         return (*self.schedules, INTERLEAVED) if proposes_interleaved else self.schedules
 
+    @property
+    def makes_orders(self) -> bool:
+        """Whether an order of actions may be made for the plan."""
+        takes_any = self.runtime is None or self.runtime.any_order
+        limited = self.options.recompute in LIMITED_RECOMPUTE
+        return self.options.schedule == SYNTHESIZED and takes_any and not limited
+
+    @property
+    def unsearched_reason(self) -> str:
+        """Why only a part of the requested schedules is searched; empty where all are."""
+        options, runtime = self.options, self.runtime
+        if options.schedule in (ANY_SCHEDULE, SYNTHESIZED) and options.recompute in LIMITED_RECOMPUTE:
+            return f"other schedules do not combine with recompute={options.recompute!r}"
+        if options.schedule == SYNTHESIZED and runtime is not None and not runtime.any_order:
+            return f"{runtime.name} takes no orders of actions"
+        return ""
+
     def may_run(self, schedule: str) -> bool:
         """Whether plans of this schedule are allowed."""
-        if schedule in self.allowed_schedules:
-            return True
-        takes_any = self.runtime is None or self.runtime.any_order
-        return self.options.schedule == SYNTHESIZED and takes_any and schedule.startswith(f"{SYNTHESIZED}-")
+        is_order = self.makes_orders and schedule.startswith(f"{SYNTHESIZED}-")
+        return is_order or schedule in self.allowed_schedules
 
     @property
     def heuristic_schedules(self) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..cost_models.errors import UsageError
-from .pipeline_config import SYNTHESIZED
 from .problem import INTERLEAVED, Problem
 from .search.branch_and_bound import SearchResult
 from .search.coarse import is_large
@@ -20,7 +19,7 @@ MOST_COUNTS = 2
 
 def with_time_for_orders(problem: Problem) -> Problem:
     """The same, with the time that it leaves for an order of its own where one is asked for."""
-    if problem.options.schedule != SYNTHESIZED:
+    if not problem.makes_orders:
         return problem
     budget = problem.budget.part(share=FOR_KNOWN)
     earlier = replace(problem, budget=budget)

@@ -278,16 +278,40 @@ def test_memory_that_would_fit_keeps_three_digits_and_is_enough(run: Run, here: 
     assert run(*options, "--memory", "21.5MiB").status == 3
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "any"])
-def test_first_layers_are_searched_with_the_schedules_that_run_them_again(
-    run: Run, here: Path, schedule: str
+ONLY_BOTH = "--schedule {}: only 1f1b and gpipe were searched, as other schedules do not combine with"
+ONLY_GPIPE = "--schedule {}: only gpipe was searched, as other schedules do not combine with"
+
+
+@pytest.mark.parametrize(
+    ("options", "schedules", "part"),
+    [
+        ("--recompute first-layers --schedule 1f1b", ("1f1b",), ""),
+        ("--recompute first-layers --schedule any", ("1f1b", "gpipe"), ONLY_BOTH.format("any")),
+        ("--recompute except-last --schedule any", ("gpipe",), ONLY_GPIPE.format("any")),
+        (
+            "--recompute first-layers --schedule synthesized",
+            ("1f1b", "gpipe"),
+            ONLY_BOTH.format("synthesized"),
+        ),
+        ("--recompute except-last --schedule synthesized", ("gpipe",), ONLY_GPIPE.format("synthesized")),
+        (
+            "--runtime deepspeed --schedule synthesized",
+            ("1f1b",),
+            "--schedule synthesized: only 1f1b was searched, as deepspeed takes no orders of actions",
+        ),
+    ],
+)
+def test_the_part_of_a_request_that_is_searchable_is_searched(
+    run: Run, here: Path, options: str, schedules: tuple[str, ...], part: str
 ) -> None:
+    """The answer itself says which part, not only its details."""
     make_profile(6, parameter_bytes=8).save(here / "toy.profile.json", force=False)
-    options = ("--gpus", "2", "--memory", "8GiB", "--mini-batch", "4", "--recompute", "first-layers")
-    ran = run("solve", *options, "--schedule", schedule, "--details")
+    ran = run("solve", "--gpus", "2", "--memory", "8GiB", "--mini-batch", "4", *options.split())
     assert ran.status == 0, ran.err
-    part = "--schedule any with --recompute first-layers: only 1f1b and gpipe were searched"
-    assert (part in " ".join(ran.out.split())) == (schedule == "any")
+    assert json.loads((here / "toy.plan.json").read_text())["schedule"] in schedules
+    printed = " ".join(ran.out.split())
+    assert part in printed
+    assert ("searched, as" in printed) == bool(part)
 
 
 @pytest.mark.filterwarnings("error")

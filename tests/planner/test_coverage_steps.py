@@ -62,6 +62,7 @@ def make(**more: Any) -> Any:
         "chain": SimpleNamespace(tied=[SimpleNamespace(name=name) for name in "abcd"]),
         "untied_reason": "",
         "heuristic_schedules": (),
+        "makes_orders": options.get("schedule") == "synthesized",
         "allowed_schedules": ("1f1b", "gpipe"),
         "schedules": ("1f1b", "gpipe"),
         "stage_counts": (1, 2, 3),
