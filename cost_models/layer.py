@@ -182,6 +182,10 @@ class Chain:
         """Stages when every allowed cut is made."""
         return int(self.cut_after.sum()) + 1
 
+    def name_range(self, first: int, end: int) -> str:
+        """The name of the one layer from `first` to before `end`, or those of the first and the last."""
+        return self.names[first] if end - first == 1 else f"{self.names[first]} to {self.names[end - 1]}"
+
     def reaches(self, size: float, *, past_largest: bool = False) -> bool:
         """Whether costs at `size` can be had, past the largest measured size only with `past_largest`.
 

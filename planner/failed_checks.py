@@ -80,7 +80,7 @@ def _check_trained(problem: Problem) -> Iterator[InfeasibleError]:
     for first, end in runs:
         if not np.any(chain.trainable_bytes[first:end] > 0):
             yield InfeasibleError(
-                f"runtime={runtime.name!r}: it trains every stage, and {_layers(problem, first, end)} "
+                f"runtime={runtime.name!r}: it trains every stage, and {chain.name_range(first, end)} "
                 f"{'has' if end - first == 1 else 'have'} no weights that are trained (0 trainable bytes)",
                 "Cut behind a layer that is trained, or use another runtime: runtime='torch'.",
             )
@@ -108,11 +108,6 @@ def _check_all_used(problem: Problem) -> Iterator[InfeasibleError]:
 _CHECKS: tuple[Callable[[Problem], Iterator[InfeasibleError]], ...] = (
     *(_check_sizes, _check_pins, _check_cuts, _check_trained, _check_all_used),
 )
-
-
-def _layers(problem: Problem, first: int, end: int) -> str:
-    names = problem.chain.names
-    return names[first] if end - first == 1 else f"{names[first]} to {names[end - 1]}"
 
 
 def _most_stages(problem: Problem) -> str:

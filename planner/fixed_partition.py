@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 from ..cost_models.errors import UsageError
 from ..cost_models.memory import Recompute
-from ..cost_models.quantities import format_bytes, format_count
+from ..cost_models.quantities import format_count
 from ..cost_models.schedules import find_schedule
 from ..cost_models.timeline import step_seconds
-from .assembly import Assembly
 from .candidate import Proposal, ScoredPlan
 from .pipeline_config import PipelineConfig
 from .plan_document import list_machine_warnings, plan_without_comparison
@@ -18,9 +17,10 @@ from .plan_file import FIXED_PARTITION, Plan
 from .plan_records import ProfileReference
 from .plan_stages import list_prediction_limits, optimizer_note
 from .problem import Problem
-from .scoring import assemble, fastest, possible
+from .scoring import assemble, fastest
 from .search.branch_and_bound import SearchResult
 from .search.stage_recompute import stage_modes
+from .unfit import UNFIT, list_failures, memory_text, most_lacking
 from .universal_bound import universal_bound
 
 
@@ -130,14 +130,17 @@ def _proposals(problem: Problem, partition: FixedPartition) -> list[Proposal]:
         except UsageError as error:
             refusal = error
             continue
-        if possible(problem.space, proposal):
+        failed = next(list_failures(problem.space, proposal), None)
+        if failed is None:
             proposals.append(proposal)
-    if proposals:
-        return proposals
-    raise refusal or UsageError(
-        "the partition cannot be run: a stage has nothing to train, or its replicas have no sample each",
-        "Give more samples to a micro-batch (`micro_batches`), or fewer `replicas`.",
-    )
+        else:
+            refusal = UsageError(
+                f"the partition cannot be run: {failed}",
+                "Use other cuts, fewer `replicas`, or micro-batches of more samples (`micro_batches`).",
+            )
+    if refusal is not None and not proposals:
+        raise refusal
+    return proposals
 
 
 Trial = tuple[Proposal, tuple[Recompute, ...]]
@@ -153,24 +156,12 @@ def _trials(proposals: Sequence[Proposal], words: tuple[Recompute, ...] | None) 
 def _best_trial(problem: Problem, trials: Sequence[Trial]) -> tuple[ScoredPlan, list[str]]:
     """The fastest that fits; where none does, the one that lacks least, and what it lacks."""
     assemblies = [assemble(problem.space, *trial) for trial in trials]
-    lacks = [max(0.0, _most_lacking(problem, assembly)[0]) for assembly in assemblies]
+    lacks = [max(0.0, most_lacking(problem.space, assembly)[0]) for assembly in assemblies]
     steps = [float(step_seconds(assembly.program, assembly.costs())[0]) for assembly in assemblies]
     index = min(range(len(trials)), key=lambda own: (lacks[own], steps[own]))
     (proposal, modes), assembly, step = trials[index], assemblies[index], steps[index]
-    bytes_short, device, needed = _most_lacking(problem, assembly)
+    bytes_short, device, needed = most_lacking(problem.space, assembly)
     if bytes_short <= 0:
         return ScoredPlan(proposal, modes, step), []
-    note = (
-        f"it does not fit: device {assembly.ranks[device][0]} needs {format_bytes(round(needed))} of "
-        f"{format_bytes(round(needed - bytes_short))}"
-    )
+    note = f"it {UNFIT}: {memory_text(assembly, device, needed, bytes_short)}"
     return ScoredPlan(proposal, modes, step), [note]
-
-
-def _most_lacking(problem: Problem, assembly: Assembly) -> tuple[float, int, float]:
-    """Bytes that the device which lacks most is short of, which device of the pipeline, and what it needs."""
-    needs = [sum(assembly.ledger(device).values()) for device in range(assembly.program.devices)]
-    return max(
-        (need - problem.space.limit(assembly.ranks[device]), device, need)
-        for device, need in enumerate(needs)
-    )

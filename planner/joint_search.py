@@ -21,7 +21,7 @@ from .other_schedules import propose_other_schedules, propose_parts
 from .pipeline_config import SEARCHED, UNPROPOSED
 from .plan_records import TIE
 from .planners import ALWAYS, find_planner
-from .planners.base import Planner, refusal_reason, unfit_reason
+from .planners.base import Planner, refusal_reason
 from .problem import Problem
 from .related_problems import on_fewer_devices, problem_for_planner, with_one_count, with_time_for_orders
 from .scoring import fastest
@@ -30,6 +30,7 @@ from .search.budget import WORK_A_SECOND, OutOfTime
 from .search.coarse import is_large, search_large
 from .shape_descent import descend
 from .synthesis.synthesize import synthesize
+from .unfit import unfit_reason
 from .universal_bound import universal_bound
 
 SEARCH_SHARE = 0.6
@@ -194,7 +195,7 @@ def plan_with(
     plan = fastest(problem.space, proposals, budget=budget, required=required)
     if plan is None and not required and budget.over:
         return OUT_OF_TIME
-    return plan or unfit_reason(problem.space)
+    return plan or unfit_reason(problem.space, proposals)
 
 
 def _propose(planner: Planner, problem: Problem) -> Iterator[Proposal]:

@@ -18,7 +18,6 @@ from ..pipeline_config import PipelineConfig, abbreviate
 if TYPE_CHECKING:
     from ..candidate import Proposal
     from ..problem import Problem
-    from ..search.space import Space
 
 
 class Planner(Protocol):
@@ -42,13 +41,6 @@ class Refusing(Protocol):
     def refusal(self, problem: Problem) -> str:
         """In words; for a problem of which it proposed nothing."""
         ...
-
-
-def unfit_reason(space: Space) -> str:
-    """Why none of a planner's proposals is a plan."""
-    if space.runtime is not None and space.runtime.trains_every_stage:
-        return "does not fit, or a stage has nothing to train, which the runtime asks of every stage"
-    return "does not fit"
 
 
 def refusal_reason(planner: Planner, problem: Problem) -> str:

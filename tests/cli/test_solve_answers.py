@@ -314,6 +314,36 @@ def test_the_part_of_a_request_that_is_searchable_is_searched(
     assert ("searched, as" in printed) == bool(part)
 
 
+UNFIT = [
+    (
+        6,
+        "--planner one-gpu --memory 1GiB",
+        "--planner one-gpu: does not fit: device 0 needs 1.56 GiB of 1.00 GiB",
+    ),
+    (
+        6,
+        "--planner data-parallel --memory 1GiB",
+        "--planner data-parallel: does not fit: device 0 needs 2.05 GiB of 1.00 GiB",
+    ),
+    (
+        2,
+        "--planner even --runtime deepspeed",
+        "--planner even: deepspeed trains every stage, and stage 0 (l0) has 0 trainable bytes",
+    ),
+]
+
+
+@pytest.mark.parametrize(("layers", "options", "what"), UNFIT)
+def test_a_planner_without_a_plan_names_the_stage_that_fails(
+    run: Run, here: Path, layers: int, options: str, what: str
+) -> None:
+    make_profile(layers, trained=False).save(here / "toy.profile.json", force=False)
+    memory = () if "--memory" in options else ("--memory", "8GiB")
+    ran = run("solve", "toy.profile.json", "--gpus", "2", "--mini-batch", "4", *memory, *options.split())
+    assert ran.status == 3, ran.out
+    assert what in " ".join(ran.err.split())
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_layers_without_a_backward_print_no_warning_of_numpy(schedule: str) -> None:

@@ -124,5 +124,5 @@ def test_what_cannot_be(make_chain: MakeChain, make_topology: MakeTopology) -> N
         plan_of(forbidden, topology, FixedPartition((2, 6)))
     with pytest.raises(UsageError, match="interleaved"):
         plan_of(chain, topology, FixedPartition((1, 2, 4, 6), 2), schedule="interleaved", micro_batches=1)
-    with pytest.raises(UsageError, match="replicas have no sample each"):
+    with pytest.raises(UsageError, match="4 replicas share micro-batches of 2, and one has no sample"):
         plan_of(chain, make_topology(8), FixedPartition((2, 6), 1, 4), micro_batches=8)

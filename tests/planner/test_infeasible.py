@@ -114,7 +114,7 @@ def test_a_planner_that_makes_none(make_chain: MakeChain, make_topology: MakeTop
     assert error.hint.startswith("Without `planner` there is one: ")
     one_gpu = PlanOptions(mini_batch=8, planner="one-gpu")
     error = refused(Problem(chain, make_topology(4, memory=500), one_gpu))
-    assert error.what == "planner='one-gpu': does not fit"
+    assert error.what == "planner='one-gpu': does not fit: device 0 needs 1.06 KiB of 500 B"
     error = refused(Problem(chain, make_topology(2, memory=100), one_gpu))
     assert error.what.startswith("no plan fits into 100 B a device: at the least, stage ")
 

@@ -174,10 +174,6 @@ class TestPlanWith:
         assert plan_with(Named("x", outside.proposal), problem) == (
             f"{joint_search.NOT_ALLOWED}: 2 stages are more than max_stages=1"
         )
-        runtime = make_problem(max_stages=1, runtime="deepspeed", schedule="1f1b")
-        why = plan_with(Named("x", inside.proposal), runtime)
-        assert isinstance(why, str)
-        assert why.startswith("does not fit, or a stage has nothing")
 
     def test_the_time_that_it_has(self, make_problem: MakeProblem, monkeypatch: Patch) -> None:
         """Of ten seconds that are left a fifth, or what is said; once it has a proposal, it ends there."""
