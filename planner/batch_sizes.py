@@ -8,6 +8,7 @@ from math import isqrt
 
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
+from ..cost_models.quantities import format_count
 from .pipeline_config import MOST_MICRO_BATCHES, abbreviate
 
 SAMPLES_PER_DEVICE = 32
@@ -94,8 +95,33 @@ class BatchSizes:
             )
         size = batch // micro_batches
         if not self._reaches_share(size, self.gpus, past_largest=True):
-            self.chain.at(size, past_largest=True)  # says so
+            raise UsageError(*unmeasured_size(self.chain, batch, micro_batches))
         return size
+
+
+def unmeasured_size(chain: Chain, batch: int, micro_batches: int) -> tuple[str, str]:
+    """What is wrong with so many micro-batches of a global batch, and what to do.
+
+    Args:
+        chain: The layers, which cannot be costed with such micro-batches.
+        batch: Samples of a step.
+        micro_batches: Number of micro-batches, a divisor of `batch`.
+
+    Returns:
+        The size that is needed with the sizes that were measured, and two ways out.
+    """
+    size, measured = batch // micro_batches, chain.sizes
+    counts = [batch // own for own in measured if batch % own == 0 and batch // own <= MOST_MICRO_BATCHES]
+    needs = f"{format_count(micro_batches, 'micro-batch')} of {format_count(size, 'sample')} need size {size}"
+    instead = f"use micro_batches={counts[0]}" if counts else f"use a mini_batch that {measured[0]} divides"
+    if refusal := chain.refused.get(size):
+        return f"{needs}, which is no size for this model: {refusal}", f"{instead[0].upper()}{instead[1:]}."
+    sizes = f"size{'s' if len(measured) > 1 else ''} {abbreviate(measured)}"
+    wider = tuple(sorted({*measured, size}))
+    return (
+        f"{needs}, but the profile measured only {sizes}",
+        f"Profile with micro_batch_sizes={wider!r} or {instead}.",
+    )
 
 
 def divisors(number: int) -> list[int]:

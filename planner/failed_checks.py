@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 
 import numpy as np
 
-from ..cost_models.errors import InfeasibleError
+from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.quantities import format_count
-from .pipeline_config import abbreviate
+from ..cost_models.schedules import find_schedule
+from .batch_sizes import unmeasured_size
+from .other_schedules import find_refusal
+from .pipeline_config import SEARCHED
 from .problem import Problem
 
 
@@ -24,16 +28,39 @@ def _check_sizes(problem: Problem) -> Iterator[InfeasibleError]:
     configs = problem.configs
     if any(problem.replica_choices(config.micro_batch_size) for config in configs):
         return
-    config, measured = configs[0], problem.chain.sizes
-    size = config.micro_batch_size
-    fitting = [problem.mini_batch // own for own in measured if problem.mini_batch % own == 0]
-    instead = f" or use micro_batches={fitting[0]}" if fitting else ""
-    yield InfeasibleError(
-        f"{format_count(config.micro_batches, 'micro-batch')} of {format_count(size, 'sample')} need size "
-        f"{size}, but the profile measured only size{'s' if len(measured) > 1 else ''} "
-        f"{abbreviate(measured)}",
-        f"Profile with micro_batch_sizes={tuple(sorted({*measured, size}))!r}{instead}.",
-    )
+    yield InfeasibleError(*unmeasured_size(problem.chain, problem.mini_batch, configs[0].micro_batches))
+
+
+def _check_schedules(problem: Problem) -> Iterator[InfeasibleError]:
+    """A schedule has as many devices, parts of the layers and micro-batches as it needs."""
+    if any(name in SEARCHED for name in problem.schedules):
+        return
+    names, blocks = " or ".join(problem.schedules), problem.space.chain.max_stages
+    parts = min(find_schedule(name).default_virtual_stages for name in problem.schedules)
+    if parts > 1 and problem.stage_counts[-1] == 1:
+        yield InfeasibleError(
+            f"{names} needs two devices or more, and {_most_stages(problem)}", "Use schedule='auto'."
+        )
+    if parts > 1 and 2 * parts > blocks:
+        yield InfeasibleError(
+            f"{names} has {parts} parts of the layers on each device: two devices need {2 * parts} blocks "
+            f"between cuts, and there are {blocks}",
+            "Use schedule='auto', or profile the model in smaller layers.",
+        )
+    if (why := find_refusal(problem)) is not None:
+        yield InfeasibleError(f"{names}: {why}", _working_numbers(problem))
+
+
+def _working_numbers(problem: Problem) -> str:
+    """The number of micro-batches next to the requested one that the schedule runs with on most devices."""
+    config, schedule = problem.configs[0], find_schedule(problem.schedules[0])
+    number, size = config.micro_batches, config.micro_batch_size
+    stages = min(problem.stage_counts[-1], problem.space.chain.max_stages // schedule.default_virtual_stages)
+    for count in sorted(range(1, 2 * (number + stages) + 1), key=lambda count: abs(count - number)):
+        with suppress(UsageError):
+            schedule.program(stages, count)
+            return f"Use micro_batches={count} mini_batch={count * size}, or schedule='auto'."
+    return "Use schedule='auto'."
 
 
 def _check_pins(problem: Problem) -> Iterator[InfeasibleError]:
@@ -91,22 +118,34 @@ def _check_all_used(problem: Problem) -> Iterator[InfeasibleError]:
     if not problem.options.use_all:
         return
     gpus, stages = problem.usable_gpus, problem.stage_counts[-1]
-    choices = [
-        max(counts)
-        for config in problem.configs
-        for counts in problem.replica_choices(config.micro_batch_size)
-    ]
-    if stages * max(choices, default=1) < gpus:
-        most = max(choices, default=1)
-        yield InfeasibleError(
-            f"`use_all`: at most {format_count(stages, 'stage')} of {format_count(most, 'replica')} each use "
-            f"{stages * most} of the {gpus} devices",
-            f"Omit `use_all`, or use gpus={stages * most}.",
-        )
+    choices = {
+        counts for config in problem.configs for counts in problem.replica_choices(config.micro_batch_size)
+    }
+    totals = set[int]().union(*(_device_totals(counts, stages, gpus) for counts in choices))
+    if gpus in totals:
+        return
+    most, enough = max(map(max, choices), default=1), max(totals, default=1)
+    uses = f"at most {format_count(stages, 'stage')} of {format_count(most, 'replica')} each use {enough}"
+    if stages * most >= gpus:
+        uses = f"no stages and replicas that the micro-batches allow use more than {enough}"
+    yield InfeasibleError(
+        f"`use_all`: {uses} of the {gpus} devices", f"Omit `use_all`, or use gpus={enough}."
+    )
+
+
+def _device_totals(counts: Sequence[int], stages: int, most: int) -> set[int]:
+    """Numbers of devices, up to `most`, of up to so many stages with these numbers of replicas."""
+    totals = latest = {0}
+    for _ in range(stages):
+        latest = {total + count for total in latest for count in counts if total + count <= most} - totals
+        totals = totals | latest
+        if not latest:
+            break
+    return totals - {0}
 
 
 _CHECKS: tuple[Callable[[Problem], Iterator[InfeasibleError]], ...] = (
-    *(_check_sizes, _check_pins, _check_cuts, _check_trained, _check_all_used),
+    *(_check_sizes, _check_schedules, _check_pins, _check_cuts, _check_trained, _check_all_used),
 )
 
 
@@ -117,4 +156,5 @@ def _most_stages(problem: Problem) -> str:
         return f"max_stages={most} allows no more"
     if most == problem.space.chain.max_stages:
         return f"the allowed cuts make at most {format_count(most, 'stage')}"
-    return f"{format_count(problem.usable_gpus, 'device')} make at most {format_count(most, 'stage')}"
+    makes = "makes" if problem.usable_gpus == 1 else "make"
+    return f"{format_count(problem.usable_gpus, 'device')} {makes} at most {format_count(most, 'stage')}"

@@ -16,11 +16,9 @@ from ..cost_models.number_format import either
 from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.quantities import format_bytes, parse_bytes
 from ..cost_models.runtime import OFFLOAD
-from ..cost_models.schedules import find_schedule
 from .candidate import ScoredPlan
 from .failed_checks import find_failed_check
 from .joint_search import BEST, find_best_plan, is_small_problem, plan_with
-from .other_schedules import find_refusal
 from .pipeline_config import SEARCHED
 from .plan_options import PlanOptions
 from .plan_stages import plan_stages, run_in_words
@@ -35,6 +33,7 @@ from .smallest_plan import (
     smallest_limit,
 )
 
+TOO_SMALL = " Memory is too small for that, too."
 NO_HELP = "Leaving out options was not seen to help: check `mini_batch` and the machine."
 SECONDS = 1.0
 """Of the search for each change, as of `PlanOptions.time_limit`."""
@@ -47,11 +46,14 @@ HALVINGS = 4
 def no_plan_fits(problem: Problem) -> InfeasibleError:
     """The error for a problem without a plan that fits."""
     if (error := find_failed_check(problem)) is not None:
-        return error
+        also = TOO_SMALL if _is_too_small(problem) else ""
+        return InfeasibleError(error.what, f"{error.hint}{also}")
     limited = problem.space.limit(range(problem.gpus)) < inf
     tightest = find_smallest_plan(problem, in_flight=1.0 if _in_any_order(problem) else None)
     others = _solve_with(problem, replace(problem.options, planner=BEST))
-    if problem.options.planner != BEST and (others is not None or not limited):
+    if problem.options.planner != BEST and (
+        others is not None or not limited or _solve_quickly(_with_memory(problem, None)) is None
+    ):
         return _no_plan_of_planner(problem, others)
     if limited and not any(config.schedule in SEARCHED for config in problem.configs):
         return _no_plan_of_schedule(problem)
@@ -87,6 +89,15 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
     changes = _changes(problem, tightest)
     details = _details(tightest, limit, first, last) | {"would_fit": changes}
     return InfeasibleError(what, _hint(problem, changes), details)
+
+
+def _is_too_small(problem: Problem) -> bool:
+    """Return whether no plan fits into the memory without the options that leave plans out."""
+    with suppress(UsageError):
+        free = replace(problem, options=_without(problem, _narrowing(problem.options)))
+        least = find_smallest_plan(free)
+        return least is not None and least.memory_bytes > min(list_limits(free))
+    return False
 
 
 def _hint(problem: Problem, changes: list[str]) -> str:
@@ -146,11 +157,6 @@ def _none_left(problem: Problem) -> str:
     if any(config.schedule in SEARCHED for config in problem.configs):
         return f"no plan{_of_searched(problem)} is allowed by these options, whatever the memory"
     names = ", ".join(problem.schedules)
-    parts = min(2 * find_schedule(name).default_virtual_stages for name in problem.schedules)
-    if parts > max(most := problem.space.chain.max_stages, 2):
-        return f"no plan under {names} is possible: it has {parts} parts of the layers or more, not {most}"
-    if (why := find_refusal(problem)) is not None:
-        return f"no plan under {names} is possible: {why}"
     return f"no plan under {names} was found for these options, whatever the memory; not all were tried"
 
 
@@ -191,6 +197,8 @@ def _no_plan_of_planner(problem: Problem, others: ScoredPlan | None) -> Infeasib
     planner = problem.options.planner
     why = plan_with(find_planner(planner), problem)
     hint = "Nor is there any other plan: check the options."
+    if _is_too_small(problem):
+        hint = f"Omit `planner`.{TOO_SMALL}"
     if others is not None:
         hint = f"Without `planner` there is one: {run_in_words(others)}."
     return InfeasibleError(f"planner={planner!r}: {why}", hint)
@@ -203,7 +211,7 @@ def _no_plan_of_schedule(problem: Problem) -> InfeasibleError:
     if is_small_problem(problem) and _solve_quickly(unlimited) is None:
         hint = _leave_out(problem)
         if hint == NO_HELP:  # what is left needs more memory
-            hint = f"{_leave_out(unlimited)} Memory is too small for that, too."
+            hint = f"{_leave_out(unlimited)}{TOO_SMALL}"
         return InfeasibleError(_none_left(unlimited), hint)
     changes = _other_runs(problem)
     if not changes and (enough := _enough_memory(problem)) is not None:

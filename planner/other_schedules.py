@@ -107,7 +107,7 @@ def find_refusal(problem: Problem) -> str | None:
             try:
                 schedule.program(stages, config.micro_batches)
             except UsageError as error:
-                why = f"with {stages} stages and {config.micro_batches} micro-batches, {error.what}"
+                why = f"with {stages} stages, {error.what}"
             else:
                 return None
     return why

@@ -314,7 +314,88 @@ def test_the_part_of_a_request_that_is_searchable_is_searched(
     assert ("searched, as" in printed) == bool(part)
 
 
+REMEDIES = [
+    (
+        "--schedule interleaved --micro-batches 7 --mini-batch 7",
+        "interleaved: with 4 stages, micro-batches 7: interleaved needs a multiple of the stages, 4",
+        "--schedule interleaved --micro-batches 8 --mini-batch 8",
+    ),
+    (
+        "--schedule dualpipe-v --micro-batches 2 --mini-batch 2",
+        "dualpipe-v: with 4 stages, micro-batches 2: dualpipe-v needs at least 8, two a stage",
+        "--schedule dualpipe-v --micro-batches 8 --mini-batch 8",
+    ),
+    (
+        "--schedule zb-v --mini-batch 8 --max-stages 1",
+        "zb-v needs two devices or more, and --max-stages 1 allows no more",
+        "--schedule auto --mini-batch 8 --max-stages 1",
+    ),
+    (
+        "--mini-batch 15 --micro-batches 3 --max-stages 2 --runtime torchgpipe",
+        "3 micro-batches of 5 samples need size 5, but the profile measured only size 1",
+        "--mini-batch 15 --micro-batches 15 --max-stages 2 --runtime torchgpipe",
+    ),
+    (
+        "--mini-batch 28 --micro-batches 4",
+        "4 micro-batches of 7 samples need size 7, but the profile measured only size 1",
+        "--mini-batch 28 --micro-batches 28",
+    ),
+    (
+        "--mini-batch 8 --pin l1=stage3",
+        "--pin l1=stage3: stage 3 needs 3 cuts",
+        "--mini-batch 8 --pin l1=stage1",
+    ),
+    (
+        "--mini-batch 8 --use-all --max-stages 2 --runtime torchgpipe",
+        "--use-all: at most 2 stages of 1 replica each use 2 of the 4 devices",
+        "--mini-batch 8 --max-stages 2 --runtime torchgpipe",
+    ),
+    (
+        "--mini-batch 8 --use-all --max-stages 2 --gpus 3",
+        "--use-all: no stages and replicas that the micro-batches allow use more than 2 of the 3 devices",
+        "--mini-batch 8 --use-all --max-stages 2 --gpus 2",
+    ),
+    (
+        "--mini-batch 8 --recompute first-layers --schedule zb-h1",
+        "--recompute first-layers with --schedule zb-h1: not searched",
+        "--mini-batch 8 --recompute first-layers --schedule any",
+    ),
+    (
+        "--mini-batch 8 --recompute except-last --schedule zb-h1",
+        "--recompute except-last with --schedule zb-h1: only GPipe's backward begins with the last one",
+        "--mini-batch 8 --recompute always --schedule zb-h1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "what", "remedy"), REMEDIES)
+def test_the_remedy_of_a_refusal_leads_to_a_plan(
+    run: Run, here: Path, options: str, what: str, remedy: str
+) -> None:
+    """Each option that the remedy changes stands in the hint."""
+    make_profile(8, parameter_bytes=8).save(here / "toy.profile.json", force=False)
+    head = ("solve", "toy.profile.json")
+    defaults = {"--gpus": "4", "--memory": "8GiB"}
+    options, remedy = (
+        " ".join([own, *(f"{name} {value}" for name, value in defaults.items() if name not in own)])
+        for own in (options, remedy)
+    )
+    refused = run(*head, *options.split())
+    message, _, hint = refused.err.strip().partition("\n")
+    assert refused.status in (2, 3)
+    assert what in message
+    changed = set(remedy.split()) - set(options.split())
+    assert all(word.removeprefix("l1=") in hint for word in changed)
+    assert run(*head, *remedy.split()).status == 0
+
+
 UNFIT = [
+    (
+        3,
+        "--planner interleaved --memory 100MiB",
+        "--planner interleaved: it needs 2 devices and 4 parts of the layers, and there are 2 and 3 "
+        "Omit --planner. Memory is too small for that, too.",
+    ),
     (
         6,
         "--planner one-gpu --memory 1GiB",

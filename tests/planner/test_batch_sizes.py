@@ -92,7 +92,7 @@ def test_sizes_that_a_request_makes(make_chain: MakeChain) -> None:
     assert BatchSizes(chain, 2, 2, 12, 1).micro_batch_sizes == [12]
     one = make_chain(0, 2, sizes=(4,))
     assert BatchSizes(one, 2, 1, 16, 2).micro_batch_sizes == [8]  # four samples on each of two devices
-    with pytest.raises(UsageError, match="micro-batch size 5 lies outside the measured sizes"):
+    with pytest.raises(UsageError, match="need size 5, but the profile measured only size 4"):
         BatchSizes(one, 2, 1, 10, 2).micro_batch_sizes  # noqa: B018  raises
 
 

@@ -176,7 +176,7 @@ def test_pins_that_no_memory_helps(make_chain: MakeChain, make_topology: MakeTop
     error = refused(Problem(make_chain(3, 8, cuts=1.1), make_topology(4, memory=50), options))
     needs = "stage 2 needs 2 cuts between the beginning on stage 0 and layer1, and 1 can be made"
     assert error.what == f"pins=('layer1', 2): {needs}"
-    assert error.hint == "Pin it to stage1, or omit the pin."
+    assert error.hint == "Pin it to stage1, or omit the pin. Memory is too small for that, too."
 
 
 def test_memory_is_not_blamed_for_what_the_options_forbid(
