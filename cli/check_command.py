@@ -100,8 +100,10 @@ def _run(files: PlanAndProfile, options: CheckOptions) -> Check | None:
 
 
 def _is_of_this_process(error: Exception) -> bool:
-    """Whether the first process may not fail with it: this one did, or lost another and says so for its
-    node."""
+    """Return whether this process reports the error for the first one.
+
+    It failed itself, or lost another process and reports for its node.
+    """
     kind = type(error).__name__
     return kind == "RankFailedError" or (kind == "LostRankError" and getattr(error, "tells", False))
 

@@ -163,7 +163,7 @@ def _print_held_out(validation: CrossValidation, console: Console) -> None:
 
 
 def _verdict(check: Check) -> list[str]:
-    """Whether the calibration improves the prediction of other cases."""
+    """Return whether the calibration improves the prediction of other cases."""
     validation = check.cross_validation
     if validation is None:
         return []

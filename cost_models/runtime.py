@@ -49,7 +49,7 @@ class Runtime:
     shares_layers: bool = False
     """Whether several devices may share every layer of a stage."""
     own_layers: bool = False
-    """Whether it computes a transformer with layers and kernels of its own."""
+    """True if it computes a transformer with layers and kernels of its own."""
     any_order: bool = False
     """Whether it takes lists of actions: the schedules that are not pplan's own, too."""
     receives_ahead: bool = False
@@ -62,7 +62,7 @@ class Runtime:
     """Whether it trains 16-bit weights without float32 master weights."""
 
     joins_outputs: bool = False
-    """Whether it joins the outputs of the micro-batches by torch.cat."""
+    """True if it joins the outputs of the micro-batches by torch.cat."""
 
     tied: Literal["any", "ends", "none"] = "none"
     """Which weights may have users on several stages: any; one of two users, the embedding's on the first and

@@ -100,7 +100,7 @@ class BatchSizes:
 
 
 def unmeasured_size(chain: Chain, batch: int, micro_batches: int) -> tuple[str, str]:
-    """What is wrong with so many micro-batches of a global batch, and what to do.
+    """Describe what is wrong with a number of micro-batches, and what to do.
 
     Args:
         chain: The layers, which cannot be costed with such micro-batches.

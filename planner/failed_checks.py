@@ -150,7 +150,7 @@ _CHECKS: tuple[Callable[[Problem], Iterator[InfeasibleError]], ...] = (
 
 
 def _most_stages(problem: Problem) -> str:
-    """What allows no more stages, with the number."""
+    """Name the limit on the number of stages, with its value."""
     most = problem.stage_counts[-1]
     if most == problem.options.max_stages:
         return f"max_stages={most} allows no more"

@@ -251,7 +251,7 @@ def _changes(problem: Problem, tightest: TightestStage) -> list[str]:
 
 
 def _memory_text(size: float) -> str:
-    """So many bytes with three digits, rounded up, in the largest unit that is not larger."""
+    """Format bytes with three digits, rounded up, in the largest unit that is not larger."""
     unit, factor = next((unit, factor) for unit, factor in _UNITS if size >= factor or factor == 1)
     value = size / factor
     decimals = 2 if value < 10 else 1 if value < 100 else 0

@@ -206,7 +206,7 @@ class Problem:
 
     @property
     def makes_orders(self) -> bool:
-        """Whether an order of actions may be made for the plan."""
+        """Return whether an order of actions may be made for the plan."""
         takes_any = self.runtime is None or self.runtime.any_order
         limited = self.options.recompute in LIMITED_RECOMPUTE
         return self.options.schedule == SYNTHESIZED and takes_any and not limited
@@ -337,7 +337,7 @@ class Problem:
         return next(self.violations(proposal), None) is None
 
     def violations(self, proposal: Proposal) -> Iterator[str]:
-        """What the options or the runtime do not allow of a proposal, with the values."""
+        """List the options and runtime limits that a proposal violates, with the values."""
         options, runtime, config = self.options, self.runtime, proposal.config
         stages = len(proposal.ends) // config.virtual_stages
         chunked = config.virtual_stages > 1

@@ -50,7 +50,7 @@ def unfit_reason(space: Space, proposals: Sequence[Proposal]) -> str:
 
 
 def list_failures(space: Space, proposal: Proposal) -> Iterator[str]:
-    """What keeps a proposal from being costed, in words: sizes, cuts and weights to train."""
+    """Describe what keeps a proposal from being costed: sizes, cuts or weights to train."""
     size, chain, runtime = proposal.config.micro_batch_size, space.chain, space.runtime
     for count in sorted(set(proposal.replicas)):
         if count > size:
@@ -80,7 +80,7 @@ def most_lacking(space: Space, assembly: Assembly) -> tuple[float, int, float]:
 
 
 def memory_text(assembly: Assembly, device: int, needed: float, bytes_short: float) -> str:
-    """What a device needs, and its limit."""
+    """Describe the memory that a device needs, and its limit."""
     return (
         f"device {assembly.ranks[device][0]} needs {format_bytes(round(needed))} of "
         f"{format_bytes(round(needed - bytes_short))}"

@@ -273,7 +273,7 @@ class OutputTensor(InputTensor):
     name: str
     """Its place in the output, as in Python: `['loss']`; empty where it is the output."""
     has_samples: bool
-    """Whether dimension 0 holds the samples."""
+    """Return whether dimension 0 holds the samples."""
 
     def __str__(self) -> str:
         """Its name with its shape, for messages."""

@@ -193,8 +193,10 @@ def backward_parts() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """The same memory as the result of an operation that autograd takes for no view: it may be overwritten
-    and detached."""
+    """Return the same memory as a tensor that autograd does not take for a view.
+
+    It may be overwritten and detached.
+    """
     result: Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)
     return result
 

@@ -30,7 +30,7 @@ _TURNS = {
 }
 """The last block of so many attends to all tokens; where it is no rule of its own, a key says how many."""
 _FIRST_OF_FOUR = frozenset({"cwm", "granite_swa", "granitemoe_swa"})
-"""Whose first block of four attends to all tokens."""
+"""Model types in which the first of four blocks attends to all tokens."""
 _FROM_A_BLOCK = {"qwen2": 28, "qwen3": 28, "dots1": 62}
 """The first block with a window, where `max_window_layers` is missing. (Qwen2-MoE's come before it.)"""
 

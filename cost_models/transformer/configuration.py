@@ -27,7 +27,7 @@ from .transformer_shape import (
 _ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _TEXT = "text_config"
 _SECTIONS = ("attn_config", "ffn_config")
-"""Of DBRX and MPT."""
+"""Sections of DBRX and MPT."""
 
 
 def load_transformer_shape(path: Path) -> TransformerShape:
@@ -92,7 +92,7 @@ def transformer_shape(keys: Mapping[str, Any], name: str = "") -> TransformerSha
 
 
 def _text_keys(keys: Mapping[str, Any], text: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Those of the model that reads text, with those of its sections."""
+    """Return the keys of the model that reads text, with those of its sections."""
     if text:
         outside = {"tie_word_embeddings": keys.get("tie_word_embeddings")}
         keys = {**{key: value for key, value in outside.items() if value is not None}, **text}
@@ -105,7 +105,7 @@ def _text_keys(keys: Mapping[str, Any], text: Mapping[str, Any]) -> Mapping[str,
 def _unknown_keys(
     keys: Mapping[str, Any], text: Mapping[str, Any], sizes: ConfigurationSizes, kind: str
 ) -> dict[str, Any]:
-    """Of the text's configuration, and of what is outside it and that does not decide."""
+    """Return the keys of the text configuration and those outside it that it does not define."""
     inside = _text_keys(keys, text)
     unknown = unknown_keys(inside, {*sizes.used, _TEXT, *_SECTIONS}, kind)
     if text:
@@ -114,7 +114,7 @@ def _unknown_keys(
 
 
 def _has_parts(keys: Mapping[str, Any], kind: str) -> bool:
-    """Whether the model has more than what reads text."""
+    """Return whether the model has parts that read no text."""
     is_inside = bool(keys.get(_TEXT)) and keys.get("model_type") != kind
     return is_inside or any(is_part(str(key)) and isinstance(value, Mapping) for key, value in keys.items())
 

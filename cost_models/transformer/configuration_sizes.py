@@ -56,7 +56,7 @@ class ConfigurationSizes:
         return 0
 
     def needed(self, *names: str) -> int:
-        """The same where the size must be there. Raises UsageError, also where it is null."""
+        """Return a required size. Raises UsageError if it is missing or null."""
         size = self.optional(*names)
         if not size:
             self.refuse_null(*names)

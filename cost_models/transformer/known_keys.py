@@ -66,14 +66,14 @@ def _table() -> dict[str, Any]:
 
 
 def _matches(key: str, *sections: str) -> bool:
-    """Whether a section of names holds the key."""
+    """Return whether a section of names holds the key."""
     names, patterns = _names(sections)
     return key in names or any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 @cache
 def _names(sections: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Of the sections: whole names, and those with wildcards."""
+    """Names of the sections, whole and with wildcards."""
     lists = (names for section in sections for names in _table()[section].values() if isinstance(names, list))
     every = [name for names in lists for name in names]
     return frozenset(name for name in every if "*" not in name), tuple(name for name in every if "*" in name)

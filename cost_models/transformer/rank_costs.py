@@ -40,7 +40,7 @@ class GroupLinks(Protocol):
 
     @property
     def is_concave(self) -> bool:
-        """Whether the seconds of reductions and gathers are concave in their bytes, above none.
+        """Return whether the seconds of reductions and gathers are concave in their bytes, above none.
 
         If not, seconds divided by bytes still never rise with the bytes.
         """

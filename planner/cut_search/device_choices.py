@@ -109,7 +109,7 @@ class DeviceChooser:
 
 
 def _divisions(count: int, most: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """So many devices from classes of these sizes, as many as possible from the first ones first."""
+    """Choose a number of devices from classes of these sizes, from the first classes first."""
     if not most:
         if not count:
             yield ()

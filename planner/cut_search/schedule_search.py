@@ -146,7 +146,7 @@ class _ScheduleSearch:
         )
 
     def _shapes_near(self, plans: Iterable[ScoredPlan]) -> Iterator[PipelineShape]:
-        """Those of the plans whose schedules are searched, on their devices and on the best choices."""
+        """Shapes of plans with searched schedules, on their devices and on the best choices."""
         for plan in plans:
             config, proposal = plan.config, plan.proposal
             stages = len(proposal.ends) // config.virtual_stages
@@ -194,7 +194,7 @@ class _ScheduleSearch:
 
     @cached_property
     def _lists_every_choice(self) -> bool:
-        """Whether every choice of devices for every pipeline is a shape."""
+        """Return whether every choice of devices for every pipeline is a shape."""
         number = 0
         for _, _, counts in self._pipelines():
             choices = self.devices.choices(counts)

@@ -34,7 +34,7 @@ from .stage_recompute import repeat_end
 
 LAUNCHES = ("forward_launch", "backward_launch", "plain_launch")
 MANY_ACTIONS, MANY_STAGES = 50_000, 12
-"""Of a step: of more, all stages are simulated side by side; with fewer stages only of 8 times as many."""
+"""Steps of more actions are simulated for all stages at once; with fewer stages, those of 8 times as many."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -212,7 +212,7 @@ def _pipeline_size(options: DegreeOptions, stages: int) -> int:
 
 
 def _remarks(stages: tuple[str, ...], shape: TransformerShape, sequence: int) -> list[str]:
-    """What is odd of the layout, and what `degrees` says of the configuration."""
+    """List what is odd about the layout, and the notes of `degrees` about the configuration."""
     empty = [str(stage) for stage, letters in enumerate(stages) if not letters]
     remarks = []
     if empty and any(stages):

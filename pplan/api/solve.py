@@ -106,7 +106,7 @@ def _solve(
 
 
 def _runnable_alternatives(plan: Plan) -> list[Alternative]:
-    """Those of the plan for the runtimes that run the model, and share layers where several devices do so."""
+    """Alternatives for the runtimes that run the model, and that share layers if several devices do."""
     shares, outputs = plan.profile.tensor_parallel > 1, plan.profile.undivided_outputs
     runs = {
         name

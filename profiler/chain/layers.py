@@ -115,7 +115,7 @@ class LayerChain:
     """Modules with a `train` of their own, the model itself by its class."""
     faults: BatchFaults = BatchFaults()
     variants: ModeVariants | None = None
-    """What the layers run in other modes; None: the same, or not asked for."""
+    """Code of the layers in other modes. None if it is the same, or was not asked for."""
     outputs: tuple[OutputForm, ...] = ()
     """The tensors that the model returns."""
 

@@ -36,7 +36,7 @@ class ModeLayer(nn.Module):
         self.refusals = dict(refusals or {})
         self.training = training
         self.is_switched = (in_training if training else in_evaluation) is None
-        """Whether all its code is in one mode: parts of the model may have had another when it was traced."""
+        """Return whether all its code is in one mode. Parts of a model may have had another."""
 
     def refuse(self, mode: bool) -> None:
         """Raise ModelError where the code of that mode could not be traced."""

@@ -30,7 +30,7 @@ MODES = {True: "training", False: "evaluation"}
 
 @dataclass(frozen=True, eq=False)
 class ModeVariants:
-    """What each layer runs in another mode than that of the trace."""
+    """Code that each layer runs in another mode than that of the trace."""
 
     modules: Mapping[bool, tuple[nn.Module | None, ...]]
     """By mode, for each layer; None: what it runs in the mode of the trace."""
@@ -41,7 +41,7 @@ class ModeVariants:
 
     @property
     def all_modules(self) -> list[nn.Module]:
-        """Those of every mode."""
+        """Layers of every mode."""
         return [module for each in self.modules.values() for module in each if module is not None]
 
 
@@ -94,7 +94,7 @@ class ModeTracer:
         return ModeVariants(modules, refusals, self._places(reads))
 
     def _places(self, reads: Mapping[str, str]) -> tuple[bool, ...]:
-        """Whether each layer holds code that reads the mode; all traced layers where that shows in none."""
+        """Mark each layer with code that reads the mode, or all traced layers if none shows it."""
         traced = [segment.path is None for segment in self.segments]
         reading = [
             is_traced and any(is_inside(path, reads) or "" in reads for path in self._paths(segment))

@@ -43,7 +43,7 @@ class TracedGraph:
 
     @property
     def fixed_modes(self) -> dict[str, str]:
-        """Those of `modes` whose code is in the graph, which computes as in the mode it was drawn in."""
+        """Entries of `modes` with code in the graph, which computes as in the traced mode."""
         called = [str(node.target) for node in self.graph.nodes if node.op == "call_module"]
         return {path: line for path, line in self.modes.items() if not (path and is_inside(path, called))}
 

@@ -18,7 +18,7 @@ from ..user_model.flat_output import flat
 from .size_recovery import TensorMeta
 
 Shapes = tuple[tuple[int, ...], ...]
-"""Of each tensor."""
+"""Shape of each tensor."""
 KEEP_BATCH = (
     "Keep dimension 0 for the samples, as in squeeze(1) instead of squeeze(), and let no other size depend "
     "on their number: micro-batches have fewer samples."
@@ -34,9 +34,9 @@ class BatchFaults:
     """Why micro-batches are not the model's: the layer that hands on another shape; "" for no fault."""
 
     single: str = ""
-    """Of micro-batches of one sample."""
+    """Reason against micro-batches of one sample."""
     any_size: str = ""
-    """Of micro-batches of any size: samples are compared with each other, for instance."""
+    """Reason against any micro-batches, such as samples that are compared with each other."""
 
     def of(self, samples: int) -> str:
         """The fault of micro-batches of so many samples."""

@@ -189,7 +189,7 @@ def _same_graphs(one: fx.Graph, other: fx.Graph, constants: nn.Module, other_con
 
 
 def _same_constant(one: Any, other: Any) -> bool:
-    """Whether two tensors or modules that tracing made are the same."""
+    """Return whether two tensors or modules that tracing made are the same."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return not (one.is_meta or other.is_meta) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, fx.GraphModule) and isinstance(other, fx.GraphModule):

@@ -172,7 +172,7 @@ def _leads_to(root: Node, ends: set[Node]) -> bool:
 
 
 class _Calls:
-    """What the two parts cost without a layer, in the state in which a stage calls them."""
+    """Measure the two parts without a layer, called as a stage calls them."""
 
     def __init__(self, run_input: _Part, run_weight: _Part, device: torch.device) -> None:
         self._example = torch.ones(1, device=device, requires_grad=True)

@@ -140,7 +140,7 @@ class CrossValidation(Record):
 
     @property
     def improves(self) -> bool:
-        """Whether the mean error falls, and the plan's does not grow."""
+        """Return whether the mean error falls, and the plan's does not grow."""
         return self.calibrated_error < self.predicted_error and self.worse_plan is None
 
 

@@ -100,12 +100,12 @@ def describe_exit(code: int) -> str:
 
 
 def advice(code: int) -> str:
-    """What to do about a process that ended so; empty where the code alone does not say."""
+    """Advice for a process that ended so. Empty if the code alone does not say."""
     return OUT_OF_MEMORY if code == -9 else ""
 
 
 def while_doing(folder: Path, rank: int | str) -> str:
-    """What a rank did last."""
+    """Last action of a rank."""
     path = folder / f"{rank}.doing"
     return f"while {json.loads(path.read_text())['doing']}" if path.is_file() else "before it began"
 
@@ -131,7 +131,7 @@ def _died(deaths: Sequence[Death], folder: Path) -> MachineError:
 
 
 def _is_killed(death: Death) -> bool:
-    """Whether a signal ended it, other than the one with which a process aborts itself."""
+    """Return whether a signal ended it, other than the one with which a process aborts itself."""
     return death.exit_code < 0 and death.exit_code != -signal.SIGABRT
 
 

@@ -200,14 +200,14 @@ def _hanging(folder: Path, doing: Mapping[str, object], seconds: float) -> Pplan
 
 
 def process_fields(pid: int) -> list[str]:
-    """What the system tells about a process, from its state on; nothing if it is gone."""
+    """Read the system's record of a process, from its state on. Empty if it is gone."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return []
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal holds the process, if the system tells."""
+    """Return whether a signal holds the process, if the system tells."""
     return process_fields(pid)[:1] in (["T"], ["t"])
 
 

@@ -39,7 +39,7 @@ class TrainerText(ExportDocument):
     """Of each device."""
     recompute: Literal["never", "always"]
     warnings: list[str] = []
-    """What may make the prediction wrong for this trainer."""
+    """Reasons why the prediction may be wrong for this trainer."""
     actions: list[str] = []
     """Where the trainer is given the order of the actions: its lines, one a device of the pipeline."""
 

@@ -161,7 +161,7 @@ class _Data:
 
     @property
     def has_placeholder(self) -> bool:
-        """Whether no loss is known."""
+        """Return whether no loss is known."""
         return not self.is_plain and self.functional is None
 
     @property

@@ -236,7 +236,7 @@ def test_the_best_layout_is_as_fast_and_no_memory_is_negative(
 
 
 def test_the_predictors_that_are_asked_for() -> None:
-    """Of a model whose config.json has none; the number must be the layout's."""
+    """A model with no predictors in its config.json. The number must be that of the layout."""
     ten = {**MODEL, "num_hidden_layers": 10}
     assert pplan.lint("E|(t|)*10m,L", ten, pp=(12,), predictors=1).agrees
     assert pplan.lint("E|(t|)*10m,L", ten, pp=(12,), predictors=2).problems == (
@@ -344,7 +344,7 @@ def test_every_option_has_an_effect(name: str, values: tuple[Any, Any], more: di
 
 
 def test_options_without_a_machine() -> None:
-    """What has no effect is named."""
+    """Options without effect are named."""
     report = pplan.lint("Ettt|tttL", MODEL, gpu="h100", tp=(2,), fix={"zero": 0})
     assert report.plan is None
     assert report.remarks == (

@@ -1,4 +1,4 @@
-"""What `pplan solve` answers, and what it refuses, about small profiles: nothing is stood in for."""
+"""Answers and refusals of `pplan solve` about small profiles, with the real solver."""
 
 from __future__ import annotations
 

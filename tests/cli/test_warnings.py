@@ -156,7 +156,7 @@ def test_a_size_that_was_timed_once_varies_as_the_others(profile: Profile) -> No
 def test_a_backward_in_two_parts_that_takes_too_long_is_one(
     profile: Profile, schedule: str, said: bool
 ) -> None:
-    """Where the schedule of the plan splits it."""
+    """Only plans with a schedule that splits the backward warn."""
     content = json.loads(profile.to_json())
     for layer in content["layers"]:
         for cost in layer["costs"]:

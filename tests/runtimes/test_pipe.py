@@ -416,7 +416,7 @@ class Scored(nn.Module):
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_an_output_without_samples_is_refused(make_plan: MakePlan, runtime: str, recompute: str) -> None:
-    """Of a file that does not know the model's outputs."""
+    """A plan from a file that does not know the model's outputs."""
     given = torch.randn(8, 6)
     count = len(build_chain(Scored(), given))
     document, _ = export(runtime, make_plan([1, count - 1], recompute=recompute), device="cpu")

@@ -109,7 +109,7 @@ class Siblings:
         return min(dead, key=lambda death: (1 if death[1] is None else 2 * (death[1] >= 0), death[0]))
 
     def is_first_without(self, dead: int) -> bool:
-        """Whether this process has the lowest rank on its node, apart from a dead one."""
+        """Return whether this process has the lowest rank on its node, apart from a dead one."""
         return all(self._rank < rank for rank in self._pids if rank != dead)
 
 

@@ -33,7 +33,7 @@ SILU = {**COMMON, "hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_dropout
 
 
 def sizes(hidden: int, inner: int, layers: int, heads: int, shared: int, vocabulary: int) -> dict[str, Any]:
-    """Those of most files."""
+    """Keys of most files."""
     return {
         "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": shared, "vocab_size": vocabulary,

@@ -36,7 +36,7 @@ BLOCK, TABLE = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 32000 * 4096
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_the_first_gather_and_the_last_reduction_of_fsdp_are_not_hidden(zero: int) -> None:
-    """Those of the embedding and of the first block; the other blocks and the head compute for longer."""
+    """Gathers of the embedding and the first block show; later ones hide behind computing."""
     few: dict[str, Any] = {"tp": (1,), "pp": (1,), "micro_batch_size": (2,), "recompute": "selective"}
     plans = pplan.degrees(CONFIG, **TRAINING, **few, zero=(1, zero), memory_bytes=200 * 2**30).plans
     plain, sharded = (

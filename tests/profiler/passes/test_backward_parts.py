@@ -440,7 +440,7 @@ class Residual(nn.Module):
 
 
 def settles(one_pass: Callable[[], Sequence[Any]], holds: Callable[..., bool]) -> bool:
-    """Whether it holds for the least seconds of all passes: on a busy machine it takes more of them."""
+    """Return whether it holds for the least seconds of all passes."""
     rounds: list[Sequence[Any]] = []
     for _ in range(8):
         rounds += [one_pass() for _ in range(8)]
