@@ -73,7 +73,7 @@ class ModeTracer:
         for mode, word in MODES.items() if reads else ():
             switched = copy_modules(self.model, self.name).train(mode)
             before, after = dict(self.model.named_modules()), dict(switched.named_modules())
-            if all(before[path].training == after[path].training for path in reads):
+            if all(before[path].training == after[path].training for path in self.flow.traced.modes):
                 continue
             try:
                 segments = self._segments(switched)

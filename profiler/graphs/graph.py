@@ -39,7 +39,7 @@ class TracedGraph:
     parts: Callable[[nn.Module], nn.Module] | None = None
     """Makes `constants` of the modules of a model, where they run some."""
     modes: Mapping[str, str] = field(default_factory=dict)
-    """Modules whose `training` was read while it was drawn, with the line that did."""
+    """Modules whose `training` was read while it was drawn, or whose forward read it, with the line."""
 
     @property
     def fixed_modes(self) -> dict[str, str]:

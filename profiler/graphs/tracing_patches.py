@@ -13,7 +13,7 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 from unittest import mock
 
@@ -102,16 +102,33 @@ def notice_checkpoints() -> Iterator[list[bool]]:
 
 @contextlib.contextmanager
 def notice_modes(model: nn.Module) -> Iterator[dict[str, str]]:
-    """Inside, collects the modules of `model` whose `training` is read by their code, with the line."""
-    paths = {id(module): path for path, module in model.named_modules()}
+    """Collect the modules of `model` whose `training` is read or whose forward reads one, with the line.
+
+    The two differ in `if self.block.training:`, which is code of the module around the block.
+    """
+    paths: dict[int, str] = {id(module): path for path, module in model.named_modules()}
     reads: dict[str, str] = {}
 
+    def reader(frame: FrameType | None) -> str | None:
+        """Return the path of the innermost module whose forward runs."""
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "forward" and code.co_argcount:
+                module = frame.f_locals.get(code.co_varnames[0])
+                if id(module) in paths:
+                    return paths[id(module)]
+            frame = frame.f_back
+        return None
+
     def read(module: nn.Module) -> Any:
-        if id(module) in paths and paths[id(module)] not in reads:
+        if id(module) in paths:
             here = inspect.currentframe()
             frame = here.f_back if here is not None else None
             if frame is not None and not frame.f_globals.get("__name__", "").startswith(_NO_FORWARDS):
-                reads[paths[id(module)]] = f"{short_filename(frame.f_code.co_filename)}:{frame.f_lineno}"
+                line = f"{short_filename(frame.f_code.co_filename)}:{frame.f_lineno}"
+                for path in (paths[id(module)], reader(frame)):
+                    if path is not None:
+                        reads.setdefault(path, line)
         # A ScriptModule keeps it elsewhere.
         own = vars(module)
         return own["training"] if "training" in own else module.__getattr__("training")

@@ -67,6 +67,13 @@ class Auxiliary(Three):
         return (self.c(x), x) if self.training else self.c(x)
 
 
+class ModeOfLayer(Three):
+    """Reads the mode of a layer that is called whole."""
+
+    def change(self, x: Tensor) -> Tensor:
+        return x + 1 if self.a.training else x
+
+
 class Heads(nn.Module):
     """Blocks, and a head in the middle that only training uses, as GoogLeNet's."""
 
@@ -109,7 +116,7 @@ class Encoder(nn.Module):
         return output
 
 
-MODELS = [LabelDrop, DropConnect, Scale, Noise, Dropout, Auxiliary, Heads, Depth, Encoder]
+MODELS = [LabelDrop, DropConnect, Scale, Noise, Dropout, Auxiliary, ModeOfLayer, Heads, Depth, Encoder]
 
 
 def layers_of(model: nn.Module, **options: Any) -> nn.Sequential:
