@@ -78,7 +78,7 @@ def test_no_plan_has_a_refused_size(gpus: int) -> None:
     for mini_batch, use_all in ((gpus, False), (2 * gpus, True), (12, True)):
         plan = pplan.solve(profile, gpus=gpus, mini_batch=mini_batch, memory_bytes=2**34, use_all=use_all)
         assert min(shares(plan)) > 1
-    with pytest.raises(UsageError, match="micro-batch size 1 is no size for this model: layer squeeze hands"):
+    with pytest.raises(UsageError, match="need size 1, which is no size for this model: layer squeeze hands"):
         pplan.solve(profile, gpus=gpus, mini_batch=4, micro_batches=4, memory_bytes=2**34)
 
 

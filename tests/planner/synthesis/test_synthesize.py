@@ -108,9 +108,10 @@ def test_where_nothing_is_gained_the_known_plan_stays(solve: Solve, measured: Pr
     assert (plan.schedule, plan.order) == ("1f1b", None)
 
 
-def test_a_runtime_without_lists_of_actions_is_refused(solve: Solve, measured: Profile) -> None:
-    with pytest.raises(UsageError, match="runtime='deepspeed' does not run schedule='synthesized'"):
-        solve(measured, "synthesized", runtime="deepspeed")
+def test_a_runtime_without_lists_of_actions_gets_its_own_schedules(solve: Solve, measured: Profile) -> None:
+    plan = solve(measured, "synthesized", runtime="deepspeed")
+    assert plan.schedule in RUNTIMES["deepspeed"].schedules
+    assert any("synthesized" in warning and "deepspeed" in warning for warning in plan.warnings)
 
 
 @pytest.mark.slow
