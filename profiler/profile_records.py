@@ -146,7 +146,7 @@ class WholeMeasurement(Record):
     first_backward_seconds: Seconds | None = None
     """Where there are no gradients to add to, as for the first micro-batch of a step after `zero_grad()`."""
     spread: Spread | None = None
-    """Of its passes, as of a layer; None: not timed twice."""
+    """Spread of its passes, as of a layer. None if it was timed once."""
     rounds: Samples | None = None
     peak_bytes: Bytes | None = None
     """Most bytes allocated in a step of the untouched model, gradients existing, without an optimizer."""

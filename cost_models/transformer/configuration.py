@@ -205,7 +205,7 @@ _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_exp
 _EXPERTS_EACH = (
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts",
 )  # fmt: skip
-"""Of a token."""
+"""Keys for the number of experts of a token."""
 _SHARED_EXPERTS = ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
 
 

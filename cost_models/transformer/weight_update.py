@@ -16,7 +16,7 @@ WEIGHT, GRADIENT, STATE = 2, 4, 12
 moments."""
 
 NUMERIC_FORMATS = "bfloat16 with float32 gradients and Adam"
-"""The same in words."""
+"""Numeric formats of weights, gradients and optimizer state, as messages name them."""
 
 _UPDATED = find_optimizer("adam").update_bytes(MIXED_FLOAT32_GRADIENTS) + 4
 

@@ -222,8 +222,10 @@ class DivisionProgramme:
         return np.concatenate([columns, sums]), worth
 
     def _updates(self) -> tuple[Array, Array]:
-        """Of the mean device and of each: what a part of a virtual stage adds to the update at least, and the
-        rest. A device may have no experts."""
+        """Terms of the update that virtual stages add, of the mean device and of each, and the rest.
+
+        A device may have no experts.
+        """
         layers, stages = self.layers, self.layers.degrees.pipeline
         line, routed = layers.update_lines[0], layers.routed_update_slope
         blocks = [layers.block_parameters[kind] for kind, _ in self._rows]

@@ -31,7 +31,7 @@ class ShapeDependsOnBatch(ModelError):
 
 @dataclass(frozen=True)
 class BatchFaults:
-    """Why micro-batches are not the model's: the layer that hands on another shape; "" for no fault."""
+    """Reasons why micro-batches compute something else than the batch. Empty for no fault."""
 
     single: str = ""
     """Reason against micro-batches of one sample."""
@@ -39,7 +39,7 @@ class BatchFaults:
     """Reason against any micro-batches, such as samples that are compared with each other."""
 
     def of(self, samples: int) -> str:
-        """The fault of micro-batches of so many samples."""
+        """Return the fault of micro-batches of this many samples."""
         return self.any_size or (self.single if samples == 1 else "")
 
     @property

@@ -143,7 +143,7 @@ class TimedPasses:
         return float(np.median([times.backward for times in self.first])) if self.first else None
 
     def whole_spread(self) -> float | None:
-        """As `spreads`, of the whole."""
+        """Return the spread of the whole model's passes. None if there are fewer than two."""
         if len(self.whole) < 2:
             return None
         return float(spread(np.array([[times.forward + times.backward] for times in self.whole]))[0])

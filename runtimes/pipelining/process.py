@@ -70,7 +70,7 @@ class PipelineProcess:
     tied: TiedGradients
     """Copies of weights that other stages use, too: `step` adds up their gradients."""
     loss: StageLoss | None
-    """That of the last stage, where it is this process's."""
+    """Loss of the last stage. None if another process has that stage."""
 
     @property
     def seat(self) -> RankCoordinates:
