@@ -48,7 +48,7 @@ MOST_PLANS = 10
 
 MOST_FITTED = 8
 """Interleaved pipelines of which blocks are moved until they fit."""
-MOST_WORK = 150_000
+MOST_WORK = 250_000
 """Of the search of divisions of interleaved pipelines, as `DivisionSearch.work` counts it."""
 
 

@@ -20,8 +20,7 @@ from ...cost_models.transformer.layer_table import LayerTable
 from ...cost_models.transformer.training_step import StepEstimate, estimate_stages
 from .division_box import DivisionBox
 from .interleaved_bound import interleaved_bound
-from .linear_bound import BoxSolution, DivisionProgramme
-from .simplex import Array, SimplexTable
+from .linear_bound import Array, BoxSolution, DivisionProgramme
 from .stage_divisions import fit_division, improve_division, round_division
 
 Division = tuple[tuple[int, ...], StepEstimate]
@@ -44,12 +43,11 @@ _FORWARDS_OF_WORK = 16
 
 @dataclass(order=True)
 class _Open:
-    """A box that is to be looked into; `table`: the prices of that which it is a part of."""
+    """A box that is not yet searched, and a lower bound on its divisions."""
 
     seconds: float
     number: int
     box: DivisionBox = field(compare=False)
-    table: SimplexTable = field(compare=False)
 
 
 class DivisionSearch:
@@ -65,7 +63,7 @@ class DivisionSearch:
         self._number = 0
         self._trials: set[tuple[int, ...]] = set()
         self._closed = float("inf")
-        self._open = [_Open(0.0, 0, self.programme.whole_box(), self.programme.table())]
+        self._open = [_Open(0.0, 0, self.programme.whole_box())]
         self._forwards = layers.setting.micro_batches * layers.slots
         self._paths_help = self._forwards <= _MOST_FORWARDS
 
@@ -81,29 +79,28 @@ class DivisionSearch:
             return
         own = heapq.heappop(self._open)
         self.boxes += 1
-        solution = self._solve(own, enough)
+        solution = self._solve(own.box, enough)
         if solution.seconds >= enough:
             self._closed = min(self._closed, max(solution.seconds, own.seconds))
             return
         for box in self._parts(own.box, solution):
             if not box.is_empty:
-                self._push(max(own.seconds, solution.seconds), box, own.table, enough)
+                self._push(max(own.seconds, solution.seconds), box, enough)
 
-    def _push(self, seconds: float, box: DivisionBox, table: SimplexTable, enough: float) -> None:
+    def _push(self, seconds: float, box: DivisionBox, enough: float) -> None:
         """A box, or, where it is a single division, what that takes."""
         counts = box.counts
         if counts is None:
             self._number += 1
-            heapq.heappush(self._open, _Open(seconds, self._number, box, table))
+            heapq.heappush(self._open, _Open(seconds, self._number, box))
             return
         self._try(counts, enough)
         if self.layers.peak_bytes(counts) <= self.memory_bytes:
             self._closed = min(self._closed, estimate_stages(self.layers, counts).step_seconds)
 
-    def _solve(self, own: _Open, enough: float) -> BoxSolution:
+    def _solve(self, box: DivisionBox, enough: float) -> BoxSolution:
         """The programme of a box, with critical paths of its solutions, and divisions near them tried."""
-        own.table = own.table.copy()
-        solution = self._solve_programme(own, enough)
+        solution = self._solve_programme(box)
         for _ in range(ROOT_PATHS if self.boxes == 1 else BOX_PATHS):
             if solution.seconds >= enough or not self._paths_help:
                 break
@@ -111,7 +108,7 @@ class DivisionSearch:
             pipeline = self._add_path(solution.amounts)
             if (pipeline + update) * (1 - _CLOSE) <= solution.seconds:
                 break
-            before, solution = solution.seconds, self._solve_programme(own, enough)
+            before, solution = solution.seconds, self._solve_programme(box)
             if solution.seconds <= before * (1 + _GAIN):
                 break
         if solution.seconds < enough:
@@ -122,9 +119,9 @@ class DivisionSearch:
         self.work += self._forwards // _FORWARDS_OF_WORK
         return self.programme.add_path(self.programme.stage_seconds(amounts))
 
-    def _solve_programme(self, own: _Open, enough: float) -> BoxSolution:
-        self.work += own.table.rows
-        return self.programme.solve(own.box, own.table, enough)
+    def _solve_programme(self, box: DivisionBox) -> BoxSolution:
+        self.work += self.programme.matrix.shape[1]
+        return self.programme.solve(box)
 
     def _parts(self, box: DivisionBox, solution: BoxSolution) -> list[DivisionBox]:
         """Parts of a box, in none of which the solution's amounts are allowed if they are no whole blocks."""

@@ -1,17 +1,29 @@
-"""Linear programmes that no division of blocks over virtual stages is faster than.
+"""Lower bound on the step of every division of blocks over virtual stages in a box, by linear programming.
 
-Blocks are split into parts of any size: each virtual stage and each device has as many as a box allows (all
-divisions at first, then a part of these, division_search.py), of each kind as many as can be among the blocks
-that it may begin and end with, and of those the first run again; every device has memory for what it keeps at
-each of its peaks (of its first virtual stages it keeps more micro-batches than of its last); and the step
-takes as long as each path through its actions, and the update of the weights of each device behind it. Paths
-are those of `interleaved_bound`, one by virtual stage, and, one after another, the critical path of the step
-that the programme's own solution takes: the order of the actions is the same in all divisions, and so none is
-faster than any path (Kelley, "The Cutting-Plane Method for Solving Convex Programs", 1960).
+A box (division_box.py) limits the blocks of each virtual stage and of each device. The programme splits
+blocks into parts of any size. Symbols:
 
-What is returned is not the value of a solution, but that of the dual problem at the prices that it has,
-worked out anew: whatever the prices are, that is no more than any division takes (weak duality: Bertsimas and
-Tsitsiklis, "Introduction to Linear Optimization", 1997, theorem 4.3).
+- `x[r, k]`: blocks of row r on virtual stage k. A row is a kind of block, once for blocks that are recomputed
+  and once for the others if a stage recomputes its first blocks only.
+- `P`: seconds of the pipeline, `U`: seconds of the update of the weights.
+
+    minimize    P + U
+    subject to  P >= constant + path @ x                  for each path through the actions of a step
+                U >= start + slope @ x                    for each device, and for the mean device
+                sum of needs @ x <= room                  for each peak of each device's memory
+                sum of x over a kind == its blocks        for each kind
+                low <= sum of x over a group <= high      for each group of the box
+                0 <= x <= blocks of the stage in the box
+
+Paths are those of `interleaved_bound`, one for each virtual stage, and the critical paths of simulated
+solutions, added one by one (`DivisionProgramme.add_path`). The order of the actions is the same in all
+divisions, so no division is faster than any path (Kelley, "The Cutting-Plane Method for Solving Convex
+Programs", 1960).
+
+HiGHS solves the programme in floating point, so its objective value proves nothing. The bound is computed
+anew from its dual prices: no division takes less than `L(y)` seconds for any prices y, with `L` as in
+`DivisionProgramme.value` (weak duality: Bertsimas and Tsitsiklis, "Introduction to Linear Optimization",
+1997, theorem 4.3). Prices that are slightly wrong give a slightly lower bound, not a wrong one.
 """
 
 from __future__ import annotations
@@ -19,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,29 +43,27 @@ from ...cost_models.transformer.training_setting import block_ranges
 from ...cost_models.transformer.training_step import pipeline_costs, pipeline_program
 from ..cut_search.cut_bound import count_critical_path
 from .division_box import DivisionBox
-from .simplex import Array, SimplexTable
+
+Array = npt.NDArray[np.float64]
 
 _GIGABYTE = 1e9
 _ROUNDING = 1e-12
-"""Of the sum of all terms without their signs, what their sum may be off."""
-_FAR = 1e3
-"""Along a ray."""
+"""Rounding error of a sum, as a share of the sum of its terms without their signs."""
+_FAR = 1e6
+"""Length along a ray of prices that proves that no division fits."""
 
 
 @dataclass(frozen=True, eq=False)
 class BoxSolution:
-    """No division of a box takes less than `seconds`; `amounts`: blocks by row and virtual stage of the
-    programme's solution, which takes so long as the programme knows."""
+    """Lower bound on the `seconds` of the divisions of a box, and the `amounts` of blocks by row and virtual
+    stage of the programme's solution."""
 
     seconds: float
     amounts: Array
 
 
 class DivisionProgramme:
-    """All divisions of a combination with virtual stages. Of each kind of block there is a row, and two where
-    the first blocks of a virtual stage run again: that of those, and that of the others. Variables of the
-    dual problem are prices: of memory, of a block of each kind, of what each of several groups of blocks must
-    and may have, of updates, and of paths, which become more."""
+    """Linear programme of all divisions of a combination with virtual stages."""
 
     def __init__(self, layers: LayerTable, memory_bytes: float) -> None:
         self.layers = layers
@@ -69,17 +80,25 @@ class DivisionProgramme:
         self._before = np.cumsum(
             [[0, *(own is kind for own in layers.shape.routed)] for kind in self._kinds], 1
         )
-        self.masks = self._groups()
-        # Of paths by row and virtual stage, and beside.
-        self._paths: list[Array] = []
-        self._constants: list[float] = []
         self._keys: set[bytes] = set()
-        self._all: Array | None = None
-        self._fixed_columns, self._fixed_objective = self._columns(memory_bytes)
+        self._amounts = len(self._rows) * slots
+        # Rows of the programme over x, P and U, and their limits.
+        self.matrix = np.zeros((0, self._amounts + 2))
+        self._low = self._high = np.zeros(0)
+        self._solver = _new_solver(np.append(np.zeros(self._amounts), [1.0, 1.0]))
+        groups = self._group_masks()
+        self._groups = len(groups)
+        self._add_rows(groups, 0.0, np.inf)
+        kinds = np.array([[own == kind for own, _ in self._rows] for kind in self._kinds])
+        self._add_rows(np.repeat(kinds, slots, axis=1), self._before[:, -1], self._before[:, -1])
+        needs, rooms = self._memory(memory_bytes)
+        self._add_rows(-needs, -rooms, np.inf)
+        slopes, starts = self._updates()
+        self._add_rows(-slopes, starts, np.inf, update=1.0)
         times = _times(layers.degrees.pipeline, setting.virtual_stages, setting.micro_batches)
         constants = times @ self._fixed.sum(axis=0) + np.cumsum([0.0, *(2 * self._transfers)])
-        for own, constant in zip(times, constants.tolist(), strict=True):
-            self._append(self._seconds.sum(axis=1)[:, None] * own, constant)
+        paths = self._seconds.sum(axis=1)[:, None] * times[:, None]
+        self._add_rows(-paths.reshape(len(times), -1), constants, np.inf, pipeline=1.0)
 
     def whole_box(self) -> DivisionBox:
         """All divisions."""
@@ -88,37 +107,47 @@ class DivisionProgramme:
         most = [blocks if slot in setting.block_slots(slots) else 0 for slot in range(slots)]
         return DivisionBox.of_fewest(blocks, self.layers.fewest_blocks, most, self.layers.degrees.pipeline)
 
-    def table(self) -> SimplexTable:
-        """Of prices, before any is chosen."""
-        table = SimplexTable(np.append(np.zeros(len(self._rows) * self.layers.slots), [1.0, 1.0]))
-        table.add(self._fixed_objective, self._fixed_columns)
-        return table
+    def solve(self, box: DivisionBox) -> BoxSolution:
+        """Solve the programme of a box. HiGHS starts from its last basis."""
+        from highspy import HighsModelStatus
 
-    def solve(self, box: DivisionBox, table: SimplexTable, enough: float = float("inf")) -> BoxSolution:
-        """The programme of a box, from the last prices of the table on; no more than `enough` seconds need be
-        known."""
-        objective, own = self._objective(box), self._matrix()
-        before = table.variables - len(self._fixed_objective)
-        if before < len(self._paths):
-            table.add(np.array(self._constants[before:]), own[:, table.variables :])
-        table.change(objective)
-        solution = table.solve(enough)
-        value = self.value(solution.values, box)
-        if solution.ray is not None:
-            value = max(value, self.value(solution.values + _FAR * solution.ray, box))
-        # Where no division of the box fits, prices have no limit, nor have the amounts.
-        amounts = solution.prices[:-2].reshape(len(self._rows), -1).clip(0.0, box.high)
-        return BoxSolution(value, amounts)
+        solver, columns = self._solver, np.arange(self._amounts)
+        most = np.tile(box.high, len(self._rows)).astype(np.float64)
+        for row, limits in enumerate(zip(*self._group_limits(box), strict=True)):
+            solver.changeRowBounds(row, *limits)
+        solver.changeColsBounds(len(columns), columns, np.zeros(len(columns)), most)
+        solver.run()
+        solution = solver.getSolution()
+        prices = np.array(solution.row_dual)
+        if solver.getModelStatus() == HighsModelStatus.kInfeasible:
+            _, has_ray, ray = solver.getDualRay()
+            prices = prices + _FAR * ray if has_ray else prices
+        seconds = self.value(prices, box)
+        amounts = np.array(solution.col_value)[: self._amounts].clip(0.0, most)
+        return BoxSolution(seconds, amounts.reshape(len(self._rows), -1))
 
     def value(self, prices: Array, box: DivisionBox) -> float:
-        """Seconds that no division of the box takes less than, by any prices: what each is worth, and, of
-        every part of a virtual stage that is worth more than it costs, as much as there may be."""
-        prices = prices.clip(0.0)
-        matrix, objective = self._matrix(), self._objective(box)
-        both = matrix[-2:] @ prices
-        prices = prices / max(float(both.max()), 1e-9)
-        more = (matrix[:-2] @ prices).clip(0.0).reshape(len(self._rows), -1)
-        terms = np.concatenate([objective * prices, -(more * box.high).ravel()])
+        """Lower bound on the seconds of the divisions of a box, from any prices of the rows.
+
+        With y the prices, scaled until those of paths and those of updates sum to at most 1 each:
+
+            L(y) = sum of y * (high if y < 0 else low) - sum over x of max(y @ matrix, 0) * most
+
+        Args:
+            prices: One for each row of the programme, of any sign and size.
+            box: The divisions.
+
+        Returns:
+            `L(y)` less its rounding error.
+        """
+        low, high = self._low.copy(), self._high.copy()
+        low[: self._groups], high[: self._groups] = self._group_limits(box)
+        prices = np.where(np.isinf(high), prices.clip(0.0), prices)
+        prices = prices / max(1.0, float((prices @ self.matrix[:, -2:]).max()) * (1 + _ROUNDING))
+        worth = prices * np.where(prices < 0, high, low)
+        gains = prices @ self.matrix + _ROUNDING * (np.abs(prices) @ np.abs(self.matrix))
+        most = np.tile(box.high, len(self._rows))
+        terms = np.concatenate([worth, -gains[:-2].clip(0.0) * most])
         return float(terms.sum() - _ROUNDING * np.abs(terms).sum())
 
     def add_path(self, seconds: Array) -> float:
@@ -135,7 +164,8 @@ class DivisionProgramme:
         if counts.key not in self._keys:
             self._keys.add(counts.key)
             constant = (actions * self._fixed).sum() + counts.transfers[0] @ self._transfers
-            self._append(self._seconds @ actions, float(constant))
+            path = (self._seconds @ actions).reshape(1, -1)
+            self._add_rows(-path, float(constant), np.inf, pipeline=1.0)
         return float(timeline.step_seconds)
 
     def stage_seconds(self, amounts: Array) -> Array:
@@ -154,32 +184,29 @@ class DivisionProgramme:
                 amounts[row, slot] = before[ends[1]] - before[ends[0]]
         return amounts
 
-    def _append(self, path: Array, constant: float) -> None:
-        self._paths.append(path)
-        self._constants.append(constant)
-        self._all = None
+    def _add_rows(
+        self,
+        amounts: Array,
+        low: Array | float,
+        high: Array | float,
+        pipeline: float = 0.0,
+        update: float = 0.0,
+    ) -> None:
+        """Add rows `low <= amounts @ x + pipeline * P + update * U <= high`."""
+        rows = np.column_stack([amounts, np.tile([pipeline, update], (len(amounts), 1))])
+        low, high = (np.broadcast_to(np.asarray(own, float), len(rows)) for own in (low, high))
+        self.matrix = np.concatenate([self.matrix, rows])
+        self._low, self._high = np.append(self._low, low), np.append(self._high, high)
+        places, columns = np.nonzero(rows)
+        starts = np.searchsorted(places, np.arange(len(rows)))
+        self._solver.addRows(len(rows), low, high, len(columns), starts, columns, rows[places, columns])
 
-    def _matrix(self) -> Array:
-        """By row and virtual stage, and of the two sums of prices that are at most 1 (of paths, of updates):
-        what each price counts."""
-        if self._all is None:
-            paths = np.array(self._paths).reshape(len(self._paths), -1)
-            sums = np.tile([[1.0], [0.0]], len(self._paths))
-            columns = np.concatenate([-paths.T, sums])
-            self._all = np.concatenate([self._fixed_columns, columns], axis=1)
-        return self._all
+    def _group_masks(self) -> Array:
+        """Groups of blocks whose number a box limits, as masks of shape (groups, rows x virtual stages).
 
-    def _objective(self, box: DivisionBox) -> Array:
-        """What each price is worth."""
-        objective = self._fixed_objective.copy()
-        low, high = self._group_limits(box)
-        objective[self._groups_from : self._groups_from + 2 * len(low)] = np.concatenate([low, -high])
-        return np.concatenate([objective, self._constants])
-
-    def _groups(self) -> npt.NDArray[np.bool_]:
-        """Of parts of virtual stages of which a box says how many blocks they have: all of a virtual stage,
-        all of a device, those of a kind in a virtual stage, and those that run again, or do not: (groups,
-        rows x virtual stages)."""
+        A group is all of a virtual stage, all of a device, those of one kind in a virtual stage, or those in
+        it that are recomputed, or are not.
+        """
         rows, slots, stages = len(self._rows), self.layers.slots, self.layers.degrees.pipeline
         every = np.eye(slots, dtype=bool)
         devices = np.arange(slots) % stages == np.arange(stages)[:, None]
@@ -188,10 +215,10 @@ class DivisionProgramme:
             masks += [np.hstack([every * (own == kind) for own, _ in self._rows]) for kind in self._kinds]
         if self._most:
             masks += [np.hstack([every * (own == again) for _, own in self._rows]) for again in (True, False)]
-        return np.concatenate(masks).astype(bool)
+        return np.concatenate(masks).astype(np.float64)
 
     def _group_limits(self, box: DivisionBox) -> tuple[Array, Array]:
-        """Of each group of parts the fewest blocks and the most."""
+        """Fewest and most blocks of each group."""
         low, high = [box.low, box.device_low], [box.high, box.device_high]
         if len(self._kinds) > 1:
             first, last = box.places()
@@ -204,22 +231,6 @@ class DivisionProgramme:
             low += [np.minimum(box.low, self._most), (box.low - self._most).clip(0)]
             high += [np.minimum(box.high, self._most), (box.high - self._most).clip(0)]
         return np.concatenate(low).astype(np.float64), np.concatenate(high).astype(np.float64)
-
-    def _columns(self, memory_bytes: float) -> tuple[Array, Array]:
-        """Of all prices but those of paths: what each counts by row and virtual stage, and in the two sums;
-        and what each is worth, but those of groups."""
-        needs, rooms = self._memory(memory_bytes)
-        kinds = np.array([[own == kind for own, _ in self._rows] for kind in self._kinds])
-        of_kind = np.repeat(kinds, self.layers.slots, axis=1).astype(np.float64)
-        numbers = self._before[:, -1].astype(np.float64)
-        groups = self.masks.astype(np.float64)
-        slopes, least = self._updates()
-        columns = np.concatenate([-needs, of_kind, groups, -groups, -slopes]).T
-        sums = np.zeros((2, columns.shape[1]))
-        sums[1, -len(slopes) :] = 1.0
-        self._groups_from = len(needs) + len(of_kind)
-        worth = np.concatenate([-rooms, numbers, np.zeros(2 * len(groups)), least])
-        return np.concatenate([columns, sums]), worth
 
     def _updates(self) -> tuple[Array, Array]:
         """Terms of the update that virtual stages add, of the mean device and of each, and the rest.
@@ -253,6 +264,25 @@ class DivisionProgramme:
                 needs.append(need.ravel() / _GIGABYTE)
                 rooms.append(room / _GIGABYTE)
         return np.array(needs).reshape(-1, len(self._rows) * layers.slots), np.array(rooms)
+
+
+def _new_solver(costs: Array) -> Any:
+    """Solver of a programme without rows that minimizes the costs of nonnegative variables."""
+    from highspy import Highs
+
+    class QuietHighs(Highs):
+        """HiGHS without its banner, which the constructor prints when it enables callbacks."""
+
+        def enableCallbacks(self) -> None:
+            self.silent()
+            super().enableCallbacks()  # type: ignore[no-untyped-call]
+
+    solver: Any = QuietHighs()  # type: ignore[no-untyped-call]
+    solver.setOptionValue("presolve", "off")
+    solver.setOptionValue("threads", 1)
+    count = len(costs)
+    solver.addCols(count, costs, np.zeros(count), np.full(count, np.inf), 0, [], [], [])
+    return solver
 
 
 @lru_cache(maxsize=256)

@@ -199,7 +199,7 @@ def test_no_division_is_below_the_bounds_where_its_size_chooses_the_algorithm(se
     programme = DivisionProgramme(layers, NO_LIMIT)
     for counts, _ in every[::5]:
         programme.add_path(programme.stage_seconds(programme.whole_amounts(counts)))
-    assert programme.solve(programme.whole_box(), programme.table()).seconds <= fastest * (1 + 1e-9)
+    assert programme.solve(programme.whole_box()).seconds <= fastest * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", seeds(12, 20))

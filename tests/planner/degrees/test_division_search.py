@@ -162,10 +162,10 @@ def test_no_prices_are_above_a_division(seed: int) -> None:
     programme = DivisionProgramme(layers, limit)
     for counts in random.sample(list(steps), min(4, len(steps))):
         programme.add_path(programme.stage_seconds(programme.whole_amounts(counts)))
-    fixed, paths = programme._fixed_columns.shape[1], len(programme._paths)
+    rows = len(programme.matrix)
     for _ in range(30):
         box = random_box(random, programme.whole_box())
-        prices = numbers.exponential(size=fixed + paths) * (numbers.random(fixed + paths) < numbers.random())
+        prices = numbers.laplace(size=rows) * (numbers.random(rows) < numbers.random())
         least = min(
             (
                 own.step_seconds
@@ -175,7 +175,32 @@ def test_no_prices_are_above_a_division(seed: int) -> None:
             default=NO_LIMIT,
         )
         assert programme.value(prices, box) <= least * (1 + 1e-9)
-        assert programme.solve(box, programme.table()).seconds <= least * (1 + 1e-9)
+        assert programme.solve(box).seconds <= least * (1 + 1e-9)
+
+
+def test_the_solver_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """HiGHS writes its banner past Python's standard output, where `pplan degrees --json` writes."""
+    programme = DivisionProgramme(interleaved_table(Random(0)), NO_LIMIT)
+    assert programme.solve(programme.whole_box()).seconds > 0
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("seed", seeds(6, 12))
+def test_bounds_are_as_close_as_the_solver(seed: int) -> None:
+    """The bound from the dual prices is the solver's objective value to 1e-7, and above all divisions where
+    the solver says that none fits."""
+    random = Random(seed)
+    layers = interleaved_table(random)
+    steps = all_steps(layers)
+    slowest = max(own.step_seconds for own in steps.values())
+    programme = DivisionProgramme(layers, memory_limit(random, steps))
+    for _ in range(20):
+        solution = programme.solve(random_box(random, programme.whole_box()))
+        if programme._solver.modelStatusToString(programme._solver.getModelStatus()) == "Infeasible":
+            assert solution.seconds > slowest
+        else:
+            objective = programme._solver.getInfo().objective_function_value
+            assert solution.seconds == pytest.approx(objective, rel=1e-7)
 
 
 def random_box(random: Random, box: DivisionBox) -> DivisionBox:

@@ -12,7 +12,7 @@ import pytest
 
 from pplan.planner.degrees import degree_search, division_search
 from pplan.planner.degrees.division_box import DivisionBox
-from pplan.planner.degrees.division_search import BOX_PATHS, FITTED, ROOT_PATHS, DivisionSearch, _Open
+from pplan.planner.degrees.division_search import FITTED, DivisionSearch
 from pplan.planner.degrees.linear_bound import BoxSolution
 
 Patch = pytest.MonkeyPatch
@@ -61,11 +61,6 @@ class Divisions:
                 self.log, ("improve", memory), division_of(counts, self.steps[counts])
             ),
         )
-
-    def open(self, seconds: float, own: DivisionBox | None = None) -> None:
-        table = SimpleNamespace(rows=7)
-        table.copy = lambda: table
-        self.own._open.append(_Open(seconds, len(self.own._open), own or box([0, 0], [6, 6]), table))  # type: ignore[arg-type]
 
 
 def test_a_division_that_is_tried(monkeypatch: Patch) -> None:
@@ -118,109 +113,6 @@ def test_divisions_near_a_solution(monkeypatch: Patch) -> None:
     assert tried == [((3, 3), 8.0), ((0, 6), 7.0)]
 
 
-def test_the_box_of_the_least_bound_is_next(monkeypatch: Patch) -> None:
-    """What takes too long is closed with its bound; the parts of the others are opened."""
-    own = Divisions(monkeypatch)
-    solutions = {1.0: 3.0, 2.0: 9.0, 4.0: 2.0}
-    amounts: Any = "amounts"
-    own.own._solve = lambda opened, enough: noted(
-        own.log, (opened.seconds, enough), BoxSolution(solutions[opened.seconds], amounts)
-    )
-    parts = [box([0, 0], [2, 6]), box([3, 0], [2, 6]), box([3, 0], [6, 3])]
-    own.own._parts = lambda _, solution: parts if solution.amounts == "amounts" else []
-    pushed = list[Any]()
-    own.own._push = lambda seconds, part, _, enough: pushed.append((seconds, part, enough))
-    own.own.advance(8.0)
-    assert own.log == []
-    for seconds in (1.0, 2.0, 4.0):
-        own.open(seconds)
-    assert own.own.bound_seconds == 1.0
-    own.own.advance(1.0)
-    assert (own.log, own.own.boxes) == ([], 0)
-    own.own.advance(8.0)
-    assert (own.log, own.own.boxes) == ([(1.0, 8.0)], 1)
-    assert pushed == [(3.0, parts[0], 8.0), (3.0, parts[2], 8.0)]
-    own.own.advance(9.0)
-    assert (own.own._closed, len(pushed)) == (9.0, 2)
-    assert own.own.bound_seconds == 4.0
-    own.own.advance(8.0)
-    assert [seconds for seconds, *_ in pushed[2:]] == [4.0, 4.0]
-    assert own.own.bound_seconds == 9.0
-    own.own._closed = NO_LIMIT
-    assert own.own.bound_seconds == NO_LIMIT
-    own.open(5.0)
-    solutions[5.0] = 4.0
-    own.own.advance(3.0)
-    assert len(own.own._open) == 1
-    own.own._closed = 2.0
-    assert own.own.bound_seconds == 2.0
-
-
-def test_boxes_of_one_division_are_closed(monkeypatch: Patch) -> None:
-    """With what it takes, if it fits; other boxes are opened, each with a number of its own."""
-    own = Divisions(monkeypatch)
-    tried = list[Any]()
-    own.own._try = lambda counts, enough: tried.append((counts, enough))
-    own.steps, own.bytes = {(2, 4): 6.0, (3, 3): 5.0, (1, 5): 7.0}, {(3, 3): 11.0, (2, 4): 10.0}
-    own.own._push(3.0, box([0, 0], [6, 6]), "table", 8.0)
-    own.own._push(2.0, box([0, 1], [6, 6]), "table", 8.0)
-    assert [(each.seconds, each.number, each.table) for each in own.own._open] == [
-        (2.0, 2, "table"),
-        (3.0, 1, "table"),
-    ]
-    for counts, closed in (((3, 3), NO_LIMIT), ((2, 4), 6.0), ((1, 5), 6.0)):
-        own.own._push(1.0, box(counts, counts), "table", 8.0)
-        assert own.own._closed == closed
-        assert tried[-1] == (counts, 8.0)
-    assert len(own.own._open) == 2
-
-
-def test_paths_while_they_help(monkeypatch: Patch) -> None:
-    """Of the first box up to forty, of others four; until the step is close, or a path adds too little."""
-    own = Divisions(monkeypatch)
-    values, pipelines = list[float](), list[float]()
-    near = list[Any]()
-
-    def solve(box_: Any, table: Any, enough: float) -> BoxSolution:
-        del box_, table
-        assert enough == 90.0
-        own.log.append("solve")
-        return BoxSolution(values.pop(0), np.array([[1.0, 2.0], [0.5, 0.5]]))
-
-    def add(seconds: Any) -> float:
-        assert seconds == "seconds"
-        own.log.append("path")
-        return pipelines.pop(0)
-
-    own.own.programme = SimpleNamespace(solve=solve, add_path=add, stage_seconds=lambda _: "seconds")
-    own.own._try_near = lambda amounts, enough: near.append((amounts.tolist(), enough))
-
-    def ask(boxes: int, steps: list[float], paths: list[float]) -> float:
-        own.own._open.clear()
-        own.open(0.0)
-        values[:], pipelines[:] = steps, paths
-        own.own.boxes, own.own.work = boxes, 0
-        own.log.clear()
-        near.clear()
-        found = own.own._solve(own.own._open[0], 90.0).seconds
-        solved, added = own.log.count("solve"), own.log.count("path")
-        assert own.own.work == 7 * solved + 64 // 16 * added
-        assert near == ([([1.5, 2.5], 90.0)] if found < 90.0 else [])
-        return float(found)
-
-    rising = [float(n) for n in range(1, 80)]
-    far = [1e6] * 80
-    assert ask(1, list(rising), list(far)) == 1.0 + ROOT_PATHS
-    assert ask(2, list(rising), list(far)) == 1.0 + BOX_PATHS
-    assert ask(2, [10.0, 11.0, 11.0 + 1e-9, 12.0], list(far)) == 11.0 + 1e-9
-    assert ask(2, [10.0, 11.0, 12.0], [1e6, 10.0]) == 11.0  # 10 and the update are 11
-    assert ask(2, [10.0, 11.0, 12.0], [1e6, 10.0 + 1e-6, 10.0]) == 12.0
-    assert ask(2, [10.0, 90.0, 91.0], list(far)) == 90.0
-    assert ask(2, [95.0], list(far)) == 95.0
-    own.own._paths_help = False
-    assert ask(1, list(rising), []) == 1.0
-
-
 def test_parts_that_leave_the_solution_out() -> None:
     """By the device whose blocks are the least whole, else by the stage; of whole ones by the widest."""
     own: Any = object.__new__(DivisionSearch)
@@ -264,7 +156,7 @@ def test_all_divisions_of_interleaved_pipelines(monkeypatch: Patch) -> None:
 
         def advance(self, enough: float) -> None:
             asked.append((self.layers, enough))
-            self.work += 30_000
+            self.work += 50_000
             self.bound_seconds = bounds[self.layers].pop(0)
             if self.layers == "b":
                 self.best = ("counts", SimpleNamespace(step_seconds=6.0))
