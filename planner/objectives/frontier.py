@@ -9,7 +9,6 @@ identification and system optimization", IEEE Transactions on Systems, Man and C
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import ceil
 from typing import Annotated, ClassVar
 
@@ -63,15 +62,6 @@ SEEDS = 4
 """Of the last plans that a further search begins with: under a lower limit they may recompute more."""
 
 
-@dataclass(frozen=True)
-class FrontierOptimum:
-    """A plan of the frontier, and the most that a device holds."""
-
-    plan: ScoredPlan
-    result: SearchResult
-    memory_bytes: float
-
-
 def build_frontier(
     problem: Problem,
     *,
@@ -95,19 +85,19 @@ def build_frontier(
             f"`{problem.options.robust_field}` with `frontier`: it is of the steps by the medians",
             "Omit one of the two.",
         )
-    optima, complete, problem = list[FrontierOptimum](), False, problem.with_time_limit()
-    for optimum in _stepping_down(problem, memory_step):
-        if optimum is None:
-            complete = True
+    optima, complete, problem = list[tuple[ScoredPlan, SearchResult]](), False, problem.with_time_limit()
+    for result in _stepping_down(problem, memory_step):
+        if result.best is None:
+            complete = problem.options.planner == BEST and result.exact
             break
-        while optima and optimum.plan.step_seconds <= optima[-1].plan.step_seconds * (1 + TIE):
+        while optima and result.best.step_seconds <= optima[-1][0].step_seconds * (1 + TIE):
             optima.pop()
         if len(optima) == points:
             break
-        optima.append(optimum)
+        optima.append((result.best, result))
     if not optima:
         raise no_plan_fits(problem)
-    all_points = [_point(problem, optimum, model, profile) for optimum in optima]
+    all_points = [_point(problem, *optimum, model, profile) for optimum in optima]
     texts = [
         *warnings,
         *list_machine_warnings(problem),
@@ -123,29 +113,28 @@ def build_frontier(
     )
 
 
-def _stepping_down(problem: Problem, memory_step: float) -> Iterator[FrontierOptimum | None]:
-    """The fastest plans under smaller and smaller limits; at the end None, where nothing smaller fits."""
+def _stepping_down(problem: Problem, memory_step: float) -> Iterator[SearchResult]:
+    """The fastest plans under smaller and smaller limits, until nothing fits."""
     result, seeds = find_best_plan(problem).result, []
+    yield result
     while result.best is not None:
         peak = peak_bytes(problem.space, result.best)
-        yield FrontierOptimum(result.best, result, peak)
         seeds.append(result.best)
         limit = min(peak - 1, peak * (1 - memory_step))
         if limit <= 0:
             return
         result = search_again(with_memory_limit(problem, limit), seeds[-SEEDS:])
-    if problem.options.planner == BEST and result.exact:
-        yield None
+        yield result
 
 
-def _point(problem: Problem, optimum: FrontierOptimum, model: str, profile: ProfileReference) -> Point:
-    plan = objective_plan_without_comparison(
-        problem, optimum.plan, optimum.result, model=model, profile=profile
-    )
-    outside = list_prediction_limits(assemble(problem.space, optimum.plan.proposal, optimum.plan.recompute))
+def _point(
+    problem: Problem, best: ScoredPlan, result: SearchResult, model: str, profile: ProfileReference
+) -> Point:
+    plan = objective_plan_without_comparison(problem, best, result, model=model, profile=profile)
+    outside = list_prediction_limits(assemble(problem.space, best.proposal, best.recompute))
     return Point(
-        step_seconds=optimum.plan.step_seconds,
-        memory_bytes=ceil(optimum.memory_bytes),
-        exact=optimum.result.exact,
+        step_seconds=best.step_seconds,
+        memory_bytes=ceil(peak_bytes(problem.space, best)),
+        exact=result.exact,
         plan=plan.model_copy(update={"warnings": list(outside)}),
     )

@@ -27,7 +27,6 @@ import numpy as np
 
 from ...cost_models.memory import Recompute, Training, total, with_reserve
 from ...cost_models.schedules import Program, find_schedule
-from ...cost_models.stage_bytes import Amount
 from ..asynchronous import assemble_endless, reduced_seconds, steady_seconds
 from ..candidate import Proposal, ScoredPlan
 from ..pipeline_config import PipelineConfig
@@ -59,12 +58,9 @@ class PairedSearch:
     replicas: int
 
     def fastest(self, limit: float) -> tuple[ScoredPlan | None, float]:
-        """The plan with the least simulated seconds a global batch, where that is below `limit`, and a bound
-        on all."""
+        """Find the plan with the least seconds a global batch, if below `limit`, and a bound on all."""
         best: ScoredPlan | None = None
         simulated = 0
-        if self._least >= limit * (1 - TIE):
-            return None, limit
         for index, (bound, cuts) in enumerate(self._cuts()):
             if bound >= limit * (1 - TIE):
                 return best, limit
@@ -78,16 +74,8 @@ class PairedSearch:
                     best, limit = ScoredPlan(plan.proposal, plan.recompute, step), step
         return best, limit
 
-    @cached_property
-    def _least(self) -> float:
-        """Seconds a global batch, of all work on as many of the fastest devices."""
-        groups = [self._group(device) for device in range(self.stages)]
-        works = [np.diagonal(own.forward + own.backward, 1).sum() for own in groups]
-        return float(min(works)) / self.stages * self.config.micro_batches
-
     def _cuts(self) -> Iterator[tuple[float, tuple[int, ...]]]:
-        """Bounds in seconds a global batch, and cuts of all 2 p parts; the lowest bound first. One that is
-        not less than what is open yet."""
+        """Bounds in seconds a global batch and cuts of all 2 p parts, in increasing order of the bound."""
         heap: list[tuple[float, int, int, tuple[int, ...], tuple[int, ...]]] = []
         for middle in range(self.stages, self.places - self.stages):
             ahead = self._ahead(middle)
@@ -112,8 +100,8 @@ class PairedSearch:
         return {}
 
     def _ahead(self, middle: int) -> list[Floats]:
-        """By devices behind, (x, y - middle): the least that the largest seconds of the devices that follow
-        can be, where the groups meet at `middle`."""
+        """Least bottleneck of the last devices if the groups meet at `middle`, by number of devices before
+        them: (x, y - middle)."""
         if middle not in self._aheads:
             last = np.full((middle + 1, self.places - middle), inf)
             last[-1, -1] = 0.0
@@ -145,7 +133,7 @@ class PairedSearch:
         return {}
 
     def _seconds(self, device: int) -> Floats:
-        """(x', x, y', y): what a device's parts take at the least."""
+        """Least seconds of a micro-batch in both parts of a device, (x', x, y', y)."""
         if device not in self._tables:
             costs, modes = self._group(device), stage_modes(self.config)
             seconds = np.full((self.places,) * 4, inf)
@@ -156,7 +144,7 @@ class PairedSearch:
                 trainable = np.asarray(costs.table.stage_bytes.trainable, dtype=np.float64)
                 reduced = reduced_seconds(self.space, self._ranks(device), trainable)
                 terms = (work, launch, reduced / self.config.micro_batches)
-                own = np.maximum.reduce([_both(term, term) for term in terms])
+                own = np.maximum.reduce([np.add.outer(term, term) for term in terms])
                 seconds = np.minimum(seconds, np.where(self._may_fit(device, mode), own, inf))
             seconds = np.maximum(seconds, self._occupancy(device)[None, :, None, :])
             for part, shape in ((device, (..., None, None)), (self.stages + device, (None, None, ...))):
@@ -172,7 +160,7 @@ class PairedSearch:
         return usable
 
     def _occupancy(self, device: int) -> Floats:
-        """(x, y): the longer of the transfers behind a device's parts."""
+        """Longer one of the transfers after both parts of a device, (x, y)."""
         following = (device + 1) % self.stages
         _, each = self.space.pace(self._ranks(device), self._ranks(following))
         crossing = [self._group(own).table.crossing for own in (device, following)]
@@ -181,8 +169,8 @@ class PairedSearch:
         return np.maximum(seconds[:, None], 0.0 if last else seconds[None, :])
 
     def _may_fit(self, device: int, mode: Recompute) -> Bools:
-        """(x', x, y', y): whether a device has room for the weights of both parts, their versions, and the
-        most micro-batches in flight of one of them."""
+        """Return whether weights and versions of both parts fit on a device, with the most micro-batches in
+        flight of one of them, (x', x, y', y)."""
         costs = self._group(device)
         if costs.limit == inf:
             return np.ones((1,) * 4, dtype=np.bool_)
@@ -195,7 +183,7 @@ class PairedSearch:
             needs.append((lasting, self._in_flight[device][chunk] * whole))
         (lasting, passing), (other_lasting, other_passing) = needs
         context = costs.ledger.get("context_bytes", 0.0)
-        bytes_kept = _both(lasting, other_lasting) + _largest(passing, other_passing)
+        bytes_kept = np.add.outer(lasting, other_lasting) + np.maximum.outer(passing, other_passing)
         needed: Floats = total(with_reserve({"parts": bytes_kept}, context))
         return np.asarray(needed <= costs.limit * (1 + 1e-12))
 
@@ -226,18 +214,8 @@ class PairedSearch:
         return ScoredPlan(proposal, tuple(modes) * 2, inf)
 
 
-def _both(first: Amount, second: Amount) -> Floats:
-    """(x', x, y', y): of two parts together."""
-    together: Floats = np.asarray(first)[:, :, None, None] + np.asarray(second)[None, None]
-    return together
-
-
-def _largest(first: Amount, second: Amount) -> Floats:
-    larger: Floats = np.maximum(np.asarray(first)[:, :, None, None], np.asarray(second)[None, None])
-    return larger
-
-
 def _most_in_flight(program: Program, device: int) -> tuple[int, int]:
+    """Return the most micro-batches in flight of each of a device's two parts."""
     level, most = [0, 0], [0, 0]
     for action in program.actions[device]:
         level[action.chunk] += 1 if action.kind == "F" else -1

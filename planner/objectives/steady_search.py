@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import inf
 
 import numpy as np
@@ -51,7 +52,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Runs of devices whose stages cost the same, and where in the order they begin."""
+    """Runs of devices whose stages cost the same, and the positions where they begin."""
 
     costs: ReplicaGroupCosts
     positions: Indices
@@ -76,7 +77,7 @@ class SteadySearch:
     on_all: bool = False
 
     def fastest(self, limit: float) -> tuple[ScoredPlan | None, float]:
-        """The plan with the least seconds a global batch, where that is below `limit`, and a bound on all."""
+        """Find the plan with the least seconds a global batch, if below `limit`, and a bound on all."""
         count = self.config.micro_batches
         if not self.groups or not self.counts:
             return None, inf
@@ -114,7 +115,7 @@ class SteadySearch:
 
     @cached_property
     def shape(self) -> tuple[int, int]:
-        """Of what depends on a position among the devices, the last behind all of them, and a place."""
+        """Shape of tables by position among the devices, with the end, and by cut point."""
         return self.devices + 1, len(self.cut_points)
 
     @cached_property
@@ -134,43 +135,38 @@ class SteadySearch:
 
     @cached_property
     def starts(self) -> tuple[tuple[int, ...], ...]:
-        """By position, where a stage that follows one ending there may begin."""
+        """Positions where a stage may begin after one that ends at each position."""
         own = ((position,) for position in range(self.devices + 1))
         return tuple(own) if self.on_all else self.placement.starts
 
     @cached_property
     def _follows(self) -> tuple[Indices, Indices]:
-        """Positions where a stage may end and, beside each, where the next may begin."""
+        """Pairs of positions where a stage may end and the next one begin, as two arrays."""
         pairs = [(end, begin) for end in range(1, self.devices) for begin in self.starts[end]]
         ends, begins = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         return ends, begins
 
     @cached_property
-    def _routes(self) -> dict[tuple[int, int], tuple[Floats, Floats]]:
-        """By replicas of a stage and of the one that follows, (pairs of `_follows`): latency, and seconds of
-        each byte; inf where they have no room."""
+    def _routes(self) -> dict[tuple[int, int], Floats]:
+        """Latency and seconds of each byte by replicas of a stage and of the next, (2, pairs of `_follows`);
+        inf if they do not fit on the devices."""
         counts = sorted({group.replicas for group in self.groups})
-        return {(one, other): self._route(one, other) for one in counts for other in counts}
-
-    def _route(self, count: int, following: int) -> tuple[Floats, Floats]:
-        ends, begins = self._follows
-        values = np.full((2, len(ends)), inf)
-        self.space.budget.check()
-        for index, (end, begin) in enumerate(zip(ends.tolist(), begins.tolist(), strict=True)):
-            if count <= end and begin + following <= self.devices:
-                values[:, index] = self.space.pace(self._run(end - count, count), self._run(begin, following))
-        return values[0], values[1]
+        routes = {(a, b): np.full((2, len(self._follows[0])), inf) for a, b in product(counts, repeat=2)}
+        for (count, following), values in routes.items():
+            self.space.budget.check()
+            for index, (end, begin) in enumerate(np.transpose(self._follows).tolist()):
+                if count <= end and begin + following <= self.devices:
+                    stages = self._run(end - count, count), self._run(begin, following)
+                    values[:, index] = self.space.pace(*stages)
+        return routes
 
     def find_pipeline(self, seconds: float) -> ScoredPlan | None:
         """A pipeline whose micro-batches take at most so many seconds each; the fewest stages first."""
         rows: list[Row] = []
         for stages in range(1, self.counts[-1] + 1):
-            if self._pinned:
-                rows = []
-                for k in range(1, stages + 1):
-                    rows.append(self._row(k, stages - k, rows, seconds))
-            else:
-                rows.append(self._row(stages, None, rows, seconds))
+            rows = [] if self._pinned else rows
+            for k in range(len(rows) + 1, stages + 1):
+                rows.append(self._row(k, stages - k, rows, seconds))
             if stages in self.counts and (start := self._start(rows[-1])) is not None:
                 return self._build_plan(rows, start, seconds)
         return None
@@ -180,15 +176,15 @@ class SteadySearch:
         return bool(self.space.limits.pins)
 
     def _start(self, row: Row) -> tuple[int, int] | None:
-        """Replicas and the position of a first stage; None where none is fast enough."""
+        """Replicas and position of a first stage, or None if none is fast enough."""
         for position in self.starts[0]:
             for replicas, values in row.items():
                 if values[position, 0] <= 0:
                     return replicas, position
         return None
 
-    def _row(self, k: int, number: int | None, rows: Sequence[Row], seconds: float) -> Row:
-        """Of the stage that is the k-th from the end; `number`: from the start, where some are pinned."""
+    def _row(self, k: int, number: int, rows: Sequence[Row], seconds: float) -> Row:
+        """Least h of the k-th stage from the end, the one with this number from the start."""
         self.space.budget.check()
         before = rows[-1] if k > 1 else None
         rows_by_count = {replicas: np.full(self.shape, inf) for replicas in self._crossing}
@@ -201,14 +197,14 @@ class SteadySearch:
             rows_by_count[group.replicas][positions] = np.where(least <= 0, least, inf)
         return rows_by_count
 
-    def _own(self, index: int, k: int, number: int | None, seconds: float) -> Floats:
-        """(cut points, cut points): f + b - T of every stage that may be, inf of the others."""
+    def _own(self, index: int, k: int, number: int, seconds: float) -> Floats:
+        """Seconds f + b - T of every allowed stage, inf of all others: (cut points, cut points)."""
         computing, recompute = self._work(index, k)
         table = self.groups[index].costs.table
         launches = table.forward_launch * (1 + recompute) + table.backward_launch
         fits = (self._reduce_seconds[index] <= seconds) & (launches <= seconds)
         work = np.where(fits, computing - seconds, inf)
-        if number is not None:
+        if self._pinned:
             start, end = np.nonzero(np.isfinite(work))
             allowed = self.space.may_be(number, start, end)
             work[start, end] = np.where(allowed, work[start, end], inf)
@@ -216,12 +212,12 @@ class SteadySearch:
 
     @cached_property
     def _crossing(self) -> dict[int, Floats]:
-        """By replicas, (cut points,): bytes of each replica's share that cross a cut."""
+        """Bytes of each replica's share that cross a cut: by replicas, (cut points,)."""
         return {group.replicas: group.costs.table.crossing for group in self.groups}
 
     @cached_property
     def _group_at(self) -> dict[tuple[int, int], int]:
-        """The group of a run, by its replicas and its position."""
+        """Index of the group of a run, by its replicas and position."""
         return {
             (group.replicas, position): index
             for index, group in enumerate(self.groups)
@@ -229,8 +225,7 @@ class SteadySearch:
         }
 
     def _after(self, replicas: int, following: Row | None, seconds: float) -> Floats:
-        """(positions + 1, cut points): the least 2 c + h of what follows a stage ending there; 0 at the
-        end."""
+        """Least 2 c + h of what follows a stage, by where it ends: (positions + 1, cut points)."""
         after = np.full(self.shape, inf)
         if following is None:
             after[self.devices if self.on_all else 0 :, -1] = 0.0
@@ -241,25 +236,24 @@ class SteadySearch:
         return after
 
     def _cut(self, replicas: int, other: int, seconds: float) -> Floats:
-        """(pairs of `_follows`, cut points): 2 c from a stage of so many replicas to one of so many others;
-        inf where the cut alone is too slow."""
+        """Seconds 2 c of a cut between stages with these replicas, (pairs of `_follows`, cut points); inf if
+        the cut alone is too slow."""
         latency, each = (values[:, None] for values in self._routes[replicas, other])
         with np.errstate(invalid="ignore"):  # no bytes on no way
             occupancy = np.maximum(self._crossing[replicas], self._crossing[other])[None] * each
         return np.where(occupancy <= seconds, 2 * (occupancy + latency), inf)
 
     def _build_plan(self, rows: Sequence[Row], start: tuple[int, int], seconds: float) -> ScoredPlan:
-        """The pipeline, from the table; `step_seconds`: of the formula of the module's docstring."""
+        """Trace the pipeline in the tables; its `step_seconds` are those of the module's formula."""
         (replicas, position), place = start, 0
         ends, devices, modes = list[int](), list[tuple[int, ...]](), list[Recompute]()
         for k in range(len(rows), 0, -1):
             index = self._group_at[replicas, position]
-            number = len(rows) - k if self._pinned else None
             after = self._after(replicas, rows[k - 2] if k > 1 else None, seconds)[position + replicas]
-            end = int(np.argmin(self._own(index, k, number, seconds)[place] + np.maximum(after, 0.0)))
+            end = int(np.argmin(self._own(index, k, len(rows) - k, seconds)[place] + np.maximum(after, 0.0)))
             ends.append(self.cut_points[end])
             devices.append(self._run(position, replicas))
-            modes.append(self._mode(index, k, place, end))
+            modes.append("always" if self._work(index, k)[1][place, end] else "never")
             if k > 1:
                 replicas, position = self._next(replicas, position + replicas, end, rows[k - 2], seconds)
             place = end
@@ -281,7 +275,7 @@ class SteadySearch:
         return other, begin
 
     def _work(self, index: int, k: int) -> tuple[Floats, Bools]:
-        """(cut points, cut points): f + b of the k-th stage from the end, and whether it recomputes."""
+        """Seconds f + b of the k-th stage from the end and which recompute, (cut points, cut points)."""
         if (index, k) not in self._works:
             group, costs = self.groups[index], self.groups[index].costs
             seconds, recompute = (
@@ -299,11 +293,8 @@ class SteadySearch:
     def _works(self) -> dict[tuple[int, int], tuple[Floats, Bools]]:
         return {}
 
-    def _mode(self, index: int, k: int, start: int, end: int) -> Recompute:
-        return "always" if self._work(index, k)[1][start, end] else "never"
-
     def _bytes(self, group: _Group, k: int, mode: Recompute) -> Floats:
-        """What every stage needs as the k-th from the end, whose pipeline is as long."""
+        """Bytes of every stage as the k-th from the end; in-flight counts depend on k alone."""
         if group.costs.limit == inf:
             return np.zeros(group.costs.forward.shape)
         schedule = find_schedule(self.config.schedule)
@@ -314,7 +305,7 @@ class SteadySearch:
 
     @cached_property
     def _reduce_seconds(self) -> list[Floats]:
-        """By group, (cut points, cut points): the all-reduce of every stage, a micro-batch."""
+        """All-reduce seconds of every stage per micro-batch: by group, (cut points, cut points)."""
         tables = []
         for group in self.groups:
             ranks = self._run(int(group.positions[0]), group.replicas)

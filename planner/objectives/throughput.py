@@ -1,10 +1,9 @@
-"""The highest throughput, of plans that flush and of those that never do.
+"""Plans with the highest throughput, among those that flush the pipeline and those that never do.
 
-Where gradients may be an update or more late, PipeDream, PipeDream-2BW and XPipe leave no bubble. They are
+If gradients may be an update or more late, PipeDream, PipeDream-2BW and XPipe leave no bubble. They are
 searched exactly (`steady_search`), from two stages on, with every micro-batch size that the profile reaches
-and the same orders of devices and replicas as the other plans; their weight versions count in the memory.
-WPipe is searched besides (`paired_search`) where there are few places to cut, with as many replicas of every
-stage.
+and the same orders of devices and replicas as the other plans. Their weight versions count in the memory.
+WPipe is searched too (`paired_search`) if there are few cut points, with equal replicas of every stage.
 """
 
 from __future__ import annotations
@@ -42,16 +41,14 @@ from .objective_result import ObjectiveResult
 from .paired_search import MOST_PLACES, PairedSearch
 from .steady_search import SteadySearch
 
-TRIED_PACES = 15
-"""About so many paces are tried by a search."""
 ENTRIES_A_SECOND = 1e8
-"""Of tables: about what one core goes through."""
+"""Entries of tables that one core computes in a second, about."""
 PAIRED_PASSES = 30
 """Over the tables of a search of WPipe, about."""
 ENDLESS = 2**62
 """Micro-batches of a run that does not end."""
-COARSE = (48, 24)
-"""Blocks of layers, where a search of all cuts would take too long."""
+COARSE = (24, 48)
+"""Numbers of blocks of layers that are searched first: their plans let the search of all cuts prune."""
 
 
 def throughput(problem: Problem) -> ObjectiveResult:
@@ -104,61 +101,56 @@ def _join_bounds(result: SearchResult, best: ScoredPlan | None, bound: float) ->
 
 
 def fastest_asynchronous(problem: Problem, limit: float) -> tuple[ScoredPlan | None, float]:
-    """The asynchronous pipeline that takes the fewest seconds a global batch, where it takes less than
-    `limit`; and a bound on all of them."""
+    """Find the asynchronous pipeline with the fewest seconds a global batch.
+
+    Coarse cut points are searched first. Their plan is the limit of the search of all cuts, which often needs
+    one trial to find that nothing is faster.
+
+    Args:
+        problem: What is asked.
+        limit: Seconds that the plan must be below.
+
+    Returns:
+        The plan, or None if none is below `limit`, and a lower bound on all asynchronous plans.
+    """
     # Each stage updates its weights at its own time: those that share one stay together.
     problem = replace(problem, chain=problem.chain.without_tied_cuts())
-    searches = list(_searches(problem)) if problem.options.planner == BEST else []
-    pairs = [_ConfigSearch(search, whole=True) for search in paired_searches(problem)]
-    plans = (
-        [plan for plan in _by_planner(problem) if plan.step_seconds < limit]
-        if not _cover_everything(searches)
-        else []
-    )
-    best = min(plans, key=lambda plan: plan.step_seconds, default=None)
-    bound = inf if searches else work_bound(problem)
-    for search in (*searches, *pairs):
-        below = limit if best is None else best.step_seconds
-        try:
-            faster, proven = search.of.fastest(below)
-        except OutOfTime:
-            return best, min(bound, work_bound(problem))
-        bound = min(bound, proven if search.whole else work_bound(problem))
-        if faster is not None:
-            step = steady_seconds(problem.space, faster.proposal, faster.recompute)
-            best = replace(faster, step_seconds=step) if step < below else best
+    best: ScoredPlan | None = None
+    if problem.options.planner == PIPEDREAM:
+        plans = [plan for plan in _by_planner(problem) if plan.step_seconds < limit]
+        return min(plans, key=lambda plan: plan.step_seconds, default=None), work_bound(problem)
+    bound = inf if problem.every_replica_count and not problem.space.is_long else work_bound(problem)
+    try:
+        for search, is_whole in _searches(problem):
+            faster, proven = search.fastest(limit)
+            bound = min(bound, proven) if is_whole else bound
+            if faster is not None:
+                step = steady_seconds(problem.space, faster.proposal, faster.recompute)
+                if step < limit:
+                    best, limit = replace(faster, step_seconds=step), step
+    except OutOfTime:
+        bound = min(bound, work_bound(problem))
     return best, bound
 
 
-@dataclass(frozen=True)
-class _ConfigSearch:
-    """A search, and whether it looks at all plans of its configuration."""
-
-    of: SteadySearch | PairedSearch
-    whole: bool
-
-
-def _cover_everything(searches: list[_ConfigSearch]) -> bool:
-    return bool(searches) and all(search.whole for search in searches)
-
-
-def _searches(problem: Problem) -> Iterator[_ConfigSearch]:
-    """One of every configuration and order of the devices; none where even small ones would take too long."""
+def _searches(problem: Problem) -> Iterator[tuple[SteadySearch | PairedSearch, bool]]:
+    """Searches by configuration and order of the devices, each with whether it covers all of their plans."""
     configs = asynchronous_configs(problem)
-    for space, counts, whole in _spaces(problem):
-        questions = TRIED_PACES * len(configs) * len(problem.placements)
-        if questions * _entries(problem, space, counts) <= problem.options.time_limit * ENTRIES_A_SECOND:
-            for config in configs:
-                for placement in problem.placements:
-                    search = SteadySearch(
+    for space, counts, is_whole in _spaces(problem):
+        for config in configs:
+            for placement in problem.placements:
+                yield (
+                    SteadySearch(
                         space, config, placement, counts, problem.stage_counts, on_all=problem.options.use_all
-                    )
-                    yield _ConfigSearch(search, whole)
-            return
+                    ),
+                    is_whole,
+                )
+    for search in paired_searches(problem):
+        yield search, True
 
 
 def paired_searches(problem: Problem) -> list[PairedSearch]:
-    """Those of WPipe, by micro-batch size, order, stages and replicas; none where they take too long."""
+    """Searches of WPipe, by micro-batch size, order, stages and replicas; none if they take too long."""
     places = len(problem.space.table(problem.space.chain.sizes[0]).cut_points)
     runtime, batch = problem.runtime, problem.mini_batch
     unknown = runtime is not None and WPIPE not in runtime.schedules
@@ -200,21 +192,14 @@ def _replica_counts(problem: Problem) -> tuple[int, ...]:
 
 
 def _spaces(problem: Problem) -> Iterator[tuple[Space, tuple[int, ...], bool]]:
-    """Stages and numbers of replicas to search, and whether these are all: fewer and fewer."""
+    """Cut points and numbers of replicas to search, and whether these are all: coarse ones first."""
     space, every = problem.space, _replica_counts(problem)
-    if space.is_long:
-        return
     few = tuple(count for count in every if count & (count - 1) == 0)
-    yield space, every, problem.every_replica_count
-    yield space, few, few == every
     for blocks in COARSE:
-        yield thin_cuts(space, blocks), few, False
-
-
-def _entries(problem: Problem, space: Space, counts: tuple[int, ...]) -> float:
-    """Entries of the tables for one pace."""
-    blocks, stages = space.table(space.chain.sizes[0]).blocks, problem.stage_counts[-1]
-    return stages * problem.usable_gpus * len(counts) * blocks * (blocks + len(counts))
+        if space.table(space.chain.sizes[0]).blocks > blocks:
+            yield thin_cuts(space, blocks), few, False
+    if not space.is_long:
+        yield space, every, problem.every_replica_count
 
 
 def asynchronous_configs(problem: Problem) -> list[PipelineConfig]:

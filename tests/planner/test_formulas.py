@@ -29,7 +29,6 @@ from pplan.planner.explanation.resolve import resolve, with_memory
 from pplan.planner.joint_search import joint_search
 from pplan.planner.mini_batch import _neighbours
 from pplan.planner.objectives.least_cost import _CostSearch
-from pplan.planner.objectives.throughput import _spaces
 from pplan.planner.pipeline_config import PipelineConfig, abbreviate
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners.asteroid_shares import _by_speed, _next_receiver, _offload
@@ -319,19 +318,6 @@ def test_one_process_on_many_devices_has_no_replicas(
 ) -> None:
     options = PlanOptions(mini_batch=20, runtime="torchgpipe")
     assert Problem(make_chain(0, 20, cuts=1.1), make_topology(20, per_node=20), options).every_replica_count
-
-
-def test_spaces_of_asynchronous_plans_are_fewer_and_fewer(even: Chain, make_topology: MakeTopology) -> None:
-    """All numbers of replicas, powers of two, and 48 and 24 blocks; only all of them are the whole."""
-    three = list(_spaces(Problem(even, make_topology(3), PlanOptions(mini_batch=12))))
-    assert [(counts, whole) for _, counts, whole in three] == [
-        ((1, 2, 3), True),
-        ((1, 2), False),
-        ((1, 2), False),
-        ((1, 2), False),
-    ]
-    two = list(_spaces(Problem(even, make_topology(2), PlanOptions(mini_batch=12))))
-    assert [whole for _, _, whole in two] == [True, True, False, False]
 
 
 def test_cuts_are_spread_to_places_of_their_own() -> None:

@@ -17,12 +17,10 @@ from pplan.planner.objectives import throughput as module
 from pplan.planner.objectives.throughput import (
     ENTRIES_A_SECOND,
     PAIRED_PASSES,
-    TRIED_PACES,
     _allows,
     _fits_devices,
     _join_bounds,
     _replica_counts,
-    _searches,
     _spaces,
     asynchronous_configs,
     asynchronous_names,
@@ -179,45 +177,18 @@ def test_devices_of_pairs(make_problem: MakeProblem) -> None:
     ]
 
 
-def test_spaces_that_are_smaller_and_smaller(make_problem: MakeProblem, monkeypatch: Patch) -> None:
-    """All; powers of two of replicas; and these with few cuts."""
+def test_coarse_spaces_are_searched_first(make_problem: MakeProblem, monkeypatch: Patch) -> None:
+    """Few cut points and powers of two of replicas, then all."""
     monkeypatch.setattr(module, "thin_cuts", lambda _, blocks: f"{blocks} blocks")
     problem = make_problem(1, 6, 3)
     assert _replica_counts(problem) == (1, 2, 3)
-    spaces = list(_spaces(problem))
-    assert spaces == [
+    assert list(_spaces(problem)) == [(problem.space, (1, 2, 3), True)]
+    monkeypatch.setattr(module, "COARSE", (3, 4, 99))
+    assert list(_spaces(problem)) == [
+        ("3 blocks", (1, 2), False),
+        ("4 blocks", (1, 2), False),
         (problem.space, (1, 2, 3), True),
-        (problem.space, (1, 2), False),
-        ("48 blocks", (1, 2), False),
-        ("24 blocks", (1, 2), False),
     ]
-    two = make_problem(1, 6, 2)
-    assert [whole for _, _, whole in _spaces(two)] == [True, True, False, False]
-    long: Any = SimpleNamespace(space=SimpleNamespace(is_long=True), families=[], usable_gpus=3)
-    assert _replica_counts(long) == (1, 2, 3)
-    assert list(_spaces(long)) == []
-
-
-def test_the_largest_space_that_there_is_time_for(make_problem: MakeProblem, monkeypatch: Patch) -> None:
-    """Paces, configurations and orders times the entries of the tables for one: stages, devices, replicas,
-    blocks, and the blocks or replicas behind."""
-    problem = make_problem(1, 6, 3)
-    blocks = problem.space.table(1).blocks
-    questions = TRIED_PACES * len(asynchronous_configs(problem)) * len(problem.placements)
-    every = questions * 3 * 3 * 3 * blocks * (blocks + 3) / ENTRIES_A_SECOND
-    few = questions * 3 * 3 * 2 * blocks * (blocks + 2) / ENTRIES_A_SECOND
-    monkeypatch.setattr(module, "thin_cuts", lambda space, _: space)
-    for seconds, counts, whole in (
-        (every, (1, 2, 3), True),
-        (every * 0.999, (1, 2), False),
-        (few, (1, 2), False),
-    ):
-        own = make_problem(1, 6, 3, time_limit=seconds * (1 + 1e-12))
-        searches = list(_searches(own))
-        assert len(searches) == len(asynchronous_configs(own)) * len(own.placements)
-        assert {search.of.replicas for search in searches} == {counts}
-        assert {search.whole for search in searches} == {whole}
-    assert list(_searches(make_problem(1, 6, 3, time_limit=few * 0.999))) == []
 
 
 def test_pairs_that_there_is_time_for(make_problem: MakeProblem) -> None:
@@ -260,60 +231,38 @@ class Search:
 
 
 @pytest.mark.parametrize(
-    ("searches", "pairs", "by_planner", "expected"),
+    ("searches", "expected"),
     [
-        # Step and bound, where what is known of all plans is 0.5.
-        ([(3.0, 3.0, True)], [], [1.0], (3.0, 3.0)),  # the planner is not asked
-        ([(3.0, 3.0, False)], [], [2.0, 2.5], (2.0, 0.5)),
-        ([(3.0, 3.0, True), (2.0, 2.0, True)], [(2.5, 2.25)], [], (2.0, 2.0)),
-        ([(None, 4.0, True)], [(None, 3.5)], [], (None, 3.5)),
-        ([(3.0, 3.0, True)], [(1.5, 1.25)], [], (1.5, 1.25)),
-        ([], [], [6.0], (None, 0.5)),
-        ([], [], [4.0, 4.5], (4.0, 0.5)),
-        ([], [(3.0, 2.0)], [4.0], (3.0, 0.5)),
+        # Step and bound of searches, and whether they are whole; a limit of 5.
+        ([(3.0, 3.0, True)], (3.0, 3.0)),
+        ([(3.0, 3.0, False), (2.0, 2.0, True)], (2.0, 2.0)),
+        ([(3.0, 2.75, False), (None, 3.0, True)], (3.0, 3.0)),
+        ([(None, 4.0, True), (None, 3.5, True)], (None, 3.5)),
+        ([(6.0, 5.0, True)], (None, 5.0)),
+        ([], (None, inf)),
     ],
 )
 def test_the_fastest_of_all_searches(
     searches: list[tuple[float | None, float, bool]],
-    pairs: list[tuple[float | None, float]],
-    by_planner: list[float],
     expected: tuple[float | None, float],
     make_problem: MakeProblem,
     monkeypatch: Patch,
 ) -> None:
-    """Each below the best so far, from five seconds on; of a search that is not of all plans nothing is
-    proven."""
-    own = [module._ConfigSearch(Search(best, bound), whole) for best, bound, whole in searches]  # type: ignore[arg-type]
-    twins = [Search(*each) for each in pairs]
-    monkeypatch.setattr(module, "_searches", lambda _: iter(own))
-    monkeypatch.setattr(module, "paired_searches", lambda _: twins)
-    monkeypatch.setattr(module, "_by_planner", lambda _: map(plan, by_planner))
-    monkeypatch.setattr(module, "work_bound", lambda _: 0.5)
-    steps = dict[Any, float]()
-    monkeypatch.setattr(module, "steady_seconds", lambda *_: steps["last"])
-
-    class Noted(Search):
-        def fastest(self, below: float) -> tuple[ScoredPlan | None, float]:
-            best, bound = super().fastest(below)
-            steps["last"] = inf if best is None else best.step_seconds
-            return best, bound
-
-    every: list[Any] = [*[search.of for search in own], *twins]
-    for each in every:
-        each.__class__ = Noted
+    """Each is asked for less than the best plan so far; coarse searches prove nothing."""
+    every = [(Search(best, bound), is_whole) for best, bound, is_whole in searches]
+    monkeypatch.setattr(module, "_searches", lambda _: iter(every))
+    steps = iter([best for best, _, _ in searches if best is not None])
+    monkeypatch.setattr(module, "steady_seconds", lambda *_: next(steps))
     best, bound = fastest_asynchronous(make_problem(1, 4, 2), 5.0)
     assert (None if best is None else best.step_seconds, bound) == expected
-    asked = [each.asked for each in every]
-    assert all(len(each) == 1 for each in asked)
-    below = [each[0] for each in asked]
-    assert below == sorted(below, reverse=True)
-    assert all(each <= 5.0 for each in below)
+    limits = [search.asked for search, _ in every]
+    assert limits == [[min([5.0, *(best for best, _, _ in searches[:n] if best)])] for n in range(len(every))]
 
 
 def test_no_time_for_a_search(make_problem: MakeProblem, monkeypatch: Patch) -> None:
     """What was found by then, and what is known of all plans."""
     first, last = Search(3.0, 3.0), Search(1.0, 1.0)
-    own = [module._ConfigSearch(each, True) for each in (first, Search(None, 0.0, late=True), last)]  # type: ignore[arg-type]
+    own = [(each, True) for each in (first, Search(None, 0.0, late=True), last)]
     monkeypatch.setattr(module, "_searches", lambda _: iter(own))
     monkeypatch.setattr(module, "paired_searches", lambda _: [])
     monkeypatch.setattr(module, "work_bound", lambda _: 2.5)
@@ -355,12 +304,3 @@ def test_what_is_said(
     assert refused.result is answer.result
     assert len(refused.notes) == 1
     assert len(asked) == 2
-
-
-def test_pairs_take_no_less_than_all_work_shared(make_problem: MakeProblem) -> None:
-    """Seconds a global batch, on devices that are alike."""
-    problem = make_problem(1, 8, 4, mini_batch=8, time_limit=1e6)
-    for search in paired_searches(problem):
-        costs = problem.chain.at(-(-search.config.micro_batch_size // search.replicas))
-        work = float((costs.forward_seconds + costs.backward_seconds).sum())
-        assert search._least == pytest.approx(work / search.stages * search.config.micro_batches)
