@@ -1,17 +1,15 @@
 """Plans with an order of actions of their own, on the cuts and devices of good plans, and cuts near them.
 
 The orders start from the best known ones, each with the cuts that were searched for it, and from those that
-rules make (`deep_orders`, `insert_orders`, `ahead_orders`, `fill_orders`), weight gradients put anew where
-devices wait (`fill_weights`). With the best of them in hand cuts are moved as long as the order runs faster;
-then other numbers of such rules are tried (`search_ahead`), the order is improved (`local_search`) and, where
-OR-tools is installed, handed to its solver (`solve_order`), and cuts are moved again. None is slower than the
-best plan of the known schedules that was found before. Each is a schedule like any other, named by the hash
-of its actions, and scored by the simulator and the ledger.
+rules make (`fill_orders`). With the best of them in hand cuts are moved as long as the order runs faster;
+then the order is improved (`local_search`), and cuts are moved again. None is slower than the best plan of
+the known schedules that was found before. Each is a schedule like any other, named by the hash of its
+actions, and scored by the simulator and the ledger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
@@ -30,13 +28,8 @@ from ..pipeline_config import SYNTHESIZED
 from ..scoring import fastest, possible
 from ..search.budget import SearchBudget
 from ..smallest_plan import find_smallest_plan
-from .action_bound import action_bound
-from .ahead_orders import ahead_orders, search_ahead, steepest_slope
 from .compiled_loops import can_compile
-from .deep_orders import deep_orders
 from .fill_orders import fill_orders
-from .fill_weights import fill_weights, list_turns
-from .insert_orders import insert_orders
 from .local_search import improve_order
 from .order_candidate import (
     OrderCandidate,
@@ -49,8 +42,6 @@ from .order_candidate import (
 )
 from .order_problem import Lists
 from .run_order import list_steps, run_order
-from .solve_order import MOST_ACTIONS as MOST_SOLVED
-from .solve_order import has_solver, solve_order
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -78,16 +69,14 @@ STARTS = {
 """By base, the known orders of the same places."""
 MOST_SHAPES, MOST_IMPROVED = 24, 2
 """Shapes with the lowest bounds, of which orders are made by rule; how many of the fastest are improved."""
-RATES = {False: (4e5, 6e5), True: (1e7, 4e7)}
-"""In a second, in Python and by numba: actions of orders that are made by rule, and that exchanges time."""
+RATES = {False: 6e5, True: 4e7}
+"""Actions that exchanges time in a second, in Python and by numba."""
 LEAST_SECONDS, COMPILING_SECONDS = 2.0, 10.0
 """Of exchanges for which numba is taken, where so many are left at least: it takes about as long once."""
 CUTS_A_SECOND = 10
 """Of the time limit, of which orders are bounded where all cuts are tried: a twentieth of it."""
 MOST_FILLED = 20_000
 """Actions of an order that is made by rule, event by event."""
-REFILL_SHARES = (0.9, 0.3)
-"""Of `fill_weights`, that the best order by rule is tried with."""
 SHARE = 0.5
 """Of the time limit, for improving orders."""
 FILL_SHARE = 1 / 3
@@ -215,30 +204,15 @@ def _fill(own: OrderCandidate, budget: SearchBudget, *, required: bool) -> Order
     then, one that fits at least where it is `required`."""
     numbers = own.problem
     best, lists = inf, None
-    rules = (deep_orders, insert_orders, ahead_orders, fill_orders) if _actions(own) <= MOST_FILLED else ()
-    made_by_rule = (rule(numbers) for rule in rules)
+    by_rule = fill_orders(numbers) if _actions(own) <= MOST_FILLED else ()
     last = one_at_a_time(numbers, numbers.micro_batches)
-    for order in chain(_published_orders(own), *made_by_rule, [last]):
+    for order in chain(_published_orders(own), by_rule, [last]):
         run = run_order(numbers, order) if numbers.fits(order) else None
         if run is not None and run.step < best:
             best, lists = run.step, order
         if best <= own.bound * (1 + 1e-9) or (budget.over and (lists is not None or not required)):
             break
-    return own if lists is None else _fill_again(replace(own, lists=lists, step=best))
-
-
-def _fill_again(own: OrderCandidate) -> OrderCandidate:
-    """With the weight gradients put anew where devices wait, if that is faster."""
-    numbers = own.problem
-    if own.lists is None or not numbers.is_line or not numbers.split:
-        return own
-    turns = list_turns(own.lists)
-    for share in REFILL_SHARES:
-        lists = fill_weights(numbers, turns, share, numbers.micro_batches)
-        run = run_order(numbers, lists) if lists is not None and numbers.fits(lists) else None
-        if run is not None and run.step < own.step * (1 - 1e-12):
-            own = replace(own, lists=lists, step=run.step)
-    return own
+    return own if lists is None else replace(own, lists=lists, step=best)
 
 
 def _published_orders(own: OrderCandidate) -> Iterator[Lists]:
@@ -256,36 +230,12 @@ def _actions(own: OrderCandidate) -> int:
 
 
 def _improve(own: OrderCandidate, seconds: float, budget: SearchBudget) -> OrderCandidate:
-    """Improved for about so many seconds: by other rules, by exchanges, by the solver where there is one."""
-    own = replace(
-        own, bound=max(own.bound, 0.0 if budget.over else action_bound(own.problem, own.step, seconds / 3))
-    )
+    """Improved by exchanges for about so many seconds."""
     assert own.lists is not None, "an order was made"
-    lists, solves = own.lists, has_solver() and _actions(own) <= MOST_SOLVED
-    tries = 0.0 if steepest_slope(own.problem) is None else seconds / 6
-    share = seconds / 3 if solves else seconds - tries
-    fast = can_compile() and share >= LEAST_SECONDS and budget.seconds_left > COMPILING_SECONDS
-    rules, work = RATES[fast]
-    if tries:
-        is_over = _turn_limit(max(1, int(tries * rules / _actions(own))), budget)
-        ahead, step = search_ahead(own.problem, own.bound, is_over, fast=fast)
-        lists = ahead if ahead is not None and step < own.step else lists
-    lists, step = improve_order(own.problem, lists, own.bound, share * work, lambda: budget.over, fast=fast)
-    own = replace(own, lists=lists, step=step)
-    if not solves or budget.over or step <= own.bound * (1 + 1e-9):
-        return own
-    solution = solve_order(own.problem, lists, own.bound, seconds - share - tries, budget.seconds_left)
-    run = None if solution.lists is None else run_order(own.problem, solution.lists)
-    own = replace(own, bound=max(own.bound, min(solution.bound, step)))
-    if run is None or solution.lists is None or run.step >= step or not own.problem.fits(solution.lists):
-        return own
-    return replace(own, lists=solution.lists, step=run.step)
-
-
-def _turn_limit(turns: int, budget: SearchBudget) -> Callable[[], bool]:
-    """Whether it was asked as often, or the time is over."""
-    left = iter(range(turns))
-    return lambda: next(left, None) is None or budget.over
+    fast = can_compile() and seconds >= LEAST_SECONDS and budget.seconds_left > COMPILING_SECONDS
+    work = seconds * RATES[fast]
+    lists, step = improve_order(own.problem, own.lists, own.bound, work, lambda: budget.over, fast=fast)
+    return replace(own, lists=lists, step=step)
 
 
 def _score(problem: Problem, own: OrderCandidate) -> ScoredPlan | None:

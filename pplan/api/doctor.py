@@ -20,7 +20,6 @@ EXTRAS = {
     "fairscale": ("fairscale", "pplan check --runtime fairscale"),
     "deepspeed": ("deepspeed", "pplan check --runtime deepspeed"),
     "transformers": ("transformers", "models by the name hf:..."),
-    "ortools": ("orders", "better orders of --schedule synthesized"),
     "numba": ("numba", "faster simulation of many candidates"),
     "distributed": ("dask", "sweeps on a Dask cluster"),
     "ray": ("ray", "sweeps on a Ray cluster"),

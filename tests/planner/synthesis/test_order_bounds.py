@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.planner.synthesis import action_bound as bounds
 from pplan.planner.synthesis import exchange_loops, local_search
-from pplan.planner.synthesis.action_bound import _ActionTimes, action_bound
 from pplan.planner.synthesis.exchange_loops import RANDOM_MODULUS
 from pplan.planner.synthesis.local_search import CHUNK, improve_order
 from pplan.planner.synthesis.order_problem import B, F, OrderProblem, W
@@ -117,115 +115,6 @@ def test_the_bound_of_round_trips() -> None:
         assert problem.bound() == pytest.approx(windows(problem), rel=1e-12)
         infinite += problem.bound() == inf
     assert 0 < infinite < 30
-
-
-Times = dict[tuple[int, int, int], float]
-
-
-def done(problem: OrderProblem, times: Times, part: int, counts: tuple[int, int, int]) -> float:
-    """When so many first actions of each kind can be done on a device: for any of them, its time and the
-    seconds of all that are no earlier."""
-    usual = [problem.duration(kind, part, False) for kind in (F, B, W)]
-    credit = sum(usual) - sum(problem.duration(kind, part, True) for kind in (F, B, W))
-    best = -inf
-    for kind in (F, B, W):
-        for number in range(counts[kind]):
-            own, total = times[part, kind, number], 0.0
-            for other in (F, B, W):
-                earlier = sum(times[part, other, n] < own for n in range(problem.micro_batches))
-                total += usual[other] * max(counts[other] - earlier, 0)
-            best = max(best, own + total - credit)
-    return best
-
-
-def raised(problem: OrderProblem, *, behind: bool) -> Times:
-    """The least times from the beginning, or from the end with the last micro-batch first, that follow from
-    each other."""
-    count, parts = problem.micro_batches, range(problem.parts)
-    long = {(part, kind): problem.duration(kind, part, True) for part in parts for kind in (F, B, W)}
-    times: Times = {
-        (part, kind, n): problem.end[part] if behind else 0.0
-        for part in parts
-        for kind in (F, B, W)
-        for n in range(count)
-    }
-    flying, waiting = problem.most_in_flight, problem.most_behind_backward
-
-    def needs(part: int, kind: int, n: int) -> list[tuple[int, int, int, float]]:
-        """Those that come before (or after), and the seconds between."""
-        if not behind and kind == F:
-            found = [(part - 1, F, n, problem.forward_wait[part - 1])] if part else []
-            return [*found, (part, W, n - flying[part], 0.0)]
-        if not behind and kind == B:
-            found = [(part + 1, B, n, problem.backward_wait[part + 1])] if part + 1 < problem.parts else []
-            return [*found, (part, F, n, 0.0), (part, W, n - waiting[part], 0.0)]
-        if not behind:
-            return [(part, B, n, 0.0)]
-        if kind == W:
-            return [(part, F, n - flying[part], 0.0), (part, B, n - waiting[part], 0.0)]
-        if kind == B:
-            found = [(part - 1, B, n, problem.backward_wait[part])] if part else []
-            return [*found, (part, W, n, 0.0)]
-        found = [(part + 1, F, n, problem.forward_wait[part])] if part + 1 < problem.parts else []
-        return [*found, (part, B, n, 0.0)]
-
-    def counted(part: int, kind: int, n: int) -> tuple[int, int, int]:
-        passed = max(0, n + 1 - min(flying[: part + 1]))
-        released = max(0, n + 1 - flying[part])
-        held = max(released, n + 1 - waiting[part])
-        if behind:
-            return [(n, n + 1, n + 1), (passed, n, n + 1), (released, held, n)][kind]
-        return [(n, passed, released), (n + 1, n, held), (n + 1, n + 1, n)][kind]
-
-    before: Times = {}
-    while any(times[own] > before.get(own, -1.0) + 1e-12 for own in times):
-        before = dict(times)
-        for part, kind, n in times:
-            least = [times[part, kind, n], done(problem, times, part, counted(part, kind, n))]
-            least += [times[part, kind, n - 1] + long[part, kind]] if n else []
-            for other, its, number, wait in needs(part, kind, n):
-                if number >= 0:
-                    least.append(times[other, its, number] + long[other, its] + wait)
-            times[part, kind, n] = max(least)
-    return times
-
-
-def test_when_actions_may_begin_and_what_follows() -> None:
-    """As the text of `action_bound` says it, action by action, until none rises."""
-    compared = 0
-    for problem in problems()[::6]:
-        if 0 in problem.most_in_flight:
-            continue
-        small = replace(problem, micro_batches=4)
-        own = _ActionTimes(small)
-        for found, behind in ((own.heads(), False), (own.tails()[:, :, ::-1], True)):
-            expected = raised(small, behind=behind)
-            for (part, kind, n), seconds in expected.items():
-                assert found[part, kind, n] == pytest.approx(seconds, abs=1e-9), (part, kind, n, behind)
-            compared += 1
-    assert compared >= 6
-
-
-def test_where_the_bound_by_every_action_is_left_out(monkeypatch: Patch) -> None:
-    """Of several parts a device, where none fits, and where it would take long."""
-    asked = list[Any]()
-    monkeypatch.setattr(bounds, "crossing_bound", lambda *own: asked.append(own[3:]) or 99.0)  # type: ignore[func-returns-value]
-    folded, unfit = random_problem(1, 2, 4, room=9.0, chunks=2), random_problem(1, 3, 4, room=0.1)
-    assert action_bound(folded) == folded.bound()
-    assert action_bound(unfit) == inf
-    problem = next(own for own in problems() if min(own.most_in_flight) > 1)
-    work = 6**3 * problem.parts / min(problem.most_in_flight)
-    monkeypatch.setattr(bounds, "MOST_WORK", work * 0.99)
-    assert action_bound(problem) == problem.bound()
-    assert asked == []
-    monkeypatch.setattr(bounds, "MOST_WORK", work)
-    assert action_bound(problem, 50.0, 2.0) == 99.0
-    ((least, limit, seconds),) = asked
-    assert (limit, seconds) == (50.0, 2.0)
-    assert least >= problem.bound()
-    monkeypatch.setattr(bounds, "_one_machine", lambda jobs: 7.0 + len(jobs))
-    assert action_bound(problem) == 99.0
-    assert asked.pop()[0] == max(problem.bound(), 7.0 + 3 * 6)
 
 
 def test_how_exchanges_go_on(monkeypatch: Patch) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, count, pairwise, product
+from itertools import count, pairwise, product
 from math import inf
 from types import SimpleNamespace
 from typing import Any, cast
@@ -31,21 +31,14 @@ from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble, fastest
 from pplan.planner.search.budget import SearchBudget
-from pplan.planner.synthesis.action_bound import action_bound
-from pplan.planner.synthesis.ahead_orders import ahead_orders, search_ahead
-from pplan.planner.synthesis.deep_orders import deep_orders
 from pplan.planner.synthesis.fill_orders import fill_orders
-from pplan.planner.synthesis.fill_weights import fill_weights, list_turns
-from pplan.planner.synthesis.insert_orders import insert_orders
 from pplan.planner.synthesis.local_search import improve_order
 from pplan.planner.synthesis.order_candidate import has_order, make_candidate, one_at_a_time
 from pplan.planner.synthesis.order_problem import B, F, Lists, OrderProblem, Step, W
 from pplan.planner.synthesis.run_order import list_steps, run_order
-from pplan.planner.synthesis.solve_order import has_solver, solve_order
 from pplan.planner.synthesis.synthesize import _with_base, synthesize
 
 TOLERANCE = 1e-9
-RULES = (deep_orders, insert_orders, ahead_orders, fill_orders)
 MODES: tuple[Recompute, ...] = ("never", "always")
 
 
@@ -150,7 +143,7 @@ def test_orders_by_rule_fit_and_run_and_are_above_the_bound(base: str) -> None:
     for seed, room in product(range(2), (1.0, 1.5, 3.0, inf)):
         problem, program, costs = random_problem(base, 3, 6, seed, room=room)
         count = 0
-        for lists in chain.from_iterable(rule(problem) for rule in RULES):
+        for lists in fill_orders(problem):
             assert problem.fits(lists)
             order_run = run_order(problem, lists)
             assert order_run is not None
@@ -214,19 +207,13 @@ def test_against_every_order(base: str, devices: int, micro_batches: int, room: 
     for seed in range(2 if micro_batches * devices > 4 and base == "zb-h1" else 6):
         problem, _, _ = random_problem(base, devices, micro_batches, seed, room=room)
         least = best_of_all(problem)
-        assert least >= action_bound(problem) * (1 - TOLERANCE)
+        assert least >= problem.bound() * (1 - TOLERANCE)
         start = min(fill_orders(problem), key=lambda lists: step_of(problem, lists))
         lists, step = improve_order(problem, start, problem.bound(), 20_000)
         assert problem.fits(lists)
         assert step_of(problem, lists) == step
         assert least * (1 - TOLERANCE) <= step <= step_of(problem, start)
         assert step == pytest.approx(least, rel=0.01)
-        if has_solver():
-            solved = solve_order(problem, start, problem.bound(), 5.0)
-            assert solved.bound <= least * (1 + TOLERANCE)
-            assert solved.bound == pytest.approx(least, rel=1e-4)
-            assert solved.lists is not None
-            assert step_of(problem, solved.lists) == pytest.approx(least, rel=1e-4)
 
 
 def uneven(problem: OrderProblem, seed: int, room: float) -> OrderProblem:
@@ -290,64 +277,10 @@ def test_against_every_order_that_holds_more_between_the_parts(micro_batches: in
     for seed in range(3 if micro_batches == 2 else 1):
         problem = uneven(random_problem("zb-h1", 2, micro_batches, seed)[0], seed, room)
         least = best_of_all(problem)
-        assert least >= action_bound(problem) * (1 - TOLERANCE)
-        starts = list(chain.from_iterable(rule(problem) for rule in RULES))
+        assert least >= problem.bound() * (1 - TOLERANCE)
+        starts = list(fill_orders(problem))
         assert all(problem.fits(lists) for lists in starts)
         assert bool(starts) <= (least < inf)
-        if starts and has_solver():
-            start = min(starts, key=lambda lists: step_of(problem, lists))
-            solved = solve_order(problem, start, problem.bound(), 1.0)
-            assert solved.bound <= least * (1 + TOLERANCE)
-            assert solved.lists is not None
-            # The solver counts in thousandths of the room.
-            assert replace(problem, room=tuple(1.02 * own for own in problem.room)).fits(solved.lists)
-            if problem.fits(solved.lists):
-                assert step_of(problem, solved.lists) == pytest.approx(least, rel=1e-4)
-
-
-def test_rooms_that_differ_are_seen() -> None:
-    """Against every order of stages with room for one to four micro-batches each: none is below the bound by
-    every action, which leaves less than half of what that of round trips leaves."""
-    gaps, equal = [], 0
-    for seed in range(60):
-        random = np.random.default_rng(seed)
-        base, devices, micro_batches = (("1f1b", 2, 4), ("1f1b", 3, 3), ("zb-h1", 2, 2))[seed % 3]
-        problem, _, _ = random_problem(base, devices, micro_batches, seed)
-        problem = replace(problem, room=tuple(map(float, random.integers(1, micro_batches + 1, devices))))
-        if seed % 4 == 0:
-            problem = replace(problem, credit=tuple(4 * own for own in problem.credit))
-        if seed % 5 == 0:
-            problem = uneven(problem, seed, float(random.uniform(1.5, 4)))
-        least, quick, bound = best_of_all(problem), problem.bound(), action_bound(problem)
-        assert quick <= bound
-        assert bound <= least * (1 + TOLERANCE)
-        equal += bound >= least * (1 - TOLERANCE)
-        if least < inf:
-            gaps.append((least / quick - 1, least / bound - 1))
-    quick, bound = (float(np.mean(own)) for own in zip(*gaps, strict=True))
-    assert bound < 0.5 * quick
-    assert equal > 15
-    known = equal_stages(6, 10, 6.0)
-    assert action_bound(known) == pytest.approx(known.bound(), rel=TOLERANCE)  # of ZB-H1 the quick one's
-    several, _, _ = random_problem("zb-v", 2, 4, 0)
-    assert action_bound(several) == several.bound()
-    assert action_bound(equal_stages(6, 10, 0.5)) == inf
-
-
-@pytest.mark.skipif(not has_solver(), reason="needs OR-tools")
-def test_what_the_solver_proves_is_no_more_than_the_best() -> None:
-    """Two micro-batches one after the other on two stages take 8 s; 6 s are possible, and no less. Both are
-    whole numbers of the solver's units, so that nothing but rounding parts its bound from the truth."""
-    problem = equal_stages(2, 2, inf)
-    alike, nothing = (1.0, 1.0), (0.0, 0.0)
-    problem = replace(problem, forward=alike, backward=alike, weight=nothing, split=False)
-    problem = replace(problem, forward_wait=nothing, backward_wait=nothing)
-    start = tuple(((F, part), (B, part)) * 2 for part in range(2))
-    assert step_of(problem, start) == 8.0
-    solved = solve_order(problem, start, 0.0, 1.0)
-    assert solved.lists is not None
-    assert step_of(problem, solved.lists) == 6.0
-    assert 6.0 * (1 - 1e-8) < solved.bound <= 6.0
 
 
 def test_memory_alone_may_prove_an_order() -> None:
@@ -363,39 +296,6 @@ def test_memory_alone_may_prove_an_order() -> None:
     assert half.bound() > 1.47 * known.bound()
 
 
-@pytest.mark.parametrize(
-    ("rule", "room", "gap"),
-    [
-        (deep_orders, 17.0, 0.002),
-        (deep_orders, 20.0, 1e-9),
-        (deep_orders, 24.0, 1e-9),
-        (insert_orders, 4.0, 0.04),
-        (insert_orders, 8.0, 0.04),
-        (insert_orders, 10.0, 0.04),
-    ],
-)
-def test_rules_are_near_the_bound_in_any_memory(
-    rule: Callable[[OrderProblem], Iterator[Lists]], room: float, gap: float
-) -> None:
-    """Sixteen equal stages, in a quarter to one and a half times 1F1B's memory."""
-    problem = equal_stages(16, 64, room)
-    steps = [step_of(problem, lists) for lists in rule(problem) if problem.fits(lists)]
-    assert min(steps) <= problem.bound() * (1 + gap)
-
-
-@pytest.mark.parametrize(
-    ("rule", "room", "gap"),
-    [(ahead_orders, 16.0, 0.035), (deep_orders, 18.0, 1e-9), (deep_orders, 32.0, 1e-9)],
-)
-def test_rules_are_near_the_bound_where_gradients_wait(
-    rule: Callable[[OrderProblem], Iterator[Lists]], room: float, gap: float
-) -> None:
-    """The same, where B leaves 0.86 of what F keeps until W."""
-    problem = replace(equal_stages(16, 64, room), first_part=((0.86, 0.0),) * 16)
-    least = min(step_of(problem, lists) for lists in rule(problem) if problem.fits(lists))
-    assert problem.bound() * (1 - TOLERANCE) <= least <= problem.bound() * (1 + gap)
-
-
 @pytest.mark.parametrize("room", [1.9, 2.9, 3.8, 5.6])
 def test_memory_for_few_weight_gradients_is_seen_exactly(room: float) -> None:
     """Two stages in whose memory one to three micro-batches may wait for W: the bound is the least step."""
@@ -404,66 +304,6 @@ def test_memory_for_few_weight_gradients_is_seen_exactly(room: float) -> None:
     problem = replace(problem, forward=seconds, backward=seconds, weight=(0.7, 0.7))
     problem = replace(problem, forward_wait=(0.5, 0.0), backward_wait=(0.0, 0.5))
     assert problem.bound() == pytest.approx(best_of_all(problem), rel=TOLERANCE)
-
-
-def test_the_search_of_rules_is_no_slower_than_the_first_ones() -> None:
-    problem = replace(equal_stages(6, 12, 5.9), first_part=((0.86, 0.0),) * 6)
-    first = min(step_of(problem, lists) for lists in ahead_orders(problem))
-    turns = [iter(range(80)) for _ in range(2)]
-    answers = [search_ahead(problem, problem.bound(), lambda: next(own, None) is None) for own in turns]  # noqa: B023
-    assert answers[0] == answers[1]
-    lists, step = answers[0]
-    assert lists is not None
-    assert problem.fits(lists)
-    assert step == step_of(problem, lists) <= first
-    assert search_ahead(problem, inf, lambda: False) == (None, inf)
-    plenty = replace(problem, room=(12.0,) * 6)
-    assert search_ahead(plenty, 0.0, lambda: False) == (None, inf)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_weight_gradients_are_put_between_turns(share: float) -> None:
-    """F's and B's keep their order where there is room for all; what memory lets wait, no more."""
-    for seed, behind in product(range(6), (0, 2, 8)):
-        problem, _, _ = random_problem("zb-h1", 3, 8, seed)
-        turns = list_turns(next(deep_orders(problem)))
-        lists = fill_weights(problem, turns, share, behind)
-        assert lists is not None
-        assert list_turns(lists) == turns
-        assert run_order(problem, lists) is not None
-        for own in lists:
-            done = Counter[int]()
-            for kind, _ in own:
-                done[kind] += 1
-                assert done[B] - done[W] <= behind + 1
-        small = uneven(problem, seed, 3.2)
-        lists = fill_weights(small, turns, share, behind)
-        assert lists is None or small.fits(lists)
-    assert fill_weights(replace(problem, room=(0.5,) * 3), turns, share, 0) is None
-
-
-@pytest.mark.parametrize("rule", [deep_orders, insert_orders, ahead_orders])
-def test_rules_keep_what_the_parts_of_a_backward_hold_in_room(
-    rule: Callable[[OrderProblem], Iterator[Lists]],
-) -> None:
-    """Whatever B leaves for W, and with workspaces, what they make fits and runs; without room none is."""
-    made = 0
-    for seed, room in product(range(6), (1.5, 3.0, 5.0)):
-        problem = uneven(random_problem("zb-h1", 4, 8, seed)[0], seed, room)
-        for lists in rule(problem):
-            made += 1
-            assert problem.fits(lists)
-            assert step_of(problem, lists) >= problem.bound() * (1 - TOLERANCE)
-    assert made > 12
-    assert not list(rule(uneven(random_problem("zb-h1", 4, 8, 0)[0], 0, 0.5)))
-
-
-def test_rules_of_lines_make_no_order_of_others() -> None:
-    problem, _, _ = random_problem("zb-v", 2, 4, 0)
-    assert not [*deep_orders(problem), *insert_orders(problem), *ahead_orders(problem)]
-    whole, _, _ = random_problem("1f1b", 3, 6, 0)
-    assert not [*deep_orders(whole), *ahead_orders(whole)]
-    assert list(insert_orders(whole))
 
 
 def equal_stages(stages: int, count: int, room: float) -> OrderProblem:
@@ -546,7 +386,7 @@ def test_exchanges_lead_out_of_orders_behind_which_all_are_worse() -> None:
     """Six equal stages with room for five micro-batches: the best order by rule is 5 % above the bound, which
     exchanges that may make a step longer for a while reach."""
     problem = equal_stages(6, 10, 5.0)
-    orders = chain.from_iterable(rule(problem) for rule in RULES)
+    orders = fill_orders(problem)
     start = min(orders, key=lambda lists: step_of(problem, lists))
     assert step_of(problem, start) > 1.05 * problem.bound()
     lists, step = improve_order(problem, start, problem.bound(), 300_000)

@@ -3,7 +3,7 @@ filled, which of them improved, and what is the answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from pplan.planner.synthesis.synthesize import (
     MOST_IMPROVED,
     MOST_OF_BASE,
     MOST_SHAPES,
-    REFILL_SHARES,
+    RATES,
     SHARE,
 )
 
@@ -331,8 +331,7 @@ class Orders:
 
     def __init__(self, monkeypatch: Patch, **steps: float) -> None:
         self.steps, self.tried = steps, list[str]()
-        for rule in ("deep", "insert", "ahead", "fill"):
-            monkeypatch.setattr(module, f"{rule}_orders", lambda _, rule=rule: [rule])
+        monkeypatch.setattr(module, "fill_orders", lambda _: ["slow", "fast"])
         monkeypatch.setattr(module, "_published_orders", lambda _: iter(["known"]))
         monkeypatch.setattr(module, "one_at_a_time", lambda *_: "one")
         monkeypatch.setattr(module, "run_order", self.run)
@@ -347,163 +346,58 @@ class Orders:
         return Candidate("x", problem=Numbers(frozenset(fitting), is_line=False), **more)
 
 
-EVERY = ("known", "deep", "insert", "ahead", "fill", "one")
+EVERY = ("known", "slow", "fast", "one")
 
 
 def test_the_best_order_by_rule(monkeypatch: Patch) -> None:
-    own = Orders(monkeypatch, known=5.0, deep=4.0, insert=6.0, ahead=3.0, one=9.0)
+    own = Orders(monkeypatch, known=5.0, slow=4.0, fast=3.0, one=9.0)
     filled = steps._fill(own.candidate(*EVERY), own.budget, required=False)
-    assert (filled.lists, filled.step, own.tried) == ("ahead", 3.0, list(EVERY))
-    filled = steps._fill(own.candidate("known", "insert", "one"), own.budget, required=False)
+    assert (filled.lists, filled.step, own.tried) == ("fast", 3.0, list(EVERY))
+    filled = steps._fill(own.candidate("known", "one"), own.budget, required=False)
     assert (filled.lists, filled.step) == ("known", 5.0)
     assert steps._fill(own.candidate(), own.budget, required=True).lists is None
     own.tried.clear()
     filled = steps._fill(own.candidate(*EVERY, bound=4.0), own.budget, required=False)
-    assert (filled.lists, own.tried) == ("deep", ["known", "deep"])  # no order is faster
+    assert (filled.lists, own.tried) == ("slow", ["known", "slow"])  # no order is faster
     monkeypatch.setattr(module, "MOST_FILLED", 29)
     own.tried.clear()
     assert steps._fill(own.candidate(*EVERY), own.budget, required=False).lists == "known"
     assert own.tried == ["known", "one"]
     monkeypatch.setattr(module, "MOST_FILLED", 30)
-    assert steps._fill(own.candidate(*EVERY), own.budget, required=False).lists == "ahead"
+    assert steps._fill(own.candidate(*EVERY), own.budget, required=False).lists == "fast"
 
 
-@pytest.mark.parametrize(("required", "tried"), [(False, ["known"]), (True, ["known", "deep"])])
+@pytest.mark.parametrize(("required", "tried"), [(False, ["known"]), (True, ["known", "slow"])])
 def test_no_time_for_further_rules(required: bool, tried: list[str], monkeypatch: Patch) -> None:
     """Where one is required, until one fits."""
-    own = Orders(monkeypatch, deep=4.0, ahead=3.0)
+    own = Orders(monkeypatch, slow=4.0, fast=3.0)
     filled = steps._fill(own.candidate(*EVERY), SearchBudget(seconds=0.0), required=required)
     assert own.tried == tried
-    assert filled.lists == ("deep" if required else None)
-
-
-def test_weight_gradients_are_put_anew(monkeypatch: Patch) -> None:
-    """Of a line with the backward in two parts, by either share, where that is faster."""
-    Orders(monkeypatch, **{f"o{share}": 4.0 + share for share in REFILL_SHARES})
-    monkeypatch.setattr(module, "list_turns", lambda lists: f"{lists} turns")
-    monkeypatch.setattr(
-        module, "fill_weights", lambda _, turns, share, count: f"{turns[0]}{share}" if count == 4 else None
-    )
-    numbers = Numbers(frozenset(f"o{share}" for share in REFILL_SHARES))
-    start: Any = Candidate("x", lists="o", step=5.0, problem=numbers)
-    best = min(REFILL_SHARES)
-    assert (steps._fill_again(start).lists, steps._fill_again(start).step) == (f"o{best}", 4.0 + best)
-    assert steps._fill_again(replace(start, step=4.0)) == replace(start, step=4.0)
-    for other in (
-        replace(numbers, is_line=False),
-        replace(numbers, split=False),
-        replace(numbers, fitting=frozenset()),
-    ):
-        assert steps._fill_again(replace(start, problem=other)) == replace(start, problem=other)
-    assert steps._fill_again(replace(start, lists=None)).lists is None
-
-
-def test_how_many_orders_are_run_through() -> None:
-    limit = steps._turn_limit(3, SearchBudget())
-    assert [limit() for _ in range(5)] == [False, False, False, True, True]
-    assert steps._turn_limit(3, SearchBudget(seconds=0.0))()
-
-
-@dataclass
-class Improving:
-    """What each way to improve an order gives, and is asked."""
-
-    solver: bool = True
-    slope: float | None = 1.0
-    bound: float = 2.0
-    ahead: tuple[Any, float] = ("ahead", 6.0)
-    local: float = 5.0
-    solved: tuple[Any, float] = ("solved", 3.0)
-    steps: Any = None
-    compiles: bool = False
-
-    def patch(self, monkeypatch: Patch) -> list[Any]:
-        log = list[Any]()
-
-        def noted(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
-            def own(*asked: Any, fast: bool = False) -> Any:
-                assert fast == self.compiles
-                log.append((name, *asked[1:]))
-                return answer(*asked)
-
-            return own
-
-        steps = self.steps or {"solved": 4.0}
-        monkeypatch.setattr(module, "has_solver", lambda: self.solver)
-        monkeypatch.setattr(module, "steepest_slope", lambda _: self.slope)
-        monkeypatch.setattr(module, "action_bound", noted("bound", lambda *_: self.bound))
-        monkeypatch.setattr(module, "search_ahead", noted("ahead", lambda *_: self.ahead))
-        monkeypatch.setattr(module, "_turn_limit", lambda turns, _: turns)
-        # Of thirty actions: a rule a second and an exchange of one, or ten and a hundred.
-        monkeypatch.setattr(module, "RATES", {False: (30.0, 1.0), True: (300.0, 100.0)})
-        monkeypatch.setattr(module, "can_compile", lambda: self.compiles)
-        monkeypatch.setattr(
-            module, "improve_order", noted("local", lambda _, lists, *__: (f"{lists}+", self.local))
-        )
-        monkeypatch.setattr(
-            module,
-            "solve_order",
-            noted("solve", lambda *_: SimpleNamespace(lists=self.solved[0], bound=self.solved[1])),
-        )
-        monkeypatch.setattr(
-            module,
-            "run_order",
-            lambda _, lists: SimpleNamespace(step=steps[lists]) if lists in steps else None,
-        )
-        return log
-
-    def candidate(self) -> Any:
-        return Candidate("x", 1.0, "start", 7.0, Numbers(frozenset({"solved"})))
-
-
-def improved(own: Improving, monkeypatch: Patch, budget: SearchBudget | None = None) -> tuple[Any, list[Any]]:
-    log = own.patch(monkeypatch)
-    return steps._improve(own.candidate(), 6.0, budget or SearchBudget()), [
-        tuple(part for part in row if not callable(part)) for row in log
-    ]
-
-
-def test_an_order_is_improved(monkeypatch: Patch) -> None:
-    """A bound in a third of the time; numbers of rules in a sixth, exchanges in a third, then the solver."""
-    own, log = improved(Improving(), monkeypatch)
-    assert (own.lists, own.step, own.bound) == ("solved", 4.0, 3.0)
-    assert log == [
-        ("bound", 7.0, 2.0),
-        ("ahead", 2.0, 1),
-        ("local", "ahead", 2.0, 2.0),
-        ("solve", "ahead+", 2.0, 3.0, inf),
-    ]
+    assert filled.lists == ("slow" if required else None)
 
 
 @pytest.mark.parametrize(
-    ("change", "expected", "last"),
+    ("compiles", "seconds", "left", "fast"),
     [
-        ({"solver": False}, ("ahead+", 5.0, 2.0), ("local", "ahead", 2.0, 5.0)),
-        ({"slope": None}, ("solved", 4.0, 3.0), ("solve", "start+", 2.0, 4.0, inf)),
-        ({"ahead": ("ahead", 7.0)}, ("solved", 4.0, 3.0), ("solve", "start+", 2.0, 3.0, inf)),
-        ({"ahead": (None, 6.0)}, ("solved", 4.0, 3.0), ("solve", "start+", 2.0, 3.0, inf)),
-        ({"bound": 5.0}, ("ahead+", 5.0, 5.0), ("local", "ahead", 5.0, 2.0)),
-        ({"bound": 0.5}, ("solved", 4.0, 3.0), ("solve", "ahead+", 1.0, 3.0, inf)),
-        ({"solved": ("solved", 9.0)}, ("solved", 4.0, 5.0), ("solve", "ahead+", 2.0, 3.0, inf)),
-        ({"solved": (None, 3.0)}, ("ahead+", 5.0, 3.0), ("solve", "ahead+", 2.0, 3.0, inf)),
-        ({"steps": {"solved": 5.5}}, ("ahead+", 5.0, 3.0), ("solve", "ahead+", 2.0, 3.0, inf)),
-        (
-            {"solved": ("too large", 3.0), "steps": {"too large": 4.0}},
-            ("ahead+", 5.0, 3.0),
-            ("solve", "ahead+", 2.0, 3.0, inf),
-        ),
+        (True, 2.0, 11.0, True),
+        (True, 1.9, 11.0, False),
+        (True, 2.0, 10.0, False),
+        (False, 2.0, 11.0, False),
     ],
 )
-def test_where_a_way_does_not_help(
-    change: dict[str, Any], expected: tuple[str, float, float], last: tuple[Any, ...], monkeypatch: Patch
+def test_an_order_is_improved(
+    compiles: bool, seconds: float, left: float, fast: bool, monkeypatch: Patch
 ) -> None:
-    own, log = improved(Improving(**change), monkeypatch)
-    assert (own.lists, own.step, own.bound) == expected
-    assert log[-1] == last
+    """Numba is taken where it is installed and there is time to compile."""
+    asked = list[Any]()
 
+    def improve(_: Any, lists: Any, bound: float, work: float, is_over: Any, *, fast: bool) -> Any:
+        asked.append((lists, bound, work, is_over(), fast))
+        return "better", 5.0
 
-def test_no_time_to_improve(monkeypatch: Patch) -> None:
-    """Then no bound is made, and the solver is not asked."""
-    own, log = improved(Improving(), monkeypatch, SearchBudget(seconds=0.0))
-    assert (own.lists, own.step, own.bound) == ("ahead+", 5.0, 1.0)
-    assert [row[0] for row in log] == ["ahead", "local"]
+    monkeypatch.setattr(module, "can_compile", lambda: compiles)
+    monkeypatch.setattr(module, "improve_order", improve)
+    start: Any = Candidate("x", 1.0, "start", 7.0)
+    improved = steps._improve(start, seconds, SearchBudget(inf, left, lambda: 0.0))
+    assert improved == replace(start, lists="better", step=5.0)
+    assert asked == [("start", 1.0, seconds * RATES[fast], False, fast)]
