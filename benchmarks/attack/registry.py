@@ -123,8 +123,8 @@ ATTACKED_BY_TESTS: dict[str, str] = {
     "degrees/stage_degree_search.py:search_stage_degrees": "tests/planner/degrees/test_stage_degrees.py",
     "joint_search.py:without_plan": "tests/proofs/test_shared_layers.py",
     "shared_layers.py:solve_degrees": "tests/proofs/test_shared_layers.py",
-    "synthesis/order_problem.py:OrderProblem.bound": "tests/planner/synthesis/test_orders.py",
-    "synthesis/local_search.py:improve_order": "tests/planner/synthesis/test_orders.py",
+    "synthesis/orders.py:OrderProblem.bound": "tests/planner/synthesis/test_orders.py",
+    "synthesis/exchanges.py:improve_order": "tests/planner/synthesis/test_orders.py",
 }
 """Bounds on plans of transformers by degrees, which no problem of the attack has, on orders of stages, and on
 cuts, which the attack's problems meet as well."""
@@ -132,7 +132,7 @@ cuts, which the attack's problems meet as well."""
 NOT_BOUNDS: dict[str, str] = {
     "search/fluid_bound.py:_largest": "a part of fluid_bound",
     "shape_descent.py:_faster": "simulates plans in the order of bounds that are registered",
-    "synthesis/synthesize.py:_fill_all": "makes orders, which are simulated",
+    "synthesis/exchanges.py:_Exchanges.anneal": "makes orders, which are simulated",
     "coverage.py:_is_bounded": "a part of is_searched, of large problems",
     "objectives/solve_objective.py:_robust_aim": "of a robust plan no bound is said",
     "search/relaxed_bound.py:RelaxedBound.propose_rest": "plans near what bounds found, which are scored",

@@ -1,30 +1,34 @@
-"""Orders made by a rule, event by event: each device takes what is there, and fills its waiting with weight
-gradients.
+"""Orders made by a rule, event by event: each device runs what has arrived, and fills waits with W.
 
-A device that is free takes a B that has arrived (the part nearest to the loss first), else an F that has
-arrived, as long as there is room and it is not further ahead than the rule allows, else a W, where nothing
-arrives within a share of what the W takes. The shares and how far devices run ahead are tried one after
-another, in the manner of the heuristic of Qi et al. (ICLR 2024, section 3.1).
+A free device runs a B that has arrived (of the part nearest to the loss first). Otherwise it runs an F that
+has arrived, if there is room and the device is not further ahead than the rule allows. Otherwise it runs a W,
+if nothing arrives within a share of the seconds that the W takes. Shares and depths are tried one after
+another, as in the heuristic of Qi et al. (ICLR 2024, section 3.1).
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import product
+from math import inf
 
-from .order_problem import B, F, Lists, OrderProblem, Step, W
+from .orders import ROUNDING, B, F, Lists, OrderProblem, Step, W
 
-NEVER = float("inf")
 SHARES = (0.0, 0.3, 0.6, 0.9, 1.0)
-"""Of the seconds of a W: how far off the next arrival must be for a W to be run before it."""
+"""How far off the next arrival must be for a W to run first, in seconds of the W."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`share` as above; `ahead`: by device, micro-batches times parts that it holds at the most while it
-    waits for no room; `forward_first`: whether an F goes before a B while fewer are held."""
+    """A rule by which devices choose their next action.
+
+    Attributes:
+        share: See `SHARES`.
+        ahead: By device, the most micro-batches times parts in flight.
+        forward_first: An F runs before a B while fewer than `ahead` are in flight.
+    """
 
     share: float
     ahead: tuple[int, ...]
@@ -32,128 +36,118 @@ class Rule:
 
 
 def fill_orders(problem: OrderProblem) -> Iterator[Lists]:
-    """The orders of all rules, those that fit and can be run."""
-    parts_a_device = problem.parts // problem.devices
-    count = problem.devices
-    most = problem.micro_batches * parts_a_device
+    """The different orders of all rules that do not end in a deadlock."""
+    parts = problem.parts // problem.devices
+    ranks = range(problem.devices, 0, -1)
     depths = (
-        tuple((count - device) * parts_a_device for device in range(count)),
-        tuple((2 * (count - device) - 1) * parts_a_device for device in range(count)),
-        tuple((count - device + (count - device) // 2) * parts_a_device for device in range(count)),
-        (most,) * count,
+        tuple(rank * parts for rank in ranks),
+        tuple((2 * rank - 1) * parts for rank in ranks),
+        tuple((rank + rank // 2) * parts for rank in ranks),
+        (problem.micro_batches * parts,) * problem.devices,
     )
-    rules = product(SHARES, dict.fromkeys(depths), (False, True))
-    orders = set()
-    for share, ahead, forward_first in rules:
-        lists = _Filler(problem, Rule(share, ahead, forward_first)).lists()
+    orders = set[Lists]()
+    shares = SHARES if problem.split else SHARES[:1]
+    for rule in product(shares, dict.fromkeys(depths), (False, True)):
+        lists = _Filler(problem, Rule(*rule)).lists()
         if lists is not None and lists not in orders:
             orders.add(lists)
             yield lists
 
 
 class _Filler:
-    """The devices as the clock goes on."""
+    """The state of all devices while a rule makes an order."""
 
     def __init__(self, problem: OrderProblem, rule: Rule) -> None:
         self.problem, self.rule = problem, rule
-        parts, count = problem.parts, problem.micro_batches
-        self.done = [[0] * parts for _ in range(3)]
-        self.arrivals: list[list[list[float]]] = [[[], []] for _ in range(parts)]
-        """By part, when each F and each B has what it needs, in order, as far as it is known."""
-        self.arrivals[0][F] = [0.0] * count
-        self.level = [0.0] * problem.devices
-        self.in_flight = [0] * problem.devices
-        self.own: list[list[Step]] = [[] for _ in range(problem.devices)]
-        self.split = problem.split
+        parts, devices = problem.parts, problem.devices
+        self.done = [[0] * parts for _ in (F, B, W)]
+        # When each F and B of a part can begin, in order, as far as it is known.
+        self.arrivals: list[list[list[float]]] = [[[] for _ in range(parts)] for _ in (F, B)]
+        self.arrivals[F][0] = [0.0] * problem.micro_batches
+        self.level, self.in_flight = [0.0] * devices, [0] * devices
+        self.steps: list[list[Step]] = [[] for _ in range(devices)]
 
     def lists(self) -> Lists | None:
-        """What the devices do; None where they wait for each other for ever."""
+        """The order; None in a deadlock."""
         problem = self.problem
-        total = (3 if self.split else 2) * problem.micro_batches
-        left = [total * len(own) for own in problem.own_parts]
+        each = (3 if problem.split else 2) * problem.micro_batches
+        left = [each * len(parts) for parts in problem.parts_of_device]
         events = [(0.0, device) for device in range(problem.devices)]
-        free = [0.0] * problem.devices
-        idle: set[int] = set()
+        free, idle = [0.0] * problem.devices, set[int]()
         while events:
-            now, device = heapq.heappop(events)
+            now, device = heappop(events)
             if now < free[device] or not left[device]:
                 continue
             step, wake = self._choose(device, now)
             if step is None:
-                if wake < NEVER:
-                    heapq.heappush(events, (wake, device))
+                if wake < inf:
+                    heappush(events, (wake, device))
                 else:
                     idle.add(device)
                 continue
             idle.discard(device)
             left[device] -= 1
-            self.own[device].append(step)
             free[device] = self._run(device, step, now)
-            heapq.heappush(events, (free[device], device))
-            for other in tuple(idle):
-                heapq.heappush(events, (now, other))
-        if any(left):
-            return None
-        return tuple(tuple(own) for own in self.own)
+            heappush(events, (free[device], device))
+            for waiting in tuple(idle):
+                heappush(events, (now, waiting))
+        return None if any(left) else tuple(map(tuple, self.steps))
 
     def _arrives(self, kind: int, part: int) -> float:
         """When the next F or B of a part can begin, as far as it is known."""
-        number = self.done[kind][part]
-        times = self.arrivals[part][kind]
-        return times[number] if number < len(times) else NEVER
+        number, times = self.done[kind][part], self.arrivals[kind][part]
+        return times[number] if number < len(times) else inf
 
     def _has_room(self, device: int, kind: int, part: int) -> bool:
-        """Whether an action fits, and after an F one of a later part of the device and a B: else nothing
-        would end."""
+        """Return whether an action fits; with an F, also an F of a later part of the device and a B, without
+        which nothing would end."""
         problem = self.problem
         level = self.level[device] + problem.level_change(kind, part)[0]
         needed = problem.workspace_bytes(kind, part)
         if kind == F:
-            own = problem.own_parts[device]
-            level += max((problem.micro_batch_bytes[later] for later in own if later > part), default=0.0)
-            for other in own:
-                needed = max(needed, problem.level_change(B, other)[0] + problem.workspace_bytes(B, other))
-        return level + needed <= problem.room[device] * (1 + 1e-12)
+            parts = problem.parts_of_device[device]
+            level += max((problem.micro_batch_bytes[later] for later in parts if later > part), default=0.0)
+            for each in parts:
+                needed = max(needed, problem.level_change(B, each)[0] + problem.workspace_bytes(B, each))
+        return level + needed <= problem.room[device] * ROUNDING
 
     def _choose(self, device: int, now: float) -> tuple[Step | None, float]:
-        """What is done next, or until when to wait."""
-        parts = self.problem.own_parts[device]
-        backwards, forwards = (
+        """The next action, or None and the time at which to look for one."""
+        problem, rule = self.problem, self.rule
+        parts = problem.parts_of_device[device]
+        forwards, backwards = (
             [
                 (self._arrives(kind, part), part)
                 for part in reversed(parts)
                 if self._has_room(device, kind, part)
             ]
-            for kind in (B, F)
+            for kind in (F, B)
         )
-        ready_backward = next((part for at, part in backwards if at <= now), None)
-        ready_forward = next((part for at, part in forwards if at <= now), None)
-        few = self.in_flight[device] < self.rule.ahead[device]
-        if ready_forward is not None and few and (ready_backward is None or self.rule.forward_first):
-            return (F, ready_forward), now
-        if ready_backward is not None:
-            return (B, ready_backward), now
-        coming = min([at for at, _ in backwards] + [at for at, _ in forwards if few], default=NEVER)
+        forward, backward = (
+            next((part for at, part in arrivals if at <= now), None) for arrivals in (forwards, backwards)
+        )
+        is_few = self.in_flight[device] < rule.ahead[device]
+        if forward is not None and is_few and (backward is None or rule.forward_first):
+            return (F, forward), now
+        if backward is not None:
+            return (B, backward), now
+        coming = min([at for at, _ in backwards] + [at for at, _ in forwards if is_few], default=inf)
         weight = next((part for part in parts if self.done[W][part] < self.done[B][part]), None)
-        if self.split and weight is not None:
-            seconds = self.problem.weight[weight]
-            if coming - now >= self.rule.share * seconds:
-                return (W, weight), now
-        if coming == NEVER and ready_forward is not None:
-            return (F, ready_forward), now
+        if problem.split and weight is not None and coming - now >= rule.share * problem.weight[weight]:
+            return (W, weight), now
+        if coming == inf and forward is not None:
+            return (F, forward), now
         return None, coming
 
     def _run(self, device: int, step: Step, now: float) -> float:
-        """An action; when it ends."""
+        """Run an action; returns its end."""
         problem, (kind, part) = self.problem, step
-        number = self.done[kind][part]
+        end = now + problem.duration(kind, part, self.done[kind][part] == 0)
+        self.steps[device].append(step)
         self.done[kind][part] += 1
-        end = now + problem.duration(kind, part, number == 0)
         self.level[device] += sum(problem.level_change(kind, part))
-        self.in_flight[device] += kind == F
-        if (arrival := problem.next_arrival(kind, part, end)) is not None:
-            other, action, at = arrival
-            self.arrivals[other][action].append(at)
-        if kind == problem.release:
-            self.in_flight[device] -= 1
+        self.in_flight[device] += (kind == F) - (kind == problem.release)
+        if (following := problem.next_action(kind, part)) is not None:
+            next_kind, receiver, wait = following
+            self.arrivals[next_kind][receiver].append(end + wait)
         return end

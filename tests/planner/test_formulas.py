@@ -50,8 +50,6 @@ from pplan.planner.search.rounding import _fit_replicas, _RoundedStage
 from pplan.planner.search.space import Space
 from pplan.planner.search.stage_recompute import cheapest_mode
 from pplan.planner.stage_table import StageTable
-from pplan.planner.synthesis.order_candidate import near_proposals
-from pplan.planner.synthesis.order_costs import _after
 from pplan.planner.universal_bound import _least_backward
 from pplan.planner.weight_moves import list_moves
 
@@ -135,13 +133,6 @@ def test_memory_is_of_one_replica_where_none_is_said(even: Chain) -> None:
     assert alone == own > two
 
 
-def test_one_cut_at_the_next_place(even: Chain, make_topology: MakeTopology) -> None:
-    problem = Problem(even, make_topology(3), PlanOptions(mini_batch=4, micro_batches=4))
-    config = next(own for own in problem.configs if own.schedule == "1f1b")
-    near = {proposal.ends for proposal in near_proposals(problem, linear_pipeline(config, [4, 8, 12]))}
-    assert near == {(3, 8, 12), (5, 8, 12), (4, 7, 12), (4, 9, 12)}
-
-
 def test_a_part_more_goes_to_who_ends_first() -> None:
     """Two devices of one stage that take 1 and 2 s a part; the first has room for two parts, then none."""
     seconds = np.array([[0.0, 1.0, 2.0], [0.0, 2.0, 4.0]])[:, :, None]
@@ -167,13 +158,6 @@ def test_a_pinned_layer_is_of_its_own_stage_alone() -> None:
 
 def test_zero_may_be_none() -> None:
     assert _read_zero("0, 1", "zero") == (0, 1)
-
-
-def test_what_follows_a_devices_last_action_adds_up() -> None:
-    assembly: Any = SimpleNamespace(program=SimpleNamespace(devices=2, chunks=1))
-    reduce, optimizer = np.array([[1.0], [2.0]]), np.array([[3.0], [5.0]])
-    assert _after(assembly, reduce, optimizer) == (4.0, 7.0)
-    assert _after(assembly, None, optimizer) == (3.0, 5.0)
 
 
 def test_what_a_narrow_search_finds_again_is_proven_by_nothing(

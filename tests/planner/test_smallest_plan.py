@@ -21,7 +21,7 @@ from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble, is_measured
 from pplan.planner.search.budget import SearchBudget
 from pplan.planner.smallest_plan import find_smallest_of_others, find_smallest_plan
-from pplan.planner.synthesis.order_candidate import has_order, recompute_choices
+from pplan.planner.synthesis.candidates import recompute_choices
 from pplan.planner.synthesis.synthesize import synthesize
 
 MakeChain = Callable[..., Chain]
@@ -107,7 +107,7 @@ def test_no_order_needs_less(
             problem, options=replace(options, memory_limit=memory_limit), budget=SearchBudget(seconds=0.0)
         )
         every = (candidate for shape in shapes for candidate in recompute_choices(own, shape))
-        assert any(has_order(candidate.problem) for candidate in every) == fits
+        assert any(candidate.problem.has_order() for candidate in every) == fits
         assert bool(synthesize(own, None)) >= fits
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
@@ -17,9 +18,11 @@ from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble
-from pplan.planner.synthesis.local_search import _Network, improve_order
-from pplan.planner.synthesis.order_candidate import make_candidate
-from pplan.planner.synthesis.run_order import list_steps, run_order
+from pplan.planner.synthesis.candidates import make_candidate
+from pplan.planner.synthesis.exchanges import _Exchanges, improve_order
+from pplan.planner.synthesis.orders import run_order
+
+from .test_orders import list_steps
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -63,9 +66,8 @@ def test_orders_take_what_the_simulator_says(
         apart = run_order(replace(numbers, forward_link=(), backward_link=()), lists)
         assert apart is not None
         waited += apart.step < run.step * (1 - 1e-9)
-        network = _Network(numbers, lists, run)
-        row = network.row(fast=False)
-        assert np.allclose(row.end[: len(network.steps)], run.end)
+        row = _Exchanges(numbers, lists, run, Random(0))
+        assert np.allclose(row.end[: row.actions], run.end)
     assert waited or per_node == 2
 
 

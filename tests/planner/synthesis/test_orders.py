@@ -31,11 +31,10 @@ from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble, fastest
 from pplan.planner.search.budget import SearchBudget
+from pplan.planner.synthesis.candidates import make_candidate
+from pplan.planner.synthesis.exchanges import improve_order
 from pplan.planner.synthesis.fill_orders import fill_orders
-from pplan.planner.synthesis.local_search import improve_order
-from pplan.planner.synthesis.order_candidate import has_order, make_candidate, one_at_a_time
-from pplan.planner.synthesis.order_problem import B, F, Lists, OrderProblem, Step, W
-from pplan.planner.synthesis.run_order import list_steps, run_order
+from pplan.planner.synthesis.orders import B, F, Lists, OrderProblem, Step, W, run_order
 from pplan.planner.synthesis.synthesize import _with_base, synthesize
 
 TOLERANCE = 1e-9
@@ -96,6 +95,25 @@ def random_problem(
     return problem, program, costs
 
 
+def list_steps(program: Program) -> Lists | None:
+    """The order of a program; None if its micro-batches do not run in order, or if it has both whole
+    backwards and backwards in two parts."""
+    of_kind = Counter(action.kind for row in program.actions for action in row)
+    if of_kind["W"] not in (0, of_kind["B"]):
+        return None
+    lists, done = list[tuple[Step, ...]](), Counter[Step]()
+    for device, row in enumerate(program.actions):
+        steps = list[Step]()
+        for action in row:
+            step = "FBW".index(action.kind), program.parts_by_slot[StageSlot(device, action.chunk)]
+            if action.micro_batch != done[step]:
+                return None
+            done[step] += 1
+            steps.append(step)
+        lists.append(tuple(steps))
+    return tuple(lists)
+
+
 @pytest.mark.parametrize("base", ["1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved"])
 @pytest.mark.parametrize(("devices", "micro_batches"), [(1, 3), (2, 4), (3, 9), (4, 12)])
 def test_the_clock_is_the_simulators(base: str, devices: int, micro_batches: int) -> None:
@@ -107,9 +125,6 @@ def test_the_clock_is_the_simulators(base: str, devices: int, micro_batches: int
     timeline = simulate(program, costs)
     assert order_run.step == pytest.approx(timeline.step_seconds, rel=TOLERANCE)
     assert problem.program(lists, program).actions == program.actions
-    path = order_run.critical_path(problem)
-    assert order_run.start[path[-1]] == 0
-    assert max(order_run.end) == order_run.end[path[0]]
 
 
 @pytest.mark.parametrize("base", ["1f1b", "zb-h1", "zb-h2"])
@@ -181,7 +196,7 @@ def best_of_all(problem: OrderProblem) -> float:
             for row in every_list(own, problem.micro_batches, problem.split)
             if problem.fits_device(device, row)
         ]
-        for device, own in enumerate(problem.own_parts)
+        for device, own in enumerate(problem.parts_of_device)
     ]
     best = inf
     for lists in product(*each):
@@ -242,7 +257,7 @@ def test_what_fits_is_what_the_ledger_holds(base: str, room: float) -> None:
                 workspace=problem.workspace[part][0], layer_workspace=problem.workspace[part][1],
                 pending=problem.parts_held[part][0], released=-problem.parts_held[part][1],
             )
-            for part in problem.own_parts[device]
+            for part in problem.parts_of_device[device]
         ]  # fmt: skip
         if not problem.split:
             chunks = [replace(own, workspace=max(problem.workspace[0])) for own in chunks]
@@ -262,7 +277,7 @@ def random_lists(
     kinds = (F, B, W) if problem.split else (F, B)
     while True:
         done, own = Counter[Step](), list[Step]()
-        steps = [(kind, part) for kind in kinds for part in problem.own_parts[device]]
+        steps = [(kind, part) for kind in kinds for part in problem.parts_of_device[device]]
         while len(own) < len(steps) * problem.micro_batches:
             kind, part = steps[random.integers(len(steps))]
             if done[kind, part] < (problem.micro_batches if kind == F else done[kind - 1, part]):
@@ -273,7 +288,7 @@ def random_lists(
 
 @pytest.mark.parametrize(("micro_batches", "room"), [(2, 2.0), (3, 3.0)])
 def test_against_every_order_that_holds_more_between_the_parts(micro_batches: int, room: float) -> None:
-    """No order that fits is below the bound; orders by rule fit; the solver proves no more."""
+    """No order that fits is below the bound; orders by rule fit."""
     for seed in range(3 if micro_batches == 2 else 1):
         problem = uneven(random_problem("zb-h1", 2, micro_batches, seed)[0], seed, room)
         least = best_of_all(problem)
@@ -281,29 +296,6 @@ def test_against_every_order_that_holds_more_between_the_parts(micro_batches: in
         starts = list(fill_orders(problem))
         assert all(problem.fits(lists) for lists in starts)
         assert bool(starts) <= (least < inf)
-
-
-def test_memory_alone_may_prove_an_order() -> None:
-    """Sixteen equal stages in 1F1B's memory: the known order is proven by the first stage's room. In half of
-    it a step takes 47 % longer at the least."""
-    stages, count = 16, 64
-    lists = list_steps(SCHEDULES["zb-h1"].program(stages, count))
-    assert lists is not None
-    known, half = (equal_stages(stages, count, room) for room in (16.0, 8.0))
-    assert known.fits(lists)
-    assert known.bound() == pytest.approx(step_of(known, lists), rel=TOLERANCE)
-    assert equal_stages(stages, count, inf).bound() < 0.98 * known.bound()
-    assert half.bound() > 1.47 * known.bound()
-
-
-@pytest.mark.parametrize("room", [1.9, 2.9, 3.8, 5.6])
-def test_memory_for_few_weight_gradients_is_seen_exactly(room: float) -> None:
-    """Two stages in whose memory one to three micro-batches may wait for W: the bound is the least step."""
-    stages, seconds = 2, (1.0, 1.0)
-    problem = replace(equal_stages(stages, 3, room), first_part=((0.86, 0.0),) * stages)
-    problem = replace(problem, forward=seconds, backward=seconds, weight=(0.7, 0.7))
-    problem = replace(problem, forward_wait=(0.5, 0.0), backward_wait=(0.0, 0.5))
-    assert problem.bound() == pytest.approx(best_of_all(problem), rel=TOLERANCE)
 
 
 def equal_stages(stages: int, count: int, room: float) -> OrderProblem:
@@ -383,16 +375,15 @@ def test_the_bound_of_an_answer_holds_for_every_order_of_every_cut(
 
 
 def test_exchanges_lead_out_of_orders_behind_which_all_are_worse() -> None:
-    """Six equal stages with room for five micro-batches: the best order by rule is 5 % above the bound, which
-    exchanges that may make a step longer for a while reach."""
+    """Six equal stages with room for five micro-batches: exchanges that accept longer steps for a while find
+    an order 4.8 % faster than the best one by rule."""
     problem = equal_stages(6, 10, 5.0)
     orders = fill_orders(problem)
     start = min(orders, key=lambda lists: step_of(problem, lists))
-    assert step_of(problem, start) > 1.05 * problem.bound()
+    first = step_of(problem, start)
     lists, step = improve_order(problem, start, problem.bound(), 300_000)
     assert problem.fits(lists)
-    assert step == step_of(problem, lists) == pytest.approx(problem.bound(), rel=TOLERANCE)
-    first = step_of(problem, start)
+    assert step == step_of(problem, lists) < first / 1.048
     assert improve_order(problem, start, problem.bound(), 300_000, lambda: True) == (start, first)
     assert improve_order(problem, start, problem.bound(), 5)[1] <= first
 
@@ -420,8 +411,8 @@ def test_memory_for_one_micro_batch_is_enough_for_an_order_and_less_for_none() -
     fitting = 0
     for seed, (base, number) in enumerate([("zb-h1", 2), ("1f1b", 3), ("zb-v", 1)] * 12):
         problem = uneven(random_problem(base, 2, number, seed)[0], seed, 0.5 + 0.1 * (seed % 24))
-        least, lists = best_of_all(problem), one_at_a_time(problem, number)
-        assert has_order(problem) == (least < inf)
+        least, lists = best_of_all(problem), problem.one_at_a_time(number)
+        assert problem.has_order() == (least < inf)
         if least < inf:
             fitting += 1
             assert problem.fits(lists)
@@ -464,9 +455,9 @@ def test_backwards_partly_in_two_parts_are_no_start() -> None:
 
 def test_no_room_is_no_order() -> None:
     problem, _, _ = random_problem("zb-h1", 2, 2, 0, room=0.5)
-    assert problem.bound() == inf
+    assert not problem.has_order()
     assert not list(fill_orders(problem))
-    assert replace(problem, room=(inf, inf)).bound() < inf
+    assert replace(problem, room=(inf, inf)).has_order()
 
 
 @pytest.mark.parametrize("base", ["zb-v", "interleaved"])
@@ -484,7 +475,7 @@ def test_the_bound_of_devices_with_several_parts_by_hand(base: str, micro_batche
         min(lead[part] for part in parts)
         + sum(micro_batches * whole[part] - less[part] for part in parts)
         + own.end[device]
-        for device, parts in enumerate(own.own_parts)
+        for device, parts in enumerate(own.parts_of_device)
     ]
     assert own.bound() == pytest.approx(max(way, *busy), rel=1e-12)
 

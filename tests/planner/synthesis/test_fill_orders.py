@@ -13,7 +13,7 @@ import pytest
 
 from pplan.planner.synthesis import fill_orders as fill_module
 from pplan.planner.synthesis.fill_orders import Rule, _Filler, fill_orders
-from pplan.planner.synthesis.order_problem import B, F, OrderProblem, Step, W
+from pplan.planner.synthesis.orders import B, F, OrderProblem, Step, W
 
 
 def random_problem(
@@ -92,14 +92,14 @@ def step_by_step(problem: OrderProblem, rule: Rule) -> list[list[Step]] | None:
         held = level(device) + problem.level_change(kind, part)[0]
         need = problem.workspace_bytes(kind, part)
         if kind == F:
-            mine = problem.own_parts[device]
+            mine = problem.parts_of_device[device]
             held += max([problem.micro_batch_bytes[own] for own in mine if own > part], default=0.0)
             need = max([need, *(problem.level_change(B, p)[0] + problem.workspace_bytes(B, p) for p in mine)])
         return held + need <= problem.room[device] * (1 + 1e-12)
 
     def choose(device: int, now: float) -> tuple[Step | None, float]:
         """What to do, or when something is known to come."""
-        mine = problem.own_parts[device]
+        mine = problem.parts_of_device[device]
         backward = [part for part in reversed(mine) if fits(device, B, part)]
         forward = [part for part in reversed(mine) if fits(device, F, part)]
         ready = {
@@ -140,7 +140,9 @@ def step_by_step(problem: OrderProblem, rule: Rule) -> list[list[Step]] | None:
         idle.discard(device)
         looks |= {(free[device], device)} | {(now, other) for other in idle}
     total = len(kinds) * count
-    complete = all(len(row) == total * len(parts) for row, parts in zip(own, problem.own_parts, strict=True))
+    complete = all(
+        len(row) == total * len(parts) for row, parts in zip(own, problem.parts_of_device, strict=True)
+    )
     return own if complete else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,11 +22,14 @@ from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble
-from pplan.planner.synthesis.order_candidate import make_candidate, near_proposals, recompute_choices
-from pplan.planner.synthesis.order_costs import order_problem
-from pplan.planner.synthesis.order_problem import OrderProblem
-from pplan.planner.synthesis.run_order import list_steps, run_order
+from pplan.planner.synthesis.candidates import (
+    make_candidate,
+    order_problem,
+    recompute_choices,
+)
+from pplan.planner.synthesis.orders import OrderProblem, run_order
 
+from .test_orders import list_steps
 from .test_orders import random_problem as random_costs
 
 MakeChain = Callable[..., Chain]
@@ -92,23 +95,6 @@ def test_bytes_are_those_of_the_ledger(base: str, make_problem: Callable[..., Pr
             assert candidate.problem.room[device] == pytest.approx(room)
 
 
-def test_cuts_near_by(make_problem: Callable[..., Problem]) -> None:
-    """Each moved to the next place, where that is behind the one before and all that is asked allows it."""
-    for cuts, options in ((1.1, {}), (0.5, {}), (1.1, {"pins": (("layer3", 1),)})):
-        problem = make_problem(cuts=cuts, **options)
-        places = [0, *(np.flatnonzero(problem.chain.cut_after) + 1).tolist(), 8]
-        for ends in ((places[1], 8), (places[-2], 8), (places[2], 8)):
-            own, expected = shape("1f1b", ends=ends), set()
-            for part, move in product(range(len(ends) - 1), (-1, 1)):
-                changed = list(ends)
-                changed[part] = places[places.index(ends[part]) + move]
-                rising = all(a < b for a, b in pairwise((0, *changed)))
-                if rising and (not options or changed[0] <= 3):
-                    expected.add(tuple(changed))
-            assert {near.ends for near in near_proposals(problem, own)} == expected
-            assert all(near.config == own.config for near in near_proposals(problem, own))
-
-
 @pytest.mark.parametrize("memory", [None, 1300, 1500, 1800, 2500])
 def test_what_recomputes(memory: int | None, make_problem: Callable[..., Problem]) -> None:
     """Nothing; where devices have no room for as many as 1F1B holds, these alone, if not all, and all."""
@@ -134,7 +120,8 @@ def test_seconds_besides_are_those_of_the_simulator(base: str) -> None:
         if not program.splits_backward:
             costs = replace(costs, recompute=random.integers(0, 2, (2, 1, 1)).astype(float))
         assembly: Any = SimpleNamespace(program=program)
-        numbers = order_problem(assembly, costs, [1.0, 1.0], [1.0] * program.slots)
+        nothing = [(0.0, 0.0)] * program.slots
+        numbers = order_problem(assembly, costs, ([1.0, 1.0], [1.0] * program.slots, nothing, nothing))
         lists = list_steps(program)
         assert lists is not None
         run = run_order(numbers, lists)

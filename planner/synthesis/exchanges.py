@@ -1,0 +1,416 @@
+"""Local search on an order: exchanges of actions on the critical path, accepted by simulated annealing.
+
+A shorter step needs another order of two actions that follow one another without a pause on a device of the
+critical path (van Laarhoven et al., "Job shop scheduling by simulated annealing", Operations Research 1992).
+A longer step is accepted too, with a probability that falls with its length and with the work done: where
+memory is tight, nearly every good order lies beyond worse ones.
+
+When an action moves on its device, only later actions are timed again. The move is taken back as soon as the
+end of an action and its tail (the seconds that follow it) exceed the limit. Tails are exact except for
+actions whose path runs through those that the move crosses; some moves within the limit are therefore
+rejected (Balas and Vazacopoulos, "Guided local search with shifting bottleneck for job shop scheduling",
+Management Science 1998).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import accumulate
+from math import inf
+from random import Random
+
+from .orders import ROUNDING, F, Lists, OrderProblem, OrderRun, Step, run_order
+
+NONE = -1
+HEAT = 0.4
+"""Mean seconds by which an accepted step may be longer at first, in mean seconds of an action. Falls with the
+square root of the work that is left."""
+WORK_OF_HEAT = 400.0
+"""Work per action below which there is less heat."""
+CHUNK = 400
+"""Exchanges with the same heat."""
+REACH = 6
+"""Most actions that one moves across; half of the moves are across one."""
+MOST_FRUITLESS = 2_000
+"""Moves in a row that are not possible after which the search ends."""
+
+
+def improve_order(
+    problem: OrderProblem,
+    start: Lists,
+    bound: float,
+    work: float,
+    is_over: Callable[[], bool] = lambda: False,
+    seed: int = 0,
+) -> tuple[Lists, float]:
+    """Search for a faster order.
+
+    Args:
+        problem: Costs and memory.
+        start: An order that fits and runs.
+        bound: Step at which the search ends.
+        work: Number of actions that may be timed.
+        is_over: Returns whether the time is over.
+        seed: Seed of the random numbers.
+
+    Returns:
+        The fastest order found, which fits, and its step.
+    """
+    run = run_order(problem, start)
+    assert run is not None, "the start can be run"
+    exchanges = _Exchanges(problem, start, run, Random(seed))
+    heat, left = _heat(problem, start, work), work
+    while left > 0 and exchanges.least > bound * (1 + 1e-9) and not is_over():
+        spent = exchanges.anneal(CHUNK, heat * (left / work) ** 0.5, bound * (1 + 1e-9))
+        if not spent:
+            break
+        left -= spent
+    lists = exchanges.best_lists()
+    # Transfers that wait for each other are timed by the run alone.
+    improved = run_order(problem, lists) if exchanges.least < run.step else None
+    if improved is None or improved.step >= run.step * (1 - 1e-12) or not problem.fits(lists):
+        return start, run.step
+    return lists, improved.step
+
+
+def _heat(problem: OrderProblem, lists: Lists, work: float) -> float:
+    """Seconds of the first heat, see `HEAT`."""
+    actions = sum(map(len, lists))
+    seconds = sum(map(sum, (problem.forward, problem.backward, problem.weight)))
+    return HEAT * problem.micro_batches * seconds / actions * min(1.0, work / (WORK_OF_HEAT * actions))
+
+
+class _Exchanges:
+    """An order as a graph of actions, timed anew after every move.
+
+    Actions are numbered device after device. The transfers of a link that may delay each other are numbered
+    after them, as actions of a device of their own. Lists by action: `device`; `code` (kind and part);
+    `needs`, the action of the same device that precedes it; `seconds`; `sender` and `receiver` with `wait`
+    seconds between them; `begins`, `ends` and `workspace` bytes; `place` in `order`; `previous` and
+    `following` on its device; `start`, `end`, and `tail`, the seconds that follow its end; `rank` in `clock`,
+    which lists the actions by their start. `level`: by place, bytes held after it.
+    """
+
+    def __init__(self, problem: OrderProblem, lists: Lists, run: OrderRun, random: Random) -> None:
+        self.random, self.actions, self.devices = random, len(run.start), problem.devices
+        self.steps = [step for row in lists for step in row]
+        numbers, at = list[int](), dict[tuple[int, int, int], int]()
+        done = Counter[Step]()
+        for action, step in enumerate(self.steps):
+            at[(*step, done[step])] = action
+            numbers.append(done[step])
+            done[step] += 1
+        numbered = list(zip(self.steps, numbers, strict=True))
+        self.device = [device for device, row in enumerate(lists) for _ in row]
+        self.code = [kind * problem.parts + part for kind, part in self.steps]
+        self.needs = [NONE if kind == F else at[kind - 1, part, number] for (kind, part), number in numbered]
+        self.seconds = [problem.duration(kind, part, number == 0) for (kind, part), number in numbered]
+        self.begins, self.ends = map(
+            list, zip(*(problem.level_change(*step) for step in self.steps), strict=True)
+        )
+        self.workspace = [problem.workspace_bytes(*step) for step in self.steps]
+        self.sender, self.receiver = ([NONE] * self.actions for _ in range(2))
+        self.wait = [0.0] * self.actions
+        self._connect(problem, at, numbers)
+        links = self.devices - problem.devices
+        self.room = [*(room * ROUNDING for room in problem.room), *[inf] * links]
+        self.device_end = [*problem.end, *[0.0] * links]
+        self._time_all(run.sequence)
+        self.step = self.least = self._step_seconds()
+        self.best = list(self.order)
+
+    def _connect(
+        self, problem: OrderProblem, at: dict[tuple[int, int, int], int], numbers: list[int]
+    ) -> None:
+        """Join every action and the one that it makes possible, by a transfer if they are on two devices."""
+        links = dict[tuple[int, int], list[tuple[int, int, float, float]]]()
+        for action, (kind, part) in enumerate(self.steps):
+            if (following := problem.next_action(kind, part)) is not None:
+                next_kind, receiver, wait = following
+                busy = (problem.forward_busy, problem.backward_busy)[kind][part] if wait else 0.0
+                transfer = action, at[next_kind, receiver, numbers[action]], wait, busy
+                links.setdefault(problem.link(kind, part, receiver), []).append(transfer)
+        for transfers in links.values():
+            # If the link is free again when its device ends the next action, no transfer waits.
+            is_slow = max(busy for *_, busy in transfers) > min(
+                self.seconds[sender] for sender, *_ in transfers
+            )
+            for sender, receiver, wait, busy in transfers:
+                if is_slow:
+                    sender, wait = self._add_transfer(sender, busy), wait - busy
+                self.receiver[sender], self.sender[receiver], self.wait[receiver] = receiver, sender, wait
+            self.devices += is_slow
+
+    def _add_transfer(self, sender: int, busy: float) -> int:
+        """Add a transfer as an action of a new device; returns its number."""
+        transfer = self.receiver[sender] = len(self.device)
+        self.device.append(self.devices)
+        self.code.append(-1 - self.code[sender])
+        self.sender.append(sender)
+        self.seconds.append(busy)
+        for column in (self.needs, self.receiver):
+            column.append(NONE)
+        for amounts in (self.wait, self.begins, self.ends, self.workspace):
+            amounts.append(0.0)
+        return transfer
+
+    def _time_all(self, sequence: list[int]) -> None:
+        """Time all actions; `sequence`: the actions of devices, each after those that it waits for."""
+        count, device = len(self.device), self.device
+        sizes = Counter(device)
+        self.first = [0, *accumulate(sizes[number] for number in range(self.devices))]
+        self.order, self.place = list(range(count)), list(range(count))
+        self.previous = [i - 1 if i and device[i - 1] == device[i] else NONE for i in range(count)]
+        self.following = [
+            i + 1 if i + 1 < count and device[i + 1] == device[i] else NONE for i in range(count)
+        ]
+        self.start, self.end, self.tail = [0.0] * count, list(self.seconds), [0.0] * count
+        self.old_start, self.rank, self.level = [0.0] * count, [0] * count, [0.0] * count
+        self.clock = list[int]()
+        for action in sequence:
+            self.clock.append(action)
+            if self.receiver[action] >= self.actions:
+                self.clock.append(self.receiver[action])
+        self._set_clock(0, self.clock)
+        self._time(0, 0, count - 1, inf)
+        self._set_clock(0, sorted(self.clock, key=self.start.__getitem__))
+        self._follow(0, count - 1)
+        for action in range(count):
+            level = self.level[action - 1] if self.previous[action] != NONE else 0.0
+            self.level[action] = level + self.begins[action] + self.ends[action]
+
+    def best_lists(self) -> Lists:
+        """The fastest order found."""
+        lists: list[list[Step]] = [[] for _ in range(self.devices)]
+        for action in self.best[: self.actions]:
+            lists[self.device[action]].append(self.steps[action])
+        return tuple(tuple(row) for row in lists if row)
+
+    def anneal(self, turns: int, heat: float, bound: float) -> int:
+        """Try exchanges at one heat.
+
+        Args:
+            turns: Number of possible moves to try.
+            heat: Mean seconds by which an accepted step may be longer.
+            bound: Step at which the search ends.
+
+        Returns:
+            The number of actions that were timed; 0 if nothing is left to try.
+        """
+        random, place, first = self.random.random, self.place, self.first
+        work, fruitless, path = 0, 0, self.find_path()
+        while turns and self.least > bound and path and fruitless < MOST_FRUITLESS:
+            action = path[int(random() * len(path))]
+            reach = 1 if random() < 0.5 else 1 + int(random() * REACH)
+            origin, device = place[action], self.device[action]
+            target = max(origin - reach, first[device])
+            if random() < 0.5:
+                origin -= 1
+                target = min(origin + reach, first[device + 1] - 1)
+            work += 1
+            if not self.may_move(origin, target):
+                fruitless += 1
+                continue
+            fruitless, turns = 0, turns - 1
+            limit = self.step + heat * self.random.expovariate(1.0)
+            step, timed = self.change(origin, target, limit)
+            work += timed
+            if step <= limit:
+                self.step, path = step, self.find_path()
+                if step < self.least:
+                    self.least, self.best = step, list(self.order)
+        return work if path and fruitless < MOST_FRUITLESS else 0
+
+    def _step_seconds(self) -> float:
+        """Seconds until every device is done."""
+        order, end = self.order, self.end
+        lasts = (order[first - 1] for first in self.first[1:])
+        return max(end[last] + extra for last, extra in zip(lasts, self.device_end, strict=True))
+
+    def find_path(self) -> list[int]:
+        """The actions of a critical path that follow another on their device without a pause, last first."""
+        senders, wait, start, end, previous = self.sender, self.wait, self.start, self.end, self.previous
+        lasts = (self.order[first - 1] for first in self.first[1:])
+        ends = ((end[last] + extra, last) for last, extra in zip(lasts, self.device_end, strict=True))
+        action, path = max(ends)[1], list[int]()
+        while action != NONE:
+            sender, earlier = senders[action], previous[action]
+            if sender != NONE and end[sender] + wait[action] == start[action]:
+                action = sender
+            elif earlier != NONE and end[earlier] == start[action]:
+                path.append(action)
+                action = earlier
+            else:
+                break
+        return path
+
+    def may_move(self, origin: int, target: int) -> bool:
+        """Return whether the action at a place may go to another place of its device: across none of its kind
+        and part, across none that it needs or that needs it, and within the device's room."""
+        order, code, needs, begins, ends = self.order, self.code, self.needs, self.begins, self.ends
+        action, stride = order[origin], 1 if target > origin else -1
+        for place in range(origin + stride, target + stride, stride):
+            crossed = order[place]
+            if code[crossed] == code[action]:
+                return False
+            if (needs[crossed] == action) if stride > 0 else (needs[action] == crossed):
+                return False
+        device, begin = self.device[action], min(origin, target)
+        level = self.level[begin - 1] if begin > self.first[device] else 0.0
+        room = self.room[device]
+        for place in range(begin, max(origin, target) + 1):
+            held = order[place + stride] if place != target else action
+            level += begins[held]
+            if level + self.workspace[held] > room:
+                return False
+            level += ends[held]
+        return True
+
+    def change(self, origin: int, target: int, limit: float) -> tuple[float, int]:
+        """Move an action if the step stays within a limit.
+
+        Returns:
+            The step, infinite if the move was taken back, and the number of actions that were timed.
+        """
+        begin, end = min(origin, target), max(origin, target)
+        first, last = self.rank[self.order[begin]], self.rank[self.order[end]]
+        segment = self.clock[first : last + 1]
+        changed = self._sort_segment(segment, origin, target)
+        if changed is None:
+            return inf, last - first
+        self._set_clock(first, changed)
+        self._move(origin, target)
+        until, is_over = self._time(first, begin, end, limit)
+        step = inf if is_over else self._step_seconds()
+        if step <= limit:
+            self._sort_clock(first, until)
+            return step, until - first + self._follow(begin, end)
+        for i in range(first, until):
+            action = self.clock[i]
+            self.start[action] = self.old_start[i]
+            self.end[action] = self.old_start[i] + self.seconds[action]
+        self._move(target, origin)
+        self._set_clock(first, segment)
+        return inf, until - first
+
+    def _set_clock(self, first: int, actions: list[int]) -> None:
+        self.clock[first : first + len(actions)] = actions
+        for rank, action in enumerate(actions, first):
+            self.rank[action] = rank
+
+    def _sort_segment(self, segment: list[int], origin: int, target: int) -> list[int] | None:
+        """The part of the clock in which an action moves, in an order that suits the move; None if an action
+        would wait for itself.
+
+        What waits for actions that become later goes after the rest (Pearce and Kelly, "A dynamic topological
+        sort algorithm for directed acyclic graphs", Journal of Experimental Algorithmics 2006).
+        """
+        place, previous, senders = self.place, self.previous, self.sender
+        action = self.order[origin]
+        delayed = {action} if target > origin else set(self.order[target:origin])
+        early, late = list[int](), list[int]()
+        for moved in segment:
+            earlier = previous[moved]
+            if senders[moved] in delayed:
+                # Actions that become earlier wait for none that becomes later.
+                if moved == action if target < origin else origin < place[moved] <= target:
+                    return None
+                delayed.add(moved)
+            elif earlier in delayed and earlier != action and moved != action:
+                delayed.add(moved)
+            (late if moved in delayed else early).append(moved)
+        return early + late
+
+    def _move(self, origin: int, target: int) -> None:
+        """Move an action from its place on its device to another one."""
+        order, place, previous, following, level = (
+            self.order, self.place, self.previous, self.following, self.level,
+        )  # fmt: skip
+        device = self.device[order[origin]]
+        order.insert(target, order.pop(origin))
+        first, last = self.first[device], self.first[device + 1] - 1
+        begin = min(origin, target)
+        held = level[begin - 1] if begin > first else 0.0
+        for i in range(begin, max(origin, target) + 1):
+            action = order[i]
+            held = held + self.begins[action] + self.ends[action]
+            place[action], level[i] = i, held
+            previous[action] = order[i - 1] if i > first else NONE
+            following[action] = order[i + 1] if i < last else NONE
+            if i > first:
+                following[order[i - 1]] = action
+            if i < last:
+                previous[order[i + 1]] = action
+
+    def _time(self, first: int, begin: int, end: int, limit: float) -> tuple[int, bool]:
+        """Time the actions from a rank on, as far as they change.
+
+        Args:
+            first: Rank of the first action.
+            begin: First place of the device between which an action moved.
+            end: Last place.
+            limit: Longest step that is accepted.
+
+        Returns:
+            The rank at which timing ended, and whether the step exceeds the limit.
+        """
+        order, place, rank, clock, old_start = self.order, self.place, self.rank, self.clock, self.old_start
+        starts, ends, tails, previous = self.start, self.end, self.tail, self.previous
+        senders, receivers, wait, seconds = self.sender, self.receiver, self.wait, self.seconds
+        until = max(rank[action] for action in order[begin : end + 1])
+        if self.following[order[end]] != NONE:
+            until = max(until, rank[self.following[order[end]]])
+        i = first
+        while i <= until:
+            action = clock[i]
+            start, earlier, sender = 0.0, previous[action], senders[action]
+            if earlier != NONE:
+                start = ends[earlier]
+            if sender != NONE and ends[sender] + wait[action] > start:
+                start = ends[sender] + wait[action]
+            old_start[i] = starts[action]
+            i += 1
+            if start == starts[action]:
+                continue
+            starts[action], ends[action] = start, start + seconds[action]
+            if ends[action] + tails[action] > limit and not begin <= place[action] <= end:
+                return i, True
+            for later in (self.following[action], receivers[action]):
+                if later != NONE and rank[later] > until:
+                    until = rank[later]
+        return i, False
+
+    def _sort_clock(self, first: int, until: int) -> None:
+        """Sort a range of the clock by start; actions with equal starts keep their order."""
+        self._set_clock(first, sorted(self.clock[first:until], key=self.start.__getitem__))
+
+    def _follow(self, begin: int, end: int) -> int:
+        """Update the tails of the actions between two places and of those before them, as far as they change.
+
+        Returns:
+            The number of actions that were looked at.
+        """
+        order, rank, clock, tails, following = self.order, self.rank, self.clock, self.tail, self.following
+        receivers, wait, seconds = self.receiver, self.wait, self.seconds
+        if begin > self.first[self.device[order[begin]]]:
+            begin -= 1
+        ranks = [rank[action] for action in order[begin : end + 1]]
+        top, until = max(ranks), min(ranks)
+        i = top
+        while i >= until:
+            action = clock[i]
+            i -= 1
+            later, receiver = following[action], receivers[action]
+            tail = self.device_end[self.device[action]]
+            if later != NONE:
+                tail = seconds[later] + tails[later]
+            if receiver != NONE and wait[receiver] + seconds[receiver] + tails[receiver] > tail:
+                tail = wait[receiver] + seconds[receiver] + tails[receiver]
+            if tail == tails[action]:
+                continue
+            tails[action] = tail
+            for earlier in (self.previous[action], self.sender[action]):
+                if earlier != NONE and rank[earlier] < until:
+                    until = rank[earlier]
+        return top - i
