@@ -4,8 +4,35 @@ Micro-batches are alike. They may therefore be assumed to run in their order on 
 renaming them from part to part gives an order that is as fast and holds as much, because the j-th to start on
 a part finds j that have ended earlier. An order is thus one sequence of (kind, part) for each device.
 
-`OrderProblem.bound` is the larger of two lower bounds on the step: the work of a device after the first
-forward reaches it, and the round trip of the first micro-batch.
+Lower bound for parts on devices of their own (`OrderProblem.bound`). Symbols:
+
+    M         number of micro-batches
+    f, b, w   seconds of F, B and W of a part
+    lead      seconds that precede the first F of a part
+    e         seconds that follow the last action of a device
+    trail     seconds that follow the last B of a part: the B's of earlier parts and a W
+    K         micro-batches for which the memory of a part has room
+    k         K of another part, at most the micro-batches that are left
+    q         micro-batches that may wait for their W when the last B begins
+    R         seconds from the start of an F to the end of its micro-batch on that part, without a pause
+    A         seconds from the start of an F to the start of the same micro-batch's B
+
+The step takes at least
+
+    lead + M (f + b + w) + e
+    lead + M (f + b) + (M - q) w + trail
+
+The F of micro-batch j + K starts after j has ended, so that micro-batch n K of a part starts no earlier than
+n R. A later part whose memory holds k micro-batches then needs, from lead + n R on, at least
+
+    (M - n K) (f + b + w) + A - k f                its B's return A later, and until then it has k F's
+    (M - n K) (f + b + w) - q w + A - k f + trail  up to the end of its last B, with q W's left
+    A - k f + (M - n K - 1) f + (M - n K - k) (b + w) + A + b + trail
+                                                   before its last F, B and W of all but k micro-batches
+    (M - n K - 1) f + A + b + trail                the last micro-batch; for n >= 1, f is replaced by
+                                                   max(f, f + b + w of the part with K)
+
+Qi et al. (ICLR 2024) discuss what memory does to zero-bubble schedules.
 """
 
 from __future__ import annotations
@@ -173,22 +200,107 @@ class OrderProblem:
         return Program(tuple(tuple(number_actions(row)) for row in turns), places.pipes, places.pipe_of)
 
     def bound(self) -> float:
-        """Lower bound on the step of every order, see the head of this module."""
-        arrivals = accumulate(f + wait for f, wait in zip(self.forward, self.forward_wait, strict=True))
-        lead = [0.0, *arrivals]
-        round_trip = sum(self.forward) + sum(self.forward_wait) + sum(self.backward_wait)
-        least = round_trip + sum(self.duration(B, part, True) for part in range(self.parts))
+        """Lower bound on the step of every order of these parts (see the head of this module); with several
+        parts a device it counts only the work and the first micro-batch's round trip."""
+        lead = [0.0, *accumulate(f + wait for f, wait in zip(self.forward, self.forward_wait, strict=False))]
+        least = self.round_trip_seconds(0)
         for device, parts in enumerate(self.parts_of_device):
             work = sum(self._work(part) for part in parts)
             least = max(least, min(lead[part] for part in parts) + work + self.end[device])
+        if not self.is_line:
+            return least
+        if 0 in self.most_in_flight:
+            return inf
+        trail = self._trails()
+        pairs = ((part, later) for part in range(self.parts) for later in range(part, self.parts))
+        return max(least, *(lead[later] + self._windows(part, later, trail[later]) for part, later in pairs))
+
+    def _windows(self, part: int, later: int, trail: float) -> float:
+        """Least seconds from the first F of the part `later` to the end, given the memory of `part`."""
+        count, most, room = self.micro_batches, self.most_in_flight[part], self.most_in_flight[later]
+        forward, backwards = self.forward[later], self.backward[later] + self.weight[later]
+        turn, credit = self.round_trip_seconds(later), self._credit(B, later) + self._credit(W, later)
+        there = turn - self.backward[later] + self._credit(B, later)
+        end = self.end[self.device[later]]
+        trail = max(trail, self.weight[later] - self._credit(W, later) + end)
+        round_trip = self.round_trip_seconds(part) + self.weight[part] - self._credit(W, part)
+        least, rounds = 0.0, (count - 1) // most
+        for number in {0, rounds}:
+            left = count - number * most
+            begin = number * round_trip
+            work = left * (forward + backwards) - credit + end
+            each = forward if number == 0 else self.forward[part] + self.backward[part] + self.weight[part]
+            last = (left - 1) * max(forward, each) + turn + trail
+            if left > room:
+                idle = max(0.0, there - room * forward)
+                busy = (left - 1) * forward + (left - room) * backwards - credit
+                last = max(last, idle + busy + turn + trail)
+            idle = max(0.0, there - min(room, left) * forward)
+            weights = (left - self.most_without_weight[later]) * self.weight[later]
+            drain = left * (forward + self.backward[later]) - self._credit(B, later)
+            drain += max(0.0, weights - self._credit(W, later)) + trail
+            least = max(least, begin + idle + max(work, drain), begin + last)
         return least
 
+    @cached_property
+    def most_in_flight(self) -> tuple[int, ...]:
+        """Micro-batches for which the device of each part has room, at most all of them.
+
+        When an F begins, one of those in flight has had its B and not its W, or the next B begins with all
+        of them.
+        """
+        most = []
+        for part, device in enumerate(self.device):
+            begins, pending = self.parts_held[part][0], sum(self.parts_held[part])
+            forward, backward = (self.workspace_bytes(kind, part) for kind in (F, B))
+            held = self.micro_batch_bytes[part]
+            count = self._most(device, max(forward, backward + begins), held)
+            if self.split:
+                count = max(count, self._most(device, forward + max(0.0, pending), held + min(0.0, pending)))
+            most.append(count)
+        return tuple(most)
+
+    @cached_property
+    def most_without_weight(self) -> tuple[int, ...]:
+        """Micro-batches of each part that may have begun their B and not their W: 1 to all of them."""
+        most = []
+        for part, device in enumerate(self.device):
+            held, (begins, ends) = self.micro_batch_bytes[part], self.parts_held[part]
+            last = self.workspace_bytes(B, part) + held + begins
+            most.append(min(self.micro_batches, 1 + self._most(device, last, held + begins + ends)))
+        return tuple(most)
+
+    def _most(self, device: int, occupied: float, each: float) -> int:
+        """Micro-batches of `each` bytes for which a device with occupied bytes has room."""
+        room = (self.room[device] - occupied) * ROUNDING
+        if each <= 0 or room == inf:
+            return self.micro_batches
+        return max(0, min(self.micro_batches, int(room / each)))
+
+    def _credit(self, kind: int, part: int) -> float:
+        """Seconds that the first action of a kind is shorter."""
+        return self.duration(kind, part, False) - self.duration(kind, part, True)
+
     def _work(self, part: int) -> float:
-        """Seconds of all actions of a part."""
-        usual, first = (
-            sum(self.duration(kind, part, is_first) for kind in (F, B, W)) for is_first in (False, True)
-        )
-        return (self.micro_batches - 1) * usual + first
+        each = self.forward[part] + self.backward[part] + self.weight[part]
+        return self.micro_batches * each - self._credit(B, part) - self._credit(W, part)
+
+    def round_trip_seconds(self, part: int) -> float:
+        """From the start of the first micro-batch's F on a part to the end of its B there."""
+        total = 0.0
+        for later in range(part, self.parts):
+            total += self.forward[later] + self.duration(B, later, True)
+            if later + 1 < self.parts:
+                total += self.forward_wait[later] + self.backward_wait[later + 1]
+        return total
+
+    def _trails(self) -> list[float]:
+        """Seconds from the end of the last B of each part to the end of the step: the B's of the parts in
+        front of it and the W of the first, or its own W."""
+        back = [self.duration(W, 0, True)]
+        for part in range(1, self.parts):
+            back.append(back[-1] + self.backward_wait[part] + self.duration(B, part - 1, True))
+        return [max(seconds, self.duration(W, part, True)) for part, seconds in enumerate(back)]
 
 
 @dataclass(frozen=True, eq=False)

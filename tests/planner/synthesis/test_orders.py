@@ -298,6 +298,29 @@ def test_against_every_order_that_holds_more_between_the_parts(micro_batches: in
         assert bool(starts) <= (least < inf)
 
 
+def test_memory_alone_may_prove_an_order() -> None:
+    """Sixteen equal stages in 1F1B's memory: the known order is proven by the first stage's room. In half of
+    it a step takes 47 % longer at the least."""
+    stages, count = 16, 64
+    lists = list_steps(SCHEDULES["zb-h1"].program(stages, count))
+    assert lists is not None
+    known, half = (equal_stages(stages, count, room) for room in (16.0, 8.0))
+    assert known.fits(lists)
+    assert known.bound() == pytest.approx(step_of(known, lists), rel=TOLERANCE)
+    assert equal_stages(stages, count, inf).bound() < 0.98 * known.bound()
+    assert half.bound() > 1.47 * known.bound()
+
+
+@pytest.mark.parametrize("room", [1.9, 2.9, 3.8, 5.6])
+def test_memory_for_few_weight_gradients_is_seen_exactly(room: float) -> None:
+    """Two stages in whose memory one to three micro-batches may wait for W: the bound is the least step."""
+    stages, seconds = 2, (1.0, 1.0)
+    problem = replace(equal_stages(stages, 3, room), first_part=((0.86, 0.0),) * stages)
+    problem = replace(problem, forward=seconds, backward=seconds, weight=(0.7, 0.7))
+    problem = replace(problem, forward_wait=(0.5, 0.0), backward_wait=(0.0, 0.5))
+    assert problem.bound() == pytest.approx(best_of_all(problem), rel=TOLERANCE)
+
+
 def equal_stages(stages: int, count: int, room: float) -> OrderProblem:
     """Of equal stages, with room for so many micro-batches."""
     waits = (0.377,) * (stages - 1)
