@@ -94,18 +94,16 @@ def order_problem(assembly: Assembly, costs: Costs, memory: Memory) -> OrderProb
         wide = np.broadcast_to(values, (program.devices, program.chunks, values.shape[2]))
         return np.array([wide[place.device, place.chunk].max() for place in pipe])
 
-    def by_cut(values: np.ndarray | None) -> np.ndarray:
-        return np.broadcast_to(0.0 if values is None else values, (1, len(pipe) - 1))[0]
+    def spread(values: np.ndarray | None, count: int) -> np.ndarray:
+        return np.broadcast_to(0.0 if values is None else np.ravel(values), count)
 
-    def by_device(values: np.ndarray | None) -> np.ndarray:
-        return np.broadcast_to(0.0 if values is None else np.ravel(values), program.devices)
-
-    forward, overhead = by_part(costs.forward), by_device(costs.overhead)[devices]
+    cuts = len(pipe) - 1
+    forward, overhead = by_part(costs.forward), spread(costs.overhead, program.devices)[devices]
     backward = by_part(costs.backward) + by_part(costs.recompute) * forward + overhead
-    end = by_device(costs.optimizer)
+    end = spread(costs.optimizer, program.devices)
     if costs.all_reduce is not None and program.chunks == 1:
-        end = end + by_device(costs.all_reduce[:, 0])
-    onward, back = by_cut(costs.forward_occupancy), by_cut(costs.backward_occupancy)
+        end = end + spread(costs.all_reduce[:, 0], program.devices)
+    onward, back = spread(costs.forward_occupancy, cuts), spread(costs.backward_occupancy, cuts)
     room, held, first_part, workspace = memory
     return OrderProblem(
         micro_batches=program.micro_batches,
@@ -114,9 +112,9 @@ def order_problem(assembly: Assembly, costs: Costs, memory: Memory) -> OrderProb
         backward=_floats(backward),
         weight=_floats(by_part(costs.weight) + overhead) if split else (0.0,) * len(pipe),
         credit=_floats(by_part(costs.accumulation)),
-        forward_wait=(*_floats(onward + by_cut(costs.forward_latency)), 0.0),
+        forward_wait=(*_floats(onward + spread(costs.forward_latency, cuts)), 0.0),
         forward_busy=(*_floats(onward), 0.0),
-        backward_wait=(0.0, *_floats(back + by_cut(costs.backward_latency))),
+        backward_wait=(0.0, *_floats(back + spread(costs.backward_latency, cuts))),
         backward_busy=(0.0, *_floats(back)),
         end=_floats(end),
         micro_batch_bytes=tuple(held),
