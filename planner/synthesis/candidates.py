@@ -104,7 +104,7 @@ def order_problem(assembly: Assembly, costs: Costs, memory: Memory) -> OrderProb
     if costs.all_reduce is not None and program.chunks == 1:
         end = end + spread(costs.all_reduce[:, 0], program.devices)
     onward, back = spread(costs.forward_occupancy, cuts), spread(costs.backward_occupancy, cuts)
-    room, held, first_part, workspace = memory
+    room, part_bytes, first_part, workspace = memory
     return OrderProblem(
         micro_batches=program.micro_batches,
         device=tuple(devices),
@@ -117,7 +117,7 @@ def order_problem(assembly: Assembly, costs: Costs, memory: Memory) -> OrderProb
         backward_wait=(0.0, *_floats(back + spread(costs.backward_latency, cuts))),
         backward_busy=(0.0, *_floats(back)),
         end=_floats(end),
-        micro_batch_bytes=tuple(held),
+        micro_batch_bytes=tuple(part_bytes),
         room=tuple(room),
         split=split,
         first_part=tuple(first_part),
@@ -142,7 +142,7 @@ def _port(costs: Costs, sender: int, receiver: int) -> int:
 def _memory(problem: Problem, assembly: Assembly) -> Memory:
     """Room of devices, and bytes of parts; the optimizer step is left out."""
     program = assembly.program
-    room, held = list[float](), [0.0] * program.slots
+    room, part_bytes = list[float](), [0.0] * program.slots
     first_part, workspace = ([(0.0, 0.0)] * program.slots for _ in range(2))
     for device in range(program.devices):
         terms = assembly.ledger(device)
@@ -153,13 +153,13 @@ def _memory(problem: Problem, assembly: Assembly) -> Memory:
         for chunk, stage in enumerate(assembly.chunk_bytes(device)):
             part = program.parts_by_slot[StageSlot(device, chunk)]
             amounts = micro_batch_bytes(stage, program)[saves]
-            held[part] = sum(amounts.forward)
+            part_bytes[part] = sum(amounts.forward)
             recomputed, split = sum(amounts.backward), program.splits_backward
             if split:
                 first_part[part] = recomputed + sum(amounts.first_part), sum(amounts.behind_first_part)
             backward = float(stage.layer_workspace) if split else float(stage.workspace) + recomputed
             workspace[part] = float(stage.workspace), backward
-    return room, held, first_part, workspace
+    return room, part_bytes, first_part, workspace
 
 
 def every_proposal(problem: Problem, bases: Sequence[str], size: int | None = None) -> Iterator[Proposal]:

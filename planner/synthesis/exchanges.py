@@ -260,11 +260,11 @@ class _Exchanges:
         level = self.level[begin - 1] if begin > self.first[device] else 0.0
         room = self.room[device]
         for place in range(begin, max(origin, target) + 1):
-            held = order[place + stride] if place != target else action
-            level += begins[held]
-            if level + self.workspace[held] > room:
+            arriving = order[place + stride] if place != target else action
+            level += begins[arriving]
+            if level + self.workspace[arriving] > room:
                 return False
-            level += ends[held]
+            level += ends[arriving]
         return True
 
     def change(self, origin: int, target: int, limit: float) -> tuple[float, int]:
@@ -331,11 +331,11 @@ class _Exchanges:
         order.insert(target, order.pop(origin))
         first, last = self.first[device], self.first[device + 1] - 1
         begin = min(origin, target)
-        held = level[begin - 1] if begin > first else 0.0
+        bytes_now = level[begin - 1] if begin > first else 0.0
         for i in range(begin, max(origin, target) + 1):
             action = order[i]
-            held = held + self.begins[action] + self.ends[action]
-            place[action], level[i] = i, held
+            bytes_now = bytes_now + self.begins[action] + self.ends[action]
+            place[action], level[i] = i, bytes_now
             previous[action] = order[i - 1] if i > first else NONE
             following[action] = order[i + 1] if i < last else NONE
             if i > first:

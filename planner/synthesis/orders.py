@@ -147,10 +147,10 @@ class OrderProblem:
 
     def level_change(self, kind: int, part: int) -> tuple[float, float]:
         """Bytes that a device holds more once an action has begun, and once it has ended."""
-        held, (begins, ends) = self.micro_batch_bytes[part], self.parts_held[part]
+        amount, (begins, ends) = self.micro_batch_bytes[part], self.parts_held[part]
         if kind == F:
-            return held, 0.0
-        return (0.0, -held - begins - ends) if kind == self.release else (begins, ends)
+            return amount, 0.0
+        return (0.0, -amount - begins - ends) if kind == self.release else (begins, ends)
 
     def duration(self, kind: int, part: int, first: bool) -> float:
         """Seconds of an action; `first`: it is the first of its kind on its part."""
@@ -253,10 +253,12 @@ class OrderProblem:
         for part, device in enumerate(self.device):
             begins, pending = self.parts_held[part][0], sum(self.parts_held[part])
             forward, backward = (self.workspace_bytes(kind, part) for kind in (F, B))
-            held = self.micro_batch_bytes[part]
-            count = self._most(device, max(forward, backward + begins), held)
+            amount = self.micro_batch_bytes[part]
+            count = self._most(device, max(forward, backward + begins), amount)
             if self.split:
-                count = max(count, self._most(device, forward + max(0.0, pending), held + min(0.0, pending)))
+                count = max(
+                    count, self._most(device, forward + max(0.0, pending), amount + min(0.0, pending))
+                )
             most.append(count)
         return tuple(most)
 
@@ -265,9 +267,9 @@ class OrderProblem:
         """Micro-batches of each part that may have begun their B and not their W: 1 to all of them."""
         most = []
         for part, device in enumerate(self.device):
-            held, (begins, ends) = self.micro_batch_bytes[part], self.parts_held[part]
-            last = self.workspace_bytes(B, part) + held + begins
-            most.append(min(self.micro_batches, 1 + self._most(device, last, held + begins + ends)))
+            amount, (begins, ends) = self.micro_batch_bytes[part], self.parts_held[part]
+            last = self.workspace_bytes(B, part) + amount + begins
+            most.append(min(self.micro_batches, 1 + self._most(device, last, amount + begins + ends)))
         return tuple(most)
 
     def _most(self, device: int, occupied: float, each: float) -> int:

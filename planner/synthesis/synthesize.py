@@ -103,8 +103,8 @@ def _fill_all(
     first = _in_time(problem, searched)
     rest = list[OrderCandidate]()
     for group in (_in_time(problem, shapes), _in_time(problem, _candidates(problem, cuts, limit))):
-        known = {(candidate.proposal, candidate.recompute) for candidate in (*first, *rest)}
-        new = [candidate for candidate in group if (candidate.proposal, candidate.recompute) not in known]
+        earlier = {(candidate.proposal, candidate.recompute) for candidate in (*first, *rest)}
+        new = [candidate for candidate in group if (candidate.proposal, candidate.recompute) not in earlier]
         new.sort(key=lambda candidate: candidate.bound)
         first += new[:MOST_SHAPES]
         rest += new[MOST_SHAPES:]
@@ -121,10 +121,10 @@ def _fill_all(
 
 def _in_time(problem: Problem, candidates: Iterator[OrderCandidate]) -> list[OrderCandidate]:
     """The next candidates, at least one, until the time is over."""
-    made = list[OrderCandidate]()
-    while not (made and problem.budget.over) and (candidate := next(candidates, None)) is not None:
-        made.append(candidate)
-    return made
+    early = list[OrderCandidate]()
+    while not (early and problem.budget.over) and (candidate := next(candidates, None)) is not None:
+        early.append(candidate)
+    return early
 
 
 def _with_base(problem: Problem, plans: Sequence[ScoredPlan]) -> Iterator[Proposal]:
