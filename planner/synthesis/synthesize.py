@@ -1,4 +1,4 @@
-"""Plans with an order of actions made for them, on the cuts and devices of good plans and on nearby cuts.
+"""Plans with an order of actions made for them, on the cuts and devices of good plans.
 
 Candidates are the searched cuts of known schedules, other good shapes, and all cuts where these are few. Each
 gets the best of the orders that rules make (`fill_orders`); the fastest are improved by `improve_order`. The
