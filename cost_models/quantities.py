@@ -125,6 +125,14 @@ def parse_seconds(text: str, name: str = "duration") -> float:
     return seconds
 
 
+def parse_time(text: str, name: str = "time") -> float:
+    """Seconds of a time such as `20`, `20s` or `2min`: a number without a unit is in seconds.
+
+    Raises UsageError, as `parse_seconds` does.
+    """
+    return parse_seconds(text if re.search("[^0-9.]", text.strip()) else f"{text.strip()}s", name)
+
+
 def format_bytes(size: float) -> str:
     """A size in binary units: `512 B`, `1.50 KiB`, `1.25 GiB`."""
     if abs(size) < 1024:

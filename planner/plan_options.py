@@ -20,7 +20,7 @@ from ..cost_models.quantities import (
     MOST_TOTAL_BYTES,
     parse_bytes,
     parse_rate,
-    parse_seconds,
+    parse_time,
 )
 from ..cost_models.runtime import OFFLOAD, RUNTIMES, find_runtime
 from ..cost_models.schedules import SCHEDULES
@@ -65,7 +65,7 @@ class PlanKeywords(TrainingKeywords, total=False):
     keep_together: Sequence[str]
     pins: Sequence[tuple[str, int]]
     memory_limit: float | None
-    time_limit: float
+    time_limit: float | str
     robust: bool
     slow_devices: tuple[float, float] | str | None
 
@@ -80,6 +80,10 @@ def _search(default: Any, check: Any, form: str | None, help: str, **more: Any) 
 
 def _stage_of_zero(name: str, value: Any) -> int:
     return arguments.whole(name, value, at_least=0)
+
+
+def _time_limit(name: str, value: Any) -> float:
+    return parse_time(value, name) if isinstance(value, str) else arguments.number(name, value)
 
 
 def _sharers(name: str, value: Any) -> tuple[int, ...] | None:
@@ -224,10 +228,10 @@ class PlanOptions(Options):
     )
     time_limit: float = _search(
         30.0,
-        arguments.number,
+        _time_limit,
         "30s",
         "Processor time for the whole answer; the search counts its work.",
-        read=parse_seconds,
+        read=parse_time,
         default_text="30s",
     )
     use_all: bool = _search(False, arguments.flag, None, "No GPU may stay free, even where fewer are faster.")

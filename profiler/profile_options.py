@@ -12,7 +12,7 @@ from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.option_fields import Options, option, settings_option
 from ..cost_models.option_readers import read_module_styles, read_sizes
-from ..cost_models.quantities import parse_bytes, parse_seconds
+from ..cost_models.quantities import parse_bytes, parse_time
 
 if TYPE_CHECKING:
     from .profile_file import Profile
@@ -176,7 +176,7 @@ class ProfileOptions(Options):
         "How long all may take, with loading and tracing; the smallest size is always measured.",
         "60s",
         flag="budget",
-        read=parse_seconds,
+        read=parse_time,
         default_text="60s",
     )
     seed: int = option(0, _seed, "Random seed, of weights and inputs.", "N", least=0)
@@ -282,7 +282,7 @@ class LinkOptions(Options):
         "How long to wait for a process that is silent.",
         "60s",
         flag="timeout",
-        read=parse_seconds,
+        read=parse_time,
         default_text="60s",
     )
 

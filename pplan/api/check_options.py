@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.option_fields import Options, option, settings_option
-from ..cost_models.quantities import parse_seconds
+from ..cost_models.quantities import parse_time
 
 RUNTIMES = ("torch", "torchgpipe", "fairscale", "deepspeed")
 
@@ -112,7 +112,7 @@ class CheckOptions(Options):
         arguments.optional_number,
         "How long a step may take before the check gives up; default: 120 s, or more where the plan says so.",
         "120s",
-        read=parse_seconds,
+        read=parse_time,
     )
 
     def __post_init__(self) -> None:

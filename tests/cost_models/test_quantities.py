@@ -16,6 +16,7 @@ from pplan.cost_models.quantities import (
     parse_bytes,
     parse_rate,
     parse_seconds,
+    parse_time,
 )
 
 
@@ -122,6 +123,14 @@ def test_refused_rates(text: str) -> None:
 )
 def test_durations(text: str, seconds: float) -> None:
     assert parse_seconds(text) == pytest.approx(seconds, rel=1e-12)
+
+
+def test_times_are_in_seconds_without_a_unit() -> None:
+    texts = ("20", " 2.5 ", "20s", "2min", "500ms", "0")
+    assert [parse_time(text) for text in texts] == [20.0, 2.5, 20.0, 120.0, 0.5, 0.0]
+    for text in ("soon", "-1", "", "inf", "5 weeks"):
+        with pytest.raises(UsageError, match=r"^budget"):
+            parse_time(text, "budget")
 
 
 @pytest.mark.parametrize("text", ["5", "-1s", "nan", "inf", "soon", "5 weeks", "1e999s", "5MS"])
