@@ -91,9 +91,9 @@ class ExportError(PplanError):
 class InfeasibleError(PplanError):
     """No plan of the searched space fits the limits.
 
-    `details`, which JSON can say: where a stage of the plan that needs least is too large, `stage` (number,
-    stages, first and last layer, replicas, memory_bytes), `ledger` (bytes by term), `limit_bytes` and
-    `missing_bytes`; `would_fit`: the changes of which each was solved again and fits.
+    `details`, as JSON holds them: the tightest `stage` of the plan that needs the least memory (number,
+    stages, first and last layer, replicas, memory_bytes), its `ledger` (bytes by term), `limit_bytes` and
+    `missing_bytes`; and `would_fit`, the changes with which a plan fits.
     """
 
     exit_status = 3

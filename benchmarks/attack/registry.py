@@ -121,6 +121,7 @@ ATTACKED_BY_TESTS: dict[str, str] = {
     "degrees/degree_search.py:search_degrees": "tests/planner/degrees/test_degree_search.py",
     "degrees/stage_degree_bound.py:stage_bound": "tests/planner/degrees/test_stage_degrees.py",
     "degrees/stage_degree_search.py:search_stage_degrees": "tests/planner/degrees/test_stage_degrees.py",
+    "infeasible.py:find_plan": "tests/planner/test_smallest_plan.py",
     "joint_search.py:without_plan": "tests/proofs/test_shared_layers.py",
     "shared_layers.py:solve_degrees": "tests/proofs/test_shared_layers.py",
     "synthesis/orders.py:OrderProblem.bound": "tests/planner/synthesis/test_orders.py",

@@ -10,8 +10,8 @@ from ..asynchronous import ASYNCHRONOUS, WPIPE, assemble_endless, steady_bubble,
 from ..build_plan import build_plan
 from ..candidate import ScoredPlan
 from ..coverage import describe_order, describe_search
-from ..infeasible import no_plan_fits
-from ..joint_search import find_best_plan, with_bound
+from ..infeasible import find_plan, no_plan_fits
+from ..joint_search import with_bound
 from ..mini_batch import choose_mini_batch, smaller_defaults
 from ..pipeline_config import UNPROPOSED
 from ..plan_document import list_machine_warnings, list_search_warnings, plan_without_comparison
@@ -23,6 +23,7 @@ from ..robust.choice import RobustPlan, check_known, most_robust
 from ..robust.resampling import DEVICE_SAMPLES, DrawnSteps
 from ..scoring import assemble
 from ..search.branch_and_bound import SearchResult
+from ..smallest_plan import nothing_fits
 from .least_cost import least_cost
 from .least_memory import least_memory
 from .objective import COST, MEMORY, STEP_TIME, THROUGHPUT, Objective
@@ -81,18 +82,16 @@ def solve_objective(
 
     Raises UsageError, and InfeasibleError where nothing fits.
     """
-    problem = problem.with_time_limit()
-    outcome = optimize(objective, problem)
-    if outcome.best is None:
-        results = ((own, optimize(objective, own)) for own in smaller_defaults(problem))
-        smaller = next(
-            ((own, other) for own, other in results if other.best is not None),
-            None,
-        )
-        if smaller is None:
-            raise no_plan_fits(problem)
-        warnings = [*warnings, _smaller_batch_warning(problem, smaller[0])]
-        problem, outcome = smaller
+    first = problem.with_time_limit()
+    for problem in (first, *smaller_defaults(first)):
+        is_ruled_out = objective.name in (MEMORY, COST) and nothing_fits(problem)
+        outcome = None if is_ruled_out else optimize(objective, problem)
+        if outcome is not None and outcome.best is not None:
+            break
+    else:
+        raise no_plan_fits(first)
+    if problem is not first:
+        warnings = [*warnings, _smaller_batch_warning(first, problem)]
     plan = _build_plan(objective, problem, outcome, model, profile, notes, warnings, compared=compared)
     if not compared or plan.objective is not None:
         return plan
@@ -184,7 +183,7 @@ def step_time(problem: Problem) -> ObjectiveResult:
     """
     if problem.options.robust:
         check_known(problem)
-    answer = find_best_plan(problem)
+    answer = find_plan(problem)
     if not problem.options.robust or answer.best is None:
         return ObjectiveResult(answer.result, answer)
     robust = most_robust(problem, answer)

@@ -72,4 +72,4 @@ def test_devices_of_two_sizes(make_chain: MakeChain, make_topology: MakeTopology
     topology = replace(machine, groups=groups)
     options = PlanOptions(mini_batch=8, schedule="zb-h1")
     error = refused(Problem(make_chain(3, 8, cuts=1.1), topology, options))
-    assert error.what.startswith("no plan under zb-h1 was found that fits into 100 B to 200 B a device; ")
+    assert error.what.startswith("no plan under zb-h1 fits into 100 B to 200 B a device: stage ")
