@@ -1,10 +1,11 @@
-"""The plans of schedules that the branch and bound of 1F1B and GPipe does not know, with their own cuts.
+"""The plans of schedules other than 1F1B and GPipe, with their own cuts.
 
-A shape is a configuration, a number of devices and of parts on each, and the replicas of every device
-(`device_choices`). Shapes are looked at in stages (`shape_search`), the one with the lowest bound first, so
-that what is left when the work is done bounds what was not looked at. The bound holds for any devices in any
-order. Where every choice of devices is a shape, each is bounded with its devices. Otherwise the first choice
-stands for all: its plans are scored on its devices and bounded by the least that any devices take.
+A shape is a configuration, a number of devices and of parts on each, and the devices of every stage
+(`device_choices`). All shapes are bounded and get their first cuts, then the fastest ones are improved. At
+last all cuts of the shapes with the lowest bounds are looked at (`shape_search`), until the work is done:
+then what is left bounds what was not looked at. The bound holds for any devices in any order. If every choice
+of devices is a shape, each is bounded with its devices. Otherwise the first choice stands for all: its plans
+are scored on its devices and bounded by the least that any devices take.
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from heapq import heapify, heappop, heappush
 from itertools import pairwise, product
 from math import inf
-from typing import TYPE_CHECKING
 
 from ...cost_models.errors import UsageError
 from ...cost_models.schedules import Program, find_schedule
@@ -24,31 +23,31 @@ from ..candidate import ScoredPlan
 from ..partition_bound import Partitions
 from ..pipeline_config import SEVERAL_PARTS, VIRTUAL_STAGES, PipelineConfig
 from ..plan_records import TIE
+from ..problem import Problem
 from ..search.budget import WORK_A_SECOND
 from ..search.least_exchange import LeastExchanges
 from ..universal_bound import make_partitions, universal_bound, work_and_path_bound
 from .device_choices import DeviceChooser
 from .part_tables import PipelineShape
-from .shape_search import SearchStage, ShapeSearch
-
-if TYPE_CHECKING:
-    from ..problem import Problem
+from .shape_search import FAR, Record, ShapeSearch
 
 EVERY_COUNT = 64
 """Up to so many devices every number of replicas is looked at."""
 MOST_SHAPES = 3_000
-"""That are bounded each by itself."""
+"""Shapes that are bounded one by one."""
+MOST_COMPOSED = 8
+"""Up to so many devices every number of replicas of every stage is looked at."""
 MOST_ACTIONS = 30_000
-"""Of a program whose cuts are searched."""
+"""Actions of a program whose cuts are searched."""
 MOST_NEAR_CHOICES = 4
 """Choices of devices for the shape of a good plan that are looked at first."""
 SHARE = 0.15
-"""Of the time limit's work."""
+"""Share of the time limit's work."""
 
 
 @dataclass(frozen=True)
 class ScheduleResult:
-    """The best plan, None where none fits, and a bound on all plans of the schedules; the best plans of
+    """The best plan, None if none fits, and a bound on all plans of the schedules; the best plans of
     different shapes, the fastest first."""
 
     best: ScoredPlan | None
@@ -63,8 +62,18 @@ def search_schedules(
     work: float | None = None,
     near: Iterable[ScoredPlan] = (),
 ) -> ScheduleResult:
-    """Plans of these schedules that take less than `limit` seconds, with a bound on all that do not; a bound
-    at the limit says no more than that. The shapes of the plans `near` the fastest are looked at first."""
+    """Search plans of these schedules that take less than `limit` seconds.
+
+    Args:
+        problem: The problem.
+        schedules: Names of schedules.
+        limit: Seconds that plans of interest are below.
+        work: Counted work, by default a share of the time limit.
+        near: Good plans, whose shapes are looked at first.
+
+    Returns:
+        The best plan, and a bound on all that were not scored. A bound at the limit says no more than that.
+    """
     names = tuple(dict.fromkeys(schedules))
     if not names:
         return ScheduleResult(None, inf)
@@ -72,78 +81,64 @@ def search_schedules(
     if problem.space.is_long or low >= limit:
         return ScheduleResult(None, low)
     amount = SHARE * problem.options.time_limit * WORK_A_SECOND if work is None else work
-    return _ScheduleSearch(problem, names, limit, low, amount).run(near)
+    record = Record(problem, problem.budget.part(amount), LeastExchanges(problem.space), limit)
+    return _ScheduleSearch(problem, names, low, record).run(near)
 
 
 class _ScheduleSearch:
-    def __init__(
-        self, problem: Problem, names: tuple[str, ...], limit: float, low: float, work: float
-    ) -> None:
-        self.problem, self.names, self.low = problem, names, low
-        self.limit = limit
-        self.budget = problem.budget.part(work)
+    def __init__(self, problem: Problem, names: tuple[str, ...], low: float, record: Record) -> None:
+        self.problem, self.names, self.low, self.record = problem, names, low, record
         self.devices = DeviceChooser(problem)
         self.programs: dict[tuple[str, int, int, int], Program | None] = {}
         most = min(problem.usable_gpus, problem.space.chain.max_stages)
         reaches = problem.stage_counts[-1] == most or not problem.may_be_deeper
         self.is_complete = reaches and problem.usable_gpus <= EVERY_COUNT
         self.bounds: dict[object, float] = {}
-        self.exchanges = LeastExchanges(problem.space)
         self.partitions: dict[tuple[str, int, str], Partitions] = {}
 
     def run(self, near: Iterable[ScoredPlan] = ()) -> ScheduleResult:
-        """The answer."""
-        best: ScoredPlan | None = None
-        first = [self._search(shape, self._simple_bound(shape)) for shape in self._shapes_near(near)]
-        for own in first:
-            while own.stage < SearchStage.IMPROVED and not self.budget.spent:
-                self.limit = own.advance(self.limit)
-            best = _faster(best, own.best)
-        shapes = [*first, *sorted(self._shapes(), key=lambda own: own.bound)]
-        for stage in (SearchStage.QUICK, SearchStage.IMPROVED):
-            for own in sorted(shapes, key=lambda own: own.step):
-                if own.bound < self.limit * (1 - TIE) and not self.budget.spent and own.stage < stage:
-                    self.limit = own.advance(self.limit)
-                    best = _faster(best, own.best)
-        heap = [(own.bound, index, own) for index, own in enumerate(shapes)]
-        heapify(heap)
-        proven = inf if self.is_complete else self.low
-        while heap:
-            bound, index, own = heappop(heap)
-            if bound >= self.limit * (1 - TIE):
-                break
-            if self.budget.spent or own.stage == SearchStage.DONE:
-                proven = min(proven, bound)
-                continue
-            self.limit = own.advance(self.limit)
-            best = _faster(best, own.best)
-            heappush(heap, (own.bound, index, own))
-        step = self.limit if best is None else min(self.limit, best.step_seconds)
+        """Search the shapes of the plans `near`, and then all."""
+        record = self.record
+        shapes = [ShapeSearch(record, own, self._simple_bound(own)) for own in self._shapes_near(near)]
+        for own in shapes:
+            if not record.budget.spent:
+                own.begin()
+                own.descend()
+        further = sorted(self._shapes(), key=lambda own: own.bound)
+        for own in further:
+            if self._is_open(own):
+                own.begin()
+        shapes += further
+        for own in sorted(further, key=lambda own: own.step):
+            if self._is_open(own) and own.step < FAR * record.limit:
+                own.descend()
+        for own in sorted(shapes, key=lambda own: own.bound):
+            if self._is_open(own):
+                own.exhaust()
+        left = [own.bound for own in shapes if own.bound < record.limit * (1 - TIE)]
+        proven = min([*left, inf if self.is_complete else self.low, record.limit])
         plans = sorted((own.best for own in shapes if own.best is not None), key=lambda own: own.step_seconds)
-        return ScheduleResult(best, max(self.low, min(proven, step)), tuple(plans))
+        return ScheduleResult(record.best, max(self.low, proven), tuple(plans))
+
+    def _is_open(self, own: ShapeSearch) -> bool:
+        return own.bound < self.record.limit * (1 - TIE) and not self.record.budget.spent
 
     def _shapes(self) -> Iterator[ShapeSearch]:
-        count = 0
+        count, record = 0, self.record
         for shape in self._all_shapes():
             bound = self._simple_bound(shape)
-            if bound >= self.limit * (1 - TIE):
+            if bound >= record.limit * (1 - TIE):
                 continue
-            if count >= MOST_SHAPES or self.budget.spent:
-                if self._is_needed(shape):
+            if count >= MOST_SHAPES or record.budget.spent:
+                if shape.stands_for_all or self._lists_every_choice:  # the proof needs it
                     self.is_complete = False
                     return
                 continue
             if not self._may_fit(shape):
                 continue
             count += 1
-            self.budget.spend(100_000)
-            yield self._search(shape, bound)
-
-    def _search(self, shape: PipelineShape, bound: float) -> ShapeSearch:
-        problem = self.problem
-        return ShapeSearch(
-            problem.space, shape, bound, not shape.stands_for_all, problem.allows, self.budget, self.exchanges
-        )
+            record.budget.spend(100_000)
+            yield ShapeSearch(record, shape, bound)
 
     def _shapes_near(self, plans: Iterable[ScoredPlan]) -> Iterator[PipelineShape]:
         """Shapes of plans with searched schedules, on their devices and on the best choices."""
@@ -176,12 +171,12 @@ class _ScheduleSearch:
         config, slots = shape.config, shape.program.pipes[0]
         key = config.schedule, config.micro_batch_size, config.recompute
         if key not in self.partitions:
-            self.partitions[key] = make_partitions(self.problem, config, self.exchanges)
+            self.partitions[key] = make_partitions(self.problem, config, self.record.exchanges)
         own = self.partitions[key]
-        self.budget.spend(len(slots) * (20_000 + 5 * own.part_entries))
+        self.record.budget.spend(len(slots) * (20_000 + 5 * own.part_entries))
         replicas = [len(shape.ranks[slot.device]) for slot in slots]
         is_sent = [here.device != there.device for here, there in pairwise(slots)]
-        return own.may_take(replicas, is_sent, self.limit)
+        return own.may_take(replicas, is_sent, self.record.limit)
 
     def _all_shapes(self) -> Iterator[PipelineShape]:
         """Every pipeline with its first choice of devices, and then with the others."""
@@ -203,10 +198,6 @@ class _ScheduleSearch:
             if not choices.complete or (number > MOST_SHAPES and not is_only):
                 return False
         return True
-
-    def _is_needed(self, shape: PipelineShape) -> bool:
-        """Return whether the proof needs this shape, as no other one stands for its plans."""
-        return shape.stands_for_all or self._lists_every_choice
 
     def _pipelines(self) -> Iterator[tuple[PipelineConfig, Program, tuple[int, ...]]]:
         """Configurations, programs and, by device of the program, numbers of replicas."""
@@ -257,10 +248,6 @@ class _ScheduleSearch:
         return choices
 
 
-MOST_COMPOSED = 8
-"""Up to so many devices every number of replicas of every stage is looked at."""
-
-
 def _compositions(counts: tuple[int, ...], stages: int, most: int) -> Iterator[tuple[int, ...]]:
     """Of so many stages, with no more than `most` devices."""
     if not stages:
@@ -279,9 +266,3 @@ def _virtual_stages(config: PipelineConfig) -> tuple[int, ...]:
     if config.schedule in SEVERAL_PARTS:
         return VIRTUAL_STAGES
     return (find_schedule(config.schedule).default_virtual_stages,)
-
-
-def _faster(best: ScoredPlan | None, other: ScoredPlan | None) -> ScoredPlan | None:
-    if other is None or (best is not None and best.step_seconds <= other.step_seconds):
-        return best
-    return other

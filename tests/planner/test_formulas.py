@@ -305,11 +305,11 @@ def test_one_process_on_many_devices_has_no_replicas(
 
 
 def test_cuts_are_spread_to_places_of_their_own() -> None:
-    assert _spread_cuts([0, 0, 0, 5]) == [0, 1, 2, 5]
-    assert _spread_cuts([0, 5, 5, 5]) == [0, 3, 4, 5]
-    assert _spread_cuts([0, 2, 2, 5]) == [0, 2, 3, 5]
-    assert _spread_cuts([0, 1, 4, 5]) == [0, 1, 4, 5]
-    assert _spread_cuts([0, 9]) == [0, 9]
+    assert _spread_cuts([0, 0, 0, 5]) == (0, 1, 2, 5)
+    assert _spread_cuts([0, 5, 5, 5]) == (0, 3, 4, 5)
+    assert _spread_cuts([0, 2, 2, 5]) == (0, 2, 3, 5)
+    assert _spread_cuts([0, 1, 4, 5]) == (0, 1, 4, 5)
+    assert _spread_cuts([0, 9]) == (0, 9)
 
 
 @pytest.mark.parametrize(("zero", "share"), [(1, 1.0), (2, 0.5), (3, 0.0)])

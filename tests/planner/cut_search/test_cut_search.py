@@ -18,11 +18,9 @@ from pplan.cost_models.schedules.registration import register_schedule
 from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import Proposal, ScoredPlan, linear_pipeline
-from pplan.planner.cut_search.cut_bound import CutBound
-from pplan.planner.cut_search.part_memory import most_pairs
 from pplan.planner.cut_search.part_tables import PipelineShape, make_part_tables
 from pplan.planner.cut_search.schedule_search import MOST_ACTIONS, search_schedules
-from pplan.planner.cut_search.shape_search import ShapeSearch
+from pplan.planner.cut_search.shape_search import Record, ShapeSearch
 from pplan.planner.joint_search import find_best_plan
 from pplan.planner.other_schedules import propose_parts
 from pplan.planner.pipeline_config import PipelineConfig
@@ -243,46 +241,31 @@ def two_kinds(seed: int) -> Topology:
 def test_no_cut_is_below_the_bound_of_its_shape(
     make_chain: MakeChain, make_topology: MakeTopology, name: str
 ) -> None:
-    """Whatever the turn of the game; and a plan that fits is never excluded nor below what is said of it."""
+    """A plan that fits is never excluded, nor below what is said of it."""
     chain = in_two_parts(make_chain(7, 9, traffic=0.2, cuts=1.0, adding=0.5), 7)
-    problem = Problem(chain, make_topology(2, latency=0.1, memory=2000), PlanOptions(mini_batch=4))
+    options = PlanOptions(mini_batch=4, schedule=name)
+    problem = Problem(chain, make_topology(2, latency=0.1, memory=2000), options)
     parts = SCHEDULES[name].default_virtual_stages
     program = SCHEDULES[name].program(2, 4, parts)
     shape = PipelineShape(PipelineConfig(name, "by_stage", 4, 1, parts), program, ((0,), (1,)))
-    tables = make_part_tables(problem.space, shape, LeastExchanges(problem.space))
+    exchanges = LeastExchanges(problem.space)
+    tables = make_part_tables(problem.space, shape, exchanges)
     every = [(0, *cuts, 9) for cuts in combinations(range(1, 9), 2 * parts - 1)]
     rows = np.array(every, dtype=np.int64)
-    after = tables.seconds_after(rows).reshape(2, -1, len(rows))
-    costs = [tables.costs(rows).candidate(index) for index in range(len(rows))]
-    reduced = [replace(own, all_reduce=after[:, :, index]) for index, own in enumerate(costs)]
-    steps = np.array([float(step_seconds(program, own)[0]) for own in reduced])
-    fitting = 0
+    steps = step_seconds(program, tables.costs(rows))
+    least = inf
     for cuts, step in zip(every, steps.tolist(), strict=True):
         plan = fastest(problem.space, [shape.proposal(range(10), cuts)])
         if plan is not None:
             assert all(tables.usable[part, cuts[part], cuts[part + 1]] for part in range(2 * parts))
             assert step <= plan.step_seconds * (1 + TOLERANCE)
-            fitting += 1
-    assert fitting > 0
-    usable = np.array(
-        [all(tables.usable[part, c[part], c[part + 1]] for part in range(2 * parts)) for c in every]
-    )
-    game, bounds = CutBound(tables), []
-    for _ in range(30):
-        game.improve()
-        bounds.append(game.bound)
-    assert bounds == sorted(bounds)
-    assert 0.7 * steps[usable].min() < game.bound <= steps[usable].min() * (1 + TOLERANCE)
-
-
-def test_the_pairs_that_are_left_out_never_hold_the_most() -> None:
-    random = np.random.default_rng(0)
-    for _ in range(300):
-        pairs = {(float(a), float(b)) for a, b in random.integers(0, 6, (random.integers(1, 12), 2))}
-        a, b = random.uniform(0, 2), random.uniform(-2, 2)
-        few = most_pairs(pairs)
-        assert few <= pairs
-        assert max(a * x + b * y for x, y in few) == max(a * x + b * y for x, y in pairs)
+            least = min(least, plan.step_seconds)
+    search = ShapeSearch(Record(problem, problem.budget, exchanges, inf), shape, 0.0)
+    search.begin()
+    assert 0.5 * least < search.bound <= least * (1 + TOLERANCE)
+    search.exhaust()
+    assert search.step == pytest.approx(least, rel=TOLERANCE)
+    assert search.bound >= search.step
 
 
 def test_virtual_stages_with_replicas_are_proposed(
@@ -314,8 +297,6 @@ def test_where_a_shape_is_looked_at_first(make_chain: MakeChain, make_topology: 
     problem = Problem(chain, make_topology(2), PlanOptions(mini_batch=8, micro_batches=8, schedule="zb-v"))
     program = SCHEDULES["zb-v"].program(2, 8)
     shape = PipelineShape(replace(problem.configs[0], virtual_stages=2), program, ((0,), (1,)))
-    search = ShapeSearch(
-        problem.space, shape, 0.0, True, problem.allows, problem.budget, LeastExchanges(problem.space)
-    )
-    starts = {tuple(own) for own in search._starts()}
+    record = Record(problem, problem.budget, LeastExchanges(problem.space), inf)
+    starts = {tuple(own) for own in ShapeSearch(record, shape, 0.0)._starts().tolist()}
     assert starts >= {(0, 10, 20, 30, 40), (0, 7, 14, 27, 40), (0, 13, 26, 33, 40), (0, 5, 10, 25, 40)}

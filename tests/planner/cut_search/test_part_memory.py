@@ -12,14 +12,15 @@ import pytest
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import FRAGMENTATION_RESERVE
-from pplan.cost_models.schedules import SCHEDULES, StageSlot
-from pplan.cost_models.topology import Topology
+from pplan.cost_models.schedules import SCHEDULES
+from pplan.cost_models.topology import Group, Topology
 from pplan.planner.candidate import Proposal
-from pplan.planner.cut_search.part_memory import PartMemory
+from pplan.planner.cut_search.part_tables import PipelineShape, _least_bytes, make_part_tables
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble
+from pplan.planner.search.least_exchange import LeastExchanges
 
 COUNT, LAYERS = 4, 6
 EXACT = {("1f1b", "never"): 10, ("gpipe", "never"): 10}
@@ -50,13 +51,12 @@ def test_parts_that_fit_on_no_device(base: str, mode: Any, problem: Problem) -> 
     recomputes, a workspace; of several never more."""
     program = SCHEDULES[base].program(2, COUNT, SCHEDULES[base].default_virtual_stages)
     space, ranks, slots = problem.space, [(0,), (1,)], program.slots
-    tables = [space.table(1)] * 2
-    memory = PartMemory(space, program, ranks, tables, [space.topology.kinds] * 2, False)
-    needs = {slot: memory._least_bytes(slot, mode, space.topology.kinds) for slot in program.parts_by_slot}
-    for slot, need in needs.items():
-        limit = float(np.median(need[tables[0].valid]))
-        own = replace(memory, space=replace(space, memory_limit=limit))
-        assert (own.fits(mode)[slot] == (need <= limit * (1 + 1e-12))).all()
+    table, kinds = space.table(1), space.topology.kinds
+    holders = len(program.pipes)
+    needs = {
+        slot: _least_bytes(space, program, slot, table, kinds, holders, mode)
+        for slot in program.parts_by_slot
+    }
     exact = 0
     config = PipelineConfig(base, "by_stage", COUNT, 1, SCHEDULES[base].default_virtual_stages)
     for inner in combinations(range(1, LAYERS), slots - 1):
@@ -74,15 +74,17 @@ def test_parts_that_fit_on_no_device(base: str, mode: Any, problem: Problem) -> 
 
 
 def test_devices_of_several_kinds_and_of_none(problem: Problem) -> None:
-    """Anywhere the limit is of the one kind that there is; of several none is known."""
+    """Anywhere the limit is that of the only kind of device; of several none is known."""
     program = SCHEDULES["zb-h1"].program(2, COUNT)
-    space, slot = problem.space, StageSlot(0, 0)
-    kind = space.topology.kinds[0]
-    tables = [space.table(1)] * 2
+    shape = PipelineShape(PipelineConfig("zb-h1", "never", COUNT, 1), program, ((0,), (1,)))
 
-    def fits(anywhere: bool, *kinds: Any) -> Any:
-        return PartMemory(space, program, [(0,), (1,)], tables, [kinds] * 2, anywhere).fits("never")[slot]
+    def usable(anywhere: bool, *kinds: Any) -> Any:
+        groups = tuple(Group(kind, 2 // len(kinds)) for kind in kinds)
+        space = replace(problem.space, topology=replace(problem.topology, groups=groups))
+        return make_part_tables(space, shape, LeastExchanges(space), anywhere=anywhere).usable
 
-    assert not fits(False, kind).all()
-    assert (fits(True, kind) == fits(False, kind)).all()
-    assert fits(True, kind, replace(kind, name="other")).all()
+    kind = problem.topology.kinds[0]
+    other = replace(kind, name="other")
+    assert usable(False, kind).sum() < usable(True, kind, other).sum()
+    assert (usable(True, kind) == usable(False, kind)).all()
+    assert (usable(True, kind, other) == problem.space.usable).all()

@@ -76,25 +76,27 @@ def test_sums_of_layers(anywhere: bool, name: str, recompute: Any, make_chain: M
 
             forward, once = over(chain.forward_seconds), over(chain.accumulation_seconds)
             again = recompute == "always"
-            assert tables.forward[slot][a, b] == pytest.approx(scale * forward)
+            assert tables.seconds["forward"][slot][a, b] == pytest.approx(scale * forward)
             if split:
-                assert tables.backward[slot][a, b] == pytest.approx(
+                assert tables.seconds["backward"][slot][a, b] == pytest.approx(
                     scale * over(chain.backward_input_seconds)
                 )
-                assert tables.weight[slot][a, b] == pytest.approx(scale * over(chain.backward_weight_seconds))
-                assert 0 <= tables.credit[slot][a, b] <= scale * once * (1 + 1e-9)
+                assert tables.seconds["weight"][slot][a, b] == pytest.approx(
+                    scale * over(chain.backward_weight_seconds)
+                )
+                assert 0 <= tables.seconds["accumulation"][slot][a, b] <= scale * once * (1 + 1e-9)
             else:
                 whole = over(chain.backward_seconds) + again * forward
-                assert tables.backward[slot][a, b] == pytest.approx(scale * whole)
-                assert not tables.weight[slot].any()
-                assert tables.credit[slot][a, b] == pytest.approx(scale * once)
+                assert tables.seconds["backward"][slot][a, b] == pytest.approx(scale * whole)
+                assert not tables.seconds["weight"][slot].any()
+                assert tables.seconds["accumulation"][slot][a, b] == pytest.approx(scale * once)
             launched = over(chain.forward_host_seconds)
-            assert tables.forward_launch[slot][a, b] == pytest.approx(launched)
+            assert tables.seconds["forward_launch"][slot][a, b] == pytest.approx(launched)
             back = over(chain.backward_host_seconds) + again * launched
-            assert tables.backward_launch[slot][a, b] == pytest.approx(back)
+            assert tables.seconds["backward_launch"][slot][a, b] == pytest.approx(back)
         assert (tables.usable[own] == np.triu(np.ones((LAYERS + 1, LAYERS + 1)), 1)).all()
     assert tables.hosts == problem.space.hosts
-    assert (tables.places, tables.parts) == (LAYERS + 1, 3)
+    assert tables.parts == 3
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "zb-v", "dapple"])
@@ -135,14 +137,9 @@ def test_what_is_sent_and_summed_up(make_chain: MakeChain) -> None:
     assert tables.latency.tolist() == [0.05, 0.05]
     assert least.latency.tolist() == [latency, latency] == [0.01, 0.01]
     for slot in tables.program.parts_by_slot:
-        after = tables.after[slot]
-        assert after.tolist() == least.after[slot].tolist()
+        after = tables.seconds["exposed"][slot]
+        assert after.tolist() == least.seconds["exposed"][slot].tolist()
         assert bool(after[0, LAYERS] > 0) == (slot.device < 2)
-    rows = np.array([(0, 2, 4, LAYERS), (0, 1, 6, LAYERS)])
-    seconds = tables.seconds_after(rows)
-    for column, row in enumerate(rows.tolist()):
-        for slot, part in tables.program.parts_by_slot.items():
-            assert seconds[slot.device, column] == tables.after[slot][row[part], row[part + 1]]
 
 
 def test_chunks_on_one_device_send_nothing_to_each_other(make_chain: MakeChain) -> None:
@@ -162,11 +159,11 @@ def test_stages_that_exchange_by_layer_are_of_their_own_devices(make_chain: Make
     problem = make_problem(make_chain, zero=3, speed=1.0)
     _, own = make_tables(problem, "1f1b", ranks=((0, 1), (3, 4)))
     _, least = make_tables(problem, "1f1b", ranks=((0, 1), (3, 4)), anywhere=True)
-    near, far = (own.forward[slot] for slot in own.program.parts_by_slot)
+    near, far = (own.seconds["forward"][slot] for slot in own.program.parts_by_slot)
     size = problem.chain.sizes.index(1)
     for a, b in combinations(range(LAYERS + 1), 2):
         alone = problem.chain.forward_seconds[a:b, size].sum()
         assert far[a, b] >= near[a, b] >= alone * (1 - 1e-12)
         for slot in least.program.parts_by_slot:
-            assert least.forward[slot][a, b] == pytest.approx(alone)
+            assert least.seconds["forward"][slot][a, b] == pytest.approx(alone)
     assert (far > near * (1 + 1e-9)).any()
