@@ -1,24 +1,40 @@
 """A lower bound on the step of every plan of any schedule, on any devices in any order.
 
-It uses only what the orders of all synchronous schedules have in common. M micro-batches; of a layer and a
-micro-batch f forward, b backward (of the input alone where the weights' gradient is an action of its own), w
-all of its work on r devices, all the least that any device and number of replicas gives:
+It uses what the orders of all synchronous schedules have in common. Symbols, for M micro-batches; each is the
+least that any device and number of replicas gives:
+
+    f, b, w    seconds of a micro-batch in a layer: forward, backward, all work on r devices. b is that of the
+               input alone if the weights' gradient is an action of its own
+    lead       f of all layers before
+    trail      b of all layers before
+    e          what follows a part's last backward on its devices: the all-reduce over its replicas that
+               cannot run beside that backward
+
+Bounds without the cuts (`PlanSet.simple`), with M shared by the copies of a layer:
 
     M x sum of r w / capacity    all the work, shared by all devices as fast as each of them is
     sum of f + b                 one micro-batch, through all layers and back
     M x that                     `naive`, which has one micro-batch at a time
-    lead + M w                   a layer: its first action is an F that came through the layers before it;
-                                 also lead + M (f + b) + trail, as its last B goes back through them; M
-                                 shared by the layer's copies
+    lead + M w                   a layer: its first action is an F that came through the layers before it
+    lead + M (f + b) + trail     a layer: its last B goes back through the layers before it
 
 The first backward on each copy of a stage's weights adds to no gradients and takes less: the work counts what
-it takes on average over the micro-batches, and one micro-batch's path is the first's. Of a straight pipeline
-with whole backwards it is any other's: where a B on the way back is the first of its stage, another follows
+it takes on average over the micro-batches, and one micro-batch's path is the first's. In a straight pipeline
+with whole backwards it is any other's: if a B on the way back is the first of its stage, another follows
 there, and goes the same way.
 
-The step is bisected: a shorter one is asked of all partitions of the layers (`partition_bound`), with their
-all-reduces and what memory each part needs. What else a device holds is ignored, so that recomputation counts
-only where every stage must recompute.
+The bound of schedules with one part a device is then bisected: `Partitions` tells which steps are too short
+for all ways to cut the layers. A part lies between two cuts and runs on r devices. It is on no plan of T
+seconds unless
+
+    lead + M w + e <= T            its first action is an F that came through the layers before it
+    lead + M (f + b) + trail <= T  its last B goes back through them
+    M launches + e <= T            what its host launches
+    its least bytes fit            weights, gradients, states and the activations of one micro-batch
+
+The parts share the devices, each of which waits while others lead: sum of r (M w + lead + e) <= T capacity
+(`Partitions.may_share`). And a dynamic programme on (devices used, layers done) keeps the least lead, and the
+least lead and trail, of the parts before, with transfers between them (`Partitions.may_follow`).
 """
 
 from __future__ import annotations
@@ -27,158 +43,114 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import inf
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from ..cost_models.hardware import Device
 from ..cost_models.layer import LayerCosts
+from ..cost_models.memory import Training, total, with_reserve
 from ..cost_models.schedules import MOST_COPIES, SCHEDULES
-from .partition_bound import Partitions
-from .pipeline_config import UNPROPOSED
+from ..cost_models.stage_bytes import Amount, StageBytes
+from .pipeline_config import UNPROPOSED, PipelineConfig
 from .plan_records import TIE
-from .plan_settings import PlanSettings
+from .problem import Problem
+from .search.least_collectives import fastest_transfer
 from .search.least_exchange import LeastExchanges
 from .search.space import Space, divide_batch
-from .stage_table import Floats, part_seconds
+from .stage_table import Floats, StageTable, ledger_options, part_seconds
 
-if TYPE_CHECKING:
-    from .pipeline_config import PipelineConfig
-    from .problem import Problem
-
-LINEAR = frozenset({"naive", "gpipe", "1f1b", "dapple"})
-"""One stage a device, whole backwards."""
-LINEAR_SPLIT = frozenset({"zb-h1", "zb-h2"})
+Mask = npt.NDArray[np.bool_]
+STRAIGHT = frozenset({"gpipe", "1f1b", "dapple"})
+"""Schedules with one stage a device and whole backwards."""
+STRAIGHT_SPLIT = frozenset({"zb-h1", "zb-h2"})
 """The same, where weight gradients may wait."""
-SLICED_SCHEDULES = frozenset({"autopipe"})
-"""Whose first micro-batch goes through in halves."""
-TURNS = {
-    **dict.fromkeys((*LINEAR, *LINEAR_SPLIT, *SLICED_SCHEDULES, "chimera", "interleaved", "looped-bfs"), 0),
-    **dict.fromkeys(("zb-v", "dualpipe-v"), 1),
-}
-"""Cuts with the same devices on both sides, in pipelines of several stages."""
-UNKNOWN = ("",)
+SLICED = frozenset({"autopipe"})
+"""Schedules whose first micro-batch goes through in halves."""
+UNKNOWN = ""
 """A schedule of which nothing is known."""
 HALVINGS = 12
-"""Of what is open between the simple bound and the step."""
+"""Halvings of what is open between the simple bound and the step."""
 MOST_ENTRIES = 1e8
-"""Of the tables of all questions."""
+"""Entries of the tables of all questions."""
 
 
 def universal_bound(
     problem: Problem, schedules: Iterable[str], step: float = inf, devices: Sequence[int] | None = None
 ) -> float:
-    """Seconds that no plan of these schedules is below, with the problem's micro-batches, limits and runtime;
-    it is not refined above `step`. inf where there is no plan. `devices`: ranks of those that a plan may use,
-    where these are not all."""
-    cases = [case for name in dict.fromkeys(schedules) for case in _cases(problem, name, devices)]
-    # Cases that bound alike stand for each other.
-    distinct = sorted({case.key: case for case in cases}.values(), key=lambda case: case.simple)
+    """Bound the step of all plans of some schedules, with the problem's micro-batches, limits and runtime.
+
+    Args:
+        problem: The problem.
+        schedules: Names of schedules.
+        step: The bound is not refined above it.
+        devices: Ranks that a plan may use, by default all.
+
+    Returns:
+        Seconds; inf if there is no plan.
+    """
+    plans = [own for name in dict.fromkeys(schedules) for own in _plan_sets(problem, name, devices)]
+    # Plans that are bounded alike stand for each other.
+    distinct = sorted({own.key: own for own in plans}.values(), key=lambda own: own.simple)
     low = distinct[0].simple if distinct else inf
     if low >= step or step == inf or problem.space.is_long:
         return low
-    return _Questions(problem.space).least(distinct, step * (1 - TIE))
+    high, entries = step * (1 - TIE), MOST_ENTRIES
+    exchanges = LeastExchanges(problem.space)
+    for own in distinct:
+        if own.simple >= high:
+            break
+        if not own.is_straight:
+            return own.simple
+        partitions = Partitions(own, exchanges)
+        entries -= (HALVINGS + 1) * partitions.entries
+        if entries < 0:
+            return own.simple
+        if partitions.may_take_all(high):
+            high = _bisect(partitions, own.simple, high)
+    return high
 
 
 def work_bound(problem: Problem) -> float:
-    """A bound on the seconds between two steps of any schedule, also of one that is never flushed: the work,
-    as cheap as any number of replicas makes each layer, shared by all devices."""
-    cases = (case for name in UNKNOWN for case in _cases(problem, name))
-    return min((case.ideal_seconds for case in cases), default=inf)
+    """Bound the seconds between two steps of any schedule, even one that is never flushed.
+
+    It is the work, as cheap as any number of replicas makes each layer, shared by all devices.
+    """
+    return min((own.ideal_seconds for own in _plan_sets(problem, UNKNOWN)), default=inf)
 
 
 def work_and_path_bound(
     problem: Problem, config: PipelineConfig, ranks: Sequence[int], counts: tuple[int, ...]
 ) -> float:
-    """Seconds that no plan of a configuration is below with these numbers of replicas on these devices."""
-    return _case(problem, config.schedule, config, ranks, counts).simple
+    """Bound the plans of a configuration with these numbers of replicas on these devices."""
+    return PlanSet(problem.space, config.schedule, config, ranks, counts).simple
 
 
 def make_partitions(problem: Problem, config: PipelineConfig, exchanges: LeastExchanges) -> Partitions:
-    """The partitions of the layers among the plans of a configuration."""
+    """Make the partitions of the layers among the plans of a configuration."""
     counts = {count for own in problem.replica_choices(config.micro_batch_size) for count in own}
     ranks = range(problem.usable_gpus)
-    settings = _case(problem, config.schedule, config, ranks, tuple(sorted(counts))).settings
-    return Partitions(settings, exchanges)
+    plans = PlanSet(problem.space, config.schedule, config, ranks, tuple(sorted(counts)))
+    return Partitions(plans, exchanges)
 
 
-class _Questions:
-    """What steps are too short for cases: as many questions as `MOST_ENTRIES` allows."""
-
-    def __init__(self, space: Space) -> None:
-        self.left = MOST_ENTRIES
-        self.last: tuple[_Case, Partitions] | None = None
-        self.exchanges = LeastExchanges(space)
-
-    def least(self, cases: Sequence[_Case], high: float) -> float:
-        """The largest step up to `high` known to be too short for all, the lowest simple bounds first."""
-        for case in cases:
-            if case.simple >= high:
-                break
-            if self._allows(case, high):
-                high = self._bisect(case, high)
-        return high
-
-    def _bisect(self, case: _Case, high: float) -> float:
-        low = case.simple
-        for _ in range(HALVINGS):
-            middle = (low + high) / 2
-            low, high = (low, middle) if self._allows(case, middle) else (middle, high)
-        return low
-
-    def _allows(self, case: _Case, seconds: float) -> bool:
-        """Whether there may be a plan of so many seconds."""
-        seconds, partitions = seconds * (1 + TIE / 10), self._partitions(case)
-        if not self._spend(partitions.entries):
-            return True
-        if not partitions.may_share(seconds):
-            return False
-        is_closer = case.kind == "straight" and self._spend(partitions.close_entries)
-        return not is_closer or partitions.may_follow(seconds)
-
-    def _partitions(self, case: _Case) -> Partitions:
-        if self.last is None or self.last[0] is not case:
-            self.last = case, Partitions(case.settings, self.exchanges)
-        return self.last[1]
-
-    def _spend(self, entries: float) -> bool:
-        """Whether so many are left; then they are spent."""
-        is_left = self.left >= entries
-        self.left -= entries if is_left else 0.0
-        return is_left
+def _bisect(partitions: Partitions, low: float, high: float) -> float:
+    """Find about the longest step that is too short for all partitions."""
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if partitions.may_take_all(middle) else (middle, high)
+    return low
 
 
-def _cases(problem: Problem, schedule: str, devices: Sequence[int] | None = None) -> Iterator[_Case]:
-    """By micro-batch size, and by the numbers of replicas that stages may have together."""
+def _plan_sets(problem: Problem, schedule: str, devices: Sequence[int] | None = None) -> Iterator[PlanSet]:
+    """List plans by micro-batch size, and by the numbers of replicas that stages may have together."""
     own = [config for config in problem.configs if config.schedule == schedule] or problem.configs
     distinct = {(config.micro_batch_size, _modes(schedule, config)): config for config in own}
     ranks = range(problem.usable_gpus) if devices is None else devices
-    for (size, _), config in distinct.items():
-        for every in problem.replica_choices(size):
+    for config in distinct.values():
+        for every in problem.replica_choices(config.micro_batch_size):
             if counts := tuple(count for count in every if count <= len(ranks)):
-                yield _case(problem, schedule, config, ranks, counts)
-
-
-def _case(
-    problem: Problem, schedule: str, config: PipelineConfig, ranks: Sequence[int], counts: tuple[int, ...]
-) -> _Case:
-    kind = {"naive": "naive", **dict.fromkeys(SLICED_SCHEDULES, "sliced")}.get(schedule, "any")
-    if kind == "any" and schedule in LINEAR | LINEAR_SPLIT:
-        kind = "straight"
-    return _Case(
-        space=problem.space,
-        ranks=ranks,
-        kind=kind,
-        splits=schedule not in LINEAR,
-        copies=SCHEDULES[schedule].copies if schedule in SCHEDULES else MOST_COPIES,
-        one_model=schedule in SCHEDULES and SCHEDULES[schedule].trains_one_model,
-        turns=TURNS.get(schedule),
-        together=schedule not in TURNS or SCHEDULES[schedule].default_virtual_stages > 1,
-        size=config.micro_batch_size,
-        micro_batches=problem.mini_batch // config.micro_batch_size,
-        modes=_modes(schedule, config),
-        counts=counts,
-    )
+                yield PlanSet(problem.space, schedule, config, ranks, counts)
 
 
 def _modes(schedule: str, config: PipelineConfig) -> str:
@@ -188,28 +160,36 @@ def _modes(schedule: str, config: PipelineConfig) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class _Case:
-    """Plans of a kind of schedule with `micro_batches` of `size` samples, on devices of these `ranks`, whose
-    stages have these numbers of replicas; `modes`: of recomputation."""
+class PlanSet:
+    """Plans that are bounded together: of a schedule, with the micro-batches of a configuration, on devices
+    of these `ranks`, whose stages have these numbers of replicas."""
 
     space: Space
+    schedule: str
+    config: PipelineConfig
     ranks: Sequence[int]
-    kind: str
-    splits: bool
-    copies: int
-    one_model: bool
-    turns: int | None
-    together: bool
-    size: int
-    micro_batches: int
-    modes: str
     counts: tuple[int, ...]
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What the bound depends on."""
-        kind = self.kind, self.splits, self.copies, self.one_model, self.turns, self.together
-        return (*kind, self.size, self.modes, self.counts)
+        """Equal for plans that are bounded alike."""
+        kind = self.schedule == "naive", self.first_share, self.is_straight, self.splits, self.copies
+        return (*kind, self.one_model, self.size, self.modes, self.counts)
+
+    @property
+    def size(self) -> int:
+        """Samples of a micro-batch."""
+        return self.config.micro_batch_size
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches."""
+        return self.config.micro_batches
+
+    @property
+    def modes(self) -> str:
+        """How stages may recompute."""
+        return _modes(self.schedule, self.config)
 
     @property
     def recompute(self) -> bool:
@@ -217,63 +197,61 @@ class _Case:
         return self.modes == "always"
 
     @property
-    def settings(self) -> PlanSettings:
-        """What its plans have in common."""
-        return PlanSettings(
-            space=self.space,
-            gpus=len(self.ranks),
-            capacity=self._capacity,
-            slowest=min(self._paces.values()),
-            counts=self.counts,
-            size=self.size,
-            micro_batches=self.micro_batches,
-            copies=self.copies,
-            one_model=self.one_model,
-            splits=self.splits,
-            modes=self.modes,
-            straight=self.kind == "straight",
-            first=0.5 if self.kind == "sliced" else 1.0,
-            turns=self.turns,
-            together=self.together,
-            layers=self._layers,
-        )
+    def is_straight(self) -> bool:
+        """Whether there is one part a device."""
+        return self.schedule in STRAIGHT | STRAIGHT_SPLIT
+
+    @property
+    def first_share(self) -> float:
+        """Share of a micro-batch that is first on its way."""
+        return 0.5 if self.schedule in SLICED else 1.0
+
+    @property
+    def splits(self) -> bool:
+        """Whether a backward may have two parts."""
+        return self.schedule not in STRAIGHT | {"naive"}
+
+    @property
+    def copies(self) -> int:
+        """Copies of each stage, which share the micro-batches."""
+        return SCHEDULES[self.schedule].copies if self.schedule in SCHEDULES else MOST_COPIES
+
+    @property
+    def one_model(self) -> bool:
+        """Whether the copies have the same weights."""
+        return self.schedule in SCHEDULES and SCHEDULES[self.schedule].trains_one_model
+
+    @property
+    def micro_batches_each(self) -> float:
+        """Micro-batches of a copy."""
+        return self.micro_batches / self.copies
 
     @cached_property
-    def _layers(self) -> list[tuple[Floats, Floats, Floats]]:
-        """By number of replicas, (layers,) each, seconds of a micro-batch: f, b and w."""
-        return [self._of_batch(divide_batch(self.size, count)) for count in self.counts]
+    def layers(self) -> list[tuple[Floats, Floats, Floats]]:
+        """By number of replicas, (layers,) each: f, b and w."""
+        return [self._layers(divide_batch(self.size, count)) for count in self.counts]
 
-    def _of_batch(self, per_replica_batch: int) -> tuple[Floats, Floats, Floats]:
-        work = self.space.least(per_replica_batch, self._work)
-        forward = self.space.least_forward(per_replica_batch)
+    def _layers(self, batch: int) -> tuple[Floats, Floats, Floats]:
+        work, forward = self.space.least(batch, self._work), self.space.least_forward(batch)
         if self.splits:
-            back = self.space.least(per_replica_batch, partial(_least_backward, recompute=self.recompute))
-        else:
-            both = self.space.least_work(
-                per_replica_batch, recompute=self.recompute, first_share=self._path_share
-            )
-            back = both - forward
-        return forward, back, work
+            return forward, self.space.least(batch, partial(_least_backward, recompute=self.recompute)), work
+        share = 0.0 if self.is_straight and self.micro_batches > 1 else 1.0
+        share = self._first_backwards if self.schedule == "naive" else share
+        both = self.space.least_work(batch, recompute=self.recompute, first_share=share)
+        return forward, both - forward, work
 
     @property
-    def _path_share(self) -> float:
-        """`_first_share` of the micro-batch that a path follows; `naive` follows all."""
-        if self.kind == "naive":
-            return self._first_share
-        return 0.0 if self.kind == "straight" and self.micro_batches > 1 else 1.0
-
-    @property
-    def _first_share(self) -> float:
-        """Of the backwards, those that are the first on their weights."""
+    def _first_backwards(self) -> float:
+        """Share of the backwards that are the first on their weights."""
         return min(1.0, self.copies / self.micro_batches)
 
     def _work(self, costs: LayerCosts) -> Floats:
         """(layers,): all seconds of every layer on a kind of device, before its scale."""
-        backward = costs.mean_backward(self._first_share)
+        backward = costs.mean_backward(self._first_backwards)
         if self.splits:
             weight = part_seconds(costs, "weight")
             once = np.minimum(costs.accumulation, weight)
-            parts = part_seconds(costs, "input") + weight - self._first_share * once
+            parts = part_seconds(costs, "input") + weight - self._first_backwards * once
             backward = np.minimum(backward, parts)
         return (1 + self.recompute) * costs.forward_seconds + backward
 
@@ -282,66 +260,243 @@ class _Case:
         """The bounds that need no partition."""
         if not self.counts:
             return inf
-        path = float(np.min([forward + back for forward, back, _ in self._layers], axis=0).sum())
-        times = {"naive": float(self.micro_batches), "sliced": 0.5}.get(self.kind, 1.0)
+        path = float(np.min([forward + back for forward, back, _ in self.layers], axis=0).sum())
+        times = float(self.micro_batches) if self.schedule == "naive" else self.first_share
         return max(self.ideal_seconds, times * path, self._launches, self._longest_layer)
 
     @property
     def _longest_layer(self) -> float:
-        """Of every layer with what comes before it, and after its last B; a copy has its share of them."""
-        forward, back, work = (np.min(own, axis=0) for own in zip(*self._layers, strict=True))
-        first = 0.5 if self.kind == "sliced" else 1.0
-        each = self.micro_batches / self.copies
-        ahead = first * (np.cumsum(forward) - forward)
-        behind = first * (np.cumsum(back) - back)
-        passes = ahead + each * np.minimum(work, forward + back) + behind
-        return float(np.maximum(ahead + each * work, passes).max())
+        """Bound by every layer with what comes before it, and after its last B."""
+        forward, back, work = (np.min(own, axis=0) for own in zip(*self.layers, strict=True))
+        each = self.micro_batches_each
+        lead = self.first_share * (np.cumsum(forward) - forward)
+        trail = self.first_share * (np.cumsum(back) - back)
+        passes = lead + each * np.minimum(work, forward + back) + trail
+        return float(np.maximum(lead + each * work, passes).max())
 
     @cached_property
     def ideal_seconds(self) -> float:
         """The work of all micro-batches, shared by all devices."""
         if not self.counts:
             return inf
-        works = [count * work for count, (_, _, work) in zip(self.counts, self._layers, strict=True)]
-        return self.micro_batches * float(np.min(works, axis=0).sum()) / self._capacity
+        works = [count * work for count, (_, _, work) in zip(self.counts, self.layers, strict=True)]
+        return self.micro_batches * float(np.min(works, axis=0).sum()) / self.capacity
 
     @cached_property
-    def _paces(self) -> dict[Device, float]:
-        """By kind, what a device does in a second, at the most, of a second of the least work."""
-        per_replica_batches = {divide_batch(self.size, count) for count in self.counts}
+    def paces(self) -> dict[Device, float]:
+        """By kind, the most that a device does in a second, in seconds of the least work."""
+        batches = {divide_batch(self.size, count) for count in self.counts}
         return {
             kind: max(
-                _most_of_stage(
-                    self.space.least(per_replica_batch, self._work),
-                    self.space.on(kind, per_replica_batch, self._work),
-                )
-                for per_replica_batch in per_replica_batches
+                _largest_share(self.space.least(own, self._work), self.space.on(kind, own, self._work))
+                for own in batches
             )
             for kind in self.space.topology.kinds
         }
 
     @cached_property
-    def _capacity(self) -> float:
-        """Devices, each counted by its pace."""
+    def capacity(self) -> float:
+        """Number of devices, each counted by its pace."""
         numbers = self.space.topology.count_kinds(self.ranks)
-        return sum(self._paces[kind] * count for kind, count in numbers.items())
+        return sum(self.paces[kind] * count for kind, count in numbers.items())
 
     @property
     def _launches(self) -> float:
-        """Of the host that launches most; a copy of a layer has its share of the micro-batches."""
+        """Bound by the host that launches most; a copy of a layer has its share of the micro-batches."""
         busiest, longest = self.space.least_launch_seconds(
             self.size, self.counts, len(self.ranks), recompute=self.recompute
         )
         return self.micro_batches * max(busiest, longest / self.copies)
 
+    def fits(self, count: int, table: StageTable) -> Mask:
+        """(cut points, cut points): whether parts with one micro-batch have room on some device."""
+        stage, space = table.stage_bytes, self.space
+        limits = [inf if kind.memory_bytes is None else kind.memory_bytes for kind in space.topology.kinds]
+        limit = min(max(limits), inf if space.memory_limit is None else space.memory_limit)
+        if limit == inf:
+            return table.valid
+        context = min(ledger_options(kind, space.dtype)["context_bytes"] for kind in space.topology.kinds)
+        holders = count if self.copies == 1 else len(self.ranks)
+        training = Training(space.optimizer, space.number_bytes, holders, space.zero)
+        states = total(training.states(stage))
+        if not space.zero:
+            states = states + training.exchange_bytes(stage)
+        temporaries = training.step_temporaries(stage)
+        at_work = np.maximum(self._at_work(stage), 0.0 if temporaries is None else temporaries)
+        need = total(with_reserve({"bytes": states + at_work}, context))
+        return table.valid & (need <= limit * (1 + 1e-12))
+
+    def _at_work(self, stage: StageBytes) -> Amount:
+        """Bytes of one micro-batch, or its first share, with the workspace of a forward or whole backward."""
+        whole = stage.saved + stage.saved_input
+        if self.modes in UNPROPOSED:
+            return self.first_share * np.minimum(whole, stage.input)
+        again = stage.input if self.splits else stage.input + whole
+        activations = {"never": whole, "always": again}.get(self.modes, np.minimum(whole, again))
+        return self.first_share * activations + stage.workspace
+
 
 def _least_backward(costs: LayerCosts, *, recompute: bool) -> Floats:
-    """(layers,): of a B that may leave the weights' gradient for later; the input's alone."""
+    """(layers,): a B that may leave the weights' gradient for later; the input's alone."""
     own: Floats = np.minimum(part_seconds(costs, "input"), costs.mean_backward(1.0))
     return own + recompute * costs.forward_seconds
 
 
-def _most_of_stage(least: Floats, own: Floats) -> float:
-    """The largest share that the least work is of a device's own; 1 where there is no work."""
+def _largest_share(least: Floats, own: Floats) -> float:
+    """The largest share that the least work is of a device's own; 1 if there is no work."""
     positive = own > 0
     return float((least[positive] / own[positive]).max(initial=0.0)) or 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """Parts on so many replicas, (cut points, cut points) each: f, f + b, w (inf if no part may lie there), e
+    and the host seconds of a micro-batch; (cut points,): bytes that a replica sends."""
+
+    replicas: int
+    forward: Floats
+    around: Floats
+    work: Floats
+    exposed: Floats
+    launches: Floats
+    crossing: Floats
+
+    def ends_by(self, seconds: float, lead: Floats, micro_batches: float) -> Mask:
+        """(cut points, cut points): whether work that begins after `lead`, with launches and exchange, may be
+        done by these seconds."""
+        with np.errstate(invalid="ignore"):  # no micro-batch on a part that may not be
+            in_time: Mask = lead + micro_batches * self.work + self.exposed <= seconds
+        return in_time & (micro_batches * self.launches + self.exposed <= seconds)
+
+
+@dataclass(frozen=True, eq=False)
+class Partitions:
+    """The partitions of the layers among some plans; `exchanges`: e of any part."""
+
+    plans: PlanSet
+    exchanges: LeastExchanges
+
+    @property
+    def part_entries(self) -> float:
+        """Entries of the table of a part."""
+        return len(self._table.cut_points) ** 2 + 3_000.0
+
+    @property
+    def entries(self) -> float:
+        """Entries of the tables of one question."""
+        gpus, counts = len(self.plans.ranks), self.plans.counts
+        return sum(gpus - count + 5 for count in counts) * self.part_entries
+
+    def may_take_all(self, seconds: float) -> bool:
+        """Return whether there may be a plan of straight pipelines of so many seconds."""
+        seconds *= 1 + TIE / 10
+        return self.may_share(seconds) and self.may_follow(seconds)
+
+    def may_take(self, replicas: Sequence[int], is_sent: Sequence[bool], seconds: float) -> bool:
+        """Return whether there may be a plan of parts with these replicas, in their order; by cut, whether
+        what crosses it `is_sent` to other devices."""
+        count, first = self.plans.micro_batches // self.plans.copies, self.plans.first_share
+        lead = np.full(len(self._table.cut_points), inf)
+        lead[0] = 0.0
+        for index, own in enumerate(replicas):
+            parts = self._by_count.get(own)
+            if parts is None:
+                return False
+            fits = parts.ends_by(seconds, lead[:, None], count)
+            lead = np.where(fits, lead[:, None] + first * parts.forward, inf).min(axis=0)
+            if index < len(is_sent) and is_sent[index]:
+                following = self._by_count.get(replicas[index + 1], parts)
+                sent = np.minimum(parts.crossing, following.crossing) / self._fastest[0]
+                # A link carries one transfer at a time.
+                lead = np.where(lead + count * sent <= seconds, lead + first * sent, inf)
+        return bool(np.isfinite(lead[-1]))
+
+    def may_share(self, seconds: float) -> bool:
+        """Return whether there may be straight pipelines whose parts have room in the devices' time."""
+        plans, costs = self.plans, []
+        lead, trail = (self._before(which)[:, None] for which in (0, 1))
+        slowest = min(plans.paces.values())
+        for parts in self._by_count.values():
+            passes = lead + plans.micro_batches * np.minimum(parts.work, parts.around) + trail
+            fits = parts.ends_by(seconds, lead, plans.micro_batches) & (passes <= seconds)
+            waits = lead + (parts.exposed if plans.splits else np.maximum(parts.exposed, trail))
+            busy = parts.replicas * (plans.micro_batches * np.where(fits, parts.work, 0.0) + slowest * waits)
+            costs.append(np.where(fits, busy, inf))
+        if not costs:
+            return False
+        least, sums = np.minimum.reduce(costs), np.full(len(self._table.cut_points), inf)
+        sums[0] = 0.0
+        for end in range(1, len(sums)):
+            sums[end] = (sums[:end] + least[:end, end]).min()
+        return bool(sums[-1] <= plans.capacity * seconds * (1 + 1e-9))
+
+    def may_follow(self, seconds: float) -> bool:
+        """Return whether there may be straight pipelines whose parts have devices of their own."""
+        plans, gpus = self.plans, len(self.plans.ranks)
+        lead, both = (np.full((gpus + 1, len(self._table.cut_points)), inf) for _ in range(2))
+        lead[0, 0] = both[0, 0] = 0.0
+        for used in range(1, gpus + 1):
+            for count, parts in self._by_count.items():
+                if count > used or not np.isfinite(lead[used - count]).any():
+                    continue
+                ahead, around = lead[used - count][:, None], both[used - count][:, None]
+                passes = plans.micro_batches * np.minimum(parts.work, parts.around)
+                fits = parts.ends_by(seconds, ahead, plans.micro_batches) & (around + passes <= seconds)
+                ahead = np.where(fits, ahead + parts.forward, inf).min(axis=0) + self._cuts
+                around = np.where(fits, around + parts.around, inf).min(axis=0) + 2 * self._cuts
+                lead[used] = np.minimum(lead[used], ahead)
+                both[used] = np.minimum(both[used], around)
+            if np.isfinite(lead[used, -1]):
+                return True
+        return False
+
+    @cached_property
+    def _table(self) -> StageTable:
+        return self.plans.space.table(self.plans.space.chain.sizes[0])
+
+    def _before(self, which: int) -> Floats:
+        """(cut points,): the least seconds of the first forward up to there, or of the last backward back."""
+        own = np.min([figures[which] for figures in self.plans.layers], axis=0)
+        sums: Floats = np.append(0.0, np.cumsum(own))[list(self._table.cut_points)]
+        return sums
+
+    @cached_property
+    def _by_count(self) -> dict[int, _Parts]:
+        """By number of replicas, without those with which no part fits."""
+        each = zip(self.plans.counts, self.plans.layers, strict=True)
+        parts = {count: self._parts(count, *figures) for count, figures in each}
+        return {count: own for count, own in parts.items() if np.isfinite(own.work).any()}
+
+    def _parts(self, count: int, forward: Floats, back: Floats, work: Floats) -> _Parts:
+        plans, table, space = self.plans, self._table, self.plans.space
+        batch = divide_batch(plans.size, count)
+        per_replica = space.table(batch)
+        # Copies wait for each other.
+        further = plans.copies - 1 if plans.one_model and not space.zero else 0
+        exposed = self.exchanges.after(count + further, batch, hides=not further)
+        if plans.is_straight:
+            exposed = exposed + space.least_tied(table, count)
+        return _Parts(
+            count,
+            table.stage_sums(forward),
+            table.stage_sums(forward + back),
+            np.where(space.usable & plans.fits(count, per_replica), table.stage_sums(work), inf),
+            exposed,
+            (1 + plans.recompute) * per_replica.forward_launch + per_replica.backward_launch,
+            per_replica.crossing,
+        )
+
+    @cached_property
+    def _fastest(self) -> tuple[float, float]:
+        """Bytes a second, and latency, of a transfer."""
+        return fastest_transfer(self.plans.space.topology)
+
+    @cached_property
+    def _cuts(self) -> Floats:
+        """(cut points,): seconds of a transfer: a replica of the smaller side sends its share."""
+        plans, (bandwidth, latency) = self.plans, self._fastest
+        batches = {divide_batch(plans.size, count) for count in plans.counts}
+        sent = np.min([plans.space.table(batch).crossing for batch in batches], axis=0)
+        cuts: Floats = sent / bandwidth + latency
+        cuts[-1] = 0.0
+        return cuts

@@ -102,10 +102,10 @@ BOUNDS: dict[str, str] = {
     "universal_bound.py:universal_bound": STEP,
     "universal_bound.py:work_bound": AIM,
     "universal_bound.py:work_and_path_bound": STEP,
-    "partition_bound.py:Partitions.may_share": STEP,
-    "partition_bound.py:Partitions.may_follow": STEP,
-    "universal_bound.py:_Case.ideal_seconds": STEP,
-    "universal_bound.py:_Case.simple": STEP,
+    "universal_bound.py:PlanSet.ideal_seconds": STEP,
+    "universal_bound.py:PlanSet.simple": STEP,
+    "universal_bound.py:PlanSet._longest_layer": STEP,
+    "universal_bound.py:PlanSet._launches": STEP,
 }
 """By name, the checks that hold it against all plans."""
 
@@ -176,9 +176,9 @@ NOT_BOUNDS: dict[str, str] = {
     "objectives/solve_objective.py:_additional_space": "says in words what a bound is about",
     "objectives/solve_objective.py:_extend_coverage": "says in words what a bound is about",
     "search/least_exchange.py:LeastExchanges.after": "seconds that bounds are made of",
-    "universal_bound.py:_Questions.least": "a part of universal_bound",
-    "universal_bound.py:_Questions._bisect": "a part of universal_bound",
-    "universal_bound.py:_Case.key": "which cases are bounded alike",
+    "universal_bound.py:_bisect": "a part of universal_bound",
+    "universal_bound.py:_plan_sets": "which plans are bounded together",
+    "universal_bound.py:PlanSet.key": "which plans are bounded alike",
     "planners/torchgpipe_balance.py:_Blocks.bounds": "items of blocks",
     "planners/pipedream_programme.py:Programme.solution": "PipeDream's own programme, whose plan is scored",
     "problem_grid.py:make_row": "figures of a plan, copied",

@@ -20,13 +20,12 @@ from math import inf
 from ...cost_models.errors import UsageError
 from ...cost_models.schedules import Program, find_schedule
 from ..candidate import ScoredPlan
-from ..partition_bound import Partitions
 from ..pipeline_config import SEVERAL_PARTS, VIRTUAL_STAGES, PipelineConfig
 from ..plan_records import TIE
 from ..problem import Problem
 from ..search.budget import WORK_A_SECOND
 from ..search.least_exchange import LeastExchanges
-from ..universal_bound import make_partitions, universal_bound, work_and_path_bound
+from ..universal_bound import Partitions, make_partitions, universal_bound, work_and_path_bound
 from .device_choices import DeviceChooser
 from .part_tables import PipelineShape
 from .shape_search import FAR, Record, ShapeSearch
