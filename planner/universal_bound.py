@@ -324,7 +324,8 @@ class PlanSet:
         temporaries = training.step_temporaries(stage)
         at_work = np.maximum(self._at_work(stage), 0.0 if temporaries is None else temporaries)
         need = total(with_reserve({"bytes": states + at_work}, context))
-        return table.valid & (need <= limit * (1 + 1e-12))
+        has_room: Mask = table.valid & (need <= limit * (1 + 1e-12))
+        return has_room
 
     def _at_work(self, stage: StageBytes) -> Amount:
         """Bytes of one micro-batch, or its first share, with the workspace of a forward or whole backward."""

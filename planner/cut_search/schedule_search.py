@@ -10,7 +10,7 @@ are scored on its devices and bounded by the least that any devices take.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,6 +24,7 @@ from ..pipeline_config import SEVERAL_PARTS, VIRTUAL_STAGES, PipelineConfig
 from ..plan_records import TIE
 from ..problem import Problem
 from ..search.budget import WORK_A_SECOND
+from ..search.device_classes import Shape
 from ..search.least_exchange import LeastExchanges
 from ..universal_bound import Partitions, make_partitions, universal_bound, work_and_path_bound
 from .device_choices import DeviceChooser
@@ -103,7 +104,8 @@ class _ScheduleSearch:
             if not record.budget.spent:
                 own.begin()
                 own.descend()
-        further = sorted(self._shapes(), key=lambda own: own.bound)
+        seen = {(own.shape.config, own.shape.ranks) for own in shapes}
+        further = sorted(self._shapes(seen), key=lambda own: own.bound)
         for own in further:
             if self._is_open(own):
                 own.begin()
@@ -122,11 +124,13 @@ class _ScheduleSearch:
     def _is_open(self, own: ShapeSearch) -> bool:
         return own.bound < self.record.limit * (1 - TIE) and not self.record.budget.spent
 
-    def _shapes(self) -> Iterator[ShapeSearch]:
+    def _shapes(self, seen: Container[tuple[PipelineConfig, Shape]]) -> Iterator[ShapeSearch]:
+        """List the shapes that may be faster than the best plan, without those that were seen."""
         count, record = 0, self.record
         for shape in self._all_shapes():
             bound = self._simple_bound(shape)
-            if bound >= record.limit * (1 - TIE):
+            is_seen = (shape.config, shape.ranks) in seen and not shape.stands_for_all
+            if is_seen or bound >= record.limit * (1 - TIE):
                 continue
             if count >= MOST_SHAPES or record.budget.spent:
                 if shape.stands_for_all or self._lists_every_choice:  # the proof needs it
