@@ -1,4 +1,4 @@
-"""Plans of schedules that the search does not know: shapes of other plans, and balanced parts."""
+"""First plans under schedules other than 1F1B and GPipe: shapes of good plans, and balanced parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from .balance import balance
 from .candidate import Proposal, ScoredPlan, linear_pipeline, replicated_pipeline
 from .cut_search.device_choices import DeviceChooser
 from .cut_search.schedule_search import MOST_ACTIONS
-from .pipeline_config import PipelineConfig
 from .planners.base import add_counts, replicated_shapes, shared_configs, work_seconds
 from .problem import Problem
 
@@ -20,81 +19,74 @@ from .problem import Problem
 def propose_other_schedules(
     problem: Problem, schedules: Iterable[str], best: ScoredPlan | None
 ) -> Iterator[Proposal]:
-    """The shape of the best plan, of balanced ones and of the whole model on as many devices as may share it,
-    under other schedules with one stage a device."""
-    own = [config for config in problem.configs if config.schedule in set(schedules)]
-    linear_configs = [s for s in own if find_schedule(s.schedule).default_virtual_stages == 1]
-    shapes: list[Proposal] = [] if best is None else [best.proposal]
-    chooser = DeviceChooser(problem)
-    for config in linear_configs:
-        size = config.micro_batch_size
-        further = (
+    """Propose plans of schedules with one stage a device.
+
+    Their shapes are that of the best plan, balanced ones, and the whole model on as many devices as may share
+    it.
+    """
+    names, chooser = set(schedules), DeviceChooser(problem)
+    for config in problem.configs:
+        if config.schedule not in names or find_schedule(config.schedule).default_virtual_stages > 1:
+            continue
+        simple = (
             replace(shape, devices=chooser.choices(shape.replicas).shapes[0])
-            for shape in (*_balanced(problem, size, best), *_whole_models(problem, size))
+            for shape in _simple_shapes(problem, config.micro_batch_size, best)
         )
-        for shape in (*shapes, *further):
-            proposal = replace(shape, config=config)
-            if problem.allows(proposal):
-                yield proposal
+        shapes = (*(() if best is None else (best.proposal,)), *simple)
+        yield from filter(problem.allows, (replace(shape, config=config) for shape in shapes))
 
 
 def propose_parts(problem: Problem, schedules: Iterable[str]) -> Iterator[Proposal]:
-    """Balanced pipelines under schedules that have several parts of the layers on each device: on one device
-    each, and on as many replicas of each as make all devices. Of programs that are not too long."""
-    names, chooser = set(schedules), DeviceChooser(problem)
-    for config in problem.configs:
-        if config.schedule in names:
-            yield from filter(problem.allows, _in_parts(problem, config, chooser))
+    """Propose balanced pipelines of schedules with several parts of the layers on each device.
 
-
-def _in_parts(problem: Problem, config: PipelineConfig, chooser: DeviceChooser) -> Iterator[Proposal]:
-    space, schedule = problem.space, find_schedule(config.schedule)
-    parts = schedule.default_virtual_stages
-    if parts == 1 or config.virtual_stages > 1:
-        return
+    Each part is on one device, or on as many replicas as make all devices. Programs that are too long are
+    left out.
+    """
+    names, chooser, space = set(schedules), DeviceChooser(problem), problem.space
     single = [(stages, 1) for stages in problem.stage_counts]
-    for stages, replicas in (*single, *replicated_shapes(problem)):
-        if space.budget.over:
-            return
-        actions = 3 * stages * parts * config.micro_batches
-        if stages * parts > space.chain.max_stages or actions > MOST_ACTIONS:
+    for config in problem.configs:
+        schedule = find_schedule(config.schedule)
+        parts = schedule.default_virtual_stages
+        if config.schedule not in names or parts == 1 or config.virtual_stages > 1:
             continue
-        if not shared_configs(problem, [config], replicas):
-            continue
-        with suppress(UsageError):  # the schedule does not run with these numbers
-            pipe = schedule.program(stages, config.micro_batches, parts).pipes[0]
-            work = work_seconds(problem, config.micro_batch_size // replicas)
-            ends = add_counts(balance(work, stages * parts, cut_after=space.chain.cut_after))
-            ranks = chooser.choices([replicas] * stages).shapes[0]
-            devices = tuple(ranks[place.device] for place in pipe)
-            yield Proposal(replace(config, virtual_stages=parts), ends, devices)
+        for stages, replicas in (*single, *replicated_shapes(problem)):
+            if space.budget.over:
+                return
+            actions = 3 * stages * parts * config.micro_batches
+            if stages * parts > space.chain.max_stages or actions > MOST_ACTIONS:
+                continue
+            if not shared_configs(problem, [config], replicas):
+                continue
+            with suppress(UsageError):  # the schedule does not run with these numbers
+                pipe = schedule.program(stages, config.micro_batches, parts).pipes[0]
+                work = work_seconds(problem, config.micro_batch_size // replicas)
+                ends = add_counts(balance(work, stages * parts, cut_after=space.chain.cut_after))
+                ranks = chooser.choices([replicas] * stages).shapes[0]
+                devices = tuple(ranks[slot.device] for slot in pipe)
+                proposal = Proposal(replace(config, virtual_stages=parts), ends, devices)
+                if problem.allows(proposal):
+                    yield proposal
 
 
-def _whole_models(problem: Problem, size: int) -> Iterator[Proposal]:
-    """One stage on the most devices that may share a micro-batch, evenly or not."""
-    last = len(problem.chain)
-    for count in sorted({max(counts) for counts in problem.replica_choices(size)} - {1}):
-        yield replicated_pipeline(problem.configs[0], [last], [count])
-
-
-def _balanced(problem: Problem, size: int, best: ScoredPlan | None) -> Iterator[Proposal]:
-    """Of as many stages as the best plan has, of 1, 2, 4 and so on, and of the most."""
-    space = problem.space
-    if not space.fits_someone(size, 1):
-        return
-    work = work_seconds(problem, size)
-    counts = problem.stage_counts
-    tried_counts = {count for count in counts if count & (count - 1) == 0} | {counts[-1]}
-    tried_counts |= set() if best is None else {len(best.proposal.ends)} & set(counts)
-    for stages in sorted(tried_counts):
-        yield linear_pipeline(
-            problem.configs[0], add_counts(balance(work, stages, cut_after=space.chain.cut_after))
-        )
+def _simple_shapes(problem: Problem, size: int, best: ScoredPlan | None) -> Iterator[Proposal]:
+    """Balanced pipelines of as many stages as the best plan has, of 1, 2, 4 and so on, and of the most; one
+    stage on the most devices that may share a micro-batch, evenly or not."""
+    space, counts, config = problem.space, problem.stage_counts, problem.configs[0]
+    if space.fits_someone(size, 1):
+        work = work_seconds(problem, size)
+        stages = {count for count in counts if count & (count - 1) == 0} | {counts[-1]}
+        stages |= set() if best is None else {len(best.proposal.ends)} & set(counts)
+        for count in sorted(stages):
+            yield linear_pipeline(config, add_counts(balance(work, count, cut_after=space.chain.cut_after)))
+    for count in sorted({max(own) for own in problem.replica_choices(size)} - {1}):
+        yield replicated_pipeline(config, [len(problem.chain)], [count])
 
 
 def find_refusal(problem: Problem) -> str | None:
-    """Why the schedules run with none of the numbers of devices and micro-batches that there may be: of the
-    most devices; None where one runs, or may with numbers that are too large to try."""
+    """Return why the schedules run with none of the possible numbers of devices and micro-batches.
+
+    The reason is that of the most devices. None if one runs, or may run with numbers too large to try.
+    """
     why: str | None = None
     for stages in problem.stage_counts:
         for config in problem.configs:

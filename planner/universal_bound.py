@@ -174,17 +174,7 @@ class PlanSet:
     def key(self) -> tuple[object, ...]:
         """Equal for plans that are bounded alike."""
         kind = self.schedule == "naive", self.first_share, self.is_straight, self.splits, self.copies
-        return (*kind, self.one_model, self.size, self.modes, self.counts)
-
-    @property
-    def size(self) -> int:
-        """Samples of a micro-batch."""
-        return self.config.micro_batch_size
-
-    @property
-    def micro_batches(self) -> int:
-        """Number of micro-batches."""
-        return self.config.micro_batches
+        return (*kind, self.config.micro_batch_size, self.modes, self.counts)
 
     @property
     def modes(self) -> str:
@@ -216,26 +206,16 @@ class PlanSet:
         """Copies of each stage, which share the micro-batches."""
         return SCHEDULES[self.schedule].copies if self.schedule in SCHEDULES else MOST_COPIES
 
-    @property
-    def one_model(self) -> bool:
-        """Whether the copies have the same weights."""
-        return self.schedule in SCHEDULES and SCHEDULES[self.schedule].trains_one_model
-
-    @property
-    def micro_batches_each(self) -> float:
-        """Micro-batches of a copy."""
-        return self.micro_batches / self.copies
-
     @cached_property
     def layers(self) -> list[tuple[Floats, Floats, Floats]]:
         """By number of replicas, (layers,) each: f, b and w."""
-        return [self._layers(divide_batch(self.size, count)) for count in self.counts]
+        return [self._layers(divide_batch(self.config.micro_batch_size, count)) for count in self.counts]
 
     def _layers(self, batch: int) -> tuple[Floats, Floats, Floats]:
         work, forward = self.space.least(batch, self._work), self.space.least_forward(batch)
         if self.splits:
             return forward, self.space.least(batch, partial(_least_backward, recompute=self.recompute)), work
-        share = 0.0 if self.is_straight and self.micro_batches > 1 else 1.0
+        share = 0.0 if self.is_straight and self.config.micro_batches > 1 else 1.0
         share = self._first_backwards if self.schedule == "naive" else share
         both = self.space.least_work(batch, recompute=self.recompute, first_share=share)
         return forward, both - forward, work
@@ -243,7 +223,7 @@ class PlanSet:
     @property
     def _first_backwards(self) -> float:
         """Share of the backwards that are the first on their weights."""
-        return min(1.0, self.copies / self.micro_batches)
+        return min(1.0, self.copies / self.config.micro_batches)
 
     def _work(self, costs: LayerCosts) -> Floats:
         """(layers,): all seconds of every layer on a kind of device, before its scale."""
@@ -261,14 +241,14 @@ class PlanSet:
         if not self.counts:
             return inf
         path = float(np.min([forward + back for forward, back, _ in self.layers], axis=0).sum())
-        times = float(self.micro_batches) if self.schedule == "naive" else self.first_share
+        times = float(self.config.micro_batches) if self.schedule == "naive" else self.first_share
         return max(self.ideal_seconds, times * path, self._launches, self._longest_layer)
 
     @property
     def _longest_layer(self) -> float:
         """Bound by every layer with what comes before it, and after its last B."""
         forward, back, work = (np.min(own, axis=0) for own in zip(*self.layers, strict=True))
-        each = self.micro_batches_each
+        each = self.config.micro_batches / self.copies
         lead = self.first_share * (np.cumsum(forward) - forward)
         trail = self.first_share * (np.cumsum(back) - back)
         passes = lead + each * np.minimum(work, forward + back) + trail
@@ -280,12 +260,12 @@ class PlanSet:
         if not self.counts:
             return inf
         works = [count * work for count, (_, _, work) in zip(self.counts, self.layers, strict=True)]
-        return self.micro_batches * float(np.min(works, axis=0).sum()) / self.capacity
+        return self.config.micro_batches * float(np.min(works, axis=0).sum()) / self.capacity
 
     @cached_property
     def paces(self) -> dict[Device, float]:
         """By kind, the most that a device does in a second, in seconds of the least work."""
-        batches = {divide_batch(self.size, count) for count in self.counts}
+        batches = {divide_batch(self.config.micro_batch_size, count) for count in self.counts}
         return {
             kind: max(
                 _largest_share(self.space.least(own, self._work), self.space.on(kind, own, self._work))
@@ -304,9 +284,9 @@ class PlanSet:
     def _launches(self) -> float:
         """Bound by the host that launches most; a copy of a layer has its share of the micro-batches."""
         busiest, longest = self.space.least_launch_seconds(
-            self.size, self.counts, len(self.ranks), recompute=self.recompute
+            self.config.micro_batch_size, self.counts, len(self.ranks), recompute=self.recompute
         )
-        return self.micro_batches * max(busiest, longest / self.copies)
+        return self.config.micro_batches * max(busiest, longest / self.copies)
 
     def fits(self, count: int, table: StageTable) -> Mask:
         """(cut points, cut points): whether parts with one micro-batch have room on some device."""
@@ -396,7 +376,7 @@ class Partitions:
     def may_take(self, replicas: Sequence[int], is_sent: Sequence[bool], seconds: float) -> bool:
         """Return whether there may be a plan of parts with these replicas, in their order; by cut, whether
         what crosses it `is_sent` to other devices."""
-        count, first = self.plans.micro_batches // self.plans.copies, self.plans.first_share
+        count, first = self.plans.config.micro_batches // self.plans.copies, self.plans.first_share
         lead = np.full(len(self._table.cut_points), inf)
         lead[0] = 0.0
         for index, own in enumerate(replicas):
@@ -418,10 +398,12 @@ class Partitions:
         lead, trail = (self._before(which)[:, None] for which in (0, 1))
         slowest = min(plans.paces.values())
         for parts in self._by_count.values():
-            passes = lead + plans.micro_batches * np.minimum(parts.work, parts.around) + trail
-            fits = parts.ends_by(seconds, lead, plans.micro_batches) & (passes <= seconds)
+            passes = lead + plans.config.micro_batches * np.minimum(parts.work, parts.around) + trail
+            fits = parts.ends_by(seconds, lead, plans.config.micro_batches) & (passes <= seconds)
             waits = lead + (parts.exposed if plans.splits else np.maximum(parts.exposed, trail))
-            busy = parts.replicas * (plans.micro_batches * np.where(fits, parts.work, 0.0) + slowest * waits)
+            busy = parts.replicas * (
+                plans.config.micro_batches * np.where(fits, parts.work, 0.0) + slowest * waits
+            )
             costs.append(np.where(fits, busy, inf))
         if not costs:
             return False
@@ -441,8 +423,10 @@ class Partitions:
                 if count > used or not np.isfinite(lead[used - count]).any():
                     continue
                 ahead, around = lead[used - count][:, None], both[used - count][:, None]
-                passes = plans.micro_batches * np.minimum(parts.work, parts.around)
-                fits = parts.ends_by(seconds, ahead, plans.micro_batches) & (around + passes <= seconds)
+                passes = plans.config.micro_batches * np.minimum(parts.work, parts.around)
+                fits = parts.ends_by(seconds, ahead, plans.config.micro_batches) & (
+                    around + passes <= seconds
+                )
                 ahead = np.where(fits, ahead + parts.forward, inf).min(axis=0) + self._cuts
                 around = np.where(fits, around + parts.around, inf).min(axis=0) + 2 * self._cuts
                 lead[used] = np.minimum(lead[used], ahead)
@@ -470,10 +454,12 @@ class Partitions:
 
     def _parts(self, count: int, forward: Floats, back: Floats, work: Floats) -> _Parts:
         plans, table, space = self.plans, self._table, self.plans.space
-        batch = divide_batch(plans.size, count)
+        batch = divide_batch(plans.config.micro_batch_size, count)
         per_replica = space.table(batch)
         # Copies wait for each other.
-        further = plans.copies - 1 if plans.one_model and not space.zero else 0
+        schedule = SCHEDULES.get(plans.schedule)
+        one_model = schedule is not None and schedule.trains_one_model
+        further = plans.copies - 1 if one_model and not space.zero else 0
         exposed = self.exchanges.after(count + further, batch, hides=not further)
         if plans.is_straight:
             exposed = exposed + space.least_tied(table, count)
@@ -496,7 +482,7 @@ class Partitions:
     def _cuts(self) -> Floats:
         """(cut points,): seconds of a transfer: a replica of the smaller side sends its share."""
         plans, (bandwidth, latency) = self.plans, self._fastest
-        batches = {divide_batch(plans.size, count) for count in plans.counts}
+        batches = {divide_batch(plans.config.micro_batch_size, count) for count in plans.counts}
         sent = np.min([plans.space.table(batch).crossing for batch in batches], axis=0)
         cuts: Floats = sent / bandwidth + latency
         cuts[-1] = 0.0
