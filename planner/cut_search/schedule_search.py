@@ -41,7 +41,7 @@ MOST_ACTIONS = 30_000
 """Actions of a program whose cuts are searched."""
 MOST_NEAR_CHOICES = 4
 """Choices of devices for the shape of a good plan that are looked at first."""
-SHARE = 0.15
+SHARE = 0.45
 """Share of the time limit's work."""
 
 
