@@ -104,8 +104,8 @@ class _ScheduleSearch:
             if not record.budget.spent:
                 own.begin()
                 own.descend()
-        seen = {(own.shape.config, own.shape.ranks) for own in shapes}
-        further = sorted(self._shapes(seen), key=lambda own: own.bound)
+        skip = {(own.shape.config, own.shape.ranks) for own in shapes}
+        further = sorted(self._shapes(skip), key=lambda own: own.bound)
         for own in further:
             if self._is_open(own):
                 own.begin()
@@ -124,13 +124,13 @@ class _ScheduleSearch:
     def _is_open(self, own: ShapeSearch) -> bool:
         return own.bound < self.record.limit * (1 - TIE) and not self.record.budget.spent
 
-    def _shapes(self, seen: Container[tuple[PipelineConfig, Shape]]) -> Iterator[ShapeSearch]:
-        """List the shapes that may be faster than the best plan, without those that were seen."""
+    def _shapes(self, skip: Container[tuple[PipelineConfig, Shape]]) -> Iterator[ShapeSearch]:
+        """List the shapes that may be faster than the best plan, without those to skip."""
         count, record = 0, self.record
         for shape in self._all_shapes():
             bound = self._simple_bound(shape)
-            is_seen = (shape.config, shape.ranks) in seen and not shape.stands_for_all
-            if is_seen or bound >= record.limit * (1 - TIE):
+            is_near = (shape.config, shape.ranks) in skip and not shape.stands_for_all
+            if is_near or bound >= record.limit * (1 - TIE):
                 continue
             if count >= MOST_SHAPES or record.budget.spent:
                 if shape.stands_for_all or self._lists_every_choice:  # the proof needs it

@@ -114,8 +114,8 @@ class ShapeSearch:
                     return
                 rows, steps = self._simulate(_neighbours(np.array(current), self._tables.usable))
                 self._score(rows[steps < step])
-                known = (own for own in map(tuple, rows.tolist()) if own in self._scored)
-                better = min(known, key=lambda cuts: self._scored[cuts], default=current)
+                candidates = (own for own in map(tuple, rows.tolist()) if own in self._scored)
+                better = min(candidates, key=lambda cuts: self._scored[cuts], default=current)
                 if self._scored[better] >= step * (1 - TIE):
                     break
                 current, step = better, self._scored[better]
@@ -147,14 +147,14 @@ class ShapeSearch:
         wholes = [tables.seconds["forward"][slot][0, -1] for slot in program.parts_by_slot if not slot.chunk]
         paces = np.repeat(1 / np.maximum(wholes, 1e-300), 2)
         counts = [*device_paths(program), *launch_paths(program, tables.hosts)]
-        kept = [np.zeros(tables.usable.shape)]
+        paths = [np.zeros(tables.usable.shape)]
         for index, own in enumerate(counts):
             table = path_table(tables, own)
             if index < len(paces):
-                kept[0] += paces[index] / paces.sum() * table
-            if len(kept) * table.size < MOST_TABLES and not any(np.all(table <= other) for other in kept[1:]):
-                kept.append(table)
-        return np.array(kept)
+                paths[0] += paces[index] / paces.sum() * table
+            if len(paths) * table.size < MOST_TABLES and not any(np.all(table <= other) for other in paths[1:]):
+                paths.append(table)
+        return np.array(paths)
 
     @cached_property
     def _remaining(self) -> Floats:
@@ -240,8 +240,8 @@ def _neighbours(cuts: Cuts, usable: Mask) -> Cuts:
     for row, moves in zip(rows, [*((own,) for own in single), *near], strict=True):
         for part, move in moves:
             row[part] += move
-    kept: Cuts = rows[_are_usable(rows, usable)]
-    return kept
+    result: Cuts = rows[_are_usable(rows, usable)]
+    return result
 
 
 def _are_usable(rows: Cuts, usable: Mask) -> Mask:
