@@ -89,25 +89,27 @@ def universal_bound(
     Returns:
         Seconds; inf if there is no plan.
     """
-    plans = [own for name in dict.fromkeys(schedules) for own in _plan_sets(problem, name, devices)]
+    plans = [plan_set for name in dict.fromkeys(schedules) for plan_set in _plan_sets(problem, name, devices)]
     # Plans that are bounded alike stand for each other.
-    distinct = sorted({own.key: own for own in plans}.values(), key=lambda own: own.simple)
+    distinct = sorted(
+        {plan_set.key: plan_set for plan_set in plans}.values(), key=lambda plan_set: plan_set.simple
+    )
     low = distinct[0].simple if distinct else inf
     if low >= step or step == inf or problem.space.is_long:
         return low
     high, entries = step * (1 - TIE), MOST_ENTRIES
     exchanges = LeastExchanges(problem.space)
-    for own in distinct:
-        if own.simple >= high:
+    for plan_set in distinct:
+        if plan_set.simple >= high:
             break
-        if not own.is_straight:
-            return own.simple
-        partitions = Partitions(own, exchanges)
+        if not plan_set.is_straight:
+            return plan_set.simple
+        partitions = Partitions(plan_set, exchanges)
         entries -= (HALVINGS + 1) * partitions.entries
         if entries < 0:
-            return own.simple
+            return plan_set.simple
         if partitions.may_take_all(high):
-            high = _bisect(partitions, own.simple, high)
+            high = _bisect(partitions, plan_set.simple, high)
     return high
 
 
@@ -116,7 +118,7 @@ def work_bound(problem: Problem) -> float:
 
     It is the work, as cheap as any number of replicas makes each layer, shared by all devices.
     """
-    return min((own.ideal_seconds for own in _plan_sets(problem, UNKNOWN)), default=inf)
+    return min((plan_set.ideal_seconds for plan_set in _plan_sets(problem, UNKNOWN)), default=inf)
 
 
 def work_and_path_bound(
@@ -128,7 +130,7 @@ def work_and_path_bound(
 
 def make_partitions(problem: Problem, config: PipelineConfig, exchanges: LeastExchanges) -> Partitions:
     """Make the partitions of the layers among the plans of a configuration."""
-    counts = {count for own in problem.replica_choices(config.micro_batch_size) for count in own}
+    counts = {count for choice in problem.replica_choices(config.micro_batch_size) for count in choice}
     ranks = range(problem.usable_gpus)
     plans = PlanSet(problem.space, config.schedule, config, ranks, tuple(sorted(counts)))
     return Partitions(plans, exchanges)
@@ -144,8 +146,8 @@ def _bisect(partitions: Partitions, low: float, high: float) -> float:
 
 def _plan_sets(problem: Problem, schedule: str, devices: Sequence[int] | None = None) -> Iterator[PlanSet]:
     """List plans by micro-batch size, and by the numbers of replicas that stages may have together."""
-    own = [config for config in problem.configs if config.schedule == schedule] or problem.configs
-    distinct = {(config.micro_batch_size, _modes(schedule, config)): config for config in own}
+    configs = [config for config in problem.configs if config.schedule == schedule] or problem.configs
+    distinct = {(config.micro_batch_size, _modes(schedule, config)): config for config in configs}
     ranks = range(problem.usable_gpus) if devices is None else devices
     for config in distinct.values():
         for every in problem.replica_choices(config.micro_batch_size):
@@ -155,8 +157,10 @@ def _plan_sets(problem: Problem, schedule: str, devices: Sequence[int] | None = 
 
 def _modes(schedule: str, config: PipelineConfig) -> str:
     """How the stages of this schedule may recompute: always, never, first_layers, offload, or any way."""
-    own = config.recompute
-    return own if own in ("always", *UNPROPOSED) or (own, config.schedule) == ("never", schedule) else "any"
+    mode = config.recompute
+    return (
+        mode if mode in ("always", *UNPROPOSED) or (mode, config.schedule) == ("never", schedule) else "any"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,7 +251,7 @@ class PlanSet:
     @property
     def _longest_layer(self) -> float:
         """Bound by every layer with what comes before it, and after its last B."""
-        forward, back, work = (np.min(own, axis=0) for own in zip(*self.layers, strict=True))
+        forward, back, work = (np.min(figures, axis=0) for figures in zip(*self.layers, strict=True))
         each = self.config.micro_batches / self.copies
         lead = self.first_share * (np.cumsum(forward) - forward)
         trail = self.first_share * (np.cumsum(back) - back)
@@ -268,8 +272,8 @@ class PlanSet:
         batches = {divide_batch(self.config.micro_batch_size, count) for count in self.counts}
         return {
             kind: max(
-                _largest_share(self.space.least(own, self._work), self.space.on(kind, own, self._work))
-                for own in batches
+                _largest_share(self.space.least(batch, self._work), self.space.on(kind, batch, self._work))
+                for batch in batches
             )
             for kind in self.space.topology.kinds
         }
@@ -319,14 +323,14 @@ class PlanSet:
 
 def _least_backward(costs: LayerCosts, *, recompute: bool) -> Floats:
     """(layers,): a B that may leave the weights' gradient for later; the input's alone."""
-    own: Floats = np.minimum(part_seconds(costs, "input"), costs.mean_backward(1.0))
-    return own + recompute * costs.forward_seconds
+    input_seconds: Floats = np.minimum(part_seconds(costs, "input"), costs.mean_backward(1.0))
+    return input_seconds + recompute * costs.forward_seconds
 
 
-def _largest_share(least: Floats, own: Floats) -> float:
-    """The largest share that the least work is of a device's own; 1 if there is no work."""
-    positive = own > 0
-    return float((least[positive] / own[positive]).max(initial=0.0)) or 1.0
+def _largest_share(least: Floats, seconds: Floats) -> float:
+    """The largest share that the least work is of a device's seconds; 1 if there is no work."""
+    positive = seconds > 0
+    return float((least[positive] / seconds[positive]).max(initial=0.0)) or 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -379,8 +383,8 @@ class Partitions:
         count, first = self.plans.config.micro_batches // self.plans.copies, self.plans.first_share
         lead = np.full(len(self._table.cut_points), inf)
         lead[0] = 0.0
-        for index, own in enumerate(replicas):
-            parts = self._by_count.get(own)
+        for index, replica_count in enumerate(replicas):
+            parts = self._by_count.get(replica_count)
             if parts is None:
                 return False
             fits = parts.ends_by(seconds, lead[:, None], count)
@@ -441,8 +445,8 @@ class Partitions:
 
     def _before(self, which: int) -> Floats:
         """(cut points,): the least seconds of the first forward up to there, or of the last backward back."""
-        own = np.min([figures[which] for figures in self.plans.layers], axis=0)
-        sums: Floats = np.append(0.0, np.cumsum(own))[list(self._table.cut_points)]
+        least = np.min([figures[which] for figures in self.plans.layers], axis=0)
+        sums: Floats = np.append(0.0, np.cumsum(least))[list(self._table.cut_points)]
         return sums
 
     @cached_property
@@ -450,7 +454,7 @@ class Partitions:
         """By number of replicas, without those with which no part fits."""
         each = zip(self.plans.counts, self.plans.layers, strict=True)
         parts = {count: self._parts(count, *figures) for count, figures in each}
-        return {count: own for count, own in parts.items() if np.isfinite(own.work).any()}
+        return {count: of_count for count, of_count in parts.items() if np.isfinite(of_count.work).any()}
 
     def _parts(self, count: int, forward: Floats, back: Floats, work: Floats) -> _Parts:
         plans, table, space = self.plans, self._table, self.plans.space

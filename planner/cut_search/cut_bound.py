@@ -92,8 +92,8 @@ def launch_paths(program: Program, hosts: Hosts) -> list[PathCounts]:
     for device in range(program.devices):
         counts = _count(order, [], [], False)
         for kind in (0, 1):
-            own = (order.kind == kind) & ((order.device == device) | (hosts == "one" and kind == 0))
-            np.add.at(counts.actions[:, 4 + kind], _slots(order)[own], 1.0)
+            is_launched = (order.kind == kind) & ((order.device == device) | (hosts == "one" and kind == 0))
+            np.add.at(counts.actions[:, 4 + kind], _slots(order)[is_launched], 1.0)
         paths.append(counts)
     return paths
 

@@ -79,7 +79,9 @@ class DeviceChooser:
         space, size = self.problem.space, self.problem.chain.sizes[0]
 
         def whole(kind: Device) -> float:
-            return float(space.on(kind, size, lambda own: own.forward_seconds + own.backward_seconds).sum())
+            return float(
+                space.on(kind, size, lambda costs: costs.forward_seconds + costs.backward_seconds).sum()
+            )
 
         return {kind: whole(kind) for kind in self.topology.kinds}
 
@@ -89,7 +91,9 @@ class DeviceChooser:
         classes = dict[tuple[object, ...], list[int]]()
         for rank in range(self.topology.gpus):
             classes.setdefault(group_path(self.topology, rank), []).append(rank)
-        fastest_first = sorted(classes.values(), key=lambda own: self._seconds[self.topology.device(own[0])])
+        fastest_first = sorted(
+            classes.values(), key=lambda ranks: self._seconds[self.topology.device(ranks[0])]
+        )
         return tuple(map(tuple, fastest_first))
 
     def _shapes(self, counts: tuple[int, ...], free: tuple[tuple[int, ...], ...]) -> Iterator[Shape]:
@@ -98,13 +102,15 @@ class DeviceChooser:
             yield ()
             return
         for numbers in _divisions(counts[0], tuple(map(len, free))):
-            own = tuple(sorted(rank for ranks, n in zip(free, numbers, strict=True) for rank in ranks[:n]))
+            stage = tuple(sorted(rank for ranks, n in zip(free, numbers, strict=True) for rank in ranks[:n]))
             rest = tuple(ranks[n:] for ranks, n in zip(free, numbers, strict=True))
-            yield from ((own, *others) for others in self._shapes(counts[1:], rest))
+            yield from ((stage, *rest_of_shape) for rest_of_shape in self._shapes(counts[1:], rest))
 
     def _capacity(self, shape: Shape) -> tuple[float, ...]:
         """Sort key: what the stages compute together, and then each, the most first."""
-        rates = [len(own) / max(self._seconds[self.topology.device(rank)] for rank in own) for own in shape]
+        rates = [
+            len(ranks) / max(self._seconds[self.topology.device(rank)] for rank in ranks) for ranks in shape
+        ]
         return (-round(sum(rates), 9), *(-rate for rate in rates))
 
 
@@ -116,4 +122,4 @@ def _divisions(count: int, most: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         return
     for number in range(min(count, most[0]), -1, -1):
         if count - number <= sum(most[1:]):
-            yield from ((number, *others) for others in _divisions(count - number, most[1:]))
+            yield from ((number, *rest) for rest in _divisions(count - number, most[1:]))

@@ -143,7 +143,9 @@ def _figures(
     join = np.minimum if anywhere else np.maximum
 
     def figure(name: str) -> Floats:
-        each = [stage_figure(space.kind_table(own, size), name, own.seconds_scale, exchange) for own in kinds]
+        each = [
+            stage_figure(space.kind_table(kind, size), name, kind.seconds_scale, exchange) for kind in kinds
+        ]
         joined: Floats = join.reduce(each)
         return joined
 
@@ -165,7 +167,7 @@ def _transfers(space: Space, shape: PipelineShape, anywhere: bool) -> tuple[Floa
     for cut, (here, there) in enumerate(pairwise(pipe)):
         if here.device == there.device:
             continue
-        crossing = [tables[own.device].crossing for own in (here, there)]
+        crossing = [tables[slot.device].crossing for slot in (here, there)]
         if anywhere:
             latency[cut], occupancy[cut] = least_latency, np.minimum(*crossing) / bandwidth
         else:

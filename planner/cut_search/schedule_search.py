@@ -99,30 +99,33 @@ class _ScheduleSearch:
     def run(self, near: Iterable[ScoredPlan] = ()) -> ScheduleResult:
         """Search the shapes of the plans `near`, and then all."""
         record = self.record
-        shapes = [ShapeSearch(record, own, self._simple_bound(own)) for own in self._shapes_near(near)]
-        for own in shapes:
+        shapes = [ShapeSearch(record, shape, self._simple_bound(shape)) for shape in self._shapes_near(near)]
+        for search in shapes:
             if not record.budget.spent:
-                own.begin()
-                own.descend()
-        skip = {(own.shape.config, own.shape.ranks) for own in shapes}
-        further = sorted(self._shapes(skip), key=lambda own: own.bound)
-        for own in further:
-            if self._is_open(own):
-                own.begin()
+                search.begin()
+                search.descend()
+        skip = {(search.shape.config, search.shape.ranks) for search in shapes}
+        further = sorted(self._shapes(skip), key=lambda search: search.bound)
+        for search in further:
+            if self._is_open(search):
+                search.begin()
         shapes += further
-        for own in sorted(further, key=lambda own: own.step):
-            if self._is_open(own) and own.step < FAR * record.limit:
-                own.descend()
-        for own in sorted(shapes, key=lambda own: own.bound):
-            if self._is_open(own):
-                own.exhaust()
-        left = [own.bound for own in shapes if own.bound < record.limit * (1 - TIE)]
+        for search in sorted(further, key=lambda search: search.step):
+            if self._is_open(search) and search.step < FAR * record.limit:
+                search.descend()
+        for search in sorted(shapes, key=lambda search: search.bound):
+            if self._is_open(search):
+                search.exhaust()
+        left = [search.bound for search in shapes if search.bound < record.limit * (1 - TIE)]
         proven = min([*left, inf if self.is_complete else self.low, record.limit])
-        plans = sorted((own.best for own in shapes if own.best is not None), key=lambda own: own.step_seconds)
+        plans = sorted(
+            (search.best for search in shapes if search.best is not None),
+            key=lambda search: search.step_seconds,
+        )
         return ScheduleResult(record.best, max(self.low, proven), tuple(plans))
 
-    def _is_open(self, own: ShapeSearch) -> bool:
-        return own.bound < self.record.limit * (1 - TIE) and not self.record.budget.spent
+    def _is_open(self, search: ShapeSearch) -> bool:
+        return search.bound < self.record.limit * (1 - TIE) and not self.record.budget.spent
 
     def _shapes(self, skip: Container[tuple[PipelineConfig, Shape]]) -> Iterator[ShapeSearch]:
         """List the shapes that may be faster than the best plan, without those to skip."""
@@ -151,7 +154,7 @@ class _ScheduleSearch:
             program = self._program(config, stages) if config.schedule in self.names else None
             if program is not None:
                 slots = zip(program.pipes[0], proposal.devices, strict=True)
-                ranks = {slot.device: own for slot, own in slots}
+                ranks = {slot.device: devices for slot, devices in slots}
                 planned = tuple(ranks[device] for device in range(stages))
                 choices = self.devices.choices(tuple(map(len, planned))).shapes[:MOST_NEAR_CHOICES]
                 further = choices if len(self.problem.topology.kinds) > 1 else ()
@@ -159,8 +162,8 @@ class _ScheduleSearch:
                     yield PipelineShape(config, program, devices)
 
     def _simple_bound(self, shape: PipelineShape) -> float:
-        config, counts = shape.config, tuple(sorted({len(own) for own in shape.ranks}))
-        ranks = [rank for own in shape.ranks for rank in own]
+        config, counts = shape.config, tuple(sorted({len(devices) for devices in shape.ranks}))
+        ranks = [rank for devices in shape.ranks for rank in devices]
         if shape.stands_for_all:
             ranks = list(range(self.problem.usable_gpus))
         kinds = self.problem.topology.count_kinds(ranks)
@@ -175,11 +178,11 @@ class _ScheduleSearch:
         key = config.schedule, config.micro_batch_size, config.recompute
         if key not in self.partitions:
             self.partitions[key] = make_partitions(self.problem, config, self.record.exchanges)
-        own = self.partitions[key]
-        self.record.budget.spend(len(slots) * (20_000 + 5 * own.part_entries))
+        partitions = self.partitions[key]
+        self.record.budget.spend(len(slots) * (20_000 + 5 * partitions.part_entries))
         replicas = [len(shape.ranks[slot.device]) for slot in slots]
         is_sent = [here.device != there.device for here, there in pairwise(slots)]
-        return own.may_take(replicas, is_sent, self.record.limit)
+        return partitions.may_take(replicas, is_sent, self.record.limit)
 
     def _all_shapes(self) -> Iterator[PipelineShape]:
         """Every pipeline with its first choice of devices, and then with the others."""
@@ -209,12 +212,12 @@ class _ScheduleSearch:
             if config.schedule not in self.names:
                 continue
             for chunks in _virtual_stages(config):
-                own = config if chunks == 1 else replace(config, virtual_stages=chunks)
-                program = self._program(own, stages)
+                virtual = config if chunks == 1 else replace(config, virtual_stages=chunks)
+                program = self._program(virtual, stages)
                 if program is None:
                     continue
                 for counts in self._replicas(config, stages):
-                    yield own, program, counts
+                    yield virtual, program, counts
 
     def _program(self, config: PipelineConfig, stages: int) -> Program | None:
         """None where the schedule does not run with these numbers, or is not searched with so many."""
@@ -239,13 +242,13 @@ class _ScheduleSearch:
         choices = []
         for counts in problem.replica_choices(config.micro_batch_size):
             if len(counts) == 1 or problem.runtime is not None:
-                own = [(count,) * stages for count in counts]
+                every = [(count,) * stages for count in counts]
             elif len(counts) ** stages <= 10 * MOST_SHAPES or usable <= MOST_COMPOSED:
-                own = list(_compositions(counts, stages, usable))
+                every = list(_compositions(counts, stages, usable))
             else:
                 self.is_complete = False
-                own = [(count,) * stages for count in counts]
-            choices += [one for one in own if sum(one) <= usable]
+                every = [(count,) * stages for count in counts]
+            choices += [counts for counts in every if sum(counts) <= usable]
         if problem.options.use_all:
             return [one for one in choices if sum(one) == usable]
         return choices
@@ -258,8 +261,8 @@ def _compositions(counts: tuple[int, ...], stages: int, most: int) -> Iterator[t
         return
     for count in counts:
         if count + stages - 1 <= most:
-            for others in _compositions(counts, stages - 1, most - count):
-                yield (count, *others)
+            for rest in _compositions(counts, stages - 1, most - count):
+                yield (count, *rest)
 
 
 def _virtual_stages(config: PipelineConfig) -> tuple[int, ...]:

@@ -114,7 +114,7 @@ class ShapeSearch:
                     return
                 rows, steps = self._simulate(_neighbours(np.array(current), self._tables.usable))
                 self._score(rows[steps < step])
-                candidates = (own for own in map(tuple, rows.tolist()) if own in self._scored)
+                candidates = (cuts for cuts in map(tuple, rows.tolist()) if cuts in self._scored)
                 better = min(candidates, key=lambda cuts: self._scored[cuts], default=current)
                 if self._scored[better] >= step * (1 - TIE):
                     break
@@ -133,9 +133,9 @@ class ShapeSearch:
             extended += len(rows)
             budget.spend(5.0 * len(rows) * self._paths[0].shape[1] * len(self._paths) + 50_000)
             if extended > MOST_UNFINISHED or budget.spent:
-                for own, spent in [(rows, before), *stack]:
-                    after = self._remaining[:, own.shape[1] - 1, own[:, -1]].T
-                    bound = min(bound, float((spent + after).max(axis=1).min(initial=inf)))
+                for left, so_far in [(rows, before), *stack]:
+                    after = self._remaining[:, left.shape[1] - 1, left[:, -1]].T
+                    bound = min(bound, float((so_far + after).max(axis=1).min(initial=inf)))
                 break
             stack += self._extend(rows, before)
         self.bound = max(self.bound, bound)
@@ -148,17 +148,19 @@ class ShapeSearch:
         paces = np.repeat(1 / np.maximum(wholes, 1e-300), 2)
         counts = [*device_paths(program), *launch_paths(program, tables.hosts)]
         paths = [np.zeros(tables.usable.shape)]
-        for index, own in enumerate(counts):
-            table = path_table(tables, own)
+        for index, path in enumerate(counts):
+            table = path_table(tables, path)
             if index < len(paces):
                 paths[0] += paces[index] / paces.sum() * table
-            if len(paths) * table.size < MOST_TABLES and not any(np.all(table <= other) for other in paths[1:]):
+            if len(paths) * table.size < MOST_TABLES and not any(
+                np.all(table <= other) for other in paths[1:]
+            ):
                 paths.append(table)
         return np.array(paths)
 
     @cached_property
     def _remaining(self) -> Floats:
-        return np.array([remaining_seconds(own) for own in self._paths])
+        return np.array([remaining_seconds(path) for path in self._paths])
 
     def _extend(self, rows: Cuts, before: Floats) -> Iterator[tuple[Cuts, Floats]]:
         """Add every next part with which the limit may be met; those with the lowest bounds come last."""
@@ -176,8 +178,8 @@ class ShapeSearch:
         """Score whole cuts that may be faster than the best plan, and return a bound on those left out."""
         rows, steps = self._simulate(rows, self._least)
         if self.shape.stands_for_all:
-            own, own_steps = self._simulate(rows)
-            self._score(own[own_steps < self.record.limit])
+            placed, placed_steps = self._simulate(rows)
+            self._score(placed[placed_steps < self.record.limit])
             return float(steps.min(initial=inf))
         for row, step in zip(rows, steps.tolist(), strict=True):
             if step >= self.record.limit * (1 - TIE):
@@ -237,7 +239,7 @@ def _neighbours(cuts: Cuts, usable: Mask) -> Cuts:
     pairs = [pair for pair in combinations(single, 2) if pair[0][0] != pair[1][0]]
     near = sorted(pairs, key=lambda pair: pair[1][0] - pair[0][0])[:MOST_PAIRS]
     rows = np.repeat(cuts[None], len(single) + len(near), axis=0)
-    for row, moves in zip(rows, [*((own,) for own in single), *near], strict=True):
+    for row, moves in zip(rows, [*((move,) for move in single), *near], strict=True):
         for part, move in moves:
             row[part] += move
     result: Cuts = rows[_are_usable(rows, usable)]
@@ -247,8 +249,8 @@ def _neighbours(cuts: Cuts, usable: Mask) -> Cuts:
 def _are_usable(rows: Cuts, usable: Mask) -> Mask:
     fits: Mask = np.all(np.diff(rows, axis=1) > 0, axis=1)
     inside = np.clip(rows, 0, usable.shape[1] - 1)
-    for part, own in enumerate(usable):
-        fits &= own[inside[:, part], inside[:, part + 1]]
+    for part, mask in enumerate(usable):
+        fits &= mask[inside[:, part], inside[:, part + 1]]
     return fits
 
 
