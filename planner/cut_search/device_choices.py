@@ -43,6 +43,11 @@ class DeviceChooser:
         """The devices and their links."""
         return self.problem.topology
 
+    @property
+    def is_single(self) -> bool:
+        """Return whether devices are taken in rank order, so that there is one choice."""
+        return self.problem.runtime is not None or len(self.topology.kinds) == 1
+
     def choices(self, counts: Sequence[int]) -> DeviceChoices:
         """List the devices that stages of so many replicas may have, the most capable choices first.
 
@@ -54,7 +59,7 @@ class DeviceChooser:
         return self._choices[key]
 
     def _list(self, counts: tuple[int, ...]) -> DeviceChoices:
-        if self.problem.runtime is not None or len(self.topology.kinds) == 1:
+        if self.is_single:
             ranks = iter(self.problem.placements[0].ranks)
             shape = tuple(tuple(islice(ranks, count)) for count in counts)
             return DeviceChoices((shape,), is_uniform(self.topology))

@@ -24,7 +24,7 @@ from ..pipeline_config import SEVERAL_PARTS, VIRTUAL_STAGES, PipelineConfig
 from ..plan_records import TIE
 from ..problem import Problem
 from ..search.budget import WORK_A_SECOND
-from ..search.device_classes import Shape
+from ..search.device_classes import Shape, is_uniform
 from ..search.least_exchange import LeastExchanges
 from ..universal_bound import Partitions, make_partitions, universal_bound, work_and_path_bound
 from .device_choices import DeviceChooser
@@ -131,6 +131,9 @@ class _ScheduleSearch:
         """List the shapes that may be faster than the best plan, without those to skip."""
         count, record = 0, self.record
         for shape in self._all_shapes():
+            if record.budget.over:
+                self.is_complete = False
+                return
             bound = self._simple_bound(shape)
             is_near = (shape.config, shape.ranks) in skip and not shape.stands_for_all
             if is_near or bound >= record.limit * (1 - TIE):
@@ -196,6 +199,8 @@ class _ScheduleSearch:
     @cached_property
     def _lists_every_choice(self) -> bool:
         """Return whether every choice of devices for every pipeline is a shape."""
+        if self.devices.is_single:
+            return is_uniform(self.problem.topology)
         number = 0
         for _, _, counts in self._pipelines():
             choices = self.devices.choices(counts)
