@@ -63,7 +63,7 @@ def solve_command(
     """Find the fastest plan for a measured model on N GPUs, and how far it is from the best possible."""
     from ..api.machine import count_gpus
     from ..api.provenance import made_by
-    from ..api.solve import solve
+    from ..api.solve import solve, watching_best
     from ..cost_models.text_files import decode_text, read_bytes, sha256
     from ..profiler.profile_file import Profile
     from .field_names import command_line
@@ -98,7 +98,7 @@ def solve_command(
     frontier_target = _frontier_target(target)
     if frontier:
         frontier_target.check(path, machine.topology)
-    with waiting("Searching", plan_options.time_limit):
+    with waiting("Searching", plan_options.time_limit) as wait, watching_best(wait.tell_best):
         plan = solve(profile if len(paths) == 1 else paths, **keywords)
     origin = made_by(plan.made_by, command=command_line(), measured=profile.made_by)
     plan = plan.model_copy(update={"made_by": origin})

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ..cost_models.quantities import format_seconds
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -122,6 +124,7 @@ class Waiting:
         self.doing, self.at_most = doing, at_most
         self._begin = time.monotonic()
         self._end: float | None = None
+        self._best: float | None = None
 
     def tell_share(self, done: float) -> None:
         """Of all the work, so much of 1 is done: the rest goes on at that pace."""
@@ -133,15 +136,20 @@ class Waiting:
         self._end = time.monotonic() + seconds
         self.doing = self.doing if doing is None else doing
 
+    def tell_best(self, step_seconds: float) -> None:
+        """Show the step of the best plan so far."""
+        self._best = step_seconds
+
     def __str__(self) -> str:
         now = time.monotonic()
+        best = "" if self._best is None else f" (best so far {format_seconds(self._best)} a step)"
         if self._end is not None:
             left = f", about {format_clock(self._end - now)} more"
         elif self.at_most is not None:
             left = f", at most about {format_clock(self.at_most - (now - self._begin))} more"
         else:
             left = ""
-        return f"{printable(self.doing)}: {format_clock(now - self._begin)}{left}"
+        return f"{printable(self.doing)}{best}: {format_clock(now - self._begin)}{left}"
 
 
 def format_clock(seconds: float) -> str:

@@ -14,14 +14,14 @@ from ..cost_models.precision import step_kernels
 from ..cost_models.quantities import format_count, format_seconds
 from ..cost_models.runtime import RUNTIMES, Runtime
 from .candidate import ScoredPlan
-from .joint_search import OUT_OF_TIME, JointSearchResult, is_small_problem, plan_with, run_search
-from .pipeline_config import ANY_SCHEDULE, SEARCHED
+from .joint_search import OUT_OF_TIME, JointSearchResult, plan_with, problem_for_planner, run_search
+from .pipeline_config import ANY_SCHEDULE, INTERLEAVED, SEARCHED
 from .plan_records import Alternative, Baseline
 from .plan_stages import plan_recompute, plan_stages, run_in_words, shared_weights
 from .planners import find_planner
-from .problem import INTERLEAVED, Problem
+from .problem import Problem
 from .scoring import fastest
-from .search.coarse import is_large
+from .search.branch_and_bound import is_large
 from .search.space import divide_batch
 
 WORK = 2e9
@@ -36,11 +36,15 @@ def find_alternatives(problem: Problem, answer: JointSearchResult) -> list[Alter
     or the problem is too large to solve it again for each."""
     if problem.options.planner != "best" or is_large(problem.space, problem.families):
         return []
-    others = [other for names in _kinds(problem) for other in _for_runtimes(problem, answer, names)]
+    starts = [plan for plan in (answer.best, *answer.by_planner.values()) if isinstance(plan, ScoredPlan)]
+    others = [other for names in _kinds(problem) for other in _for_runtimes(problem, answer, names, starts)]
     return [*others, *_interleaved_alternatives(problem, answer)]
 
 
-def _for_runtimes(problem: Problem, answer: JointSearchResult, names: list[str]) -> Iterator[Alternative]:
+def _for_runtimes(
+    problem: Problem, answer: JointSearchResult, names: list[str], starts: list[ScoredPlan]
+) -> Iterator[Alternative]:
+    """The best plan of runtimes that allow the same plans; `starts` plans start the search."""
     own = _for_runtime(problem, names[0], _schedule(problem, RUNTIMES[names[0]]))
     if own is None or not own.families:
         return
@@ -48,11 +52,24 @@ def _for_runtimes(problem: Problem, answer: JointSearchResult, names: list[str])
     # Fused steps need less memory: then further plans may fit.
     same_runtime = problem.options.runtime in (None, names[0]) and own.precision == problem.precision
     answers = same_runtime and _answers(own, answer)
-    result = answer.result if answers else run_search(own, work=WORK, whole=is_small_problem(problem))
+    result = answer.result if answers else run_search(own, _starts(own, starts), WORK)
+    starts += [] if result.best is None else [result.best]
     plan = None if result.best is None else _in_rank_order(own, result.best)
     if plan is not None:
         result = replace(result, exact=result.exact and plan == result.best)
         yield _alternative(own, plan, names, exact=result.exact)
+
+
+def _starts(problem: Problem, starts: list[ScoredPlan]) -> list[ScoredPlan]:
+    """The fastest of known plans as the problem's runtime runs them."""
+    proposals = [
+        replace(plan.proposal, config=replace(plan.config, recompute=mode), devices=_in_order(plan))
+        for plan in starts
+        for mode in problem.modes(plan.config.schedule)
+        if plan.config.virtual_stages == 1 and plan.config.schedule in SEARCHED
+    ]
+    best = fastest(problem.space, [one for one in proposals if problem.allows(one)])
+    return [] if best is None else [best]
 
 
 def _in_rank_order(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:
@@ -75,8 +92,10 @@ def _schedule(problem: Problem, runtime: Runtime) -> str:
 def _interleaved_alternatives(problem: Problem, answer: JointSearchResult) -> Iterator[Alternative]:
     """The plan of the planner of that name, where the schedule was left open and it fits: no answer, as it is
     not searched. Runtimes that hold the same for it are together."""
-    plan, best = answer.by_planner.get(INTERLEAVED), answer.best
-    if not isinstance(plan, ScoredPlan) or best is None or INTERLEAVED in problem.schedules:
+    if answer.best is None or INTERLEAVED in problem.schedules or problem.budget.over:
+        return
+    plan = plan_with(find_planner(INTERLEAVED), problem_for_planner(INTERLEAVED, problem))
+    if not isinstance(plan, ScoredPlan):
         return
     kinds: dict[tuple[bool, str], list[str]] = {}
     for name, runtime in RUNTIMES.items():

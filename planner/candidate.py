@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise, product
+from math import inf
 
 from ..cost_models.memory import Recompute
 from .pipeline_config import PipelineConfig
@@ -104,3 +107,30 @@ def near_shapes(
                 (*ends[:stage], cut_points[middle], *ends[stage:]),
                 (*replicas[:stage], *parts, *replicas[stage + 1 :]),
             )
+
+
+_WATCHER: ContextVar[Callable[[float], None] | None] = ContextVar("watcher", default=None)
+
+
+@contextmanager
+def watching_best(tell: Callable[[float], None]) -> Iterator[None]:
+    """Call `tell` with the step seconds of the best plan so far, whenever a search finds a faster one."""
+    best = inf
+
+    def tell_faster(seconds: float) -> None:
+        nonlocal best
+        if seconds < best:
+            best = seconds
+            tell(seconds)
+
+    token = _WATCHER.set(tell_faster)
+    try:
+        yield
+    finally:
+        _WATCHER.reset(token)
+
+
+def tell_best(plan: ScoredPlan) -> None:
+    """Tell who watches of the best plan so far."""
+    if (tell := _WATCHER.get()) is not None:
+        tell(plan.step_seconds)

@@ -19,11 +19,10 @@ from .pipeline_config import (
     abbreviate,
 )
 from .problem import Problem
-from .search.branch_and_bound import SearchResult
-from .search.coarse import is_large
+from .search.branch_and_bound import SearchResult, is_large
 from .search.device_classes import Shape, Symmetry
+from .search.family import Family
 from .search.placements import ANY
-from .search.subproblem import Family
 
 if TYPE_CHECKING:
     from .problem import Problem

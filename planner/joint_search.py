@@ -1,4 +1,4 @@
-"""The best plan of a problem: what the named planners propose, and the joint search that starts from it.
+"""The best plan of a problem: the search, from three simple plans, and what it proved.
 
 The bound of an answer holds for every plan that the answer was allowed to be. A plan of the searched space
 has the search's bound; one from outside, as a planner's on devices in another order, the universal one.
@@ -18,42 +18,31 @@ from .cut_search.schedule_search import search_schedules
 from .cut_search.shape_search import FAR
 from .other_placements import reassign, search_other_orders
 from .other_schedules import propose_other_schedules, propose_parts
-from .pipeline_config import SEARCHED, UNPROPOSED
+from .pipeline_config import INTERLEAVED, SEARCHED, UNPROPOSED
 from .plan_records import TIE
-from .planners import ALWAYS, find_planner
+from .planners import BASELINES, find_planner
 from .planners.base import Planner, refusal_reason
 from .problem import Problem
-from .related_problems import on_fewer_devices, problem_for_planner, with_one_count, with_time_for_orders
 from .scoring import fastest
 from .search.branch_and_bound import SearchResult, search
 from .search.budget import WORK_A_SECOND, OutOfTime
-from .search.coarse import is_large, search_large
-from .shape_descent import descend
 from .synthesis.synthesize import synthesize
 from .unfit import unfit_reason
 from .universal_bound import universal_bound
 
-SEARCH_SHARE = 0.6
+SEARCH_SHARE = 0.8
 """Share of the time limit's work that the search may do; the rest is for work that is not counted."""
 FOR_SEARCHED = 0.75
-"""Share of the time that the search may take; the rest is for other schedules, and for planners after it."""
+"""Share of the time that the search may take where other schedules are searched after it."""
+FOR_KNOWN = 0.75
+"""Share of the time that known schedules may take where an order is made for the plan afterwards."""
+MOST_COUNTS = 2
+"""Numbers of micro-batches for each of which orders are sought alone."""
 BEST = "best"
-COSTLY = (*("pipedream", "pipedream-published", "dapple", "alpa", "interleaved"), "spp", "piper", "asteroid")
-"""Planners that search themselves: unless the problem is small, they run after the joint search."""
-BALANCED = ("galvatron", "asteroid", "spp", "bapipe")
-"""Planners that balance memory against time, or search with equal devices: a second for 64 devices."""
-OF_MANY_SCHEDULES = "torch-partition"
-"""The planner that divides layers for schedules with two stages a device or a backward in two parts."""
-SIMPLE = ("one-gpu", "data-parallel", "even")
-"""Planners that run even when the time limit is reached."""
 OUT_OF_TIME = "the time limit was reached before it made a plan"
 NOT_ALLOWED = "the options allow none of its plans"
 PLANNER_SHARE = 0.2
 """Share of the remaining time that the proposals of one planner may take, and then their steps."""
-FIRST_SHARE = 0.1
-"""The same of a planner that is asked for a plan to start from."""
-LATE = ("spp", "piper", "asteroid", "galvatron", "pipedream-2bw", "autopipe", "bapipe", OF_MANY_SCHEDULES)
-"""Planners that are asked only where an answer is not proven; first those that often come near the best."""
 MOST_NEAR = 4
 """Plans of other schedules whose shapes are the first that cuts are searched of."""
 SMALL = 1_000
@@ -75,13 +64,18 @@ class JointSearchResult:
 
 
 def find_best_plan(
-    problem: Problem, planners: Iterable[str] = ALWAYS, *, cuts_others: bool = True
+    problem: Problem, planners: Sequence[str] = BASELINES, *, cuts_others: bool = True
 ) -> JointSearchResult:
-    """The best plan of the problem, or of the planner that it names, and the bound on all plans.
+    """Find the best plan of the problem, or of the planner that it names, and the bound on all plans.
 
-    No plan that the `planners` propose in time under an allowed schedule is faster, nor, where the answer is
-    not proven, one of the others. `cuts_others`: whether the cuts of other schedules than 1F1B and GPipe are
-    searched, too. Raises UsageError for an unknown planner.
+    Args:
+        problem: What is asked.
+        planners: Known planners to compare with: no plan that they propose in time under an allowed schedule
+            is faster.
+        cuts_others: Search the cuts of other schedules than 1F1B and GPipe, too.
+
+    Raises:
+        UsageError: The planner is unknown.
     """
     planner = problem.options.planner
     if planner != BEST:
@@ -89,53 +83,60 @@ def find_best_plan(
         own = {planner: plan}
         best = plan if isinstance(plan, ScoredPlan) else None
         return JointSearchResult(with_bound(problem, best, run_search(problem, _plans(own))), own)
-    whole, problem = problem, with_time_for_orders(problem)
-    quick = is_small_problem(problem)
-    large = is_large(problem.space, problem.families)
-    few = large or bool(problem.heuristic_schedules)
-    first = [name for name in planners if quick or (name in SIMPLE if few else name not in COSTLY)]
-    by_planner = {name: plan_with(find_planner(name), problem_for_planner(name, problem)) for name in first}
-    proposed = dict(by_planner)
-    # The search may not come to the deep pipelines that little memory asks for, nor to other schedules.
-    more = () if quick or large else BALANCED
-    if problem.heuristic_schedules and not large:
-        more = (*more, OF_MANY_SCHEDULES)
-    proposed |= {
-        name: plan_with(find_planner(name), problem, share=FIRST_SHARE)
-        for name in more
-        if name not in proposed
-    }
-    seeds = _allowed_plans(problem, proposed)
-    if not quick and not large:
-        seeds += descend(problem, seeds)
-    result = joint_search(problem, seeds, cuts_others=cuts_others)
-    if not large and not result.exact:
-        late = [name for name in LATE if name not in {*planners, *proposed}]
-        own = {name: plan_with(find_planner(name), problem, required=False) for name in late}
-        seeds += _allowed_plans(problem, own)
-        starts = seeds if result.best is None else [result.best, *seeds]
-        result = _faster_of(problem, result, [*seeds, *descend(problem, starts)])
-    others = [name for name in planners if name not in first]
-    if others:
-        by_planner |= {
-            name: plan_with(
-                find_planner(name), problem_for_planner(name, problem), required=result.best is None
-            )
-            for name in others
-        }
-        result = _faster_of(problem, result, _allowed_plans(problem, by_planner))
-    if not result.exact and problem.families:
-        plans = _plans_of(problem, on_fewer_devices(problem), cuts_others=False)
-        result = _faster_of(problem, result, plans)
+    whole, problem = problem, _with_time_for_orders(problem)
+    by_planner = {name: plan_with(find_planner(name), problem) for name in BASELINES}
+    result = joint_search(problem, _allowed_plans(problem, by_planner), cuts_others=cuts_others)
     if result.best is not None and (other := search_other_orders(problem, result.best)) is not None:
         moved = _on_other_devices(problem, [other])
         result = _faster_of(problem, result, [other] if moved is None else [other, moved])
     if problem.makes_orders:
         result = _faster_of(problem, result, synthesize(whole, result.best, result.other_plans))
         if cuts_others and not result.exact:
-            plans = _plans_of(whole, with_one_count(whole, result), cuts_others=True)
+            plans = _plans_of(whole, _with_one_count(whole, result))
             result = _faster_of(problem, result, plans)
-    return JointSearchResult(result, by_planner)
+    references = [name for name in planners if name not in by_planner]
+    if references:
+        by_planner |= {
+            name: plan_with(
+                find_planner(name), problem_for_planner(name, problem), required=result.best is None
+            )
+            for name in references
+        }
+        result = _faster_of(problem, result, _allowed_plans(problem, by_planner))
+    return JointSearchResult(result, {name: by_planner[name] for name in planners})
+
+
+def _with_time_for_orders(problem: Problem) -> Problem:
+    """The problem with the time that it leaves for an order of its own where one is asked for."""
+    if not problem.makes_orders:
+        return problem
+    budget = problem.budget.part(share=FOR_KNOWN)
+    earlier = replace(problem, budget=budget)
+    vars(earlier)["space"] = problem.space.within(budget)
+    return earlier
+
+
+def problem_for_planner(planner: str, problem: Problem) -> Problem:
+    """The problem that a planner is given: interleaved pipelines are allowed for their own planner, also
+    where the options exclude them."""
+    if planner != INTERLEAVED:
+        return problem
+    return replace(
+        problem, options=replace(problem.options, planner=planner, robust=False, slow_devices=None)
+    )
+
+
+def _with_one_count(problem: Problem, result: SearchResult) -> Iterator[Problem]:
+    """The problem with as many micro-batches as good plans have: orders start from the best plan of each
+    known schedule, whatever its number of them."""
+    if len({config.micro_batches for config in problem.configs}) == 1:
+        return
+    plans = [*([] if result.best is None else [result.best]), *result.other_plans]
+    for count in list(dict.fromkeys(plan.config.micro_batches for plan in plans))[:MOST_COUNTS]:
+        if problem.budget.spent:
+            return
+        options = replace(problem.options, mini_batch=problem.mini_batch, micro_batches=count)
+        yield replace(problem, options=options)
 
 
 def _allowed_plans(problem: Problem, by_planner: Mapping[str, ScoredPlan | str]) -> list[ScoredPlan]:
@@ -143,10 +144,10 @@ def _allowed_plans(problem: Problem, by_planner: Mapping[str, ScoredPlan | str])
     return [plan for plan in _plans(by_planner) if plan.config.schedule in problem.allowed_schedules]
 
 
-def _plans_of(problem: Problem, narrower: Iterable[Problem], *, cuts_others: bool) -> Iterator[ScoredPlan]:
+def _plans_of(problem: Problem, narrower: Iterable[Problem]) -> Iterator[ScoredPlan]:
     """The best plan of each problem that allows a part of this one's plans."""
     for own in narrower:
-        best = find_best_plan(own, cuts_others=cuts_others).best
+        best = find_best_plan(own).best
         if best is not None and problem.allows(best.proposal):
             resolved = fastest(problem.space, [best.proposal])
             if resolved is not None:
@@ -176,7 +177,7 @@ def plan_with(
     """The planner's best plan under the problem's costs and limits, or why there is none. Where the time is
     over only the simple ones still make one, so that there is a plan, and those of which one is `required`
     once they have proposals; `share`: of the remaining time, for its proposals, and then for their steps."""
-    if problem.budget.over and planner.name not in SIMPLE:
+    if problem.budget.over and planner.name not in BASELINES:
         return OUT_OF_TIME
     budget = problem.budget.part(share=share)
     proposals, refused = list[Proposal](), list[Proposal]()
@@ -304,21 +305,11 @@ def _bound_others(problem: Problem, result: SearchResult, step: float) -> float:
     return result.other_bound
 
 
-def run_search(
-    problem: Problem, seeds: Iterable[ScoredPlan] = (), work: float | None = None, *, whole: bool = True
-) -> SearchResult:
-    """The search of the schedules that it knows, from these plans; `work`: else as long as `time_limit`. Not
-    of the `whole` space: of plans near good ones, as of a problem that is too large."""
+def run_search(problem: Problem, seeds: Iterable[ScoredPlan] = (), work: float | None = None) -> SearchResult:
+    """Search the schedules that `search` knows, from these plans; `work`: see `SearchBudget`."""
     work = SEARCH_SHARE * problem.options.time_limit * WORK_A_SECOND if work is None else work
-    own = [plan for plan in seeds if plan.config.schedule in SEARCHED]
-    large = is_large(problem.space, problem.families)
+    seeds = [plan for plan in seeds if plan.config.schedule in SEARCHED]
     space = problem.space
-    if problem.heuristic_schedules or not large:
+    if problem.heuristic_schedules:
         space = space.within(problem.budget.part(share=FOR_SEARCHED))
-    # Of first layers, and of what offloads, there is no bound but that of the search.
-    by_layer = problem.options.recompute in UNPROPOSED
-    if not large and (whole or by_layer):
-        return search(space, problem.families, problem.stage_counts, own, work)
-    return search_large(
-        space, problem.families, problem.stage_counts, own, work, deeper=problem.may_be_deeper
-    )
+    return search(space, problem.families, problem.stage_counts, seeds, work, deeper=problem.may_be_deeper)

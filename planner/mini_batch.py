@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from ..cost_models.errors import UsageError
 from .candidate import ScoredPlan
-from .joint_search import BEST, COSTLY, is_small_problem, joint_search, plan_with
+from .joint_search import BEST, is_small_problem, joint_search, plan_with
 from .plan_records import DefaultMiniBatch, OtherMiniBatch
-from .planners import ALWAYS, find_planner
+from .planners import BASELINES, find_planner
 from .problem import Problem
 
 SHORT = 0.05
@@ -71,5 +71,5 @@ def _best(problem: Problem) -> ScoredPlan | None:
     if planner != BEST:
         plan = plan_with(find_planner(planner), problem)
         return plan if isinstance(plan, ScoredPlan) else None
-    quick = [plan_with(find_planner(name), problem) for name in ALWAYS if name not in COSTLY]
+    quick = [plan_with(find_planner(name), problem) for name in BASELINES]
     return joint_search(problem, [plan for plan in quick if isinstance(plan, ScoredPlan)]).best

@@ -16,6 +16,8 @@ SEARCHED = ("1f1b", "gpipe")
 """The schedules that are searched exactly, and that `auto` stands for where no runtime is named."""
 ANY_SCHEDULE = "any"
 """The word for every published schedule that is synchronous and trains one model."""
+INTERLEAVED = "interleaved"
+"""The planner of interleaved pipelines, and its schedule."""
 SYNTHESIZED = "synthesized"
 """The word for those and an order that is made for the plan; that schedule's name has its hash behind it."""
 

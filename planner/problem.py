@@ -16,6 +16,7 @@ from .candidate import Proposal
 from .cut_limits import check_layer_count, limit_cuts
 from .pipeline_config import (
     ANY_SCHEDULE,
+    INTERLEAVED,
     LIMITED_RECOMPUTE,
     MODES,
     SEARCHED,
@@ -29,6 +30,7 @@ from .pipeline_config import (
 from .plan_options import PlanOptions
 from .search.budget import SearchBudget
 from .search.device_sets import may_search_any
+from .search.family import Family
 from .search.placements import (
     ANY,
     EVERY_COUNT,
@@ -40,12 +42,9 @@ from .search.placements import (
 )
 from .search.replica_group import find_host
 from .search.space import Space
-from .search.subproblem import Family
 
 MOST_STAGES = 32
 """That are searched where stages may have replicas."""
-INTERLEAVED = "interleaved"
-"""The planner, and its schedule."""
 FEW = 64
 """Up to so many devices `replica_choices` holds every number."""
 

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from math import inf
 
 import numpy as np
@@ -19,17 +18,11 @@ from ..cost_models.timeline import step_seconds
 from .assembly import Assembly
 from .candidate import Proposal, ScoredPlan
 from .pipeline_config import SEARCHED
-from .search import bounds_1f1b, bounds_gpipe
 from .search.budget import SearchBudget
-from .search.pipelines import Pipelines, build_pipelines
+from .search.linear_groups import LinearGroup, group_alike, linear_group
 from .search.space import Space, divide_batch, narrow_space
 from .search.stage_recompute import choose_modes, stage_modes
-from .stage_table import Floats
 
-WHOLE_BOUNDS: dict[str, Callable[[Pipelines], Floats]] = {
-    "1f1b": bounds_1f1b.whole_bound_1f1b,
-    "gpipe": bounds_gpipe.whole_bound_gpipe,
-}
 MOST_SCORED, MOST_TRIED = 6, 60
 """Of the pipelines of a long chain that one planner proposes: those that fit, and those that may not."""
 
@@ -58,38 +51,6 @@ def fastest(
             break
         trials += _trials(space, alike, optional=optional)
     return _score_trials(space, sorted(trials, key=lambda trial: trial.bound), limit, optional=optional)
-
-
-def group_alike(proposals: Iterable[Proposal]) -> Iterator[list[Proposal]]:
-    """Those of one configuration with as many parts together."""
-    key: Callable[[Proposal], tuple[str, int]] = lambda p: (str(p.config), len(p.ends))  # noqa: E731
-    for _, alike in groupby(sorted(proposals, key=key), key=key):
-        yield list(alike)
-
-
-@dataclass(frozen=True)
-class LinearGroup:
-    """Pipelines of 1F1B or GPipe side by side, of one configuration with as many stages; by row, the proposal
-    and what each stage recomputes, and a bound on the step."""
-
-    pipelines: Pipelines
-    rows: list[tuple[Proposal, tuple[Recompute, ...]]]
-    bounds: list[float]
-
-
-def linear_group(space: Space, proposals: Iterable[Proposal]) -> LinearGroup | None:
-    """Of these, those that fit, as far as the time goes, one at least; None where none does."""
-    rows = list[tuple[Proposal, tuple[Recompute, ...]]]()
-    for proposal in proposals:
-        if rows and space.budget.over:
-            break
-        modes = choose_modes(space, proposal)
-        if modes is not None:
-            rows.append((proposal, modes))
-    if not rows:
-        return None
-    pipelines = build_pipelines(space, [own for own, _ in rows], [modes for _, modes in rows])
-    return LinearGroup(pipelines, rows, WHOLE_BOUNDS[pipelines.config.schedule](pipelines).tolist())
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,7 @@ ADDITIONS = {
         )
     ],
     "planner/planners/__init__.py": [
-        ("    rules,\n", "    rules,\n    toy_planner,\n"),
-        ("    rules.GPIPE,\n", "    rules.GPIPE,\n    toy_planner.PLANNER,\n"),
+        ('    "gpipe": "rules",\n', '    "gpipe": "rules",\n    "toy-planner": "toy_planner",\n'),
     ],
     "cost_models/runtime.py": [
         ('_one_process_gpipe("fairscale"),', '_one_process_gpipe("fairscale"), _one_process_gpipe("toy"),')
@@ -186,12 +185,8 @@ def test_a_schedule_is_listed_simulated_planned_and_verified(folder: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_planner_plans_and_is_a_baseline(folder: Path) -> None:
+def test_a_planner_plans(folder: Path) -> None:
     assert read(folder, "cut.plan.json")["balance"] == [1, 3]
-    baselines = read(folder, "best.plan.json")["baselines"]
-    assert isinstance(baselines, list)
-    (toy,) = [row for row in baselines if row["name"] == "toy-planner"]
-    assert toy["step_seconds"] is not None
 
 
 @pytest.mark.slow

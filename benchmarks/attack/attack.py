@@ -15,7 +15,7 @@ from pplan.planner.objectives.objective import COST, MEMORY, THROUGHPUT
 from pplan.planner.objectives.solve_objective import solve_objective
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_records import ProfileReference
-from pplan.planner.planners import ALWAYS, find_planner
+from pplan.planner.planners import BASELINES, find_planner
 from pplan.planner.problem import Problem
 
 from . import aims, explained, frontiers, terms
@@ -28,8 +28,8 @@ REFERENCE = ProfileReference(file="attacked.profile.json", sha256="0" * 64)
 TOLERANCE = 1e-8
 """Share within which two seconds are one: ten of the planner's own."""
 ASKED = ("plain", "levels", "ports", "kinds", "tied", "long")
-"""Kinds of problems of which every planner is asked, too."""
-TERMS = ("plain", "options", "memory", "tied")
+"""Kinds of problems of which the baselines are asked, too."""
+TERMS = ("plain", "options", "memory", "tied", "states")
 """Kinds of problems of which the search's own bounds are attacked, too."""
 SEARCHED = ("1f1b", "gpipe")
 LATE = ("pipedream", "pipedream-2bw", "xpipe", "wpipe")
@@ -92,7 +92,8 @@ def _attack(case: Case, solver: Solver, result: Result) -> None:
     if case.kind in TERMS and case.options.runtime is None:
         terms.check(problem, result)
     if case.kind in (*TERMS, *ASKED):
-        terms.relaxed(problem, result)
+        terms.memory_bound(problem, result)
+        terms.unfinished(problem, result)
         terms.stopped(problem, result)
     _Attack(case, problem, plan, result).run()
 
@@ -142,6 +143,8 @@ class _Attack:
         name = self.case.objective.name
         if name != "step-time":
             self._objective(name)
+        if name == "step-time" and self.case.options.planner == "best":
+            self._allowed()
         if name in ("step-time", THROUGHPUT):
             late = LATE if name == THROUGHPUT and self.case.options.schedule == "auto" else ()
             own = [other for other in late if other != "wpipe" or "wpipe" in self.plan.searched]
@@ -150,6 +153,22 @@ class _Attack:
             self._planners()
         if self.case.kind == "explain":
             explained.check(self.problem, self.plan, self.result)
+
+    def _allowed(self) -> None:
+        """The options leave the answer: its cuts, its micro-batches and the devices of its stages."""
+        plan, rules = self.plan, Enumeration(self.problem, ()).rules
+        if plan.schedule not in SEARCHED:
+            return
+        ends = tuple(stage.last_layer + 1 for stage in plan.stages)
+        devices = tuple(tuple(stage.devices) for stage in plan.stages)
+        left = (
+            len(ends) <= rules.most_stages
+            and plan.micro_batch_size in rules.sizes
+            and ends in set(rules.ends(len(ends)))
+            and rules.may_have(plan.micro_batch_size, devices)
+        )
+        words = f"{plan.micro_batch_size} samples, ends {ends}, devices {devices}"
+        self.result.check("allowed", None if left else words)
 
     def _bound(self, schedules: Sequence[str]) -> None:
         """The bound on the step, and that nothing is faster than an exact answer."""
@@ -177,11 +196,11 @@ class _Attack:
             self.result.check("exact", f"exact, {said_so}; {text}" if better else None)
 
     def _planners(self) -> None:
-        """No plan of a planner that every search asks is faster than the answer for the fastest."""
+        """No baseline is faster than the answer for the fastest."""
         if self.case.options.planner != "best" or self.case.kind not in ASKED:
             return
         step = self.plan.prediction.step_seconds
-        for name in ALWAYS:
+        for name in BASELINES:
             plan = plan_with(find_planner(name), self.problem)
             if isinstance(plan, ScoredPlan):
                 faster = plan.step_seconds < step * (1 - TOLERANCE)

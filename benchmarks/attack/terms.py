@@ -7,6 +7,7 @@ those of its settings.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from math import inf
@@ -14,18 +15,23 @@ from unittest.mock import patch
 
 import numpy as np
 
+from pplan.cost_models.timeline import step_seconds
+from pplan.planner.pipeline_config import UNPROPOSED
 from pplan.planner.problem import Problem
-from pplan.planner.scoring import WHOLE_BOUNDS, busiest_seconds
-from pplan.planner.search import branch_and_bound, subproblem
-from pplan.planner.search.coarse import is_large
+from pplan.planner.scoring import assemble, busiest_seconds
+from pplan.planner.search import branch_and_bound
+from pplan.planner.search.bound import CompletionBound, MemoryBound, StageRange
+from pplan.planner.search.branch_and_bound import is_large
 from pplan.planner.search.device_sets import make_ranges
+from pplan.planner.search.family import Family, quick_bound
 from pplan.planner.search.fill_bound import fill_bound
-from pplan.planner.search.fluid_bound import fluid_bound
+from pplan.planner.search.linear_groups import WHOLE_BOUNDS
+from pplan.planner.search.partial import PartialPlans, empty_plans, extend_plans, join_plans
 from pplan.planner.search.pipelines import build_pipelines
 from pplan.planner.search.placements import ANY
-from pplan.planner.search.relaxed_bound import RelaxedBound
-from pplan.planner.search.stage_choices import list_stage_choices
-from pplan.planner.search.subproblem import BOUNDS, Family
+from pplan.planner.search.stage_choices import StageChoices, list_stage_choices
+from pplan.planner.search.stage_recompute import choose_modes
+from pplan.planner.search.subproblem import BOUNDS, Subproblem, expansions
 
 from .enumeration import Enumeration, Scored
 from .results import Result
@@ -36,39 +42,120 @@ TOLERANCE = 1e-8
 FEW_WORK = 1e6
 """Of a search that is stopped."""
 FEW = 3
-"""Devices up to which all plans on any of them are enumerated for the relaxed bound."""
+"""Devices up to which all plans on any of them are enumerated for the bound on all families."""
+BOUND_WORK = 2e8
+"""Of the bound on all families."""
+MOST_FAMILIES = 6
+"""Families of a problem, drawn at random, whose unfinished plans are looked at."""
+DRAWN = 24
+"""Unfinished plans of a number of stages that are kept, at random, when a stage is added."""
 
 
-def relaxed(problem: Problem, result: Result) -> None:
-    """The bound for many devices, and those for long chains, of a few: on all pipelines of the families, on
-    any devices."""
+def memory_bound(problem: Problem, result: Result) -> None:
+    """The bound on all families, and that for long chains, of few devices: on all pipelines of the families,
+    on any devices."""
     runtime = problem.runtime
     plain = runtime is None or (runtime.replicas == "none" and not runtime.one_process)
     if problem.gpus > FEW or not problem.families or not plain:
         return
-    counts = list(problem.stage_counts)
-    budget = problem.space.budget.part(2e8)
-    step = 10 * sum(
-        float(own.sum()) for own in (problem.chain.forward_seconds, problem.chain.backward_seconds)
-    )
-    said = RelaxedBound(problem.space, problem.families, counts, False, budget).least(step)
+    step = _far(problem)
+    said = _bound_below(problem, step)[1]
     own = dict.fromkeys(problem.families)
-    parted = min(max(bound(problem.space, f, step) for bound in (fluid_bound, fill_bound)) for f in own)
+    parted = min(fill_bound(problem.space, family, step) for family in own)
     schedules = list(dict.fromkeys(family.config.schedule for family in problem.families))
     every = Enumeration(problem, schedules, scope="any")
     best = every.best(max(said, parted) * (1 - TOLERANCE))
     result.plans += every.plans
     result.simulated += every.simulated
-    for name, least in (("relaxed", said), ("parted layers", parted)):
+    for name, least in (("memory bound", said), ("parted layers", parted)):
         low = best is not None and best.step_seconds < least * (1 - TOLERANCE)
         result.check(name, f"{least:.9g} s; {best}" if low else None)
 
 
+def _far(problem: Problem) -> float:
+    """Seconds that hardly a plan takes: ten times all layers on one device."""
+    seconds = (problem.chain.forward_seconds, problem.chain.backward_seconds)
+    return 10 * sum(float(own.sum()) for own in seconds)
+
+
+def _bound_below(problem: Problem, limit: float, *, every_range: bool = False) -> tuple[MemoryBound, float]:
+    """The bound on all families, and what it says of the plans below `limit`."""
+    counts, budget = list(problem.stage_counts), problem.space.budget.part(BOUND_WORK)
+    bound = MemoryBound(problem.space, problem.families, counts, False, budget, every_range=every_range)
+    return bound, bound.least(limit)
+
+
+def unfinished(problem: Problem, result: Result) -> None:
+    """The bounds on unfinished plans: of plans drawn at random, the bound of every prefix."""
+    if is_large(problem.space, problem.families) or problem.options.recompute in UNPROPOSED:
+        return
+    limit, rng = _far(problem), np.random.default_rng(result.seed)
+    bound, _ = _bound_below(problem, limit, every_range=True)
+    for index in rng.permutation(len(problem.families))[:MOST_FAMILIES].tolist():
+        family = problem.families[index]
+        ranges = make_ranges(problem.space, family.placement, family.replicas, family.on_all)
+        own = Subproblem(problem.space, family, problem.stage_counts, ranges, problem.space.budget, bound)
+        options = list_stage_choices(problem.space, family.config, ranges, inf)
+        for stages in problem.stage_counts if options.groups else ():
+            if stages <= options.most_stages:
+                open_ranges = bound.left(family)
+                if open_ranges is not None:
+                    open_ranges = [one for one in open_ranges if one.least(stages) < limit]
+                _drawn(own, options, stages, open_ranges, limit, rng, result)
+
+
+def _drawn(
+    own: Subproblem,
+    options: StageChoices,
+    stages: int,
+    ranges: Sequence[StageRange] | None,
+    limit: float,
+    rng: np.random.Generator,
+    result: Result,
+) -> None:
+    """Draws plans of so many stages of a family, stage by stage, and notes the highest bound of each.
+    `ranges` that may hold one; None: all may."""
+    round_trips = BOUNDS[own.family.config.schedule](options, inf)
+    completion = CompletionBound(ranges, stages) if ranges and stages > 1 else None
+    state = round_trips.start() | ({} if completion is None else completion.start())
+    first = round_trips.root(stages)
+    if ranges is not None and stages > 1:
+        first = max(first, inf if completion is None else completion.root)
+    plans = empty_plans(state | {"highest": np.array([min(first, limit)])})
+    for remaining in range(stages, 0, -1):
+        parts = list[PartialPlans]()
+        for stage in expansions(options, plans, remaining):
+            known = {name: values[stage.parent] for name, values in plans.state.items()}
+            seconds, now = round_trips.extend(known, stage)
+            if completion is not None:
+                sums, more = completion.extend(known, stage)
+                seconds, now = np.maximum(seconds, sums), now | more
+            highest = np.maximum(known["highest"], np.minimum(seconds, limit))
+            done = (stage.end == options.last_place) & options.may_be_done[stage.end_position]
+            rows = np.flatnonzero(done if remaining == 1 else np.ones(len(seconds), dtype=np.bool_))
+            if len(rows):
+                parts.append(extend_plans(plans, stage, now | {"highest": highest}, rows))
+        if not parts:
+            return
+        plans = join_plans(parts)
+        chosen = np.sort(rng.permutation(len(plans))[:DRAWN])
+        plans = join_plans([plans], chosen)
+    for row in range(len(plans)):
+        plan, said = own._candidate(options, plans, row, inf), float(plans.state["highest"][row])
+        if choose_modes(own.space, plan.proposal) is None:
+            continue
+        made = assemble(own.space, plan.proposal, plan.recompute)
+        step = float(step_seconds(made.program, made.costs())[0])
+        high = said > min(step, limit) * (1 + TOLERANCE)
+        result.check("unfinished plans", f"{said:.9g} s; {step:.9g} s: {plan}" if high else None)
+
+
 STOPS = (
-    {"FOR_ROOTS": 0.0, "FOR_REST": 1.0, "FOR_RELAXED": 3e7},
-    {"FOR_ROOTS": 0.0, "FOR_REST": 0.9, "MOST_UNFINISHED": 20},
+    {"FOR_BOUND": 0.9, "FOR_REST": 1.0},
+    {"FOR_BOUND": 0.0, "FOR_REST": 1.0},
+    {"FOR_BOUND": 0.1, "FOR_REST": 0.0, "MOST_UNFINISHED": 20},
 )
-"""Settings of a search that begins with few of its families, or drops what it has begun."""
+"""Settings of a search that spends its work on the bound on all families, or none of it, or drops plans."""
 
 
 def stopped(problem: Problem, result: Result) -> None:
@@ -100,7 +187,7 @@ def check(problem: Problem, result: Result) -> None:
             continue
         ranges = make_ranges(problem.space, family.placement, family.replicas, family.on_all)
         options = list_stage_choices(problem.space, family.config, ranges, inf)
-        quick = subproblem.quick_bound(problem.space, family)
+        quick = quick_bound(problem.space, family)
         bound = BOUNDS[family.config.schedule](options, inf)
         for stages in problem.stage_counts:
             possible = options.groups and stages <= options.most_stages

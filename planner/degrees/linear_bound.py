@@ -42,6 +42,7 @@ from ...cost_models.transformer.rank_costs import PassSeconds
 from ...cost_models.transformer.training_setting import block_ranges
 from ...cost_models.transformer.training_step import pipeline_costs, pipeline_program
 from ..cut_search.cut_bound import count_critical_path
+from ..linear_programme import new_solver
 from .division_box import DivisionBox
 
 Array = npt.NDArray[np.float64]
@@ -268,18 +269,8 @@ class DivisionProgramme:
 
 def _new_solver(costs: Array) -> Any:
     """Solver of a programme without rows that minimizes the costs of nonnegative variables."""
-    from highspy import Highs
-
-    class QuietHighs(Highs):
-        """HiGHS without its banner, which the constructor prints when it enables callbacks."""
-
-        def enableCallbacks(self) -> None:
-            self.silent()
-            super().enableCallbacks()  # type: ignore[no-untyped-call]
-
-    solver: Any = QuietHighs()  # type: ignore[no-untyped-call]
+    solver = new_solver()
     solver.setOptionValue("presolve", "off")
-    solver.setOptionValue("threads", 1)
     count = len(costs)
     solver.addCols(count, costs, np.zeros(count), np.full(count, np.inf), 0, [], [], [])
     return solver

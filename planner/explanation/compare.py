@@ -87,7 +87,7 @@ def compare_plans(
 ) -> PlanComparison:
     """The plans by their names; with the problem of the first, what all named planners make of it, too, and
     the energy of their steps where the `watts` are given."""
-    answer = None if context is None else find_best_plan(context.problem, PLANNERS)
+    answer = None if context is None else find_best_plan(context.problem, tuple(PLANNERS))
     bounds = [_bound(plan) for _, plan in plans_by_name]
     rows = [_of_plan(name, plan, _proven_bound(plan, bounds)) for name, plan in plans_by_name]
     if context is not None and answer is not None:

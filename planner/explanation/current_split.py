@@ -19,7 +19,7 @@ from ..plan_records import PlannedStage, ProfileReference
 from ..plan_stages import PlanSummary, bubble, plan_stages, summarize
 from ..problem import Problem
 from ..scoring import fastest
-from ..search.subproblem import Family
+from ..search.family import Family
 from .explain_context import ExplainContext, score_plan, simulate_candidate
 from .explain_options import ExplainOptions
 from .resolve import SECONDS, search_near

@@ -18,9 +18,8 @@ from ..problem import Problem
 from ..scoring import fastest
 from ..search.branch_and_bound import SearchResult, search
 from ..search.budget import WORK_A_SECOND
-from ..search.coarse import is_large, search_large
+from ..search.family import Family
 from ..search.space import Space
-from ..search.subproblem import Family
 
 SECONDS = 1.0
 """Of the search for each answer, as of `PlanOptions.time_limit`."""
@@ -77,10 +76,7 @@ def search_near(
     seconds: float = SECONDS,
 ) -> SearchResult:
     """The best plan of a part of a problem's space, no slower than the seeds, which lie in it."""
-    plans, work = _score_seeds(space, seeds), seconds * WORK_A_SECOND
-    if is_large(space, families):
-        return search_large(space, families, stage_counts, plans, work)
-    return search(space, families, stage_counts, plans, work)
+    return search(space, families, stage_counts, _score_seeds(space, seeds), seconds * WORK_A_SECOND)
 
 
 def _score_seeds(space: Space, seeds: Iterable[Proposal]) -> list[ScoredPlan]:

@@ -23,9 +23,9 @@ from ..plan_stages import PlanSummary, summarize
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.device_sets import list_shapes
+from ..search.family import Family
 from ..search.placements import ANY, Placement
 from ..search.space import with_cuts
-from ..search.subproblem import Family
 from .explain_context import ExplainContext
 from .resolve import SECONDS, search_near
 

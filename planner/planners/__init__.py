@@ -3,64 +3,70 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 
 from ...cost_models.errors import UsageError
-from . import (
-    alpa,
-    asteroid,
-    bottleneck_planners,
-    dapple_planner,
-    deepspeed_partition,
-    equal_replicas,
-    galvatron,
-    megatron,
-    pipedream_planner,
-    rules,
-    torch_partition,
-    torchgpipe_balance,
-)
 from .base import Planner
 
-_ALWAYS: tuple[Planner, ...] = (
-    rules.ONE_GPU,
-    rules.DATA_PARALLEL,
-    rules.EVEN,
-    deepspeed_partition.PARAMETERS,
-    deepspeed_partition.TYPE,
-    torchgpipe_balance.BY_TIME,
-    torchgpipe_balance.BY_SIZE,
-    rules.GPIPE,
-    megatron.MEGATRON,
-    megatron.INTERLEAVED,
-    pipedream_planner.PIPEDREAM,
-    pipedream_planner.PIPEDREAM_PUBLISHED,
-    dapple_planner.DAPPLE,
-    alpa.ALPA,
-)
-_FURTHER: tuple[Planner, ...] = (
-    equal_replicas.WIDTH_AND_DEPTH,
-    equal_replicas.AUTOPIPE,
-    equal_replicas.BAPIPE,
-    bottleneck_planners.SPP,
-    bottleneck_planners.PIPER,
-    asteroid.ASTEROID,
-    galvatron.GALVATRON,
-    torch_partition.TORCH_PARTITION,
-)
+_FILES = {
+    "one-gpu": "rules",
+    "data-parallel": "rules",
+    "even": "rules",
+    "parameters": "deepspeed_partition",
+    "deepspeed-type": "deepspeed_partition",
+    "torchgpipe-time": "torchgpipe_balance",
+    "torchgpipe-size": "torchgpipe_balance",
+    "gpipe": "rules",
+    "megatron": "megatron",
+    "interleaved": "megatron",
+    "pipedream": "pipedream_planner",
+    "pipedream-published": "pipedream_planner",
+    "dapple": "dapple_planner",
+    "alpa": "alpa",
+    "pipedream-2bw": "equal_replicas",
+    "autopipe": "equal_replicas",
+    "bapipe": "equal_replicas",
+    "spp": "bottleneck_planners",
+    "piper": "bottleneck_planners",
+    "asteroid": "asteroid",
+    "galvatron": "galvatron",
+    "torch-partition": "torch_partition",
+}
+BASELINES = ("one-gpu", "data-parallel", "even")
+"""The plans that every search starts from, and that every answer is compared with."""
 
-PLANNERS: dict[str, Planner] = {planner.name: planner for planner in (*_ALWAYS, *_FURTHER)}
-ALWAYS = tuple(planner.name for planner in _ALWAYS)
-"""Those that every search asks; the others are asked by name, and where planners are compared."""
+
+class _Planners(Mapping[str, Planner]):
+    """The planners by name, each imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> Planner:
+        module = import_module(f".{_FILES[name]}", __name__)
+        objects = (value for value in vars(module).values() if not isinstance(value, type))
+        planners = (value for value in objects if isinstance(value, Planner))
+        return next(planner for planner in planners if planner.name == name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_FILES)
+
+    def __len__(self) -> int:
+        return len(_FILES)
+
+
+PLANNERS = _Planners()
 
 
 def find_planner(name: str) -> Planner:
-    """The planner of that name; `deepspeed-type:REGEX` counts the layers that match.
+    """Find a planner; `deepspeed-type:REGEX` counts the layers that match.
 
-    Raises UsageError, with the nearest name and all there are.
+    Raises:
+        UsageError: There is none of that name; with the nearest name and all there are.
     """
     kind, colon, pattern = name.partition(":")
-    if kind == deepspeed_partition.KIND and colon:
-        return deepspeed_partition.DeepSpeedType(pattern)
+    if kind == "deepspeed-type" and colon:
+        from .deepspeed_partition import DeepSpeedType
+
+        return DeepSpeedType(pattern)
     if name in PLANNERS:
         return PLANNERS[name]
     near = difflib.get_close_matches(name, PLANNERS, n=1)
@@ -68,4 +74,4 @@ def find_planner(name: str) -> Planner:
     raise UsageError(f"planner {name!r} is unknown", f"{guess}There are: best, {', '.join(PLANNERS)}.")
 
 
-__all__ = ["ALWAYS", "PLANNERS", "find_planner"]
+__all__ = ["BASELINES", "PLANNERS", "find_planner"]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..problem import Problem
 
 
+@runtime_checkable
 class Planner(Protocol):
     """A way to plan, by its name."""
 

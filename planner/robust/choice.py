@@ -21,10 +21,9 @@ from ..pipeline_config import PipelineConfig
 from ..plan_records import TIE
 from ..problem import Problem
 from ..scoring import fastest
-from ..search.branch_and_bound import search
+from ..search.branch_and_bound import is_large, search
 from ..search.budget import WORK_A_SECOND
-from ..search.coarse import is_large
-from ..search.subproblem import Family
+from ..search.family import Family
 from .resampling import DEVICE_SAMPLES, DrawnSteps, Draws, StepSampler, has_spread, make_draws
 
 NEAR = 0.2

@@ -2,17 +2,17 @@
 
 Every subproblem (a configuration, an order of the devices and a stage count) has a proven bound.
 
-1. It starts from plans that were scored before (of the named planners, say).
-2. A narrow beam of the plans with the lowest bounds gives every subproblem that is still of interest a plan.
-3. Branch and bound, over all subproblems at once: of all unfinished plans those with the lowest bounds are
-   extended by a stage, as long as the lowest bound lies below the best plan known. Whole plans are simulated
-   when their bound is the lowest of all.
+1. `MemoryBound` bounds all families, and plans near the pipelines that attain its bounds are simulated.
+2. `improve_plans` moves cuts and devices of the fastest plans so far.
+3. Branch and bound, over all subproblems at once that may hold a faster plan: of all unfinished plans those
+   with the lowest bounds are extended by a stage, as long as the lowest bound lies below the best plan known.
+   Whole plans are simulated when their bound is the lowest of all. Too many layers or devices have no tables
+   of stages on runs of devices: there the answer is that of the first two steps.
 
-Where the work that a search may spend is done, the lowest bound of all that is left is what is proven. Of too
-many unfinished plans those with the highest bounds are dropped, of which the lowest is the most that can then
-be proven; subproblems that there was no time to begin have a bound of `relaxed_bound`. Work is counted, so
-that the same input gives the same answer; only where that would take longer than the whole of a budget's
-time, time ends it.
+When the work or the time that a search may spend is done, the lowest bound that is left is what is proven. Of
+too many unfinished plans those with the highest bounds are dropped, and the lowest of these limits what can
+be proven. Work is counted, so that the same input gives the same answer; time ends a search only where that
+would take longer than the whole of a budget's time.
 """
 
 from __future__ import annotations
@@ -21,31 +21,41 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from math import inf
 
-import numpy as np
-
+from ...cost_models.errors import UsageError
 from ..candidate import ScoredPlan
 from ..pipeline_config import UNPROPOSED
 from ..plan_records import TIE
+from .bound import MemoryBound
 from .budget import OutOfTime, SearchBudget
 from .device_sets import make_ranges
-from .placements import ANY, Placement
-from .relaxed_bound import RelaxedBound
-from .space import Space
-from .subproblem import Chunk, Family, Subproblem
+from .family import Family, quick_bound
+from .local_search import improve_plans
+from .near_plans import Incumbent, equal_pipelines
+from .placements import ANY, MOST_DEVICES, Placement
+from .space import MOST_BLOCKS, Space, with_cuts
+from .stage_figures import spread_cuts
+from .subproblem import Chunk, Subproblem
 
 WORK = 3e9
-"""The default work of a search, see `SearchBudget`."""
-FOR_ROOTS = 1e9
-"""Further work on bounds and beams of subproblems that were not searched."""
+"""Default work of a search, see `SearchBudget`."""
 FIRST_COUNTS = 6
 """Numbers of stages of which a plan is made first, of every subproblem."""
 FOR_REST = 0.2
 """Share of the work that is left once options were listed, for the search."""
-FOR_RELAXED = 1e9
-"""Further work on a bound on the subproblems whose options were not listed."""
+FOR_BOUND, FOR_LARGE = 0.5, 0.75
+"""Share of the work and the time for the bound on all families; where no branch and bound follows."""
+FEW_CUTS, FOR_FEW = 100, 0.5
+"""Places to cut a long chain at first, for plans that the bound starts from; and the share of work for it."""
+MOST_TRIED, MOST_FITTING = 60, 12
+"""Pipelines with equal replicas that are scored, and those that fit."""
 MOST_UNFINISHED = 400_000
 """Unfinished plans that are kept."""
+MOST_ENTRIES = 16e6
+"""Stages on runs of devices, between all cut points, that are searched."""
+MOST_LINEAR = 256
+"""Devices up to which all plans are searched where every stage has one; else `MOST_DEVICES`."""
 
 
 @dataclass(frozen=True)
@@ -67,21 +77,98 @@ class SearchResult:
     other_plans: tuple[ScoredPlan, ...] = ()
 
 
+def is_large(space: Space, families: Sequence[Family]) -> bool:
+    """Return whether there are too many layers or devices for tables of all stages on runs of devices."""
+    if space.is_long:
+        return True
+    pairs = (space.chain.max_stages + 1) ** 2
+    return any(
+        len(family.placement.ranks) > (MOST_LINEAR if family.replicas == (1,) else MOST_DEVICES)
+        or len(family.placement.ranks) * len(family.replicas) * pairs > MOST_ENTRIES
+        for family in families
+    )
+
+
 def search(
     space: Space,
     families: Sequence[Family],
     stage_counts: Iterable[int],
     seeds: Iterable[ScoredPlan] = (),
     work: float | None = None,
-    limit: float = np.inf,
+    limit: float = inf,
+    *,
+    deeper: bool = False,
 ) -> SearchResult:
-    """The fastest plan of these families and stage counts, no slower than the seeds, where there is one
-    faster than `limit` seconds.
+    """The fastest plan of these families and stage counts, no slower than the seeds.
 
     Among plans within `TIE` of each other: one of few stages, of a family that stands early.
+
+    Args:
+        space: Costs and limits.
+        families: Configurations on orders of the devices.
+        stage_counts: Numbers of stages.
+        seeds: Plans that were scored before.
+        work: See `SearchBudget`; default `WORK`.
+        limit: Seconds that a plan must be faster than.
+        deeper: Plans with more stages are allowed, too: they are bounded, not searched.
+
+    Raises:
+        UsageError: Too many layers or devices for a way to recompute that the bound does not know.
     """
+    large = is_large(space, families)
+    by_layer = bool(families) and families[0].config.recompute in UNPROPOSED
+    if large and by_layer:
+        raise UsageError(
+            f"recompute={families[0].config.recompute!r} of so many devices or layers",
+            f"It is searched up to {MOST_DEVICES} devices and {MOST_BLOCKS} places to cut: recompute='auto'.",
+        )
     budget = space.budget.part(WORK if work is None else work)
-    return _BranchAndBound(space, families, sorted(set(stage_counts)), budget, limit).run(seeds)
+    counts = sorted(set(stage_counts))
+    incumbent = Incumbent(space, families, counts, budget, limit, deeper=deeper)
+    for seed in seeds:
+        incumbent.take(seed)
+    bound, proven = None, inf
+    if families and counts and not by_layer:
+        if space.is_long:
+            part = budget.part(FOR_FEW * budget.remaining, share=FOR_FEW)
+            _plan_with_few_cuts(incumbent, deeper, part)
+        share = FOR_LARGE if large else FOR_BOUND
+        part = budget.part(share * budget.remaining, share=share)
+        if large:
+            _score_equal(incumbent)
+        bound = MemoryBound(space, families, counts, deeper, part, incumbent, every_range=not large)
+        proven = bound.least(incumbent.within)
+        if proven < incumbent.step and large:
+            improve_plans(incumbent, budget)
+    if not large:
+        return _BranchAndBound(space, families, counts, budget, incumbent, bound).run()
+    step = inf if incumbent.best is None else incumbent.best.step_seconds
+    proven = min(proven, step)
+    root = min([step, *(quick_bound(space, family) for family in families)])
+    exact = proven >= step * (1 - TIE)
+    return SearchResult(incumbent.best, step if exact else proven, min(root, proven), exact)
+
+
+def _plan_with_few_cuts(incumbent: Incumbent, deeper: bool, budget: SearchBudget) -> None:
+    """Find good plans of a long chain: with few cuts, and then near them."""
+    few = with_cuts(incumbent.space, spread_cuts(incumbent.space, FEW_CUTS))
+    part = budget.part(FOR_LARGE * budget.remaining, share=FOR_LARGE)
+    MemoryBound(few, incumbent.families, incumbent.counts, deeper, part, incumbent).least(incumbent.within)
+    improve_plans(incumbent, budget)
+
+
+def _score_equal(incumbent: Incumbent) -> None:
+    """Score the first pipelines with equal replicas that fit."""
+    fitting = 0
+    try:
+        for proposal in equal_pipelines(incumbent.space, incumbent.families)[:MOST_TRIED]:
+            scored = len(incumbent.scored)
+            incumbent.score(proposal)
+            fitting += len(incumbent.scored) > scored
+            if fitting == MOST_FITTING:
+                return
+    except OutOfTime:
+        return
 
 
 class _BranchAndBound:
@@ -93,13 +180,13 @@ class _BranchAndBound:
         families: Sequence[Family],
         counts: Sequence[int],
         work: SearchBudget,
-        limit: float,
+        incumbent: Incumbent,
+        bound: MemoryBound | None,
     ) -> None:
-        self.space, self.work, self.limit, self.counts = space, work, limit, counts
-        self.best: ScoredPlan | None = None
+        self.space, self.work, self.counts, self.incumbent = space, work, counts, incumbent
         ranges = {key: make_ranges(space, *key) for key in dict.fromkeys(map(_ranges_key, families))}
         self.problems = [
-            Subproblem(space, family, counts, ranges[_ranges_key(family)], work) for family in families
+            Subproblem(space, family, counts, ranges[_ranges_key(family)], work, bound) for family in families
         ]
         anywhere = {_config_key(family) for family in families if family.placement.name == ANY}
         self.whole = [
@@ -112,53 +199,37 @@ class _BranchAndBound:
     @property
     def step(self) -> float:
         """Of the best plan so far."""
-        return self.limit if self.best is None else self.best.step_seconds
+        return self.incumbent.step
 
-    def run(self, seeds: Iterable[ScoredPlan]) -> SearchResult:
+    def run(self) -> SearchResult:
         """The answer."""
-        for seed in seeds:
-            self._take(seed)
         try:
             self._begin()
-            self._bound_rest()
             proven = self._explore()
             self._prefer_simple()
         except OutOfTime:
-            proven = -np.inf
-        step = np.inf if self.best is None else self.best.step_seconds
-        root = min((problem.root for problem in self.whole), default=np.inf)
+            proven = -inf
+        best = self.incumbent.best
+        step = inf if best is None else best.step_seconds
+        root = min((problem.root for problem in self.whole), default=inf)
         proven = max(proven, root)  # roots that a search which was stopped worked out after it
         exact = proven >= step * (1 - TIE)
-        return SearchResult(self.best, step if exact else proven, min(root, step), exact)
+        return SearchResult(best, step if exact else proven, min(root, step), exact)
 
     def _begin(self) -> None:
         """Lists the options of all subproblems as far as there is time, and takes good plans of each: first
         of a few numbers of stages, then of the others."""
-        work, seconds = FOR_REST * self.work.remaining - FOR_ROOTS, FOR_REST * self.work.seconds_left
+        work, seconds = FOR_REST * self.work.remaining, FOR_REST * self.work.seconds_left
         problems = _in_order(self.problems)
         for part in ((0, FIRST_COUNTS), (FIRST_COUNTS, None)):
             for problem in problems:
                 in_time = self.work.remaining > work and self.work.seconds_left >= seconds
-                if in_time or self.best is None:
-                    self._take(problem.seed(self.step, *part))
-
-    def _bound_rest(self) -> None:
-        """Bounds the plans of the subproblems for whose options there was no time."""
-        rest = [problem for problem in self.whole if self._is_left(problem)]
-        if not rest or self.limit < np.inf or rest[0].family.config.recompute in UNPROPOSED:
-            return
-        families, budget = [problem.family for problem in rest], self.space.budget.part(FOR_RELAXED)
-        bound = RelaxedBound(self.space, families, self.counts, False, budget).least(self.step)
-        for problem in rest:
-            problem.quick_bound = max(problem.quick_bound, bound)
+                if in_time or self.incumbent.best is None:
+                    self.incumbent.take(problem.seed(self.step, *part))
 
     def _is_left(self, problem: Subproblem) -> bool:
         """Whether it may have plans of interest, and its options were not listed."""
         return bool(self.counts) and problem.quick_bound < self.step and not problem.roots
-
-    def _take(self, plan: ScoredPlan | None) -> None:
-        if plan is not None and plan.step_seconds < self.step:
-            self.best = plan
 
     def _explore(self) -> float:
         """Branch and bound. A bound on all plans that were not scored; inf where none can be faster."""
@@ -171,7 +242,7 @@ class _BranchAndBound:
                 heappush(heap, (float(chunk.bounds[0]), pushed, problem, chunk))
                 open_plans, pushed = open_plans + len(chunk), pushed + 1
 
-        left_out = np.inf
+        left_out = inf
         for problem in self.whole:
             if self._is_left(problem):
                 left_out = min(left_out, problem.quick_bound)
@@ -197,16 +268,16 @@ class _BranchAndBound:
                         push(problem, further)
                 else:
                     plan, rest = problem.score_chunk(chunk, self.step)
-                    self._take(plan)
+                    self.incumbent.take(plan)
                     if rest is not None:
                         push(problem, rest)
             except OutOfTime:
                 return min(lowest, left_out)
-        return left_out if left_out < self.step * (1 - TIE) else np.inf
+        return left_out if left_out < self.step * (1 - TIE) else inf
 
     def _prefer_simple(self) -> None:
         """Of plans as fast as the best one of fewer stages or an earlier family, where a beam finds it."""
-        best = self.best
+        best = self.incumbent.best
         if best is None or self.work.spent:
             return
         limit = best.step_seconds * (1 + TIE)
@@ -218,7 +289,7 @@ class _BranchAndBound:
                 if problem.may_improve(limit) and problem.roots[stages] < limit:
                     plan = problem.beam(stages, limit)
                     if plan is not None:
-                        self.best = plan
+                        self.incumbent.best = plan
                         return
 
 

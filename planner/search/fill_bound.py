@@ -38,9 +38,8 @@ import numpy as np
 
 from ...cost_models.hardware import Device
 from ..stage_table import Floats
-from .relaxed_problem import SAFE
+from .family import SAFE, Family, bounded_counts, quick_bound, shared_work
 from .space import Space, divide_batch
-from .subproblem import Family, bounded_counts, quick_bound, shared_work
 
 NARROW = 1.0005
 """Ranges that end so near their beginning are not halved."""

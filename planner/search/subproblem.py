@@ -9,17 +9,18 @@ from itertools import islice
 import numpy as np
 
 from ..candidate import Proposal, ScoredPlan
-from ..pipeline_config import PipelineConfig
 from ..plan_records import TIE
 from ..stage_table import Floats, Indices
+from .bound import CompletionBound, MemoryBound
 from .bounds_1f1b import RoundTripBound
 from .bounds_gpipe import GPipeBound
 from .budget import SearchBudget
 from .device_sets import DeviceSets
+from .family import Family, quick_bound
 from .partial import BoundState, Expansion, PartialPlans, empty_plans, extend_plans, join_plans
 from .pipelines import LAUNCHES, Pipelines, build_pipelines, find_routes
-from .placements import DeviceRanges, Placement, StagesBefore
-from .space import Space, divide_batch
+from .placements import DeviceRanges, StagesBefore
+from .space import Space
 from .stage_choices import GroupChoices, StageChoices, list_stage_choices
 from .stage_recompute import stage_word
 
@@ -33,21 +34,6 @@ BATCH = 64
 
 Bound = RoundTripBound | GPipeBound
 BOUNDS: dict[str, type[RoundTripBound] | type[GPipeBound]] = {"1f1b": RoundTripBound, "gpipe": GPipeBound}
-
-
-@dataclass(frozen=True)
-class Family:
-    """The pipelines of a configuration on an order of the devices, whose stages have these numbers of
-    replicas; `on_all`: only those that leave no device free."""
-
-    config: PipelineConfig
-    placement: Placement
-    replicas: tuple[int, ...]
-    on_all: bool = False
-    unit: int = 1
-    """Stages begin at multiples of so many positions."""
-    any_count: bool = False
-    """Whether plans with other numbers of replicas are allowed, too: they are not searched, but bounded."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,9 +61,18 @@ class Subproblem:
         counts: Sequence[int],
         ranges: DeviceRanges | DeviceSets,
         work: SearchBudget,
+        bound: MemoryBound | None = None,
     ) -> None:
         self.space, self.family, self.counts, self.ranges, self.work = space, family, counts, ranges, work
         self.quick_bound = quick_bound(space, family)
+        self.open_ranges = None if bound is None else bound.left(family)
+        """Where the bound on all families leaves plans; None: everywhere."""
+        self.single = 0.0 if bound is None else bound.single(family)
+        """The bound on plans of one stage."""
+        if bound is not None and self.open_ranges is not None:
+            least = min([self.single, *(one.bound for one in self.open_ranges)])
+            self.quick_bound = max(self.quick_bound, min(least, bound.limit))
+        self._completions = dict[int, CompletionBound | None]()
         self.roots: dict[int, float] = {}
         """By number of stages, the bound before searching, once it was needed."""
         self._choices_and_bound: tuple[StageChoices, Bound] | None = None
@@ -93,18 +88,41 @@ class Subproblem:
         if self.quick_bound >= limit:
             return False
         if not self.roots:
-            choices, bound = self._bound(limit)
-            roots = dict[int, float]()
-            for stages in self.counts:
-                possible = choices.groups and stages <= choices.most_stages
-                # Plans that are slower than this are left out of the options.
-                roots[stages] = min(bound.root(stages) if possible else np.inf, _within(limit))
+            within = _within(limit)
+            roots = {stages: min(self._least_sum(stages, within), within) for stages in self.counts}
+            left = [stages for stages in self.counts if roots[stages] < limit]
+            if left:
+                choices, bound = self._bound(limit)
+                for stages in left:
+                    possible = choices.groups and stages <= choices.most_stages
+                    # Plans that are slower than this are left out of the options.
+                    root = bound.root(stages) if possible else np.inf
+                    roots[stages] = min(max(root, roots[stages]), within)
+                self.work.spend(A_ROOT * max(left) * choices.entries)
             self.roots = roots
-            self.work.spend(A_ROOT * len(self.counts) * choices.entries)
         is_open = any(root < limit for root in self.roots.values())
         if not is_open:
             self._choices_and_bound = None
         return is_open
+
+    def _least_sum(self, stages: int, limit: float) -> float:
+        """The bound of `MemoryBound` on plans of so many stages."""
+        if self.open_ranges is None:
+            return self.quick_bound
+        if stages == 1:
+            return self.single
+        least = min((one.least(stages) for one in self.open_ranges), default=np.inf)
+        if least >= limit:
+            return least
+        completion = self._completion(stages, limit)
+        return least if completion is None else max(least, completion.root)
+
+    def _completion(self, stages: int, limit: float) -> CompletionBound | None:
+        """The bound on unfinished plans of so many stages; None where there is none."""
+        if stages not in self._completions:
+            ranges = [one for one in self.open_ranges or () if one.least(stages) < limit]
+            self._completions[stages] = CompletionBound(ranges, stages) if stages > 1 and ranges else None
+        return self._completions[stages]
 
     def _bound(self, limit: float) -> tuple[StageChoices, Bound]:
         """The options and the bound for plans below `limit`."""
@@ -136,17 +154,23 @@ class Subproblem:
     def start(self, stages: int, limit: float) -> Chunk:
         """All plans of so many stages, none of which is chosen yet."""
         _, bound = self._bound(limit)
-        return Chunk(empty_plans(bound.start()), np.array([self.roots[stages]]), stages, stages)
+        completion = self._completion(stages, limit)
+        state = bound.start() | ({} if completion is None else completion.start())
+        return Chunk(empty_plans(state), np.array([self.roots[stages]]), stages, stages)
 
     def extend(self, chunk: Chunk, limit: float, width: int = CHUNK) -> list[Chunk]:
         """The plans with every further stage whose bound stays below `limit`, the lowest bounds first; whole
         plans with the bound of whole plans."""
         choices, bound = self._bound(limit)
+        completion = self._completion(chunk.stages, limit)
         remaining, parts, bounds = chunk.remaining, [], []
         for stage in expansions(choices, chunk.plans, remaining):
             self.work.check()
             state: BoundState = {name: values[stage.parent] for name, values in chunk.plans.state.items()}
             own, now = bound.extend(state, stage)
+            if completion is not None:
+                sums, more = completion.extend(state, stage)
+                own, now = np.maximum(own, sums), now | more
             self.work.extend(len(own))
             if remaining == 1:
                 done = (stage.end == choices.last_place) & choices.may_be_done[stage.end_position]
@@ -302,49 +326,3 @@ def _cut(
     earlier = StagesBefore(replicas[before], plans.position[parent], plans.keys[parent, -1])
     latency, slowness = choices.ranges.pace(earlier, group.replicas, key)
     return latency, sent * slowness
-
-
-def quick_bound(space: Space, family: Family) -> float:
-    """A bound that needs no tables of stages: the work shared by all devices, and the launches by as many
-    hosts as there can be."""
-    config, devices = family.config, len(family.placement.ranks)
-    launches = space.least_launch_seconds(
-        config.micro_batch_size, bounded_counts(family), devices, recompute=config.recompute == "always"
-    )
-    return max(shared_work(space, family), config.micro_batches * max(launches))
-
-
-def shared_work(space: Space, family: Family) -> float:
-    """A bound on the work of the stage that has most: all work, as cheap as any number of replicas that is
-    allowed makes each layer, shared over all devices by their speed. A replica of a stage does its share of
-    the work in no more than a step, so that a device of half the speed does half of it at the most."""
-    config, devices = family.config, _fast_devices(space, family)
-    counts, recompute = bounded_counts(family), config.recompute == "always"
-    share = 1 / config.micro_batches
-    work = space.cheapest_work(config.micro_batch_size, counts, recompute=recompute, first_share=share)
-    return np.inf if work is None else float(config.micro_batches * work.sum() / devices)
-
-
-def _fast_devices(space: Space, family: Family) -> float:
-    """How many of the fastest kind the devices are worth at the most."""
-    topology, ranks = space.topology, family.placement.ranks
-    if len(topology.kinds) == 1 or any(kind.profile is not None for kind in topology.kinds):
-        return float(len(ranks))
-    fastest = max(kind.speed for kind in topology.kinds)
-    if len(ranks) == topology.gpus:  # all of them, in some order
-        return sum(device.speed * number for device, number in topology.groups) / fastest
-    return sum(kind.speed * count for kind, count in topology.count_kinds(ranks).items()) / fastest
-
-
-def bounded_counts(family: Family) -> list[int]:
-    """The numbers of replicas that a bound holds for: of those with the same share the fewest, which do the
-    same with less."""
-    devices, size = len(family.placement.ranks), family.config.micro_batch_size
-    if not family.any_count:
-        return [count for count in family.replicas if count <= devices]
-    counts, count = [], 1
-    while count <= min(size, devices):
-        counts.append(count)
-        per_replica_batch = divide_batch(size, count)
-        count = devices + 1 if per_replica_batch == 1 else (size - 1) // (per_replica_batch - 1) + 1
-    return counts

@@ -14,6 +14,7 @@ from ..cost_models.machines.topology_options import check_processor_seconds, mak
 from ..cost_models.option_fields import check_values
 from ..cost_models.runtime import RUNTIMES, find_runtime
 from ..planner.build_plan import build_problem
+from ..planner.candidate import watching_best as watching_best
 from ..planner.joint_search import BEST
 from ..planner.objectives.frontier import Frontier, build_frontier
 from ..planner.objectives.objective import STEP_TIME

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import pplan
+from pplan.api.solve import watching_best
 from pplan.planner.search.budget import SearchBudget
 from pplan.profiler.profile_file import Profile
 
@@ -103,7 +104,7 @@ def test_a_schedule_that_was_not_searched_and_is_faster_stands_in_the_second_lin
         "A pipeline of 2 stages over 4 GPUs is the fastest of the plans searched: 42.0 ms"
     )
     assert second == (
-        "The baseline interleaved would take 33.1 ms (1.27 x faster): its schedule was not searched; "
+        "interleaved would take 33.1 ms (1.27 x faster): its schedule was not searched; "
         "search it with --schedule any."
     )
     searched = run("solve", *options, "--schedule", "any")
@@ -438,3 +439,13 @@ def test_layers_without_a_backward_print_no_warning_of_numpy(schedule: str) -> N
     )
     assert plan.prediction.step_seconds > 0
     assert "a backward in two parts" not in " ".join(plan.warnings)
+
+
+def test_a_search_tells_its_best_plan_from_the_baselines_on() -> None:
+    steps = list[float]()
+    with watching_best(steps.append):
+        plan = pplan.solve(make_profile(6), gpus=4, mini_batch=16)
+    assert steps == sorted(steps, reverse=True)
+    assert steps[-1] == plan.prediction.step_seconds
+    baselines = [row.step_seconds for row in plan.baselines if row.step_seconds is not None]
+    assert steps[0] == min(baselines)

@@ -53,6 +53,14 @@ def test_what_is_left_follows_from_the_share_that_is_done(monkeypatch: pytest.Mo
     assert str(wait).endswith("about 0 s more")
 
 
+def test_the_best_plan_so_far_stands_in_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    wait = streams.Waiting("Searching", 30.0)
+    wait.tell_best(0.5)
+    wait.tell_best(0.25)
+    assert str(wait) == "Searching (best so far 250 ms a step): 0 s, at most about 30 s more"
+
+
 def test_a_remark_does_not_stand_behind_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)

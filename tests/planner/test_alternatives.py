@@ -130,18 +130,16 @@ def test_a_problem_that_is_too_large_or_of_one_planner(make_problem: MakeProblem
     assert find_alternatives(free, answer(plan)) == []
 
 
-@pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("exact", [True, False])
-def test_what_is_said_of_each(
-    small: bool, exact: bool, make_problem: MakeProblem, monkeypatch: Patch
-) -> None:
+def test_what_is_said_of_each(exact: bool, make_problem: MakeProblem, monkeypatch: Patch) -> None:
     """The plan that was found for it, on devices in rank order, with its own samples a second and bytes;
     proven where it was, and stays on its devices."""
     problem = make_problem(4)
     asked = list[Any]()
 
-    def search(own: Problem, *, work: float, whole: bool) -> SearchResult:
-        asked.append((own.options.runtime, work, whole))
+    def search(own: Problem, seeds: list[ScoredPlan], work: float) -> SearchResult:
+        del seeds
+        asked.append((own.options.runtime, work))
         schedule = own.schedules[0]
         none = own.options.runtime == "deepspeed"
         devices = ((0,), (3,)) if schedule == "gpipe" else ((0,), (1,))
@@ -150,9 +148,8 @@ def test_what_is_said_of_each(
         return SearchResult(plan, 0.0, 0.0, exact=exact)
 
     monkeypatch.setattr(alternatives, "run_search", search)
-    monkeypatch.setattr(alternatives, "is_small_problem", lambda _: small)
     others = find_alternatives(problem, answer(None))
-    assert [own[1:] for own in asked] == [(WORK, small)] * len(_kinds(problem))
+    assert [work for _, work in asked] == [WORK] * len(_kinds(problem))
     assert {name for own in others for name in own.runtimes} == {
         name for own in _kinds(problem) for name in own if "deepspeed" not in own
     }

@@ -11,9 +11,8 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.first_layers import count_first_layers
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
-from pplan.planner import joint_search
 from pplan.planner.infeasible import no_plan_fits
-from pplan.planner.joint_search import find_best_plan, run_search
+from pplan.planner.joint_search import find_best_plan
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble, fastest
@@ -97,13 +96,3 @@ def test_where_they_are_not_searched(
 def test_not_of_many_devices(make_chain: MakeChain, make_topology: MakeTopology) -> None:
     with pytest.raises(UsageError, match="recompute='first_layers' of so many devices or layers"):
         find_best_plan(problem_of(make_chain(1, 5), make_topology(66), "first_layers"))
-
-
-def test_near_good_plans_all_first_layers_are_searched(
-    make_chain: MakeChain, make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of them there is no bound but that of the search; of others there is, and not all are looked at."""
-    own = problem_of(make_chain(1, 5), make_topology(2), "first_layers")
-    assert run_search(own, whole=False).best == run_search(own).best
-    monkeypatch.setattr(joint_search, "search", lambda *_: pytest.fail("all were searched"))
-    assert run_search(problem_of(make_chain(1, 5), make_topology(2), "auto"), whole=False).best is not None

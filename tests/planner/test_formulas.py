@@ -39,15 +39,10 @@ from pplan.planner.planners.replica_groups import thin_cuts
 from pplan.planner.planners.torch_partition import _longest_part, _next_partitions
 from pplan.planner.problem import Problem
 from pplan.planner.replica_exchange import ReplicaExchange, bytes_at_end
-from pplan.planner.search import coarse, rounding
-from pplan.planner.search.budget import SearchBudget
-from pplan.planner.search.coarse import _spread
-from pplan.planner.search.deep_pipelines import _EvenStages
-from pplan.planner.search.fluid_bound import _FluidProgramme
 from pplan.planner.search.least_exchange import exposed_exchange
-from pplan.planner.search.relaxed_stages import _spread_cuts as _spread_relaxed
-from pplan.planner.search.rounding import _fit_replicas, _RoundedStage
+from pplan.planner.search.near_plans import _fit_replicas, _Stage
 from pplan.planner.search.space import Space
+from pplan.planner.search.stage_figures import spread_cuts
 from pplan.planner.search.stage_recompute import cheapest_mode
 from pplan.planner.stage_table import StageTable
 from pplan.planner.universal_bound import _least_backward
@@ -112,9 +107,6 @@ def test_work_that_is_done_is_told() -> None:
 def test_fewer_cuts_stand_at_equal_work(even: Chain, make_topology: MakeTopology) -> None:
     space = Space(even, make_topology(2), "sgd")
     assert list_cut_points(thin_cuts(space, 4).chain) == (0, 3, 6, 9, 12)
-    assert np.flatnonzero(_spread(space, 4)).tolist() == [2, 5, 8]
-    whole = replace(even, cut_after=np.zeros(12, dtype=np.bool_))
-    assert not _spread(Space(whole, make_topology(2), "sgd"), 4).any()
 
 
 def test_a_stage_that_fills_its_device_fits() -> None:
@@ -213,24 +205,6 @@ def test_few_cut_points_stand_at_equal_seconds_where_least_crosses() -> None:
     assert select([1.0] * 6, crossing, 4) == [0, 1, 2, 5, 6]
     assert select([1.0] * 6, crossing, 3) == [0, 2, 3, 6]
     assert select([3.0, 1, 1, 1], [9.0, 5, 1, 2, 9], 3) == [0, 2, 4]
-
-
-def test_runs_of_layers_take_equal_seconds(
-    even: Chain, make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pplan.planner.search.fluid_bound.RUNS", 3)
-    problem = Problem(even, make_topology(1), PlanOptions(mini_batch=2))
-    programme = _FluidProgramme(problem.space, problem.families[0], (1.0,))
-    assert programme._runs == [slice(0, 4), slice(4, 8), slice(8, 12)]
-
-
-def test_stages_of_unlike_devices_share_the_layers_by_their_rates(
-    even: Chain, make_topology: MakeTopology
-) -> None:
-    """24 s of layers on devices of which one takes twice as long: 24 / (1 + 1 / 2)."""
-    problem = Problem(even, make_topology(2), PlanOptions(mini_batch=2))
-    stages = _EvenStages(problem.space, problem.families[0], (1, 1), (1.0, 2.0))
-    assert stages.least_seconds == pytest.approx(16.0)
 
 
 def test_numbers_of_stages_that_are_tried() -> None:
@@ -415,36 +389,14 @@ def test_as_few_first_layers_as_a_stage_must() -> None:
     assert modes == ["never", "first_1", "first_2", "first_3", "always", None]
 
 
-def test_places_of_a_relaxed_chain_stand_at_equal_seconds(
-    even: Chain, make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_places_of_a_long_chain_stand_at_equal_seconds(even: Chain, make_topology: MakeTopology) -> None:
     """In thirds of twelve equal layers; behind a first layer that is most of all, once."""
-    monkeypatch.setattr("pplan.planner.search.relaxed_stages.MOST_PLACES", 4)
-    thirds = _spread_relaxed(Space(even, make_topology(1), "sgd"))
+    thirds = spread_cuts(Space(even, make_topology(1), "sgd"), 4)
     assert np.flatnonzero(thirds).tolist() == [3, 7]
     first = replace(even, forward_seconds=even.forward_seconds * np.append(100.0, np.ones(11))[:, None])
-    assert np.flatnonzero(_spread_relaxed(Space(first, make_topology(1), "sgd"))).tolist() == [0]
+    assert np.flatnonzero(spread_cuts(Space(first, make_topology(1), "sgd"), 4)).tolist() == [0]
     last = replace(even, forward_seconds=even.forward_seconds * np.append(np.ones(11), 100.0)[:, None])
-    assert np.flatnonzero(_spread_relaxed(Space(last, make_topology(1), "sgd"))).tolist() == [10]
-
-
-@pytest.mark.parametrize(("deeper", "counts"), [(False, [2]), (True, [2, 3])])
-def test_deep_pipelines_of_other_numbers_of_stages(
-    deeper: bool, counts: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only where they may be deeper than those that are searched."""
-    config, taken = PipelineConfig("1f1b", "never", 4, 1), list[int]()
-
-    class Scored:
-        space, step = SimpleNamespace(within=lambda _: None), 1.0
-
-        def __call__(self, proposals: list[Any]) -> None:
-            taken.extend(len(own.ends) for own in proposals)
-
-    made = [linear_pipeline(config, ends) for ends in ((2, 4), (1, 2, 4))]
-    monkeypatch.setattr(coarse, "propose_deep", lambda *_: iter(made))
-    coarse._score_deep(cast(Any, Scored()), [], [2], deeper, SearchBudget(1e9))
-    assert taken == counts
+    assert np.flatnonzero(spread_cuts(Space(last, make_topology(1), "sgd"), 4)).tolist() == [10]
 
 
 @pytest.mark.parametrize(
@@ -468,24 +420,12 @@ def test_replicas_that_fit_on_the_devices(
     replicas: tuple[int, ...],
     devices: int,
     expected: tuple[int, ...] | None,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One less where the stage stays the quickest, and one more for the slowest; of 1, 2, 3 or 4, and in the
     last row of 1, 2 or 4."""
     counts = (1, 2, 4) if works == (8.0, 8.0) else (1, 2, 3, 4)
-    monkeypatch.setattr(rounding, "_counts", lambda *_: iter(counts))
-    stages = [_RoundedStage(1, 0, own, work) for own, work in zip(replicas, works, strict=True)]
-    other = _RoundedStage(1, 1, 9, 100.0)
-    fits = _fit_replicas(cast(Any, None), cast(Any, None), [*stages, other], 0, devices)
+    stages = [_Stage(1, 0, own, work) for own, work in zip(replicas, works, strict=True)]
+    fits = _fit_replicas(stages, counts, devices)
     assert fits == (expected is not None)
-    assert other.replicas == 9
     if expected is not None:
         assert tuple(own.replicas for own in stages) == expected
-
-
-@pytest.mark.parametrize(("end", "near"), [(1, range(4)), (5, range(1, 8)), (11, range(7, 11))])
-def test_cuts_near_those_of_a_plan(end: int, near: range, even: Chain, make_topology: MakeTopology) -> None:
-    """Three before and three behind, by the layer before each."""
-    best = SimpleNamespace(proposal=SimpleNamespace(ends=(end, 12)))
-    cuts = coarse._near(Space(even, make_topology(2), "sgd"), cast(Any, best))
-    assert np.flatnonzero(cuts).tolist() == list(near)

@@ -17,15 +17,16 @@ from pplan.planner import joint_search
 from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.cut_search.shape_search import FAR
 from pplan.planner.joint_search import (
+    FOR_KNOWN,
     MOST_NEAR,
     _on_other_devices,
     _propose,
+    _with_time_for_orders,
     find_best_plan,
 )
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_records import TIE
 from pplan.planner.problem import Problem
-from pplan.planner.related_problems import FOR_KNOWN, with_time_for_orders
 from pplan.planner.search.branch_and_bound import SearchResult
 from pplan.planner.search.budget import SearchBudget
 
@@ -160,11 +161,11 @@ def test_time_is_left_for_an_order_of_its_own(make_problem: MakeProblem) -> None
     now = [0.0]
     budget = SearchBudget(inf, 8.0, lambda: now[0])
     problem = replace(make_problem(schedule="synthesized"), budget=budget)
-    earlier = with_time_for_orders(problem)
+    earlier = _with_time_for_orders(problem)
     assert earlier.budget.end == earlier.space.budget.end == FOR_KNOWN * 8.0
     assert problem.budget.end == problem.space.budget.end == 8.0
     plain = make_problem()
-    assert with_time_for_orders(plain) is plain
+    assert _with_time_for_orders(plain) is plain
 
 
 def test_first_layers_run_again_in_plans_of_whole_stages(make_problem: MakeProblem) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,25 +13,25 @@ import pytest
 from pplan.cost_models.errors import DefectError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
-from pplan.planner import joint_search, related_problems
+from pplan.planner import joint_search
 from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.joint_search import (
     FOR_SEARCHED,
-    LATE,
     OUT_OF_TIME,
     SEARCH_SHARE,
     _faster_of,
-    _plans_of,
+    _with_one_count,
     find_best_plan,
     is_small_problem,
     plan_with,
+    problem_for_planner,
     run_search,
     with_bound,
     without_plan,
 )
 from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.planners import BASELINES
 from pplan.planner.problem import Problem
-from pplan.planner.related_problems import on_fewer_devices, problem_for_planner, with_one_count
 from pplan.planner.search.branch_and_bound import SearchResult
 from pplan.planner.search.budget import WORK_A_SECOND, SearchBudget
 
@@ -74,45 +73,6 @@ def test_the_faster_of_an_answer_and_others(make_problem: MakeProblem, monkeypat
     assert better == ("bounded", fast, none)
 
 
-def _plans_on_fewer_devices(problem: Problem) -> list[ScoredPlan]:
-    return list(_plans_of(problem, on_fewer_devices(problem), cuts_others=False))
-
-
-@pytest.mark.parametrize(("gpus", "fewer"), [(1, None), (2, 1), (3, 2), (4, 2), (5, 4), (8, 4), (9, 8)])
-def test_the_answer_on_fewer_devices(
-    gpus: int, fewer: int | None, make_problem: MakeProblem, monkeypatch: Patch
-) -> None:
-    """The largest power of two below all of them, with the same global batch."""
-    asked = list[tuple[int, int | None]]()
-
-    def find(problem: Problem, *, cuts_others: bool) -> Any:
-        assert not cuts_others
-        asked.append((problem.gpus, problem.options.mini_batch))
-        return SimpleNamespace(best=plan(2.0, devices=((0,),)))
-
-    monkeypatch.setattr(joint_search, "find_best_plan", find)
-    problem = make_problem(gpus, mini_batch=None)
-    plans = _plans_on_fewer_devices(problem)
-    assert asked == ([] if fewer is None else [(fewer, problem.mini_batch)])
-    assert [own.proposal.device_count for own in plans] == ([] if fewer is None else [1])
-    # With the costs of the whole problem, not those that were claimed.
-    assert all(own.step_seconds != 2.0 for own in plans)
-
-
-def test_where_fewer_devices_are_no_answer(make_problem: MakeProblem, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(joint_search, "find_best_plan", lambda *_, **__: SimpleNamespace(best=plan(2.0)))
-    problem = make_problem(4)
-    assert len(_plans_on_fewer_devices(problem)) == 1
-    assert _plans_on_fewer_devices(make_problem(4, use_all=True)) == []
-    assert _plans_on_fewer_devices(replace(problem, budget=SearchBudget(0.0))) == []
-    assert _plans_on_fewer_devices(make_problem(4, max_stages=1)) == []
-    monkeypatch.setattr(joint_search, "find_best_plan", lambda *_, **__: SimpleNamespace(best=None))
-    assert _plans_on_fewer_devices(problem) == []
-    monkeypatch.setattr(related_problems, "is_large", lambda *_: True)
-    monkeypatch.setattr(joint_search, "find_best_plan", lambda *_, **__: pytest.fail("too large"))
-    assert _plans_on_fewer_devices(problem) == []
-
-
 def test_numbers_of_micro_batches_of_good_plans(make_problem: MakeProblem) -> None:
     """Of the answer first, then of the fastest other that has another; none where one is given."""
 
@@ -123,13 +83,16 @@ def test_numbers_of_micro_batches_of_good_plans(make_problem: MakeProblem) -> No
 
     problem = make_problem(4, mini_batch=None)
     found = result(of(8), 1.0, other_plans=(of(8), of(2), of(4)))
-    narrower = list(with_one_count(problem, found))
+    narrower = list(_with_one_count(problem, found))
     assert [own.options.micro_batches for own in narrower] == [8, 2]
     assert {own.options.mini_batch for own in narrower} == {problem.mini_batch}
-    assert [own.options.micro_batches for own in with_one_count(problem, replace(found, best=None))] == [8, 2]
-    assert list(with_one_count(problem, result(None, 1.0))) == []
-    assert list(with_one_count(replace(problem, budget=SearchBudget(0.0)), found)) == []
-    assert list(with_one_count(narrower[0], found)) == []
+    assert [own.options.micro_batches for own in _with_one_count(problem, replace(found, best=None))] == [
+        8,
+        2,
+    ]
+    assert list(_with_one_count(problem, result(None, 1.0))) == []
+    assert list(_with_one_count(replace(problem, budget=SearchBudget(0.0)), found)) == []
+    assert list(_with_one_count(narrower[0], found)) == []
 
 
 def test_problems_that_are_small(make_problem: MakeProblem, monkeypatch: Patch) -> None:
@@ -319,104 +282,49 @@ class TestWithBound:
         assert (own.bound_seconds, own.exact, own.universal) == (3.0, False, False)
 
 
-def test_which_search_is_run(make_problem: MakeProblem, monkeypatch: Patch) -> None:
-    """With plans of its own schedules, for its share of the time; near good plans where it is large."""
+def test_how_the_search_is_run(make_problem: MakeProblem, monkeypatch: Patch) -> None:
+    """With plans of its own schedules, for its share of the time where others are searched after it."""
     calls = list[Any]()
-    monkeypatch.setattr(joint_search, "search", lambda *own: noted(calls, ("search", *own), 1))
-    monkeypatch.setattr(
-        joint_search, "search_large", lambda *own, deeper: noted(calls, ("large", *own, deeper), 2)
-    )
+    monkeypatch.setattr(joint_search, "search", lambda *own, deeper: noted(calls, (*own, deeper), 1))
     problem = replace(make_problem(4), budget=SearchBudget(inf, 10.0, lambda: 0.0))
     seeds = [plan(1.0), plan(1.0, "zb-h1"), plan(2.0, "gpipe")]
     assert run_search(problem, seeds) == 1  # type: ignore[comparison-overlap]
-    name, space, families, counts, own, work = calls.pop()
-    assert (name, families, counts) == ("search", problem.families, problem.stage_counts)
+    space, families, counts, own, work, deeper = calls.pop()
+    assert (space, families, counts) == (problem.space, problem.families, problem.stage_counts)
     assert own == [seeds[0], seeds[2]]
-    assert space.budget.seconds_left == FOR_SEARCHED * 10.0
     assert work == SEARCH_SHARE * problem.options.time_limit * WORK_A_SECOND
+    assert deeper == problem.may_be_deeper
     run_search(problem, work=7.0)
-    assert calls.pop()[-1] == 7.0
-    assert run_search(problem, work=7.0, whole=False) == 2  # type: ignore[comparison-overlap]
-    assert calls.pop()[-2:] == (7.0, True)
-    layers = make_problem(4, recompute="first_layers")
-    assert run_search(layers, whole=False) == 1  # type: ignore[comparison-overlap]
-    calls.clear()
-    monkeypatch.setattr(joint_search, "is_large", lambda *_: True)
-    assert run_search(make_problem(4, max_stages=2)) == 2  # type: ignore[comparison-overlap]
-    assert calls.pop()[-1] is False
-    many = make_problem(4, schedule="any")
+    assert calls.pop()[-2] == 7.0
+    many = replace(make_problem(4, schedule="any"), budget=SearchBudget(inf, 10.0, lambda: 0.0))
     run_search(many)
-    assert calls.pop()[1] is not many.space
-    run_search(one := make_problem(4, max_stages=2))
-    assert calls.pop()[1] is one.space
+    assert calls.pop()[0].budget.seconds_left == FOR_SEARCHED * 10.0
 
 
-SIMPLE, COSTLY, OTHER = "even", "dapple", "gpipe-balance"
-
-
-@pytest.mark.parametrize(
-    ("small", "large", "schedule", "first", "more"),
-    [
-        (True, False, "auto", [SIMPLE, COSTLY, OTHER], []),
-        (False, False, "auto", [SIMPLE, OTHER], ["galvatron", "asteroid", "spp", "bapipe"]),
-        (False, True, "auto", [SIMPLE], []),
-        (True, False, "any", [SIMPLE, COSTLY, OTHER], ["torch-partition"]),
-        (False, False, "any", [SIMPLE], ["galvatron", "asteroid", "spp", "bapipe", "torch-partition"]),
-        (False, True, "any", [SIMPLE], []),
-    ],
-)
 @pytest.mark.parametrize("exact", [True, False])
-def test_who_is_asked(
-    exact: bool,
-    small: bool,
-    large: bool,
-    schedule: str,
-    first: list[str],
-    more: list[str],
-    make_problem: MakeProblem,
-    monkeypatch: Patch,
-) -> None:
-    """Before the search those that take no time, and those whose plans it starts from; afterwards the others.
-    What is near good plans is looked at before it of what is neither small nor large, and after it where the
-    answer is not proven: then all planners are asked, and on fewer devices, too."""
-    log = list[Any]()
-    problem = make_problem(schedule=schedule)
-    steps = {name: 5.0 + number for number, name in enumerate([*first, *more])}
+def test_who_is_asked(exact: bool, make_problem: MakeProblem, monkeypatch: Patch) -> None:
+    """The baselines before the search, which starts from them; the known planners that are named after it."""
+    log, steps = list[Any](), {"one-gpu": 6.0, "even": 5.0, "dapple": 3.5}
 
-    def ask(name: str, _: Problem, *, required: bool = True, share: float = 0.2) -> Any:
-        log.append((name, required, share))
+    def ask(name: str, _: Problem, *, required: bool = True) -> Any:
+        log.append((name, required))
         return plan(steps[name]) if name in steps else "why"
 
     def search(_: Problem, seeds: Sequence[ScoredPlan], *, cuts_others: bool) -> SearchResult:
-        log.append(("search", sorted(own.step_seconds for own in seeds), cuts_others))
+        log.append(("search", [own.step_seconds for own in seeds], cuts_others))
         return result(plan(4.0), 4.0 if exact else 3.0, exact=exact)
 
-    def near(_: Problem, seeds: Sequence[ScoredPlan]) -> list[ScoredPlan]:
-        log.append(("near", [own.step_seconds for own in seeds][:1]))
-        return [plan(4.5)]
-
-    monkeypatch.setattr(joint_search, "is_small_problem", lambda _: small)
-    monkeypatch.setattr(joint_search, "is_large", lambda *_: large)
     monkeypatch.setattr(joint_search, "find_planner", lambda name: name)
     monkeypatch.setattr(joint_search, "plan_with", ask)
     monkeypatch.setattr(joint_search, "joint_search", search)
-    monkeypatch.setattr(joint_search, "descend", near)
     monkeypatch.setattr(joint_search, "search_other_orders", lambda *_: None)
-    monkeypatch.setattr(joint_search, "on_fewer_devices", lambda _: noted(log, "fewer", []))
-    answer = find_best_plan(problem, [SIMPLE, COSTLY, OTHER])
-    expected: list[Any] = [(name, True, 0.2) for name in first]
-    expected += [(name, True, 0.1) for name in more]
-    seeds = sorted(steps.values())
-    if not small and not large:
-        expected.append(("near", seeds[:1]))
-        seeds = sorted([4.5, *seeds])
-    expected.append(("search", seeds, True))
-    if not exact and not large:
-        expected += [(name, False, 0.2) for name in LATE if name not in more]
-        expected.append(("near", [4.0]))
-    expected += [(name, False, 0.2) for name in (SIMPLE, COSTLY, OTHER) if name not in first]
-    if not exact and problem.families:
-        expected.append("fewer")
-    assert log == expected
-    assert set(answer.by_planner) == {SIMPLE, COSTLY, OTHER}
-    assert answer.best == plan(4.0)
+    monkeypatch.setattr(joint_search, "with_bound", lambda _, best, own: replace(own, best=best))
+    answer = find_best_plan(make_problem(), ["even", "dapple", "alpa"])
+    before = [(name, True) for name in BASELINES]
+    assert log == [*before, ("search", [6.0, 5.0], True), ("dapple", False), ("alpa", False)]
+    assert list(answer.by_planner) == ["even", "dapple", "alpa"]
+    assert answer.best == plan(3.5)
+    log.clear()
+    answer = find_best_plan(make_problem())
+    assert log[3:] == [("search", [6.0, 5.0], True)]
+    assert (set(answer.by_planner), answer.best) == (set(BASELINES), plan(4.0))

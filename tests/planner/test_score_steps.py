@@ -29,13 +29,13 @@ from pplan.planner.scoring import (
     _Trial,
     _trials,
     busiest_seconds,
-    group_alike,
     least_in_parts,
-    linear_group,
     make_program,
     possible,
 )
+from pplan.planner.search import linear_groups
 from pplan.planner.search.budget import SearchBudget
+from pplan.planner.search.linear_groups import group_alike, linear_group
 
 Patch = pytest.MonkeyPatch
 MakeChain = Callable[..., Chain]
@@ -122,15 +122,15 @@ def test_pipelines_that_fit_as_far_as_the_time_goes(monkeypatch: Patch) -> None:
 
     built = SimpleNamespace(config=CONFIG)
     asked = list[Any]()
-    monkeypatch.setattr(module, "choose_modes", choose)
+    monkeypatch.setattr(linear_groups, "choose_modes", choose)
 
     def build(_: Any, own: Any, modes: Any) -> Any:
         asked.append((own, modes))
         return built
 
-    monkeypatch.setattr(module, "build_pipelines", build)
+    monkeypatch.setattr(linear_groups, "build_pipelines", build)
     monkeypatch.setattr(
-        module, "WHOLE_BOUNDS", {"1f1b": lambda own: np.array([1.0, 2.0]) if own is built else 0}
+        linear_groups, "WHOLE_BOUNDS", {"1f1b": lambda own: np.array([1.0, 2.0]) if own is built else 0}
     )
     space: Any = SimpleNamespace(budget=clock)
     rows = [proposal(n, 6) for n in (1, 2, 3, 4, 5)]

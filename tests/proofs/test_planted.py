@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
-from attack import attack, frontiers
+from attack import attack, frontiers, terms
 from attack.attack import Solver, attacked, quickly_solved
 from attack.problems import Case, case_of
 from attack.results import Result
@@ -19,9 +19,10 @@ from pplan.planner.build_plan import build_problem
 from pplan.planner.objectives.frontier import Frontier, build_frontier
 from pplan.planner.plan_file import Plan
 from pplan.planner.problem import Problem
-from pplan.planner.scoring import WHOLE_BOUNDS
-from pplan.planner.search import bounds_1f1b, subproblem
-from pplan.planner.search.relaxed_bound import RelaxedBound
+from pplan.planner.search import bounds_1f1b
+from pplan.planner.search.bound import CompletionBound, FamilyBound, MemoryBound
+from pplan.planner.search.family import quick_bound
+from pplan.planner.search.linear_groups import WHOLE_BOUNDS
 
 
 def found(cases: list[Case], solver: Solver = quickly_solved) -> Counter[str]:
@@ -64,6 +65,8 @@ def aiming(factor: float) -> Callable[[Plan], Plan]:
 
 
 PLAIN = [case_of(seed, "plain") for seed in (0, 1, 3, 5)]
+MEMORY_SEEDS = range(12)
+"""Of plain problems, of which some have few devices."""
 
 
 @pytest.mark.slow
@@ -107,18 +110,56 @@ def test_terms_of_the_search(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_quick_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = subproblem.quick_bound
-    monkeypatch.setattr(subproblem, "quick_bound", lambda *args: 1.01 * own(*args))
+    monkeypatch.setattr("attack.terms.quick_bound", lambda *args: 1.01 * quick_bound(*args))
     assert finds("before searching", PLAIN)
 
 
-@pytest.mark.slow
-def test_what_a_stopped_search_did_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = [case_of(7, "plain")]
-    least = RelaxedBound.least
-    assert found(cases) == {}
-    monkeypatch.setattr(RelaxedBound, "least", lambda own, step: 1.5 * least(own, step))
-    assert found(cases)["stopped"] > 1
+def finds_term(check: Callable[[Problem, Result], None], kind: str, seeds: range) -> int:
+    """Violations of a check of the search's own bounds."""
+    broken = 0
+    for seed in seeds:
+        case, result = case_of(seed, kind), Result(seed, kind)
+        problem = build_problem(case.chain, case.topology, case.options, attack.REFERENCE, case.profiles)
+        check(problem, result)
+        broken += len(result.violations)
+    return broken
+
+
+@pytest.mark.parametrize(
+    ("part", "kind", "seeds"), [(0, "options", range(7, 8)), (1, "plain", range(12)), (2, "plain", range(12))]
+)
+def test_what_a_stage_counts_in_the_memory_bound(
+    part: int, kind: str, seeds: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the longest stage, before it, and as the longest: a twentieth more than it takes."""
+    assert finds_term(terms.memory_bound, kind, seeds) == 0
+    own = FamilyBound._values
+
+    def more(self: FamilyBound, *args: Any) -> Any:
+        values = list(own(self, *args))
+        values[part] = values[part] + 0.05 * abs(values[part])
+        return tuple(values)
+
+    monkeypatch.setattr(FamilyBound, "_values", more)
+    assert finds_term(terms.memory_bound, kind, seeds)
+
+
+def test_bounds_on_unfinished_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert finds_term(terms.unfinished, "plain", MEMORY_SEEDS) == 0
+    own = CompletionBound.extend
+
+    def more(self: CompletionBound, *args: Any) -> Any:
+        seconds, state = own(self, *args)
+        return 1.01 * seconds, state
+
+    monkeypatch.setattr(CompletionBound, "extend", more)
+    assert finds_term(terms.unfinished, "plain", MEMORY_SEEDS)
+
+
+def test_the_memory_bound_a_hundredth_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
+    least = MemoryBound.least
+    monkeypatch.setattr(MemoryBound, "least", lambda own, limit: 1.01 * least(own, limit))
+    assert finds_term(terms.memory_bound, "plain", MEMORY_SEEDS)
 
 
 @pytest.mark.slow

@@ -15,12 +15,32 @@ from pplan.planner.build_plan import build_problem
 
 
 @pytest.mark.parametrize(("seed", "kind"), [(63, "kinds"), (54, "ports"), (56, "ports")])
-def test_relaxed_bound_where_a_cut_is_asked_for(seed: int, kind: str) -> None:
+def test_memory_bound_where_a_cut_is_asked_for(seed: int, kind: str) -> None:
     """No stage of all layers may be: the prices of the devices were no numbers, and all plans left out."""
     case, result = case_of(seed, kind), Result(seed, kind)
     assert case.options.cut_after
-    terms.relaxed(build_problem(case.chain, case.topology, case.options, REFERENCE, case.profiles), result)
-    assert result.checks["relaxed"] == 1
+    terms.memory_bound(
+        build_problem(case.chain, case.topology, case.options, REFERENCE, case.profiles), result
+    )
+    assert result.checks["memory bound"] == 1
+    assert not result.violations
+
+
+@pytest.mark.parametrize(("seed", "kind"), [(11, "kinds"), (31, "kinds"), (35, "tied")])
+def test_bounds_on_unfinished_plans(seed: int, kind: str) -> None:
+    """Of one micro-batch, whose backward adds nothing up; of stages that fit unless they recompute."""
+    case, result = case_of(seed, kind), Result(seed, kind)
+    problem = build_problem(case.chain, case.topology, case.options, REFERENCE, case.profiles)
+    terms.memory_bound(problem, result)
+    terms.unfinished(problem, result)
+    assert result.checks["unfinished plans"]
+    assert not result.violations
+
+
+def test_no_device_stays_free_where_all_are_asked_for() -> None:
+    """Plans near a pipeline that attains the bound left two of four devices free."""
+    result = attacked(case_of(87, "memory"), quickly_solved)
+    assert result.checks["nothing fits"]
     assert not result.violations
 
 

@@ -148,15 +148,12 @@ def test_what_is_near_seeds() -> None:
 
 
 def test_the_part_of_a_space(monkeypatch: Patch) -> None:
-    """By the search for its size, with as much work as seconds."""
+    """With as much work as seconds, from the seeds."""
     monkeypatch.setattr(resolve, "_score_seeds", lambda *own: own)
-    monkeypatch.setattr(resolve, "search", lambda *own: ("small", *own))
-    monkeypatch.setattr(resolve, "search_large", lambda *own: ("large", *own))
+    monkeypatch.setattr(resolve, "search", lambda *own: own)
     near: Any = search_near
-    for large, name in ((False, "small"), (True, "large")):
-        monkeypatch.setattr(resolve, "is_large", lambda *_, large=large: large)
-        own = near("space", ["families"], [2, 3], ["seeds"], 2.0)
-        assert own == (name, "space", ["families"], [2, 3], ("space", ["seeds"]), 2.0 * WORK_A_SECOND)
+    own = near("space", ["families"], [2, 3], ["seeds"], 2.0)
+    assert own == ("space", ["families"], [2, 3], ("space", ["seeds"]), 2.0 * WORK_A_SECOND)
 
 
 def test_seeds_are_scored_anew(monkeypatch: Patch) -> None:

@@ -22,9 +22,9 @@ from pplan.cost_models.timeline import PipelineCosts, step_seconds
 from pplan.cost_models.topology import Device, Group, Link, Topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.search.family import Family
 from pplan.planner.search.placements import ANY, Placement, list_placements
 from pplan.planner.search.space import Space
-from pplan.planner.search.subproblem import Family
 
 Floats = npt.NDArray[np.float64]
 Stage = tuple[int, int, tuple[int, ...]]

@@ -15,15 +15,18 @@ from pplan.cost_models.runtime import RUNTIMES
 from pplan.cost_models.topology import Topology
 from pplan.planner.candidate import Proposal, linear_pipeline
 from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
-from pplan.planner.scoring import WHOLE_BOUNDS
+from pplan.planner.search.bound import CompletionBound, MemoryBound
+from pplan.planner.search.budget import SearchBudget
+from pplan.planner.search.family import Family, quick_bound
 from pplan.planner.search.launch_bound import launch_bound
+from pplan.planner.search.linear_groups import WHOLE_BOUNDS
 from pplan.planner.search.partial import empty_plans, extend_plans
 from pplan.planner.search.pipelines import Pipelines, build_pipelines
 from pplan.planner.search.placements import DeviceRanges
 from pplan.planner.search.space import Space
 from pplan.planner.search.stage_choices import StageChoices, list_stage_choices
 from pplan.planner.search.stage_recompute import choose_modes
-from pplan.planner.search.subproblem import BOUNDS, Family, expansions, quick_bound
+from pplan.planner.search.subproblem import BOUNDS, expansions
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -34,11 +37,15 @@ EVERY = pipeline_configs(4, ("1f1b", "gpipe"), ("by_stage", "except_last", "alwa
 SLACK = 1 + 1e-12
 
 
-def bounds_of(options: StageChoices, proposal: Proposal) -> list[float]:
-    """The bound before the first stage, with each further one, and of the whole plan."""
-    bound = BOUNDS[proposal.config.schedule](options)
+def bounds_of(
+    options: StageChoices, proposal: Proposal, completion: CompletionBound | None = None
+) -> list[float]:
+    """The bound before the first stage, with each further one, and of the whole plan; that of `completion`,
+    where it is given."""
     cut_points, ranks = options.groups[0].costs.table.cut_points, options.ranges.placement.ranks
-    seen, plans = [bound.root(len(proposal.ends))], empty_plans(bound.start())
+    bound: Any = completion or BOUNDS[proposal.config.schedule](options)
+    root = completion.root if completion else bound.root(len(proposal.ends))
+    seen, plans = [root], empty_plans(bound.start())
     for stage, (end, devices) in enumerate(zip(proposal.ends, proposal.devices, strict=True)):
         position, before = ranks.index(devices[0]), len(seen)
         for more in expansions(options, plans, len(proposal.ends) - stage):
@@ -95,6 +102,18 @@ def test_unfinished_plans(
         assert max(bounds) <= step * SLACK
         (whole,) = WHOLE_BOUNDS[family.config.schedule](pipelines(space, [proposal]))
         assert whole <= step * SLACK
+        if len(proposal.ends) > 1:
+            assert max(bounds_of(options, proposal, completion_of(space, family, proposal))) <= step * SLACK
+
+
+def completion_of(space: Space, family: Family, proposal: Proposal) -> CompletionBound:
+    """The bound on unfinished plans below ten times the work of one device."""
+    budget, far = SearchBudget(1e8), 10 * float(space.chain.forward_seconds.sum() * 3)
+    found = MemoryBound(space, [family], range(1, 5), False, budget, every_range=True)
+    found.least(far)
+    ranges = found.left(family)
+    assert ranges
+    return CompletionBound(ranges, len(proposal.ends))
 
 
 def with_hosts(chain: Chain, times: float) -> Chain:

@@ -19,8 +19,8 @@ from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
 from pplan.planner.scoring import fastest
 from pplan.planner.search.branch_and_bound import SearchResult, search
 from pplan.planner.search.budget import SearchBudget
+from pplan.planner.search.family import Family
 from pplan.planner.search.space import Space
-from pplan.planner.search.subproblem import Family
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -372,7 +372,7 @@ def test_a_bound_holds_wherever_the_search_ends(
     for looks in (1, 2, 4, 8, 12, 16, 24, 40, 60, 90):
         budget = SearchBudget(seconds=looks, clock=itertools.count().__next__)
         bounds.add(search(replace(space, budget=budget), families, range(1, 4)).bound_seconds)
-    for module, value in (("branch_and_bound.FOR_ROOTS", 0.0), ("subproblem.CHUNK", 2)):
+    for module, value in (("branch_and_bound.FOR_BOUND", 0.0), ("subproblem.CHUNK", 2)):
         monkeypatch.setattr(f"pplan.planner.search.{module}", value)
     for work in (0, 1e4, 1e6, 3e6):
         bounds.add(search(space, families, range(1, 4), work=work).bound_seconds)

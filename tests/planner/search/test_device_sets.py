@@ -14,9 +14,9 @@ from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.pipeline_config import pipeline_configs
 from pplan.planner.search.branch_and_bound import search
 from pplan.planner.search.device_sets import list_shapes, may_search_any
+from pplan.planner.search.family import Family
 from pplan.planner.search.placements import place_anywhere
 from pplan.planner.search.space import Space
-from pplan.planner.search.subproblem import Family
 
 MakeChain = Callable[..., Chain]
 BruteForce = Callable[..., Any]

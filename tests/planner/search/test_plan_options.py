@@ -21,11 +21,10 @@ from pplan.planner.pipeline_config import pipeline_configs
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
-from pplan.planner.search import coarse
 from pplan.planner.search import space as space_module
+from pplan.planner.search.family import Family
 from pplan.planner.search.placements import list_placements, place_anywhere
 from pplan.planner.search.space import Space
-from pplan.planner.search.subproblem import Family
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -180,10 +179,8 @@ def test_wishes_that_cannot_be(
 def test_pinned_neighbours_of_a_long_chain(
     make_chain: MakeChain, make_topology: MakeTopology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where not all cuts are searched, those that the pins need are: of 46 with 12 between which cuts are
-    spread, as of 230 with 64."""
+    """Where not all cuts are searched, those that the pins need are."""
     monkeypatch.setattr(space_module, "MOST_BLOCKS", 44)
-    monkeypatch.setattr(coarse, "COARSE_BLOCKS", 12)
     chain, topology = make_chain(3, 46, cuts=1.1, traffic=0.05), make_topology(8)
     pins = (("layer30", 0), ("layer31", 1))
     options = PlanOptions(mini_batch=16, schedule="1f1b", micro_batches=4, pins=pins)

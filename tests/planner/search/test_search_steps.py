@@ -15,7 +15,8 @@ import pytest
 from pplan.planner.plan_records import TIE
 from pplan.planner.search import branch_and_bound as module
 from pplan.planner.search.branch_and_bound import _BranchAndBound, _in_order
-from pplan.planner.search.budget import OutOfTime
+from pplan.planner.search.budget import OutOfTime, SearchBudget
+from pplan.planner.search.near_plans import Incumbent
 
 Patch = pytest.MonkeyPatch
 DEPTH, BRANCHES = 3, 3
@@ -91,7 +92,9 @@ class Tree:
         return [leaf for tree in self.trees.values() for leaf in leaves(tree)]
 
 
-def make_search(*problems: Any, counts: tuple[int, ...] = (1, 2), spent: int = 10**9) -> Any:
+def make_search(
+    *problems: Any, counts: tuple[int, ...] = (1, 2), spent: int = 10**9, limit: float = inf
+) -> Any:
     """The work is done when so many chunks were taken."""
     search = object.__new__(_BranchAndBound)
     left = iter(range(spent))
@@ -101,9 +104,9 @@ def make_search(*problems: Any, counts: tuple[int, ...] = (1, 2), spent: int = 1
         def spent(self) -> bool:
             return next(left, None) is None
 
-    vars(search).update(
-        {"best": None, "limit": inf, "counts": counts, "problems": problems, "whole": problems}
-    )
+    vars(search).update({"counts": counts, "problems": problems, "whole": problems})
+    space: Any = None
+    search.incumbent = Incumbent(space, [], [], SearchBudget(), limit)
     search.work = Work()  # type: ignore[assignment]
     return search
 
@@ -120,12 +123,11 @@ def test_the_best_leaf_is_found_and_no_other_is_better(seed: int) -> None:
     least = min(leaf.value for problem in problems for leaf in problem.leaves)
     search = make_search(*problems)
     assert search._explore() == inf
-    assert search.best.step_seconds == least
+    assert search.incumbent.best.step_seconds == least
     assert len(left_of(problems)) > 0
-    limited = make_search(Tree(seed, (1, 2)), Tree(seed + 100, (1, 2)))
-    limited.limit = least
+    limited = make_search(Tree(seed, (1, 2)), Tree(seed + 100, (1, 2)), limit=least)
     assert limited._explore() == inf
-    assert limited.best is None
+    assert limited.incumbent.best is None
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -174,7 +176,7 @@ def test_problems_that_were_not_begun_are_left() -> None:
     other.roots, other.quick_bound = {}, 1.5
     search = make_search(known, other)
     assert search._explore() == 1.5
-    assert (other.scored, known.scored, search.best) == ([], [], None)  # none known is below that
+    assert (other.scored, known.scored, search.incumbent.best) == ([], [], None)  # none known is below that
     other.quick_bound = 99.0
     assert make_search(known, other, counts=(1, 2))._explore() == inf
 
@@ -223,16 +225,20 @@ def test_of_plans_as_fast_one_of_fewer_stages(own: tuple[int, int]) -> None:
         config=second.family.config,
         proposal=SimpleNamespace(ends=tuple(range(stages_of_best))),
     )
-    search.best = best
+    search.incumbent.best = best
     search._prefer_simple()
-    assert search.best == (f"b{found}" if found < stages_of_best else best)
+    assert search.incumbent.best == (f"b{found}" if found < stages_of_best else best)
     limit = 4.0 * (1 + TIE)
     expected = [(name, n, limit) for n in range(1, min(found, stages_of_best) + 1) for name in "ab"]
     assert asked == [row for row in expected if row[:2] != ("b", stages_of_best)]
     asked.clear()
-    search.best, first.roots, second.roots = best, {1: 4.1, 2: 4.1, 3: 4.1}, {1: 5.0, 2: 5.0, 3: 5.0}
+    search.incumbent.best, first.roots, second.roots = (
+        best,
+        {1: 4.1, 2: 4.1, 3: 4.1},
+        {1: 5.0, 2: 5.0, 3: 5.0},
+    )
     search._prefer_simple()
-    assert (asked, search.best) == ([], best)
-    search.best = None
+    assert (asked, search.incumbent.best) == ([], best)
+    search.incumbent.best = None
     search._prefer_simple()
-    assert search.best is None
+    assert search.incumbent.best is None

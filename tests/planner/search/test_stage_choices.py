@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -12,15 +11,11 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import Recompute
 from pplan.cost_models.topology import Topology
-from pplan.planner.candidate import Proposal
 from pplan.planner.pipeline_config import Mode, PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
-from pplan.planner.search.deep_pipelines import HALVINGS, ROUNDS, _as_recomputed, _EvenStages
 from pplan.planner.search.device_sets import make_ranges
 from pplan.planner.search.stage_choices import GroupChoices, StageChoices, list_stage_choices
-from pplan.planner.search.stage_recompute import choose_modes
-from pplan.planner.search.subproblem import Family
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -191,74 +186,3 @@ def test_no_stages_before_a_place_take_less(seed: int, make_choices: MakeChoices
     assert tight > 8
     assert not forward[:, 0].any()
     assert np.isinf(forward[0, 1:]).all()
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_layers_are_divided_so_that_the_longest_stage_is_shortest(
-    seed: int, make_chain: MakeChain, make_topology: MakeTopology
-) -> None:
-    """Stages of several devices, some slower and some that run forward again, against every division."""
-    random = np.random.default_rng(seed)
-    problem = Problem(make_chain(seed, 9), make_topology(6), PlanOptions(mini_batch=8))
-    family = Family(PipelineConfig("1f1b", "by_stage", 2, 4), problem.placements[0], (1, 2))
-    replicas = tuple(random.choice([1, 2], 3).tolist())
-    scales = tuple(random.uniform(1, 2, 3).tolist())
-    modes: list[Recompute] = [("never", "always")[own] for own in random.integers(2, size=3)]
-    stages = _EvenStages(problem.space, family, replicas, scales)
-    seconds = []
-    for count, mode, scale in zip(replicas, modes, scales, strict=True):
-        costs = problem.space.table(4 // count).costs
-        forwards = 1 if mode == "never" else 2
-        seconds.append(scale * (forwards * costs.forward_seconds + costs.backward_seconds))
-
-    def longest(ends: tuple[int, ...]) -> float:
-        bounds = pairwise((0, *ends))
-        return max(float(own[a:b].sum()) for own, (a, b) in zip(seconds, bounds, strict=True))
-
-    cuts = (np.flatnonzero(problem.chain.cut_after) + 1).tolist()
-    best = min(longest((*own, 9)) for own in combinations(cuts, 2))
-    ends = stages.divide(modes)
-    assert ends is not None
-    assert ends[-1] == 9
-    assert set(ends[:-1]) <= set(cuts)
-    assert longest(ends) <= best * (1 + 4 / 2**HALVINGS)
-    # Parted anywhere they would take as long as this, with nothing run again.
-    whole = [float(problem.space.table(4 // count).costs.forward_seconds.sum()) for count in replicas]
-    whole = [
-        own + float(problem.space.table(4 // count).costs.backward_seconds.sum())
-        for own, count in zip(whole, replicas, strict=True)
-    ]
-    rates = sum(1 / (own * scale) for own, scale in zip(whole, scales, strict=True))
-    assert stages.least_seconds == pytest.approx(1 / rates, rel=1e-12)
-    devices = [0, *np.cumsum(replicas).tolist()]
-    assert stages.devices == tuple(tuple(range(a, b)) for a, b in pairwise(devices))
-    few = replace(stages, replicas=(1,) * (len(cuts) + 2), scales=(1.0,) * (len(cuts) + 2))
-    assert few.divide(["never"] * (len(cuts) + 2)) is None
-
-
-def test_stages_are_divided_again_for_what_they_recompute(
-    make_chain: MakeChain, make_topology: MakeTopology
-) -> None:
-    """Until a division needs what it was made for, three times at the most."""
-    rounds = set()
-    for seed in range(40):
-        problem = Problem(
-            make_chain(seed, 9), make_topology(3, memory=500 + 30 * seed), PlanOptions(mini_batch=8)
-        )
-        family = Family(PipelineConfig("1f1b", "by_stage", 4, 2), problem.placements[0], (1,))
-        stages = _EvenStages(problem.space, family, (1, 1, 1), (1.0,) * 3)
-        assumed: tuple[Recompute, ...] = ("never",) * 3
-        expected, divisions = [], 0
-        while divisions < ROUNDS and (ends := stages.divide(assumed)) is not None:
-            divisions += 1
-            proposal = Proposal(family.config, ends, stages.devices)
-            modes = choose_modes(problem.space, proposal)
-            if modes is not None:
-                expected.append(proposal)
-            if modes == assumed or (modes is None and divisions > 1):
-                break
-            assumed = modes or ("always",) * 3
-        assert list(_as_recomputed(stages)) == expected
-        rounds.add((divisions, len(expected)))
-    assert {(1, 1), (2, 2)} <= rounds
-    assert any(divisions > found for divisions, found in rounds)

@@ -20,8 +20,9 @@ from pplan.planner.cut_search.schedule_search import search_schedules
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.plan_records import TIE
 from pplan.planner.problem import Problem
-from pplan.planner.search.branch_and_bound import FOR_ROOTS, _BranchAndBound, search
+from pplan.planner.search.branch_and_bound import _BranchAndBound, search
 from pplan.planner.search.budget import OutOfTime, SearchBudget
+from pplan.planner.search.near_plans import Incumbent
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -62,9 +63,8 @@ def check(problem: Problem, work: float | None = None) -> tuple[float, float]:
 def test_a_bound_holds_whenever_the_work_is_done(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     best = check(problem)[0]
     weaker = 0
-    monkeypatch.setattr("pplan.planner.search.branch_and_bound.FOR_RELAXED", 0.0)
-    for roots in (0.0, 3e5, 2e6):
-        monkeypatch.setattr("pplan.planner.search.branch_and_bound.FOR_ROOTS", roots)
+    for share in (0.0, 0.3, 0.9):
+        monkeypatch.setattr("pplan.planner.search.branch_and_bound.FOR_BOUND", share)
         for work in WORKS:
             bound, step = check(problem, work)
             assert bound <= best * (1 + TIE)
@@ -85,15 +85,14 @@ def test_a_bound_holds_whenever_the_time_is_over(problem: Problem) -> None:
 
 
 def test_what_was_not_begun_is_bounded(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The relaxed bound of subproblems whose options were not listed says more than their quick bounds."""
+    """The bound on all families says more of those whose options were not listed than their quick bounds."""
     best, module = check(problem)[0], "pplan.planner.search.branch_and_bound"
     bounds = []
-    monkeypatch.setattr(f"{module}.FOR_ROOTS", 0.0)
     for share in (0.9, 1.0):
         monkeypatch.setattr(f"{module}.FOR_REST", share)
-        for relaxed in (0.0, 2e7, 1e9):
-            monkeypatch.setattr(f"{module}.FOR_RELAXED", relaxed)
-            bound, step = check(problem, 1e6)
+        for spent in (0.0, 0.5, 0.99):
+            monkeypatch.setattr(f"{module}.FOR_BOUND", spent)
+            bound, step = check(problem, 1e8)
             assert bound <= best * (1 + TIE)
             assert step >= best * (1 - TIE)
             bounds.append(bound)
@@ -132,10 +131,11 @@ def test_what_was_left_out_bounds_what_was_looked_at(roots: float, left_out: flo
         quick_bound=0.0, roots={1: roots}, may_improve=lambda _: True, start=lambda *_: started, extend=extend
     )
     search = object.__new__(_BranchAndBound)
-    search.work = SearchBudget(-FOR_ROOTS)
+    search.work = SearchBudget(0.0)
     if not in_time:
-        search.work = SimpleNamespace(remaining=-FOR_ROOTS, spent=False)  # type: ignore[assignment]
-    search.best, search.limit, search.counts = None, float("inf"), [1]
+        search.work = SimpleNamespace(remaining=0.0, spent=False)  # type: ignore[assignment]
+    space: Any = None
+    search.incumbent, search.counts = Incumbent(space, [], [], SearchBudget()), [1]
     whole: list[Any] = [looked_at, SimpleNamespace(roots={}, quick_bound=left_out)]
     search.whole = whole
     assert search._explore() == 3.0

@@ -16,9 +16,9 @@ from pplan.cost_models.runtime import RUNTIMES
 from pplan.cost_models.topology import Device, Group, Link, Topology, two_level_topology
 from pplan.planner.pipeline_config import pipeline_configs
 from pplan.planner.search.branch_and_bound import search
+from pplan.planner.search.family import Family
 from pplan.planner.search.placements import list_placements
 from pplan.planner.search.space import Space
-from pplan.planner.search.subproblem import Family
 
 MakeChain = Callable[..., Chain]
 TIGHT: dict[str, tuple[int, ...]] = {

@@ -1,9 +1,7 @@
-"""Stages of deep pipelines against all divisions of the layers, and seconds of pipelines side by side against
-each simulated alone."""
+"""Steps of pipelines side by side against each simulated alone."""
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
 from math import inf
 from types import SimpleNamespace
 from typing import Any
@@ -15,138 +13,10 @@ from pplan.cost_models.schedules import cached_program
 from pplan.cost_models.simulator.pipeline_costs import PipelineCosts
 from pplan.cost_models.timeline import simulate
 from pplan.planner.pipeline_config import PipelineConfig
-from pplan.planner.search import deep_pipelines, pipelines
-from pplan.planner.search.budget import SearchBudget
-from pplan.planner.search.deep_pipelines import ROUNDS, _as_recomputed, _EvenStages
+from pplan.planner.search import pipelines
 from pplan.planner.search.pipelines import Pipelines
 
 Patch = pytest.MonkeyPatch
-LAYERS = 9
-
-
-def make_stages(seed: int, replicas: tuple[int, ...], scales: tuple[float, ...]) -> Any:
-    """Layers of eighths; not every cut is allowed."""
-    random = np.random.default_rng(seed)
-    chosen = random.integers(1, 40, (2, LAYERS)) / 8
-    cut_after = random.random(LAYERS) < 0.8
-    cut_after[-1] = False
-
-    def table(batch: int) -> Any:
-        costs = SimpleNamespace(forward_seconds=batch * chosen[0], backward_seconds=batch * chosen[1])
-        return SimpleNamespace(costs=costs)
-
-    chain: Any = SimpleNamespace(cut_after=cut_after)
-    space: Any = SimpleNamespace(table=table, chain=type("Layers", (), {"__len__": lambda _: LAYERS})())
-    space.chain.cut_after = chain.cut_after
-    config = SimpleNamespace(micro_batch_size=4, recompute="by_stage")
-    family: Any = SimpleNamespace(config=config, placement=SimpleNamespace(ranks=tuple(range(10, 30))))
-    return _EvenStages(space, family, replicas, scales), chosen
-
-
-@pytest.mark.parametrize("replicas", [(1,), (2, 1), (1, 2, 4), (1, 1, 1, 1)])
-def test_the_longest_stage_is_as_short_as_it_can_be(replicas: tuple[int, ...]) -> None:
-    """Among all divisions, up to what 16 halvings tell apart; what a stage recomputes counts. Of four stages,
-    that are alike: a layer that only some stages have time for may else be met by one that has not."""
-    for seed in range(6):
-        scales = (1.0,) * 4 if len(replicas) == 4 else (1.0, 2.0, 0.5)[: len(replicas)]
-        own, (forward, backward) = make_stages(seed, replicas, scales)
-        places = [int(cut) + 1 for cut in np.flatnonzero(own.space.chain.cut_after)]
-        assert own.cut_points.tolist() == [*places, LAYERS]
-        for modes in (("never",) * 4, ("always", "never", "never") if len(replicas) < 4 else ("always",) * 4):
-
-            def longest(
-                ends: tuple[int, ...],
-                modes: Any = modes,
-                scales: Any = scales,
-                forward: Any = forward,
-                backward: Any = backward,
-            ) -> float:
-                stages = zip(pairwise((0, *ends)), replicas, scales, modes, strict=False)
-                return float(
-                    max(
-                        scale
-                        * (4 // count)
-                        * float((forward[a:b] * (1 + (mode == "always")) + backward[a:b]).sum())
-                        for (a, b), count, scale, mode in stages
-                    )
-                )
-
-            every = [(*inner, LAYERS) for inner in combinations(places, len(replicas) - 1)]
-            ends = own.divide(modes[: len(replicas)])
-            if ends is None:
-                assert not every
-                continue
-            assert ends in every
-            assert longest(ends) <= min(map(longest, every)) * (1 + 1e-3)
-        shares = [
-            1 / (scale * (4 // n) * (forward + backward).sum())
-            for n, scale in zip(replicas, scales, strict=True)
-        ]
-        assert own.least_seconds == pytest.approx(1 / sum(shares))
-    few, _ = make_stages(0, (1,) * 10, (1.0,) * 10)
-    assert few.divide(("never",) * 10) is None
-
-
-def test_stages_are_filled_as_far_as_they_may() -> None:
-    """Up to the seconds and not beyond; each later stage is left a layer."""
-    own, _ = make_stages(0, (1, 1, 1), (1.0, 2.0, 1.0))
-    vars(own)["cut_points"] = np.array([1, 2, 3, 4])
-    table = np.array([0.0, 1.0, 2.0, 3.0, 4.0])
-    assert own._pack([table] * 3, 2.0).tolist() == [1, 2, 3]  # 2 layers, 1 at half the speed, 1
-    assert own._pack([table] * 3, 9.0).tolist() == [1, 2, 3]
-    assert own._pack([table] * 3, 1.9) is None
-    own, _ = make_stages(0, (1, 1), (1.0, 2.0))
-    vars(own)["cut_points"] = np.array([1, 2, 3, 4])
-    assert own._pack([table] * 2, 4.0).tolist() == [2, 3]
-    assert own._pack([table] * 2, 2.0) is None
-    own, _ = make_stages(0, (1,), (1.0,))
-    vars(own)["cut_points"] = np.array([1, 2, 3, 4])
-    assert own._pack([table], 4.0).tolist() == [3]
-    assert own._pack([table], 3.9) is None
-
-
-def test_devices_of_stages() -> None:
-    own, _ = make_stages(0, (1, 3, 2), (1.0, 1.0, 1.0))
-    assert own.devices == ((10,), (11, 12, 13), (14, 15))
-
-
-def noted_rounds(
-    monkeypatch: Patch, answers: list[Any], modes: tuple[str, ...] = ("never", "always")
-) -> tuple[list[Any], list[Any], SearchBudget]:
-    """What was divided for, and what was proposed, where the recomputation that is needed is given."""
-    asked, remaining = list[Any](), iter(answers)
-    own, _ = make_stages(0, (1, 1), (1.0, 1.0))
-    budget = own.space.budget = SearchBudget(1e12)
-    monkeypatch.setattr(deep_pipelines, "stage_modes", lambda _: modes)
-    monkeypatch.setattr(deep_pipelines, "narrow_space", lambda space, _: space)
-    monkeypatch.setattr(deep_pipelines, "choose_modes", lambda *_: next(remaining))
-
-    def divide(_: Any, assumed: Any) -> Any:
-        asked.append(assumed)
-        return (4, LAYERS) if len(asked) < 9 else None
-
-    monkeypatch.setattr(_EvenStages, "divide", divide)
-    return asked, [own.ends for own in _as_recomputed(own)], budget
-
-
-def test_layers_are_divided_for_what_recomputes(monkeypatch: Patch) -> None:
-    """Again where a stage recomputes more than was assumed, three times at the most; where nothing fits at
-    first, once with everything run again."""
-    never, always, one = ("never",) * 2, ("always",) * 2, ("always", "never")
-    other = ("never", "always")
-    end = (4, LAYERS)
-    asked, proposed, budget = noted_rounds(monkeypatch, [one, one])
-    assert (asked, proposed) == ([never, one], [end, end])
-    assert 1e12 - budget.remaining == pytest.approx(
-        2 * (2e6 + 2e4 * len(make_stages(0, (1,), (1.0,))[0].cut_points) + 12e4)
-    )
-    assert noted_rounds(monkeypatch, [never])[:2] == ([never], [end])
-    assert noted_rounds(monkeypatch, [None, one, one])[:2] == ([never, always, one], [end, end])
-    assert noted_rounds(monkeypatch, [None, None])[:2] == ([never, always], [])
-    assert noted_rounds(monkeypatch, [None], ("never",))[:2] == ([never], [])
-    assert noted_rounds(monkeypatch, [one, None])[:2] == ([never, one], [end])
-    asked, proposed, _ = noted_rounds(monkeypatch, [one, other, one, other])
-    assert len(asked) == len(proposed) == ROUNDS
 
 
 def make_pipelines(seed: int, **more: Any) -> Pipelines:

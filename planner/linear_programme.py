@@ -1,0 +1,24 @@
+"""HiGHS, the solver of linear programmes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def new_solver() -> Any:
+    """A solver of HiGHS on one thread that prints nothing.
+
+    It is imported here, as most commands need none.
+    """
+    from highspy import Highs
+
+    class QuietHighs(Highs):
+        """HiGHS without the banner that its constructor prints when it enables callbacks."""
+
+        def enableCallbacks(self) -> None:
+            self.silent()
+            super().enableCallbacks()  # type: ignore[no-untyped-call]
+
+    solver = QuietHighs()  # type: ignore[no-untyped-call]
+    solver.setOptionValue("threads", 1)
+    return solver

@@ -1,0 +1,632 @@
+"""The lower bound on 1F1B and GPipe pipelines: it respects memory, and needs no positions of devices.
+
+Of a stage: x seconds of a micro-batch (forward, backward, and what it recomputes), f its forward, a what its
+first backward takes less, e its exposed all-reduce, c the transfer after it, r devices. M micro-batches, N
+devices, p stages. For any stage s of a pipeline with n stages after it (`bounds_1f1b`, `bounds_gpipe`)
+
+    1F1B    T >= sum of (x + 2 c) before s + (M - n) x_s + sum of 2 (x + 2 c) after s      n < M - 1
+    GPipe   T >= sum of (x + 2 c) before s +       M x_s + sum of   (x + 2 c) after s
+
+less a of every stage once, plus e of the first stage. Let s be a longest stage. Where M - 1 stages or more
+follow it, the stage with n = M - 2 takes its place, which counts 2 x as those after it do.
+
+Under 1F1B a stage with n stages after it holds min(M, n + 1) micro-batches, so whether it fits, and whether
+it must recompute, depends on its layers, its replicas and n. With a price of a device, a dynamic programme
+from the last stage back finds the least priced sums of the stages from cut point i on, of pipelines whose
+longest stage takes from `low` to `high` seconds, over the stage's end j and its replicas:
+
+    after[n + 1, i] = min of 2 (x + 2 c) - a + price r + after[n, j]
+    whole[n + 1, i] = min of   x + 2 c   - a + price r + whole[n, j]                  a stage before s
+                       and (M - n) x + 4 c - a + price r + after[n, j], x >= low      s
+
+    T >= whole[p, 0] - price N        for every p and price (Everett, Operations Research 11(3), 1963)
+
+A kind of device has a price each; none is below that of a slower kind, so that a stage on several kinds costs
+no less than one on as many devices of its slowest. The best prices are found by cutting planes: the pipeline
+that attains the least sum has a number of devices, which is the slope. Ranges of the longest stage's seconds
+are halved, the weakest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from heapq import heappop, heappush
+from itertools import pairwise
+from math import inf, sqrt
+from typing import NamedTuple
+
+import numpy as np
+
+from ...cost_models.memory import Recompute
+from ..linear_programme import new_solver
+from ..stage_table import Floats, Indices
+from .budget import OutOfTime, SearchBudget
+from .family import SAFE, Family, distinct_families, quick_bound, shared_work
+from .fill_bound import fill_bound
+from .partial import BoundState, Expansion
+from .space import Space
+from .stage_figures import StageFigures, make_stage_figures
+from .stage_recompute import stage_modes
+
+NARROW = 1.003
+"""Ranges whose ends are closer than this are not halved."""
+LOOKS = 5
+"""Prices that are tried for a range."""
+HALVINGS = 5
+"""Steps to the shortest possible longest stage."""
+MOST_MOVE = 2.0
+"""Largest factor by which one step changes a price."""
+NO_PIVOT = -1e300
+"""Seconds of a sum with s among the stages that are chosen, where it is none of them."""
+EVERY_IN_FLIGHT = 8
+"""Up to this many micro-batches in flight memory is checked for each number; beyond, for every eighth."""
+
+
+class PricedStage(NamedTuple):
+    """A stage of the pipeline that attains a least sum: places of `StageFigures`, and its row of
+    `FamilyBound`."""
+
+    start: int
+    end: int
+    row: int
+
+
+class _Fitting(NamedTuple):
+    """Stages that fit with some number of micro-batches in flight: `rows` of the columns, sorted by pair;
+    `seconds` x; `first` row of every `pair`."""
+
+    rows: Indices
+    seconds: Floats
+    first: Indices
+    pair: Indices
+
+    def least(self, values: Floats, shape: tuple[int, int]) -> Floats:
+        """(places, width): the least value by start and number of blocks; inf where no stage fits."""
+        table = np.full(shape[0] * shape[1], inf)
+        if len(self.first):
+            table[self.pair] = np.minimum.reduceat(values, self.first)
+        return table.reshape(shape)
+
+
+class PricedSums(NamedTuple):
+    """Least priced sums of pipelines whose longest stage takes from `low` to `high` seconds.
+
+    By number of stages from the end: rows (places,) of `after` and `whole`, and the tables (places, width)
+    that they were made from. `bounds` (stages,): index 0 for one stage.
+    """
+
+    low: float
+    high: float
+    prices: Floats
+    bounds: Floats
+    after: list[Floats]
+    whole: list[Floats]
+    tables: list[tuple[Floats, Floats, Floats]]
+
+    def padded(self, stages: int) -> Floats:
+        """(stages,): the bounds, inf where there is no pipeline."""
+        bounds = np.full(stages, inf)
+        bounds[: len(self.bounds)] = self.bounds[:stages]
+        return bounds
+
+
+class FamilyBound:
+    """The bound of one configuration, for plans that take less than `limit` seconds."""
+
+    def __init__(self, space: Space, family: Family, figures: StageFigures, limit: float) -> None:
+        config = family.config
+        self.family, self.figures, self.limit = family, figures, limit
+        self.micro_batches = count = config.micro_batches
+        self.is_gpipe = config.schedule == "gpipe" or count == 1
+        self.places = len(figures.cut_points)
+        self.width = int((figures.end - figures.start).max(initial=0)) + 1
+        self.devices = figures.devices
+        self.most_stages = min(int(figures.devices.sum()), space.chain.max_stages)
+        modes = stage_modes(config)
+        backward, once = figures.backward, figures.accumulation
+        if count == 1:  # the only backward is a first one
+            backward, once = backward - once, np.zeros_like(once)
+        seconds = figures.forward * (1 if modes[0] == "never" else 2) + backward
+        once = once + (figures.forward if config.recompute == "except_last" else 0.0)
+        lead, exposed = self._lead(), figures.exposed_allreduce
+        host_seconds = count * figures.launches + (exposed if figures.exact else 0.0)
+        alone = count * seconds - once + exposed
+        self.single = self._single(alone, host_seconds, modes)
+        arrived = alone + lead[figures.start]
+        room = np.maximum.reduce([figures.room[mode] for mode in modes])
+        keep = np.flatnonzero((np.maximum(arrived, host_seconds) * SAFE < limit) & (room >= 1))
+        self.start, self.choice = figures.start[keep], figures.choice[keep]
+        self.pair = self.start * self.width + figures.end[keep] - self.start
+        self.forward, self.seconds, self.once = figures.forward[keep], seconds[keep], once[keep]
+        self.first_exposed = np.where(self.start == 0, exposed[keep], 0.0)
+        self.cut, self.ends, self.host_seconds = 2 * figures.cut[keep], arrived[keep], host_seconds[keep]
+        self.rooms = [figures.room[mode][keep] for mode in modes]
+        self._fitting: dict[tuple[float, float, float], _Fitting] = {}
+
+    def _lead(self) -> Floats:
+        """(places,): least seconds until the first micro-batch arrives, on any devices."""
+        figures = self.figures
+        way = np.full(self.places * self.width, inf)
+        pair = figures.start * self.width + figures.end - figures.start
+        np.minimum.at(way, pair, figures.forward + figures.cut)
+        table, lead = way.reshape(self.places, self.width), np.full(self.places, inf)
+        lead[0] = 0.0
+        for start in range(self.places - 1):
+            top = min(self.width, self.places - start)
+            lead[start + 1 : start + top] = np.minimum(
+                lead[start + 1 : start + top], lead[start] + table[start, 1:top]
+            )
+        return lead
+
+    def _single(self, alone: Floats, host_seconds: Floats, modes: Sequence[Recompute]) -> float:
+        """The least step of one stage; seconds of stages as the first mode recomputes, and of their hosts."""
+        figures, least = self.figures, inf
+        whole = np.flatnonzero((figures.start == 0) & (figures.end == self.places - 1))
+        for number, mode in enumerate(modes):
+            fits = whole[self.in_flight(1) <= figures.room[mode][whole]]
+            seconds = alone[fits] + number * self.micro_batches * figures.forward[fits]
+            least = min(least, float(np.maximum(seconds, host_seconds[fits]).min(initial=inf)))
+        return least * SAFE
+
+    @property
+    def longest(self) -> float:
+        """Seconds of a micro-batch that no stage of a plan below the limit exceeds."""
+        count = self.micro_batches - (0.5 if self.family.config.recompute == "except_last" else 0.0)
+        longest = float((self.seconds + (self.forward if len(self.rooms) > 1 else 0.0)).max(initial=0.0))
+        return min(longest, (self.limit + float(self.once.max(initial=0.0))) / count / SAFE)
+
+    def in_flight(self, remaining: int) -> int:
+        """Micro-batches in flight on the `remaining`-th stage from the end, rounded down to a few numbers."""
+        if self.family.config.schedule == "gpipe":
+            return self.micro_batches
+        count, step = min(self.micro_batches, remaining), 1
+        while count > EVERY_IN_FLIGHT * step:
+            step += max(1, step // 4)
+        return count - count % step
+
+    def fitting(self, in_flight: int, high: float, end: float = inf) -> _Fitting:
+        """The stages with x <= `high`, done by `end`, that fit with so many micro-batches in flight."""
+        key = in_flight, high, end
+        if key not in self._fitting:
+            if len(self._fitting) > 3 * EVERY_IN_FLIGHT:
+                self._fitting = {}
+            fits, seconds = in_flight <= self.rooms[0], self.seconds
+            if len(self.rooms) > 1:
+                seconds = np.where(fits, seconds, seconds + self.forward)
+                fits = fits | (in_flight <= self.rooms[1])
+                end = min(end, self.limit)
+            if end < inf:
+                more = self.micro_batches * (seconds - self.seconds)
+                fits &= np.maximum(self.ends + more, self.host_seconds) * SAFE < end
+            index = np.flatnonzero(fits & (seconds <= high))
+            pair = self.pair[index]
+            first = np.flatnonzero(np.append(True, pair[1:] != pair[:-1])) if len(pair) else pair
+            self._fitting[key] = _Fitting(index, seconds[index], first, pair[first])
+        return self._fitting[key]
+
+    def fewest_devices(self, high: float, end: float = inf) -> float:
+        """Fewest devices, by speed, of a pipeline of several stages with x <= `high`, all done by `end`."""
+        rows, fewest = [self._last], inf
+        tables = dict[int, Floats]()
+        devices = (self.figures.speed[self.figures.kind] * self.figures.replicas)[self.choice]
+        for remaining in range(1, self.most_stages + 1):
+            count = self.in_flight(remaining)
+            if count not in tables:
+                fitting = self.fitting(count, high, end)
+                tables[count] = fitting.least(devices[fitting.rows], self.shape)
+            rows.append((tables[count] + self._following(rows[-1])).min(axis=1))
+            fewest = min(fewest, float(rows[-1][0]))
+            if fewest <= self.capacity or not (rows[-1] <= self.capacity).any():
+                break
+        return fewest
+
+    @cached_property
+    def capacity(self) -> float:
+        """All devices, counted by speed."""
+        return float(self.figures.speed @ self.devices) * (1 + 1e-9)
+
+    def count_devices(self, pipeline: Iterable[PricedStage]) -> Floats:
+        """(kinds,): devices that a pipeline takes."""
+        used = np.zeros(len(self.devices))
+        for stage in pipeline:
+            choice = self.choice[stage.row]
+            used[self.figures.kind[choice]] += self.figures.replicas[choice]
+        return used
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Places, and most blocks of a stage; from 0, where a stage may surely hold no layer."""
+        return self.places, self.width
+
+    def _following(self, row: Floats) -> Floats:
+        """(places, width): entries of a row at the end of each stage."""
+        padded = np.append(row, np.full(self.width - 1, inf))
+        return np.lib.stride_tricks.sliding_window_view(padded, self.width)
+
+    @property
+    def _last(self) -> Floats:
+        row = np.full(self.places, inf)
+        row[-1] = 0.0
+        return row
+
+    def price(self, low: float, high: float, prices: Floats) -> PricedSums:
+        """The least priced sums of pipelines whose longest stage takes from `low` to `high` seconds."""
+        after, whole, sums = [self._last], [np.full(self.places, inf)], list[float]()
+        by_count, tables = dict[int, tuple[Floats, Floats, Floats, Floats]](), [(self._last,) * 3]
+        for remaining in range(1, self.most_stages + 1):
+            count = self.in_flight(remaining)
+            if count not in by_count:
+                by_count[count] = self._tables(count, low, high, prices)
+            behind, before, longest, any_length = by_count[count]
+            following = self._following(after[-1])
+            rest = (before + self._following(whole[-1])).min(axis=1)
+            if not self.is_gpipe and remaining >= self.micro_batches:
+                pivot = np.full(1, inf)  # the stage with n = M - 2 took its place
+            else:
+                pivot = (longest + following).min(axis=1) + self._rounded(remaining, high)
+            row = np.minimum(rest, pivot)
+            sums.append(float(row[0]))
+            if not self.is_gpipe and remaining == self.micro_batches - 1 < self.most_stages:
+                longest = any_length
+                row = np.minimum(rest, (longest + following).min(axis=1) + self._rounded(remaining, high))
+            after.append((behind + following).min(axis=1))
+            whole.append(row)
+            tables.append((behind, before, longest))
+            if not (np.isfinite(after[-1]).any() or np.isfinite(row).any()):
+                break
+        bounds = (np.array(sums) - float(prices @ self.devices)) * SAFE
+        return PricedSums(low, high, prices, bounds, after, whole, tables)
+
+    def _rounded(self, remaining: int, high: float) -> float:
+        """What s counts less than in a table that is made for fewer micro-batches in flight, at most."""
+        return 0.0 if self.is_gpipe else (self.in_flight(remaining) - remaining) * high
+
+    def _tables(
+        self, count: int, low: float, high: float, prices: Floats
+    ) -> tuple[Floats, Floats, Floats, Floats]:
+        """(places, width) each: the least of a stage after s, before it, of s, and of s of any length."""
+        fitting = self.fitting(count, high)
+        values = self._values(fitting, count, prices)
+        behind, before, own = (fitting.least(value, self.shape) for value in values)
+        longest = fitting.least(np.where(fitting.seconds >= low, values[2], inf), self.shape)
+        return behind, before, longest, own
+
+    def _values(self, fitting: _Fitting, count: int, prices: Floats) -> tuple[Floats, Floats, Floats]:
+        """(stages,) each: what a stage counts after s, before it, and as s."""
+        index, weight = fitting.rows, 1 if self.is_gpipe else 2
+        cut, first = self.cut[index], self.first_exposed[index]
+        paid = (prices[self.figures.kind] * self.figures.replicas)[self.choice[index]] - self.once[index]
+        times = self.micro_batches - (0 if self.is_gpipe else count - 1)
+        return (
+            weight * (fitting.seconds + cut) + paid,
+            fitting.seconds + cut + paid + first,
+            times * fitting.seconds + weight * cut + paid + first,
+        )
+
+    def trace(self, sums: PricedSums, stages: int) -> tuple[PricedStage, ...]:
+        """The pipeline of so many stages with the least priced sum; empty where there is none."""
+        if not np.isfinite(sums.whole[stages][0]):
+            return ()
+        return tuple(self._trace(sums, stages))
+
+    def _trace(self, sums: PricedSums, stages: int) -> Iterator[PricedStage]:
+        place, passed = 0, False
+        for remaining in range(stages, 0, -1):
+            behind, before, longest = (table[place] for table in sums.tables[remaining])
+            count, role = self.in_flight(remaining), 0
+            after, whole = (
+                np.append(rows[remaining - 1], np.full(self.width, inf))[place : place + self.width]
+                for rows in (sums.after, sums.whole)
+            )
+            rest, any_length = behind + after, False
+            if not passed:
+                later, now = before + whole, longest + after
+                if not self.is_gpipe and remaining >= self.micro_batches:
+                    now = np.full_like(now, inf)
+                any_length = not self.is_gpipe and remaining == self.micro_batches - 1 < self.most_stages
+                passed = bool(now.min() + self._rounded(remaining, sums.high) <= later.min())
+                rest, role = (now, 2) if passed else (later, 1)
+            at = place * self.width + int(rest.argmin())
+            fitting = self.fitting(count, sums.high)
+            first, top = np.searchsorted(self.pair[fitting.rows], [at, at + 1])
+            value = self._values(fitting, count, sums.prices)[role][first:top]
+            if role == 2 and not any_length:
+                value = np.where(fitting.seconds[first:top] >= sums.low, value, inf)
+            end = place + int(rest.argmin())
+            yield PricedStage(place, end, int(fitting.rows[first + int(value.argmin())]))
+            place = end
+
+    def move_prices(
+        self, sums: PricedSums, pipeline: Sequence[PricedStage], lines: list[tuple[float, Floats]]
+    ) -> Floats | None:
+        """Better prices, from the pipeline that attains a bound; None where there are none. `lines`: of the
+        prices tried before, as of `best_prices`; this one is added."""
+        slope = self.count_devices(pipeline) - self.devices
+        if not pipeline or not slope.any():
+            return None
+        lines.append((float(sums.bounds[len(pipeline) - 1] - sums.prices @ slope), slope))
+        moved = best_prices(lines, sums.prices, self.figures.speed)
+        return None if np.allclose(moved, sums.prices, rtol=1e-4) else moved
+
+
+@dataclass(frozen=True, eq=False)
+class StageRange:
+    """Pipelines whose longest stage takes from `low` to `high` seconds; `bounds` by number of stages."""
+
+    stages: FamilyBound
+    low: float
+    high: float
+    bounds: Floats
+    prices: Floats
+
+    @property
+    def bound(self) -> float:
+        """Seconds that none of them is below."""
+        return float(self.bounds.min(initial=inf))
+
+    def least(self, stages: int) -> float:
+        """Seconds that none of so many stages is below."""
+        return float(self.bounds[stages - 1]) if stages <= len(self.bounds) else inf
+
+
+Score = Callable[[FamilyBound, Sequence[PricedStage]], float]
+"""Scores plans near a pipeline; seconds that plans of interest are below from then on."""
+
+
+@dataclass(eq=False)
+class MemoryBound:
+    """The bound on all families, with these `counts` of stages, and with `deeper` all larger ones.
+
+    `score` is given the pipelines that attain bounds. In the end `open_ranges` are those that may hold a plan
+    below the limit.
+    """
+
+    space: Space
+    families: Sequence[Family]
+    counts: Sequence[int]
+    deeper: bool
+    budget: SearchBudget
+    score: Score | None = None
+    every_range: bool = False
+    """Refine also the ranges that do not have the lowest bound, for a search that follows."""
+    open_ranges: list[StageRange] = field(default_factory=list)
+    limit: float = inf
+    _closed: float = inf
+    """The least bound of ranges that are not refined further."""
+    _heap: list[tuple[float, int, StageRange | Family]] = field(default_factory=list)
+    _figures: dict[object, StageFigures | None] = field(default_factory=dict)
+    _singles: dict[object, float] = field(default_factory=dict)
+    _pushed: int = 0
+
+    def least(self, limit: float) -> float:
+        """A bound on all plans that take less than `limit` seconds; else the limit."""
+        self.limit = limit
+        for family in distinct_families(self.families):
+            self._push(quick_bound(self.space, family), family)
+        while self._heap and self._heap[0][0] < self.limit:
+            if self.budget.spent or (self._heap[0][0] >= self._closed and not self.every_range):
+                break
+            bound, _, item = heappop(self._heap)
+            try:
+                self._look(bound, item)
+            except OutOfTime:
+                self._push(bound, item)
+                break
+        return min([self.limit, self._closed, *(bound for bound, *_ in self._heap[:1])])
+
+    def _push(self, bound: float, item: StageRange | Family) -> None:
+        if bound < self.limit:
+            # Of equal bounds the latest range first: a family is finished before the next one is begun.
+            self._pushed += 1
+            order = self._pushed if isinstance(item, Family) else -self._pushed
+            heappush(self._heap, (bound, order, item))
+
+    def _look(self, bound: float, item: StageRange | Family) -> None:
+        """Refines what has the lowest bound."""
+        if isinstance(item, Family):
+            if self.space.is_long:
+                bound = max(bound, fill_bound(self.space.within(self.budget), item, self.limit))
+                if bound >= self.limit:
+                    return
+            whole = self._whole_range(item, bound)
+            if whole is not None:
+                self._push(whole.bound, whole)
+            return
+        priced = self._improve(item)
+        if priced.bound >= self.limit:
+            return
+        if priced.high <= priced.low * NARROW:
+            self._closed = min(self._closed, priced.bound)
+            self.open_ranges.append(priced)
+            return
+        middle = sqrt(priced.low * priced.high)
+        for low, high in ((priced.low, middle), (middle, priced.high)):
+            self._push(priced.bound, replace(priced, low=low, high=high))
+
+    def _whole_range(self, family: Family, bound: float) -> StageRange | None:
+        """All pipelines of several stages of a family; the bound on those of one is known at once."""
+        figures = self._stage_figures(family)
+        if figures is None:
+            return None
+        stages = FamilyBound(self.space, family, figures, self.limit)
+        if 1 in self.counts:
+            single = self._singles[family.config, family.replicas] = max(stages.single, bound)
+            self._closed = min(self._closed, single)
+        bounds = np.full(stages.most_stages, bound)
+        numbers = np.arange(1, stages.most_stages + 1)
+        allowed = np.isin(numbers, self.counts) | (self.deeper & (numbers > max(self.counts)))
+        bounds[~allowed | (numbers == 1)] = inf
+        high = stages.longest
+        if not np.isfinite(bounds).any() or not high > 0 or stages.fewest_devices(high) > stages.capacity:
+            return None
+        low = min(shared_work(self.space, family) / stages.micro_batches, high)
+        top = high
+        for _ in range(HALVINGS):
+            middle = sqrt(low * top)
+            self._spend(stages, 0.25)
+            low, top = (low, middle) if stages.fewest_devices(middle) <= stages.capacity else (middle, top)
+        prices = figures.speed * bound / float(figures.speed @ figures.devices)
+        return StageRange(stages, low, high, bounds, prices)
+
+    def _stage_figures(self, family: Family) -> StageFigures | None:
+        """The figures of a family, made once for all families that share them."""
+        key = family.config.micro_batch_size, family.replicas, stage_modes(family.config)
+        if key not in self._figures:
+            figures = self._figures[key] = make_stage_figures(self.space, family, self.limit)
+            if figures is not None:
+                self.budget.spend(5e6 * len(figures.kind) + 1e3 * len(figures.choice))
+        return self._figures[key]
+
+    def _spend(self, stages: FamilyBound, share: float = 1.0) -> None:
+        """Count a dynamic programme, or a share of one."""
+        self.budget.check()
+        rows = 1e5 + 4.0 * stages.places * stages.width
+        self.budget.spend(share * (min(stages.most_stages, stages.places) * rows + 1e3 * len(stages.pair)))
+
+    def _improve(self, item: StageRange) -> StageRange:
+        """The range with better bounds and prices."""
+        stages, bounds, prices = item.stages, item.bounds.copy(), item.prices
+        lines = dict[int, list[tuple[float, Floats]]]()
+        for _ in range(LOOKS):
+            self._spend(stages)
+            sums = stages.price(item.low, item.high, prices)
+            bounds = np.maximum(bounds, sums.padded(len(bounds)))
+            weakest = int(bounds.argmin())
+            if bounds[weakest] >= self.limit or len(sums.bounds) <= weakest:
+                break
+            pipeline = stages.trace(sums, weakest + 1)
+            if self.score is not None and pipeline:
+                self.limit = min(self.limit, self.score(stages, pipeline))
+            moved = stages.move_prices(sums, pipeline, lines.setdefault(weakest, []))
+            if moved is None:
+                break
+            prices = moved
+        return replace(item, bounds=bounds, prices=prices)
+
+    def left(self, family: Family) -> list[StageRange] | None:
+        """The ranges of a family that may hold a plan below the limit; None where it was not looked at."""
+        key = family.config, family.replicas
+        waiting = [item for _, _, item in self._heap]
+        if any(isinstance(item, Family) and (item.config, item.replicas) == key for item in waiting):
+            return None
+        ranges = [*self.open_ranges, *(item for item in waiting if isinstance(item, StageRange))]
+        return [
+            one
+            for one in ranges
+            if (one.stages.family.config, one.stages.family.replicas) == key and one.bound < self.limit
+        ]
+
+    def single(self, family: Family) -> float:
+        """The bound on plans of one stage of a family that was looked at; inf where it has none."""
+        return self._singles.get((family.config, family.replicas), inf)
+
+
+class CompletionBound:
+    """The bound on unfinished plans of one family with `count` stages.
+
+    Args:
+        ranges: Where the longest stage of such a plan below the limit may lie.
+        count: Number of stages.
+    """
+
+    def __init__(self, ranges: Sequence[StageRange], count: int) -> None:
+        weakest = min(ranges, key=lambda one: float(one.bounds[count - 1]))
+        self.stages, self.count, prices = weakest.stages, count, weakest.prices
+        self.low = min(one.low for one in ranges)
+        high, lines = max(one.high for one in ranges), list[tuple[float, Floats]]()
+        best: PricedSums | None = None
+        for _ in range(LOOKS):
+            sums = self.stages.price(self.low, high, prices)
+            if len(sums.bounds) < count:
+                best = sums
+                break
+            if best is None or sums.bounds[count - 1] > best.bounds[count - 1]:
+                best = sums
+            moved = self.stages.move_prices(sums, self.stages.trace(sums, count), lines)
+            if moved is None:
+                break
+            prices = moved
+        assert best is not None
+        self.root = float(best.padded(count)[count - 1])
+        self._after, self._whole, self._prices = best.after, best.whole, best.prices
+        self._paid = float(best.prices @ self.stages.devices)
+
+    def start(self) -> BoundState:
+        """What is known of the plan of no stages."""
+        return {"before": np.zeros(1), "pivot": np.full(1, NO_PIVOT), "longest": np.zeros(1)}
+
+    def extend(self, state: BoundState, stage: Expansion) -> tuple[Floats, BoundState]:
+        """(expansions,): the bound with a further stage, and what is known then."""
+        bound, following = self.stages, stage.remaining - 1
+        weight = 1 if bound.is_gpipe else 2
+        fits = np.isfinite(stage.backward)
+        x = np.where(fits, stage.forward + stage.backward, 0.0)
+        paid = self._price(stage) * stage.group.replicas - stage.accumulation
+        if bound.family.config.recompute == "except_last":
+            paid = paid - stage.forward
+        if stage.remaining == self.count:
+            paid = paid + stage.exposed_allreduce
+        cut = 2 * stage.cut
+        times = bound.micro_batches - (0 if bound.is_gpipe else following)
+        is_pivot = bound.is_gpipe or stage.remaining < bound.micro_batches
+        pivot = state["pivot"] + weight * (x + cut) + paid
+        if is_pivot:
+            pivot = np.maximum(pivot, state["before"] + cut + times * x + paid)
+        before = state["before"] + cut + x + paid
+        longest = np.maximum(state["longest"], x)
+        after, whole = (
+            rows[following][stage.end] if following < len(rows) else np.full(len(x), inf)
+            for rows in (self._after, self._whole)
+        )
+        least_cut = 2 * stage.least_cut
+        through_pivot = pivot + weight * least_cut + after
+        rest = before + least_cut + whole
+        if is_pivot:
+            # A longest stage is among the chosen ones, or among those that follow.
+            rest = np.where(longest < self.low, rest, -inf)
+        seconds = np.where(fits, (np.maximum(through_pivot, rest) - self._paid) * SAFE, inf)
+        return seconds, {"before": before, "pivot": pivot, "longest": longest}
+
+    def _price(self, stage: Expansion) -> float:
+        """The least price of a device of a group."""
+        if len(self._prices) == 1:
+            return float(self._prices[0])
+        kinds = self.stages.figures.kinds
+        (ranks,) = stage.choices.ranges.devices_at(stage.group.keys[:1].tolist(), [stage.group.replicas])
+        used = stage.choices.space.topology.count_kinds(ranks)
+        return min(float(self._prices[kinds.index(kind)]) for kind in used)
+
+
+def best_prices(lines: Sequence[tuple[float, Floats]], prices: Floats, speed: Floats) -> Floats:
+    """The prices that raise the least of some lines most: a linear programme of HiGHS.
+
+    Args:
+        lines: Value at a price of 0, and slope by kind, of sums that bound a step.
+        prices: The prices now; none moves by more than a factor of `MOST_MOVE`.
+        speed: Speed by kind: no kind is priced below a slower one, and kinds of one speed cost the same.
+    """
+    solver = new_solver()
+    kinds = [
+        solver.addVariable(lb=float(price) / MOST_MOVE, ub=float(price) * MOST_MOVE, obj=0.0)
+        for price in prices
+    ]
+    least = solver.addVariable(lb=-inf, obj=1.0)
+    for value, slope in lines:
+        solver.addConstr(
+            least - sum(float(each) * kind for each, kind in zip(slope, kinds, strict=True)) <= value
+        )
+    order = np.argsort(speed, kind="stable").tolist()
+    for slower, faster in pairwise(order):
+        solver.addConstr(kinds[faster] - kinds[slower] >= 0)
+        if speed[faster] == speed[slower]:
+            solver.addConstr(kinds[faster] - kinds[slower] <= 0)
+    solver.maximize()
+    solution = np.array(solver.getSolution().col_value[: len(kinds)])
+    ascending = np.maximum.accumulate(solution[order])
+    moved = np.empty_like(solution)
+    moved[order] = ascending
+    for value in set(speed.tolist()):
+        moved[speed == value] = moved[speed == value].max()
+    return moved

@@ -1,0 +1,304 @@
+"""Least costs of every stage on any devices of a kind: what the bound is made from.
+
+Numbers of replicas with the same share of a micro-batch cost the same, so the fewest of them stand for all;
+of very many shares neighbours are taken together, with the least of each figure of a layer. Transfers leave
+by the ports of all levels at once, all-reduces send what any must send through the ports of a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from itertools import pairwise
+from math import inf
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...cost_models.hardware import Device
+from ...cost_models.layer import MEASURED, LayerCosts, list_cut_points
+from ...cost_models.memory import LedgerOptions, Recompute
+from ...cost_models.topology import Topology
+from ..stage_table import Floats, Indices, StageTable, ledger_options
+from .family import Family, bounded_counts
+from .least_collectives import fastest_transfer
+from .least_exchange import exposed_exchange
+from .replica_group import ReplicaGroupCosts
+from .space import Space, divide_batch, with_cuts
+from .stage_recompute import stage_modes
+
+FEW_PLACES = 97
+"""Longer chains than `MOST_BLOCKS` are cut at so many places, and stages are taken without the layers around
+their cuts."""
+LEAST_SHARES, MOST_ENTRIES = 48, 2e5
+"""Replica shares that are told apart, at least; and stages of all shares, where there may be more."""
+
+
+@dataclass(frozen=True)
+class ReplicaRange:
+    """Numbers of replicas from `fewest` to `most`, and the samples that a replica computes with them."""
+
+    fewest: int
+    most: int
+    per_replica_batches: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class StageFigures:
+    """Least costs of stages. A *choice* is a kind of device and numbers of replicas.
+
+    By kind: `devices`, and `speed` relative to the fastest. By choice: `kind` and `replicas`, the fewest
+    devices. By stage, sorted by start and end: `choice`; `start` and `end`, places of `cut_points`; seconds
+    of a micro-batch `forward`, `backward` without recomputation, `accumulation` the part of it that the first
+    of a step does not take, `exposed_allreduce`, `launches` of its host without recomputation (0 where one
+    process launches for all stages), `cut` of the transfer to the next stage; `room`: by mode of
+    recomputation, how many micro-batches may be in flight. `exact`: whether cut points are all cuts.
+    """
+
+    kinds: tuple[Device, ...]
+    devices: Floats
+    speed: Floats
+    kind: Indices
+    replicas: Indices
+    cut_points: tuple[int, ...]
+    exact: bool
+    choice: Indices
+    start: Indices
+    end: Indices
+    forward: Floats
+    backward: Floats
+    accumulation: Floats
+    exposed_allreduce: Floats
+    launches: Floats
+    cut: Floats
+    room: dict[Recompute, Floats]
+
+
+def make_stage_figures(space: Space, family: Family, limit: float) -> StageFigures | None:
+    """The stages of a family that a plan below `limit` seconds may have; None where no number of replicas can
+    be costed."""
+    config, topology = family.config, space.topology
+    counts = list(replica_counts(space, family))
+    if not counts:
+        return None
+    numbers_by_kind = topology.count_kinds(family.placement.ranks)
+    kinds, numbers = tuple(numbers_by_kind), list(numbers_by_kind.values())
+    reach = [_as_fast(kind, kinds, numbers) for kind in kinds]
+    choices = [
+        _Choice(space, kind, kinds, each, config.micro_batch_size, stage_modes(config))
+        for kind, most in zip(kinds, reach, strict=True)
+        for each in counts
+        if each.fewest <= most
+    ]
+    # Of a step at least M - 1 micro-batches of a stage take x each.
+    longest = limit / (config.micro_batches - 1) if config.micro_batches > 1 else inf
+    if not space.is_long:
+        columns = [one.all_columns(longest) for one in choices]
+    else:
+        coarse = with_cuts(space, spread_cuts(space, FEW_PLACES))
+        choices = [replace(one, space=coarse) for one in choices]
+        columns = [one.inner_columns(longest) for one in choices]
+    together = {name: np.concatenate([one[name] for one in columns]) for name in columns[0]}
+    choice = np.repeat(np.arange(len(columns)), [len(one["start"]) for one in columns])
+    order = np.lexsort((choice, together["end"], together["start"]))
+    together = {name: values[order] for name, values in together.items()}
+    return StageFigures(
+        kinds=kinds,
+        devices=np.array(numbers, dtype=np.float64),
+        speed=_speeds(kinds),
+        kind=np.array([kinds.index(one.kind) for one in choices]),
+        replicas=np.array([one.counts.fewest for one in choices]),
+        cut_points=choices[0].cut_points,
+        exact=not space.is_long,
+        choice=choice[order],
+        room={mode: together.pop(mode) for mode in stage_modes(config)},
+        **together,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Choice:
+    """Stages on numbers of replicas of a kind of device, of those with the least costs."""
+
+    space: Space
+    kind: Device
+    kinds: tuple[Device, ...]
+    counts: ReplicaRange
+    size: int
+    modes: tuple[Recompute, ...]
+
+    @cached_property
+    def cut_points(self) -> tuple[int, ...]:
+        """Places of cuts, with both ends of the chain."""
+        return tuple(list_cut_points(self.space.chain))
+
+    @cached_property
+    def _seconds(self) -> StageTable:
+        """Its seconds, before the kind's scale."""
+        return _least_table(
+            self.counts.per_replica_batches, lambda batch: self.space.kind_table(self.kind, batch)
+        )
+
+    @cached_property
+    def _table(self) -> StageTable:
+        """Its bytes and launches."""
+        return _least_table(self.counts.per_replica_batches, self.space.table)
+
+    @cached_property
+    def _slowest_backward(self) -> Floats:
+        """(layers,): backward seconds of a replica, at most."""
+        slowest: Floats = np.maximum.reduce(
+            [
+                self.space.kind_table(kind, batch).costs.backward_seconds * kind.seconds_scale
+                for kind in self.kinds
+                for batch in self.counts.per_replica_batches
+            ]
+        )
+        return slowest
+
+    @cached_property
+    def _limit(self) -> float:
+        limits = (self.space.memory_limit, self.kind.memory_bytes)
+        return min((float(limit) for limit in limits if limit is not None), default=inf)
+
+    def _group(self, *, exact: bool) -> ReplicaGroupCosts:
+        """The tables as of a replica group; its replicas are the most, of which each needs least memory."""
+        scale, table = self.kind.seconds_scale, self._table
+        exposed = exposed_exchange(self.space, self.counts.fewest, table, self._slowest_backward, exact=exact)
+        if exact:  # else stages are taken without their outer layers, of which all users may be one
+            exposed = exposed + self.space.least_tied(table, self.counts.fewest)
+        return ReplicaGroupCosts(
+            table=table,
+            replicas=self.counts.most,
+            per_replica_batch=self.counts.per_replica_batches[-1],
+            size=self.size,
+            forward=self._seconds.forward * scale,
+            backward=self._seconds.backward * scale,
+            accumulation=self._seconds.accumulation * scale,
+            exposed_allreduce=exposed,
+            limit=self._limit,
+            optimizer=self.space.optimizer,
+            ledger=_ledger(self.space, self.kinds, self.kind),
+        )
+
+    def all_columns(self, longest: float) -> dict[str, npt.NDArray[Any]]:
+        """All stages that take no longer than `longest` seconds."""
+        return self._columns(self._group(exact=True), self.space.usable, longest)
+
+    def _columns(
+        self, group: ReplicaGroupCosts, usable: npt.NDArray[np.bool_], longest: float
+    ) -> dict[str, npt.NDArray[Any]]:
+        first = group.backward - group.accumulation
+        start, end = at = np.nonzero(usable & (group.forward + first <= longest))
+        launches = group.table.forward_launch[at] + group.table.backward_launch[at]
+        rooms = {mode: group.most_in_flight(mode)[at] for mode in self.modes}
+        return {
+            "start": start,
+            "end": end,
+            "forward": group.forward[at],
+            "backward": group.backward[at],
+            "accumulation": group.accumulation[at],
+            "exposed_allreduce": group.exposed_allreduce[at],
+            "launches": np.zeros_like(launches) if self.space.one_process else launches,
+            "cut": _cut_seconds(self.space.topology, group.table)[end],
+            **rooms,
+        }
+
+    def inner_columns(self, longest: float) -> dict[str, npt.NDArray[Any]]:
+        """Stages with cuts anywhere between few places: place i stands for all cuts from it to before the
+        next place, and a stage from one such cut to another for the layers that it surely holds, those from
+        the next place on."""
+        group = self._group(exact=False)
+        columns = self._columns(group, group.table.valid, longest)
+        later = columns["start"] > 0
+        columns = {name: values[later] for name, values in columns.items()}
+        columns["start"] = columns["start"] - 1
+        columns["cut"] = np.zeros_like(columns["cut"])
+        # No layer surely lies between a place and itself, or the next.
+        places = np.arange(len(self.cut_points) - 1)
+        empty = {name: np.zeros(2 * len(places)) for name in columns}
+        empty["start"], empty["end"] = np.tile(places, 2), np.concatenate([places, places + 1])
+        empty |= {mode: np.full(2 * len(places), inf) for mode in self.modes}
+        return {name: np.concatenate([columns[name], empty[name]]) for name in columns}
+
+
+def _speeds(kinds: Sequence[Device]) -> Floats:
+    """(kinds,): relative to the fastest; 1 where a kind was profiled itself."""
+    speeds = np.array([kind.speed for kind in kinds])
+    return np.ones(len(kinds)) if any(kind.profile is not None for kind in kinds) else speeds / speeds.max()
+
+
+def replica_counts(space: Space, family: Family) -> Iterator[ReplicaRange]:
+    """The numbers of replicas that stages may have, those with the same share together."""
+    size, devices = family.config.micro_batch_size, len(family.placement.ranks)
+    most, counts = min(size, devices), bounded_counts(family)
+    after = [count - 1 for count in counts[1:]] + [most]
+    each = zip(counts, after if family.any_count else counts, strict=True)
+    own = [(low, high) for low, high in each if high <= most and space.fits_someone(size, low)]
+    places = FEW_PLACES if space.is_long else space.chain.max_stages + 1
+    for group in _group_sizes(own, int(max(LEAST_SHARES, MOST_ENTRIES / places**2))):
+        yield ReplicaRange(group[0][0], group[-1][1], tuple(divide_batch(size, low) for low, _ in group))
+
+
+def _group_sizes(own: Sequence[tuple[int, int]], most: int) -> list[Sequence[tuple[int, int]]]:
+    """The first half of `most` groups alone, the others with their neighbours."""
+    if len(own) <= most:
+        return [[each] for each in own]
+    single = most // 2
+    ends = np.geomspace(single, len(own), most - single + 1).round().astype(int)
+    bounds = np.unique([*range(single), *ends])
+    return [own[start:end] for start, end in pairwise(bounds.tolist())]
+
+
+def _as_fast(kind: Device, kinds: Sequence[Device], numbers: Sequence[int]) -> int:
+    """Devices of a stage whose slowest is of the kind: no more than there are as fast ones. Kinds that were
+    profiled themselves may be slower for some layers and faster for others."""
+    if any(other.profile is not None for other in kinds):
+        return sum(numbers)
+    return sum(n for other, n in zip(kinds, numbers, strict=True) if other.speed >= kind.speed)
+
+
+def _ledger(space: Space, kinds: Sequence[Device], kind: Device) -> LedgerOptions:
+    """What the kind adds to every ledger, with the least context of all: it may share a stage with others."""
+    first, *others = (
+        ledger_options(own, space.dtype, space.number_bytes, space.zero) for own in (kind, *kinds)
+    )
+    contexts = [other["context_bytes"] for other in others]
+    return {**first, "context_bytes": min(contexts)}
+
+
+def _least_table(sizes: Sequence[int], table: Callable[[int], StageTable]) -> StageTable:
+    """The table of several micro-batch sizes together, with the least of every figure of a layer."""
+    tables = [table(size) for size in sizes]
+    if len(tables) == 1:
+        return tables[0]
+    return StageTable(reduce(_smaller, (one.costs for one in tables)), tables[0].cut_points)
+
+
+def _smaller(one: LayerCosts, other: LayerCosts) -> LayerCosts:
+    least = {name: np.minimum(getattr(one, name), getattr(other, name)) for name in MEASURED}
+    return replace(one, input_bytes=min(one.input_bytes, other.input_bytes), **least)
+
+
+def _cut_seconds(topology: Topology, table: StageTable) -> Floats:
+    """(cut points,): the fastest transfer of a replica's share. A stage that follows with fewer replicas has
+    a larger share to take."""
+    bandwidth, latency = fastest_transfer(topology)
+    seconds = table.crossing / bandwidth
+    seconds[1:-1] += latency
+    least_seconds: Floats = seconds
+    return least_seconds
+
+
+def spread_cuts(space: Space, places: int) -> npt.NDArray[np.bool_]:
+    """Cuts at about equal distances in seconds, and those that are asked for."""
+    costs = space.chain.at(space.chain.sizes[-1])
+    before = np.cumsum(costs.forward_seconds + costs.backward_seconds)
+    allowed = np.flatnonzero(space.chain.cut_after[:-1])
+    targets = np.linspace(0, before[-1], places)[1:-1]
+    cuts = np.zeros(len(space.chain), dtype=np.bool_)
+    cuts[allowed[np.searchsorted(before[allowed], targets).clip(0, len(allowed) - 1)]] = True
+    cuts[list(space.limits.must_cut)] = True
+    return cuts
