@@ -19,12 +19,17 @@ REPEATS = 5
 PPLAN = Path(sys.executable).with_name("pplan")
 
 
+def children_seconds() -> float:
+    """Processor seconds of all processes that this one has waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def processor_seconds(arguments: list[str], folder: Path) -> tuple[float, float]:
     """Processor and wall seconds of one run."""
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    used, start = children_seconds(), time.perf_counter()
     subprocess.run([str(PPLAN), *arguments], cwd=folder, check=True, capture_output=True)
-    after, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter() - start
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall
+    return children_seconds() - used, time.perf_counter() - start
 
 
 def main() -> None:

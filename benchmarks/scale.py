@@ -1,42 +1,33 @@
 """Time, memory and gap over layers x devices: python benchmarks/scale.py [--quick] [--csv FILE]
 
-Generated chains (generated_chains.py; more than 100 layers take together what 100 do, as operators of a model
-of 2 billion parameters) on machines of three levels of links: 8 GPUs of 80 GiB a node, 32 nodes a pod, pods;
-of one kind of GPU, or half of them half as fast. The global batch is 256 samples a GPU; the largest case has
-4,096 micro-batches, the others any number. Each case runs in a process of its own with a time limit of 20 s:
-seconds of processor time of the solving, the most memory of the process, and how far the plan is from the
-proven bound. Takes five to six minutes of processor time; `--quick` leaves out what has over 1,024 devices.
-`--csv docs/scale.csv` writes what `docs/draw_images.py` draws.
+Generated chains (generated_chains.py) on machines of three levels of links: 8 GPUs a node, 32 nodes a pod,
+pods; one kind of GPU, or half of them with half the speed. In most cases memory does not bind: 80 GiB a GPU,
+a global batch of 256 samples a GPU, and more than 100 layers cost together what 100 do, as operators of a
+model of 2 billion parameters. In three cases it binds: few GiB a GPU, 16 samples a GPU, and every layer costs
+what a layer of the short chains costs. The largest two cases have 4,096 micro-batches, the others any number.
+Each case runs in a process of its own with a time limit of 20 s: seconds of processor time of the solving,
+the most memory of the process, and how far the plan is from the proven bound. Takes about seven minutes of
+processor time; `--quick` leaves out what has over 1,024 devices. `--csv docs/scale.csv` writes what
+`docs/draw_images.py` draws.
 """
 
 from __future__ import annotations
 
 from large_cases import LargeCase, run
 
-from pplan.cost_models.hardware import Device, Group, Level, Link
-from pplan.cost_models.topology import Topology
-
+TIGHT = ((50, 64, "3GiB"), (100, 128, "4GiB"), (200, 64, "12GB"))
+"""Layers, GPUs, and a memory of a GPU that binds."""
 CASES = [
     *(
-        LargeCase(layers, gpus, kinds, "80GiB", 20.0, 256, most=100)
+        LargeCase(layers, gpus, kinds, "80GiB", 20.0, 256, most=100, machine="pods")
         for gpus in (64, 1_024, 16_384)
         for layers in (10, 1_000)
         for kinds in (1, 2)
     ),
-    *(LargeCase(10_000, 16_384, kinds, "80GiB", 20.0, 256, 4_096, 100) for kinds in (1, 2)),
+    *(LargeCase(10_000, 16_384, kinds, "80GiB", 20.0, 256, 4_096, 100, machine="pods") for kinds in (1, 2)),
+    *(LargeCase(layers, gpus, 1, memory, 20.0, 16, machine="pods") for layers, gpus, memory in TIGHT),
 ]
 
 
-def machine(case: LargeCase) -> Topology:
-    """Three levels of links, one port of each for every GPU."""
-    gpu = Device("NVIDIA A100-SXM4-80GB", 80 * 2**30)
-    levels = (
-        Level("node", 8, Link(300e9, 5e-6)),
-        Level("pod", 32, Link(25e9, 1e-5)),
-        Level("network", None, Link(12.5e9, 2e-5)),
-    )
-    return Topology((Group(gpu, case.gpus),), levels)
-
-
 if __name__ == "__main__":
-    run(__file__, __doc__, CASES, [case.gpus <= 1_024 for case in CASES], machine)
+    run(__file__, __doc__, CASES, [case for case in CASES if case.gpus <= 1_024])

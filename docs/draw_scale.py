@@ -1,4 +1,4 @@
-"""The drawing of time, memory and gap over layers x devices, on two logarithmic axes each."""
+"""Drawing of time, memory and gap over layers x devices, on two logarithmic axes each."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from pplan.cost_models.drawing import Drawing
 
 WIDTH, TOP, HEIGHT, SPACE, LEFT, RIGHT = 900.0, 62.0, 190.0, 46.0, 70.0, 14.0
 KINDS = {"1": ("one kind of GPU", "#4c8fd6"), "2": ("two kinds, half of them half as fast", "#c4622d")}
+TIGHT = ("one kind, memory binds", "#3a7d44")
+LOOSE_MEMORY = "80GiB"
+"""Memory of a GPU in the cases where it does not bind."""
 TITLE = "Time, memory and gap over layers x GPUs"
 
 
@@ -39,7 +42,7 @@ Row = Mapping[str, str]
 
 
 def draw_scale(path: Path) -> Drawing:
-    """Of the rows that `benchmarks/scale.py --csv` writes."""
+    """Draw the rows that `benchmarks/scale.py --csv` writes."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     height = TOP + 3 * (HEIGHT + SPACE)
@@ -47,7 +50,7 @@ def draw_scale(path: Path) -> Drawing:
     panels = [
         ("processor time, seconds", "seconds", 1.0, 1.0, 100.0, "{:g} s"),
         ("memory, GiB", "gib", 1.0, 0.05, 5.0, "{:g} GiB"),
-        ("gap to the proven bound, % (hollow: 0)", "gap", 100.0, 0.1, 10.0, "{:g} %"),
+        ("gap to the proven bound, % (hollow: below 0.1)", "gap", 100.0, 0.1, 100.0, "{:g} %"),
     ]
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" width="{WIDTH:g}" '
@@ -70,7 +73,7 @@ def draw_scale(path: Path) -> Drawing:
 
 def _legend() -> Iterator[str]:
     x = 14.0
-    for words, colour in KINDS.values():
+    for words, colour in (*KINDS.values(), TIGHT):
         yield f'<circle cx="{x + 5:g}" cy="42" r="5" fill="{colour}"/>'
         yield f'<text x="{x + 16:g}" y="46">{words}</text>'
         x += 40 + 7 * len(words)
@@ -94,10 +97,11 @@ def _axes(across: Scale, up: Scale, words: str) -> Iterator[str]:
 def _points(rows: Sequence[Row], across: Scale, up: Scale, name: str, times: float) -> Iterator[str]:
     for row in rows:
         layers, gpus, value = int(row["layers"]), int(row["gpus"]), times * float(row[name])
-        x, y, colour = across.at(layers * gpus), up.at(value), KINDS[row["kinds"]][1]
+        x, y = across.at(layers * gpus), up.at(value)
+        _, colour = KINDS[row["kinds"]] if row["memory"] == LOOSE_MEMORY else TIGHT
         radius, fill = 7 if layers >= 1_000 else 4, colour if value >= up.low else "white"
-        said = f"{layers:,} x {gpus:,}: {value:.3g}"
+        label = f"{layers:,} x {gpus:,}, {row['memory']}: {value:.3g}"
         yield (
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{fill}" fill-opacity="0.75" '
-            f'stroke="{colour}"><title>{said}</title></circle>'
+            f'stroke="{colour}"><title>{label}</title></circle>'
         )

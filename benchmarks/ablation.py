@@ -1,0 +1,158 @@
+"""What each mechanism of the search is worth: python benchmarks/ablation.py [NAME ...] [--problems A B ...]
+
+Solves problems of problems.py with each mechanism removed in turn, by replacing its functions or constants in
+the running process. Each run is a process of its own. Prints, with and without the mechanism, the processor
+seconds, the step and the gap, and ends with the mechanisms whose removal makes no step slower and no gap
+larger. Such a mechanism must save time, or it goes. The problems that are solved by default take about ten
+minutes of processor time in all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import ExitStack
+from dataclasses import replace
+from math import inf
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+from large_cases import Row, solve_apart, solve_case
+from problems import CASES
+
+from pplan.planner import joint_search, universal_bound
+from pplan.planner.search import bound, bounds_1f1b, bounds_gpipe, branch_and_bound
+from pplan.planner.search.bound import FamilyBound, MemoryBound
+from pplan.planner.search.near_plans import Incumbent
+from pplan.planner.search.subproblem import Subproblem
+
+DEFAULT = ("A", "B", "D", "E", "H")
+NONE = "none"
+PROBLEMS = {case.name: case for case in CASES}
+SMALLEST = 1e-6
+"""Relative difference of steps, and difference of gaps, that counts."""
+
+
+class Removal(NamedTuple):
+    """What removes a mechanism of the search. Removals of one name are done together.
+
+    Attributes:
+        name: The mechanism.
+        purpose: What it is for.
+        target: Module or class in which something is replaced.
+        attribute: Name of the function or constant.
+        replacement: Its value without the mechanism.
+    """
+
+    name: str
+    purpose: str
+    target: Any
+    attribute: str
+    replacement: Any
+
+
+def nothing(*_: object, **__: object) -> list[Any]:
+    """Replaces a function that proposes plans."""
+    return []
+
+
+def none(*_: object, **__: object) -> None:
+    """Replaces a function that may find something."""
+
+
+def zero(*_: object) -> float:
+    """Replaces a bound."""
+    return 0.0
+
+
+def zeros(plans: Any) -> Any:
+    """Replaces a bound of several plans."""
+    return np.zeros(len(plans))
+
+
+def within(incumbent: Any, *_: object) -> float:
+    """Replaces the scoring of plans near a pipeline."""
+    return float(incumbent.within)
+
+
+def lowest(_: object, low: float, __: float) -> float:
+    """Replaces the refinement of the universal bound."""
+    return low
+
+
+REMOVALS = [
+    Removal("memory bound", "bound on all families", MemoryBound, "least", zero),
+    Removal("memory bound", "bound on all families", MemoryBound, "left", none),
+    Removal("memory bound", "bound on all families", MemoryBound, "single", zero),
+    Removal("prices", "cutting planes of the memory bound", FamilyBound, "move_prices", none),
+    Removal("ranges", "halvings of the longest stage", bound, "NARROW", inf),
+    Removal("traced plans", "plans near the bound", Incumbent, "__call__", within),
+    Removal("completion bound", "memory bound at nodes", Subproblem, "_completion", none),
+    Removal("beams", "plans to start the search from", Subproblem, "seed", none),
+    Removal("fill bound", "cuts inside layers", bound, "fill_bound", zero),
+    Removal("launch bound", "seconds of the hosts", bounds_1f1b, "launch_bound", zeros),
+    Removal("launch bound", "seconds of the hosts", bounds_gpipe, "launch_bound", zeros),
+    Removal("baselines", "plans to start from", joint_search, "_allowed_plans", nothing),
+    Removal("other placements", "any devices for a stage", joint_search, "reassign", nothing),
+    Removal("other orders", "any order of the devices", joint_search, "search_other_orders", none),
+    Removal("partition bound", "any schedule", universal_bound, "_bisect", lowest),
+    Removal("local search", "steps between plans", branch_and_bound, "improve_plans", none),
+    Removal("equal pipelines", "deep pipelines", branch_and_bound, "_score_equal", none),
+    Removal("few cuts", "plans of long chains", branch_and_bound, "_plan_with_few_cuts", none),
+]
+PURPOSES = {removal.name: removal.purpose for removal in REMOVALS}
+
+
+def solve_without(name: str, mechanism: str, limit: float) -> Row:
+    """Solve a problem in this process, without a mechanism."""
+    case = PROBLEMS[name]
+    with ExitStack() as stack:
+        for removal in REMOVALS:
+            if removal.name == mechanism:
+                stack.enter_context(patch.object(removal.target, removal.attribute, removal.replacement))
+        return solve_case(replace(case, limit=limit * case.limit))
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"mechanisms: {', '.join(PURPOSES)}")
+    parser.add_argument("--problems", nargs="+", default=DEFAULT, choices=PROBLEMS, metavar="NAME")
+    parser.add_argument("--limit", type=float, default=1.0, help="multiplies all time limits")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one is not None:
+        name, mechanism = options.one
+        print(json.dumps(solve_without(name, mechanism, options.limit)))
+        return
+    if unknown := set(options.names) - set(PURPOSES):
+        parser.error(f"no such mechanism: {', '.join(sorted(unknown))}")
+
+    def solve(name: str, mechanism: str) -> Row:
+        return solve_apart(__file__, "--limit", str(options.limit), "--one", name, mechanism)
+
+    whole = {name: solve(name, NONE) for name in options.problems}
+    useless = []
+    print(f"{'removed':<18}{'problem':<9}{'CPU s':>6}{'to':>7}{'step':>10}{'to':>10}{'gap':>9}{'to':>9}  for")
+    for mechanism in options.names or PURPOSES:
+        is_useful = False
+        for name, row in whole.items():
+            reduced = solve(name, mechanism)
+            slower = float(reduced["step"]) > float(row["step"]) * (1 + SMALLEST)
+            wider = float(reduced["gap"]) > float(row["gap"]) + SMALLEST
+            is_useful |= slower or wider
+            print(
+                f"{mechanism:<18}{name:<9}{row['seconds']:>6.1f}{reduced['seconds']:>7.1f}{row['step']:>10.6g}"
+                f"{reduced['step']:>10.6g}{row['gap']:>9.3%}{reduced['gap']:>9.3%}"
+                f"{' SLOWER' if slower else ''}{' WIDER' if wider else ''}  {PURPOSES[mechanism]}",
+                flush=True,
+            )
+        useless += [] if is_useful else [mechanism]
+    print(f"\nWithout effect on step and gap here: {', '.join(useless) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()
