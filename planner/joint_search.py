@@ -84,7 +84,9 @@ def find_best_plan(
         best = plan if isinstance(plan, ScoredPlan) else None
         return JointSearchResult(with_bound(problem, best, run_search(problem, _plans(own))), own)
     whole, problem = problem, _with_time_for_orders(problem)
-    by_planner = {name: plan_with(find_planner(name), problem) for name in BASELINES}
+    # Among interleaved pipelines a known planner's is the simple one.
+    simple = (*BASELINES, INTERLEAVED) if INTERLEAVED in problem.schedules else BASELINES
+    by_planner = {name: plan_with(find_planner(name), problem) for name in simple}
     result = joint_search(problem, _allowed_plans(problem, by_planner), cuts_others=cuts_others)
     if result.best is not None and (other := search_other_orders(problem, result.best)) is not None:
         moved = _on_other_devices(problem, [other])

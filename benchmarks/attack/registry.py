@@ -34,7 +34,6 @@ BOUNDS: dict[str, str] = {
     "explanation/explanation.py:_solve_what_if": EXPLAINED,
     "joint_search.py:find_best_plan": STEP,
     "joint_search.py:_bound_others": STEP,
-    "joint_search.py:_faster_of": STEP,
     "joint_search.py:joint_search": STEP,
     "joint_search.py:with_bound": STEP,
     "coverage.py:is_searched": STEP,
@@ -121,6 +120,7 @@ ATTACKED_BY_TESTS: dict[str, str] = {
 cuts, which the attack's problems meet as well."""
 
 NOT_BOUNDS: dict[str, str] = {
+    "joint_search.py:_faster_of": "a choice of answers, which with_bound bounds",
     "cut_search/part_tables.py:_least_bytes": "bytes, not seconds",
     "cut_search/shape_search.py:ShapeSearch._extend": "a part of search_schedules",
     "cut_search/shape_search.py:ShapeSearch._finish": "a part of search_schedules",

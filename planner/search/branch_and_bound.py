@@ -124,7 +124,7 @@ def search(
         )
     budget = space.budget.part(WORK if work is None else work)
     counts = sorted(set(stage_counts))
-    incumbent = Incumbent(space, families, counts, budget, limit, deeper=deeper)
+    incumbent = Incumbent(space, families, counts, budget, limit, deeper=deeper, any_order=large)
     for seed in seeds:
         incumbent.take(seed)
     bound, proven = None, inf
@@ -142,6 +142,11 @@ def search(
             improve_plans(incumbent, budget)
     if not large:
         return _BranchAndBound(space, families, counts, budget, incumbent, bound).run()
+    if incumbent.best is None and space.is_long:
+        few = with_cuts(space, spread_cuts(space, FEW_CUTS))
+        if families and not is_large(few, families):
+            # The few cuts allow a search: under pins, say, which the bound does not know.
+            _BranchAndBound(few, families, counts, budget, incumbent, None).run()
     step = inf if incumbent.best is None else incumbent.best.step_seconds
     proven = min(proven, step)
     root = min([step, *(quick_bound(space, family) for family in families)])

@@ -39,9 +39,10 @@ class Incumbent:
         limit: float = inf,
         *,
         deeper: bool = False,
+        any_order: bool = False,
     ) -> None:
         self.space, self.families, self.counts, self.budget = space, families, counts, budget
-        self._limit, self._deeper = limit, deeper
+        self._limit, self._deeper, self._any_order = limit, deeper, any_order
         self.best: ScoredPlan | None = None
         self.scored = list[ScoredPlan]()
         """Plans that fit, as they were found."""
@@ -59,7 +60,7 @@ class Incumbent:
             tell_best(plan)
 
     def __call__(self, bound: FamilyBound, pipeline: Sequence[PricedStage]) -> float:
-        for proposal in round_pipeline(self.space, bound, pipeline, self.families):
+        for proposal in round_pipeline(self.space, bound, pipeline, self.families, any_order=self._any_order):
             if proposal not in self._proposals:
                 self._proposals.add(proposal)
                 self.budget.spend(SCORING * len(bound.family.placement.ranks))
@@ -128,10 +129,15 @@ class _Stage:
 
 
 def round_pipeline(
-    space: Space, bound: FamilyBound, pipeline: Sequence[PricedStage], families: Iterable[Family]
+    space: Space,
+    bound: FamilyBound,
+    pipeline: Sequence[PricedStage],
+    families: Iterable[Family],
+    *,
+    any_order: bool,
 ) -> Iterator[Proposal]:
-    """The pipeline with its replicas changed until there are devices enough, and none is left that helps, in
-    each order of the devices."""
+    """The pipeline with its replicas changed until there are devices enough, and none is left that helps, on
+    consecutive devices of each order; with `any_order` also on the kinds that its stages have."""
     family, figures, stages = bound.family, bound.figures, list[_Stage]()
     for stage in pipeline:
         choice, seconds = bound.choice[stage.row], float(bound.seconds[stage.row])
@@ -147,7 +153,7 @@ def round_pipeline(
     if family.on_all and sum(stage.replicas for stage in stages) < len(family.placement.ranks):
         return
     for order in dict.fromkeys(one.placement for one in families if one.config == family.config):
-        for devices in dict.fromkeys(_assignments(space, order, figures, stages)):
+        for devices in dict.fromkeys(_assignments(space, order, figures, stages, any_order=any_order)):
             yield Proposal(family.config, tuple(ends), devices)
 
 
@@ -181,13 +187,13 @@ def _usable_counts(space: Space, family: Family) -> Iterator[int]:
 
 
 def _assignments(
-    space: Space, order: Placement, figures: StageFigures, stages: Sequence[_Stage]
+    space: Space, order: Placement, figures: StageFigures, stages: Sequence[_Stage], *, any_order: bool
 ) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """The devices of the stages: the next ones in an order; and, unless a runtime numbers them, the next of
-    the kind of each stage."""
+    """The devices of the stages: the next ones in an order; with `any_order`, unless a runtime numbers them,
+    also the next of the kind of each stage."""
     ends = accumulate((stage.replicas for stage in stages), initial=0)
     yield tuple(order.ranks[first:end] for first, end in pairwise(ends))
-    if space.runtime is None and len(figures.kinds) > 1:
+    if any_order and space.runtime is None and len(figures.kinds) > 1:
         numbers, ranks = space.topology.kind_numbers(order.ranks), np.array(order.ranks)
         free = [iter(ranks[numbers == space.topology.kinds.index(kind)].tolist()) for kind in figures.kinds]
         yield tuple(tuple(next(free[stage.kind]) for _ in range(stage.replicas)) for stage in stages)

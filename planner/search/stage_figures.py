@@ -300,5 +300,16 @@ def spread_cuts(space: Space, places: int) -> npt.NDArray[np.bool_]:
     targets = np.linspace(0, before[-1], places)[1:-1]
     cuts = np.zeros(len(space.chain), dtype=np.bool_)
     cuts[allowed[np.searchsorted(before[allowed], targets).clip(0, len(allowed) - 1)]] = True
-    cuts[list(space.limits.must_cut)] = True
+    cuts[[*space.limits.must_cut, *_between_pins(space, allowed)]] = True
+    return cuts
+
+
+def _between_pins(space: Space, allowed: Indices) -> list[int]:
+    """Allowed cuts, as many between pinned layers as lie between their stages."""
+    cuts, before, stage = list[int](), 0, 0
+    for layer, pinned in sorted(space.limits.pins):
+        between = allowed[(allowed >= before) & (allowed < layer)]
+        count = min(pinned - stage, len(between))
+        cuts += between[np.linspace(0, len(between) - 1, count).round().astype(np.int64)].tolist()
+        before, stage = layer, pinned
     return cuts

@@ -333,7 +333,7 @@ def test_a_narrow_search_still_proves_its_bound(
         assert own.root_bound_seconds <= best * (1 + 1e-9)
         if own.exact:
             assert own.best.step_seconds == pytest.approx(best, rel=1e-8)
-    assert {own.exact for _, own in found} == {False, True}
+    assert False in {own.exact for _, own in found}
 
 
 def searched_twice(

@@ -181,6 +181,7 @@ def test_pinned_neighbours_of_a_long_chain(
 ) -> None:
     """Where not all cuts are searched, those that the pins need are."""
     monkeypatch.setattr(space_module, "MOST_BLOCKS", 44)
+    monkeypatch.setattr("pplan.planner.search.branch_and_bound.FEW_CUTS", 20)
     chain, topology = make_chain(3, 46, cuts=1.1, traffic=0.05), make_topology(8)
     pins = (("layer30", 0), ("layer31", 1))
     options = PlanOptions(mini_batch=16, schedule="1f1b", micro_batches=4, pins=pins)
