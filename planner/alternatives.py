@@ -5,7 +5,7 @@ All have the same costs and limits as the plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..cost_models.errors import UsageError
@@ -13,7 +13,7 @@ from ..cost_models.first_layers import recompute_kinds
 from ..cost_models.precision import step_kernels
 from ..cost_models.quantities import format_count, format_seconds
 from ..cost_models.runtime import RUNTIMES, Runtime
-from .candidate import ScoredPlan
+from .candidate import ScoredPlan, watching_best
 from .joint_search import OUT_OF_TIME, JointSearchResult, plan_with, problem_for_planner, run_search
 from .pipeline_config import ANY_SCHEDULE, INTERLEAVED, SEARCHED
 from .plan_records import Alternative, Baseline
@@ -36,35 +36,43 @@ def find_alternatives(problem: Problem, answer: JointSearchResult) -> list[Alter
     or the problem is too large to solve it again for each."""
     if problem.options.planner != "best" or is_large(problem.space, problem.families):
         return []
-    starts = [plan for plan in (answer.best, *answer.by_planner.values()) if isinstance(plan, ScoredPlan)]
-    others = [other for names in _kinds(problem) for other in _for_runtimes(problem, answer, names, starts)]
-    return [*others, *_interleaved_alternatives(problem, answer)]
+    with watching_best(None):
+        return [*_runtime_alternatives(problem, answer), *_interleaved_alternatives(problem, answer)]
+
+
+def _runtime_alternatives(problem: Problem, answer: JointSearchResult) -> Iterator[Alternative]:
+    """The best plan for the runtimes of each kind. Each search starts from the plans found before it."""
+    plans = [plan for plan in (answer.best, *answer.by_planner.values()) if isinstance(plan, ScoredPlan)]
+    for names in _kinds(problem):
+        plan, alternative = _for_runtimes(problem, answer, names, plans)
+        plans += [] if plan is None else [plan]
+        if alternative is not None:
+            yield alternative
 
 
 def _for_runtimes(
-    problem: Problem, answer: JointSearchResult, names: list[str], starts: list[ScoredPlan]
-) -> Iterator[Alternative]:
-    """The best plan of runtimes that allow the same plans; `starts` plans start the search."""
+    problem: Problem, answer: JointSearchResult, names: list[str], starts: Sequence[ScoredPlan]
+) -> tuple[ScoredPlan | None, Alternative | None]:
+    """The best plan of runtimes that allow the same plans, as it was found and on devices in rank order."""
     own = _for_runtime(problem, names[0], _schedule(problem, RUNTIMES[names[0]]))
     if own is None or not own.families:
-        return
+        return None, None
     # Of an answer for another runtime it is proven that it is the best that one runs, as that one runs it.
     # Fused steps need less memory: then further plans may fit.
     same_runtime = problem.options.runtime in (None, names[0]) and own.precision == problem.precision
     answers = same_runtime and _answers(own, answer)
     result = answer.result if answers else run_search(own, _starts(own, starts), WORK)
-    starts += [] if result.best is None else [result.best]
     plan = None if result.best is None else _in_rank_order(own, result.best)
-    if plan is not None:
-        result = replace(result, exact=result.exact and plan == result.best)
-        yield _alternative(own, plan, names, exact=result.exact)
+    if plan is None:
+        return result.best, None
+    return result.best, _alternative(own, plan, names, exact=result.exact and plan == result.best)
 
 
-def _starts(problem: Problem, starts: list[ScoredPlan]) -> list[ScoredPlan]:
-    """The fastest of known plans as the problem's runtime runs them."""
+def _starts(problem: Problem, plans: Sequence[ScoredPlan]) -> list[ScoredPlan]:
+    """The fastest of some plans, as the problem's runtime runs them."""
     proposals = [
         replace(plan.proposal, config=replace(plan.config, recompute=mode), devices=_in_order(plan))
-        for plan in starts
+        for plan in plans
         for mode in problem.modes(plan.config.schedule)
         if plan.config.virtual_stages == 1 and plan.config.schedule in SEARCHED
     ]

@@ -113,13 +113,17 @@ _WATCHER: ContextVar[Callable[[float], None] | None] = ContextVar("watcher", def
 
 
 @contextmanager
-def watching_best(tell: Callable[[float], None]) -> Iterator[None]:
-    """Call `tell` with the step seconds of the best plan so far, whenever a search finds a faster one."""
+def watching_best(tell: Callable[[float], None] | None) -> Iterator[None]:
+    """Call `tell` with the step seconds of each plan that is faster than all earlier ones.
+
+    Args:
+        tell: The function to call; None for a search that answers another question than the user's.
+    """
     best = inf
 
     def tell_faster(seconds: float) -> None:
         nonlocal best
-        if seconds < best:
+        if tell is not None and seconds < best:
             best = seconds
             tell(seconds)
 
@@ -131,6 +135,6 @@ def watching_best(tell: Callable[[float], None]) -> Iterator[None]:
 
 
 def tell_best(plan: ScoredPlan) -> None:
-    """Tell who watches of the best plan so far."""
+    """Report the best plan so far to the innermost `watching_best`."""
     if (tell := _WATCHER.get()) is not None:
         tell(plan.step_seconds)

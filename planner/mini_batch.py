@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..cost_models.errors import UsageError
-from .candidate import ScoredPlan
+from .candidate import ScoredPlan, watching_best
 from .joint_search import BEST, is_small_problem, joint_search, plan_with
 from .plan_records import DefaultMiniBatch, OtherMiniBatch
 from .planners import BASELINES, find_planner
@@ -56,7 +56,8 @@ def _other(problem: Problem, batch: int) -> OtherMiniBatch:
     seconds = min(SHORT * options.time_limit, MOST_SECONDS)
     try:
         other = replace(problem, options=replace(options, mini_batch=batch, time_limit=seconds))
-        plan = _best(other)
+        with watching_best(None):
+            plan = _best(other)
     except UsageError:  # the requested micro-batches do not make it
         plan = None
     if plan is None:

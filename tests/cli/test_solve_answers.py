@@ -441,10 +441,12 @@ def test_layers_without_a_backward_print_no_warning_of_numpy(schedule: str) -> N
     assert "a backward in two parts" not in " ".join(plan.warnings)
 
 
-def test_a_search_tells_its_best_plan_from_the_baselines_on() -> None:
+@pytest.mark.parametrize("mini_batch", [16, None])
+def test_a_search_tells_its_best_plan_from_the_baselines_on(mini_batch: int | None) -> None:
+    """Without a global batch half of it is searched, too: its steps are shorter, and not told."""
     steps = list[float]()
     with watching_best(steps.append):
-        plan = pplan.solve(make_profile(6), gpus=4, mini_batch=16)
+        plan = pplan.solve(make_profile(6), gpus=4, mini_batch=mini_batch)
     assert steps == sorted(steps, reverse=True)
     assert steps[-1] == plan.prediction.step_seconds
     baselines = [row.step_seconds for row in plan.baselines if row.step_seconds is not None]
