@@ -157,7 +157,7 @@ def _plans_of(problem: Problem, narrower: Iterable[Problem]) -> Iterator[ScoredP
 
 
 def is_small_problem(problem: Problem) -> bool:
-    """Whether there is time to ask every planner, and to solve again for every runtime."""
+    """Return whether there is time to solve again, for other global batches or numbers of stages."""
     return problem.gpus * problem.space.chain.max_stages <= SMALL
 
 
@@ -173,15 +173,20 @@ def _faster_of(problem: Problem, result: SearchResult, plans: Iterable[ScoredPla
     return with_bound(problem, best, result)
 
 
-def plan_with(
-    planner: Planner, problem: Problem, *, required: bool = True, share: float = PLANNER_SHARE
-) -> ScoredPlan | str:
-    """The planner's best plan under the problem's costs and limits, or why there is none. Where the time is
-    over only the simple ones still make one, so that there is a plan, and those of which one is `required`
-    once they have proposals; `share`: of the remaining time, for its proposals, and then for their steps."""
+def plan_with(planner: Planner, problem: Problem, *, required: bool = True) -> ScoredPlan | str:
+    """Score the best plan of a known planner under the problem's costs and limits.
+
+    Args:
+        planner: The planner.
+        problem: What is asked. Once its time is over, only the baselines still propose a plan.
+        required: Score one proposal even if the time is over.
+
+    Returns:
+        The plan, or why there is none.
+    """
     if problem.budget.over and planner.name not in BASELINES:
         return OUT_OF_TIME
-    budget = problem.budget.part(share=share)
+    budget = problem.budget.part(share=PLANNER_SHARE)
     proposals, refused = list[Proposal](), list[Proposal]()
     try:
         for proposal in _propose(planner, problem):
@@ -194,7 +199,7 @@ def plan_with(
     if not proposals:
         violation = next((next(problem.violations(own)) for own in refused), None)
         return refusal_reason(planner, problem) if violation is None else f"{NOT_ALLOWED}: {violation}"
-    budget = problem.budget.part(share=share)
+    budget = problem.budget.part(share=PLANNER_SHARE)
     plan = fastest(problem.space, proposals, budget=budget, required=required)
     if plan is None and not required and budget.over:
         return OUT_OF_TIME

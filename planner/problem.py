@@ -364,12 +364,3 @@ class Problem:
     def with_time_limit(self) -> Problem:
         """The same with its time limit running, which everything done for the problem shares."""
         return replace(self, budget=SearchBudget.of_seconds(self.options.time_limit))
-
-    @property
-    def freest(self) -> Problem:
-        """The same with schedule, recomputation and micro-batches left to the search.
-
-        Raises UsageError where the profile reaches no micro-batch size that divides the global batch.
-        """
-        free = replace(self.options, mini_batch=self.mini_batch, micro_batches=None)
-        return replace(self, options=replace(free, schedule="auto", recompute="auto"))

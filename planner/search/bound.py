@@ -143,7 +143,7 @@ class FamilyBound:
         self.first_exposed = np.where(self.start == 0, exposed[keep], 0.0)
         self.cut, self.ends, self.host_seconds = 2 * figures.cut[keep], arrived[keep], host_seconds[keep]
         self.rooms = [figures.room[mode][keep] for mode in modes]
-        self._fitting: dict[tuple[float, float, float], _Fitting] = {}
+        self._fitting: dict[tuple[int, float], _Fitting] = {}
 
     def _lead(self) -> Floats:
         """(places,): least seconds until the first micro-batch arrives, on any devices."""
@@ -186,35 +186,33 @@ class FamilyBound:
             step += max(1, step // 4)
         return count - count % step
 
-    def fitting(self, in_flight: int, high: float, end: float = inf) -> _Fitting:
-        """The stages with x <= `high`, done by `end`, that fit with so many micro-batches in flight."""
-        key = in_flight, high, end
+    def fitting(self, in_flight: int, high: float) -> _Fitting:
+        """The stages with x <= `high` that fit with so many micro-batches in flight."""
+        key = in_flight, high
         if key not in self._fitting:
             if len(self._fitting) > 3 * EVERY_IN_FLIGHT:
                 self._fitting = {}
             fits, seconds = in_flight <= self.rooms[0], self.seconds
             if len(self.rooms) > 1:
                 seconds = np.where(fits, seconds, seconds + self.forward)
-                fits = fits | (in_flight <= self.rooms[1])
-                end = min(end, self.limit)
-            if end < inf:
                 more = self.micro_batches * (seconds - self.seconds)
-                fits &= np.maximum(self.ends + more, self.host_seconds) * SAFE < end
-            index = np.flatnonzero(fits & (seconds <= high))
-            pair = self.pair[index]
+                in_time = np.maximum(self.ends + more, self.host_seconds) * SAFE < self.limit
+                fits = (fits | (in_flight <= self.rooms[1])) & in_time
+            rows = np.flatnonzero(fits & (seconds <= high))
+            pair = self.pair[rows]
             first = np.flatnonzero(np.append(True, pair[1:] != pair[:-1])) if len(pair) else pair
-            self._fitting[key] = _Fitting(index, seconds[index], first, pair[first])
+            self._fitting[key] = _Fitting(rows, seconds[rows], first, pair[first])
         return self._fitting[key]
 
-    def fewest_devices(self, high: float, end: float = inf) -> float:
-        """Fewest devices, by speed, of a pipeline of several stages with x <= `high`, all done by `end`."""
+    def fewest_devices(self, high: float) -> float:
+        """Devices, by speed, of a pipeline with x <= `high`: some that suffice, else the fewest."""
         rows, fewest = [self._last], inf
         tables = dict[int, Floats]()
         devices = (self.figures.speed[self.figures.kind] * self.figures.replicas)[self.choice]
         for remaining in range(1, self.most_stages + 1):
             count = self.in_flight(remaining)
             if count not in tables:
-                fitting = self.fitting(count, high, end)
+                fitting = self.fitting(count, high)
                 tables[count] = fitting.least(devices[fitting.rows], self.shape)
             rows.append((tables[count] + self._following(rows[-1])).min(axis=1))
             fewest = min(fewest, float(rows[-1][0]))

@@ -312,12 +312,12 @@ def _in_order(problems: Iterable[Subproblem]) -> list[Subproblem]:
     return sorted(problems, key=rank)
 
 
-_RangesKey = tuple[Placement, tuple[int, ...], bool, int]
+_RangesKey = tuple[Placement, tuple[int, ...], bool]
 
 
 def _ranges_key(family: Family) -> _RangesKey:
     """Families of the same runs share them."""
-    return family.placement, family.replicas, family.on_all, family.unit
+    return family.placement, family.replicas, family.on_all
 
 
 def _config_key(family: Family) -> tuple[object, ...]:

@@ -51,7 +51,6 @@ class DeviceSets:
     placement: Placement
     counts: tuple[int, ...]
     on_all: bool = False
-    unit: int = 1
 
     @property
     def classes(self) -> DeviceClasses:
@@ -148,10 +147,10 @@ class DeviceSets:
 
 
 def make_ranges(
-    space: Space, placement: Placement, counts: tuple[int, ...], on_all: bool = False, unit: int = 1
+    space: Space, placement: Placement, counts: tuple[int, ...], on_all: bool = False
 ) -> DeviceRanges | DeviceSets:
     """The devices that stages of these numbers of replicas may have."""
-    return (DeviceSets if placement.name == ANY else DeviceRanges)(space, placement, counts, on_all, unit)
+    return (DeviceSets if placement.name == ANY else DeviceRanges)(space, placement, counts, on_all)
 
 
 def list_shapes(topology: Topology, stages: int, counts: Sequence[int]) -> Iterator[Shape]:

@@ -24,10 +24,8 @@ class Family:
     placement: Placement
     replicas: tuple[int, ...]
     on_all: bool = False
-    unit: int = 1
-    """Stages begin at multiples of so many positions."""
     any_count: bool = False
-    """Whether plans with other numbers of replicas are allowed, too: they are not searched, but bounded."""
+    """Plans with other numbers of replicas are allowed, too; they are bounded, not searched."""
 
 
 def distinct_families(families: Iterable[Family]) -> list[Family]:

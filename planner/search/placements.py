@@ -152,14 +152,12 @@ class StagesBefore(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DeviceRanges:
-    """The runs of `counts` devices (ascending) in an order. Stages begin at multiples of `unit` positions;
-    `on_all`: no device may stay free."""
+    """The runs of `counts` devices (ascending) in an order. `on_all`: no device may stay free."""
 
     space: Space
     placement: Placement
     counts: tuple[int, ...]
     on_all: bool = False
-    unit: int = 1
     _to: dict[int, tuple[Floats, Floats]] = field(default_factory=dict)
     _best: dict[int, tuple[Floats, Floats]] = field(default_factory=dict)
 
@@ -194,7 +192,7 @@ class DeviceRanges:
     def runs(self, count: int) -> Iterator[DeviceRun]:
         """Of so many devices."""
         ranks = self.placement.ranks
-        for begin in range(0, len(ranks) - count + 1, self.unit):
+        for begin in range(len(ranks) - count + 1):
             at = np.array([begin])
             yield DeviceRun(ranks[begin : begin + count], at, at + count, at)
 
@@ -209,7 +207,7 @@ class DeviceRanges:
         replicas from those `before` them."""
         latency, slowness = self.routes(replicas)
         counts = np.searchsorted(self.counts, before.replicas)
-        at = counts, before.ends // self.unit, keys // self.unit
+        at = counts, before.ends, keys
         return latency[at], slowness[at]
 
     def least_pace(self, replicas: int, keys: Indices, ends: Indices) -> tuple[Floats, Floats]:  # noqa: ARG002
@@ -223,7 +221,7 @@ class DeviceRanges:
         yield shape
 
     def routes(self, replicas: int) -> tuple[Floats, Floats]:
-        """To a stage of so many replicas, (counts, ends, begins) each, positions in units: latency, and
+        """To a stage of so many replicas, (counts, ends, begins) each: latency, and
         seconds of each byte that a replica of the smaller stage sends, from a stage of that count of replicas
         that ends at a position, where one may follow so; else inf."""
         if replicas not in self._to:
@@ -231,18 +229,18 @@ class DeviceRanges:
         return self._to[replicas]
 
     def _routes_to(self, replicas: int) -> tuple[Floats, Floats]:
-        size = self.devices // self.unit + 1
+        size = self.devices + 1
         latency, slowness = (np.full((len(self.counts), size, size), np.inf) for _ in range(2))
         ranks, paces = self.placement.ranks, dict[tuple[int, ...], tuple[float, float]]()
         for end, begins in enumerate(self.starts):
             self.space.budget.check()
             for begin in begins:
-                if end % self.unit or begin % self.unit or begin + replicas > self.devices:
+                if begin + replicas > self.devices:
                     continue
                 receivers = ranks[begin : begin + replicas]
                 for index, count in enumerate(self.counts):
                     if count <= end:
-                        at = index, end // self.unit, begin // self.unit
+                        at = index, end, begin
                         key = ((end - count) % self._period, count, begin - end)
                         if key not in paces:
                             paces[key] = self.space.pace(ranks[end - count : end], receivers)
@@ -265,7 +263,7 @@ class DeviceRanges:
                 least = np.min([self.routes(count)[which][index] for count in self.counts], axis=0).min(
                     axis=1
                 )
-                tables.append(np.repeat(np.where(np.isinf(least), 0.0, least), self.unit)[: self.devices + 1])
+                tables.append(np.where(np.isinf(least), 0.0, least))
             self._best[replicas] = tables[0], tables[1]
         return self._best[replicas]
 

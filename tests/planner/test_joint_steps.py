@@ -161,10 +161,6 @@ class TestPlanWith:
         monkeypatch.setattr(joint_search, "fastest", score)
         assert isinstance(plan_with(Slow("x"), problem), ScoredPlan)
         assert len(counts) == 2
-        now[0] = 0.0
-        counts.clear()
-        assert isinstance(plan_with(Slow("x"), problem, share=0.5), ScoredPlan)
-        assert len(counts) == 5
         now[0] = 10.0
         assert plan_with(Slow("x"), problem) == OUT_OF_TIME
         assert isinstance(plan_with(Named("even", own), problem), ScoredPlan)
