@@ -88,7 +88,7 @@ REMOVALS = [
     Removal("prices", "cutting planes of the memory bound", FamilyBound, "move_prices", none),
     Removal("ranges", "halvings of the longest stage", bound, "NARROW", inf),
     Removal("traced plans", "plans near the bound", Incumbent, "__call__", within),
-    Removal("completion bound", "memory bound at nodes", Subproblem, "_completion", none),
+    Removal("completion bound", "memory bound at nodes", MemoryBound, "completion", none),
     Removal("beams", "plans to start the search from", Subproblem, "seed", none),
     Removal("fill bound", "cuts inside layers", bound, "fill_bound", zero),
     Removal("launch bound", "seconds of the hosts", bounds_1f1b, "launch_bound", zeros),

@@ -89,6 +89,7 @@ BOUNDS: dict[str, str] = {
     "search/stage_figures.py:_Choice._group": MEMORY,
     "search/stage_figures.py:_Choice.all_columns": MEMORY,
     "search/subproblem.py:Subproblem._completion": STEP,
+    "search/bound.py:MemoryBound.completion": STEP,
     "search/subproblem.py:Subproblem._least_sum": STEP,
     "search/fill_bound.py:fill_bound": PARTED,
     "search/fill_bound.py:_FillProgramme.improve_price": PARTED,

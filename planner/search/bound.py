@@ -40,6 +40,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...cost_models.memory import Recompute
+from ...cost_models.schedules import find_schedule
 from ..linear_programme import new_solver
 from ..stage_table import Floats, Indices
 from .budget import OutOfTime, SearchBudget
@@ -179,12 +180,19 @@ class FamilyBound:
 
     def in_flight(self, remaining: int) -> int:
         """Micro-batches in flight on the `remaining`-th stage from the end, rounded down to a few numbers."""
-        if self.family.config.schedule == "gpipe":
-            return self.micro_batches
-        count, step = min(self.micro_batches, remaining), 1
-        while count > EVERY_IN_FLIGHT * step:
+        schedule, step = find_schedule(self.family.config.schedule), 1
+        count = int(schedule.in_flight(0, remaining, self.micro_batches))
+        while not self.is_gpipe and count > EVERY_IN_FLIGHT * step:
             step += max(1, step // 4)
         return count - count % step
+
+    def may_be_pivot(self, remaining: int) -> bool:
+        """Return whether the `remaining`-th stage from the end may be s."""
+        return self.is_gpipe or remaining < self.micro_batches
+
+    def stands_for_earlier(self, remaining: int) -> bool:
+        """Return whether that stage is s also for longer stages before it, and so may have any length."""
+        return not self.is_gpipe and remaining == self.micro_batches - 1 < self.most_stages
 
     def fitting(self, in_flight: int, high: float) -> _Fitting:
         """The stages with x <= `high` that fit with so many micro-batches in flight."""
@@ -260,13 +268,11 @@ class FamilyBound:
             behind, before, longest, any_length = by_count[count]
             following = self._following(after[-1])
             rest = (before + self._following(whole[-1])).min(axis=1)
-            if not self.is_gpipe and remaining >= self.micro_batches:
-                pivot = np.full(1, inf)  # the stage with n = M - 2 took its place
-            else:
-                pivot = (longest + following).min(axis=1) + self._rounded(remaining, high)
-            row = np.minimum(rest, pivot)
+            row = rest
+            if self.may_be_pivot(remaining):
+                row = np.minimum(rest, (longest + following).min(axis=1) + self._rounded(remaining, high))
             sums.append(float(row[0]))
-            if not self.is_gpipe and remaining == self.micro_batches - 1 < self.most_stages:
+            if self.stands_for_earlier(remaining):
                 longest = any_length
                 row = np.minimum(rest, (longest + following).min(axis=1) + self._rounded(remaining, high))
             after.append((behind + following).min(axis=1))
@@ -278,7 +284,7 @@ class FamilyBound:
         return PricedSums(low, high, prices, bounds, after, whole, tables)
 
     def _rounded(self, remaining: int, high: float) -> float:
-        """What s counts less than in a table that is made for fewer micro-batches in flight, at most."""
+        """Seconds, at most 0, to add to s: its table is made for fewer micro-batches in flight."""
         return 0.0 if self.is_gpipe else (self.in_flight(remaining) - remaining) * high
 
     def _tables(
@@ -321,9 +327,9 @@ class FamilyBound:
             rest, any_length = behind + after, False
             if not passed:
                 later, now = before + whole, longest + after
-                if not self.is_gpipe and remaining >= self.micro_batches:
+                if not self.may_be_pivot(remaining):
                     now = np.full_like(now, inf)
-                any_length = not self.is_gpipe and remaining == self.micro_batches - 1 < self.most_stages
+                any_length = self.stands_for_earlier(remaining)
                 passed = bool(now.min() + self._rounded(remaining, sums.high) <= later.min())
                 rest, role = (now, 2) if passed else (later, 1)
             at = place * self.width + int(rest.argmin())
@@ -396,6 +402,7 @@ class MemoryBound:
     _heap: list[tuple[float, int, StageRange | Family]] = field(default_factory=list)
     _figures: dict[object, StageFigures | None] = field(default_factory=dict)
     _singles: dict[object, float] = field(default_factory=dict)
+    _completions: dict[object, CompletionBound | None] = field(default_factory=dict)
     _pushed: int = 0
 
     def least(self, limit: float) -> float:
@@ -520,6 +527,17 @@ class MemoryBound:
         """The bound on plans of one stage of a family that was looked at; inf where it has none."""
         return self._singles.get((family.config, family.replicas), inf)
 
+    def completion(self, family: Family, stages: int, limit: float) -> CompletionBound | None:
+        """The bound on unfinished plans of so many stages, for plans below `limit`; None where there is none.
+
+        It is made once for all families that differ by the order of the devices alone.
+        """
+        key = family.config, family.replicas, stages
+        if key not in self._completions:
+            ranges = [one for one in self.left(family) or () if one.least(stages) < limit]
+            self._completions[key] = CompletionBound(ranges, stages) if stages > 1 and ranges else None
+        return self._completions[key]
+
 
 class CompletionBound:
     """The bound on unfinished plans of one family with `count` stages.
@@ -552,11 +570,11 @@ class CompletionBound:
         self._paid = float(best.prices @ self.stages.devices)
 
     def start(self) -> BoundState:
-        """What is known of the plan of no stages."""
+        """The state of the plan of no stages."""
         return {"before": np.zeros(1), "pivot": np.full(1, NO_PIVOT), "longest": np.zeros(1)}
 
     def extend(self, state: BoundState, stage: Expansion) -> tuple[Floats, BoundState]:
-        """(expansions,): the bound with a further stage, and what is known then."""
+        """(expansions,): the bound with a further stage, and the state then."""
         bound, following = self.stages, stage.remaining - 1
         weight = 1 if bound.is_gpipe else 2
         fits = np.isfinite(stage.backward)
@@ -568,7 +586,7 @@ class CompletionBound:
             paid = paid + stage.exposed_allreduce
         cut = 2 * stage.cut
         times = bound.micro_batches - (0 if bound.is_gpipe else following)
-        is_pivot = bound.is_gpipe or stage.remaining < bound.micro_batches
+        is_pivot = bound.may_be_pivot(stage.remaining)
         pivot = state["pivot"] + weight * (x + cut) + paid
         if is_pivot:
             pivot = np.maximum(pivot, state["before"] + cut + times * x + paid)

@@ -13,11 +13,11 @@ from ..candidate import Proposal, ScoredPlan, tell_best
 from ..plan_records import TIE
 from .bound import FamilyBound, PricedStage
 from .budget import SearchBudget
-from .family import Family, distinct_families
+from .family import Family, bounded_counts, distinct_families
 from .linear_groups import linear_group
 from .placements import Placement
 from .space import Space, divide_batch, narrow_space
-from .stage_figures import StageFigures
+from .stage_figures import StageFigures, even_cuts
 
 FAR = 1.1
 """Plans with bounds above this many times the best step are not simulated."""
@@ -97,6 +97,7 @@ def equal_pipelines(space: Space, families: Iterable[Family]) -> list[Proposal]:
     """Pipelines whose stages have equal replicas and about equal work, by number of replicas; those with the
     shortest estimates first."""
     estimates = list[tuple[float, int, Proposal]]()
+    allowed = np.flatnonzero(space.chain.cut_after[:-1])
     for family in distinct_families(families):
         ranks, config = family.placement.ranks, family.config
         for count in _usable_counts(space, family):
@@ -106,13 +107,10 @@ def equal_pipelines(space: Space, families: Iterable[Family]) -> list[Proposal]:
             if family.on_all and stages * count < len(ranks):
                 continue
             work = space.least_work(divide_batch(config.micro_batch_size, count), first_share=0.0)
-            before, cuts = np.cumsum(work), np.flatnonzero(space.chain.cut_after[:-1])
-            ideal = before[-1] * np.arange(1, stages) / stages
-            nearest = np.searchsorted(before[cuts], ideal).clip(0, len(cuts) - 1)
-            ends = (*np.unique(cuts[nearest] + 1).tolist(), len(space.chain))
+            ends = (*(even_cuts(work, allowed, stages) + 1).tolist(), len(space.chain))
             if len(ends) == stages:
                 devices = tuple(ranks[first : first + count] for first in range(0, stages * count, count))
-                longest = float(np.diff(np.append(0.0, before[np.array(ends) - 1])).max())
+                longest = float(np.add.reduceat(work, (0, *ends[:-1])).max())
                 estimate = longest * (config.micro_batches + stages - 1)
                 estimates.append((estimate, len(estimates), Proposal(config, ends, devices)))
     return [proposal for _, _, proposal in sorted(estimates, key=lambda row: row[:2])]
@@ -179,8 +177,7 @@ def _fit_replicas(stages: Sequence[_Stage], counts: Sequence[int], devices: int)
 def _usable_counts(space: Space, family: Family) -> Iterator[int]:
     """Numbers of replicas that may be; of those with the same share of a micro-batch the fewest."""
     size, last_size = family.config.micro_batch_size, -1
-    counts = range(1, len(family.placement.ranks) + 1) if family.any_count else family.replicas
-    for count in counts:
+    for count in bounded_counts(family):
         if count <= size and divide_batch(size, count) != last_size and space.fits_someone(size, count):
             last_size = divide_batch(size, count)
             yield count

@@ -181,8 +181,12 @@ class Space:
 
     def limit(self, devices: Sequence[int]) -> float:
         """Bytes that each of these devices may hold, inf for any number."""
-        own = [self.memory_limit, *(kind.memory_bytes for kind in self._kinds(devices))]
-        return min((float(limit) for limit in own if limit is not None), default=inf)
+        return self.kinds_limit(self._kinds(devices))
+
+    def kinds_limit(self, kinds: Iterable[Device]) -> float:
+        """Bytes that a device of any of these kinds may hold, inf for any number."""
+        limits = [self.memory_limit, *(kind.memory_bytes for kind in kinds)]
+        return min((float(limit) for limit in limits if limit is not None), default=inf)
 
     def fits_someone(self, size: int, replicas: int) -> bool:
         """Whether a replica's share can be costed."""

@@ -158,11 +158,6 @@ class _Choice:
         )
         return slowest
 
-    @cached_property
-    def _limit(self) -> float:
-        limits = (self.space.memory_limit, self.kind.memory_bytes)
-        return min((float(limit) for limit in limits if limit is not None), default=inf)
-
     def _group(self, *, exact: bool) -> ReplicaGroupCosts:
         """The tables as of a replica group; its replicas are the most, of which each needs least memory."""
         scale, table = self.kind.seconds_scale, self._table
@@ -178,7 +173,7 @@ class _Choice:
             backward=self._seconds.backward * scale,
             accumulation=self._seconds.accumulation * scale,
             exposed_allreduce=exposed,
-            limit=self._limit,
+            limit=self.space.kinds_limit([self.kind]),
             optimizer=self.space.optimizer,
             ledger=_ledger(self.space, self.kinds, self.kind),
         )
@@ -294,14 +289,27 @@ def _cut_seconds(topology: Topology, table: StageTable) -> Floats:
 
 def spread_cuts(space: Space, places: int) -> npt.NDArray[np.bool_]:
     """Cuts at about equal distances in seconds, and those that are asked for."""
-    costs = space.chain.at(space.chain.sizes[-1])
-    before = np.cumsum(costs.forward_seconds + costs.backward_seconds)
-    allowed = np.flatnonzero(space.chain.cut_after[:-1])
-    targets = np.linspace(0, before[-1], places)[1:-1]
+    costs, allowed = space.chain.at(space.chain.sizes[-1]), np.flatnonzero(space.chain.cut_after[:-1])
     cuts = np.zeros(len(space.chain), dtype=np.bool_)
-    cuts[allowed[np.searchsorted(before[allowed], targets).clip(0, len(allowed) - 1)]] = True
+    cuts[even_cuts(costs.forward_seconds + costs.backward_seconds, allowed, places - 1)] = True
     cuts[[*space.limits.must_cut, *_between_pins(space, allowed)]] = True
     return cuts
+
+
+def even_cuts(work: Floats, allowed: Indices, parts: int) -> Indices:
+    """The allowed cuts nearest to those into equal parts.
+
+    Args:
+        work: (layers,), not negative.
+        allowed: Layers that a cut may follow, ascending.
+        parts: Number of parts.
+
+    Returns:
+        Layers that cuts follow, ascending; fewer than `parts` - 1 where some would coincide.
+    """
+    before = np.cumsum(work)
+    targets = before[-1] * np.arange(1, parts) / parts
+    return np.unique(allowed[np.searchsorted(before[allowed], targets).clip(0, len(allowed) - 1)])
 
 
 def _between_pins(space: Space, allowed: Indices) -> list[int]:

@@ -72,7 +72,7 @@ class Subproblem:
         if bound is not None and self.open_ranges is not None:
             least = min([self.single, *(one.bound for one in self.open_ranges)])
             self.quick_bound = max(self.quick_bound, min(least, bound.limit))
-        self._completions = dict[int, CompletionBound | None]()
+        self._memory_bound = bound
         self.roots: dict[int, float] = {}
         """By number of stages, the bound before searching, once it was needed."""
         self._choices_and_bound: tuple[StageChoices, Bound] | None = None
@@ -119,10 +119,10 @@ class Subproblem:
 
     def _completion(self, stages: int, limit: float) -> CompletionBound | None:
         """The bound on unfinished plans of so many stages; None where there is none."""
-        if stages not in self._completions:
-            ranges = [one for one in self.open_ranges or () if one.least(stages) < limit]
-            self._completions[stages] = CompletionBound(ranges, stages) if stages > 1 and ranges else None
-        return self._completions[stages]
+        if self._memory_bound is None:
+            return None
+        self.work.check()
+        return self._memory_bound.completion(self.family, stages, limit)
 
     def _bound(self, limit: float) -> tuple[StageChoices, Bound]:
         """The options and the bound for plans below `limit`."""
