@@ -1,4 +1,4 @@
-"""What each mechanism of the search is worth: python benchmarks/ablation.py [NAME ...] [--problems A B ...]
+"""Measure each mechanism of the search: python benchmarks/ablation.py [NAME ...] [--problems A B ...]
 
 Solves problems of problems.py with each mechanism removed in turn, by replacing its functions or constants in
 the running process. Each run is a process of its own. Prints, with and without the mechanism, the processor
@@ -35,7 +35,7 @@ SMALLEST = 1e-6
 
 
 class Removal(NamedTuple):
-    """What removes a mechanism of the search. Removals of one name are done together.
+    """Replacement that removes a mechanism of the search. Removals of one name are done together.
 
     Attributes:
         name: The mechanism.

@@ -51,7 +51,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command took and said; an infinite step and a proof if no plan fits."""
+    """Processor seconds, step and proof of a command; an infinite step and a proof if no plan fits."""
 
     seconds: float
     step: float

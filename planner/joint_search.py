@@ -225,8 +225,16 @@ def _propose(planner: Planner, problem: Problem) -> Iterator[Proposal]:
 def joint_search(
     problem: Problem, seeds: Iterable[ScoredPlan] = (), *, cuts_others: bool = True
 ) -> SearchResult:
-    """The joint search from these plans, and from them on other devices; of other schedules the shapes of its
-    plans, and, with `cuts_others`, the plans of `search_schedules`. With a bound on all of them."""
+    """Search from some plans, also on other devices and under other schedules.
+
+    Args:
+        problem: What is asked.
+        seeds: Plans to start from.
+        cuts_others: Search the cuts of other schedules than 1F1B and GPipe, too.
+
+    Returns:
+        The fastest plan, and the bound on all plans that were allowed.
+    """
     seeds = [_to_searched_devices(problem, seed) for seed in seeds]
     result = run_search(problem, seeds)
     others = _on_other_devices(problem, [*seeds, *([] if result.best is None else [result.best])])

@@ -44,7 +44,7 @@ FEW_WORK = 1e6
 FEW = 3
 """Devices up to which all plans on any of them are enumerated for the bound on all families."""
 BOUND_WORK = 2e8
-"""Of the bound on all families."""
+"""Work for the bound on all families, see `SearchBudget`."""
 MOST_FAMILIES = 6
 """Families of a problem, drawn at random, whose unfinished plans are looked at."""
 DRAWN = 24

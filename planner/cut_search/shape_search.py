@@ -52,7 +52,7 @@ CHUNK = 2_000
 
 @dataclass
 class Record:
-    """What the search of all shapes shares: the problem, its budget, and the best plan so far."""
+    """State that the searches of all shapes share: the problem, its budget, and the best plan so far."""
 
     problem: Problem
     budget: SearchBudget

@@ -54,7 +54,7 @@ from .stage_recompute import stage_modes
 NARROW = 1.003
 """Ranges whose ends are closer than this are not halved."""
 LOOKS = 5
-"""Prices that are tried for a range."""
+"""Number of prices to try for a range."""
 HALVINGS = 5
 """Steps to the shortest possible longest stage."""
 MOST_MOVE = 2.0
@@ -376,7 +376,7 @@ class StageRange:
 
 
 Score = Callable[[FamilyBound, Sequence[PricedStage]], float]
-"""Scores plans near a pipeline; seconds that plans of interest are below from then on."""
+"""A function that scores plans near a pipeline and returns the seconds that a better plan must stay below."""
 
 
 @dataclass(eq=False)
@@ -429,7 +429,7 @@ class MemoryBound:
             heappush(self._heap, (bound, order, item))
 
     def _look(self, bound: float, item: StageRange | Family) -> None:
-        """Refines what has the lowest bound."""
+        """Refine the family or range with the lowest bound."""
         if isinstance(item, Family):
             if self.space.is_long:
                 bound = max(bound, fill_bound(self.space.within(self.budget), item, self.limit))

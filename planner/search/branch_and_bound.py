@@ -3,11 +3,12 @@
 Every subproblem (a configuration, an order of the devices and a stage count) has a proven bound.
 
 1. `MemoryBound` bounds all families, and plans near the pipelines that attain its bounds are simulated.
-2. `improve_plans` moves cuts and devices of the fastest plans so far.
-3. Branch and bound, over all subproblems at once that may hold a faster plan: of all unfinished plans those
-   with the lowest bounds are extended by a stage, as long as the lowest bound lies below the best plan known.
-   Whole plans are simulated when their bound is the lowest of all. Too many layers or devices have no tables
-   of stages on runs of devices: there the answer is that of the first two steps.
+2. Branch and bound extends unfinished plans by a stage, over all subproblems at once, those with the lowest
+   bounds first, as long as the lowest bound lies below the best plan known. Whole plans are simulated when
+   their bound is the lowest of all.
+
+Problems with too many layers or devices (`is_large`) have no tables of stages on runs of devices, and no
+second step. Their plans come from equal replicas, from few cuts and from `improve_plans`.
 
 When the work or the time that a search may spend is done, the lowest bound that is left is what is proven. Of
 too many unfinished plans those with the highest bounds are dropped, and the lowest of these limits what can
@@ -203,7 +204,7 @@ class _BranchAndBound:
 
     @property
     def step(self) -> float:
-        """Of the best plan so far."""
+        """Step seconds of the best plan so far."""
         return self.incumbent.step
 
     def run(self) -> SearchResult:

@@ -1,8 +1,8 @@
 """Steps from good plans to better ones near them.
 
 A step moves a cut, moves devices to a busy stage, joins two stages, parts one, or takes fewer or more
-micro-batches; of the plans that one step makes, the fastest is the next. Where branch and bound follows it
-only saves time; of more layers or devices the answer comes from here.
+micro-batches; of the plans that one step makes, the fastest is the next. Problems that are too large for
+branch and bound get their plans from here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .near_plans import Incumbent
 from .space import Space, with_cuts
 
 STARTS = 4
-"""Plans that steps begin from: the fastest of unlike numbers of stages and micro-batches."""
+"""Plans that steps begin from: the fastest of each number of stages and of micro-batches."""
 MOST_SIMULATED = 48
 """Plans near one plan that are simulated, those with the lowest bounds."""
 BUSY = 3
@@ -130,6 +130,7 @@ class _Steps:
         yield Proposal(config, tuple(ends), tuple(tuple(ranks[first:end]) for first, end in bounds))
 
     def _shapes(self, plan: ScoredPlan, family: Family) -> Iterator[Shape]:
+        """Ends and replicas a step away, of any number of devices."""
         ends, replicas = plan.proposal.ends, plan.proposal.replicas
         devices, cuts, stages = len(family.placement.ranks), self._cuts, range(len(ends))
         at = np.searchsorted(cuts, ends[:-1]).tolist()

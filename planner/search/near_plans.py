@@ -22,13 +22,13 @@ from .stage_figures import StageFigures, even_cuts
 FAR = 1.1
 """Plans with bounds above this many times the best step are not simulated."""
 MOST_STAGES = 512
-"""Of pipelines with equal replicas."""
+"""Largest number of stages of a pipeline with equal replicas."""
 SCORING = 2e3
 """Work for each device of a plan, mostly for the ports that it shares."""
 
 
 class Incumbent:
-    """The best plan so far. As a function: scores plans near a pipeline, and returns `within`."""
+    """The best plan so far of a search. Call it with a pipeline to score plans near it and get `within`."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Incumbent:
 
     @property
     def within(self) -> float:
-        """A little more than the step: plans as fast as the best one are below it, too."""
+        """Seconds slightly above the step, so that plans as fast as the best one lie below."""
         return self.step * (1 + 2 * TIE)
 
     def score(self, proposal: Proposal) -> None:

@@ -122,9 +122,9 @@ def _unsearched_lines(plan: Plan) -> list[str]:
         return []  # a line on unused devices names it
     best = min(others, key=lambda row: row.step_seconds)
     return [
-        f"{INTERLEAVED} would take {format_seconds(best.step_seconds)} "
-        f"({compare_steps(best.step_seconds, step)}): its schedule was not searched; search it with "
-        f"schedule={ANY_SCHEDULE!r}."
+        f"An {INTERLEAVED} pipeline would take {format_seconds(best.step_seconds)} "
+        f"({compare_steps(best.step_seconds, step)}). This schedule was not searched: "
+        f"use schedule={ANY_SCHEDULE!r}."
     ]
 
 

@@ -104,8 +104,8 @@ def test_a_schedule_that_was_not_searched_and_is_faster_stands_in_the_second_lin
         "A pipeline of 2 stages over 4 GPUs is the fastest of the plans searched: 42.0 ms"
     )
     assert second == (
-        "interleaved would take 33.1 ms (1.27 x faster): its schedule was not searched; "
-        "search it with --schedule any."
+        "An interleaved pipeline would take 33.1 ms (1.27 x faster). This schedule was not searched: "
+        "use --schedule any."
     )
     searched = run("solve", *options, "--schedule", "any")
     assert "would take" not in searched.out
