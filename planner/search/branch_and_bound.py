@@ -119,9 +119,12 @@ def search(
     large = is_large(space, families)
     by_layer = bool(families) and families[0].config.recompute in UNPROPOSED
     if large and by_layer:
+        devices, cuts = len(families[0].placement.ranks), space.chain.max_stages - 1
         raise UsageError(
-            f"recompute={families[0].config.recompute!r} of so many devices or layers",
-            f"It is searched up to {MOST_DEVICES} devices and {MOST_BLOCKS} places to cut: recompute='auto'.",
+            f"recompute={families[0].config.recompute!r} of so many devices or layers: {devices} devices and "
+            f"{cuts} places to cut are too many to search",
+            f"Use recompute='auto', or at most {MOST_DEVICES} devices and {MOST_BLOCKS} places to cut, fewer "
+            "where there are many of both.",
         )
     budget = space.budget.part(WORK if work is None else work)
     counts = sorted(set(stage_counts))
