@@ -22,7 +22,7 @@ from large_cases import Row, solve_apart, solve_case
 from problems import CASES
 
 from pplan.planner import joint_search, universal_bound
-from pplan.planner.search import bound, bounds_1f1b, bounds_gpipe, branch_and_bound
+from pplan.planner.search import bound, bounds_1f1b, bounds_gpipe, branch_and_bound, near_plans
 from pplan.planner.search.bound import FamilyBound, MemoryBound
 from pplan.planner.search.near_plans import Incumbent
 from pplan.planner.search.subproblem import Subproblem
@@ -71,6 +71,11 @@ def zeros(plans: Any) -> Any:
     return np.zeros(len(plans))
 
 
+def same(stages: Any, *_: object) -> Any:
+    """Replaces a change of stages."""
+    return stages
+
+
 def within(incumbent: Any, *_: object) -> float:
     """Replaces the scoring of plans near a pipeline."""
     return float(incumbent.within)
@@ -98,8 +103,9 @@ REMOVALS = [
     Removal("other orders", "any order of the devices", joint_search, "search_other_orders", none),
     Removal("partition bound", "any schedule", universal_bound, "_bisect", lowest),
     Removal("local search", "steps between plans", branch_and_bound, "improve_plans", none),
-    Removal("equal pipelines", "deep pipelines", branch_and_bound, "_score_equal", none),
-    Removal("few cuts", "plans of long chains", branch_and_bound, "_plan_with_few_cuts", none),
+    Removal("equal pipelines", "deep pipelines", branch_and_bound, "score_equal", none),
+    Removal("reach bound", "long chains", MemoryBound, "_halve", none),
+    Removal("whole nodes", "many devices", near_plans, "_whole_nodes", same),
 ]
 PURPOSES = {removal.name: removal.purpose for removal in REMOVALS}
 

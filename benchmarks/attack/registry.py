@@ -17,6 +17,7 @@ AIM = "objective's bound, objective exact"
 MEMORY = "memory bound, bound, exact"
 UNFINISHED = "unfinished plans, bound, exact"
 PARTED = "parted layers, bound, exact"
+REACHED = "furthest ends, bound, exact"
 EXPLAINED = "what-if, second best, other stages"
 
 BOUNDS: dict[str, str] = {
@@ -86,14 +87,15 @@ BOUNDS: dict[str, str] = {
     "search/family.py:quick_bound": STEP,
     "search/family.py:shared_work": MEMORY,
     "search/stage_figures.py:make_stage_figures": MEMORY,
-    "search/stage_figures.py:_Choice._group": MEMORY,
-    "search/stage_figures.py:_Choice.all_columns": MEMORY,
+    "search/stage_figures.py:Choice._group": MEMORY,
+    "search/stage_figures.py:Choice.all_columns": MEMORY,
     "search/subproblem.py:Subproblem._completion": STEP,
     "search/bound.py:MemoryBound.completion": STEP,
     "search/subproblem.py:Subproblem._least_sum": STEP,
     "search/fill_bound.py:fill_bound": PARTED,
     "search/fill_bound.py:_FillProgramme.improve_price": PARTED,
     "search/fill_bound.py:_FillProgramme.bound": PARTED,
+    "search/reach_bound.py:ReachBound.fewest_devices": REACHED,
     "plan_document.py:_bound": STEP,
     "plan_document.py:_prediction": STEP,
     "universal_bound.py:universal_bound": STEP,
@@ -131,7 +133,6 @@ NOT_BOUNDS: dict[str, str] = {
     "synthesis/exchanges.py:_Exchanges.anneal": "makes orders, which are simulated",
     "universal_bound.py:PlanSet.key": "which plans are bounded alike",
     "search/bound.py:FamilyBound.move_prices": "prices, with any of which the bound holds",
-    "search/stage_figures.py:_Choice.inner_columns": "a part of make_stage_figures, for long chains",
     "search/bound.py:best_prices": "prices, with any of which the bound holds",
     "coverage.py:_is_bounded": "a part of is_searched, of large problems",
     "objectives/solve_objective.py:_robust_aim": "of a robust plan no bound is said",

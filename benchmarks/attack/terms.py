@@ -29,6 +29,7 @@ from pplan.planner.search.linear_groups import WHOLE_BOUNDS
 from pplan.planner.search.partial import PartialPlans, empty_plans, extend_plans, join_plans
 from pplan.planner.search.pipelines import build_pipelines
 from pplan.planner.search.placements import ANY
+from pplan.planner.search.reach_bound import ReachBound
 from pplan.planner.search.stage_choices import StageChoices, list_stage_choices
 from pplan.planner.search.stage_recompute import choose_modes
 from pplan.planner.search.subproblem import BOUNDS, Subproblem, expansions
@@ -52,7 +53,7 @@ DRAWN = 24
 
 
 def memory_bound(problem: Problem, result: Result) -> None:
-    """The bound on all families, and that for long chains, of few devices: on all pipelines of the families,
+    """The bound on all families, and those for long chains, of few devices: on all pipelines of the families,
     on any devices."""
     runtime = problem.runtime
     plain = runtime is None or (runtime.replicas == "none" and not runtime.one_process)
@@ -62,14 +63,25 @@ def memory_bound(problem: Problem, result: Result) -> None:
     said = _bound_below(problem, step)[1]
     own = dict.fromkeys(problem.families)
     parted = min(fill_bound(problem.space, family, step) for family in own)
+    reached = min(_reach(problem, family, step) for family in own)
     schedules = list(dict.fromkeys(family.config.schedule for family in problem.families))
     every = Enumeration(problem, schedules, scope="any")
-    best = every.best(max(said, parted) * (1 - TOLERANCE))
+    best = every.best(max(said, parted, reached) * (1 - TOLERANCE))
     result.plans += every.plans
     result.simulated += every.simulated
-    for name, least in (("memory bound", said), ("parted layers", parted)):
+    for name, least in (("memory bound", said), ("parted layers", parted), ("furthest ends", reached)):
         low = best is not None and best.step_seconds < least * (1 - TOLERANCE)
         result.check(name, f"{least:.9g} s; {best}" if low else None)
+
+
+def _reach(problem: Problem, family: Family, high: float) -> float:
+    """A step that has no room for a pipeline of a family, nearly the longest."""
+    reach, low = ReachBound(problem.space, family), 0.0
+    for _ in range(30):
+        step = (low + high) / 2
+        is_short = reach.fewest_devices(step, problem.stage_counts.__contains__) > reach.capacity
+        low, high = (step, high) if is_short else (low, step)
+    return low
 
 
 def _far(problem: Problem) -> float:

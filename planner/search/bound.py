@@ -44,9 +44,18 @@ from ...cost_models.schedules import find_schedule
 from ..linear_programme import new_solver
 from ..stage_table import Floats, Indices
 from .budget import OutOfTime, SearchBudget
-from .family import SAFE, Family, distinct_families, quick_bound, shared_work
+from .family import (
+    SAFE,
+    Family,
+    RoughStage,
+    distinct_families,
+    quick_bound,
+    shared_work,
+)
 from .fill_bound import fill_bound
 from .partial import BoundState, Expansion
+from .reach_bound import NARROW as NARROW_STEP
+from .reach_bound import ReachBound
 from .space import Space
 from .stage_figures import StageFigures, make_stage_figures
 from .stage_recompute import stage_modes
@@ -132,7 +141,7 @@ class FamilyBound:
         seconds = figures.forward * (1 if modes[0] == "never" else 2) + backward
         once = once + (figures.forward if config.recompute == "except_last" else 0.0)
         lead, exposed = self._lead(), figures.exposed_allreduce
-        host_seconds = count * figures.launches + (exposed if figures.exact else 0.0)
+        host_seconds = count * figures.launches + exposed
         alone = count * seconds - once + exposed
         self.single = self._single(alone, host_seconds, modes)
         arrived = alone + lead[figures.start]
@@ -342,6 +351,16 @@ class FamilyBound:
             yield PricedStage(place, end, int(fitting.rows[first + int(value.argmin())]))
             place = end
 
+    def stages(self, pipeline: Iterable[PricedStage]) -> list[RoughStage]:
+        """The stages of a pipeline without their prices."""
+        stages, figures = list[RoughStage](), self.figures
+        for stage in pipeline:
+            choice, seconds = self.choice[stage.row], float(self.seconds[stage.row])
+            replicas = int(figures.replicas[choice])
+            end = figures.cut_points[stage.end]
+            stages.append(RoughStage(end, int(figures.kind[choice]), replicas, seconds * replicas))
+        return stages
+
     def move_prices(
         self, sums: PricedSums, pipeline: Sequence[PricedStage], lines: list[tuple[float, Floats]]
     ) -> Floats | None:
@@ -375,7 +394,15 @@ class StageRange:
         return float(self.bounds[stages - 1]) if stages <= len(self.bounds) else inf
 
 
-Score = Callable[[FamilyBound, Sequence[PricedStage]], float]
+@dataclass(frozen=True, eq=False)
+class StepRange:
+    """The pipelines of a family of a long chain; a step of `high` seconds has room for one."""
+
+    reach: ReachBound
+    high: float = inf
+
+
+Score = Callable[[Family, Sequence[RoughStage]], float]
 """A function that scores plans near a pipeline and returns the seconds that a better plan must stay below."""
 
 
@@ -399,7 +426,7 @@ class MemoryBound:
     limit: float = inf
     _closed: float = inf
     """The least bound of ranges that are not refined further."""
-    _heap: list[tuple[float, int, StageRange | Family]] = field(default_factory=list)
+    _heap: list[tuple[float, int, StageRange | StepRange | Family]] = field(default_factory=list)
     _figures: dict[object, StageFigures | None] = field(default_factory=dict)
     _singles: dict[object, float] = field(default_factory=dict)
     _completions: dict[object, CompletionBound | None] = field(default_factory=dict)
@@ -421,20 +448,23 @@ class MemoryBound:
                 break
         return min([self.limit, self._closed, *(bound for bound, *_ in self._heap[:1])])
 
-    def _push(self, bound: float, item: StageRange | Family) -> None:
+    def _push(self, bound: float, item: StageRange | StepRange | Family) -> None:
         if bound < self.limit:
             # Of equal bounds the latest range first: a family is finished before the next one is begun.
             self._pushed += 1
             order = self._pushed if isinstance(item, Family) else -self._pushed
             heappush(self._heap, (bound, order, item))
 
-    def _look(self, bound: float, item: StageRange | Family) -> None:
+    def _look(self, bound: float, item: StageRange | StepRange | Family) -> None:
         """Refine the family or range with the lowest bound."""
+        if isinstance(item, StepRange):
+            self._halve(bound, item)
+            return
+        if isinstance(item, Family) and self.space.is_long:
+            space = self.space.within(self.budget)
+            self._push(max(bound, fill_bound(space, item, self.limit)), StepRange(ReachBound(space, item)))
+            return
         if isinstance(item, Family):
-            if self.space.is_long:
-                bound = max(bound, fill_bound(self.space.within(self.budget), item, self.limit))
-                if bound >= self.limit:
-                    return
             whole = self._whole_range(item, bound)
             if whole is not None:
                 self._push(whole.bound, whole)
@@ -449,6 +479,26 @@ class MemoryBound:
         middle = sqrt(priced.low * priced.high)
         for low, high in ((priced.low, middle), (middle, priced.high)):
             self._push(priced.bound, replace(priced, low=low, high=high))
+
+    def _halve(self, low: float, item: StepRange) -> None:
+        """Look whether a step that is at most the limit is enough for a pipeline of a family."""
+        high = min(item.high, self.limit)
+        if high <= low * NARROW_STEP:
+            self._closed = min(self._closed, low)
+            return
+        # First, whether any plan below the limit is left.
+        step = min(high, 2 * low) if item.high == inf else sqrt(low * high)
+        if item.reach.fewest_devices(step, self._is_allowed) > item.reach.capacity:
+            self._push(step, item)
+            return
+        pipeline = item.reach.pipeline()
+        if self.score is not None and pipeline:
+            self.limit = min(self.limit, self.score(item.reach.family, pipeline))
+        self._push(low, replace(item, high=step))
+
+    def _is_allowed(self, stages: int) -> bool:
+        """Return whether plans may have so many stages."""
+        return stages in self.counts or (self.deeper and stages > max(self.counts))
 
     def _whole_range(self, family: Family, bound: float) -> StageRange | None:
         """All pipelines of several stages of a family; the bound on those of one is known at once."""
@@ -503,7 +553,7 @@ class MemoryBound:
                 break
             pipeline = stages.trace(sums, weakest + 1)
             if self.score is not None and pipeline:
-                self.limit = min(self.limit, self.score(stages, pipeline))
+                self.limit = min(self.limit, self.score(stages.family, stages.stages(pipeline)))
             moved = stages.move_prices(sums, pipeline, lines.setdefault(weakest, []))
             if moved is None:
                 break

@@ -8,7 +8,7 @@ Every subproblem (a configuration, an order of the devices and a stage count) ha
    their bound is the lowest of all.
 
 Problems with too many layers or devices (`is_large`) have no tables of stages on runs of devices, and no
-second step. Their plans come from equal replicas, from few cuts and from `improve_plans`.
+second step. Their plans come from equal replicas, from the bound and from `improve_plans`.
 
 When the work or the time that a search may spend is done, the lowest bound that is left is what is proven. Of
 too many unfinished plans those with the highest bounds are dropped, and the lowest of these limits what can
@@ -33,7 +33,7 @@ from .budget import OutOfTime, SearchBudget
 from .device_sets import make_ranges
 from .family import Family, quick_bound
 from .local_search import improve_plans
-from .near_plans import Incumbent, equal_pipelines
+from .near_plans import Incumbent, score_equal
 from .placements import ANY, MOST_DEVICES, Placement
 from .space import MOST_BLOCKS, Space, with_cuts
 from .stage_figures import spread_cuts
@@ -47,10 +47,8 @@ FOR_REST = 0.2
 """Share of the work that is left once options were listed, for the search."""
 FOR_BOUND, FOR_LARGE = 0.5, 0.75
 """Share of the work and the time for the bound on all families; where no branch and bound follows."""
-FEW_CUTS, FOR_FEW = 100, 0.5
-"""Places to cut a long chain at first, for plans that the bound starts from; and the share of work for it."""
-MOST_TRIED, MOST_FITTING = 60, 12
-"""Pipelines with equal replicas that are scored, and those that fit."""
+FEW_CUTS = 100
+"""Places to cut a long chain where nothing else finds a plan."""
 MOST_UNFINISHED = 400_000
 """Unfinished plans that are kept."""
 MOST_ENTRIES = 16e6
@@ -133,13 +131,10 @@ def search(
         incumbent.take(seed)
     bound, proven = None, inf
     if families and counts and not by_layer:
-        if space.is_long:
-            part = budget.part(FOR_FEW * budget.remaining, share=FOR_FEW)
-            _plan_with_few_cuts(incumbent, deeper, part)
         share = FOR_LARGE if large else FOR_BOUND
         part = budget.part(share * budget.remaining, share=share)
         if large:
-            _score_equal(incumbent)
+            score_equal(incumbent)
         bound = MemoryBound(space, families, counts, deeper, part, incumbent, every_range=not large)
         proven = bound.least(incumbent.within)
         if proven < incumbent.step and large:
@@ -156,28 +151,6 @@ def search(
     root = min([step, *(quick_bound(space, family) for family in families)])
     exact = proven >= step * (1 - TIE)
     return SearchResult(incumbent.best, step if exact else proven, min(root, proven), exact)
-
-
-def _plan_with_few_cuts(incumbent: Incumbent, deeper: bool, budget: SearchBudget) -> None:
-    """Find good plans of a long chain: with few cuts, and then near them."""
-    few = with_cuts(incumbent.space, spread_cuts(incumbent.space, FEW_CUTS))
-    part = budget.part(FOR_LARGE * budget.remaining, share=FOR_LARGE)
-    MemoryBound(few, incumbent.families, incumbent.counts, deeper, part, incumbent).least(incumbent.within)
-    improve_plans(incumbent, budget)
-
-
-def _score_equal(incumbent: Incumbent) -> None:
-    """Score the first pipelines with equal replicas that fit."""
-    fitting = 0
-    try:
-        for proposal in equal_pipelines(incumbent.space, incumbent.families)[:MOST_TRIED]:
-            scored = len(incumbent.scored)
-            incumbent.score(proposal)
-            fitting += len(incumbent.scored) > scored
-            if fitting == MOST_FITTING:
-                return
-    except OutOfTime:
-        return
 
 
 class _BranchAndBound:

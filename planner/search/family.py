@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,6 +14,16 @@ from .space import Space, divide_batch
 
 SAFE = 1 - 1e-9
 """Factor on a bound, so that rounding never lifts it above a step."""
+
+
+class RoughStage(NamedTuple):
+    """A stage on devices of a kind: the layer that it ends before, the place of the kind among those of its
+    family, replicas, and the seconds of a micro-batch on one device."""
+
+    end: int
+    kind: int
+    replicas: int
+    work: float
 
 
 @dataclass(frozen=True)

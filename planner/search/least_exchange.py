@@ -9,19 +9,13 @@ from functools import partial
 import numpy as np
 
 from ..stage_table import Floats, StageTable
-from .least_collectives import all_reduce_pace, least_all_reduce_seconds
+from .least_collectives import least_all_reduce_seconds
 from .space import Space
 
 
-def exposed_exchange(
-    space: Space, replicas: int, table: StageTable, slowest_backward: Floats, *, exact: bool
-) -> Floats:
+def exposed_exchange(space: Space, replicas: int, table: StageTable, slowest_backward: Floats) -> Floats:
     """Of every stage with at least so many replicas, what follows its last backward; `slowest_backward`
-    (layers,): of a replica, at the most.
-
-    Without `exact` other layers lie around a stage's, which may hide more and fill other buckets: there only
-    backward and exchange together are no more than they take.
-    """
+    (layers,): of a replica, at the most."""
     trainable = table.reduced_bytes(space.zero)
     if replicas == 1:
         return np.zeros_like(trainable)
@@ -29,11 +23,7 @@ def exposed_exchange(
     if space.zero:
         weights = seconds(trainable) / 2 if space.zero < 3 else np.zeros_like(trainable)
         return weights + (seconds(space.gradients(trainable)) / 2 if space.zero == 1 else 0.0)
-    if exact:
-        return space.buckets.exposed_seconds(slowest_backward, seconds)
-    sent = space.gradients(trainable) * all_reduce_pace(space.topology, replicas)
-    exposed: Floats = np.maximum(sent - table.stage_sums(slowest_backward), 0.0)
-    return exposed
+    return space.buckets.exposed_seconds(slowest_backward, seconds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,5 +47,5 @@ class LeastExchanges:
                 for kind in space.topology.kinds
             ]
             longest = np.maximum.reduce(each) if hides else 0.0 * each[0]
-            self._seconds[key] = exposed_exchange(space, replicas, table, longest, exact=True)
+            self._seconds[key] = exposed_exchange(space, replicas, table, longest)
         return self._seconds[key]

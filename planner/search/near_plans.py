@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import inf
 
 import numpy as np
 
+from ...cost_models.hardware import Device
 from ..candidate import Proposal, ScoredPlan, tell_best
 from ..plan_records import TIE
-from .bound import FamilyBound, PricedStage
 from .budget import SearchBudget
-from .family import Family, bounded_counts, distinct_families
+from .family import Family, RoughStage, bounded_counts, distinct_families, quick_bound
 from .linear_groups import linear_group
 from .placements import Placement
+from .reach_bound import ReachBound
 from .space import Space, divide_batch, narrow_space
-from .stage_figures import StageFigures, even_cuts
 
 FAR = 1.1
 """Plans with bounds above this many times the best step are not simulated."""
-MOST_STAGES = 512
-"""Largest number of stages of a pipeline with equal replicas."""
+MOST_STAGES, MOST_TRIED = 512, 60
+"""Stages of a pipeline with equal replicas, and such pipelines that are made, at most."""
 SCORING = 2e3
 """Work for each device of a plan, mostly for the ports that it shares."""
 
@@ -59,11 +59,14 @@ class Incumbent:
             self.best = plan
             tell_best(plan)
 
-    def __call__(self, bound: FamilyBound, pipeline: Sequence[PricedStage]) -> float:
-        for proposal in round_pipeline(self.space, bound, pipeline, self.families, any_order=self._any_order):
+    def __call__(self, family: Family, pipeline: Sequence[RoughStage]) -> float:
+        """Score plans near a pipeline of a family; return `within`."""
+        for proposal in round_pipeline(
+            self.space, family, pipeline, self.families, any_order=self._any_order
+        ):
             if proposal not in self._proposals:
                 self._proposals.add(proposal)
-                self.budget.spend(SCORING * len(bound.family.placement.ranks))
+                self.budget.spend(SCORING * len(family.placement.ranks))
                 self.score(proposal)
         return self.within
 
@@ -72,11 +75,14 @@ class Incumbent:
         """Seconds slightly above the step, so that plans as fast as the best one lie below."""
         return self.step * (1 + 2 * TIE)
 
+    def allows(self, stages: int) -> bool:
+        """Return whether plans may have so many stages."""
+        return stages in self.counts or (self._deeper and stages > max(self.counts))
+
     def score(self, proposal: Proposal) -> None:
         """Simulate a plan, where it fits."""
         stages = len(proposal.ends)
-        is_allowed = stages in self.counts or (self._deeper and stages > max(self.counts))
-        if not is_allowed or not self.space.limits.allow(proposal.bounds):
+        if not self.allows(stages) or not self.space.limits.allow(proposal.bounds):
             return
         narrow = narrow_space(self.space, proposal.ends) if self.space.is_long else self.space
         self.budget.check()
@@ -93,27 +99,27 @@ class Incumbent:
         self.take(plan)
 
 
-def equal_pipelines(space: Space, families: Iterable[Family]) -> list[Proposal]:
-    """Pipelines whose stages have equal replicas and about equal work, by number of replicas; those with the
-    shortest estimates first."""
-    estimates = list[tuple[float, int, Proposal]]()
-    allowed = np.flatnonzero(space.chain.cut_after[:-1])
-    for family in distinct_families(families):
-        ranks, config = family.placement.ranks, family.config
+def score_equal(incumbent: Incumbent) -> None:
+    """Score the shortest pipelines whose stages have equal replicas, of each family and number of replicas;
+    those with the shortest estimates first."""
+    space, trials = incumbent.space, list[tuple[float, int, Family]]()
+    for family in distinct_families(incumbent.families):
+        config, devices = family.config, len(family.placement.ranks)
         for count in _usable_counts(space, family):
-            stages = len(ranks) // count
-            if not 1 < stages <= min(space.chain.max_stages, MOST_STAGES):
-                continue
-            if family.on_all and stages * count < len(ranks):
+            stages = min(devices // count, space.chain.max_stages)
+            if not 1 < stages <= MOST_STAGES:
                 continue
             work = space.least_work(divide_batch(config.micro_batch_size, count), first_share=0.0)
-            ends = (*(even_cuts(work, allowed, stages) + 1).tolist(), len(space.chain))
-            if len(ends) == stages:
-                devices = tuple(ranks[first : first + count] for first in range(0, stages * count, count))
-                longest = float(np.add.reduceat(work, (0, *ends[:-1])).max())
-                estimate = longest * (config.micro_batches + stages - 1)
-                estimates.append((estimate, len(estimates), Proposal(config, ends, devices)))
-    return [proposal for _, _, proposal in sorted(estimates, key=lambda row: row[:2])]
+            estimate = float(work.sum()) / stages * (config.micro_batches + stages - 1)
+            trials.append((estimate, len(trials), replace(family, replicas=(count,), any_count=False)))
+    for estimate, _, family in sorted(trials, key=lambda trial: trial[:2])[:MOST_TRIED]:
+        if estimate >= incumbent.step or incumbent.budget.spent:
+            return
+        reach = ReachBound(space.within(incumbent.budget), family)
+        low = quick_bound(space, family)
+        pipeline = reach.shortest_pipeline(low, min(incumbent.within, 8 * estimate), incumbent.allows)
+        if pipeline:
+            incumbent(family, pipeline)
 
 
 @dataclass
@@ -128,31 +134,47 @@ class _Stage:
 
 def round_pipeline(
     space: Space,
-    bound: FamilyBound,
-    pipeline: Sequence[PricedStage],
+    family: Family,
+    pipeline: Sequence[RoughStage],
     families: Iterable[Family],
     *,
     any_order: bool,
 ) -> Iterator[Proposal]:
     """The pipeline with its replicas changed until there are devices enough, and none is left that helps, on
-    consecutive devices of each order; with `any_order` also on the kinds that its stages have."""
-    family, figures, stages = bound.family, bound.figures, list[_Stage]()
-    for stage in pipeline:
-        choice, seconds = bound.choice[stage.row], float(bound.seconds[stage.row])
-        replicas, kind = int(figures.replicas[choice]), int(figures.kind[choice])
-        stages.append(_Stage(figures.cut_points[stage.end], kind, replicas, seconds * replicas))
+    consecutive devices of each order; with `any_order` also on the kinds that its stages have, and on whole
+    nodes."""
+    stages, ranks = [_Stage(*stage) for stage in pipeline], family.placement.ranks
     ends = [stage.end for stage in stages]
     if any(end <= start for start, end in zip([0, *ends], ends, strict=False)):
         return
-    counts = list(_usable_counts(space, family))
-    for kind, devices in enumerate(figures.devices):
-        if not _fit_replicas([stage for stage in stages if stage.kind == kind], counts, int(devices)):
+    counts, kinds = list(_usable_counts(space, family)), space.topology.count_kinds(ranks)
+    for kind, devices in enumerate(kinds.values()):
+        if not _fit_replicas([stage for stage in stages if stage.kind == kind], counts, devices):
             return
-    if family.on_all and sum(stage.replicas for stage in stages) < len(family.placement.ranks):
+    if family.on_all and sum(stage.replicas for stage in stages) < len(ranks):
         return
-    for order in dict.fromkeys(one.placement for one in families if one.config == family.config):
-        for devices in dict.fromkeys(_assignments(space, order, figures, stages, any_order=any_order)):
-            yield Proposal(family.config, tuple(ends), devices)
+    orders = list(dict.fromkeys(one.placement for one in families if one.config == family.config))
+    whole_nodes = _whole_nodes(stages, space.topology.gpus_per_node, list(kinds.values()))
+    for rounded in [stages, whole_nodes] if any_order and family.any_count else [stages]:
+        for order in orders:
+            each = _assignments(space, order, tuple(kinds), rounded, any_order=any_order)
+            for placed in dict.fromkeys(each):
+                yield Proposal(family.config, tuple(ends), placed)
+
+
+def _whole_nodes(stages: Sequence[_Stage], node: int, devices: Sequence[int]) -> list[_Stage]:
+    """The stages with as many replicas as whole nodes hold, where they have more than one node: collectives
+    between parts of nodes take longer. No kind has more than its number of devices."""
+    spare = list(devices)
+    for stage in stages:
+        spare[stage.kind] -= stage.replicas
+    rounded = list[_Stage]()
+    for stage in stages:
+        more = -stage.replicas % node if stage.replicas > node else 0
+        more = more if more <= spare[stage.kind] else more - node
+        spare[stage.kind] -= more
+        rounded.append(replace(stage, replicas=stage.replicas + more))
+    return rounded
 
 
 def _fit_replicas(stages: Sequence[_Stage], counts: Sequence[int], devices: int) -> bool:
@@ -184,13 +206,13 @@ def _usable_counts(space: Space, family: Family) -> Iterator[int]:
 
 
 def _assignments(
-    space: Space, order: Placement, figures: StageFigures, stages: Sequence[_Stage], *, any_order: bool
+    space: Space, order: Placement, kinds: Sequence[Device], stages: Sequence[_Stage], *, any_order: bool
 ) -> Iterator[tuple[tuple[int, ...], ...]]:
     """The devices of the stages: the next ones in an order; with `any_order`, unless a runtime numbers them,
     also the next of the kind of each stage."""
     ends = accumulate((stage.replicas for stage in stages), initial=0)
     yield tuple(order.ranks[first:end] for first, end in pairwise(ends))
-    if any_order and space.runtime is None and len(figures.kinds) > 1:
+    if any_order and space.runtime is None and len(kinds) > 1:
         numbers, ranks = space.topology.kind_numbers(order.ranks), np.array(order.ranks)
-        free = [iter(ranks[numbers == space.topology.kinds.index(kind)].tolist()) for kind in figures.kinds]
+        free = [iter(ranks[numbers == space.topology.kinds.index(kind)].tolist()) for kind in kinds]
         yield tuple(tuple(next(free[stage.kind]) for _ in range(stage.replicas)) for stage in stages)

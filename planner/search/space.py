@@ -69,6 +69,8 @@ class Space:
     """Samples of a step, where the runtime has buffers for all of them; else None."""
     host: HostMemory | None = None
     """Where stages may offload."""
+    furthest_ends: dict[object, dict[int, npt.NDArray[np.int64]]] = field(default_factory=dict, init=False)
+    """Of stages that fit on a kind of device, by micro-batches in flight (`reach_bound`)."""
     _tables: dict[tuple[str, float], StageTable] = field(default_factory=dict, init=False)
     _group_costs: dict[object, ReplicaGroupCosts] = field(default_factory=dict, init=False)
     _joined: dict[tuple[object, ...], object] = field(default_factory=dict, init=False)
@@ -77,7 +79,7 @@ class Space:
     def within(self, budget: SearchBudget) -> Space:
         """The same, with its tables, under another budget."""
         space = replace(self, budget=budget)
-        for name in ("_tables", "_group_costs", "_joined"):
+        for name in ("furthest_ends", "_tables", "_group_costs", "_joined"):
             object.__setattr__(space, name, getattr(self, name))
         vars(space).update({name: own for name, own in vars(self).items() if name in _CACHES})
         return space

@@ -23,15 +23,12 @@ from ...cost_models.memory import LedgerOptions, Recompute
 from ...cost_models.topology import Topology
 from ..stage_table import Floats, Indices, StageTable, ledger_options
 from .family import Family, bounded_counts
-from .least_collectives import fastest_transfer
+from .least_collectives import all_reduce_pace, fastest_transfer
 from .least_exchange import exposed_exchange
 from .replica_group import ReplicaGroupCosts
-from .space import Space, divide_batch, with_cuts
+from .space import Space, divide_batch
 from .stage_recompute import stage_modes
 
-FEW_PLACES = 97
-"""Longer chains than `MOST_BLOCKS` are cut at so many places, and stages are taken without the layers around
-their cuts."""
 LEAST_SHARES, MOST_ENTRIES = 48, 2e5
 """Replica shares that are told apart, at least; and stages of all shares, where there may be more."""
 
@@ -54,7 +51,7 @@ class StageFigures:
     of a micro-batch `forward`, `backward` without recomputation, `accumulation` the part of it that the first
     of a step does not take, `exposed_allreduce`, `launches` of its host without recomputation (0 where one
     process launches for all stages), `cut` of the transfer to the next stage; `room`: by mode of
-    recomputation, how many micro-batches may be in flight. `exact`: whether cut points are all cuts.
+    recomputation, how many micro-batches may be in flight.
     """
 
     kinds: tuple[Device, ...]
@@ -63,7 +60,6 @@ class StageFigures:
     kind: Indices
     replicas: Indices
     cut_points: tuple[int, ...]
-    exact: bool
     choice: Indices
     start: Indices
     end: Indices
@@ -79,51 +75,53 @@ class StageFigures:
 def make_stage_figures(space: Space, family: Family, limit: float) -> StageFigures | None:
     """The stages of a family that a plan below `limit` seconds may have; None where no number of replicas can
     be costed."""
-    config, topology = family.config, space.topology
-    counts = list(replica_counts(space, family))
-    if not counts:
+    kinds, devices, speed, choices = list_choices(space, family)
+    if not choices:
         return None
-    numbers_by_kind = topology.count_kinds(family.placement.ranks)
-    kinds, numbers = tuple(numbers_by_kind), list(numbers_by_kind.values())
-    reach = [_as_fast(kind, kinds, numbers) for kind in kinds]
-    choices = [
-        _Choice(space, kind, kinds, each, config.micro_batch_size, stage_modes(config))
-        for kind, most in zip(kinds, reach, strict=True)
-        for each in counts
-        if each.fewest <= most
-    ]
+    config = family.config
     # Of a step at least M - 1 micro-batches of a stage take x each.
     longest = limit / (config.micro_batches - 1) if config.micro_batches > 1 else inf
-    if not space.is_long:
-        columns = [one.all_columns(longest) for one in choices]
-    else:
-        coarse = with_cuts(space, spread_cuts(space, FEW_PLACES))
-        choices = [replace(one, space=coarse) for one in choices]
-        columns = [one.inner_columns(longest) for one in choices]
+    columns = [one.all_columns(longest) for one in choices]
     together = {name: np.concatenate([one[name] for one in columns]) for name in columns[0]}
     choice = np.repeat(np.arange(len(columns)), [len(one["start"]) for one in columns])
     order = np.lexsort((choice, together["end"], together["start"]))
     together = {name: values[order] for name, values in together.items()}
     return StageFigures(
         kinds=kinds,
-        devices=np.array(numbers, dtype=np.float64),
-        speed=_speeds(kinds),
-        kind=np.array([kinds.index(one.kind) for one in choices]),
+        devices=devices,
+        speed=speed,
+        kind=np.array([one.place for one in choices]),
         replicas=np.array([one.counts.fewest for one in choices]),
         cut_points=choices[0].cut_points,
-        exact=not space.is_long,
         choice=choice[order],
         room={mode: together.pop(mode) for mode in stage_modes(config)},
         **together,
     )
 
 
+def list_choices(space: Space, family: Family) -> tuple[tuple[Device, ...], Floats, Floats, list[Choice]]:
+    """The kinds of a family's devices, by kind how many there are and their speed relative to the fastest;
+    and the choices of a stage, those on one kind in a row."""
+    numbers_by_kind = space.topology.count_kinds(family.placement.ranks)
+    kinds, numbers = tuple(numbers_by_kind), list(numbers_by_kind.values())
+    counts, config = list(replica_counts(space, family)), family.config
+    choices = [
+        Choice(space, kind, place, kinds, each, config.micro_batch_size, stage_modes(config))
+        for place, kind in enumerate(kinds)
+        for each in counts
+        if each.fewest <= _as_fast(kind, kinds, numbers)
+    ]
+    return kinds, np.array(numbers, dtype=np.float64), _speeds(kinds), choices
+
+
 @dataclass(frozen=True, eq=False)
-class _Choice:
-    """Stages on numbers of replicas of a kind of device, of those with the least costs."""
+class Choice:
+    """Stages on numbers of replicas of a kind of device, of those with the least costs; `place` of the kind
+    among all `kinds`."""
 
     space: Space
     kind: Device
+    place: int
     kinds: tuple[Device, ...]
     counts: ReplicaRange
     size: int
@@ -135,16 +133,26 @@ class _Choice:
         return tuple(list_cut_points(self.space.chain))
 
     @cached_property
-    def _seconds(self) -> StageTable:
+    def seconds(self) -> StageTable:
         """Its seconds, before the kind's scale."""
         return _least_table(
             self.counts.per_replica_batches, lambda batch: self.space.kind_table(self.kind, batch)
         )
 
     @cached_property
-    def _table(self) -> StageTable:
+    def table(self) -> StageTable:
         """Its bytes and launches."""
         return _least_table(self.counts.per_replica_batches, self.space.table)
+
+    @property
+    def ledger(self) -> LedgerOptions:
+        """What the kind adds to every ledger, with the least context of all: it may share a stage with
+        others."""
+        first, *others = (
+            ledger_options(kind, self.space.dtype, self.space.number_bytes, self.space.zero)
+            for kind in (self.kind, *self.kinds)
+        )
+        return {**first, "context_bytes": min(other["context_bytes"] for other in others)}
 
     @cached_property
     def _slowest_backward(self) -> Floats:
@@ -158,35 +166,43 @@ class _Choice:
         )
         return slowest
 
-    def _group(self, *, exact: bool) -> ReplicaGroupCosts:
+    def least_exposed(self) -> Floats:
+        """(layers,): of a stage's sum, no more than its exposed all-reduce where that is positive. Buckets
+        are not looked at: backward and all-reduce together are no more than both take."""
+        sent = self.space.gradients(self.table.costs.trainable_bytes)
+        pace = all_reduce_pace(self.space.topology, self.counts.fewest)
+        exposed: Floats = sent * pace - self._slowest_backward
+        return exposed
+
+    def launches(self) -> Floats:
+        """(layers,): seconds of the host for a micro-batch, without recomputation."""
+        costs = self.table.costs
+        launches: Floats = costs.forward_host_seconds + costs.backward_host_seconds
+        return launches
+
+    def _group(self) -> ReplicaGroupCosts:
         """The tables as of a replica group; its replicas are the most, of which each needs least memory."""
-        scale, table = self.kind.seconds_scale, self._table
-        exposed = exposed_exchange(self.space, self.counts.fewest, table, self._slowest_backward, exact=exact)
-        if exact:  # else stages are taken without their outer layers, of which all users may be one
-            exposed = exposed + self.space.least_tied(table, self.counts.fewest)
+        scale, table, fewest = self.kind.seconds_scale, self.table, self.counts.fewest
+        exposed = exposed_exchange(self.space, fewest, table, self._slowest_backward)
         return ReplicaGroupCosts(
             table=table,
             replicas=self.counts.most,
             per_replica_batch=self.counts.per_replica_batches[-1],
             size=self.size,
-            forward=self._seconds.forward * scale,
-            backward=self._seconds.backward * scale,
-            accumulation=self._seconds.accumulation * scale,
-            exposed_allreduce=exposed,
+            forward=self.seconds.forward * scale,
+            backward=self.seconds.backward * scale,
+            accumulation=self.seconds.accumulation * scale,
+            exposed_allreduce=exposed + self.space.least_tied(table, fewest),
             limit=self.space.kinds_limit([self.kind]),
             optimizer=self.space.optimizer,
-            ledger=_ledger(self.space, self.kinds, self.kind),
+            ledger=self.ledger,
         )
 
     def all_columns(self, longest: float) -> dict[str, npt.NDArray[Any]]:
         """All stages that take no longer than `longest` seconds."""
-        return self._columns(self._group(exact=True), self.space.usable, longest)
-
-    def _columns(
-        self, group: ReplicaGroupCosts, usable: npt.NDArray[np.bool_], longest: float
-    ) -> dict[str, npt.NDArray[Any]]:
+        group = self._group()
         first = group.backward - group.accumulation
-        start, end = at = np.nonzero(usable & (group.forward + first <= longest))
+        start, end = at = np.nonzero(self.space.usable & (group.forward + first <= longest))
         launches = group.table.forward_launch[at] + group.table.backward_launch[at]
         rooms = {mode: group.most_in_flight(mode)[at] for mode in self.modes}
         return {
@@ -200,23 +216,6 @@ class _Choice:
             "cut": _cut_seconds(self.space.topology, group.table)[end],
             **rooms,
         }
-
-    def inner_columns(self, longest: float) -> dict[str, npt.NDArray[Any]]:
-        """Stages with cuts anywhere between few places: place i stands for all cuts from it to before the
-        next place, and a stage from one such cut to another for the layers that it surely holds, those from
-        the next place on."""
-        group = self._group(exact=False)
-        columns = self._columns(group, group.table.valid, longest)
-        later = columns["start"] > 0
-        columns = {name: values[later] for name, values in columns.items()}
-        columns["start"] = columns["start"] - 1
-        columns["cut"] = np.zeros_like(columns["cut"])
-        # No layer surely lies between a place and itself, or the next.
-        places = np.arange(len(self.cut_points) - 1)
-        empty = {name: np.zeros(2 * len(places)) for name in columns}
-        empty["start"], empty["end"] = np.tile(places, 2), np.concatenate([places, places + 1])
-        empty |= {mode: np.full(2 * len(places), inf) for mode in self.modes}
-        return {name: np.concatenate([columns[name], empty[name]]) for name in columns}
 
 
 def _speeds(kinds: Sequence[Device]) -> Floats:
@@ -232,8 +231,8 @@ def replica_counts(space: Space, family: Family) -> Iterator[ReplicaRange]:
     after = [count - 1 for count in counts[1:]] + [most]
     each = zip(counts, after if family.any_count else counts, strict=True)
     own = [(low, high) for low, high in each if high <= most and space.fits_someone(size, low)]
-    places = FEW_PLACES if space.is_long else space.chain.max_stages + 1
-    for group in _group_sizes(own, int(max(LEAST_SHARES, MOST_ENTRIES / places**2))):
+    groups = max(LEAST_SHARES, MOST_ENTRIES / (space.chain.max_stages + 1) ** 2)
+    for group in _group_sizes(own, int(groups)):
         yield ReplicaRange(group[0][0], group[-1][1], tuple(divide_batch(size, low) for low, _ in group))
 
 
@@ -253,15 +252,6 @@ def _as_fast(kind: Device, kinds: Sequence[Device], numbers: Sequence[int]) -> i
     if any(other.profile is not None for other in kinds):
         return sum(numbers)
     return sum(n for other, n in zip(kinds, numbers, strict=True) if other.speed >= kind.speed)
-
-
-def _ledger(space: Space, kinds: Sequence[Device], kind: Device) -> LedgerOptions:
-    """What the kind adds to every ledger, with the least context of all: it may share a stage with others."""
-    first, *others = (
-        ledger_options(own, space.dtype, space.number_bytes, space.zero) for own in (kind, *kinds)
-    )
-    contexts = [other["context_bytes"] for other in others]
-    return {**first, "context_bytes": min(contexts)}
 
 
 def _least_table(sizes: Sequence[int], table: Callable[[int], StageTable]) -> StageTable:

@@ -19,11 +19,11 @@ from pplan.planner.candidate import Proposal
 from pplan.planner.pipeline_config import Mode, PipelineConfig
 from pplan.planner.scoring import fastest
 from pplan.planner.search import space as space_module
-from pplan.planner.search import stage_figures
 from pplan.planner.search.bound import FamilyBound, MemoryBound
 from pplan.planner.search.family import SAFE, Family, bounded_counts, quick_bound
 from pplan.planner.search.least_collectives import all_reduce_pace, least_all_reduce_seconds
 from pplan.planner.search.placements import list_placements
+from pplan.planner.search.reach_bound import ReachBound
 from pplan.planner.search.space import Space
 from pplan.planner.search.stage_figures import make_stage_figures
 
@@ -101,12 +101,12 @@ def every_plan(chain: Chain, config: PipelineConfig, devices: int) -> Iterator[P
             yield Proposal(config, (*chosen, len(chain)), own)
 
 
-@pytest.mark.parametrize("figures", ["all stages", "few places"])
+@pytest.mark.parametrize("is_long", [False, True])
 @pytest.mark.parametrize("seed", [*range(16), 1125, 2057, 2414])
 def test_no_plan_on_any_devices_is_below_the_bound(
-    seed: int, figures: str, monkeypatch: pytest.MonkeyPatch
+    seed: int, is_long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with the figures of long chains, between few of the cuts."""
+    """Also the bound on long chains."""
     rng = np.random.default_rng(seed)
     layers, devices = int(rng.integers(2, 5)), int(rng.integers(2, 5))
     chain, topology = random_chain(rng, layers), random_topology(rng, devices)
@@ -123,12 +123,8 @@ def test_no_plan_on_any_devices_is_below_the_bound(
     families = [Family(config, own, every, any_count=True) for own in list_placements(topology)]
     best = fastest(space, every_plan(chain, config, devices))
     step = 1e3 if best is None else best.step_seconds
-    if figures != "all stages":
-        monkeypatch.setattr(space_module, "MOST_BLOCKS", 1)
-    if figures == "few places":
-        rough = {"FEW_PLACES": 3, "LEAST_SHARES": 3, "MOST_ENTRIES": 1}
-        for name, value in rough.items():
-            monkeypatch.setattr(stage_figures, name, value)
+    if is_long:
+        monkeypatch.setattr(space_module, "MOST_BLOCKS", 0)
     counts = range(1, min(devices, chain.max_stages) + 1)
     bound = MemoryBound(space, families, counts, False, space.budget.part(2e8)).least(10 * step)
     assert bound <= step * SLACK or best is None
@@ -189,6 +185,52 @@ def test_counts_with_one_share_are_bounded_by_their_fewest() -> None:
     shares = {-(-48 // count): count for count in range(70, 0, -1) if count <= 48}
     assert bounded_counts(family) == sorted(shares.values())
     assert bounded_counts(Family(family.config, placement, (2, 4, 96))) == [2, 4]
+
+
+def least_room(space: Space, family: Family) -> float:
+    """The step of the best pipeline of one device a stage by the formulas of `reach_bound`, of all cuts."""
+    config, table, least = family.config, space.table(family.config.micro_batch_size), inf
+    costs, count = table.costs, config.micro_batches
+    gpipe = config.schedule == "gpipe" or count == 1
+    once = costs.accumulation if count > 1 else 0.0 * costs.accumulation
+    forward, x = costs.forward_seconds, costs.forward_seconds + costs.mean_backward(float(count == 1))
+    host = costs.forward_host_seconds + costs.backward_host_seconds
+    cuts, last = range(1, len(table.cut_points) - 1), len(table.cut_points) - 1
+    devices = len(family.placement.ranks)
+    for inner in (each for number in range(devices) for each in combinations(cuts, number)):
+        steps = list[float]()
+        for index, (start, end) in enumerate(pairwise((0, *inner, last))):
+            following = len(inner) - index
+            i, j = table.cut_points[start], table.cut_points[end]
+            own, held = slice(i, j), count if gpipe else min(count, following + 1)
+            memory = table.memory(held, "never", space.optimizer)[start, end]
+            lead = forward[:i].sum() + (count * x - once)[own].sum()
+            steps += [lead, count * host[own].sum()] if memory <= space.limit([0]) else [inf]
+            if gpipe or following < count - 1:
+                times, weight = (count, 1) if gpipe else (count - following, 2)
+                before, after = (x - once)[:i].sum(), (weight * x - once)[j:].sum()
+                steps.append(before + (times * x - once)[own].sum() + after)
+        least = min(least, max(steps))
+    return least
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_shortest_step_that_has_room_is_that_of_the_best_pipeline(seed: int) -> None:
+    rng = np.random.default_rng([seed, 3])
+    chain, device = random_chain(rng, 6), Device("gpu", int(rng.uniform(2e8, 1e9)))
+    topology = Topology((Group(device, 3),), (Level("node", None, Link(inf, 0.0)),))
+    space, compared = Space(chain, topology, "adam", past_largest=True), 0
+    for schedule, count in (("1f1b", 6), ("1f1b", 2), ("1f1b", 1), ("gpipe", 4)):
+        family = Family(PipelineConfig(schedule, "never", count, 2), list_placements(topology)[0], (1,))
+        reach, low, high = ReachBound(space, family), 0.0, 1e3
+        for _ in range(60):
+            step = (low + high) / 2
+            is_short = reach.fewest_devices(step, lambda _: True) > reach.capacity
+            low, high = (step, high) if is_short else (low, step)
+        least = least_room(space, family)
+        assert high == pytest.approx(min(least, 1e3), rel=1e-6)
+        compared += least < inf
+    assert compared
 
 
 def least_priced(

@@ -1,0 +1,278 @@
+"""A bound on 1F1B and GPipe pipelines of long chains: the stages that fit into a step of given length.
+
+Symbols as in `bound`. Let a step take T seconds. For a stage from cut point i to j with n stages after it
+
+    T >= before[i] + (M - n) x - a + after[j]      n < M - 1; under GPipe M x for (M - n) x
+    T >= lead[i] + M x - a + e
+
+`before` and `after` are the least sums of the layers before i and from j on, `lead` the least forward of the
+layers before. The device holds min(M, n + 1) micro-batches of the stage. So for a start, n, a kind of device
+and a number of replicas there is a furthest end, which bisection finds in running sums over the layers: no
+table of all stages is needed. A dynamic programme from the last stage back finds the fewest devices:
+
+    devices[n + 1, i] = min over r of   r + min over j up to the furthest end of devices[n, j]
+
+If every number of stages needs more devices than there are, no plan takes T seconds or less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf, sqrt
+
+import numpy as np
+
+from ...cost_models.layer import LayerCosts
+from ...cost_models.memory import Recompute, ledger, total
+from ...cost_models.schedules import find_schedule
+from ...cost_models.stage_bytes import StageBytes
+from ..stage_table import Floats, Indices
+from .family import SAFE, Family, RoughStage
+from .space import Space
+from .stage_figures import Choice, list_choices
+from .stage_recompute import stage_modes
+
+WORK = 80.0
+"""Counted work of a cut point, for each choice of devices and number of stages."""
+NARROW = 1.0005
+"""Ranges of the step whose ends are closer than this are not halved."""
+
+
+class ReachBound:
+    """The pipelines of a family that a step has room for.
+
+    Tables have shape (choices, places); figures of layers are summed up to each place.
+    """
+
+    def __init__(self, space: Space, family: Family) -> None:
+        config, count = family.config, family.config.micro_batches
+        self.space, self.family, self._count = space, family, count
+        self._is_gpipe = config.schedule == "gpipe" or count == 1
+        self._modes, self._schedule = stage_modes(config), find_schedule(config.schedule)
+        self.kinds, self.devices, self.speed, self.choices = list_choices(space, family)
+        self.capacity = float(self.speed @ self.devices) * (1 + 1e-9)
+        self.most_stages = min(int(self.devices.sum()), space.chain.max_stages)
+        if not self.choices:
+            return
+        self.cut_points = np.array(self.choices[0].cut_points)
+        self.places = np.arange(len(self.cut_points))
+        self._forward = self._sum(lambda one: one.seconds.costs.forward_seconds * one.kind.seconds_scale)
+        backward = self._sum(lambda one: one.seconds.costs.backward_seconds * one.kind.seconds_scale)
+        once = self._sum(lambda one: one.seconds.costs.accumulation * one.kind.seconds_scale)
+        if count == 1:  # the only backward is a first one
+            backward, once = backward - once, np.zeros_like(once)
+        self._seconds = backward + self._forward * (1 if self._modes[0] == "never" else 2)
+        self._once = once + (self._forward if config.recompute == "except_last" else 0.0)
+        self._exposed = self._sum(Choice.least_exposed)
+        self._launches = self._sum(Choice.launches)
+        self._weights = np.array([[self.speed[one.place] * one.counts.fewest] for one in self.choices])
+        self._device_seconds = _least(self._weights * (count * self._seconds - self._once))
+        # Of several stages each leaves the others a device.
+        several = self._weights[:, 0] + self._weights.min() <= self.capacity
+        several |= not several.any()
+        self._lead = _least(self._forward[several])
+        self._before = _least((self._seconds - self._once)[several])
+        behind = _least(((1 if self._is_gpipe else 2) * self._seconds - self._once)[several])
+        self._after = behind[-1] - behind
+        self._bytes = dict[tuple[int, ...], RunningBytes]()
+        self._rows, self._chosen = list[Floats](), list[Indices]()
+        self._ends = list[Indices]()
+
+    def _sum(self, values: Callable[[Choice], Floats]) -> Floats:
+        """(choices, places): sums of a figure of the layers, shape (layers,)."""
+        return np.array([_running(values(choice))[self.cut_points] for choice in self.choices])
+
+    def fewest_devices(self, step: float, is_allowed: Callable[[int], bool]) -> float:
+        """Devices, by speed, of a pipeline with an allowed number of stages that takes no more than `step`
+        seconds: some that suffice, else the fewest; inf if there is none."""
+        if not self.choices:
+            return inf
+        row, fewest = np.where(self.places == self.places[-1], 0.0, inf), inf
+        self._rows, self._chosen, self._ends = [row], [], []
+        # Of any number of stages after it.
+        room = self.capacity - self._device_seconds * SAFE / step
+        furthest = [self._furthest_alone(step / SAFE, number) for number in range(len(self._modes))]
+        for remaining in range(1, self.most_stages + 1):
+            self.space.budget.check()
+            self.space.budget.spend(WORK * len(self._modes) * furthest[0].size)
+            ends = np.maximum.reduce(
+                [
+                    np.minimum(alone, self._furthest(step / SAFE, number, remaining))
+                    for number, alone in enumerate(furthest)
+                ]
+            )
+            nearest = np.minimum.accumulate(row)
+            devices = np.where(ends > self.places, self._weights + nearest[ends], inf)
+            row = devices.min(axis=0)
+            row[row > room] = inf  # the layers before take more than the devices that are left
+            self._rows.append(row)
+            self._chosen.append(devices.argmin(axis=0))
+            self._ends.append(ends)
+            if is_allowed(remaining):
+                fewest = min(fewest, float(row[0]))
+            if fewest <= self.capacity or not np.isfinite(row).any():
+                break
+        return fewest
+
+    def shortest_pipeline(
+        self, low: float, high: float, is_allowed: Callable[[int], bool]
+    ) -> list[RoughStage]:
+        """A pipeline for about the shortest step between two that has room for one; empty if none has."""
+        pipeline, step = list[RoughStage](), high
+        while high > low * NARROW:
+            if self.fewest_devices(step, is_allowed) > self.capacity:
+                low = step
+            else:
+                pipeline, high = self.pipeline() or pipeline, step
+            if not pipeline:
+                break
+            step = sqrt(low * high)
+        return pipeline
+
+    def pipeline(self) -> list[RoughStage]:
+        """The pipeline of `fewest_devices`, if there are devices enough; empty if a stage holds no layers."""
+        place, stages = 0, list[RoughStage]()
+        for chosen, ends, row in zip(self._chosen[::-1], self._ends[::-1], self._rows[-2::-1], strict=True):
+            number = int(chosen[place])
+            reached = row[: ends[number, place] + 1]
+            end = int(np.flatnonzero(reached == reached.min())[-1])
+            if end <= place:
+                return []
+            choice, replicas = self.choices[number], self.choices[number].counts.fewest
+            seconds = self._seconds[number, end] - self._seconds[number, place]
+            stages.append(RoughStage(int(self.cut_points[end]), choice.place, replicas, seconds * replicas))
+            place = end
+        return stages
+
+    def _furthest_alone(self, step: float, number: int) -> Indices:
+        """(choices, places): the furthest ends of stages that take a step by themselves, recomputing in the
+        mode of that number."""
+        seconds = self._count * (self._seconds + number * self._forward) - self._once
+        ends = _furthest(seconds, step - self._lead)
+        if self.space.zero == 0:
+            ends = np.minimum(ends, _furthest(seconds + self._exposed, step - self._lead))
+        if not self.space.one_process:
+            ends = np.minimum(ends, _furthest(self._count * self._launches, np.full(len(self.places), step)))
+        return ends
+
+    def _furthest(self, step: float, number: int, remaining: int) -> Indices:
+        """(choices, places): the furthest ends of stages with `remaining` - 1 after them, in that mode."""
+        held = self._schedule.in_flight(0, remaining, self._count)
+        mode = self._modes[number]
+        ends = np.array([self._fit(choice, mode, int(held)) for choice in self.choices])
+        if not self._is_gpipe and remaining >= self._count:
+            return ends
+        times = self._count - (0 if self._is_gpipe else remaining - 1)
+        seconds = times * (self._seconds + number * self._forward) - self._once
+        in_time: Indices = np.minimum(ends, _furthest(seconds, step - self._before, self._after))
+        return in_time
+
+    def _fit(self, choice: Choice, mode: Recompute, held: int) -> Indices:
+        """(places,): the furthest ends of stages that fit with so many micro-batches in flight."""
+        limit, starts = self.space.kinds_limit([choice.kind]), self.places[:-1]
+        if limit == inf:
+            return np.full(len(self.places), self.places[-1])
+        replicas = choice.counts.most if self.space.zero else min(choice.counts.most, 2)
+        by_held = self.space.furthest_ends.setdefault(
+            (choice.kind, choice.counts.per_replica_batches, replicas, mode), {}
+        )
+        if held in by_held:
+            return by_held[held]
+        stage_bytes = self._bytes_of(choice)
+        fewer = max((count for count in by_held if count < held), default=0)
+        beyond = by_held[fewer][:-1] + 1 if fewer else np.full(len(starts), len(self.places))
+        fitting = starts
+        while (beyond - fitting > 1).any():
+            middle = (fitting + beyond) // 2
+            terms = ledger(
+                stage_bytes.between(starts, np.maximum(middle, starts + 1)),
+                in_flight=held,
+                recompute=mode,
+                optimizer=self.space.optimizer,
+                replicas=replicas,
+                **choice.ledger,
+            )
+            fits = (total(terms) * SAFE <= limit) | (middle == starts)
+            fitting, beyond = np.where(fits, middle, fitting), np.where(fits, beyond, middle)
+        by_held[held] = np.append(fitting, self.places[-1])
+        return by_held[held]
+
+    def _bytes_of(self, choice: Choice) -> RunningBytes:
+        batches = choice.counts.per_replica_batches
+        if batches not in self._bytes:
+            self._bytes[batches] = RunningBytes(choice.table.costs, self.cut_points)
+        return self._bytes[batches]
+
+
+class RunningBytes:
+    """What the ledger of stages is made from, at the least, in sums up to each cut point.
+
+    Copies of tied weights, and what only some optimizers, schedules and ways to recompute need, are left out.
+    """
+
+    def __init__(self, costs: LayerCosts, cut_points: Indices) -> None:
+        starts, ends = cut_points[:-1], cut_points[1:] - 1
+        self._sums = {
+            name: _running(values)[cut_points]
+            for name, values in (
+                ("parameters", costs.parameter_bytes),
+                ("trainable", costs.trainable_bytes),
+                ("buffers", costs.buffer_bytes),
+                ("saved", costs.saved_bytes),
+            )
+        }
+        self._saved_input = costs.saved_input_bytes[starts]
+        self._crossing = np.concatenate([[0.0], costs.output_bytes[ends[:-1]], [0.0]])
+        self._input = np.append(costs.input_bytes, self._crossing[1:-1])
+        # While a layer runs, what the layers up to it save is held, and its workspace.
+        at_work = np.cumsum(costs.saved_bytes) + costs.workspace_bytes
+        self._at_work = _Largest(np.maximum.reduceat(at_work, starts))
+
+    def between(self, start: Indices, end: Indices) -> StageBytes:
+        """(stages,) each: of stages from one place to another."""
+        sums = {name: values[end] - values[start] for name, values in self._sums.items()}
+        return StageBytes(
+            **sums,
+            saved_input=self._saved_input[start],
+            input=self._input[start],
+            received=self._crossing[start],
+            sent=self._crossing[end],
+            workspace=np.maximum(self._at_work.between(start, end) - self._sums["saved"][end], 0.0),
+            gathered=0.0,
+        )
+
+
+class _Largest:
+    """The largest of any run of values, by a table of runs of 1, 2, 4, ... of them."""
+
+    def __init__(self, values: Floats) -> None:
+        rows, length = [values], 1
+        while 2 * length <= len(values):
+            rows.append(np.append(np.maximum(rows[-1][:-length], rows[-1][length:]), rows[-1][-length:]))
+            length *= 2
+        self._table = np.array(rows)
+
+    def between(self, start: Indices, end: Indices) -> Floats:
+        """(runs,): the largest from `start` to before `end`, which is larger."""
+        level = np.frexp((end - start).astype(np.float64))[1] - 1
+        largest: Floats = np.maximum(self._table[level, start], self._table[level, end - (1 << level)])
+        return largest
+
+
+def _running(values: Floats) -> Floats:
+    """(layers + 1,): sums of the layers before each."""
+    return np.append(0.0, np.cumsum(values))
+
+
+def _least(sums: Floats) -> Floats:
+    """(places,): sums of the least of all choices, block by block."""
+    return _running(np.diff(sums, axis=1).min(axis=0))
+
+
+def _furthest(sums: Floats, room: Floats, after: Floats | float = 0.0) -> Indices:
+    """(choices, places): the furthest ends j for which sums[j] - sums[i] + after[j] <= room[i]; below the
+    start i if there is none."""
+    # The least that an end or one further out takes, so that it grows with the end.
+    least = np.minimum.accumulate((sums + after)[:, ::-1], axis=1)[:, ::-1]
+    each = zip(least, sums + room, strict=True)
+    return np.array([np.searchsorted(values, allowed, side="right") - 1 for values, allowed in each])
