@@ -17,12 +17,11 @@ from math import inf
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import numpy as np
 from large_cases import Row, solve_apart, solve_case
 from problems import CASES
 
 from pplan.planner import joint_search, universal_bound
-from pplan.planner.search import bound, bounds_1f1b, bounds_gpipe, branch_and_bound, near_plans
+from pplan.planner.search import bound, branch_and_bound, near_plans
 from pplan.planner.search.bound import FamilyBound, MemoryBound
 from pplan.planner.search.near_plans import Incumbent
 from pplan.planner.search.subproblem import Subproblem
@@ -66,11 +65,6 @@ def zero(*_: object) -> float:
     return 0.0
 
 
-def zeros(plans: Any) -> Any:
-    """Replaces a bound of several plans."""
-    return np.zeros(len(plans))
-
-
 def same(stages: Any, *_: object) -> Any:
     """Replaces a change of stages."""
     return stages
@@ -96,8 +90,6 @@ REMOVALS = [
     Removal("completion bound", "memory bound at nodes", MemoryBound, "completion", none),
     Removal("beams", "plans to start the search from", Subproblem, "seed", none),
     Removal("fill bound", "cuts inside layers", bound, "fill_bound", zero),
-    Removal("launch bound", "seconds of the hosts", bounds_1f1b, "launch_bound", zeros),
-    Removal("launch bound", "seconds of the hosts", bounds_gpipe, "launch_bound", zeros),
     Removal("baselines", "plans to start from", joint_search, "_allowed_plans", nothing),
     Removal("other placements", "any devices for a stage", joint_search, "reassign", nothing),
     Removal("other orders", "any order of the devices", joint_search, "search_other_orders", none),

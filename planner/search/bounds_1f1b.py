@@ -43,7 +43,6 @@ import numpy.typing as npt
 
 from ..pipeline_config import PipelineConfig
 from ..stage_table import Floats
-from .launch_bound import LaunchBound, launch_bound
 from .partial import BoundState, Expansion
 from .pipelines import Pipelines
 from .stage_choices import GroupChoices, StageChoices
@@ -55,14 +54,12 @@ class RoundTripBound:
 
     def __init__(self, choices: StageChoices, limit: float = np.inf) -> None:
         self.choices, self._limit = choices, limit
-        self.launches = LaunchBound(choices)
         self._rows = [self._after_last()]
 
     def root(self, stages: int) -> float:
         """A bound on every plan of so many stages; inf where there is none."""
         to_last_backward, to_end, *_ = self.rows(stages)
-        simple = float(max(to_last_backward[0, 0], to_end[0, 0]))
-        return simple if simple >= self._limit else max(simple, self.launches.root(stages))
+        return float(max(to_last_backward[0, 0], to_end[0, 0]))
 
     def rows(self, stages: int) -> tuple[Floats, Floats, Floats, Floats]:
         """(positions + 1, cut points) each, for the last so many stages after one that ends there: seconds
@@ -75,7 +72,7 @@ class RoundTripBound:
     def start(self) -> BoundState:
         """What is known of the plan of no stages."""
         zero = np.zeros(1)
-        return {"lag": zero, "back": zero, "known": zero, "host_end": zero}
+        return {"lag": zero, "back": zero, "known": zero}
 
     def extend(self, state: BoundState, stage: Expansion) -> tuple[Floats, BoundState]:
         """(expansions,): the bound with a further stage, and what is known then."""
@@ -92,9 +89,7 @@ class RoundTripBound:
         whole = np.maximum(inward + e, f + stage.least_cut + to_end[at])
         sure = np.maximum(state["known"], lag + own + np.maximum(back, e))
         bound = np.maximum(sure, lag + np.maximum(inward + back, whole))
-        late, host_end = self.launches.extend(state["host_end"], stage, back)
-        extended = {"lag": lag + f, "back": b + np.maximum(back, e), "known": sure, "host_end": host_end}
-        return np.maximum(bound, late), extended
+        return bound, {"lag": lag + f, "back": b + np.maximum(back, e), "known": sure}
 
     def finished(self, plans: Pipelines) -> Floats:
         """(plans,): the bound of whole plans, whose cuts are all known."""
@@ -214,4 +209,4 @@ def whole_bound_1f1b(plans: Pipelines) -> Floats:
         lag = lag + f[:, stage] + cut[:, stage]
         back = b[:, stage] + cut[:, stage] + np.maximum(back, e[:, stage])
     latest: Floats = np.maximum(bound, plans.after_tied_sums(ends).max(axis=0))
-    return np.maximum(latest, launch_bound(plans))
+    return latest

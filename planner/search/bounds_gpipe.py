@@ -25,7 +25,6 @@ import numpy.typing as npt
 from ..pipeline_config import PipelineConfig
 from ..stage_table import Floats
 from .bounds_1f1b import RoundTripBound, multiply_finite
-from .launch_bound import launch_bound
 from .partial import BoundState, Expansion
 from .pipelines import Pipelines
 from .stage_choices import GroupChoices, StageChoices
@@ -85,7 +84,7 @@ class GPipeBound:
 
     def start(self) -> BoundState:
         """What is known of the plan of no stages."""
-        return dict.fromkeys(("back", "host_end", *NAMES[:-1]), np.zeros(1))
+        return dict.fromkeys(("back", *NAMES[:-1]), np.zeros(1))
 
     def extend(self, state: BoundState, stage: Expansion) -> tuple[Floats, BoundState]:
         """(expansions,): the bound with a further stage, and what is known then."""
@@ -126,11 +125,10 @@ class GPipeBound:
             most_launch=np.maximum(now["most_launch"], ahead.most_launch),
             tail=tail,
         )
-        late, host_end = self._round_trips.launches.extend(state["host_end"], stage, back)
         # The last of several backwards is no first one.
         final = stage.backward if self._count > 1 else own.plain
         back = final + np.maximum(back, stage.least_after)
-        return np.maximum(self._total(whole), late), now | {"back": back, "host_end": host_end}
+        return self._total(whole), now | {"back": back}
 
     def finished(self, plans: Pipelines) -> Floats:
         """(plans,): the bound of whole plans."""
@@ -216,7 +214,7 @@ def whole_bound_gpipe(plans: Pipelines) -> Floats:
         plans.forward_launch.sum(axis=1) if plans.hosts == "one" else plans.forward_launch.max(axis=1),
         tail,
     )
-    return np.maximum(_total(config, sums, plain[:, -1]), launch_bound(plans))
+    return _total(config, sums, plain[:, -1])
 
 
 def _total(

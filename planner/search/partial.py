@@ -64,15 +64,6 @@ class Expansion:
         return self.group.forward_launch[self.pair]
 
     @cached_property
-    def plain_launch(self) -> Floats:
-        return self.group.plain_launch[self.pair]
-
-    @cached_property
-    def repeat_launch(self) -> Floats:
-        """Of what is run again."""
-        return self.group.repeat_launch(self.choices.in_flight(self.remaining))[self.pair]
-
-    @cached_property
     def exposed_allreduce(self) -> Floats:
         return self.group.exposed_allreduce[self.pair]
 

@@ -100,19 +100,8 @@ class GroupChoices:
 
     @cached_property
     def forward_launch(self) -> Floats:
-        """On the host, as the two that follow."""
+        """Host seconds."""
         return self.costs.table.forward_launch[self.start, self.end]
-
-    @cached_property
-    def plain_launch(self) -> Floats:
-        """Of the backward, without what is run again."""
-        return self.costs.table.backward_launch[self.start, self.end]
-
-    @cached_property
-    def is_late(self) -> bool:
-        """Whether some pass of a stage takes longer to launch than to run."""
-        first = self.plain - self.accumulation
-        return bool((self.forward_launch > self.forward).any() or (self.plain_launch > first).any())
 
     @cached_property
     def exposed_allreduce(self) -> Floats:
@@ -178,11 +167,6 @@ class GroupChoices:
                 self._run_fewest_again(in_flight, unsure, seconds, again)
             self._eff[in_flight] = seconds, again
         return self._eff[in_flight]
-
-    def repeat_launch(self, in_flight: float) -> Floats:
-        """Host seconds of the forwards that are run again."""
-        again = np.maximum(self.backward(in_flight)[1], self.start)
-        return self.costs.table.forward_launch[self.start, again]
 
     def _run_fewest_again(self, in_flight: float, pairs: Indices, seconds: Floats, again: Indices) -> None:
         """Of these pairs, the fewest first layers with which so many micro-batches fit."""
@@ -261,18 +245,11 @@ class StageChoices:
         return schedule.in_flight(0, remaining, count)
 
     @cached_property
-    def launches(self) -> tuple[float, float]:
-        """Host seconds of a micro-batch forward, and backward without what is run again, where one process
-        launches all layers; else 0, see `LaunchBound`."""
-        if not self.space.one_process or not self.groups:
-            return 0.0, 0.0
-        table = self.groups[0].costs.table
-        return float(table.forward_launch[0, -1]), float(table.backward_launch[0, -1])
-
-    @property
     def forward_launches(self) -> float:
-        """Host seconds of all forwards of a step, where one process launches them."""
-        return self.config.micro_batches * self.launches[0]
+        """Host seconds of all forwards of a step if one process launches them, else 0."""
+        if not self.space.one_process or not self.groups:
+            return 0.0
+        return self.config.micro_batches * float(self.groups[0].costs.table.forward_launch[0, -1])
 
     @cached_property
     def prefixes(self) -> tuple[Floats, Floats, Floats]:

@@ -18,7 +18,6 @@ from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
 from pplan.planner.search.bound import CompletionBound, MemoryBound
 from pplan.planner.search.budget import SearchBudget
 from pplan.planner.search.family import Family, quick_bound
-from pplan.planner.search.launch_bound import launch_bound
 from pplan.planner.search.linear_groups import WHOLE_BOUNDS
 from pplan.planner.search.partial import empty_plans, extend_plans
 from pplan.planner.search.pipelines import Pipelines, build_pipelines
@@ -125,20 +124,6 @@ def with_hosts(chain: Chain, times: float) -> Chain:
     )
 
 
-def test_the_bound_of_late_hosts_is_the_step(make_chain: MakeChain, make_topology: MakeTopology) -> None:
-    """Where a launch takes a hundred times as long as what it launches: but for what follows the last one. Of
-    one process it is where nothing is run again in GPipe; else its threads wait for each other."""
-    for one in (False, True):
-        runtime = RUNTIMES["torchgpipe"] if one else None
-        space = Space(with_hosts(make_chain(5, 7, cuts=1.1), 500), make_topology(4), "sgd", runtime=runtime)
-        for config in EVERY:
-            plans = pipelines(space, every_cut(space, config, 3))
-            bounds, steps = WHOLE_BOUNDS[config.schedule](plans), plans.step_seconds()
-            assert (bounds <= steps * SLACK).all()
-            alone = one and (config.schedule == "1f1b" or config.recompute != "by_stage")
-            assert (bounds >= (0.75 if alone else 0.9) * steps).all()
-
-
 def pipelines(space: Space, proposals: list[Proposal]) -> Pipelines:
     modes = [choose_modes(space, proposal) for proposal in proposals]
     return build_pipelines(space, proposals, [own for own in modes if own is not None])
@@ -219,28 +204,3 @@ def test_where_there_is_one_plan_nothing_is_left_to_minimise(
             assert min(bounds) > 0.8 * whole
         else:
             assert bounds == pytest.approx([whole] * 4, rel=1e-12)
-
-
-@pytest.mark.parametrize("times", [20.0, 300.0])
-def test_where_there_is_one_plan_of_one_process_nothing_is_left_to_minimise(
-    times: float, make_chain: MakeChain, make_topology: MakeTopology, families_of: FamiliesOf
-) -> None:
-    """The same where one process launches for all stages, and nothing is run again: that an unfinished plan
-    runs again is left out of the sum over its threads."""
-    decided = 0
-    for seed, config in enumerate(own for own in EVERY * 3 if own.recompute == "by_stage"):
-        chain = with_hosts(make_chain(seed, 3, traffic=[0.1, 3][seed % 2], cuts=1.1, adding=0.5), times)
-        space = Space(chain, make_topology(3, latency=0.3), "sgd", runtime=RUNTIMES["torchgpipe"])
-        (family,) = families_of(space, [config], (1,))
-        ranges = DeviceRanges(space, family.placement, family.replicas)
-        options = list_stage_choices(space, config, ranges, np.inf)
-        plans = pipelines(space, [proposal := Proposal(config, (1, 2, 3), ((0,), (1,), (2,)))])
-        assert plans.hosts == "one"
-        (whole,), (launches,) = WHOLE_BOUNDS[config.schedule](plans), launch_bound(plans)
-        bounds = bounds_of(options, proposal)
-        trips = BOUNDS["1f1b"](options).root(3) if config.schedule == "gpipe" else 0.0
-        assert bounds[0] == pytest.approx(max(whole, trips), rel=1e-12)
-        if times == 300:
-            assert bounds == pytest.approx([whole] * 4, rel=1e-12)
-        decided += whole == launches
-    assert decided >= 6

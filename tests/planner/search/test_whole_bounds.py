@@ -18,7 +18,6 @@ from pplan.cost_models.simulator.costs import Hosts
 from pplan.planner.pipeline_config import Mode, PipelineConfig
 from pplan.planner.search.bounds_1f1b import whole_bound_1f1b
 from pplan.planner.search.bounds_gpipe import whole_bound_gpipe
-from pplan.planner.search.launch_bound import launch_bound
 from pplan.planner.search.pipelines import Pipelines
 
 Row = dict[str, list[float]]
@@ -52,55 +51,6 @@ def rows(plans: Pipelines) -> Iterator[Row]:
         yield row | {"cut": [*cut, 0.0], "occupancy": [*row["occupancy"], 0.0]}
 
 
-def launches(plans: Pipelines, row: Row) -> float:
-    """A stage's last B waits for its host, and for the stage after it."""
-    count, late, latest = plans.config.micro_batches, 0.0, 0.0
-    differs = plans.config.recompute == "except_last"
-    last = row["plain_launch" if differs else "backward_launch"]
-    backward = row["plain" if differs else "backward"]
-    hosts = [
-        count * f + (count - 1) * b + end
-        for f, b, end in zip(row["forward_launch"], row["backward_launch"], last, strict=True)
-    ]
-    if plans.hosts == "one":
-        forwards = count * sum(row["forward_launch"])
-        return forwards + max(one_process(plans, row, last), behind_launches(plans, row, last))
-    for stage in reversed(range(plans.stages)):
-        late = max(hosts[stage], late + row["cut"][stage] + backward[stage])
-        latest = max(latest, late + row["exposed_allreduce"][stage])
-    return latest
-
-
-def one_process(plans: Pipelines, row: Row, last: list[float]) -> float:
-    """Of the backwards: a thread launches all of its own, and one of every other before or behind them; what
-    is run again is launched by one thread at a time, beside what the first and the last of all launch."""
-    count, differs = plans.config.micro_batches, plans.config.recompute == "except_last"
-    backward, plain = (row[f"{name}_launch"] for name in ("backward", "plain"))
-    own = [(count - 1) * more + sum(last) for more in backward]
-    again = sum(b - p for b, p in zip(backward, plain, strict=True))
-    return max(*own, (count - differs) * again + plain[0] + plain[-1])
-
-
-def behind_launches(plans: Pipelines, row: Row, last: list[float]) -> float:
-    """From where stage s launches its last backward, or of GPipe has run its first, its device goes on, and
-    those of the stages before it."""
-    count, paths = plans.config.micro_batches, []
-    usual, acc, cut = row["backward"], row["accumulation"], row["cut"]
-    lasts = row["plain"] if plans.config.recompute == "except_last" else usual
-    for s in range(plans.stages):
-        own = last[s] + (count - 2) * row["backward_launch"][s] if count > 1 else 0.0
-        begins = [own, *((count - 1) * launch for launch in row["backward_launch"][s + 1 :])]
-        ends = [sum(last[s + 1 :]) + begin + lasts[s] for begin in begins]
-        if plans.config.schedule == "gpipe":
-            for k in range(s, plans.stages + 1):
-                first = sum(last[k:]) + sum(lasts[t] - acc[t] + cut[t] for t in range(s, k))
-                ends.append(first + (count - 1) * usual[s])
-        for w in range(s + 1):
-            back = sum(cut[t] + lasts[t] for t in range(w, s)) + row["exposed_allreduce"][w]
-            paths += [end + back for end in ends]
-    return max(paths)
-
-
 def round_trips(plans: Pipelines, row: Row) -> float:
     """The terms of 1F1B's module, the largest over the stages."""
     f, b, a, e, c, o = (
@@ -127,7 +77,7 @@ def round_trips(plans: Pipelines, row: Row) -> float:
         ways = [sum(b[t] + c[t] for t in range(to, s)) + e[to] for to in range(s + 1)]
         through = sum(b[t] + c[t] for t in range(s))
         bounds.append(lag + max(terms) + max(*ways, through))
-    return max(*bounds, launches(plans, row))
+    return max(bounds)
 
 
 def flow_shops(plans: Pipelines, row: Row) -> float:
@@ -144,7 +94,7 @@ def flow_shops(plans: Pipelines, row: Row) -> float:
     if plans.hosts == "one":
         forwards = max(sum(f) + sum(c) + more * most_f, (more + 1) * sum(row["forward_launch"]))
     gradients = [sum(first[t] + c[t] for t in stages[s:]) + more * max(*b[s:], *o[s:]) + e[s] for s in stages]
-    bounds = [forwards + max(gradients), launches(plans, row)]
+    bounds = [forwards + max(gradients)]
     span = sum(f) + 2 * sum(c)
     bounds += [span + sum(first) + more * (most_f + most_b), span + sum(first) + more * most_both]
     if more:
@@ -160,7 +110,6 @@ MODES: tuple[Mode, ...] = ("never", "except_last")
 @pytest.mark.parametrize("hosts", ["each", "one"])
 @pytest.mark.parametrize("count", [1, 2, 4, 9])
 def test_the_largest_of_their_terms(count: int, hosts: Hosts) -> None:
-    deciding = {"launches": 0, "others": 0}
     for seed, mode in enumerate(MODES):
         for schedule, bound, formula in (
             ("1f1b", whole_bound_1f1b, round_trips),
@@ -171,9 +120,4 @@ def test_the_largest_of_their_terms(count: int, hosts: Hosts) -> None:
                 continue
             expected = [formula(plans, row) for row in rows(plans)]
             assert bound(plans) == pytest.approx(np.array(expected), rel=1e-12)
-            late = [launches(plans, row) for row in rows(plans)]
-            assert launch_bound(plans) == pytest.approx(np.array(late), rel=1e-12)
-            for own, least in zip(expected, late, strict=True):
-                deciding["launches" if own == least else "others"] += 1
-    assert min(deciding.values()) > 0, deciding
-    assert inf not in expected
+            assert inf not in expected
