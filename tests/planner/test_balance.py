@@ -14,47 +14,34 @@ from pplan.planner.balance import balance, balance_table
 Floats = npt.NDArray[np.float64]
 
 
-def largest(costs: Floats, cut_costs: Floats, ends: list[int]) -> float:
-    at_cuts = np.concatenate([[0.0], cut_costs, [0.0]])
-    return max(float(costs[a:b].sum() + at_cuts[a] + at_cuts[b]) for a, b in pairwise([0, *ends]))
+def largest(costs: Floats, ends: list[int]) -> float:
+    return max(float(costs[a:b].sum()) for a, b in pairwise([0, *ends]))
 
 
-def brute_force(costs: Floats, cut_costs: Floats, stages: int, allowed: npt.NDArray[np.bool_]) -> float:
+def brute_force(costs: Floats, stages: int, allowed: npt.NDArray[np.bool_]) -> float:
     places = [int(i) + 1 for i in np.flatnonzero(allowed)]
-    return min(largest(costs, cut_costs, [*cuts, len(costs)]) for cuts in combinations(places, stages - 1))
+    return min(largest(costs, [*cuts, len(costs)]) for cuts in combinations(places, stages - 1))
 
 
-def instance(seed: int) -> tuple[Floats, Floats, npt.NDArray[np.bool_], int]:
-    """Costs (small integers for odd seeds: ties and zeros come up), cut costs, allowed cuts, stages."""
+def instance(seed: int) -> tuple[Floats, npt.NDArray[np.bool_], int]:
+    """Costs (small integers for odd seeds: ties and zeros come up), allowed cuts, stages."""
     rng = np.random.default_rng(seed)
     layers = int(rng.integers(1, 11))
     draw = (lambda n: rng.integers(0, 6, n).astype(np.float64)) if seed % 2 else rng.random
     allowed = rng.random(layers - 1) < 0.8
-    return draw(layers), draw(layers - 1), allowed, int(rng.integers(1, allowed.sum() + 2))
+    return draw(layers), allowed, int(rng.integers(1, allowed.sum() + 2))
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_without_costs_at_cuts(seed: int) -> None:
-    costs, cut_costs, allowed, stages = instance(seed)
+def test_the_largest_stage(seed: int) -> None:
+    costs, allowed, stages = instance(seed)
     counts = balance(costs, stages, cut_after=allowed)
     ends = np.cumsum(counts).tolist()
     assert len(counts) == stages
     assert min(counts) >= 1
     assert all(allowed[end - 1] for end in ends[:-1])
-    expected = brute_force(costs, 0 * cut_costs, stages, allowed)
-    assert largest(costs, 0 * cut_costs, ends) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("seed", range(100))
-def test_with_costs_at_cuts(seed: int) -> None:
-    costs, cut_costs, allowed, stages = instance(seed)
-    counts = balance(costs, stages, cut_costs=cut_costs, cut_after=allowed)
-    ends = np.cumsum(counts).tolist()
-    assert len(counts) == stages
-    assert min(counts) >= 1
-    assert all(allowed[end - 1] for end in ends[:-1])
-    expected = brute_force(costs, cut_costs, stages, allowed)
-    assert largest(costs, cut_costs, ends) == pytest.approx(expected, rel=1e-12)
+    expected = brute_force(costs, stages, allowed)
+    assert largest(costs, ends) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -92,15 +79,12 @@ def test_seven_equal_layers() -> None:
 def test_large_chains_stay_exact_where_the_optimum_is_known() -> None:
     costs = np.ones(4096)
     assert balance(costs, 512) == [8] * 512
-    assert balance(costs, 512, cut_costs=np.where(np.arange(1, 4096) % 8 == 0, 0.0, 0.5)) == [8] * 512
 
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
 def test_impossible_costs(bad: float) -> None:
     with pytest.raises(UsageError, match="costs holds"):
         balance([1.0, bad], 1)
-    with pytest.raises(UsageError, match="cut_costs holds"):
-        balance([1.0, 1.0], 1, cut_costs=[bad])
 
 
 def test_impossible_stage_counts() -> None:
@@ -108,5 +92,3 @@ def test_impossible_stage_counts() -> None:
         balance([1.0], 0)
     with pytest.raises(InfeasibleError, match="3 stages of 3 layers: the allowed cuts make at most 2"):
         balance([1.0] * 3, 3, cut_after=[True, False])
-    with pytest.raises(UsageError, match="2 cut_costs for 2 layers"):
-        balance([1.0] * 2, 2, cut_costs=[1.0, 1.0])
