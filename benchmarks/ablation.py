@@ -91,8 +91,6 @@ REMOVALS = [
     Removal("beams", "plans to start the search from", Subproblem, "seed", none),
     Removal("fill bound", "cuts inside layers", bound, "fill_bound", zero),
     Removal("baselines", "plans to start from", joint_search, "_allowed_plans", nothing),
-    Removal("other placements", "any devices for a stage", joint_search, "reassign", nothing),
-    Removal("other orders", "any order of the devices", joint_search, "search_other_orders", none),
     Removal("partition bound", "any schedule", universal_bound, "_bisect", lowest),
     Removal("local search", "steps between plans", branch_and_bound, "improve_plans", none),
     Removal("equal pipelines", "deep pipelines", branch_and_bound, "score_equal", none),

@@ -16,7 +16,6 @@ from .candidate import Proposal, ScoredPlan
 from .coverage import is_searched, to_searched_devices
 from .cut_search.schedule_search import search_schedules
 from .cut_search.shape_search import FAR
-from .other_placements import reassign, search_other_orders
 from .other_schedules import propose_other_schedules, propose_parts
 from .pipeline_config import INTERLEAVED, SEARCHED, UNPROPOSED
 from .plan_records import TIE
@@ -63,16 +62,13 @@ class JointSearchResult:
         return self.result.best
 
 
-def find_best_plan(
-    problem: Problem, planners: Sequence[str] = BASELINES, *, cuts_others: bool = True
-) -> JointSearchResult:
+def find_best_plan(problem: Problem, planners: Sequence[str] = BASELINES) -> JointSearchResult:
     """Find the best plan of the problem, or of the planner that it names, and the bound on all plans.
 
     Args:
         problem: What is asked.
         planners: Known planners to compare with: no plan that they propose in time under an allowed schedule
             is faster.
-        cuts_others: Search the cuts of other schedules than 1F1B and GPipe, too.
 
     Raises:
         UsageError: The planner is unknown.
@@ -87,13 +83,10 @@ def find_best_plan(
     # Among interleaved pipelines a known planner's is the simple one.
     simple = (*BASELINES, INTERLEAVED) if INTERLEAVED in problem.schedules else BASELINES
     by_planner = {name: plan_with(find_planner(name), problem) for name in simple}
-    result = joint_search(problem, _allowed_plans(problem, by_planner), cuts_others=cuts_others)
-    if result.best is not None and (other := search_other_orders(problem, result.best)) is not None:
-        moved = _on_other_devices(problem, [other])
-        result = _faster_of(problem, result, [other] if moved is None else [other, moved])
+    result = joint_search(problem, _allowed_plans(problem, by_planner))
     if problem.makes_orders:
         result = _faster_of(problem, result, synthesize(whole, result.best, result.other_plans))
-        if cuts_others and not result.exact:
+        if not result.exact:
             plans = _plans_of(whole, _with_one_count(whole, result))
             result = _faster_of(problem, result, plans)
     references = [name for name in planners if name not in by_planner]
@@ -222,23 +215,19 @@ def _propose(planner: Planner, problem: Problem) -> Iterator[Proposal]:
             yield proposal
 
 
-def joint_search(
-    problem: Problem, seeds: Iterable[ScoredPlan] = (), *, cuts_others: bool = True
-) -> SearchResult:
-    """Search from some plans, also on other devices and under other schedules.
+def joint_search(problem: Problem, seeds: Iterable[ScoredPlan] = ()) -> SearchResult:
+    """Search from some plans, also under other schedules.
 
     Args:
         problem: What is asked.
         seeds: Plans to start from.
-        cuts_others: Search the cuts of other schedules than 1F1B and GPipe, too.
 
     Returns:
         The fastest plan, and the bound on all plans that were allowed.
     """
     seeds = [_to_searched_devices(problem, seed) for seed in seeds]
     result = run_search(problem, seeds)
-    others = _on_other_devices(problem, [*seeds, *([] if result.best is None else [result.best])])
-    earlier = [*seeds, *(plan for plan in (result.best, others) if plan is not None)]
+    earlier = [*seeds, *([] if result.best is None else [result.best])]
     limit, own = min((plan.step_seconds for plan in earlier), default=inf), problem.heuristic_schedules
     near = [seed for seed in seeds if seed.config.schedule in own]
     for proposals in (propose_other_schedules(problem, own, result.best), propose_parts(problem, own)):
@@ -246,22 +235,14 @@ def joint_search(
         near += [] if plan is None else [plan]
         limit = limit if plan is None else min(limit, plan.step_seconds)
     near.sort(key=lambda plan: plan.step_seconds)
-    cut = search_schedules(problem, own if cuts_others else (), limit, near=near[:MOST_NEAR])
-    if cuts_others:
-        result = replace(result, other_bound=cut.bound_seconds, other_plans=cut.plans)
-    more = [*near, *(plan for plan in (others, cut.best) if plan is not None)]
+    cut = search_schedules(problem, own, limit, near=near[:MOST_NEAR])
+    result = replace(result, other_bound=cut.bound_seconds, other_plans=cut.plans)
     # Among equals the one of the searched space.
-    best = result.best
-    for plan in sorted((*seeds, *more), key=lambda plan: plan.step_seconds):
+    best, more = result.best, [*seeds, *near, *([] if cut.best is None else [cut.best])]
+    for plan in sorted(more, key=lambda plan: plan.step_seconds):
         if best is None or plan.step_seconds < best.step_seconds * (1 - TIE):
             best = plan
     return with_bound(problem, best, result)
-
-
-def _on_other_devices(problem: Problem, plans: Sequence[ScoredPlan]) -> ScoredPlan | None:
-    """A plan that is faster than all these: the fastest of them, on other devices."""
-    limit = min((plan.step_seconds for plan in plans), default=inf)
-    return fastest(problem.space, reassign(problem, plans, limit), limit * (1 - TIE))
 
 
 def _to_searched_devices(problem: Problem, plan: ScoredPlan) -> ScoredPlan:

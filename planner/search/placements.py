@@ -75,8 +75,8 @@ class Placement:
 
 def list_placements(topology: Topology) -> list[Placement]:
     """The orders that are searched: as ranked; across the full nodes, where there are several; and where
-    there are several kinds of devices, their runs in every order (in either direction where there are more
-    than `MOST_RUNS`)."""
+    there are several kinds of devices, their runs in every order (more than `MOST_RUNS`: as ranked, and by
+    speed in either direction)."""
     if len(topology.kinds) > 1:
         return [
             make_placement(IN_ORDER if index == 0 else REORDERED, topology, ranks)
@@ -100,8 +100,9 @@ def _across(topology: Topology, nodes: int) -> Placement:
 def _run_orders(topology: Topology) -> Iterator[tuple[int, ...]]:
     """The ranks, with the runs of equal devices in every order, as ranked first."""
     runs = [tuple(ranks) for _, ranks in groupby(range(topology.gpus), key=topology.device)]
-    orders = permutations(runs) if len(runs) <= MOST_RUNS else iter((runs, runs[::-1]))
-    for order in orders:
+    by_speed = sorted(runs, key=lambda run: topology.device(run[0]).seconds_scale)
+    orders = permutations(runs) if len(runs) <= MOST_RUNS else iter((runs, by_speed, by_speed[::-1]))
+    for order in dict.fromkeys(map(tuple, orders)):
         yield tuple(rank for run in order for rank in run)
 
 

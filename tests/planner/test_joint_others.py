@@ -1,5 +1,5 @@
-"""Plans of other schedules and on other devices beside the searched ones, with searches whose plans stand
-here: what the search of their cuts has to begin with, and which of all is the answer."""
+"""Plans of other schedules next to the searched ones, with searches whose plans stand here: what the search
+of their cuts begins with, and which of all is the answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from pplan.planner.cut_search.shape_search import FAR
 from pplan.planner.joint_search import (
     FOR_KNOWN,
     MOST_NEAR,
-    _on_other_devices,
     _propose,
     _with_time_for_orders,
     find_best_plan,
@@ -48,14 +47,13 @@ def noted(log: list[Any], entry: Any, answer: Any) -> Any:
 
 
 class Searches:
-    """What each search of the step is asked, and answers: `own` of the searched schedules, `others` on other
-    devices, `shapes` and `parts` by rule, `cut` with cuts of their own."""
+    """What each search of the step is asked, and answers: `own` of the searched schedules, `shapes`
+    and `parts` by rule, `cut` with cuts of their own."""
 
     def __init__(self, monkeypatch: Patch, **answers: float | None) -> None:
         self.answers, self.asked = answers, dict[str, Any]()
         self.result: Any = None
         monkeypatch.setattr(joint_search, "run_search", self.run)
-        monkeypatch.setattr(joint_search, "_on_other_devices", self.on_other_devices)
         monkeypatch.setattr(joint_search, "propose_other_schedules", lambda *own: ("shapes", own))
         monkeypatch.setattr(joint_search, "propose_parts", lambda *own: ("parts", own))
         monkeypatch.setattr(joint_search, "fastest", self.fastest)
@@ -70,10 +68,6 @@ class Searches:
         self.asked["own"] = seeds
         return SearchResult(self.plan("own", "1f1b"), 1.0, 1.0, exact=False)
 
-    def on_other_devices(self, _: Problem, plans: Sequence[ScoredPlan]) -> ScoredPlan | None:
-        self.asked["others"] = [own.step_seconds for own in plans]
-        return self.plan("others", "1f1b")
-
     def fastest(self, _: Any, proposals: Any, limit: float) -> ScoredPlan | None:
         name, own = proposals
         self.asked[name] = (own[1:], limit)
@@ -83,10 +77,8 @@ class Searches:
         self.asked["cut"] = (tuple(names), limit, [own.step_seconds for own in near])
         return SimpleNamespace(bound_seconds=0.5, plans=("more",), best=self.plan("cut", "zb-h1"))
 
-    def answer(
-        self, problem: Problem, seeds: Sequence[ScoredPlan], *, cuts_others: bool = True
-    ) -> float | None:
-        answer: Any = joint_search.joint_search(problem, seeds, cuts_others=cuts_others)
+    def answer(self, problem: Problem, seeds: Sequence[ScoredPlan]) -> float | None:
+        answer: Any = joint_search.joint_search(problem, seeds)
         best, self.result = answer
         return None if best is None else float(best.step_seconds)
 
@@ -95,32 +87,21 @@ def test_what_the_search_of_cuts_starts_from(make_problem: MakeProblem, monkeypa
     """Plans of other schedules, the fastest first, and the shortest step of all that is known by then."""
     problem = make_problem(schedule="any")
     seeds = [plan(9.0, "zb-h1"), plan(7.0), plan(8.0, "dapple")]
-    searches = Searches(monkeypatch, own=6.0, others=5.5, shapes=5.2, parts=5.4, cut=5.0)
+    searches = Searches(monkeypatch, own=5.5, shapes=5.2, parts=5.4, cut=5.0)
     assert searches.answer(problem, seeds) == 5.0
     asked, names = searches.asked, problem.heuristic_schedules
     assert asked["own"] == seeds
-    assert asked["others"] == [9.0, 7.0, 8.0, 6.0]
-    assert asked["shapes"] == ((names, plan(6.0)), FAR * 5.5)
+    assert asked["shapes"] == ((names, plan(5.5)), FAR * 5.5)
     assert asked["parts"] == ((names,), FAR * 5.2)
     assert asked["cut"] == (names, 5.2, [5.2, 5.4, 8.0, 9.0][:MOST_NEAR])
     assert (searches.result.other_bound, searches.result.other_plans) == (0.5, ("more",))
 
 
-def test_without_cuts_of_others(make_problem: MakeProblem, monkeypatch: Patch) -> None:
-    problem = make_problem(schedule="any")
-    searches = Searches(monkeypatch, shapes=5.2)
-    assert searches.answer(problem, [], cuts_others=False) == 5.2
-    assert searches.asked["others"] == []
-    assert searches.asked["shapes"][1] == inf
-    assert searches.asked["cut"] == ((), 5.2, [5.2])
-    assert (searches.result.other_bound, searches.result.other_plans) == (None, ())
-
-
-@pytest.mark.parametrize("name", ["own", "others", "shapes", "parts", "cut", None])
+@pytest.mark.parametrize("name", ["own", "shapes", "parts", "cut", None])
 def test_the_fastest_of_all_is_the_answer(
     name: str | None, make_problem: MakeProblem, monkeypatch: Patch
 ) -> None:
-    every = dict.fromkeys(("own", "others", "shapes", "parts", "cut"), 4.0)
+    every = dict.fromkeys(("own", "shapes", "parts", "cut"), 4.0)
     searches = Searches(monkeypatch, **{**every, **({name: 3.0} if name else {})})
     assert searches.answer(make_problem(schedule="any"), [plan(5.0 if name else 2.0)]) == (
         3.0 if name else 2.0
@@ -129,7 +110,7 @@ def test_the_fastest_of_all_is_the_answer(
 
 def test_only_one_is_there(make_problem: MakeProblem, monkeypatch: Patch) -> None:
     problem = make_problem(schedule="any")
-    for name in ("own", "others", "shapes", "parts", "cut"):
+    for name in ("own", "shapes", "parts", "cut"):
         assert Searches(monkeypatch, **{name: 4.0}).answer(problem, []) == 4.0
     assert Searches(monkeypatch).answer(problem, []) is None
     assert Searches(monkeypatch).answer(problem, [plan(4.0)]) == 4.0
@@ -143,18 +124,6 @@ def test_among_equals_it_is_the_searched_one(
 ) -> None:
     searches = Searches(monkeypatch, own=4.0, cut=seconds)
     assert searches.answer(make_problem(schedule="any"), []) == (expected or seconds)
-
-
-def test_a_plan_on_other_devices(make_problem: MakeProblem, monkeypatch: Patch) -> None:
-    """Of all that are faster than these, by more than a tie."""
-    seen = list[Any]()
-    monkeypatch.setattr(joint_search, "reassign", lambda _, plans, limit: (plans, limit))
-    monkeypatch.setattr(joint_search, "fastest", lambda _, own, limit: noted(seen, (own, limit), plan(1.0)))
-    plans = [plan(3.0), plan(2.0), plan(4.0)]
-    assert _on_other_devices(make_problem(), plans) == plan(1.0)
-    assert seen.pop() == ((plans, 2.0), 2.0 * (1 - TIE))
-    _on_other_devices(make_problem(), [])
-    assert seen.pop() == (([], inf), inf)
 
 
 def test_time_is_left_for_an_order_of_its_own(make_problem: MakeProblem) -> None:
@@ -189,35 +158,17 @@ def test_first_layers_run_again_in_plans_of_whole_stages(make_problem: MakeProbl
     assert asked == ["auto", "auto"]
 
 
-@pytest.mark.parametrize("moved", [None, 2.0, 5.0])
-@pytest.mark.parametrize("other", [None, 3.0])
-def test_other_orders_are_searched_at_last(
-    other: float | None, moved: float | None, make_problem: MakeProblem, monkeypatch: Patch
-) -> None:
-    """From the best plan on; what is faster there may be so on further devices."""
+def test_an_order_is_made_of_the_best_plan(make_problem: MakeProblem, monkeypatch: Patch) -> None:
     problem = make_problem(schedule="synthesized")
     asked = list[Any]()
     answer = SearchResult(plan(4.0), 4.0, 4.0, exact=True, other_plans=(plan(8.0),))
     monkeypatch.setattr(joint_search, "joint_search", lambda *_, **__: answer)
-    monkeypatch.setattr(
-        joint_search, "search_other_orders", lambda _, best: noted(asked, best, other and plan(other))
-    )
-    monkeypatch.setattr(
-        joint_search, "_on_other_devices", lambda _, plans: noted(asked, plans, moved and plan(moved))
-    )
     monkeypatch.setattr(joint_search, "with_bound", lambda _, best, result: replace(result, best=best))
     monkeypatch.setattr(
-        joint_search,
-        "synthesize",
-        lambda own, best, others: noted(asked, (own, best.step_seconds, others), [plan(9.0)]),
+        joint_search, "synthesize", lambda *given: noted(asked, given, [plan(9.0), plan(3.0)])
     )
-    best = find_best_plan(problem, []).best
-    assert best is not None
-    expected = 4.0 if other is None else min(other, moved or inf)
-    assert best.step_seconds == expected
-    assert asked[0] == plan(4.0)
-    assert asked[1:-1] == ([] if other is None else [[plan(3.0)]])
-    assert asked[-1] == (problem, expected, (plan(8.0),))
+    assert find_best_plan(problem, []).best == plan(3.0)
+    assert asked == [(problem, plan(4.0), (plan(8.0),))]
 
 
 def test_the_plan_of_a_named_planner(make_problem: MakeProblem, monkeypatch: Patch) -> None:

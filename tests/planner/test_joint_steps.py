@@ -306,21 +306,20 @@ def test_who_is_asked(exact: bool, make_problem: MakeProblem, monkeypatch: Patch
         log.append((name, required))
         return plan(steps[name]) if name in steps else "why"
 
-    def search(_: Problem, seeds: Sequence[ScoredPlan], *, cuts_others: bool) -> SearchResult:
-        log.append(("search", [own.step_seconds for own in seeds], cuts_others))
+    def search(_: Problem, seeds: Sequence[ScoredPlan]) -> SearchResult:
+        log.append(("search", [own.step_seconds for own in seeds]))
         return result(plan(4.0), 4.0 if exact else 3.0, exact=exact)
 
     monkeypatch.setattr(joint_search, "find_planner", lambda name: name)
     monkeypatch.setattr(joint_search, "plan_with", ask)
     monkeypatch.setattr(joint_search, "joint_search", search)
-    monkeypatch.setattr(joint_search, "search_other_orders", lambda *_: None)
     monkeypatch.setattr(joint_search, "with_bound", lambda _, best, own: replace(own, best=best))
     answer = find_best_plan(make_problem(), ["even", "dapple", "alpa"])
     before = [(name, True) for name in BASELINES]
-    assert log == [*before, ("search", [6.0, 5.0], True), ("dapple", False), ("alpa", False)]
+    assert log == [*before, ("search", [6.0, 5.0]), ("dapple", False), ("alpa", False)]
     assert list(answer.by_planner) == ["even", "dapple", "alpa"]
     assert answer.best == plan(3.5)
     log.clear()
     answer = find_best_plan(make_problem())
-    assert log[3:] == [("search", [6.0, 5.0], True)]
+    assert log[3:] == [("search", [6.0, 5.0])]
     assert (set(answer.by_planner), answer.best) == (set(BASELINES), plan(4.0))

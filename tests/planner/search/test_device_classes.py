@@ -8,8 +8,7 @@ from itertools import combinations, permutations
 import pytest
 
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
-from pplan.planner.other_placements import _all_assignments, _orders
-from pplan.planner.search.device_classes import DeviceClasses, Shape, group_sizes, is_uniform
+from pplan.planner.search.device_classes import DeviceClasses, Shape, Symmetry, group_sizes, is_uniform
 from pplan.planner.search.device_sets import list_shapes
 
 FAST, SLOW = Device("fast", None), Device("slow", None, 0.5)
@@ -77,11 +76,10 @@ def differing(topology: Topology, replicas: Sequence[int]) -> set[frozenset[Shap
 def test_one_assignment_of_those_alike(name: str, replicas: tuple[int, ...]) -> None:
     topology = MACHINES[name]
     wanted = differing(topology, replicas)
-    shapes = _all_assignments(topology, replicas)
-    seen = [sum(shape in alike for shape in shapes) for alike in wanted]
-    assert sum(seen) == len(shapes)
-    # In which order a stage's replicas stand makes a difference, too.
-    assert min(seen) == 1
+    # The keys of symmetry tell apart what differs, and in which order a stage's replicas stand.
+    symmetry, shapes = Symmetry(topology), list(assignments(topology.gpus, replicas))
+    seen = [len({symmetry.key(shape) for shape in shapes if shape in alike}) for alike in wanted]
+    assert sum(seen) == len({symmetry.key(shape) for shape in shapes})
     assert max(seen) == 1 or max(replicas) > 1
     if name in ("alike", "kinds"):
         assert max(seen) == 1
@@ -93,15 +91,6 @@ def test_one_assignment_of_those_alike(name: str, replicas: tuple[int, ...]) -> 
     assert len(listed) == len(set(listed))
     if len(replicas) <= 2 and max(replicas) == 1:
         assert len(listed) == len(wanted)
-
-
-def test_only_possible_beginnings_go_on() -> None:
-    """Of three equal devices and a fast one, the fast one first."""
-    topology = machine([(SLOW, 3), (FAST, 1)])
-    assert _all_assignments(topology, (1, 1)) == [((0,), (1,)), ((0,), (3,)), ((3,), (0,))]
-    fast_first = _all_assignments(topology, (1, 1), lambda shape: shape[0] == (3,))
-    assert fast_first == [((3,), (0,))]
-    assert len(_all_assignments(topology, (1, 1), most=2)) == 2
 
 
 def test_groups_and_what_is_uniform() -> None:
@@ -138,22 +127,6 @@ def test_classes_by_hand() -> None:
     assert turns.ranks == [(0,), (1,), (2,), (3,)]
     assert turns.links == [0, 0, 1, 1]
     assert turns.most_orders == 6
-
-
-def test_orders_of_few_and_of_many_devices() -> None:
-    """Of two nodes the three that differ; of many, runs of equal neighbours in other orders, by speed too."""
-    assert _orders(MACHINES["nodes"]) == [(0, 1, 2, 3), (0, 2, 1, 3), (0, 2, 3, 1)]
-    many = _orders(machine([(SLOW, 4), (FAST, 4), (SLOW, 4)]))
-    slow, fast, last = tuple(range(4)), tuple(range(4, 8)), tuple(range(8, 12))
-    assert many[0] == (*last, *fast, *slow)
-    assert many[1] == (*fast, *slow, *last)
-    assert many[2] == (*last, *slow, *fast)
-    assert sorted(many) == sorted(
-        tuple(rank for run in order for rank in run) for order in permutations((slow, fast, last))
-    )
-    nodes = _orders(machine([(FAST, 9)], 3))
-    assert len(nodes) == 6
-    assert nodes[0] == (6, 7, 8, 3, 4, 5, 0, 1, 2)
 
 
 def test_which_machines_have_groups_that_may_be_renumbered() -> None:
