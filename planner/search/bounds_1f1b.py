@@ -106,11 +106,8 @@ class RoundTripBound:
             for group in self.choices.groups:
                 self.choices.space.budget.check()
                 self._fill(rows, group, reachable, remaining)
-        least_rows = [self.choices.ranges.least_reachable(values) for values in rows]
-        forward, both, work = self.choices.prefixes
-        least = np.maximum(least_rows[0] + both, least_rows[1] + forward)
-        dead = (least >= self._limit) | (work > self._limit)
-        return tuple(np.where(dead, np.inf, values) for values in least_rows)  # type: ignore[return-value]
+        to_last_backward, to_end, trips, first_trips = map(self.choices.ranges.least_reachable, rows)
+        return to_last_backward, to_end, trips, first_trips
 
     def _fill(
         self, rows: tuple[Floats, ...], group: GroupChoices, reachable: npt.NDArray[np.bool_], remaining: int
@@ -131,8 +128,7 @@ class RoundTripBound:
         own = self._stage_term(remaining, stay)
         inward = np.maximum(own, f + b + 2 * cut + to_last_backward)
         whole = np.maximum(inward + group.least_after[stages.pair], f + cut + to_end)
-        forward, both, _ = (values[stages.position, stages.start] for values in self.choices.prefixes)
-        too_slow = (inward + both >= self._limit) | (whole + forward >= self._limit)
+        too_slow = np.maximum(inward, whole) >= self._limit
         around, first_around = f + b + stay.trip, f + b - saved + stay.first_trip
         for seconds, values in zip((inward, whole, around, first_around), rows, strict=True):
             stages.least_into(values, np.where(too_slow, np.inf, seconds))

@@ -7,7 +7,6 @@ that would alone be too slow or fit nowhere.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,7 +23,7 @@ from ..stage_table import Floats, Indices
 from .device_sets import DeviceSets
 from .placements import DeviceRanges, DeviceRun
 from .replica_group import ReplicaGroupCosts
-from .space import Space, divide_batch
+from .space import Space
 from .stage_recompute import OFFLOADS, stage_modes
 
 
@@ -250,43 +249,6 @@ class StageChoices:
         if not self.space.one_process or not self.groups:
             return 0.0
         return self.config.micro_batches * float(self.groups[0].costs.table.forward_launch[0, -1])
-
-    @cached_property
-    def prefixes(self) -> tuple[Floats, Floats, Floats]:
-        """(positions + 1, cut points) each, of the layers before a place on the devices before a position:
-        the least seconds that a micro-batch takes, forward, and forward and backward; and the work of all
-        micro-batches shared evenly, as long as the busiest of these stages takes at least."""
-        counts = sorted({group.replicas for group in self.groups})
-        own = np.array([self._of_blocks(count) for count in counts])
-        shape = (self.devices + 1, self.last_place + 1)
-        tables = tuple(np.full(shape, np.inf) for _ in range(3))
-        for values in tables:
-            values[:, 0] = 0.0
-        for position in range(1, self.devices + 1):
-            usable = own[: bisect_right(counts, position)]
-            if len(usable):
-                forward, both, _ = np.cumsum(usable.min(axis=0), axis=1)
-                shared = usable[:, 2] * np.array(counts[: len(usable)])[:, None]
-                work = self.config.micro_batches * np.cumsum(shared.min(axis=0)) / position
-                for values, row in zip(tables, (forward, both, work), strict=True):
-                    values[position] = row
-        forward, both, work = (values[self.ranges.devices_before] for values in tables)
-        return forward, both, work
-
-    def _of_blocks(self, replicas: int) -> Floats:
-        """(3, cut points): seconds of each block on so many replicas: forward; forward and backward; and
-        these on average over the micro-batches. 0 before the first block."""
-        per_replica_batch, count = (
-            divide_batch(self.config.micro_batch_size, replicas),
-            self.config.micro_batches,
-        )
-        starts, recompute = self.groups[0].costs.table.cut_points[:-1], self.config.recompute == "always"
-        both, mean = (
-            self.space.least_work(per_replica_batch, recompute=recompute, first_share=share)
-            for share in (float(count == 1), 1 / count)
-        )
-        seconds = np.array([self.space.least_forward(per_replica_batch), both, mean])
-        return np.pad(np.add.reduceat(seconds, starts, axis=1), ((0, 0), (1, 0)))
 
 
 def list_stage_choices(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import combinations, pairwise
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -146,41 +146,3 @@ def test_entries_are_the_stages_that_others_may_follow(make_choices: MakeChoices
         rows, found = group.runs_from(asked)
         pairs = [(row, run) for row, at in enumerate(asked) for run in np.flatnonzero(group.positions == at)]
         assert list(zip(rows, found, strict=True)) == pairs
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_no_stages_before_a_place_take_less(seed: int, make_choices: MakeChoices) -> None:
-    """Every sequence of stages on the first devices, against the least that is said of them."""
-    choices = make_choices(seed, "never", layers=5)
-    forward, both, work = choices.prefixes
-    group = {(g.replicas, at): g for g in choices.groups for at in g.positions.tolist()}
-    tight = 0
-    for used in range(1, 5):
-        for place in range(1, choices.last_place + 1):
-            sums = []
-            for stages in range(1, min(used, place) + 1):
-                for cuts in combinations(range(1, place), stages - 1):
-                    for bounds in combinations(range(1, used), stages - 1):
-                        counts = [b - a for a, b in pairwise((0, *bounds, used))]
-                        if not all((n, a) in group for n, a in zip(counts, (0, *bounds), strict=True)):
-                            continue
-                        own = [
-                            (group[n, at].costs, start, end)
-                            for n, at, (start, end) in zip(
-                                counts, (0, *bounds), pairwise((0, *cuts, place)), strict=True
-                            )
-                        ]
-                        passes = [
-                            2 * (c.forward[s, e] + c.backward[s, e]) - c.accumulation[s, e] for c, s, e in own
-                        ]
-                        ahead = sum(c.forward[s, e] for c, s, e in own)
-                        way = ahead + sum(c.backward[s, e] for c, s, e in own)
-                        sums.append((ahead, way, max(passes)))
-            if sums:
-                least = np.min(sums, axis=0)
-                said = np.array([forward[used, place], both[used, place], work[used, place]])
-                assert (said <= least * (1 + 1e-12)).all(), (used, place)
-                tight += bool((said[:2] > 0.5 * least[:2]).all())
-    assert tight > 8
-    assert not forward[:, 0].any()
-    assert np.isinf(forward[0, 1:]).all()
