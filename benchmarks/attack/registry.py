@@ -56,13 +56,11 @@ BOUNDS: dict[str, str] = {
     "search/bounds_gpipe.py:GPipeBound.root": STEP,
     "search/bounds_gpipe.py:GPipeBound.rows": STEP,
     "search/bounds_gpipe.py:GPipeBound.extend": STEP,
-    "search/bounds_gpipe.py:GPipeBound.finished": STEP,
     "search/bounds_gpipe.py:whole_bound_gpipe": STEP,
     "search/bounds_gpipe.py:_total": STEP,
     "search/bounds_1f1b.py:RoundTripBound.root": STEP,
     "search/bounds_1f1b.py:RoundTripBound.rows": STEP,
     "search/bounds_1f1b.py:RoundTripBound.extend": STEP,
-    "search/bounds_1f1b.py:RoundTripBound.finished": STEP,
     "search/bounds_1f1b.py:whole_bound_1f1b": STEP,
     "search/subproblem.py:Subproblem.root": STEP,
     "search/subproblem.py:Subproblem.may_improve": STEP,
@@ -171,7 +169,7 @@ NOT_BOUNDS: dict[str, str] = {
 """By name, what else is meant."""
 
 _WORDS = re.compile(r"\bbounds?\b|\bbounded\b|\bat the least\b.*\bstep\b", re.IGNORECASE)
-_NAMES = re.compile(r"bound|^root$|^finished$|^extend$|^rows$")
+_NAMES = re.compile(r"bound|^root$|^extend$|^rows$")
 
 
 def functions_about_bounds(planner: Path) -> Iterator[str]:

@@ -91,10 +91,6 @@ class RoundTripBound:
         bound = np.maximum(sure, lag + np.maximum(inward + back, whole))
         return bound, {"lag": lag + f, "back": b + np.maximum(back, e), "known": sure}
 
-    def finished(self, plans: Pipelines) -> Floats:
-        """(plans,): the bound of whole plans, whose cuts are all known."""
-        return whole_bound_1f1b(plans)
-
     def _after_last(self) -> tuple[Floats, Floats, Floats, Floats]:
         nothing = self.choices.after_last
         return nothing, nothing, nothing, nothing

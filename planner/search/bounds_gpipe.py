@@ -130,10 +130,6 @@ class GPipeBound:
         back = final + np.maximum(back, stage.least_after)
         return self._total(whole), now | {"back": back}
 
-    def finished(self, plans: Pipelines) -> Floats:
-        """(plans,): the bound of whole plans."""
-        return whole_bound_gpipe(plans)
-
     def _first(self, plain: Floats, usual: Floats) -> Floats:
         """Seconds of the backward that runs first, as if it added to gradients."""
         return plain if self._setting.recompute == "except_last" else usual

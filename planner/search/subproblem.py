@@ -159,8 +159,7 @@ class Subproblem:
         return Chunk(empty_plans(state), np.array([self.roots[stages]]), stages, stages)
 
     def extend(self, chunk: Chunk, limit: float, width: int = CHUNK) -> list[Chunk]:
-        """The plans with every further stage whose bound stays below `limit`, the lowest bounds first; whole
-        plans with the bound of whole plans."""
+        """The plans with every further stage whose bound stays below `limit`, the lowest bounds first."""
         choices, bound = self._bound(limit)
         completion = self._completion(chunk.stages, limit)
         remaining, parts, bounds = chunk.remaining, [], []
@@ -182,10 +181,6 @@ class Subproblem:
         if not parts:
             return []
         plans, lowest = join_plans(parts), np.concatenate(bounds)
-        if remaining == 1:
-            # Of where they run, the bound looks at the stages that share a weight alone.
-            whole = self._pipelines(choices, plans, routed=bool(self.space.chain.tied))
-            lowest = np.maximum(lowest, bound.finished(whole))
         return list(_chunks(plans, lowest, chunk.stages, remaining - 1, limit, width))
 
     def score_chunk(self, chunk: Chunk, limit: float) -> tuple[ScoredPlan | None, Chunk | None]:
@@ -234,18 +229,16 @@ class Subproblem:
                     best = ScoredPlan(proposals[first], plan.recompute, limit)
         return best
 
-    def _pipelines(self, choices: StageChoices, plans: PartialPlans, *, routed: bool = True) -> Pipelines:
-        """Of whole plans; without `routed` as if no stages shared a port."""
+    def _pipelines(self, choices: StageChoices, plans: PartialPlans) -> Pipelines:
+        """Of whole plans."""
         runtime, columns = self.space.runtime, dict(plans.columns)
         starts = np.concatenate([np.zeros_like(plans.ends[:, :1]), plans.ends[:, :-1]], axis=1)
         for name in ("occupancy", "latency"):
             columns[name] = columns[name][:, 1:]
         columns |= _launches(choices, plans, starts)
         transfers = "overlapped" if runtime is None else runtime.transfers
-        routes = None
-        if routed:
-            devices = [self._devices(choices, plans, row) for row in range(len(plans))]
-            routes = find_routes(self.space, self.family.config, devices, starts, plans.ends)
+        devices = [self._devices(choices, plans, row) for row in range(len(plans))]
+        routes = find_routes(self.space, self.family.config, devices, starts, plans.ends)
         return Pipelines(
             self.family.config, **columns, transfers=transfers, hosts=self.space.hosts, routes=routes
         )
