@@ -1,4 +1,4 @@
-"""`pplan verify`: a second opinion on a plan file, worked out again from it and its profile."""
+"""`pplan verify`: the structure, the sums and the feasibility of a plan file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .compare_command import DIFFERENCE
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..verification.report import Line, Report, Value
+    from ..api.verify import Line, Report, Value
 
 PlanFile = Annotated[
     Path | None,
@@ -30,12 +30,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 def verify_command(
     plan_file: PlanFile = None, profile_file: ProfileFile = None, as_json: AsJson = False
 ) -> None:
-    """Verify a plan: everything in it worked out again, by code that shares nothing with the planner."""
-    from ..verification.verify_files import verify_files
+    """Verify a plan file: its structure, its sums, and that it fits and runs."""
+    from ..api.verify import verify
     from .output import choose_input
     from .streams import console, remark, result
 
-    report = verify_files(choose_input(plan_file, ("plan",)), profile_file)
+    report = verify(choose_input(plan_file, ("plan",)), profile_file)
     if as_json:
         result(report.to_json())
     else:
@@ -77,7 +77,7 @@ def _difference(line: Line) -> str:
     if line.plan_value is None and line.expected_value is None:
         return line.detail
     plan, expected_value = _value_text(line.plan_value), _value_text(line.expected_value)
-    return f"{line.detail}: the plan says {plan}, worked out {expected_value}"
+    return f"{line.detail}: the plan says {plan}, expected {expected_value}"
 
 
 def _value_text(value: Value) -> str:

@@ -48,10 +48,8 @@ IMPORTED_ONCE = (
     *("pplan.profiler.measure", "pplan.runtimes.torch_pipelining"),
 )
 """By the server."""
-SHARED_PORTS = True
-"""Whether the simulator lets transfers and sums of gradients wait at the ports that they share."""
 MOST_ACTIONS = 8_000
-"""Micro-batches times stages: plans of more are not verified in every test, which takes long."""
+"""Micro-batches times stages: plans of more are not attacked in every test, which takes long."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -92,30 +90,24 @@ def signals_as_in_a_terminal() -> Iterator[None]:
         signal.signal(number, signal.SIG_IGN)
 
 
-@pytest.fixture(scope="session")
-def shared_ports() -> bool:
-    """As `verify` takes it."""
-    return SHARED_PORTS
-
-
 @pytest.fixture(autouse=True)
-def plans_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every plan that `pplan.solve`, or the command line in this process, makes in a test is verified, unless
+def plans_are_attacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every plan that `pplan.solve`, or the command line in this process, makes in a test is attacked, unless
     it is very large."""
     import pplan
-    import pplan.api.solve as own
+    import pplan.api.solve as solve_module
 
-    solve: Callable[..., Plan] = own.solve
+    solve: Callable[..., Plan] = solve_module.solve
 
     @functools.wraps(solve)
-    def solve_and_verify(profile: Any, **options: Any) -> Plan:
+    def solve_and_attack(profile: Any, **options: Any) -> Plan:
         plan = solve(profile, **options)
         topology = options.get("topology")
-        verify_plan(plan, profile, Path() if topology is None else Path(topology).parent)
+        attack_plan(plan, profile, Path() if topology is None else Path(topology).parent)
         return plan
 
-    monkeypatch.setattr(own, "solve", solve_and_verify)
-    monkeypatch.setattr(pplan, "solve", solve_and_verify)
+    monkeypatch.setattr(solve_module, "solve", solve_and_attack)
+    monkeypatch.setattr(pplan, "solve", solve_and_attack)
 
 
 @pytest.fixture(autouse=True)
@@ -145,19 +137,18 @@ def solve_once() -> Callable[..., Plan]:
     return solve
 
 
-def verify_plan(plan: Plan, profile: Any, folder: Path) -> None:
-    """Fails with the lines that differ. `profile`: a Profile, or its file."""
-    from pplan.verification.verify_files import Sources, verify_sources
+def attack_plan(plan: Plan, profile: Any, folder: Path) -> None:
+    """Fail with what `pplan.verify` and the oracle find wrong. `profile`: a Profile, or its file."""
+    import pplan
+    from tests.oracle import attack
 
     if len(plan.stages) * plan.micro_batches > MOST_ACTIONS:
         return
     if isinstance(profile, list):  # one for each number of devices that share the layers
         profile = next(own for own in profile if Path(own).name == plan.profile.file)
-    is_file = isinstance(profile, str | Path)
-    content = Path(profile).read_bytes() if is_file else profile.to_json().encode()
-    sources = Sources(plan.to_json().encode(), "plan", content, "profile", is_file, folder)
-    report = verify_sources(sources, shared_ports=SHARED_PORTS)
-    assert report.agrees, report.differing
+    content = Path(profile).read_bytes() if isinstance(profile, str | Path) else profile.to_json()
+    assert attack(plan.to_json(), content, folder) == []
+    assert pplan.verify(plan, profile).differing == []
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -23,8 +23,8 @@ MAY_IMPORT = {
     "profiler": {"cost_models"},
     "planner": {"cost_models"},
     "runtimes": {"cost_models", "profiler", "planner"},
-    "api": {"cost_models", "profiler", "planner", "runtimes", "verification"},
-    "cli": {"cost_models", "profiler", "planner", "runtimes", "verification", "api"},
+    "api": {"cost_models", "profiler", "planner", "runtimes"},
+    "cli": {"cost_models", "profiler", "planner", "runtimes", "api"},
 }
 """By the folder's name under `pplan.`; imports for type checkers and inside functions count."""
 FROM_RUNTIMES = {"planner": {"planner.plan_file", "planner.plan_records"}}
@@ -84,7 +84,7 @@ def _imported(path: Path) -> Iterator[tuple[str, bool]]:
 def top_folder(module: str) -> str:
     """The folder of a module of pplan's; what is in none, `pplan` itself, is "pplan"."""
     parts = module.removeprefix("pplan.").split(".")
-    return parts[0] if parts[0] in {*MAY_IMPORT, "verification", "pplan"} else ""
+    return parts[0] if parts[0] in {*MAY_IMPORT, "pplan"} else ""
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -156,7 +156,7 @@ def circles(imports: dict[str, set[str]]) -> list[list[str]]:
     return [sorted(group) for group in networkx.strongly_connected_components(graph) if len(group) > 1]
 
 
-@pytest.mark.parametrize("folder", [*WITHOUT_CIRCLES, "pplan/api", "pplan/verification", "cli"])
+@pytest.mark.parametrize("folder", [*WITHOUT_CIRCLES, "pplan/api", "cli"])
 def test_no_files_import_each_other_in_a_circle(folder: str) -> None:
     imports = drawn(folder)
     assert sum(map(len, imports.values())) > len(imports)
@@ -176,13 +176,15 @@ def test_sub_folders_import_one_way(folder: str) -> None:
     assert circles(together) == []
 
 
-def test_verification_shares_no_code_with_what_it_verifies() -> None:
-    files = sources("pplan/verification")
+def test_the_oracle_shares_no_code_with_what_it_attacks() -> None:
+    files = sources("tests/oracle")
     assert files
     for path in files:
-        for module, _ in imported(path):
-            own = module.split(".")[0] not in ROOMS or module.startswith("cost_models.errors")
-            assert own or module == "cost_models", f"{path} imports {module}"
+        names = [alias.name for node in nodes(path) if isinstance(node, ast.Import) for alias in node.names]
+        names += [
+            node.module or "" for node in nodes(path) if isinstance(node, ast.ImportFrom) and not node.level
+        ]
+        assert not {name.split(".")[0] for name in names} & {"pplan", "tests"}, path
 
 
 def test_torch_is_imported_in_the_profiler_and_the_runtimes_only() -> None:
@@ -313,7 +315,6 @@ def test_every_folder_is_packaged() -> None:
         for init in sources(room)
         if init.name == "__init__.py"
     }
-    folders |= {"pplan.verification"}
     assert set(settings["packages"]) == folders
     with_code = {
         "pplan." + ".".join(path.parent.relative_to(ROOT).parts).removeprefix("pplan.")
@@ -322,7 +323,7 @@ def test_every_folder_is_packaged() -> None:
     }
     assert with_code <= folders
     links = {path.name for path in (ROOT / "typings/pplan").iterdir()}
-    assert links == {"__init__.py", *MAY_IMPORT, "verification"}
+    assert links == {"__init__.py", *MAY_IMPORT}
     shadows = [path for path in tracked() if path.name == "profile.py"]
     assert not shadows, "profile.py would shadow the standard library's"
 
@@ -368,7 +369,7 @@ for name in ("pplan", *{[f"pplan.{room}" for room in MAY_IMPORT]!r}):
     subprocess.run([sys.executable, "-c", check], cwd=tmp_path, check=True)
 
 
-OWN_FUNCTIONS = ("cost_models", "planner", "pplan/verification")
+OWN_FUNCTIONS = ("cost_models", "planner")
 """Folders whose functions are named by verbs."""
 
 
@@ -383,7 +384,7 @@ def test_functions_are_verbs_and_not_of_something() -> None:
     assert names == set()
 
 
-NAMED_BY_THINGS = ("cost_models", "profiler", "planner", "runtimes", "pplan/api", "pplan/verification", "cli")
+NAMED_BY_THINGS = ("cost_models", "profiler", "planner", "runtimes", "pplan/api", "cli")
 """Folders whose names were gone through one by one."""
 PARTICIPLES = re.compile(
     r"_*(asked|built|chosen|drawn|found|given|handed|held|kept|known|made|named|noted|picked|put|reached"

@@ -77,21 +77,12 @@ ADDITIONS = {
         ("    gpipe,\n", "    gpipe,\n    toy_order,\n"),
         ("    gpipe.SCHEDULE,\n", "    gpipe.SCHEDULE,\n    toy_order.SCHEDULE,\n"),
     ],
-    "verification/orders.py": [
-        (
-            '    "naive": (',
-            '    "toy-order": ("all F, then all B", 1, lambda p, m, v: '
-            '_linear([[(kind, i, 0) for kind in "FB" for i in range(m)]] * p, m, [float(m)] * p)),\n'
-            '    "naive": (',
-        )
-    ],
     "planner/planners/__init__.py": [
         ('    "gpipe": "rules",\n', '    "gpipe": "rules",\n    "toy-planner": "toy_planner",\n'),
     ],
     "cost_models/runtime.py": [
         ('_one_process_gpipe("fairscale"),', '_one_process_gpipe("fairscale"), _one_process_gpipe("toy"),')
     ],
-    "verification/verification_inputs.py": [('"fairscale": _PIPE,', '"fairscale": _PIPE, "toy": _PIPE,')],
     "runtimes/formats/exporters.py": [
         ("    torch_export,\n", "    torch_export,\n    toy_export,\n"),
         (

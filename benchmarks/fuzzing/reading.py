@@ -40,10 +40,6 @@ from pplan.profiler.profile_file import Profile
 from pplan.runtimes.checking.calibration import Calibration
 from pplan.runtimes.checking.check_report import Check
 from pplan.runtimes.reading.read import read_partition
-from pplan.verification.documents import parse
-from pplan.verification.layer_costs import read_layers
-from pplan.verification.stated_machine import parse_machine
-from pplan.verification.stated_plan import parse_plan
 
 from .cases import KINDS as OF_VERBS
 from .cases import TABLES
@@ -75,15 +71,6 @@ def _read_defaults(_: Path) -> object:
     return default_map(root)
 
 
-def _read_verified(path: Path) -> object:
-    """As `pplan verify` reads it, which shares no reader with the others."""
-    content = text_files.read_bytes(path, "file")
-    if path.name == "verified.profile.json":
-        return read_layers(parse(content, str(path), "profile", "layers"))
-    plan = parse_plan(parse(content, str(path), "plan", "prediction"))
-    return plan, parse_machine(plan.machine, str(path)) if plan.machine else None
-
-
 def _read_partition(path: Path) -> object:
     return read_partition(read_text(path, "partition"), NAMES, str(path))
 
@@ -106,7 +93,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "gpu.toml": load_roofline,
     "machine.calibration.json": Calibration.load,
     "profile.journal": lambda path: journal.read(text_files.read_bytes(path, "journal"), "key", 2),
-    **dict.fromkeys(KINDS["verified"], _read_verified),
 }
 """By file of the seeds."""
 

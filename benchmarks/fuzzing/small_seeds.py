@@ -75,9 +75,8 @@ MORE_KINDS = {
     "roofline": ("gpu.toml",),
     "calibration": ("machine.calibration.json",),
     "journal": ("profile.journal",),
-    "verified": ("verified.plan.json", "verified.profile.json"),
 }
-"""Of files that only readers alone are tried on, by kind; the last are read by what verifies plans."""
+"""Of files that only readers alone are tried on, by kind."""
 FEW = 2
 """Members of a list, of which one is not the first and one not the last."""
 
@@ -92,7 +91,6 @@ def small_seeds(seeds: Mapping[str, bytes], reads: Reads) -> dict[str, bytes]:
     small |= {"gpu.toml": ROOFLINE.encode(), "machine.calibration.json": json.dumps(CALIBRATION).encode()}
     small |= {name: text.encode() for name, text in FORMULAS.items()}
     small["profile.journal"] = "".join(f"{json.dumps(line)}\n" for line in JOURNAL).encode()
-    small |= {"verified.plan.json": small["tied.plan.json"], "verified.profile.json": small[TIED]}
     for file, text in small.items():
         document = _document(text)
         if document is not None:

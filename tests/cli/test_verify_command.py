@@ -65,26 +65,27 @@ def test_a_plan_that_agrees(run: Run, planned: Path) -> None:
 
 
 def test_a_plan_that_differs(run: Run, planned: Path) -> None:
-    change(planned, "bubble", 0.987)
+    change(planned, "samples_per_second", 0.987)
     ran = run("verify", "toy.plan.json", "toy.profile.json")
     assert ran.status == 4
-    assert "bubble differs: bubble: the plan says 0.987, worked out 0." in ran.err
-    assert "1 differ" in ran.out
+    assert "step differs: samples_per_second: the plan says 0.987, expected " in ran.err
+    assert "2 differ" in ran.out
+    assert "the file was changed after pplan wrote it" in ran.out
     ran = run("verify", "toy.plan.json", "--json")
     assert ran.status == 4
     lines = {line["name"]: line for line in json.loads(ran.out)["lines"]}
-    assert lines["bubble"]["state"] == "differs"
-    assert lines["bubble"]["said"] == 0.987
-    assert lines["step"]["state"] == "ok"
+    assert lines["step"]["state"] == "differs"
+    assert lines["step"]["plan_value"] == 0.987
+    assert lines["bound"]["state"] == "ok"
 
 
 def test_another_profile(run: Run, planned: Path) -> None:
-    other = PROFILE | {"layers": [layer | {"parameter_bytes": 5} for layer in PROFILE["layers"]]}
+    other = PROFILE | {"layers": [layer | {"name": f"x{layer['name']}"} for layer in PROFILE["layers"]]}
     (planned.parent / "other.profile.json").write_text(json.dumps(other))
     ran = run("verify", "toy.plan.json", "other.profile.json")
     assert ran.status == 4
     assert "profile differs: SHA-256 of the profile file" in ran.err
-    assert "weights of stage 0: the plan says" in ran.out
+    assert "layer names: the plan says" in ran.out
 
 
 def test_without_the_profile(run: Run, planned: Path) -> None:
@@ -97,10 +98,10 @@ def test_without_the_profile(run: Run, planned: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (("toy.profile.json",), "not a plan of pplan"),
+        (("toy.profile.json",), "this is a profile, a plan is needed"),
         (("x.plan.json",), "no such plan file"),
         (("toy.plan.json", "x.profile.json"), "no such profile file"),
-        (("toy.plan.json", "toy.plan.json"), "not a profile of pplan"),
+        (("toy.plan.json", "toy.plan.json"), "this is a plan, a profile is needed"),
     ],
 )
 def test_files_that_cannot_be_read(arguments: tuple[str, ...], what: str, run: Run, planned: Path) -> None:  # noqa: ARG001
@@ -129,7 +130,7 @@ def test_in_python(planned: Path) -> None:
     made = pplan.verify(plan, profile)
     assert made.agrees
     assert made.line("profile").state == "not checked"
-    assert made.line("step").state == "ok"
-    assert pplan.verify(plan).line("step").state == "not checked"
+    assert made.line("seconds of stages").state == "ok"
+    assert pplan.verify(plan).line("seconds of stages").state == "not checked"
     with pytest.raises(pplan.UsageError, match="plan=5: is not a Plan"):
         pplan.verify(5)  # type: ignore[arg-type]

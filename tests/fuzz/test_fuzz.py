@@ -106,7 +106,6 @@ PLANTED: dict[str, Callable[[Any], bool]] = {
     "roofline": lambda own: len(own.peaks) == 1,
     "calibration": lambda own: own.corrections.latency is None,
     "journal": lambda own: any(counted.parts_left_out for counted in own[0].values()),
-    "verified": lambda own: isinstance(own, tuple) and own[0].gpus is None,
 }
 """Of what was read, what a reader might not expect."""
 ENOUGH = 4000

@@ -206,7 +206,7 @@ def test_the_plan_goes_on_through_every_verb(tmp_path: Path) -> None:
     wrong["degrees"][0]["step_seconds"] = plan.prediction.step_seconds / 2
     file.write_text(json.dumps(wrong))
     differing = [line for line in pplan.verify(file).lines if line.state == "differs"]
-    assert [line.name for line in differing] == ["sharing of layers"]
+    assert [line.name for line in differing] == ["sharing of layers", "file"]
 
 
 def test_what_cannot_be_chosen_so(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Generated profiles, the plans that are solved for them, and verification of both as files."""
+"""Generated profiles, the plans that are solved for them, and what the verb and the oracle find in both."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import pplan
-from pplan.verification.report import Report
-from pplan.verification.verify_files import Sources, verify_sources
+from pplan.api.verify import Report
+from pplan.cost_models.text_files import KEY
+from tests.oracle import Findings, attack
 
 Content = dict[str, Any]
 MakeProfile = Callable[..., Content]
@@ -109,25 +110,36 @@ def make_profile() -> MakeProfile:
 
 @dataclass(frozen=True)
 class Solved:
-    """A plan as JSON, the file of its profile, and how both are verified."""
+    """A plan as JSON, and the folder of its profile."""
 
     plan: Content
     profile: bytes
     folder: Path
-    shared_ports: bool
 
-    def verified(self, plan: Content | None = None, profile: bytes | None = None) -> Report:
-        """The plan, or a changed one."""
-        content = json.dumps(self.plan if plan is None else plan).encode()
-        sources = Sources(content, "toy.plan.json", profile or self.profile, "toy", folder=self.folder)
-        return verify_sources(sources, shared_ports=self.shared_ports)
+    def verify(self, plan: Content | None = None) -> Report:
+        """What `pplan verify` says of the plan, or of a changed one, whose file holds no hash."""
+        content = dict(self.plan if plan is None else plan)
+        if plan is not None and isinstance(content.get("made_by"), dict):
+            content["made_by"] = {key: own for key, own in content["made_by"].items() if key != KEY}
+        path = self.folder / "toy.plan.json"
+        path.write_text(json.dumps(content), encoding="utf-8")
+        return pplan.verify(path)
+
+    def attack(self, plan: Content | None = None, profile: bytes | None = None) -> Findings:
+        """What the oracle finds in the plan, or in a changed one."""
+        return attack(json.dumps(self.plan if plan is None else plan), profile or self.profile, self.folder)
+
+    def check(self) -> None:
+        """Fail with what one of them finds."""
+        assert self.attack() == []
+        assert self.verify().differing == []
 
 
 Solve = Callable[..., Solved]
 
 
 @pytest.fixture(scope="session")
-def solve_files(tmp_path_factory: pytest.TempPathFactory, shared_ports: bool) -> Solve:
+def solve_files(tmp_path_factory: pytest.TempPathFactory) -> Solve:
     """A function of a profile and the options of `pplan.solve`; `topology` is the text of a TOML file."""
 
     def solve(profile: Content, *, topology: str = "", **options: Any) -> Solved:
@@ -140,7 +152,7 @@ def solve_files(tmp_path_factory: pytest.TempPathFactory, shared_ports: bool) ->
             own = generated(99, len(profile["layers"]), sizes=_sizes(profile), faster=2.0)
             (folder / "own.profile.json").write_text(json.dumps(own))
         plan = pplan.solve(folder / "toy.profile.json", **options)
-        return Solved(json.loads(plan.to_json()), content, folder, shared_ports)
+        return Solved(json.loads(plan.to_json()), content, folder)
 
     return solve
 

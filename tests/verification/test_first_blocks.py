@@ -1,4 +1,4 @@
-"""First blocks that run again: out to Megatron-LM, back, and counted anew by the verifier."""
+"""First blocks that run again: out to Megatron-LM, back, and counted a second time by the oracle."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pplan.runtimes.formats.exporters import export
 from pplan.runtimes.formats.first_blocks import FirstBlocksError, count_first_blocks, first_block_words
 from pplan.runtimes.formats.trainer_text import TrainerText
 from pplan.runtimes.formats.transformer_blocks import find_blocks
+from tests.oracle import attack
 
 FLAGS = "--recompute-granularity full --recompute-method block --recompute-num-layers"
 MACHINE: dict[str, Any] = {"bandwidth": 1e9, "latency": 1e-5, "memory_bytes": 10**12}
@@ -42,7 +43,7 @@ def import_text(text: str, profile: Profile, **options: Any) -> Plan:
 @pytest.mark.parametrize("runtime", ["megatron", "megatron-bridge"])
 def test_there_and_back(decoder_profile: Profile, runtime: str) -> None:
     """The same step, memory and words from a command line, from what was exported, and from its text; and the
-    verifier's second count agrees."""
+    oracle's second count agrees."""
     text = f"pretrain_gpt.py --pipeline-model-parallel-layout 'Et*3|t*3|t*3||L' {FLAGS} 2"
     plan = import_text(text.replace("||", "|"), decoder_profile)
     assert plan.recompute == "selective"
@@ -57,6 +58,7 @@ def test_there_and_back(decoder_profile: Profile, runtime: str) -> None:
     assert steps == sorted(set(steps))
     assert plan.stages[0].memory_bytes < never.stages[0].memory_bytes
     assert pplan.verify(plan, decoder_profile).agrees
+    assert attack(plan.to_json(), decoder_profile.to_json()) == []
     document, _ = export(runtime, plan)
     assert isinstance(document, TrainerText)
     for again in (document.to_json(), document.text(Path("x.sh"))):

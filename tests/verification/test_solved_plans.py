@@ -1,4 +1,4 @@
-"""Plans that `pplan.solve` makes of generated profiles: every line of every one agrees."""
+"""Plans that `pplan.solve` makes of generated profiles: neither the verb nor the oracle finds anything."""
 
 from __future__ import annotations
 
@@ -58,8 +58,6 @@ name = "network"
 bandwidth = "5GB/s"
 devices_per_port = 2
 """
-OTHERS = ("objective", "alternative", "baseline")
-
 CASES: dict[str, tuple[Options, Options]] = {
     "two levels": ({"loss": True}, TWO_LEVELS),
     "adamw, no room": (
@@ -156,8 +154,8 @@ CASES |= {
 
 
 @pytest.fixture(autouse=True)
-def plans_are_verified() -> None:
-    """Not all: every test here does it itself."""
+def plans_are_attacked() -> None:
+    """Not all: every test here does it."""
 
 
 @pytest.mark.slow
@@ -165,14 +163,12 @@ def plans_are_verified() -> None:
 def test_agrees(name: str, make_profile: Callable[..., Any], solve_files: Callable[..., Any]) -> None:
     of_profile, options = CASES[name]
     solved = solve_files(make_profile(len(name), 8, **of_profile), **options)
-    report = solved.verified()
-    assert report.agrees, report.differing
+    solved.check()
     schedule = solved.plan["schedule"]
     late = schedule.startswith("pipedream") or schedule in ("xpipe", "wpipe")
-    left = {line.name for line in report.unchecked if not line.name.startswith(OTHERS)} - {"ports"}
-    assert left == {"interval"} | ({"order of actions", "step", "bubble"} if late else set())
+    unchecked = {line.name for line in solved.verify().unchecked if not line.name.startswith("baseline")}
+    assert unchecked == ({"schedule", "step"} if late else set())
     assert "schedule" not in options or options["schedule"] == schedule
-    assert report.line("memory of stages").state == "ok"
 
 
 @pytest.mark.parametrize(
@@ -190,19 +186,18 @@ def test_late_plans_agree(
     solved = solve_files(make_profile(3, 8, cuts=1.0), **links, **options)
     assert solved.plan["schedule"] == schedule
     assert all(stage["memory"]["weight_versions"] > 0 for stage in solved.plan["stages"])
-    report = solved.verified()
-    assert report.agrees, report.differing
-    assert report.line("memory of stages").state == "ok"
+    solved.check()
 
 
 def test_a_given_partition(make_profile: Callable[..., Any], solve_files: Callable[..., Any]) -> None:
     """Another tool's cuts: nothing was searched, and it may not fit."""
     made = solve_files(make_profile(5, 8, cuts=1.0), **ONE_LEVEL)
-    assert made.verified().agrees
+    made.check()
     plan = pplan.import_plan("3,5", made.folder / "toy.profile.json", gpus=2, memory_bytes=10_000_000)
-    report = made.verified(json.loads(plan.to_json()))
+    content = json.loads(plan.to_json())
     assert any("does not fit" in note for note in plan.warnings)
-    assert report.agrees, report.differing
+    assert made.attack(content) == []
+    assert made.verify(content).differing == []
 
 
 @pytest.mark.parametrize("options", [{}, {"runtime": "torch"}])
@@ -215,21 +210,20 @@ def test_first_layers_that_run_again(
     for layer in profile["layers"]:
         layer |= {name: layer[name] // 50 for name in ("parameter_bytes", "trainable_bytes")}
     whole = solve_files(profile, **wishes)
-    assert whole.verified().agrees
+    whole.check()
     most = max(stage["memory_bytes"] for stage in whole.plan["stages"])
     solved = solve_files(profile, **wishes, memory_bytes=round(0.7 * most), recompute="first_layers")
-    report = solved.verified()
-    assert report.agrees, report.differing
+    solved.check()
     words = [stage["recompute"] or "" for stage in solved.plan["stages"]]
     number = next(index for index, word in enumerate(words) if word.startswith("first_"))
     first = int(words[number].removeprefix("first_"))
     for word in (f"first_{first + 1}", "first_12", "never"):
         plan = json.loads(json.dumps(solved.plan))
         plan["stages"][number]["recompute"] = word
-        assert not solved.verified(plan).agrees
+        assert solved.attack(plan)
     plan["stages"][number]["recompute"] = "first_0"
     with pytest.raises(pplan.FileError, match="recompute"):
-        solved.verified(plan)
+        solved.verify(plan)
 
 
 @pytest.mark.parametrize("options", [{}, {"runtime": "torch"}, {"schedule": "gpipe"}])
@@ -244,8 +238,7 @@ def test_stages_that_offload(
     whole = solve_files(profile, **wishes)
     most = max(stage["memory_bytes"] for stage in whole.plan["stages"])
     solved = solve_files(profile, **wishes, memory_bytes=round(0.6 * most), recompute="offload")
-    report = solved.verified()
-    assert report.agrees, report.differing
+    solved.check()
     words = [stage["recompute"] for stage in solved.plan["stages"]]
     number = words.index("offload")
     assert solved.plan["stages"][number]["host_bytes"] > 0
@@ -253,9 +246,9 @@ def test_stages_that_offload(
     for change in (*of_stage, {"host_bytes": 7}, {"host_bytes": None}):
         plan = json.loads(json.dumps(solved.plan))
         plan["stages"][number] |= change
-        assert not solved.verified(plan).agrees
+        assert solved.attack(plan)
     of_plan: list[Options] = [{"host_bandwidth": 2e9}, {"host_bandwidth": None}, {"host_memory_bytes": 1}]
     for change in of_plan:
         plan = json.loads(json.dumps(solved.plan))
         plan["options"] |= change
-        assert not solved.verified(plan).agrees
+        assert solved.attack(plan)

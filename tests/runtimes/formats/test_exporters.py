@@ -21,7 +21,6 @@ from pplan.runtimes.formats.export_document import ExportDocument
 from pplan.runtimes.formats.exporters import EXPORTERS, export
 from pplan.runtimes.formats.pipe_export import FairscaleExport, PipeExport, TorchgpipeExport
 from pplan.runtimes.reading.read import KINDS
-from pplan.verification.verification_inputs import RULES
 
 MakePlan = Callable[..., Plan]
 MakeAlternative = Callable[..., dict[str, Any]]
@@ -38,8 +37,8 @@ def test_every_runtime_has_an_exporter() -> None:
     assert list(EXPORTERS) == list(RUNTIMES)
 
 
-def test_what_is_exported_can_be_read_back_and_verified() -> None:
-    assert set(KINDS) == set(RULES) == set(RUNTIMES)
+def test_what_is_exported_can_be_read_back() -> None:
+    assert set(KINDS) == set(RUNTIMES)
 
 
 def test_unknown_runtime_names_the_known_ones(make_plan: MakePlan) -> None:
