@@ -8,10 +8,10 @@ Which field an option sets, the commands say: `cli/option_parameters.py`. What t
 from __future__ import annotations
 
 import ast
-import functools
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -35,7 +35,10 @@ def command_line() -> str:
 
 
 FIELDS: dict[str, str] = {}
-"""By the name of a field, the option that sets it: those of all commands, which `with_options` enters."""
+"""By the name of a field, the option that sets it. `with_options` enters those of a command."""
+
+ENTER_ALL: list[Callable[[], None]] = []
+"""What enters the fields of all verbs: `cli/verbs.py` adds it, which makes a verb when it is asked for."""
 
 
 def name_field(name: str, option: str) -> None:
@@ -46,19 +49,14 @@ def name_field(name: str, option: str) -> None:
 
 
 _VALUE = r"""\([^()]*\)|\{[^{}]*\}|'[^']*'|"[^"]*"|[^\s,;:()\[\]{}"'`]+(?<![.])"""
-_SETTING = re.compile(rf"(?:, )?(?<![\w.\-`/{{])settings(?:=(\{{[^{{}}]*\}})|\['(\w+)'\](?:=({_VALUE}))?)")
+_SETTING = rf"(?:, )?(?<![\w.\-`/{{])settings(?:=(\{{[^{{}}]*\}})|\['(\w+)'\](?:=({_VALUE}))?)"
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _QUOTES = "'\""
 _MARKS = ("=", "`", "pplan.", "settings[")
-"""A text without any of these names no field. Most have none, and the pattern takes long to compile."""
-_CALL = re.compile(r"\bpplan\.([a-z_]+)\(([^()]*)\)")
-
-
-@functools.cache
-def _field_pattern(names: frozenset[str]) -> re.Pattern[str]:
-    """A field with its value, or a field in backquotes."""
-    any_of = "|".join(sorted(names, key=len, reverse=True))
-    return re.compile(rf"(?<![\w.\-`/{{])({any_of})=({_VALUE})|`({any_of})(?:=({_VALUE}))?`")
+"""A text without any of these names no field. Most have none, and the patterns take long to compile."""
+_CALL = r"\bpplan\.([a-z_]+)\(([^()]*)\)"
+_NAME = r"(?<![\w.\-`/{])(\w+)[=\[]|`(\w+)"
+"""What may be a field."""
 
 
 def as_options(text: str) -> str:
@@ -66,8 +64,21 @@ def as_options(text: str) -> str:
     each `pplan.solve(field=value)` as its command."""
     if not any(mark in text for mark in _MARKS):
         return text
-    pattern = _field_pattern(frozenset(FIELDS) or frozenset(["no field"]))
-    return pattern.sub(_option, _SETTING.sub(_settings, _CALL.sub(_command, text)))
+    _find_fields(text)
+    text = re.sub(_SETTING, _settings, re.sub(_CALL, _command, text))
+    any_of = "|".join(sorted(_find_fields(text), key=len, reverse=True)) or "no field"
+    # A field with its value, or a field in backquotes.
+    pattern = rf"(?<![\w.\-`/{{])({any_of})=({_VALUE})|`({any_of})(?:=({_VALUE}))?`"
+    return re.sub(pattern, _option, text)
+
+
+def _find_fields(text: str) -> set[str]:
+    """The fields that a text may name. Enters those of all verbs if it may name one of another verb."""
+    names = {first or second for first, second in re.findall(_NAME, text)}
+    if not names <= FIELDS.keys():
+        for enter in ENTER_ALL:
+            enter()
+    return names & FIELDS.keys()
 
 
 def _command(match: re.Match[str]) -> str:

@@ -11,15 +11,15 @@ import difflib
 import functools
 import inspect
 import platform
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperOption
 
 from ..cost_models.errors import UsageError
 from ..cost_models.option_fields import Option, Options, list_declarations
@@ -61,6 +61,31 @@ class _ModelParameters:
         return self.model(**values)
 
 
+class _Text(TyperOption):
+    """An option whose model reads its text: making a reader of typer's for each takes 2 ms."""
+
+    def process_value(self, ctx: Any, value: Any) -> Any:
+        """Take the value as it was typed."""
+        del ctx
+        return () if value is None and self.multiple else value
+
+
+def make_command(verb: str) -> Any:
+    """The command of a verb, with its options, as typer runs it."""
+    function = f"{verb.replace('-', '_')}_command"
+    command = with_options(getattr(import_module(f".{function}", __package__), function))
+    app = typer.Typer(add_completion=False)
+    app.command()(with_common_options(command))
+    typer_command: Any = typer.main.get_command(app)
+    for parameter in typer_command.params:
+        if parameter.name in command.__dict__[_TEXTS]:
+            parameter.__class__ = _Text
+    return typer_command
+
+
+_TEXTS = "names_of_texts"
+
+
 def option_flag(name: str, option: Option) -> str:
     """The option of a field."""
     return "--" + (option.flag or name.replace("_", "-"))
@@ -94,6 +119,12 @@ def with_options(command: Command) -> Command:
         command(**{name: value for name, value in typed.items() if name not in fields}, **models)
 
     run.__dict__["__signature__"] = inspect.Signature(parameters)
+    run.__dict__[_TEXTS] = {
+        parameter.name
+        for model in models_by_name.values()
+        for parameter in _parameters(model)
+        if not isinstance(parameter.default, bool)
+    }
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
 
@@ -213,18 +244,6 @@ def with_common_options(command: Command) -> Command:
     run.__dict__["__signature__"] = signature.replace(parameters=parameters)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
-
-
-class TakesTrainerArguments(TyperCommand):
-    """A command whose argument may be the arguments of a trainer, in one word: `"--degree 4 --bf16"`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words. A space before a trainer's arguments keeps them from being taken for an option."""
-        return super().parse_args(ctx, [f" {word}" if _TRAINER.match(word) else word for word in args])
-
-
-_TRAINER = re.compile(r"--[\w.-]+\s|--[\w.-]*(?:layout|module_fqns_per_model_part)=")
-"""An option with its value in one word. pplan has no option with such a name."""
 
 
 def action_parser(verb: str, actions: tuple[str, ...]) -> Callable[[str], str]:

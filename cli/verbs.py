@@ -1,38 +1,84 @@
-"""The verbs, with the examples of their help, and the options before them, as typer takes them."""
+"""The verbs, with the examples of their help, and the options before them, as typer takes them.
+
+A verb's module is imported, and its options are made, when they are first asked for: the list of the verbs
+needs the table below alone.
+"""
 
 from __future__ import annotations
 
-import inspect
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
+from typer.core import TyperCommand
 
-from .check_command import check_command
-from .compare_command import compare_command
-from .config_command import config_command
-from .degrees_command import degrees_command
-from .doctor_command import doctor_command
-from .explain_command import explain_command
-from .export_command import export_command
-from .import_command import import_command
-from .import_plan_command import import_plan_command
-from .lint_command import lint_command
-from .option_parameters import Command, TakesTrainerArguments, with_common_options, with_options
-from .profile_command import profile_command
-from .profile_kernels_command import profile_kernels_command
-from .profile_links_command import profile_links_command
-from .replan_command import replan_command
-from .report_command import report_command
-from .schedules_command import schedules_command
-from .schema_command import schema_command
-from .show_command import show_command
-from .simulate_command import simulate_command
-from .solve_command import solve_command
-from .topology_command import topology_command
-from .verify_command import verify_command
+from .field_names import ENTER_ALL
 
+VERBS = {
+    "profile": "Measure a model layer by layer, forward and backward, at several micro-batch sizes.",
+    "profile-links": (
+        "Measure the links between devices, started by torchrun, and write the file for solve --topology."
+    ),
+    "import": (
+        "Make a profile of costs from elsewhere: a PipeDream graph, or a table, CSV or JSON, one row a layer."
+    ),
+    "solve": (
+        "Find the fastest plan for a measured model on N GPUs, and how far it is from the best possible."
+    ),
+    "export": (
+        "Write a plan for a training runtime, in that runtime's own words, and a script that trains by it."
+    ),
+    "import-plan": (
+        "Make a plan of the partition that another tool holds: a balance or parts list, a Megatron "
+        "layout,\n"
+        "torchtitan's module names, a device_map, or what pplan export wrote."
+    ),
+    "replan": (
+        "Plan again without the devices that are gone: a fast plan that moves the fewest bytes of weights."
+    ),
+    "show": "Show a profile, a plan or an answer of degrees in tables.",
+    "explain": (
+        "Explain a plan: what limits its step, what comes second, how far it holds, what changes would bring."
+    ),
+    "check": (
+        "Run a plan for a few steps, in processes of this machine or torchrun's, and measure what was "
+        "predicted."
+    ),
+    "compare": "Compare plans side by side: step, samples/s, bubble, memory, devices and gap.",
+    "simulate": (
+        "Simulate a step of a plan, or of given costs, under any schedule: its timeline, and where time goes."
+    ),
+    "report": (
+        "Write a plan as one HTML page to look at and send on: cuts to move, timeline, memory, comparisons."
+    ),
+    "verify": (
+        "Verify a plan: everything in it worked out again, by code that shares nothing with the planner."
+    ),
+    "schedules": (
+        "List the schedules: their bubble, memory and weights, what they need, what runs them, their "
+        "source; or\n"
+        "show one, pplan's or your own."
+    ),
+    "topology": (
+        "Show devices, links and what transfers take, of a machine or a topology file; or list the machines."
+    ),
+    "degrees": (
+        "Find the degrees of tensor, context, expert, pipeline and data parallelism with the shortest step."
+    ),
+    "lint": (
+        "Check a pipeline layout: is it the model's, does it fit the memory, how far is it from the best."
+    ),
+    "profile-kernels": (
+        "Measure the products and attention of a transformer, and write the table for degrees --kernels."
+    ),
+    "doctor": (
+        "Tell versions, devices, links and runtimes of this machine, and what to install for what is missing."
+    ),
+    "schema": "Print the JSON Schema of a kind of file, for editors and other programs.",
+    "config": "Show the defaults of options that pplan.toml, or [tool.pplan] of pyproject.toml, sets here.",
+}
+"""By name, the first paragraph of a verb's docstring: `xyz-links` is `xyz_links_command` of its module."""
 app = typer.Typer(
     name="pplan",
     pretty_exceptions_enable=False,
@@ -40,30 +86,6 @@ app = typer.Typer(
     help="Measures a PyTorch model layer by layer and finds the pipeline plan for your GPUs.",
     epilog="The main job: pplan profile vgg19; pplan solve --gpus 8; pplan export torchgpipe",
 )
-VERBS: dict[str, Command] = {
-    "profile": profile_command,
-    "profile-links": profile_links_command,
-    "import": import_command,
-    "solve": solve_command,
-    "export": export_command,
-    "import-plan": import_plan_command,
-    "replan": replan_command,
-    "show": show_command,
-    "explain": explain_command,
-    "check": check_command,
-    "compare": compare_command,
-    "simulate": simulate_command,
-    "report": report_command,
-    "verify": verify_command,
-    "schedules": schedules_command,
-    "topology": topology_command,
-    "degrees": degrees_command,
-    "lint": lint_command,
-    "profile-kernels": profile_kernels_command,
-    "doctor": doctor_command,
-    "schema": schema_command,
-    "config": config_command,
-}
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "profile": (
         "pplan profile vgg19",
@@ -125,13 +147,38 @@ def help_footer(verb: str) -> str:
     return f"Examples:\n\n{examples}\n\n{_STATUSES.format(more=_MORE.get(verb, ''))}"
 
 
-for verb, command in VERBS.items():
-    # typer takes words in brackets for markup: [tool.pplan] would vanish.
-    summary = escape(inspect.getdoc(command) or "")
-    kind = TakesTrainerArguments if command is import_plan_command else None
-    app.command(verb, cls=kind, help=summary, epilog=help_footer(verb))(
-        with_common_options(with_options(command))
-    )
+class Verb(TyperCommand):
+    """A verb: its `params`, `callback` and `help` are made when one of them is first asked for."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, short_help=_escape(VERBS[name]), epilog=help_footer(name))
+        del self.params, self.callback, self.help
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("params", "callback", "help"):
+            raise AttributeError(name)
+        from .option_parameters import make_command
+
+        command = make_command(str(self.name))
+        self.params, self.callback, self.help = command.params, command.callback, _escape(command.help or "")
+        return getattr(self, name)
+
+
+class TakesTrainerArguments(Verb):
+    """A verb whose argument may be the arguments of a trainer, in one word: `"--degree 4 --bf16"`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words. A space before a trainer's arguments keeps them from being taken for an option."""
+        return super().parse_args(ctx, [f" {word}" if re.match(_TRAINER, word) else word for word in args])
+
+
+_TRAINER = r"--[\w.-]+\s|--[\w.-]*(?:layout|module_fqns_per_model_part)="
+"""An option with its value in one word. pplan has no option with such a name."""
+
+
+def _escape(text: str) -> str:
+    """Text without markup: typer would print no word in brackets."""
+    return text.replace("[", r"\[")
 
 
 @dataclass
@@ -143,9 +190,13 @@ class Session:
 
 def _print_version(version: bool) -> None:
     if version:
-        from ..api.provenance import installed
+        from importlib.metadata import PackageNotFoundError
+        from importlib.metadata import version as installed
 
-        print(f"pplan {installed('pplan') or '(not installed)'}")
+        try:
+            print(f"pplan {installed('pplan')}")
+        except PackageNotFoundError:
+            print("pplan (not installed)")
         raise typer.Exit
 
 
@@ -167,4 +218,16 @@ def options_before_the_verb(
 
 
 root: Any = typer.main.get_command(app)
-"""The command made of all the above, once: typer would read every verb's parameters again at each call."""
+"""The command made of all the above."""
+root.commands |= {
+    verb: TakesTrainerArguments(verb) if verb == "import-plan" else Verb(verb) for verb in VERBS
+}
+
+
+def enter_all_fields() -> None:
+    """Have the options of all verbs made, which enters their fields in `FIELDS`."""
+    for verb in root.commands.values():
+        verb.params  # noqa: B018  made by being asked for
+
+
+ENTER_ALL.append(enter_all_fields)

@@ -9,11 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import typer
-
 import pplan
 from pplan.cli.schema_command import DOCUMENTS, document_schema
-from pplan.cli.verbs import EXAMPLES, app
+from pplan.cli.verbs import EXAMPLES, root
 
 ROOT = Path(__file__).resolve().parent.parent
 OF_THE_ROOT = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
@@ -57,7 +55,6 @@ def _link(match: re.Match[str], at_root: bool) -> str:
 def _commands() -> Iterator[str]:
     """Every verb with its options, examples and exit statuses, as its help says them."""
     yield "# Commands\n\nMade from the code; `pplan VERB --help` prints the same.\n"
-    root: Any = typer.main.get_command(app)
     for verb, command in root.commands.items():
         yield f"## pplan {verb}\n\n{_sentence(command.help or '')}\n"
         yield "```sh\n" + "\n".join(EXAMPLES[verb]) + "\n```\n"

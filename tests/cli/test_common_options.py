@@ -43,6 +43,12 @@ def test_verbose_tells_versions_and_time(run: Run) -> None:
     assert last.startswith("Took ")
 
 
+def test_the_list_of_verbs_says_what_their_docstrings_say() -> None:
+    for verb, summary in VERBS.items():
+        docstring = root.commands[verb].help
+        assert summary == docstring.replace("\\[", "[").split("\n\n")[0]
+
+
 @pytest.mark.slow
 def test_every_verb_has_examples_that_parse_and_its_statuses(run: Run) -> None:
     assert set(EXAMPLES) == set(VERBS)

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import typer.main
 
 from pplan.cli.field_names import FIELDS, as_options
-from pplan.cli.verbs import app
+from pplan.cli.verbs import enter_all_fields, root
 
 
 @pytest.mark.parametrize(
@@ -58,7 +57,8 @@ def test_fields_become_options(message: str, printed: str) -> None:
 
 def test_every_option_that_may_be_printed_is_one() -> None:
     """A word that is no field of an option stays as it is."""
-    names = set(_options(typer.main.get_command(app)))
+    enter_all_fields()
+    names = set(_options(root))
     written = {own if name not in NEGATED else own.replace("--", "--no-", 1) for name, own in FIELDS.items()}
     assert written <= names
     assert "--seconds-of" in names
