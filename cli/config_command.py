@@ -21,7 +21,6 @@ from typing import Annotated, Any
 import typer
 
 from ..cost_models.errors import FileError
-from ..cost_models.text_files import parse_toml, read_text
 
 NOT_FROM_A_FILE = {"input_like", "loss", "model", "output", "force", "script", "csv", "trace", "svg", "json"}
 """Names of options and, of --json, what no file may ask for."""
@@ -49,6 +48,8 @@ def read_defaults() -> Defaults:
 
 def _table(path: Path) -> Any:
     """What the file says of pplan; None where it says nothing. Raises FileError."""
+    from ..cost_models.text_files import parse_toml, read_text  # where there is a file
+
     try:
         content = parse_toml(read_text(path, "defaults"))
     except (FileError, ValueError) as error:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ..api.options import ExplainOptions
 from ..cost_models.errors import UsageError
+from ..planner.explanation.explain_options import ExplainOptions
 from .field_names import FIELDS, typed_text
 from .output import PlanFile, ProfileFile
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..api.options import ProfileImportOptions
+from ..profiler.importing.import_options import ProfileImportOptions
 from .output import AsJson, Force, Output
 from .streams import console
 

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..api.options import MachineOptions, PartitionOptions, PlanOptions, TrainingKeywords
+from ..api.options import PartitionOptions
+from ..cost_models.machines.machine_options import MachineOptions
+from ..planner.plan_options import PlanOptions, TrainingKeywords
 from .option_parameters import Only
 from .output import AsJson, Force, Output
 from .streams import console

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..api.options import ProfileOptions, TensorParallelOptions, TransformerSizes
+from ..profiler.profile_options import ProfileOptions, TensorParallelOptions, TransformerSizes
 from .output import AsJson, Force, Output
 from .streams import PACE, console, is_interactive, printable, remark
 

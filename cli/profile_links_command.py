@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..api.options import LinkOptions
 from ..cost_models.number_format import percent
 from ..cost_models.quantities import format_bytes, format_rate, format_seconds
+from ..profiler.profile_options import LinkOptions
 from .output import Force
 from .streams import console, remark, result
 

@@ -7,8 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ..api.options import CostOptions, MachineOptions, Overrides
+from ..api.stage_costs import CostOptions
 from ..cost_models.errors import FileError, UsageError
+from ..cost_models.machines.machine_options import MachineOptions
+from ..planner.overrides import Overrides
 from .field_names import FIELDS, typed_text
 from .option_parameters import Without
 from .output import ProfileFile

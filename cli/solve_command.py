@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..api.options import FrontierOptions, MachineOptions, ObjectiveOptions, PlanOptions, SweepOptions
+from ..api.options import FrontierOptions, SweepOptions
+from ..cost_models.machines.machine_options import MachineOptions
+from ..planner.objectives.objective import ObjectiveOptions
+from ..planner.plan_options import PlanOptions
 from .field_names import FIELDS, typed_text
 from .output import AsJson, Force, Output
 from .streams import console, waiting
@@ -68,7 +71,6 @@ def solve_command(
     from ..profiler.profile_file import Profile
     from .field_names import command_line
     from .output import choose_input, choose_target, file_stem
-    from .sweep_command import run_sweep
 
     _check_owners(
         ("--frontier", frontier, ["points"]),
@@ -90,6 +92,8 @@ def solve_command(
         keywords |= {"profile_file": path.name, "profile_sha256": sha256(content)}
         about["profile.file"] = path.name
     if grid.sweep:
+        from .sweep_command import run_sweep
+
         run_sweep(grid, sweep_options, profile, keywords, force=force, as_json=as_json)
         return
     name = f"{file_stem(profile.model)}.plan.json"
@@ -159,7 +163,7 @@ def _frontier_target(plan: Target) -> Target:
 
 
 def _frontier(profile: Profile, options: FrontierOptions, keywords: Mapping[str, Any]) -> Frontier:
-    from ..api.solve import frontier
+    from ..api.frontier import frontier
 
     problem_options = {name: value for name, value in keywords.items() if name not in ("objective", "price")}
     return frontier(profile, **vars(options), **problem_options)

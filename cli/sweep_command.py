@@ -43,7 +43,7 @@ def run_sweep(
 
     What the grid has replaces what is given. Raises UsageError, FileError, MachineError.
     """
-    from ..api.solve import sweep
+    from ..api.sweep import sweep
 
     if grid.csv is not None:
         Target(grid.csv, force).check()

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..api.options import MachineOptions, ObjectiveOptions, PlanOptions
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
+from ..cost_models.machines.machine_options import MachineOptions
 from ..cost_models.option_fields import Option, Options, list_declarations, option
 from ..cost_models.option_readers import read_whole_number
+from ..planner.objectives.objective import ObjectiveOptions
+from ..planner.plan_options import PlanOptions
 from .option_parameters import option_flag
 
 _PANEL = "Many problems"

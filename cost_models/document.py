@@ -91,7 +91,9 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_all_finite)]
 class Record(BaseModel):
     """A frozen part of a document. Keys it does not know may stand beside its own."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, populate_by_name=True)
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", allow_inf_nan=False, populate_by_name=True, defer_build=True
+    )
 
 
 class MadeBy(Record):

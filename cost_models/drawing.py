@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
-from xml.sax.saxutils import escape
 
 from .quantities import format_bytes, format_seconds
 from .text_files import write_whole
@@ -179,4 +179,5 @@ def _text(x: float, y: float, words: str, style: str = "") -> str:
 
 def _escape(words: str) -> str:
     """Without characters that XML does not have: a name in a file may hold any."""
-    return escape("".join(character if character.isprintable() else "\ufffd" for character in words))
+    printable = "".join(character if character.isprintable() else "\ufffd" for character in words)
+    return escape(printable, quote=False)

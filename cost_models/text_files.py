@@ -14,7 +14,6 @@ import os
 import re
 import stat
 import tempfile
-import tomllib
 import unicodedata
 from collections.abc import Mapping
 from contextlib import suppress
@@ -224,6 +223,8 @@ def _is_shell_pipe(path: Path, mode: int) -> bool:
 
 def parse_toml(text: str) -> dict[str, Any]:
     """The keys of a TOML text. Raises ValueError: no TOML, nested too deep, a number that is too long."""
+    import tomllib  # most commands read none
+
     try:
         return tomllib.loads(text)
     except RecursionError:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .api.degrees import degrees
     from .api.explain import compare, data_parallel, explain
     from .api.export import export
+    from .api.frontier import frontier
     from .api.html_report import report
     from .api.import_plan import import_plan
     from .api.lint import lint
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
     from .api.replan import replan
     from .api.schedule_comparison import compare_schedules, schedules
     from .api.simulate import simulate, simulate_costs
-    from .api.solve import frontier, solve, sweep
+    from .api.solve import solve
+    from .api.sweep import sweep
     from .api.verify import verify
     from .cost_models.schedules.registration import register_schedule
     from .planner.plan_file import Plan
@@ -68,7 +70,9 @@ _ROOMS = {
     "api.replan": "replan",
     "api.schedule_comparison": "compare_schedules schedules",
     "api.simulate": "simulate simulate_costs",
-    "api.solve": "frontier solve sweep",
+    "api.frontier": "frontier",
+    "api.solve": "solve",
+    "api.sweep": "sweep",
     "api.verify": "verify",
     "cost_models.schedules.registration": "register_schedule",
     "planner.plan_file": "Plan",

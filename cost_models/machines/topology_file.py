@@ -55,7 +55,7 @@ PerLevel = Annotated[list[str], Field(min_length=1, max_length=2)]
 class _StrictKeys(BaseModel):
     """What may stand in a table of the file."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, defer_build=True)
 
 
 class _DeviceKeys(_StrictKeys):

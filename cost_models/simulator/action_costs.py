@@ -202,5 +202,5 @@ def has_static_link_order(values: ActionCosts) -> bool:
     if values.costs.links is None:
         return True
     on_link = values.link != FREE
-    pairs = np.unique(np.stack([values.link[on_link], values.order.device[on_link]]), axis=1)
-    return len(pairs[0]) == values.links
+    pairs = set(zip(values.link[on_link].tolist(), values.order.device[on_link].tolist(), strict=True))
+    return len(pairs) == values.links

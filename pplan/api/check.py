@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Unpack
 
 from ..cost_models.errors import MachineError, PplanError, UsageError
+from ..cost_models.option_fields import describe_options, options_from
 from ..cost_models.quantities import format_count
 from ..cost_models.runtime import find_runtime
 from ..planner.plan_file import Plan
@@ -19,10 +20,10 @@ from ..runtimes.checking.check_report import PLAN, Check, CheckedCase, CrossVali
 from ..runtimes.checking.job import Case, CheckMeasurements, Corrections, Device, Job, ModelSpec, RuntimeCase
 from ..runtimes.checking.launching import ProgressCallbacks, cores, gpus, run_in_processes
 from .check_cases import EVEN, CheckCase, even_plan, prepare_case
+from .check_options import CheckKeywords, CheckOptions
 from .check_runtimes import TORCH, PlanInputs, check_runtime, for_runtime, serial_note
 from .load import as_plan, check_layers, profile_and_reference
 from .machine import planned_machine
-from .options import CheckKeywords, CheckOptions, describe_options, options_from
 
 WARM_UPS = 2
 LEAST_TIMEOUT = 120.0

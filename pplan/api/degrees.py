@@ -11,10 +11,11 @@ from ..cost_models import arguments
 from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.hardware import UNKNOWN_DEVICE
 from ..cost_models.machines.catalogue import device_context, device_preset
-from ..cost_models.machines.machine_options import MachineOptions
+from ..cost_models.machines.machine_options import MachineKeywords, MachineOptions
 from ..cost_models.machines.rooflines import ROOFLINES, host_bandwidth
 from ..cost_models.machines.topology_options import ProfiledDevice, make_topology
 from ..cost_models.memory import FRAGMENTATION_RESERVE
+from ..cost_models.option_fields import describe_options, options_from
 from ..cost_models.quantities import format_bytes
 from ..cost_models.topology import Topology
 from ..cost_models.transformer.configuration import load_transformer_shape, transformer_shape
@@ -23,14 +24,17 @@ from ..cost_models.transformer.kernel_table_file import load_kernel_table
 from ..cost_models.transformer.rank_costs import DeviceLimits, RankCosts, TopologyLinks
 from ..cost_models.transformer.transformer_shape import TransformerShape
 from ..planner.degrees.degree_baselines import degree_baselines
-from ..planner.degrees.degree_options import DegreeOptions
+from ..planner.degrees.degree_options import DegreeKeywords, DegreeOptions
 from ..planner.degrees.degree_search import DegreeAnswer, search_degrees
 from ..planner.degrees.stage_degree_bound import check_device_parts
 from ..planner.degrees.stage_degree_search import check_blocks, search_stage_degrees
 from .machine import count_gpus
-from .options import DegreesKeywords, describe_options, options_from
 
 _GPUS = ", ".join(name for name, roofline in ROOFLINES.items() if "bfloat16" in roofline.peaks)
+
+
+class DegreesKeywords(MachineKeywords, DegreeKeywords, total=False):
+    """The options of `degrees`, besides the configuration."""
 
 
 @describe_options(DegreesKeywords, DegreeOptions, MachineOptions)

@@ -8,25 +8,32 @@ from typing import Unpack
 
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
+from ..cost_models.machines.machine_options import MachineOptions
+from ..cost_models.option_fields import describe_options, options_from
 from ..planner.explanation.compare import PlanComparison, compare_plans
 from ..planner.explanation.explain_context import make_context
+from ..planner.explanation.explain_options import ExplainKeywords, ExplainOptions
 from ..planner.explanation.explanation import Explanation, explain_plan
 from ..planner.explanation.other_methods import OtherMethod, OtherMethodOptions, list_other_methods
 from ..planner.plan_file import Plan
+from ..planner.plan_options import PlanOptions
 from ..profiler.profile_file import Profile
 from .degree_profiles import one_degree
 from .load import as_plan, check_layers, profile_and_reference
 from .machine import planned_machine
-from .options import (
-    ExplainKeywords,
-    ExplainOptions,
-    MachineOptions,
-    OtherMethodKeywords,
-    PlanOptions,
-    describe_options,
-    options_from,
-)
+from .options import ProblemKeywords
 from .solve import make_problem
+
+
+class OtherMethodKeywords(ProblemKeywords, total=False):
+    """The options of a problem, and the fields of `OtherMethodOptions`."""
+
+    servers: int
+    staleness: int
+    push_every: int
+    fetch_every: int
+    memory_bandwidth: float | None
+    watts: Mapping[str, tuple[float, float]] | str | None
 
 
 @describe_options(ExplainKeywords, ExplainOptions)

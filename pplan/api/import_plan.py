@@ -9,26 +9,22 @@ from typing import Unpack
 
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
+from ..cost_models.machines.machine_options import MachineOptions
+from ..cost_models.option_fields import describe_options, options_from
 from ..cost_models.quantities import format_count
 from ..cost_models.runtime import OFFLOAD, find_runtime
 from ..cost_models.text_files import read_text
 from ..planner.fixed_partition import FixedPartition, plan_partition
 from ..planner.pipeline_config import FIRST_LAYERS
 from ..planner.plan_file import Plan
+from ..planner.plan_options import PlanOptions
 from ..planner.plan_records import ProfileReference
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import list_notes, list_warnings
 from ..runtimes.reading.partition import Partition
 from ..runtimes.reading.read import read_partition, with_virtual_stages
 from .degree_profiles import one_degree
-from .options import (
-    ImportPlanKeywords,
-    MachineOptions,
-    PartitionOptions,
-    PlanOptions,
-    describe_options,
-    options_from,
-)
+from .options import ImportPlanKeywords, PartitionOptions
 from .provenance import made_by
 from .solve import make_problem
 

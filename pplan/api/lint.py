@@ -11,7 +11,7 @@ from typing import Any, Unpack
 from ..cost_models import arguments
 from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.machines.machine_options import MachineOptions
-from ..cost_models.option_fields import list_declarations
+from ..cost_models.option_fields import describe_options, list_declarations, options_from
 from ..cost_models.quantities import format_count
 from ..cost_models.transformer.pipeline_layout import layout_problems, stage_letters
 from ..cost_models.transformer.transformer_shape import TransformerShape
@@ -23,8 +23,7 @@ from ..planner.degrees.layout_estimate import estimate_layout
 from ..runtimes.formats.megatron_export import write_layout
 from ..runtimes.reading.megatron_layout import split_layout
 from .degree_document import configuration_notes
-from .degrees import machine_costs, read_shape
-from .options import DegreesKeywords, describe_options, options_from
+from .degrees import DegreesKeywords, machine_costs, read_shape
 
 EVEN = "even"
 """In the place of a layout: none is given, and Megatron-LM divides the blocks evenly."""

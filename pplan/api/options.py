@@ -2,61 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Required, TypedDict
 
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
-from ..cost_models.machines.machine_options import MachineKeywords, MachineOptions
-from ..cost_models.option_fields import (
-    Option,
-    Options,
-    describe_options,
-    list_declarations,
-    option,
-    options_from,
-    unknown_option,
-)
+from ..cost_models.machines.machine_options import MachineKeywords
+from ..cost_models.option_fields import Options, option
 from ..cost_models.option_readers import read_whole_number
 from ..cost_models.schedules.registration import optional_schedule
-from ..planner.degrees.degree_options import DegreeKeywords
-from ..planner.explanation.explain_options import ExplainKeywords, ExplainOptions
-from ..planner.objectives.objective import ObjectiveKeywords, ObjectiveOptions
-from ..planner.overrides import OverrideKeywords, Overrides
-from ..planner.plan_options import PlanKeywords, PlanOptions, TrainingKeywords
-from ..profiler.importing.import_options import ImportKeywords, ProfileImportOptions
-from ..profiler.profile_options import (
-    LinkOptions,
-    ProfileKeywords,
-    ProfileOptions,
-    TensorParallelKeywords,
-    TensorParallelOptions,
-    TransformerSizes,
-)
-from .check_options import CheckKeywords, CheckOptions
-from .stage_costs import CostKeywords, CostOptions
-
-
-class MeasuringKeywords(ProfileKeywords, TensorParallelKeywords, total=False):
-    """The options of a profile, and of layers that several processes share."""
+from ..planner.objectives.objective import ObjectiveKeywords
+from ..planner.plan_options import PlanKeywords, TrainingKeywords
 
 
 class ProblemKeywords(MachineKeywords, PlanKeywords, total=False):
     """The options of a problem."""
 
     gpus: int | None
-
-
-class OtherMethodKeywords(ProblemKeywords, total=False):
-    """The options of a problem, and the fields of `OtherMethodOptions`."""
-
-    servers: int
-    staleness: int
-    push_every: int
-    fetch_every: int
-    memory_bandwidth: float | None
-    watts: Mapping[str, tuple[float, float]] | str | None
 
 
 class SolveKeywords(ProblemKeywords, ObjectiveKeywords, total=False):
@@ -76,34 +39,6 @@ class SweepKeywords(MachineKeywords, PlanKeywords, ObjectiveKeywords, total=Fals
     gpus: int
     jobs: int | None
     backend: Literal["processes", "dask", "ray"] | str
-
-
-class DegreesKeywords(MachineKeywords, DegreeKeywords, total=False):
-    """The options of `degrees`, besides the configuration."""
-
-
-class SimulateKeywords(MachineKeywords, OverrideKeywords, total=False):
-    """The options of `simulate`: overrides of the plan, and of its machine."""
-
-
-class SimulateCostsKeywords(CostKeywords, total=False):
-    """The options of `simulate_costs`."""
-
-    schedule: Required[str]
-
-
-class CompareSchedulesKeywords(MachineKeywords, total=False):
-    """The options of `simulate`, where a plan is given, else those of `simulate_costs`; no schedule."""
-
-    forward_ms: float | Sequence[float] | None
-    backward_ms: float | Sequence[float] | None
-    weight_ms: float | Sequence[float] | None
-    transfer_ms: float | Sequence[float] | None
-    stages: int | None
-    micro_batches: int | None
-    virtual_stages: int | None
-    replicas: int | None
-    transfers: Literal["overlapped", "blocking", "blocking-receive", "rendezvous"] | str
 
 
 class PartitionKeywords(TypedDict, total=False):
@@ -227,51 +162,3 @@ class SweepOptions(Options):
     jobs: int | None = _number(
         "N", "Of `sweep`: how many run at once; default: one per core.", "Many problems"
     )
-
-
-__all__ = [
-    "CheckKeywords",
-    "CheckOptions",
-    "CompareSchedulesKeywords",
-    "CostOptions",
-    "ExplainKeywords",
-    "ExplainOptions",
-    "FrontierKeywords",
-    "FrontierOptions",
-    "ImportKeywords",
-    "ImportPlanKeywords",
-    "LinkOptions",
-    "MachineKeywords",
-    "MachineOptions",
-    "MeasuringKeywords",
-    "ObjectiveKeywords",
-    "ObjectiveOptions",
-    "Option",
-    "Options",
-    "OtherMethodKeywords",
-    "OverrideKeywords",
-    "Overrides",
-    "PartitionKeywords",
-    "PartitionOptions",
-    "PlanKeywords",
-    "PlanOptions",
-    "ProblemKeywords",
-    "ProfileImportOptions",
-    "ProfileKeywords",
-    "ProfileOptions",
-    "ReplanKeywords",
-    "ReplanOptions",
-    "SimulateCostsKeywords",
-    "SimulateKeywords",
-    "SolveKeywords",
-    "SweepKeywords",
-    "SweepOptions",
-    "TensorParallelKeywords",
-    "TensorParallelOptions",
-    "TrainingKeywords",
-    "TransformerSizes",
-    "describe_options",
-    "list_declarations",
-    "options_from",
-    "unknown_option",
-]

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Unpack
 from ..cost_models import arguments
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import MachineError, UsageError
+from ..cost_models.option_fields import describe_options, options_from
+from ..profiler.importing.import_options import ImportKeywords, ProfileImportOptions
 from ..profiler.importing.importer import import_profile as import_file
 from ..profiler.profile_file import Profile
-from .options import (
-    ImportKeywords,
-    MeasuringKeywords,
-    ProfileImportOptions,
+from ..profiler.profile_options import (
+    ProfileKeywords,
     ProfileOptions,
+    TensorParallelKeywords,
     TensorParallelOptions,
-    describe_options,
-    options_from,
 )
 from .provenance import made_by
 
@@ -31,6 +30,10 @@ if TYPE_CHECKING:
     from ..profiler.user_model.loaded_model import LoadedModel
 
     ExampleInput = torch.Tensor | tuple[object, ...] | list[object] | Mapping[str, object]
+
+
+class MeasuringKeywords(ProfileKeywords, TensorParallelKeywords, total=False):
+    """The options of a profile, and of layers that several processes share."""
 
 
 @describe_options(MeasuringKeywords, ProfileOptions, TensorParallelOptions)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
+from ..cost_models.option_fields import describe_options, options_from
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..planner.device_loss import ReplannedPlan, replan_problem
 from ..planner.explanation.explain_context import make_context
@@ -17,7 +18,7 @@ from ..planner.weight_moves import WeightMove
 from ..profiler.profile_file import Profile
 from .load import as_plan, check_layers, profile_and_reference
 from .machine import planned_machine
-from .options import ReplanKeywords, ReplanOptions, describe_options, options_from
+from .options import ReplanKeywords, ReplanOptions
 from .provenance import made_by
 
 

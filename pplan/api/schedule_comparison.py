@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, Unpack
 
 from ..cost_models.drawing import Bar, Drawing, Panel, draw_bars
 from ..cost_models.errors import UsageError, short_repr
+from ..cost_models.machines.machine_options import MachineKeywords
 from ..cost_models.number_format import compare_steps, html_table, percent
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..cost_models.schedules import SCHEDULES, Schedule
@@ -16,12 +17,25 @@ from ..cost_models.schedules.registration import schedule_word
 from ..planner.plan_file import Plan
 from ..planner.plan_records import TIE
 from ..profiler.profile_file import Profile
-from .options import CompareSchedulesKeywords, SimulateKeywords
-from .simulate import simulate, simulate_costs
+from .simulate import SimulateKeywords, simulate, simulate_costs
 from .simulated_step import SimulatedStep
 from .stage_costs import CostKeywords
 
 Update: TypeAlias = Literal["", "asynchronous", "no barrier"]
+
+
+class CompareSchedulesKeywords(MachineKeywords, total=False):
+    """The options of `simulate`, where a plan is given, else those of `simulate_costs`; no schedule."""
+
+    forward_ms: float | Sequence[float] | None
+    backward_ms: float | Sequence[float] | None
+    weight_ms: float | Sequence[float] | None
+    transfer_ms: float | Sequence[float] | None
+    stages: int | None
+    micro_batches: int | None
+    virtual_stages: int | None
+    replicas: int | None
+    transfers: Literal["overlapped", "blocking", "blocking-receive", "rendezvous"] | str
 
 
 class ScheduleList(dict[str, Schedule]):

@@ -6,15 +6,18 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar, Unpack
+from typing import Required, TypeVar, Unpack
 
 from ..cost_models.errors import UsageError
+from ..cost_models.machines.machine_options import MachineKeywords, MachineOptions
 from ..cost_models.machines.topology_options import check_processor_seconds, make_topology
+from ..cost_models.option_fields import describe_options, options_from
 from ..cost_models.quantities import format_seconds
 from ..cost_models.schedules import Program, find_schedule
 from ..cost_models.timeline import simulate as simulate_program
 from ..cost_models.topology import Topology
 from ..planner.layout import count_devices, read_machine
+from ..planner.overrides import OverrideKeywords, Overrides
 from ..planner.plan_file import Plan
 from ..planner.plan_records import TIE
 from ..planner.plan_simulation import simulate_plan
@@ -22,20 +25,21 @@ from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import profiled_device
 from .load import PlanAndProfile, as_plan, check_layers, profile_and_reference
 from .machine import own_profiles
-from .options import (
-    CostOptions,
-    MachineOptions,
-    Overrides,
-    SimulateCostsKeywords,
-    SimulateKeywords,
-    describe_options,
-    options_from,
-)
 from .simulated_step import SimulatedStep, as_step
 from .simulation import LONG_ENOUGH, Simulation
-from .stage_costs import StageCosts, check_size, check_steady_size
+from .stage_costs import CostKeywords, CostOptions, StageCosts, check_size, check_steady_size
 
 T = TypeVar("T")
+
+
+class SimulateKeywords(MachineKeywords, OverrideKeywords, total=False):
+    """The options of `simulate`: overrides of the plan, and of its machine."""
+
+
+class SimulateCostsKeywords(CostKeywords, total=False):
+    """The options of `simulate_costs`."""
+
+    schedule: Required[str]
 
 
 @describe_options(SimulateKeywords, Overrides, MachineOptions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from xml.sax.saxutils import escape
+from html import escape
 
 from ..cost_models.quantities import format_seconds
 from ..cost_models.simulator.result import Span, Timeline, Transfer
@@ -33,7 +33,7 @@ def _lines(simulation: Simulation) -> Iterator[str]:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" '
         f'width="{WIDTH:g}" height="{height:g}" font-family="sans-serif" font-size="11">'
     )
-    yield f"<title>{escape(simulation.title)}</title>"
+    yield f"<title>{escape(simulation.title, quote=False)}</title>"
     yield f'<rect width="{WIDTH:g}" height="{height:g}" fill="white"/>'
     first, *more = describe_simulation(simulation)
     yield _text(MARGIN, 26, first, "font-size='16' font-weight='bold'")
@@ -68,7 +68,7 @@ def _x(second: float, timeline: Timeline) -> float:
 
 
 def _text(x: float, y: float, words: str, style: str) -> str:
-    return f'<text x="{x:.2f}" y="{y:.2f}" {style}>{escape(words)}</text>'
+    return f'<text x="{x:.2f}" y="{y:.2f}" {style}>{escape(words, quote=False)}</text>'
 
 
 def _action(span: Span, timeline: Timeline) -> str:
@@ -88,7 +88,7 @@ def _action(span: Span, timeline: Timeline) -> str:
     words = ""
     if width >= DIGIT * len(label) + 3:
         words = _text(x + width / 2, y + ROW / 2 + 4, label, "text-anchor='middle'")
-    return f"<g><title>{escape(title)}</title>{box}{words}</g>"
+    return f"<g><title>{escape(title, quote=False)}</title>{box}{words}</g>"
 
 
 def _width(seconds: float, timeline: Timeline) -> float:
@@ -107,7 +107,7 @@ def _transfer(transfer: Transfer, timeline: Timeline) -> str:
     )
     return (
         f'<line x1="{_x(transfer.start, timeline):.2f}" y1="{start:g}" x2="{_x(transfer.end, timeline):.2f}" '
-        f'y2="{end:g}"><title>{escape(title)}</title></line>'
+        f'y2="{end:g}"><title>{escape(title, quote=False)}</title></line>'
     )
 
 

@@ -12,44 +12,36 @@ from typing import Any
 import pytest
 
 import pplan
-from pplan.api import options as declarations
+from pplan.api.check_options import CheckKeywords, CheckOptions
 from pplan.api.options import (
-    CheckKeywords,
-    CheckOptions,
-    ExplainKeywords,
-    ExplainOptions,
     FrontierKeywords,
     FrontierOptions,
-    ImportKeywords,
     ImportPlanKeywords,
-    MachineKeywords,
-    MachineOptions,
-    ObjectiveKeywords,
-    ObjectiveOptions,
-    Options,
-    OverrideKeywords,
-    Overrides,
     PartitionKeywords,
     PartitionOptions,
-    PlanKeywords,
-    PlanOptions,
     ProblemKeywords,
-    ProfileImportOptions,
-    ProfileKeywords,
-    ProfileOptions,
-    SimulateKeywords,
     SolveKeywords,
     SweepKeywords,
     SweepOptions,
-    TensorParallelKeywords,
-    TensorParallelOptions,
-    TrainingKeywords,
-    list_declarations,
 )
+from pplan.api.simulate import SimulateKeywords
 from pplan.api.solve import MODELS
 from pplan.api.stage_costs import CostKeywords
+from pplan.cost_models.machines.machine_options import MachineKeywords, MachineOptions
+from pplan.cost_models.option_fields import Options, list_declarations
+from pplan.planner.explanation.explain_options import ExplainKeywords, ExplainOptions
+from pplan.planner.objectives.objective import ObjectiveKeywords, ObjectiveOptions
+from pplan.planner.overrides import OverrideKeywords, Overrides
 from pplan.planner.plan_file import Plan
+from pplan.planner.plan_options import PlanKeywords, PlanOptions, TrainingKeywords
+from pplan.profiler.importing.import_options import ImportKeywords, ProfileImportOptions
 from pplan.profiler.profile_file import Profile
+from pplan.profiler.profile_options import (
+    ProfileKeywords,
+    ProfileOptions,
+    TensorParallelKeywords,
+    TensorParallelOptions,
+)
 
 FREE = {
     *("profile.model", "profile.example_input", "sequential.example_input", "sequential.model"),
@@ -119,7 +111,9 @@ def test_help_names_every_option_with_its_default() -> None:
                  "profile", "import_profile", "import_plan", "degrees", "lint"):  # fmt: skip
         function = getattr(pplan, name)
         annotation = str(inspect.signature(function).parameters["options"].annotation)
-        keywords = written(getattr(declarations, annotation.removeprefix("Unpack[").removesuffix("]")))
+        keywords = written(
+            inspect.unwrap(function).__globals__[annotation.removeprefix("Unpack[").removesuffix("]")]
+        )
         text = inspect.getdoc(function) or ""
         said = dict(re.findall(r"^    (\w+): (.+)$", text[text.index("\nOptions:\n") :], re.MULTILINE))
         refused = {"by_stage"} if name == "lint" else set[str]()
@@ -149,7 +143,7 @@ def arguments() -> Iterator[tuple[str, str, str]]:
             if f"{name}.{parameter.name}" not in FREE:
                 if parameter.kind is parameter.VAR_KEYWORD:
                     named = str(parameter.annotation).removeprefix("Unpack[").removesuffix("]")
-                    for option, annotation in written(getattr(declarations, named)).items():
+                    for option, annotation in written(inspect.unwrap(function).__globals__[named]).items():
                         yield name, option, annotation
                 else:
                     yield name, parameter.name, str(parameter.annotation)
