@@ -148,7 +148,7 @@ REMOVALS = [
     Removal("all cuts", "proofs of other schedules", ShapeSearch, "exhaust", none),
     Removal("cut descent", "cuts of other schedules", ShapeSearch, "descend", none),
     Removal("near shapes", "shapes of good plans first", joint_search, "MOST_NEAR", 0),
-    Removal("proposals", "first plans of other schedules", joint_search, "propose_other_schedules", nothing),
+    Removal("proposals", "first plans of other schedules", other_schedules, "propose_other_schedules", nothing),
     Removal("proposals", "first plans of other schedules", joint_search, "propose_parts", nothing),
     Removal("pairs", "WPipe", throughput, "paired_searches", nothing),
     Removal("local search", "steps between plans", branch_and_bound, "improve_plans", none),

@@ -323,3 +323,14 @@ def _power_curve(low: Vector, high: Vector, size: float, larger: float, line: Ve
 def list_cut_points(chain: Chain) -> tuple[int, ...]:
     """First layers of the blocks that no cut may part, ascending, with len(chain) at the end."""
     return (0, *(int(i) + 1 for i in np.flatnonzero(chain.cut_after[:-1])), len(chain))
+
+
+def align_profiles(chain: Chain, profiles: Mapping[str, Chain]) -> dict[str, Chain]:
+    """The profiles, with the cuts of the chain."""
+    for name, own in profiles.items():
+        if own.names != chain.names:
+            raise UsageError(
+                f"{name}: has other layers than the plan's profile",
+                "Profile the same model on that kind of device.",
+            )
+    return {name: replace(own, cut_after=chain.cut_after) for name, own in profiles.items()}

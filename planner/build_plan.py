@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ..cost_models.errors import UsageError
-from ..cost_models.layer import Chain
+from ..cost_models.layer import Chain, align_profiles
 from ..cost_models.quantities import format_count, format_rate
 from ..cost_models.runtime import OFFLOAD
 from ..cost_models.topology import Topology
@@ -24,7 +24,6 @@ from .plan_document import (
 from .plan_file import Plan
 from .plan_options import PlanOptions
 from .plan_records import ProfileReference
-from .plan_simulation import align_profiles
 from .plan_stages import list_prediction_limits, optimizer_note
 from .problem import Problem
 from .scoring import assemble

@@ -14,9 +14,6 @@ from math import inf
 from ..cost_models.errors import DefectError
 from .candidate import Proposal, ScoredPlan
 from .coverage import is_searched, to_searched_devices
-from .cut_search.schedule_search import search_schedules
-from .cut_search.shape_search import FAR
-from .other_schedules import propose_other_schedules, propose_parts
 from .pipeline_config import INTERLEAVED, SEARCHED, UNPROPOSED
 from .plan_records import TIE
 from .planners import BASELINES, find_planner
@@ -25,9 +22,7 @@ from .problem import Problem
 from .scoring import fastest
 from .search.branch_and_bound import SearchResult, search
 from .search.budget import WORK_A_SECOND, OutOfTime
-from .synthesis.synthesize import synthesize
 from .unfit import unfit_reason
-from .universal_bound import universal_bound
 
 SEARCH_SHARE = 0.8
 """Share of the time limit's work that the search may do; the rest is for work that is not counted."""
@@ -42,8 +37,6 @@ OUT_OF_TIME = "the time limit was reached before it made a plan"
 NOT_ALLOWED = "the options allow none of its plans"
 PLANNER_SHARE = 0.2
 """Share of the remaining time that the proposals of one planner may take, and then their steps."""
-MOST_NEAR = 4
-"""Plans of other schedules whose shapes are the first that cuts are searched of."""
 SMALL = 1_000
 """Devices times blocks between cuts, up to which a problem is small."""
 
@@ -85,6 +78,8 @@ def find_best_plan(problem: Problem, planners: Sequence[str] = BASELINES) -> Joi
     by_planner = {name: plan_with(find_planner(name), problem) for name in simple}
     result = joint_search(problem, _allowed_plans(problem, by_planner))
     if problem.makes_orders:
+        from .synthesis.synthesize import synthesize  # most problems ask for no order of their own
+
         result = _faster_of(problem, result, synthesize(whole, result.best, result.other_plans))
         if not result.exact:
             plans = _plans_of(whole, _with_one_count(whole, result))
@@ -229,17 +224,16 @@ def joint_search(problem: Problem, seeds: Iterable[ScoredPlan] = ()) -> SearchRe
     result = run_search(problem, seeds)
     earlier = [*seeds, *([] if result.best is None else [result.best])]
     limit, own = min((plan.step_seconds for plan in earlier), default=inf), problem.heuristic_schedules
-    near = [seed for seed in seeds if seed.config.schedule in own]
-    for proposals in (propose_other_schedules(problem, own, result.best), propose_parts(problem, own)):
-        plan = fastest(problem.space, proposals, FAR * limit)
-        near += [] if plan is None else [plan]
-        limit = limit if plan is None else min(limit, plan.step_seconds)
-    near.sort(key=lambda plan: plan.step_seconds)
-    cut = search_schedules(problem, own, limit, near=near[:MOST_NEAR])
-    result = replace(result, other_bound=cut.bound_seconds, other_plans=cut.plans)
+    more = list[ScoredPlan]()
+    if own:
+        from .other_schedules import search_other_schedules  # most problems have no other schedules
+
+        near, cut = search_other_schedules(problem, own, seeds, result.best, limit)
+        more = [*near, *([] if cut.best is None else [cut.best])]
+        result = replace(result, other_bound=cut.bound_seconds, other_plans=cut.plans)
     # Among equals the one of the searched space.
-    best, more = result.best, [*seeds, *near, *([] if cut.best is None else [cut.best])]
-    for plan in sorted(more, key=lambda plan: plan.step_seconds):
+    best = result.best
+    for plan in sorted((*seeds, *more), key=lambda plan: plan.step_seconds):
         if best is None or plan.step_seconds < best.step_seconds * (1 - TIE):
             best = plan
     return with_bound(problem, best, result)
@@ -263,6 +257,8 @@ def with_bound(problem: Problem, best: ScoredPlan | None, result: SearchResult) 
     inside = is_searched(problem, best.proposal) or (name not in SEARCHED and problem.may_run(name))
     bound, universal = result.bound_seconds, result.universal or not inside or not problem.families
     if universal:
+        from .universal_bound import universal_bound  # where the search's bound does not hold
+
         bound = universal_bound(
             problem, [name for name in problem.allowed_schedules if name not in own], step
         )
@@ -287,6 +283,8 @@ def without_plan(problem: Problem, result: SearchResult) -> SearchResult:
     own, universal = problem.heuristic_schedules, result.universal or not problem.families
     bound = result.bound_seconds
     if universal:
+        from .universal_bound import universal_bound
+
         bound = universal_bound(problem, [name for name in problem.allowed_schedules if name not in own])
     if own:
         bound = min(bound, _bound_others(problem, result, inf))
@@ -296,6 +294,8 @@ def without_plan(problem: Problem, result: SearchResult) -> SearchResult:
 def _bound_others(problem: Problem, result: SearchResult, step: float) -> float:
     """On the plans of other schedules than the searched ones; where an order may be made for a plan, on all
     that may be."""
+    from .universal_bound import universal_bound
+
     if result.other_bound is None or problem.makes_orders:
         return universal_bound(problem, problem.heuristic_schedules, step)
     return result.other_bound

@@ -1,8 +1,8 @@
-"""First plans under schedules other than 1F1B and GPipe: shapes of good plans, and balanced parts."""
+"""Plans under schedules other than 1F1B and GPipe: shapes of good plans, balanced parts, and their cuts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -11,9 +11,42 @@ from ..cost_models.schedules import find_schedule
 from .balance import balance
 from .candidate import Proposal, ScoredPlan, linear_pipeline, replicated_pipeline
 from .cut_search.device_choices import DeviceChooser
-from .cut_search.schedule_search import MOST_ACTIONS
+from .cut_search.schedule_search import MOST_ACTIONS, ScheduleResult, search_schedules
+from .cut_search.shape_search import FAR
 from .planners.base import add_counts, replicated_shapes, shared_configs, work_seconds
 from .problem import Problem
+from .scoring import fastest
+
+MOST_NEAR = 4
+"""Plans whose shapes are the first that cuts are searched of."""
+
+
+def search_other_schedules(
+    problem: Problem,
+    schedules: Collection[str],
+    seeds: Sequence[ScoredPlan],
+    best: ScoredPlan | None,
+    limit: float,
+) -> tuple[list[ScoredPlan], ScheduleResult]:
+    """Search plans under some schedules.
+
+    Args:
+        problem: What is asked.
+        schedules: Names of the schedules.
+        seeds: Plans to start from.
+        best: The best plan under 1F1B and GPipe.
+        limit: Seconds that plans of interest are below.
+
+    Returns:
+        The seeds under these schedules and the first plans, the fastest first; and the search of the cuts.
+    """
+    near = [seed for seed in seeds if seed.config.schedule in schedules]
+    for proposals in (propose_other_schedules(problem, schedules, best), propose_parts(problem, schedules)):
+        plan = fastest(problem.space, proposals, FAR * limit)
+        near += [] if plan is None else [plan]
+        limit = limit if plan is None else min(limit, plan.step_seconds)
+    near.sort(key=lambda plan: plan.step_seconds)
+    return near, search_schedules(problem, schedules, limit, near=near[:MOST_NEAR])
 
 
 def propose_other_schedules(

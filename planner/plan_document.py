@@ -19,7 +19,6 @@ from .plan_options import PlanOptions
 from .plan_records import BUFFER_WARNING, TIE, DefaultMiniBatch, Prediction, ProfileReference
 from .plan_stages import bubble, optimizer_step, plan_recompute, plan_stages, shared_weights
 from .problem import Problem
-from .robust.resampling import estimate_interval
 from .scoring import assemble, write_order
 from .search.branch_and_bound import SearchResult
 from .search.space import divide_batch
@@ -82,7 +81,11 @@ def _prediction(problem: Problem, best: ScoredPlan, result: SearchResult) -> Pre
     sizes = {divide_batch(best.config.micro_batch_size, count) for count in best.proposal.replicas}
     off = [problem.chain.uncertainty_at(size) for size in sizes]
     shares = [share for share in off if share is not None]
-    interval = estimate_interval(problem.space, best)
+    interval = None
+    if problem.space.has_spread:
+        from .robust.resampling import estimate_interval  # most profiles have no spread
+
+        interval = estimate_interval(problem.space, best)
     assembly = assemble(problem.space, best.proposal, best.recompute)
     update = optimizer_step(assembly, best.config.micro_batches)
     return Prediction(

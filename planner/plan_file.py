@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from warnings import warn
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -18,7 +18,6 @@ from ..cost_models.document import (
     MiniBatch,
     ZeroStage,
 )
-from ..cost_models.drawing import CostRow, Drawing, draw_costs
 from ..cost_models.errors import UsageError
 from ..cost_models.number_format import html_table, ranges
 from ..cost_models.option_fields import list_declarations
@@ -42,6 +41,9 @@ from .plan_records import (
     ScheduleName,
     SharedWeight,
 )
+
+if TYPE_CHECKING:
+    from ..cost_models.drawing import Drawing
 
 
 def _read_options(value: Any) -> Any:
@@ -188,6 +190,8 @@ class Plan(Document):
 
     def plot(self) -> Drawing:
         """The seconds of every stage, and the memory of one device of it against its limit, as a drawing."""
+        from ..cost_models.drawing import CostRow, draw_costs  # most commands draw nothing
+
         rows = [
             CostRow(
                 f"stage {number}: {format_count(stage.layers, 'layer')}, {_devices(stage)}",

@@ -9,8 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from ..cost_models.device_memory import micro_batch_bytes, round_ledger
-from ..cost_models.errors import UsageError
-from ..cost_models.layer import Chain, list_cut_points
+from ..cost_models.layer import Chain, align_profiles, list_cut_points
 from ..cost_models.quantities import format_bytes, format_count
 from ..cost_models.runtime import find_runtime
 from ..cost_models.schedules import Schedule
@@ -109,17 +108,6 @@ def simulate_plan(
             *describe_lack(memory),
         ),
     )
-
-
-def align_profiles(chain: Chain, profiles: Mapping[str, Chain]) -> dict[str, Chain]:
-    """The profiles, with the cuts of the chain."""
-    for name, own in profiles.items():
-        if own.names != chain.names:
-            raise UsageError(
-                f"{name}: has other layers than the plan's profile",
-                "Profile the same model on that kind of device.",
-            )
-    return {name: replace(own, cut_after=chain.cut_after) for name, own in profiles.items()}
 
 
 def describe_lack(memory: Sequence[DeviceMemory]) -> Iterator[str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from ..cost_models.document import Bytes, DeviceCount, Dimension, Document, JsonObject, MadeBy, Samples, Seed
-from ..cost_models.drawing import CostRow, Drawing, draw_costs
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.number_format import either, html_table
@@ -32,6 +31,9 @@ from .profile_records import (
     describe_scales,
     scales_to_whole,
 )
+
+if TYPE_CHECKING:
+    from ..cost_models.drawing import CostRow, Drawing
 
 _OF_THE_LOSS = (
     *("forward_seconds", "backward_seconds", "forward_host_seconds", "backward_host_seconds"),
@@ -108,10 +110,14 @@ class Profile(Document):
 
     def plot(self) -> Drawing:
         """The seconds of every layer at the largest micro-batch size, and its parameters, as a drawing."""
+        from ..cost_models.drawing import draw_costs  # most commands draw nothing
+
         times = f"Seconds at micro-batch size {self.micro_batch_sizes[-1]}"
         return draw_costs(repr(self)[1:-1], times, "Parameters", self._cost_rows())
 
     def _cost_rows(self) -> list[CostRow]:
+        from ..cost_models.drawing import CostRow
+
         return [
             CostRow(layer.name, cost.forward_seconds, cost.backward_seconds, layer.parameter_bytes)
             for layer, cost in ((layer, layer.costs[-1]) for layer in self.layers)

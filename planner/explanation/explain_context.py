@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ...cost_models.errors import UsageError
-from ...cost_models.layer import Chain
+from ...cost_models.layer import Chain, align_profiles
 from ...cost_models.memory import Recompute
 from ...cost_models.schedules import find_schedule
 from ...cost_models.simulator.result import Timeline
@@ -19,7 +19,6 @@ from ..overrides import Overrides
 from ..pipeline_config import UNPROPOSED, Mode, PipelineConfig
 from ..plan_file import Plan
 from ..plan_options import PlanOptions
-from ..plan_simulation import align_profiles
 from ..problem import Problem
 from ..scoring import assemble, fastest
 

@@ -1,8 +1,12 @@
-"""From a problem and an objective to a plan file."""
+"""From a problem and an objective to a plan file.
+
+What serves one objective alone is imported where that is asked for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ...cost_models.errors import UsageError
 from ...cost_models.quantities import format_count, format_seconds
@@ -19,16 +23,15 @@ from ..plan_file import Plan
 from ..plan_records import Aim, ProfileReference
 from ..plan_stages import list_prediction_limits
 from ..problem import Problem
-from ..robust.choice import RobustPlan, check_known, most_robust
-from ..robust.resampling import DEVICE_SAMPLES, DrawnSteps
 from ..scoring import assemble
 from ..search.branch_and_bound import SearchResult
 from ..smallest_plan import nothing_fits
-from .least_cost import least_cost
-from .least_memory import least_memory
 from .objective import COST, MEMORY, STEP_TIME, THROUGHPUT, Objective
 from .objective_result import ObjectiveResult
-from .throughput import asynchronous_names, asynchronous_refusal, throughput
+
+if TYPE_CHECKING:
+    from ..robust.choice import RobustPlan
+    from ..robust.resampling import DrawnSteps
 
 
 def _additional_space(objective: Objective, problem: Problem) -> str:
@@ -38,6 +41,8 @@ def _additional_space(objective: Objective, problem: Problem) -> str:
         return "; each on the first so many devices, or on those of one kind"
     if objective.name != THROUGHPUT:
         return ""
+    from .throughput import asynchronous_names
+
     order = f", {words}" if (words := describe_order(problem)) else ""
     names = asynchronous_names(problem)
     lines = [name for name in names if name != WPIPE]
@@ -60,10 +65,16 @@ def optimize(objective: Objective, problem: Problem) -> ObjectiveResult:
                 f"recompute={mode!r} with objective={THROUGHPUT!r}: it is searched of 1f1b and gpipe",
                 "Omit one of the two.",
             )
+        from .throughput import throughput
+
         return throughput(problem)
     if objective.name == MEMORY:
+        from .least_memory import least_memory
+
         return least_memory(problem, objective.slack)
     if objective.name == COST:
+        from .least_cost import least_cost
+
         return least_cost(problem, objective.prices)
     return step_time(problem)
 
@@ -139,8 +150,10 @@ def _build_plan(
             return fastest_plan
     own = objective_plan_without_comparison(problem, best, outcome.result, model=model, profile=profile)
     besides = _additional_space(objective, problem)
-    if objective.name == THROUGHPUT and not asynchronous_refusal(problem):
-        own = _extend_coverage(own, besides)
+    if objective.name == THROUGHPUT:
+        from .throughput import asynchronous_refusal
+
+        own = own if asynchronous_refusal(problem) else _extend_coverage(own, besides)
     texts = [*warnings, *list_machine_warnings(problem), *list_search_warnings(problem, exact=exact)]
     if fastest_plan is not None:
         texts = fastest_plan.warnings
@@ -181,10 +194,14 @@ def step_time(problem: Problem) -> ObjectiveResult:
 
     Raises UsageError where nothing varies.
     """
-    if problem.options.robust:
-        check_known(problem)
+    if not problem.options.robust:
+        answer = find_plan(problem)
+        return ObjectiveResult(answer.result, answer)
+    from ..robust.choice import check_known, most_robust
+
+    check_known(problem)
     answer = find_plan(problem)
-    if not problem.options.robust or answer.best is None:
+    if answer.best is None:
         return ObjectiveResult(answer.result, answer)
     robust = most_robust(problem, answer)
     note = _note(problem, robust, answer.best.step_seconds)
@@ -194,6 +211,8 @@ def step_time(problem: Problem) -> ObjectiveResult:
 
 
 def _robust_aim(problem: Problem, robust: RobustPlan) -> Aim:
+    from ..robust.resampling import DEVICE_SAMPLES
+
     slow = problem.options.slow_devices
     return Aim(
         name="robust" if slow is None else "slow-devices",

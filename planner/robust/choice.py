@@ -24,7 +24,7 @@ from ..scoring import fastest
 from ..search.branch_and_bound import is_large, search
 from ..search.budget import WORK_A_SECOND
 from ..search.family import Family
-from .resampling import DEVICE_SAMPLES, DrawnSteps, Draws, StepSampler, has_spread, make_draws
+from .resampling import DEVICE_SAMPLES, DrawnSteps, Draws, StepSampler, make_draws
 
 NEAR = 0.2
 """Share by which the step of a plan that is compared may be longer than the fastest one's."""
@@ -49,7 +49,7 @@ class RobustPlan:
 
 def check_known(problem: Problem) -> None:
     """Raises UsageError where nothing varies: the profile has no spread, and no device is slow."""
-    if problem.options.slow_devices is None and not has_spread(problem.space):
+    if problem.options.slow_devices is None and not problem.space.has_spread:
         raise UsageError(
             "`robust`: the profile has no spread of the layers' seconds (it is an estimate or an import)",
             "Measure it on the machine itself (pplan profile MODEL), give `slow_devices`, or omit `robust`.",

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost_models.communication import exposed_all_reduces
-from ...cost_models.layer import Chain, LayerCosts
+from ...cost_models.layer import LayerCosts
 from ...cost_models.schedules import StageSlot
 from ...cost_models.simulator.costs import Array, Costs
 from ...cost_models.timeline import runs_side_by_side, step_seconds
@@ -101,16 +101,6 @@ ENTRIES = 20_000_000
 """Actions times draws that are simulated side by side."""
 
 
-def has_spread(space: Space) -> bool:
-    """Whether the spread of the layers is known on every kind of device."""
-    return all(chain.spread is not None for chain in _chains(space))
-
-
-def _chains(space: Space) -> list[Chain]:
-    kinds = space.topology.kinds
-    return [space.chain if kind.profile is None else space.profiles[kind.profile] for kind in kinds]
-
-
 class StepSampler:
     """The plans of a space under the same draws. Launches of the host and transfers take what they take."""
 
@@ -121,7 +111,7 @@ class StepSampler:
     def step_seconds(self, plan: ScoredPlan) -> Floats:
         """(samples,): the simulated step of each draw."""
         assembly = assemble(self.space, plan.proposal, plan.recompute)
-        if self.draws.slow is None or any(own.spread is not None for own in _chains(self.space)):
+        if self.draws.slow is None or any(own.spread is not None for own in self.space.kind_chains):
             return self.steps(assembly)
         # Nothing but devices varies: draws in which the same stages are slow are alike.
         slow = [own for device in range(len(assembly.ranks)) for own in self._slowdowns(assembly, device)]
@@ -262,7 +252,7 @@ class Interval:
 
 def estimate_interval(space: Space, plan: ScoredPlan, draws: Draws | None = None) -> Interval | None:
     """Of the plan's step; None where the profile has no spread of the layers' seconds."""
-    if not has_spread(space):
+    if not space.has_spread:
         return None
     draws = draws or make_draws(len(space.chain))
     if plan.config.schedule in ASYNCHRONOUS:

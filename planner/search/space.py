@@ -93,6 +93,17 @@ class Space:
             self._tables[name, size] = StageTable.of(chain, size, past_largest=past_largest)
         return self._tables[name, size]
 
+    @property
+    def kind_chains(self) -> list[Chain]:
+        """The layers as measured for each kind of device."""
+        kinds = self.topology.kinds
+        return [self.chain if kind.profile is None else self.profiles[kind.profile] for kind in kinds]
+
+    @property
+    def has_spread(self) -> bool:
+        """Whether the spread of the layers' seconds is known on every kind of device."""
+        return all(chain.spread is not None for chain in self.kind_chains)
+
     @cached_property
     def buckets(self) -> Buckets:
         """The gradient buckets of all stages."""

@@ -21,7 +21,6 @@ from ..planner.plan_file import Plan
 from ..planner.plan_options import PlanOptions
 from ..planner.plan_records import Alternative, DegreeResult, ProfileReference
 from ..planner.problem import Problem
-from ..planner.shared_layers import DegreeProblem, solve_degrees
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import list_notes, list_warnings, profiled_device
 from .degree_profiles import Profiles, allowed_degrees, measured_degrees
@@ -114,6 +113,8 @@ def _solve_degrees(
 ) -> Plan:
     """The fastest plan of all numbers of devices that may share the layers. Raises UsageError where none
     divides the machine, or where something else than the shortest step is asked for."""
+    from ..planner.shared_layers import DegreeProblem, solve_degrees  # most profiles are of one degree
+
     if objective.aim.name != STEP_TIME or options.robust:
         what = f"`{options.robust_field}`" if options.robust else f"objective={objective.aim.name!r}"
         raise UsageError(

@@ -13,16 +13,16 @@ import pytest
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
-from pplan.planner import joint_search
+from pplan.planner import joint_search, other_schedules
 from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.cut_search.shape_search import FAR
 from pplan.planner.joint_search import (
     FOR_KNOWN,
-    MOST_NEAR,
     _propose,
     _with_time_for_orders,
     find_best_plan,
 )
+from pplan.planner.other_schedules import MOST_NEAR
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_records import TIE
 from pplan.planner.problem import Problem
@@ -54,10 +54,10 @@ class Searches:
         self.answers, self.asked = answers, dict[str, Any]()
         self.result: Any = None
         monkeypatch.setattr(joint_search, "run_search", self.run)
-        monkeypatch.setattr(joint_search, "propose_other_schedules", lambda *own: ("shapes", own))
-        monkeypatch.setattr(joint_search, "propose_parts", lambda *own: ("parts", own))
-        monkeypatch.setattr(joint_search, "fastest", self.fastest)
-        monkeypatch.setattr(joint_search, "search_schedules", self.cut)
+        monkeypatch.setattr(other_schedules, "propose_other_schedules", lambda *own: ("shapes", own))
+        monkeypatch.setattr(other_schedules, "propose_parts", lambda *own: ("parts", own))
+        monkeypatch.setattr(other_schedules, "fastest", self.fastest)
+        monkeypatch.setattr(other_schedules, "search_schedules", self.cut)
         monkeypatch.setattr(joint_search, "with_bound", lambda _, best, result: (best, result))
 
     def plan(self, name: str, schedule: str) -> ScoredPlan | None:
@@ -165,7 +165,8 @@ def test_an_order_is_made_of_the_best_plan(make_problem: MakeProblem, monkeypatc
     monkeypatch.setattr(joint_search, "joint_search", lambda *_, **__: answer)
     monkeypatch.setattr(joint_search, "with_bound", lambda _, best, result: replace(result, best=best))
     monkeypatch.setattr(
-        joint_search, "synthesize", lambda *given: noted(asked, given, [plan(9.0), plan(3.0)])
+        "pplan.planner.synthesis.synthesize.synthesize",
+        lambda *given: noted(asked, given, [plan(9.0), plan(3.0)]),
     )
     assert find_best_plan(problem, []).best == plan(3.0)
     assert asked == [(problem, plan(4.0), (plan(8.0),))]

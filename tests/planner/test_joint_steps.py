@@ -40,6 +40,8 @@ MakeTopology = Callable[..., Topology]
 MakeProblem = Callable[..., Problem]
 Patch = pytest.MonkeyPatch
 
+UNIVERSAL = "pplan.planner.universal_bound.universal_bound"
+
 
 def plan(
     seconds: float, schedule: str = "1f1b", devices: Sequence[Sequence[int]] = ((0,), (1,))
@@ -220,7 +222,7 @@ class TestWithBound:
         monkeypatch: Patch,
     ) -> None:
         monkeypatch.setattr(joint_search, "is_searched", lambda *_: searched)
-        monkeypatch.setattr(joint_search, "universal_bound", lambda *own: 1.5 if own[2] == 2.0 else 0.0)
+        monkeypatch.setattr(UNIVERSAL, lambda *own: 1.5 if own[2] == 2.0 else 0.0)
         own = with_bound(make_problem(), plan(2.0), result(plan(3.0), bound, 0.7, universal=universal))
         assert (own.bound_seconds, own.exact, own.universal) == expected
         assert own.root_bound_seconds == 0.7
@@ -251,7 +253,7 @@ class TestWithBound:
             return 1.2
 
         monkeypatch.setattr(joint_search, "is_searched", lambda *_: True)
-        monkeypatch.setattr(joint_search, "universal_bound", universal)
+        monkeypatch.setattr(UNIVERSAL, universal)
         problem = make_problem(schedule="zb-h1")
         own = with_bound(problem, plan(2.0, "zb-h1"), result(None, inf, 1.0))
         assert (own.bound_seconds, own.universal) == (1.2, True)
@@ -267,7 +269,7 @@ class TestWithBound:
 
     def test_nothing_fits(self, make_problem: MakeProblem, monkeypatch: Patch) -> None:
         """The bound of all plans that were allowed: proven where it is infinite."""
-        monkeypatch.setattr(joint_search, "universal_bound", lambda _, names, *__: 1.2 if names else inf)
+        monkeypatch.setattr(UNIVERSAL, lambda _, names, *__: 1.2 if names else inf)
         own = without_plan(make_problem(), result(None, inf))
         assert (own.best, own.bound_seconds, own.exact, own.universal) == (None, inf, True, False)
         own = without_plan(make_problem(), result(plan(1.0), 1.0, universal=True))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...cost_models.document import MadeBy
 from ...cost_models.errors import PplanError, UsageError
 from ...cost_models.hardware import UNKNOWN_DEVICE
-from ...cost_models.layer import Chain
+from ...cost_models.layer import Chain, align_profiles
 from ...cost_models.quantities import format_count
 from ...cost_models.schedules import SCHEDULES
 from ...cost_models.timeline import simulate
@@ -20,7 +20,6 @@ from ...planner.overrides import Overrides
 from ...planner.plan_file import Plan
 from ...planner.plan_records import ProfileReference
 from ...planner.plan_simulation import (
-    align_profiles,
     assemble_layout,
     describe_lack,
     device_memory,

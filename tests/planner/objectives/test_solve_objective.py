@@ -67,7 +67,11 @@ def test_who_is_asked(
     name: str, asked: tuple[Any, ...], small_problem: MakeProblem, monkeypatch: Patch
 ) -> None:
     for function in ("step_time", "throughput", "least_memory", "least_cost"):
-        monkeypatch.setattr(solving, function, lambda _, *more, function=function: (function, *more))
+        module = "solve_objective" if function == "step_time" else function
+        monkeypatch.setattr(
+            f"pplan.planner.objectives.{module}.{function}",
+            lambda _, *more, function=function: (function, *more),
+        )
     own: Any = SimpleNamespace(name=name, slack=0.25, prices={"toy": 1.0})
 
     def answer(**options: Any) -> Any:
@@ -95,11 +99,13 @@ def test_what_an_objective_searches_besides(small_problem: MakeProblem, monkeypa
         == "; each on the first so many devices, or on those of one kind"
     )
     own.name = "throughput"
-    monkeypatch.setattr(solving, "asynchronous_names", lambda _: ["a", "b", "c"])
+    monkeypatch.setattr("pplan.planner.objectives.throughput.asynchronous_names", lambda _: ["a", "b", "c"])
     order = ", consecutive devices in rank order"
     assert _additional_space(own, small_problem()) == f"; and a, b and c of two stages or more{order}"
     assert _additional_space(own, small_problem(1)) == "; and a, b and c of two stages or more"
-    monkeypatch.setattr(solving, "asynchronous_names", lambda _: ["a", "b", "wpipe"])
+    monkeypatch.setattr(
+        "pplan.planner.objectives.throughput.asynchronous_names", lambda _: ["a", "b", "wpipe"]
+    )
     pairs = "wpipe on the first devices of these orders, with as many replicas of every stage"
     text = f"; and a and b of two stages or more{order}, and {pairs}"
     assert _additional_space(own, small_problem()) == text
@@ -181,9 +187,9 @@ def test_plans_that_suit_draws_of_the_seconds(small_problem: MakeProblem, monkey
     """The fastest, without asking for another; else what was chosen, with what holds for it."""
     checked, answer = list[bool](), SimpleNamespace(best=plan(), result="result")
     robust = SimpleNamespace(plan=plan(3.0))
-    monkeypatch.setattr(solving, "check_known", lambda _: checked.append(True))
+    monkeypatch.setattr("pplan.planner.robust.choice.check_known", lambda _: checked.append(True))
     monkeypatch.setattr(solving, "find_plan", lambda _: answer)
-    monkeypatch.setattr(solving, "most_robust", lambda *_: robust)
+    monkeypatch.setattr("pplan.planner.robust.choice.most_robust", lambda *_: robust)
     monkeypatch.setattr(solving, "with_bound", lambda _, best, result: (best, result))
     monkeypatch.setattr(solving, "_note", lambda _, own, fastest: f"{own.plan.step_seconds} {fastest}")
     monkeypatch.setattr(solving, "_robust_aim", lambda *_: "aim")

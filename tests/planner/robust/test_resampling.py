@@ -27,7 +27,6 @@ from pplan.planner.robust.resampling import (
     SAMPLES,
     Draws,
     StepSampler,
-    has_spread,
     make_draws,
     steady_steps,
 )
@@ -182,8 +181,8 @@ def test_seconds_of_few_tables_are_kept(
 
 def test_known_where_every_kind_of_device_tells_it(make_problem: MakeProblem) -> None:
     problem = make_problem(0, 4, 2)
-    assert has_spread(problem.space)
-    assert not has_spread(replace(problem, chain=replace(problem.chain, spread=None)).space)
+    assert problem.space.has_spread
+    assert not replace(problem, chain=replace(problem.chain, spread=None)).space.has_spread
 
 
 def test_a_kind_of_device_with_a_profile_of_its_own(
@@ -204,9 +203,9 @@ def test_a_kind_of_device_with_a_profile_of_its_own(
         alone = fastest(replace(as_drawn(both, draws, number), profiles=own).space, [proposal])
         assert alone is not None
         assert step == pytest.approx(alone.step_seconds, rel=1e-9)
-    assert has_spread(both.space)
+    assert both.space.has_spread
     unknown = replace(other.chain, spread=None)
-    assert not has_spread(replace(both, profiles={"other.json": unknown}).space)
+    assert not replace(both, profiles={"other.json": unknown}).space.has_spread
 
 
 MANY = 40_000

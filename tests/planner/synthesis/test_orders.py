@@ -23,7 +23,6 @@ from pplan.cost_models.simulator.costs import Costs
 from pplan.cost_models.stage_bytes import StageBytes
 from pplan.cost_models.timeline import simulate, step_seconds
 from pplan.cost_models.topology import Topology
-from pplan.planner import joint_search
 from pplan.planner.candidate import ScoredPlan, linear_pipeline, replicated_pipeline
 from pplan.planner.joint_search import find_best_plan
 from pplan.planner.pipeline_config import PipelineConfig
@@ -457,7 +456,7 @@ def test_known_schedules_leave_time_for_orders(
         left.append(own.budget.seconds_left)
         return []
 
-    monkeypatch.setattr(joint_search, "synthesize", note_time)
+    monkeypatch.setattr("pplan.planner.synthesis.synthesize.synthesize", note_time)
     assert find_best_plan(problem).best is not None
     assert left[0] > 0.1
     assert budget.was_interrupted
