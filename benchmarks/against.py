@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -111,8 +112,10 @@ def solve(python: str, problem: Problem, folder: Path) -> Answer:
         "plan.json",
         "--force",
     ]
+    # As an installation has it: with compiled bytecode.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     used = children_seconds()
-    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
     seconds = children_seconds() - used
     if ran.returncode == NO_PLAN:
         return Answer(seconds, inf, True)

@@ -80,7 +80,7 @@ def all_to_all_seconds(topology: Topology, devices: Iterable[int], bytes: Amount
     Levels work side by side; devices that share a port share its bandwidth. No part can be combined with
     another, so unlike an all-gather nothing is saved between nodes.
     """
-    ranks = np.unique(np.array(list(devices), dtype=np.int64))
+    ranks = np.array(sorted(set(devices)), dtype=np.int64)
     levels = [
         _pass(level.link, load / len(ranks), bytes, steps)
         for level, (load, steps) in zip(topology.levels, _peers(topology, ranks), strict=True)
@@ -105,7 +105,7 @@ def all_reduce_loads(topology: Topology, devices: Iterable[int]) -> dict[tuple[i
     Where k members of a group take part, the sum of their parts has to leave and to enter each of them:
     2 (k - 1) / k of the bytes (Patarasuk and Yuan 2009, theorem 1), over all ports that its devices have.
     """
-    ranks = np.unique(np.array(list(devices), dtype=np.int64))
+    ranks = np.array(sorted(set(devices)), dtype=np.int64)
     loads: dict[tuple[int, int], float] = {}
     for index, level in enumerate(topology.levels):
         groups, members = topology.places_in(index, ranks)

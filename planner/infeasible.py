@@ -16,7 +16,6 @@ from ..cost_models.number_format import either
 from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.quantities import format_bytes
 from ..cost_models.runtime import OFFLOAD
-from .failed_checks import find_failed_check
 from .joint_search import BEST, JointSearchResult, find_best_plan, plan_with, with_bound
 from .plan_options import PlanOptions
 from .planners import find_planner
@@ -78,6 +77,8 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
         The error with the failed check, or the tightest stage of the plan that needs the least memory.
         `details` holds the stage, its ledger, the limit and `would_fit`, the changes.
     """
+    from .failed_checks import find_failed_check  # most problems have a plan
+
     limit = list_limits(problem)[0]
     if (error := find_failed_check(problem)) is not None:
         free = _without(problem, _narrowing(problem.options))

@@ -25,7 +25,6 @@ from ..cost_models.precision import DtypeName, PrecisionName, TrainingPrecision,
 from ..cost_models.quantities import MOST_DEVICES, format_bytes, format_count, format_seconds
 from ..cost_models.schedules import PUBLISHED
 from ..cost_models.schedules.registration import SUFFIX, register_order
-from ..cost_models.schedules.schedule_text import read_schedule
 from .plan_options import PlanOptions
 from .plan_records import (
     Aim,
@@ -267,6 +266,8 @@ def _register_order(content: dict[str, Any]) -> None:
         return  # the fields' own checks say it
     if not isinstance(stages, list) or not all(isinstance(line, str) for line in lines):
         return
+    from ..cost_models.schedules.schedule_text import read_schedule  # most plans have a published schedule
+
     try:
         text = read_schedule("\n".join(lines))
         if text.name != content.get("schedule"):

@@ -28,7 +28,6 @@ from ..cost_models.quantities import format_bytes
 from ..cost_models.runtime import OFFLOAD
 from ..cost_models.schedules import find_schedule
 from .candidate import Proposal, replicated_pipeline
-from .other_schedules import propose_other_schedules, propose_parts
 from .pipeline_config import FIRST_LAYERS, SEARCHED, PipelineConfig
 from .problem import FEW, Problem
 from .scoring import assemble, possible
@@ -188,6 +187,8 @@ def enough_bytes(problem: Problem, smallest: SmallestPlan | None) -> float:
     """
     if smallest is not None and smallest.is_counted:
         return smallest.memory_bytes
+    from .other_schedules import propose_other_schedules, propose_parts  # where the plan is not counted
+
     least = inf if smallest is None else fullest_bytes(problem.space, smallest.proposal)
     problem, names = replace(problem, budget=SearchBudget(seconds=SECONDS)), problem.heuristic_schedules
     for proposal in (*propose_parts(problem, names), *propose_other_schedules(problem, names, None)):

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import arguments
 from ..errors import FileError, UsageError, short_repr
 from ..text_files import read_text
 from . import PROGRAMS, PUBLISHED, SCHEDULES, Program, Schedule
-from .schedule_text import ScheduleText, read_schedule
-from .text_reader import HELP, ScheduleTextError
+
+if TYPE_CHECKING:
+    from .schedule_text import ScheduleText
 
 WORDS = ("auto", "any", "synthesized")
 """That stand for a choice of schedules."""
@@ -35,6 +36,9 @@ def register_schedule(schedule: Schedule | ScheduleText | str) -> Schedule:
     Another of the same name is replaced. Raises UsageError for the name of a published schedule, and for a
     text that is none.
     """
+    from .schedule_text import ScheduleText, read_schedule  # most commands read none
+    from .text_reader import HELP
+
     if not isinstance(schedule, str | ScheduleText | Schedule):
         raise UsageError(
             f"schedule={short_repr(schedule)}: is not a text of a schedule", f"Give its lines. {HELP}"
@@ -93,6 +97,8 @@ def read_schedule_file(path: Path) -> str:
 
     Raises FileError for a file that cannot be read, UsageError, with the line, for what is no schedule.
     """
+    from .text_reader import HELP, ScheduleTextError
+
     if path.is_file() and path.stat().st_size > LARGEST:
         raise FileError(f"{path}: has more than {LARGEST} bytes", HELP)
     try:

@@ -150,7 +150,7 @@ def _links(order: Order, costs: Costs, cut: Indices, occupancy: Array) -> Indice
     sends = order.sends
     link[sends] = costs.links[order.device[sends], order.device[order.target[sends]]]
     occupied = np.any(occupancy.reshape(len(occupancy), -1), axis=1)[cut]
-    used = np.unique(link[occupied & (link >= 0)])
+    used = np.flatnonzero(np.bincount(link[occupied & (link >= 0)]))
     numbers = np.searchsorted(used, link)
     matches = np.append(used, FREE)[numbers] == link
     return np.where(matches & (link >= 0), numbers, FREE)

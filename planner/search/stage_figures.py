@@ -242,8 +242,8 @@ def _group_sizes(own: Sequence[tuple[int, int]], most: int) -> list[Sequence[tup
         return [[each] for each in own]
     single = most // 2
     ends = np.geomspace(single, len(own), most - single + 1).round().astype(int)
-    bounds = np.unique([*range(single), *ends])
-    return [own[start:end] for start, end in pairwise(bounds.tolist())]
+    bounds = sorted({*range(single), *ends.tolist()})
+    return [own[start:end] for start, end in pairwise(bounds)]
 
 
 def _as_fast(kind: Device, kinds: Sequence[Device], numbers: Sequence[int]) -> int:

@@ -261,7 +261,7 @@ class Subproblem:
 def _launches(choices: StageChoices, plans: PartialPlans, starts: Indices) -> dict[str, Floats]:
     """Host seconds of the stages of whole plans, by the names of `Pipelines`."""
     forward, plain, repeat = (np.zeros(plans.ends.shape) for _ in range(3))
-    for number in np.unique(plans.groups).tolist():
+    for number in sorted(set(plans.groups.flat)):
         table, own = choices.groups[number].costs.table, plans.groups == number
         forward[own] = table.forward_launch[starts[own], plans.ends[own]]
         plain[own] = table.backward_launch[starts[own], plans.ends[own]]

@@ -16,7 +16,6 @@ from ..cost_models.machines.topology_options import (
     named_topology,
 )
 from ..cost_models.topology import Topology
-from ..planner.overrides import Overrides
 from ..planner.plan_file import Plan
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import profiled_device
@@ -57,6 +56,7 @@ def planned_machine(plan: Plan, profile: Profile, folder: Path) -> tuple[Topolog
     Raises FileError.
     """
     from ..planner.layout import count_devices, read_machine  # of a plan alone
+    from ..planner.overrides import Overrides
 
     topology = make_topology(
         gpus=count_devices(plan, Overrides()),
