@@ -27,7 +27,7 @@ from large_cases import Row, solve_apart, solve_case
 from problems import CASES
 
 from pplan.cost_models.errors import InfeasibleError
-from pplan.planner import joint_search, problem, universal_bound
+from pplan.planner import joint_search, other_schedules, problem, universal_bound
 from pplan.planner.build_plan import build_problem
 from pplan.planner.cut_search.schedule_search import _ScheduleSearch
 from pplan.planner.cut_search.shape_search import ShapeSearch
@@ -147,9 +147,9 @@ REMOVALS = [
     Removal("parts that fit", "shapes of other schedules", _ScheduleSearch, "_may_fit", always),
     Removal("all cuts", "proofs of other schedules", ShapeSearch, "exhaust", none),
     Removal("cut descent", "cuts of other schedules", ShapeSearch, "descend", none),
-    Removal("near shapes", "shapes of good plans first", joint_search, "MOST_NEAR", 0),
+    Removal("near shapes", "shapes of good plans first", other_schedules, "MOST_NEAR", 0),
     Removal("proposals", "first plans of other schedules", other_schedules, "propose_other_schedules", nothing),
-    Removal("proposals", "first plans of other schedules", joint_search, "propose_parts", nothing),
+    Removal("proposals", "first plans of other schedules", other_schedules, "propose_parts", nothing),
     Removal("pairs", "WPipe", throughput, "paired_searches", nothing),
     Removal("local search", "steps between plans", branch_and_bound, "improve_plans", none),
     Removal("equal pipelines", "deep pipelines", branch_and_bound, "score_equal", none),
