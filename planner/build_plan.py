@@ -13,8 +13,8 @@ from ..cost_models.topology import Topology
 from .alternatives import find_alternatives, larger_micro_batches, score_baselines
 from .assembly import Assembly
 from .candidate import ScoredPlan
-from .infeasible import find_plan, no_plan_fits
-from .joint_search import JointSearchResult
+from .infeasible import no_plan_fits
+from .joint_search import JointSearchResult, find_best_plan
 from .plan_document import (
     list_buffer_warnings,
     list_machine_warnings,
@@ -47,7 +47,7 @@ def solve_problem(
     name in the topology. Raises UsageError for options that cannot be, InfeasibleError where nothing fits.
     """
     problem = build_problem(chain, topology, options, profile, profiles or {}).with_time_limit()
-    answer = find_plan(problem)
+    answer = find_best_plan(problem)
     if answer.best is None:
         raise no_plan_fits(problem)
     return build_plan(problem, answer, model=model, profile=profile, notes=notes, warnings=warnings)

@@ -1,13 +1,14 @@
 """Problems without a plan: the check that failed, the tightest stage, and the changes that make a plan fit.
 
-Memory answers first, by `smallest_plan`. No search runs for a problem that it rules out, nor for a change.
+Memory answers, by `smallest_plan`. No search runs, and every change that is named was tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from math import ceil, inf
 from typing import Any
 
@@ -16,22 +17,19 @@ from ..cost_models.number_format import either
 from ..cost_models.optimizers import OPTIMIZERS
 from ..cost_models.quantities import format_bytes
 from ..cost_models.runtime import OFFLOAD
-from .joint_search import BEST, JointSearchResult, find_best_plan, plan_with, with_bound
+from .joint_search import BEST, plan_with
 from .plan_options import PlanOptions
 from .planners import find_planner
 from .problem import Problem
-from .scoring import fastest
-from .search.branch_and_bound import SearchResult
+from .scoring import possible
+from .search.budget import SearchBudget
 from .smallest_plan import (
     SmallestPlan,
-    enough_bytes,
     fewest_devices,
     find_smallest_plan,
-    fits,
+    fullest_bytes,
     least_in_parts,
-    list_limits,
     nothing_fits,
-    room,
 )
 from .unfit import UNFIT
 
@@ -45,26 +43,9 @@ _NARROWING = (
     *("schedule", "recompute", "planner"),
 )
 """Options that leave plans out."""
+MOST_COUNTED = 6
+"""Plans whose bytes are counted by action."""
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
-
-
-def find_plan(problem: Problem) -> JointSearchResult:
-    """Search the best plan, unless memory rules every plan out.
-
-    Args:
-        problem: The problem, whose time limit is running.
-
-    Returns:
-        The answer of the search. If the search finds no plan, the plan that needs the least memory.
-    """
-    if nothing_fits(problem):
-        return JointSearchResult(SearchResult(None, inf, inf, exact=True), {})
-    answer = find_best_plan(problem)
-    if answer.best is not None or problem.options.planner != BEST:
-        return answer
-    smallest = find_smallest_plan(problem)
-    plan = None if smallest is None else fastest(problem.space, [smallest.proposal])
-    return replace(answer, result=with_bound(problem, plan, answer.result)) if plan else answer
 
 
 def no_plan_fits(problem: Problem) -> InfeasibleError:
@@ -79,48 +60,44 @@ def no_plan_fits(problem: Problem) -> InfeasibleError:
     """
     from .failed_checks import find_failed_check  # most problems have a plan
 
-    limit = list_limits(problem)[0]
+    limits = sorted({problem.space.kinds_limit([kind]) for kind in problem.topology.kinds})
     if (error := find_failed_check(problem)) is not None:
-        free = _without(problem, _narrowing(problem.options))
-        also = TOO_SMALL if limit < inf and not _fits_with(problem, free) else ""
-        return InfeasibleError(error.what, f"{error.hint}{also}")
+        is_small = limits[0] < inf and not _fits(problem, _without(problem, _narrowing(problem.options)))
+        return InfeasibleError(error.what, f"{error.hint}{TOO_SMALL if is_small else ''}")
     if problem.options.planner != BEST and (error := _no_plan_of_planner(problem)) is not None:
         return error
-    smallest = find_smallest_plan(problem)
-    if limit == inf or (smallest is None and least_in_parts(problem) == inf):
+    smallest, in_parts = find_smallest_plan(problem), least_in_parts(problem)
+    if limits[0] == inf or (smallest is None and in_parts == inf):
         return InfeasibleError("the options allow no plan, whatever the memory", _leave_out(problem))
     proven = nothing_fits(problem)
-    what = (
-        f"no plan{_of_schedules(problem)} {'fits' if proven else 'was found that fits'} into {room(problem)}"
-    )
+    sizes = [format_bytes(limit) for limit in limits if limit < inf]
+    schedule = problem.options.schedule
+    under = f" under {schedule}" if schedule == problem.schedules[0] else ""
+    room = " to ".join(dict.fromkeys((sizes[0], sizes[-1])))
+    what = f"no plan{under} {'fits' if proven else 'was found that fits'} into {room} a device"
     details: dict[str, Any] = {}
-    if smallest is not None and smallest.memory_bytes > limit:
-        tightest, details = _describe_tightest(problem, smallest, "needs at least" if proven else "needs")
-        what = f"{what}: {tightest}"
+    if smallest is not None and smallest.memory_bytes > limits[0]:
+        details = _tightest_stage(problem, smallest, int(limits[0]))
+        one = "with one stage a device, " if in_parts < inf else ""
+        end = " on the smallest" if len(limits) > 1 else ""
+        what = f"{what}: {one}{_tightest_words(smallest, details, proven=proven)}{end}"
     elif proven:
-        what = f"{what}: some device needs at least {format_bytes(least_in_parts(problem))}"
+        what = f"{what}: some device needs at least {format_bytes(in_parts)}"
     changes = list(_changes(problem, smallest))
     hint = f"What would fit: {'; or '.join(changes)}." if changes else _leave_out(problem)
     return InfeasibleError(what, hint, details | {"would_fit": changes})
 
 
-def _of_schedules(problem: Problem) -> str:
-    """Name the schedules, if the user did."""
-    is_named = problem.options.schedule == problem.schedules[0]
-    return f" under {problem.options.schedule}" if is_named else ""
-
-
-def _describe_tightest(problem: Problem, smallest: SmallestPlan, needs: str) -> tuple[str, dict[str, Any]]:
-    """Describe the tightest stage of the plan that needs the least memory, in words and as JSON holds it."""
-    stage, config, limits = smallest.tightest, smallest.config, list_limits(problem)
+def _tightest_stage(problem: Problem, smallest: SmallestPlan, limit: int) -> dict[str, Any]:
+    """Describe the tightest stage of the plan that needs the least memory, as JSON holds it."""
+    stage = smallest.stages[smallest.number]
     first, end = smallest.proposal.bounds[smallest.number]
-    names, limit = problem.chain.names[first:end], int(limits[0])
-    details = {
+    return {
         "stage": {
             "number": smallest.number,
             "stages": len(smallest.stages),
-            "first_layer": names[0],
-            "last_layer": names[-1],
+            "first_layer": problem.chain.names[first],
+            "last_layer": problem.chain.names[end - 1],
             "replicas": stage.replicas,
             "memory_bytes": stage.memory_bytes,
         },
@@ -128,26 +105,30 @@ def _describe_tightest(problem: Problem, smallest: SmallestPlan, needs: str) -> 
         "limit_bytes": limit,
         "missing_bytes": stage.memory_bytes - limit,
     }
-    terms = ", ".join(
-        f"{name.replace('_', ' ')} {format_bytes(amount)}" for name, amount in stage.ledger.items() if amount
+
+
+def _tightest_words(smallest: SmallestPlan, details: dict[str, Any], *, proven: bool) -> str:
+    """Describe that stage in words."""
+    config, stage = smallest.proposal.config, details["stage"]
+    recompute = smallest.stages[smallest.number].recompute.replace("_", " ")
+    terms = (
+        f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in details["ledger"].items() if size
     )
-    what = (
-        f"{'with one stage a device, ' if least_in_parts(problem) < inf else ''}"
-        f"stage {smallest.number} of {len(smallest.stages)} ({names[0]} to {names[-1]}"
-        f"{f', {stage.replicas} replicas' if stage.replicas > 1 else ''}; "
-        f"{config.micro_batches} x {config.micro_batch_size}, {config.schedule}, "
-        f"recompute {stage.recompute.replace('_', ' ')}) {needs} {format_bytes(stage.memory_bytes)} "
-        f"({terms}); {format_bytes(stage.memory_bytes - limit)} are missing"
-        f"{' on the smallest' if len(limits) > 1 else ''}"
+    replicas = f", {stage['replicas']} replicas" if stage["replicas"] > 1 else ""
+    return (
+        f"stage {stage['number']} of {stage['stages']} ({stage['first_layer']} to {stage['last_layer']}"
+        f"{replicas}; {config.micro_batches} x {config.micro_batch_size}, {config.schedule}, "
+        f"recompute {recompute}) "
+        f"{'needs at least' if proven else 'needs'} {format_bytes(stage['memory_bytes'])} "
+        f"({', '.join(terms)}); {format_bytes(details['missing_bytes'])} are missing"
     )
-    return what, details
 
 
 def _no_plan_of_planner(problem: Problem) -> InfeasibleError | None:
     """Make the error of a named planner; None if memory is too small for any plan of any planner."""
     name = problem.options.planner
     why = str(plan_with(find_planner(name), problem))
-    others = _fits_with(problem, replace(problem.options, planner=BEST))
+    others = _fits(problem, replace(problem.options, planner=BEST))
     if not others and why.startswith(UNFIT):
         return None
     hint = "Omit `planner`: other plans fit." if others else f"Omit `planner`.{TOO_SMALL}"
@@ -157,29 +138,49 @@ def _no_plan_of_planner(problem: Problem) -> InfeasibleError | None:
 def _changes(problem: Problem, smallest: SmallestPlan | None) -> Iterator[str]:
     """List single changes with which a plan fits, the cheapest for the user first."""
     options = problem.options
-    free = replace(options, mini_batch=problem.mini_batch, micro_batches=None)
+    free: dict[str, Any] = {"mini_batch": problem.mini_batch, "micro_batches": None}
     runs: dict[str, dict[str, Any]] = {
         "recompute='auto'": {"recompute": "auto"},
-        "micro_batches='auto'": {"micro_batches": None, "mini_batch": problem.mini_batch},
+        "micro_batches='auto'": free,
         "schedule='auto'": {"schedule": "auto"},
         f"recompute={OFFLOAD!r}": {"recompute": OFFLOAD},
     }
-    fitting = [words for words, changed in runs.items() if _changed_fits(problem, **changed)]
-    yield from fitting
-    if not fitting and _fits_with(problem, replace(free, schedule="auto", recompute="auto")):
-        yield "micro_batches='auto' schedule='auto' recompute='auto'"
-    size = {name: own.bytes_per_parameter(problem.precision.bytes) for name, own in OPTIMIZERS.items()}
-    for name in sorted(size, key=lambda name: -size[name]):
-        if size[name] < size[options.optimizer] and _changed_fits(problem, optimizer=name):
-            yield f"optimizer={name!r}"
-    zero = next((own for own in range(options.zero + 1, 4) if _changed_fits(problem, zero=own)), None)
-    if zero is not None:
-        yield f"zero={zero}"
+    together = "micro_batches='auto' schedule='auto' recompute='auto'"
+    every = {together: {**free, "schedule": "auto", "recompute": "auto"}}
+    sizes = {name: own.bytes_per_parameter(problem.precision.bytes) for name, own in OPTIMIZERS.items()}
+    smaller = [
+        name
+        for name in sorted(sizes, key=lambda name: -sizes[name])
+        if sizes[name] < sizes[options.optimizer]
+    ]
+    shards: dict[str, dict[str, Any]] = {
+        f"zero={stage}": {"zero": stage} for stage in range(options.zero + 1, 4)
+    }
+    fitting = _fitting(problem, runs)
+    yield from fitting or _fitting(problem, every)
+    yield from _fitting(problem, {f"optimizer={name!r}": {"optimizer": name} for name in smaller})
+    yield from islice(_fitting(problem, shards), 1)
+    # Without a requested global batch it would grow with the GPUs, and with it what a stage holds.
     if (gpus := _more_gpus(problem)) is not None:
-        # Without a requested global batch it would grow with the GPUs, and with it what a stage holds.
         yield f"gpus={gpus * problem.sharers} mini_batch={problem.mini_batch}"
-    if (enough := enough_bytes(problem, smallest)) < inf:
+    if (enough := _enough_bytes(problem, smallest)) < inf:
         yield f"memory={_memory_text(enough)!r} a device"
+
+
+def _fitting(problem: Problem, changes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """List the changes of options with which a plan fits."""
+    for words, changed in changes.items():
+        with suppress(UsageError):
+            if _fits(problem, replace(problem.options, **changed)):
+                yield words
+
+
+def _fits(problem: Problem, options: PlanOptions) -> bool:
+    """Return whether a plan is known that fits into the smallest device under other options."""
+    with suppress(UsageError):
+        changed = replace(problem, options=options)
+        return options != problem.options and fewest_devices(changed) <= changed.usable_gpus
+    return False
 
 
 def _more_gpus(problem: Problem) -> int | None:
@@ -190,16 +191,31 @@ def _more_gpus(problem: Problem) -> int | None:
         most = min(most, len(problem.chain))  # more have no stage, and are refused
     if len(topology.kinds) > 1 or most <= problem.gpus:
         return None
-
-    def with_gpus(number: int) -> Problem:
-        options = replace(problem.options, mini_batch=problem.mini_batch)
-        return replace(problem, topology=topology.with_gpus(number), options=options)
-
+    options = replace(problem.options, mini_batch=problem.mini_batch)
     with suppress(UsageError):
-        fewest = fewest_devices(with_gpus(most))
-        if problem.gpus < fewest <= most and fits(with_gpus(int(fewest))):
-            return int(fewest)
+        fewest, number = float(most), 0
+        while number != fewest < inf:  # with fewer devices other micro-batches may be possible
+            number = int(fewest)
+            fewest = fewest_devices(replace(problem, topology=topology.with_gpus(number), options=options))
+        return number if problem.gpus < number == fewest else None
     return None
+
+
+def _enough_bytes(problem: Problem, smallest: SmallestPlan | None) -> float:
+    """Return bytes a device with which a plan fits; inf if none is known.
+
+    Plans of schedules that `find_smallest_plan` does not count, and plans with parts of equal bytes, are
+    counted by action.
+    """
+    if smallest is not None and smallest.is_counted:
+        return smallest.memory_bytes
+    from .other_schedules import propose_parts  # where the plan is not counted
+
+    problem = replace(problem, budget=SearchBudget())  # they are few, and the time may be over
+    proposals = islice(propose_parts(problem, problem.heuristic_schedules, by_memory=True), MOST_COUNTED)
+    first = [] if smallest is None else [smallest.proposal]
+    plans = (proposal for proposal in (*first, *proposals) if possible(problem.space, proposal))
+    return min((fullest_bytes(problem.space, plan) for plan in plans), default=inf)
 
 
 def _memory_text(size: float) -> str:
@@ -224,27 +240,9 @@ def _without(problem: Problem, fields: Iterable[str]) -> PlanOptions:
 def _leave_out(problem: Problem) -> str:
     """Say which of the given options to omit: each that is enough alone, else all of them."""
     fields = _narrowing(problem.options)
-    enough = [f"`{field}`" for field in fields if _fits_with(problem, _without(problem, [field]))]
+    enough = [f"`{field}`" for field in fields if _fits(problem, _without(problem, [field]))]
     if enough:
         return f"Omit {either(enough)}."
-    if fields and _fits_with(problem, _without(problem, fields)):
+    if fields and _fits(problem, _without(problem, fields)):
         return f"Omit all of {', '.join(f'`{field}`' for field in fields)}: none alone is enough."
     return NO_HELP
-
-
-def _changed_fits(problem: Problem, **changed: Any) -> bool:
-    """Return whether a plan fits with other values of some options."""
-    try:
-        return _fits_with(problem, replace(problem.options, **changed))
-    except UsageError:
-        return False
-
-
-def _fits_with(problem: Problem, options: PlanOptions) -> bool:
-    """Return whether a plan fits under other options."""
-    if options == problem.options:
-        return False
-    try:
-        return fits(replace(problem, options=options))
-    except UsageError:
-        return False

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from ..cost_models.errors import DefectError
-from .candidate import Proposal, ScoredPlan
+from .candidate import Proposal, ScoredPlan, tell_best
 from .coverage import is_searched, to_searched_devices
 from .pipeline_config import INTERLEAVED, SEARCHED, UNPROPOSED
 from .plan_records import TIE
@@ -22,7 +22,8 @@ from .problem import Problem
 from .scoring import fastest
 from .search.branch_and_bound import SearchResult, search
 from .search.budget import WORK_A_SECOND, OutOfTime
-from .unfit import unfit_reason
+from .smallest_plan import fitting_plans, nothing_fits
+from .unfit import UNFIT, unfit_reason
 
 SEARCH_SHARE = 0.8
 """Share of the time limit's work that the search may do; the rest is for work that is not counted."""
@@ -63,10 +64,15 @@ def find_best_plan(problem: Problem, planners: Sequence[str] = BASELINES) -> Joi
         planners: Known planners to compare with: no plan that they propose in time under an allowed schedule
             is faster.
 
+    Returns:
+        The answer. No search runs where memory rules every plan out.
+
     Raises:
         UsageError: The planner is unknown.
     """
     planner = problem.options.planner
+    if nothing_fits(problem):
+        return JointSearchResult(SearchResult(None, inf, inf, exact=True), dict.fromkeys(planners, UNFIT))
     if planner != BEST:
         plan = plan_with(find_planner(planner), problem)
         own = {planner: plan}
@@ -76,7 +82,12 @@ def find_best_plan(problem: Problem, planners: Sequence[str] = BASELINES) -> Joi
     # Among interleaved pipelines a known planner's is the simple one.
     simple = (*BASELINES, INTERLEAVED) if INTERLEAVED in problem.schedules else BASELINES
     by_planner = {name: plan_with(find_planner(name), problem) for name in simple}
-    result = joint_search(problem, _allowed_plans(problem, by_planner))
+    seeds = _allowed_plans(problem, by_planner)
+    if not seeds and (smallest := fastest(problem.space, filter(problem.allows, fitting_plans(problem)))):
+        seeds = [smallest]
+    for plan in seeds:
+        tell_best(plan)
+    result = joint_search(problem, seeds)
     if problem.makes_orders:
         from .synthesis.synthesize import synthesize  # most problems ask for no order of their own
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ..cost_models.errors import UsageError
+from ..cost_models.optimizers import find_optimizer
 from ..cost_models.schedules import find_schedule
 from .balance import balance
 from .candidate import Proposal, ScoredPlan, linear_pipeline, replicated_pipeline
@@ -16,6 +17,8 @@ from .cut_search.shape_search import FAR
 from .planners.base import add_counts, replicated_shapes, shared_configs, work_seconds
 from .problem import Problem
 from .scoring import fastest
+from .search.space import Space
+from .stage_table import Floats
 
 MOST_NEAR = 4
 """Plans whose shapes are the first that cuts are searched of."""
@@ -69,20 +72,34 @@ def propose_other_schedules(
         yield from filter(problem.allows, (replace(shape, config=config) for shape in shapes))
 
 
-def propose_parts(problem: Problem, schedules: Iterable[str]) -> Iterator[Proposal]:
+def propose_parts(
+    problem: Problem, schedules: Iterable[str], *, by_memory: bool = False
+) -> Iterator[Proposal]:
     """Propose balanced pipelines of schedules with several parts of the layers on each device.
 
     Each part is on one device, or on as many replicas as make all devices. Programs that are too long are
     left out.
+
+    Args:
+        problem: What is asked.
+        schedules: Their names.
+        by_memory: Balance bytes instead of seconds, with the most stages, or replicas on all devices. The
+            smallest micro-batches come first.
     """
     names, chooser, space = set(schedules), DeviceChooser(problem), problem.space
-    single = [(stages, 1) for stages in problem.stage_counts]
-    for config in problem.configs:
+    shapes = [*((stages, 1) for stages in problem.stage_counts), *replicated_shapes(problem)]
+    configs = problem.configs
+    if by_memory:
+        parts = min((find_schedule(name).default_virtual_stages for name in names), default=1)
+        most = min(problem.stage_counts[-1], space.chain.max_stages // parts)
+        shapes = [(most, 1), *replicated_shapes(problem)]
+        configs = sorted(configs, key=lambda config: config.micro_batch_size)
+    for config in configs:
         schedule = find_schedule(config.schedule)
         parts = schedule.default_virtual_stages
         if config.schedule not in names or parts == 1 or config.virtual_stages > 1:
             continue
-        for stages, replicas in (*single, *replicated_shapes(problem)):
+        for stages, replicas in shapes:
             if space.budget.over:
                 return
             actions = 3 * stages * parts * config.micro_batches
@@ -92,13 +109,21 @@ def propose_parts(problem: Problem, schedules: Iterable[str]) -> Iterator[Propos
                 continue
             with suppress(UsageError):  # the schedule does not run with these numbers
                 pipe = schedule.program(stages, config.micro_batches, parts).pipes[0]
-                work = work_seconds(problem, config.micro_batch_size // replicas)
+                size = config.micro_batch_size // replicas
+                work = bytes_by_layer(space, size) if by_memory else work_seconds(problem, size)
                 ends = add_counts(balance(work, stages * parts, cut_after=space.chain.cut_after))
                 ranks = chooser.choices([replicas] * stages).shapes[0]
                 devices = tuple(ranks[slot.device] for slot in pipe)
                 proposal = Proposal(replace(config, virtual_stages=parts), ends, devices)
                 if problem.allows(proposal):
                     yield proposal
+
+
+def bytes_by_layer(space: Space, size: int) -> Floats:
+    """(layers,): bytes of the states of each layer's weights, and of what a micro-batch saves."""
+    costs, precision = space.table(size).costs, space.number_bytes
+    states = precision.gradient + find_optimizer(space.optimizer).bytes_per_parameter(precision)
+    return costs.parameter_bytes + costs.trainable_bytes * states / precision.weight + costs.saved_bytes
 
 
 def _simple_shapes(problem: Problem, size: int, best: ScoredPlan | None) -> Iterator[Proposal]:

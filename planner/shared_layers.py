@@ -19,8 +19,8 @@ from ..cost_models.number_format import either
 from ..cost_models.quantities import format_seconds
 from .build_plan import build_plan
 from .coverage import describe_coverage, describe_search
-from .infeasible import find_plan, no_plan_fits
-from .joint_search import JointSearchResult, without_plan
+from .infeasible import no_plan_fits
+from .joint_search import JointSearchResult, find_best_plan, without_plan
 from .mini_batch import smaller_defaults
 from .plan_document import list_search_warnings, plan_without_comparison
 from .plan_file import Plan
@@ -109,7 +109,7 @@ def _same_batch(
 def _solve(own: DegreeProblem, seconds: float) -> _DegreeSolution:
     options = replace(own.problem.options, time_limit=seconds)
     problem = replace(own.problem, options=options).with_time_limit()
-    answer = find_plan(problem)
+    answer = find_best_plan(problem)
     result = answer.result if answer.best is not None else without_plan(problem, answer.result)
     return _DegreeSolution(replace(own, problem=problem), answer, result)
 

@@ -1,4 +1,4 @@
-"""The plan whose fullest device needs the least memory: a question without seconds, asked before any search.
+"""The plans that fit into memory, and the one whose fullest device needs the least: no seconds, no search.
 
 With n cut points, let `k(s)` be the micro-batches in flight on a stage with s - 1 stages after it, and
 `r(s, i, j, M)` the fewest replicas with which layers i to j fit into M bytes with `k(s)` in flight. Then
@@ -6,52 +6,50 @@ With n cut points, let `k(s)` be the micro-batches in flight on a stage with s -
     devices(s, i) = min over j of r(s, i, j, M) + devices(s - 1, j),    devices(0, n) = 0
 
 is the fewest devices for the layers from cut point i on in s stages, and a plan fits into M bytes exactly if
-`devices(s, 0)` is at most the number of devices for some s (`_Pipelines.find`). The least such M is found by
+`devices(s, 0)` is at most the number of devices for some s (`Pipelines.find`). The least such M is found by
 bisection. GPipe, 1F1B and naive are counted exactly. For other schedules `k` is a lower bound.
+
+Where some devices have room for M and others for M' > M bytes, a stage takes r(M) devices of any kind, or
+r(M') of the larger ones: `devices` then counts the former by the number of the latter. With `use_all` it is
+counted by the number of all, and is 0 where these can be used exactly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import lru_cache
 from math import ceil, inf
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ..cost_models.errors import UsageError
 from ..cost_models.first_layers import first_layers_word
 from ..cost_models.memory import FRAGMENTATION_RESERVE, LedgerOptions, Moment, Recompute
-from ..cost_models.optimizers import find_optimizer
-from ..cost_models.quantities import format_bytes
 from ..cost_models.runtime import OFFLOAD
 from ..cost_models.schedules import find_schedule
-from .candidate import Proposal, replicated_pipeline
-from .pipeline_config import FIRST_LAYERS, SEARCHED, PipelineConfig
+from .candidate import Proposal
+from .pipeline_config import FIRST_LAYERS, SEARCHED, UNPROPOSED, PipelineConfig
 from .problem import FEW, Problem
-from .scoring import assemble, possible
-from .search.budget import SearchBudget
-from .search.replica_group import most_within
+from .scoring import assemble
+from .search.replica_group import ReplicaMemory, most_within
 from .search.space import Space, divide_batch, narrow_space
 from .search.stage_recompute import stage_modes
-from .stage_table import Floats, StageTable, fullest_kind, ledger_options
+from .stage_table import Floats, Indices, fullest_kind, ledger_options
 
 EXACT_SCHEDULES = ("naive", *SEARCHED)
 """Schedules whose memory the number of micro-batches in flight states exactly."""
 STATES = ("weights", "gradients", "master_weights", "optimizer")
-UNUSABLE = 1e30
-"""Bytes of a stage that may not be."""
-SECONDS = 0.3
-"""Processor time for the memory of balanced plans of other schedules."""
 MOST_USED = 64
 """Devices up to which `use_all` is respected; plans on more are looked for without it."""
 MOST_CUTS = 128
 """Cut points of a long chain between which the least memory is sought."""
+MOST_TOGETHER = 50_000
+"""Stages that run their first blocks again whose bytes are computed together."""
 
 
-@dataclass(frozen=True)
-class StageNeed:
+class StageNeed(NamedTuple):
     """Memory of a stage between two cut points on `replicas` devices."""
 
     start: int
@@ -59,6 +57,8 @@ class StageNeed:
     replicas: int
     recompute: Recompute
     ledger: dict[str, int]
+    on_larger: bool = False
+    """It fits into the devices with more room alone."""
 
     @property
     def memory_bytes(self) -> int:
@@ -71,13 +71,11 @@ class SmallestPlan:
     """The plan that needs the least memory.
 
     Attributes:
-        config: Its schedule and micro-batches.
         stages: Its stages, first to last.
         proposal: The plan on the first devices.
         is_counted: Whether the bytes are exact; else they are a lower bound for the schedule.
     """
 
-    config: PipelineConfig
     stages: list[StageNeed]
     proposal: Proposal
     is_counted: bool
@@ -88,29 +86,45 @@ class SmallestPlan:
         return max(range(len(self.stages)), key=lambda stage: self.stages[stage].memory_bytes)
 
     @property
-    def tightest(self) -> StageNeed:
-        """The stage that needs the most memory."""
-        return self.stages[self.number]
-
-    @property
     def memory_bytes(self) -> int:
         """Bytes of the fullest device."""
-        return self.tightest.memory_bytes
+        return self.stages[self.number].memory_bytes
 
 
-def nothing_fits(problem: Problem) -> bool:
-    """Return whether the memory of the devices rules out every plan that the options allow."""
-    room, leaves_counts_out = list_rooms(problem)[-1], problem.usable_gpus > FEW and problem.space.zero
-    if room == inf or problem.space.is_long or leaves_counts_out:
+class Room(NamedTuple):
+    """Bytes that so many devices hold, as if every device had the context of the kind with the largest."""
+
+    bytes: float
+    devices: int
+
+
+def nothing_fits(problem: Problem, more_schedules: Sequence[str] = ()) -> bool:
+    """Return whether the memory of the devices rules out every plan that the options allow.
+
+    Args:
+        problem: The plans that are allowed.
+        more_schedules: Asynchronous schedules that are allowed besides. With one stage a device they need no
+            less than 1F1B, which must be allowed.
+    """
+    leaves_counts_out = problem.usable_gpus > FEW and problem.space.zero
+    if list_rooms(problem)[-1].bytes == inf or problem.space.is_long or leaves_counts_out:
         return False
-    if problem.allowed_schedules != problem.schedules:
+    if problem.allowed_schedules != problem.schedules or (more_schedules and "1f1b" not in problem.schedules):
         return False
-    return room < least_in_parts(problem) and not any(own.find(room) for own in _list_pipelines(problem))
+    if list_rooms(problem)[-1].bytes >= least_in_parts(problem, more_schedules):
+        return False
+    return next(fitting_plans(problem), None) is None
 
 
-def fits(problem: Problem) -> bool:
-    """Return whether a plan is known that fits into the smallest device of the problem."""
-    return fewest_devices(problem) <= problem.usable_gpus
+def fitting_plans(problem: Problem) -> Iterator[Proposal]:
+    """List a plan on few devices for each number of micro-batches and replicas with which one fits.
+
+    Under schedules that are not counted exactly it may not fit.
+    """
+    rooms = list_rooms(problem)[-2:]  # as if smaller ones had the room of the larger of these two
+    for pipelines in list_pipelines(problem):
+        if (stages := pipelines.find(rooms)) is not None:
+            yield pipelines.plan(stages).proposal
 
 
 def fewest_devices(problem: Problem) -> float:
@@ -119,19 +133,20 @@ def fewest_devices(problem: Problem) -> float:
     Only plans with the smallest micro-batches, or the fewest samples on a replica, are tried. They rarely
     need more memory than others.
     """
-    room, fewest, pipelines = list_rooms(problem)[0], inf, _list_pipelines(problem)
+    room, fewest, every = list_rooms(problem)[0].bytes, inf, list_pipelines(problem)
     if problem.options.use_all and problem.usable_gpus > MOST_USED:
         return inf
-    share = min((own.share(count) for own in pipelines for count in own.counts), default=0)
-    for own in pipelines:
-        is_smallest = own.config.micro_batch_size == pipelines[0].config.micro_batch_size
-        counts = [count for count in own.counts if is_smallest or own.share(count) == share]
-        stages = replace(own, counts=counts).find(room) if counts else None
+    least = min((pipelines.share(count) for pipelines in every for count in pipelines.counts), default=0)
+    for pipelines in every:
+        is_smallest = pipelines.config.micro_batch_size == every[0].config.micro_batch_size
+        counts = [count for count in pipelines.counts if is_smallest or pipelines.share(count) == least]
+        stages = replace(pipelines, counts=counts).find([Room(room, problem.usable_gpus)]) if counts else None
         used = inf if stages is None else sum(stage.replicas for stage in stages)
         if stages is not None and used < fewest:
-            proposal = own.plan(stages).proposal
-            is_known = own.is_counted or fullest_bytes(problem.space, proposal) <= room
-            fewest = used if is_known else fewest
+            plan = pipelines.plan(stages)
+            fewest = (
+                used if plan.is_counted or fullest_bytes(pipelines.space, plan.proposal) <= room else fewest
+            )
     return fewest
 
 
@@ -148,17 +163,19 @@ def find_smallest_plan(problem: Problem, in_flight: float | None = None) -> Smal
         The plan, or None where the options allow none whatever the memory.
     """
     best: SmallestPlan | None = None
-    for own in _list_pipelines(problem, in_flight):
+    for pipelines in list_pipelines(problem, in_flight):
         low, high = 0, inf if best is None else best.memory_bytes
-        stages = own.find(high - 1)
-        while stages is not None:
-            best = own.plan(stages)
-            high = min(best.memory_bytes, high - 1)
-            stages = None
-            while stages is None and high - low > 1:
-                middle = (low + int(high)) // 2
-                stages = own.find(middle)
-                low = middle if stages is None else low
+        middle = high - 1
+        while high - low > 1:
+            stages = pipelines.find([Room(middle, problem.usable_gpus)])
+            if stages is not None:
+                best = pipelines.plan(stages)
+                high = min(best.memory_bytes, high - 1)
+            elif middle == high - 1:
+                break
+            else:
+                low = int(middle)
+            middle = (low + int(high)) // 2
     return best
 
 
@@ -168,61 +185,31 @@ def fullest_bytes(space: Space, proposal: Proposal) -> float:
     Each device recomputes as it needs the least.
     """
     try:
-        ways = [
-            assemble(space, proposal, [mode] * len(proposal.ends)) for mode in stage_modes(proposal.config)
-        ]
+        assembly = assemble(space, proposal, ["never"] * len(proposal.ends))
     except UsageError:
         return inf
-    devices = range(ways[0].program.devices)
-    return max(min(ceil(sum(own.ledger(device).values())) for own in ways) for device in devices)
+    modes = stage_modes(proposal.config)
+    needs = (
+        min(ceil(sum(assembly.ledger(device, mode).values())) for mode in modes)
+        for device in range(assembly.program.devices)
+    )
+    return max(needs)
 
 
-def enough_bytes(problem: Problem, smallest: SmallestPlan | None) -> float:
-    """Return bytes a device with which a plan fits; inf if none is known.
-
-    Args:
-        problem: The plans that are allowed.
-        smallest: The answer of `find_smallest_plan`. Of schedules that it does not count, the plan and
-            balanced plans are counted by action.
-    """
-    if smallest is not None and smallest.is_counted:
-        return smallest.memory_bytes
-    from .other_schedules import propose_other_schedules, propose_parts  # where the plan is not counted
-
-    least = inf if smallest is None else fullest_bytes(problem.space, smallest.proposal)
-    problem, names = replace(problem, budget=SearchBudget(seconds=SECONDS)), problem.heuristic_schedules
-    for proposal in (*propose_parts(problem, names), *propose_other_schedules(problem, names, None)):
-        if problem.budget.over and least < inf:
-            break
-        if possible(problem.space, proposal):
-            least = min(least, fullest_bytes(problem.space, proposal))
-    return least
+def list_rooms(problem: Problem) -> list[Room]:
+    """Return what devices have room for, each once, ascending; inf where the memory is unknown."""
+    rooms, counts = np.unique(_room_by_rank(problem), return_counts=True)
+    return [Room(float(room), int(count)) for room, count in zip(rooms, counts, strict=True)]
 
 
-def list_limits(problem: Problem) -> list[float]:
-    """Return the bytes that devices may hold, each once, ascending; inf where the memory is unknown."""
-    return sorted({limit for limit, _ in _list_devices(problem)})
-
-
-def list_rooms(problem: Problem) -> list[float]:
-    """Return `list_limits` as if every device had the context of the kind with the largest one."""
-    context = _ledger_options(problem.space)["context_bytes"]
-    return sorted({limit + context - own for limit, own in _list_devices(problem)})
-
-
-def room(problem: Problem) -> str:
-    """Return the memory of the devices in words."""
-    least, *more = map(format_bytes, (limit for limit in list_limits(problem) if limit < inf))
-    return f"{least} to {more[-1]} a device" if more else f"{least} a device"
-
-
-def _list_devices(problem: Problem) -> Iterator[tuple[float, float]]:
-    """List the limit and the context of each group of devices."""
-    first = 0
+def _room_by_rank(problem: Problem) -> Floats:
+    """(devices,): their limits, as if every device had the context of the kind with the largest."""
+    space, rooms, first = problem.space, list[float](), 0
     for group in problem.topology.groups:
-        options = ledger_options(group.device, problem.space.dtype, problem.space.number_bytes)
-        yield problem.space.limit([first]), options["context_bytes"]
+        context = ledger_options(group.device, space.dtype, space.number_bytes)["context_bytes"]
+        rooms += [space.limit([first]) - context + _ledger_options(space)["context_bytes"]] * group.number
         first += group.number
+    return np.array(rooms)
 
 
 def _ledger_options(space: Space) -> LedgerOptions:
@@ -230,50 +217,115 @@ def _ledger_options(space: Space) -> LedgerOptions:
     return ledger_options(kind, space.dtype, space.number_bytes, space.zero)
 
 
-def least_in_parts(problem: Problem) -> float:
-    """Least bytes of the fullest device in plans with several parts of the layers on a device; else inf.
+def least_in_parts(problem: Problem, more_schedules: Sequence[str] = ()) -> float:
+    """Least bytes of the fullest device in plans with several parts of the layers on a device; else inf."""
+    blocks = problem.space.chain.max_stages
+    schedules = map(find_schedule, (*problem.schedules, *more_schedules))
+    parts = [schedule.default_virtual_stages for schedule in schedules if schedule.default_virtual_stages > 1]
+    return least_on_stages(problem, blocks // min(parts)) if parts and blocks > 1 else inf
 
-    The states of all layers are spread over at most as many devices as parts of the layers can fill.
+
+def least_on_stages(problem: Problem, stages: int) -> float:
+    """Least bytes of the fullest device if the states of all layers are on so many stages.
+
+    Replicas of a stage share its states under ZeRO.
     """
     space, blocks = problem.space, problem.space.chain.max_stages
-    names = {name for name in problem.schedules if find_schedule(name).default_virtual_stages > 1}
-    if not names or blocks == 1:
-        return inf
-    parts = min(find_schedule(name).default_virtual_stages for name in names)
-    devices = problem.usable_gpus if space.zero else min(problem.usable_gpus, blocks // parts)
+    devices = problem.usable_gpus if space.zero else min(problem.usable_gpus, stages)
     options: LedgerOptions = {**_ledger_options(space), "zero": 0}
     ledger = space.table(space.chain.sizes[0]).stage_ledger(0, blocks, 0, "never", space.optimizer, **options)
     states = sum(ledger.get(name, 0) for name in STATES)
     return options["context_bytes"] + (1 + FRAGMENTATION_RESERVE) * states / max(devices, 1)
 
 
-def _list_pipelines(problem: Problem, in_flight: float | None = None) -> list[_Pipelines]:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StageMemory(ReplicaMemory):
+    """The bytes of all stages, kept for every limit."""
+
+    cache: dict[tuple[object, ...], Floats] = field(default_factory=dict)
+
+    def bytes(self, in_flight: float, recompute: Recompute, moment: Moment = "any") -> Floats:
+        """What each stage needs on one replica; of `FIRST_LAYERS` (repeats,)."""
+        key = recompute, 1 if moment == "step" else in_flight, moment  # then nothing is in flight
+        if key not in self.cache and recompute == FIRST_LAYERS:
+            start, end, again, _ = _repeats(self.table.blocks + 1)
+            parts = np.array_split(np.arange(len(again)), 1 + len(again) // MOST_TOGETHER)
+            self.cache[key] = np.concatenate(
+                [
+                    self.pair_bytes(in_flight, "always", start[part], end[part], again[part], moment)
+                    for part in parts
+                ]
+            )
+        elif key not in self.cache:
+            self.cache[key] = super().bytes(in_flight, recompute, moment)
+        return self.cache[key]
+
+    def most_in_flight(self, recompute: Recompute) -> Floats:
+        """How many micro-batches each stage has room for; `FIRST_LAYERS`: if it recomputes first blocks."""
+        if recompute != FIRST_LAYERS:
+            return super().most_in_flight(recompute)
+        start, end, _, first = _repeats(self.table.blocks + 1)
+
+        def find_most(mode: Recompute, moment: Moment) -> Floats:
+            return most_within(
+                self.limit, lambda count, _: self.bytes(count, mode, moment), temporaries=False
+            )
+
+        most = np.full(self.table.valid.shape, -inf)
+        if len(first):
+            most[start[first], end[first]] = np.maximum.reduceat(find_most(FIRST_LAYERS, "passes"), first)
+        # Recomputation makes no difference to the optimizer's step.
+        return np.minimum(most, find_most("never", "step")) if self.has_temporaries else most
+
+
+@lru_cache(maxsize=8)
+def _repeats(cut_points: int) -> tuple[Indices, Indices, Indices, Indices]:
+    """Start and end of every stage, and every cut point inside it up to which it may run forward again; the
+    place of the first of each stage."""
+    start, end = np.triu_indices(cut_points, 2)
+    inside = end - start - 1
+    first = np.cumsum(inside) - inside
+    start, end = np.repeat(start, inside), np.repeat(end, inside)
+    return start, end, start + 1 + np.arange(len(start)) - np.repeat(first, inside), first
+
+
+@lru_cache(maxsize=8)
+def _memories(space: Space) -> dict[tuple[int, int, float], StageMemory]:  # noqa: ARG001 - one for each space
+    """The bytes of stages that were computed for a space, by `Pipelines._key`."""
+    return {}
+
+
+@lru_cache(maxsize=8)
+def _thin_cuts(space: Space) -> Space:
+    """The space with at most about `MOST_CUTS` cuts."""
+    if not space.is_long:
+        return space
+    cuts = np.flatnonzero(space.chain.cut_after) + 1
+    kept_cuts = cuts[np.unique(np.linspace(0, len(cuts) - 1, MOST_CUTS).round().astype(int))]
+    ends = {*kept_cuts.tolist(), *(layer + 1 for layer in space.limits.must_cut), len(space.chain)}
+    return narrow_space(space, sorted(ends))
+
+
+def list_pipelines(problem: Problem, in_flight: float | None = None) -> list[Pipelines]:
     """List the pipelines of one stage a device, those first that tend to need the least memory.
 
     Among configurations that differ in the schedule alone, the one with the fewest micro-batches in flight
     needs the least.
     """
-    space, tables = problem.space, dict[tuple[object, ...], Floats]()
-    if space.is_long:
-        cuts = np.flatnonzero(space.chain.cut_after) + 1
-        kept_cuts = cuts[np.unique(np.linspace(0, len(cuts) - 1, MOST_CUTS).round().astype(int))]
-        ends = {*kept_cuts.tolist(), *(layer + 1 for layer in space.limits.must_cut), len(space.chain)}
-        space = narrow_space(space, sorted(ends))
-    most_stages = min(problem.usable_gpus, space.chain.max_stages)
+    most_stages = min(problem.usable_gpus, problem.space.chain.max_stages)
     least = dict[tuple[object, ...], tuple[tuple[float, bool], PipelineConfig]]()
     for config in problem.configs:
-        if find_schedule(config.schedule).default_virtual_stages > 1:
-            continue
-        if in_flight is not None and config.schedule != "1f1b":
+        is_left_out = in_flight is not None and config.schedule != "1f1b"
+        if is_left_out or find_schedule(config.schedule).default_virtual_stages > 1:
             continue
         total = sum(_in_flight(config, to_last) for to_last in range(1, most_stages + 1))
         rank = total, config.schedule not in EXACT_SCHEDULES
         key = config.recompute, config.micro_batch_size
         if key not in least or rank < least[key][0]:
             least[key] = rank, config
-    configs = sorted((config for _, config in least.values()), key=lambda own: own.micro_batch_size)
+    configs = sorted((config for _, config in least.values()), key=lambda config: config.micro_batch_size)
     return [
-        _Pipelines(problem, space, config, counts, in_flight, tables)
+        Pipelines(problem, _thin_cuts(problem.space), config, counts, in_flight)
         for config in configs
         for counts in problem.replica_choices(config.micro_batch_size)
     ]
@@ -288,8 +340,12 @@ def _in_flight(config: PipelineConfig, to_last: int) -> float:
     return schedule.in_flight(0, to_last, config.micro_batches)
 
 
+Option = tuple[int, Floats]
+"""Devices of a stage that are counted, and (cut points, cut points): those that are not, inf for none."""
+
+
 @dataclass(frozen=True, eq=False)
-class _Pipelines:
+class Pipelines:
     """The pipelines of a configuration whose stages have these numbers of replicas, ascending."""
 
     problem: Problem
@@ -297,45 +353,32 @@ class _Pipelines:
     config: PipelineConfig
     counts: Sequence[int]
     in_flight: float | None
-    tables: dict[tuple[object, ...], Floats] = field(repr=False)
 
     def share(self, count: int) -> int:
         """Samples of a micro-batch on a replica."""
         return divide_batch(self.config.micro_batch_size, count)
 
-    @property
-    def is_counted(self) -> bool:
-        """Whether the bytes of a stage are exact."""
-        return self.in_flight is not None or self.config.schedule in EXACT_SCHEDULES
+    def find(self, rooms: Sequence[Room]) -> list[StageNeed] | None:
+        """Find the stages on the fewest devices, each within the room of its devices; None where none fit.
 
-    def find(self, room: float) -> list[StageNeed] | None:
-        """Find the stages on the fewest devices that fit into `room` bytes each; None where none do."""
-        problem, rooms = self.problem, dict[tuple[object, ...], Floats]()
-        for count in self.counts:
-            if (key := self._key(count)) not in rooms:
-                rooms[key] = self._most_in_flight(count, room)
-        first = {self._key(count): count for count in reversed(self.counts)}  # more need as much
-        counts = self.counts if problem.options.use_all else sorted(first.values())
-        most = np.stack([rooms[self._key(count)] for count in counts])
-        if self._least_devices(most, counts) > problem.usable_gpus:
-            return None
-        uses_all = problem.options.use_all and problem.usable_gpus <= MOST_USED
-        find = self._find_all if uses_all else self._find_fewest
+        Args:
+            rooms: One, or the smaller and the larger of two. The devices of all are those of the problem.
+        """
+        if len(rooms) > 1 and ((stages := self.find(rooms[:1])) or self.find(rooms[1:]) is None):
+            return stages
+        uses_all = self.problem.options.use_all and self.problem.usable_gpus <= MOST_USED and len(rooms) == 1
+        counts = self.counts
+        if not uses_all:  # of replicas that need as much the fewest
+            counts = sorted({self._key(count): count for count in reversed(counts)}.values())
+        most = [np.stack([self._most_in_flight(count, room.bytes) for count in counts]) for room in rooms]
+        width = self.problem.usable_gpus if uses_all else rooms[1].devices if len(rooms) > 1 else 0
         totals: Sequence[int | None] = self._stage_counts if self.space.limits.pins else (None,)
-        shapes = [shape for total in totals if (shape := find(most, counts, total))]
-        shape = min(shapes, key=lambda shape: sum(count for *_, count in shape), default=[])
-        if not shape or sum(count for *_, count in shape) > problem.usable_gpus:
-            return None
-        return [self._need(*own, len(shape) - stage) for stage, own in enumerate(shape)]
-
-    def _least_devices(self, most: Floats, counts: Sequence[int]) -> float:
-        """Fewest devices if every stage held as few micro-batches as the last one."""
-        fitting = self._fitting(most, 1, None)
-        need = np.where(fitting.any(axis=0), np.array(counts, dtype=float)[fitting.argmax(axis=0)], inf)
-        devices = np.append(np.full(len(need) - 1, inf), 0.0)
-        for start in reversed(range(len(need) - 1)):
-            devices[start] = (need[start] + devices).min()
-        return float(devices[0])
+        shapes = [self._find(most, counts, total, width, uses_all) for total in totals]
+        shape = min(filter(None, shapes), key=lambda shape: sum(stage[2] for stage in shape), default=[])
+        return [
+            self._need(start, end, count, on_larger and not uses_all, len(shape) - stage)
+            for stage, (start, end, count, on_larger) in enumerate(shape)
+        ] or None
 
     @property
     def _stage_counts(self) -> range:
@@ -343,154 +386,133 @@ class _Pipelines:
         limits = (problem.usable_gpus, self.space.chain.max_stages, problem.options.max_stages or inf)
         return range(1, int(min(limits)) + 1)
 
-    def _find_fewest(
-        self, most: Floats, counts: Sequence[int], total: int | None
-    ) -> list[tuple[int, int, int]]:
+    def _find(
+        self, most: Sequence[Floats], counts: Sequence[int], total: int | None, width: int, uses_all: bool
+    ) -> list[tuple[int, int, int, bool]] | None:
         """Find cut points and replicas of the stages with the fewest devices; `total`: in so many stages."""
-        fewest = [np.append(np.full(most.shape[1] - 1, inf), 0.0)]
-        ends, needs = list[npt.NDArray[np.int64]](), list[Floats]()
+        usable, points = self.problem.usable_gpus, most[0].shape[1]
+        rows, options = [np.full((points, width + 1), inf)], list[list[Option]]()
+        rows[0][-1, 0] = 0.0
+        best: tuple[float, int, int] = (inf, 0, 0)
         for to_last in self._stage_counts[:total]:
-            fitting = self._fitting(most, to_last, total)
-            need = np.where(fitting.any(axis=0), np.array(counts, dtype=float)[fitting.argmax(axis=0)], inf)
-            devices = need + fewest[-1]
-            ends.append(devices.argmin(axis=1))
-            needs.append(need)
-            fewest.append(devices.min(axis=1))
-            if fewest[-1].min() == inf:
+            options.append(self._options_of_stage(most, counts, to_last, total, uses_all))
+            rows.append(np.full_like(rows[0], inf))
+            for count, cost in options[-1]:
+                if count <= width:
+                    later = rows[-2][:, : width + 1 - count]
+                    if uses_all:  # all are 0 or inf
+                        reachable = np.isfinite(cost).astype(np.float32) @ np.isfinite(later).astype(
+                            np.float32
+                        )
+                        later = np.where(reachable > 0, 0.0, inf)
+                    else:
+                        later = (cost[:, :, None] + later).min(axis=1)
+                    rows[-1][:, count:] = np.minimum(rows[-1][:, count:], later)
+            used = rows[-1][0] + np.arange(width + 1)
+            if uses_all:
+                used[:-1] = inf
+            if total in (None, to_last):
+                place = int(used.argmin())
+                best = min(best, (float(used[place]), to_last, place))
+            if (rows[-1].min(axis=1) > usable).all() or (uses_all and best[0] < inf):
                 break
-        used = [float(row[0]) for row in fewest]
-        to_last = total or int(np.argmin(used))
-        if to_last >= len(used) or used[to_last] == inf:
-            return []
-        shape, start = [], 0
-        for row in reversed(range(to_last)):
-            end = int(ends[row][start])
-            shape.append((start, end, int(needs[row][start, end])))
-            start = end
-        return shape
+        devices, to_last, place = best
+        return self._trace(rows[: to_last + 1], options, place) if devices <= usable else None
 
-    def _find_all(self, most: Floats, counts: Sequence[int], total: int | None) -> list[tuple[int, int, int]]:
-        """Find cut points and replicas of stages that use every device."""
-        devices = self.problem.usable_gpus
-        rows = [np.zeros((most.shape[1], devices + 1), dtype=bool)]
-        rows[0][-1, 0] = True
-        fitting = list[npt.NDArray[np.bool_]]()
-        for to_last in self._stage_counts[:total]:
-            fitting.append(self._fitting(most, to_last, total))
-            totals = np.zeros_like(rows[0])
-            for allowed, count in zip(fitting[-1], counts, strict=True):
-                if count <= devices:
-                    later = rows[-1][:, : devices + 1 - count].astype(np.float32)
-                    totals[:, count:] |= allowed.astype(np.float32) @ later > 0
-            rows.append(totals)
-            if totals[0, devices] and to_last == (total or to_last):
-                break
-        else:
-            return []
-        shape, start = list[tuple[int, int, int]](), 0
-        for row in reversed(range(to_last)):
-            end, count = next(
-                (int(end), count)
-                for allowed, count in zip(fitting[row], counts, strict=True)
-                for end in np.flatnonzero(allowed[start])
-                if count <= devices and rows[row][end, devices - count]
-            )
-            shape.append((start, end, count))
-            start, devices = end, devices - count
-        return shape
-
-    def _fitting(self, most: Floats, to_last: int, total: int | None) -> npt.NDArray[np.bool_]:
-        """(counts, cut points, cut points): whether a stage fits that is so far from the end."""
-        fitting: npt.NDArray[np.bool_] = (self._in_flight(to_last) <= most) & self.space.usable
+    def _options_of_stage(
+        self, most: Sequence[Floats], counts: Sequence[int], to_last: int, total: int | None, uses_all: bool
+    ) -> list[Option]:
+        """List what a stage that is so far from the end may take."""
+        in_flight, allowed = self._in_flight(to_last), self.space.usable
         if total is not None:
-            start, end = np.indices(most.shape[1:]).reshape(2, -1)
-            fitting = fitting & self.space.may_be(total - to_last, start, end).reshape(most.shape[1:])
-        return fitting
+            start, end = np.indices(allowed.shape).reshape(2, -1)
+            allowed = allowed & self.space.may_be(total - to_last, start, end).reshape(allowed.shape)
+        fits = [(in_flight <= one) & allowed for one in most]
+        if uses_all:
+            every = zip(counts, fits[0], strict=True)
+            return [(count, np.where(fitting, 0.0, inf)) for count, fitting in every if fitting.any()]
+        number = np.array(counts, dtype=float)
+        fewest = [np.where(one.any(axis=0), number[one.argmax(axis=0)], inf) for one in fits]
+        few = [] if len(fewest) == 1 else np.unique(fewest[1][fewest[1] < fewest[0]]).tolist()
+        large = [(int(count), np.where(fewest[1] == count, 0.0, inf)) for count in few]
+        return [(0, fewest[0]), *large]
+
+    def _trace(
+        self, rows: list[Floats], options: list[list[Option]], place: int
+    ) -> list[tuple[int, int, int, bool]]:
+        """Cut points and replicas of the stages of the last row's least, and whether these are counted."""
+        shape, start = list[tuple[int, int, int, bool]](), 0
+        for row in reversed(range(len(rows) - 1)):
+            choices = [
+                (float(sums.min()), count, int(sums.argmin()))
+                for count, cost in options[row]
+                if count <= place
+                for sums in [cost[start] + rows[row][:, place - count]]
+            ]
+            _, count, end = min(choices, key=lambda choice: choice[0])
+            shape.append((start, end, count or int(options[row][0][1][start, end]), count > 0))
+            start, place = end, place - count
+        return shape
+
+    def _most_in_flight(self, count: int, room: float) -> Floats:
+        """(cut points, cut points): how many micro-batches of each stage fit into `room` bytes."""
+        memory = replace(self._memory(count), limit=room)
+        most: Floats = np.maximum.reduce([memory.most_in_flight(mode) for mode in self._modes])
+        return most
+
+    @property
+    def _modes(self) -> list[Recompute]:
+        """Ways to recompute; `FIRST_LAYERS`: any number of the first blocks."""
+        mode = self.config.recompute
+        return [*stage_modes(self.config), *([mode] if mode in UNPROPOSED else [])]
+
+    def _key(self, count: int) -> tuple[int, int, float]:
+        """What the memory of a stage depends on."""
+        ahead = 0 if self.space.mini_batch is None else self.space.mini_batch / self.config.micro_batch_size
+        return self.share(count), count if self.space.zero else min(count, 2), ahead
+
+    def _memory(self, count: int) -> StageMemory:
+        """The bytes of all stages on so many replicas."""
+        memories, key, space = _memories(self.space), self._key(count), self.space
+        if key not in memories:
+            options: LedgerOptions = {**_ledger_options(space), "ahead": key[2]}
+            memories[key] = StageMemory(
+                table=space.table(key[0]),
+                replicas=count,
+                limit=inf,
+                optimizer=space.optimizer,
+                ledger=options,
+                host=space.host,
+            )
+        return memories[key]
+
+    def _need(self, start: int, end: int, count: int, on_larger: bool, to_last: int) -> StageNeed:
+        """The memory of a stage with the recomputation that needs the least."""
+        memory, in_flight, needs = self._memory(count), self._in_flight(to_last), list[StageNeed]()
+        words, points = list[str](), memory.table.cut_points
+        for mode in self._modes:
+            first = [points[again] - points[start] for again in range(start + 1, end)]
+            words += map(first_layers_word, first) if mode == FIRST_LAYERS else [mode]
+        for word in words:
+            if word != OFFLOAD or memory.fits_host(in_flight)[start, end]:
+                ledger = memory.table.stage_ledger(
+                    start, end, in_flight, word, memory.optimizer, count, **memory.ledger
+                )
+                needs.append(StageNeed(start, end, count, word, ledger, on_larger))
+        return min(needs, key=lambda need: need.memory_bytes)
 
     def _in_flight(self, to_last: int) -> float:
         return _in_flight(self.config, to_last) if self.in_flight is None else self.in_flight
 
-    def _most_in_flight(self, count: int, room: float) -> Floats:
-        """(cut points, cut points): how many micro-batches of each stage fit into `room` bytes."""
-        temporaries = find_optimizer(self.space.optimizer).has_temporaries(self.space.number_bytes)
-        most = [
-            np.minimum(
-                most_within(room, partial(self._bytes, count, mode), temporaries=temporaries),
-                self._host_room(count, mode),
-            )
-            for mode in self._modes
-        ]
-        largest: Floats = np.maximum.reduce(most)
-        return largest
-
-    @cached_property
-    def _modes(self) -> list[Recompute | int]:
-        """Ways to recompute; a number is that of the first blocks that run forward again."""
-        modes: list[Recompute | int] = list(stage_modes(self.config))
-        if self.config.recompute == OFFLOAD:
-            modes.append(OFFLOAD)
-        if self.config.recompute == FIRST_LAYERS:
-            modes += range(1, self.space.chain.max_stages)
-        return modes
-
-    def _host_room(self, count: int, mode: Recompute | int) -> Floats | float:
-        """(cut points, cut points): how many micro-batches fit into the host's memory."""
-        host = self.space.host
-        if mode != OFFLOAD or host is None:
-            return inf
-        with np.errstate(divide="ignore", invalid="ignore"):
-            most: Floats = host.limit / np.asarray(self._table(count).stage_bytes.offloaded)
-        return most
-
-    def _key(self, count: int) -> tuple[object, ...]:
-        """What the memory of a stage depends on."""
-        return self.share(count), count if self.space.zero else min(count, 2), self._options.get("ahead")
-
-    def _bytes(self, count: int, mode: Recompute | int, in_flight: float, moment: Moment) -> Floats:
-        """(cut points, cut points): bytes of each stage; without a stage that recomputes so, UNUSABLE."""
-        if moment == "step":  # then nothing is in flight
-            in_flight = 1
-        key = *self._key(count), mode, in_flight, moment
-        if key not in self.tables:
-            options: LedgerOptions = {**self._options, "moment": moment}
-            table, optimizer = self._table(count), self.space.optimizer
-            if isinstance(mode, int):
-                needs = np.full(table.valid.shape, UNUSABLE)
-                start, end = np.nonzero(np.triu(table.valid, mode + 1))
-                needs[start, end] = table.stage_memory(
-                    start, end, in_flight, "always", optimizer, count, start + mode, **options
-                )
-            else:
-                needs = table.memory(in_flight, mode, optimizer, count, **options)
-            self.tables[key] = needs
-        return self.tables[key]
-
-    @cached_property
-    def _options(self) -> LedgerOptions:
-        batch, size = self.space.mini_batch, self.config.micro_batch_size
-        return {**_ledger_options(self.space), "ahead": 0 if batch is None else batch / size}
-
-    def _table(self, count: int) -> StageTable:
-        return self.space.table(self.share(count))
-
-    def _need(self, start: int, end: int, count: int, to_last: int) -> StageNeed:
-        """The memory of a stage with the recomputation that needs the least."""
-        table, in_flight, needs = self._table(count), self._in_flight(to_last), list[StageNeed]()
-        for mode in self._modes:
-            if isinstance(mode, int):
-                if start + mode >= end:
-                    continue
-                mode = first_layers_word(table.cut_points[start + mode] - table.cut_points[start])
-            host_room = np.broadcast_to(self._host_room(count, mode), table.valid.shape)
-            if in_flight <= host_room[start, end]:
-                optimizer, options = self.space.optimizer, self._options
-                ledger = table.stage_ledger(start, end, in_flight, mode, optimizer, count, **options)
-                needs.append(StageNeed(start, end, count, mode, ledger))
-        return min(needs, key=lambda need: need.memory_bytes)
-
     def plan(self, stages: list[StageNeed]) -> SmallestPlan:
-        """The plan of these stages on the first devices."""
+        """The plan of these stages on the first devices with least room."""
         cut_points = self.space.table(self.space.chain.sizes[0]).cut_points
-        ends = [int(cut_points[stage.end]) for stage in stages]
-        proposal = replicated_pipeline(self.config, ends, [stage.replicas for stage in stages])
-        return SmallestPlan(self.config, stages, proposal, self.is_counted)
+        ends = tuple(int(cut_points[stage.end]) for stage in stages)
+        rooms, devices = _room_by_rank(self.problem)[: self.problem.usable_gpus], list[tuple[int, ...]]()
+        free = np.argsort(rooms, kind="stable").tolist()
+        for stage in stages:
+            places = slice(len(free) - stage.replicas, None) if stage.on_larger else slice(stage.replicas)
+            devices.append(tuple(sorted(free[places])))
+            del free[places]
+        is_counted = self.in_flight is not None or self.config.schedule in EXACT_SCHEDULES
+        return SmallestPlan(stages, Proposal(self.config, ends, tuple(devices)), is_counted)

@@ -300,7 +300,8 @@ class StageTable:
 
     def _stages(self, start: Indices, end: Indices, zero: int) -> StageBytes:
         """The bytes of some stages, each of shape (pairs,)."""
-        own: dict[str, Any] = {name: amounts[start, end] for name, amounts in self._tables(zero).items()}
+        places = start * (self.blocks + 1) + end
+        own: dict[str, Any] = {name: amounts.take(places) for name, amounts in self._tables(zero).items()}
         return StageBytes(**own)
 
     def stage_ledger(

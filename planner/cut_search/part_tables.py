@@ -115,7 +115,7 @@ def make_part_tables(
             figures_by_kind[key] = _figures(space, ranks, kinds, size, program.splits_backward, anywhere)
         holders = {rank for pipe in program.pipes for rank in shape.ranks[pipe[part].device]}
         table = space.table(size)
-        limit = inf if anywhere and len(kinds) > 1 else space.limit(ranks)
+        limit = max(space.kinds_limit([kind]) for kind in kinds) if anywhere else space.limit(ranks)
         never, always = (
             _least_bytes(space, program, slot, table, kinds, len(holders), mode) <= limit * (1 + 1e-12)
             for mode in ("never", "always")
@@ -185,9 +185,10 @@ def _least_bytes(
     holders: int,
     recompute: str,
 ) -> Floats:
-    """Lower bound on the bytes of a device that holds each part, without its other parts.
+    """Lower bound on the bytes of a device that holds each part.
 
-    Left out is what the optimizer's step and, with ZeRO, exchanges between replicas need.
+    Its other parts count with the states of the smallest one that may be. Left out is what the optimizer's
+    step and, with ZeRO, exchanges between replicas need.
     """
     splits, part = program.splits_backward, program.parts_by_slot[slot]
     count = 0 if splits else program.micro_batches
@@ -213,6 +214,7 @@ def _least_bytes(
         ),
         "communication": communication,
         "workspace": stage.workspace if recompute == "never" else 0.0 * whole,
+        "parts": (program.chunks - 1) * total(training.states(stage))[space.usable].min(initial=inf),
     }
     context = min(float(ledger_options(kind, space.dtype)["context_bytes"]) for kind in kinds)
     return np.broadcast_to(total(with_reserve(terms, context)), table.valid.shape)

@@ -26,6 +26,7 @@ from ..problem import Problem
 from ..search.budget import WORK_A_SECOND
 from ..search.device_classes import Shape, is_uniform
 from ..search.least_exchange import LeastExchanges
+from ..smallest_plan import least_on_stages, list_rooms
 from ..universal_bound import Partitions, make_partitions, universal_bound, work_and_path_bound
 from .device_choices import DeviceChooser
 from .part_tables import PipelineShape
@@ -212,8 +213,9 @@ class _ScheduleSearch:
 
     def _pipelines(self) -> Iterator[tuple[PipelineConfig, Program, tuple[int, ...]]]:
         """Configurations, programs and, by device of the program, numbers of replicas."""
-        problem = self.problem
-        for config, stages in product(problem.configs, reversed(problem.stage_counts)):
+        problem, room = self.problem, list_rooms(self.problem)[-1].bytes
+        numbers = [number for number in problem.stage_counts if least_on_stages(problem, number) <= room]
+        for config, stages in product(problem.configs, reversed(numbers)):
             if config.schedule not in self.names:
                 continue
             for chunks in _virtual_stages(config):

@@ -101,6 +101,12 @@ class ShapeSearch:
     def begin(self) -> None:
         """Bound the shape and score its first cuts."""
         self.record.budget.spend(10_000_000 + 75.0 * self._least.usable.size)
+        reachable = np.arange(self._least.usable.shape[1]) == 0
+        for usable in self._least.usable:
+            reachable = usable[reachable].any(axis=0)
+        if not reachable[-1]:  # no cuts fit
+            self.bound = inf
+            return
         self.bound = max(self.bound, float(self._remaining[0, 0, 0]))
         if self.bound < self.record.limit * (1 - TIE):
             self._score(self._simulate(self._starts())[0])

@@ -17,8 +17,8 @@ from pydantic import Field
 from ...cost_models.document import Document, MadeBy, Record, StepSeconds, TotalBytes
 from ...cost_models.errors import UsageError
 from ..candidate import ScoredPlan
-from ..infeasible import find_plan, no_plan_fits
-from ..joint_search import BEST
+from ..infeasible import no_plan_fits
+from ..joint_search import BEST, find_best_plan
 from ..plan_document import list_machine_warnings, list_search_warnings
 from ..plan_file import Plan
 from ..plan_records import TIE, ProfileReference
@@ -115,7 +115,7 @@ def build_frontier(
 
 def _stepping_down(problem: Problem, memory_step: float) -> Iterator[SearchResult]:
     """The fastest plans under smaller and smaller limits, until nothing fits."""
-    result, seeds = find_plan(problem).result, []
+    result, seeds = find_best_plan(problem).result, []
     yield result
     while result.best is not None:
         peak = peak_bytes(problem.space, result.best)

@@ -14,8 +14,8 @@ from ..asynchronous import ASYNCHRONOUS, WPIPE, assemble_endless, steady_bubble,
 from ..build_plan import build_plan
 from ..candidate import ScoredPlan
 from ..coverage import describe_order, describe_search
-from ..infeasible import find_plan, no_plan_fits
-from ..joint_search import with_bound
+from ..infeasible import no_plan_fits
+from ..joint_search import find_best_plan, with_bound
 from ..mini_batch import choose_mini_batch, smaller_defaults
 from ..pipeline_config import UNPROPOSED
 from ..plan_document import list_machine_warnings, list_search_warnings, plan_without_comparison
@@ -25,7 +25,6 @@ from ..plan_stages import list_prediction_limits
 from ..problem import Problem
 from ..scoring import assemble
 from ..search.branch_and_bound import SearchResult
-from ..smallest_plan import nothing_fits
 from .objective import COST, MEMORY, STEP_TIME, THROUGHPUT, Objective
 from .objective_result import ObjectiveResult
 
@@ -95,9 +94,8 @@ def solve_objective(
     """
     first = problem.with_time_limit()
     for problem in (first, *smaller_defaults(first)):
-        is_ruled_out = objective.name in (MEMORY, COST) and nothing_fits(problem)
-        outcome = None if is_ruled_out else optimize(objective, problem)
-        if outcome is not None and outcome.best is not None:
+        outcome = optimize(objective, problem)
+        if outcome.best is not None:
             break
     else:
         raise no_plan_fits(first)
@@ -195,12 +193,12 @@ def step_time(problem: Problem) -> ObjectiveResult:
     Raises UsageError where nothing varies.
     """
     if not problem.options.robust:
-        answer = find_plan(problem)
+        answer = find_best_plan(problem)
         return ObjectiveResult(answer.result, answer)
     from ..robust.choice import check_known, most_robust
 
     check_known(problem)
-    answer = find_plan(problem)
+    answer = find_best_plan(problem)
     if answer.best is None:
         return ObjectiveResult(answer.result, answer)
     robust = most_robust(problem, answer)

@@ -36,6 +36,7 @@ from ..problem import Problem
 from ..search.branch_and_bound import SearchResult
 from ..search.budget import OutOfTime
 from ..search.space import Space
+from ..smallest_plan import nothing_fits
 from ..universal_bound import work_bound
 from .objective_result import ObjectiveResult
 from .paired_search import MOST_PLACES, PairedSearch
@@ -58,6 +59,8 @@ def throughput(problem: Problem) -> ObjectiveResult:
     refusal = asynchronous_refusal(problem)
     if refusal:
         return ObjectiveResult(answer.result, answer, notes=(refusal,))
+    if answer.best is None and nothing_fits(problem, ASYNCHRONOUS):
+        return ObjectiveResult(answer.result, answer)
     best, bound = fastest_asynchronous(problem, step)
     result = _join_bounds(answer.result, best, bound)
     if best is None:

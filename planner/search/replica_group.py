@@ -134,44 +134,19 @@ def find_host(topology: Topology, options: PlanOptions, sharers: int) -> HostMem
     return HostMemory(min(rates), inf if limit is None else float(limit))
 
 
-@dataclass(frozen=True, eq=False)
-class ReplicaGroupCosts:
-    """What all stages cost on so many devices of these kinds, so joined. Tables as of `StageTable`.
-
-    Seconds are those of the slowest replica; `accumulation`: of a backward what the first of a step does not
-    take; `exposed_allreduce`: of the all-reduce that follows the last backward.
-    """
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ReplicaMemory:
+    """Bytes of all stages on a replica, and how many micro-batches fit into `limit` bytes. Tables as of
+    `StageTable`."""
 
     table: StageTable
     replicas: int
-    per_replica_batch: int
-    size: int
-    forward: Floats
-    backward: Floats
-    accumulation: Floats
-    exposed_allreduce: Floats
     limit: float
     optimizer: str
     ledger: LedgerOptions
     host: HostMemory | None = None
     """Where stages may offload."""
-    least_tied: Floats | float = 0.0
-    """Of sums of tied weights' gradients, at the least: they follow the all-reduce."""
-    _room: dict[str, Floats] = field(default_factory=dict)
-
-    def backward_seconds(self, micro_batches: int) -> tuple[Floats, Floats]:
-        """Backward seconds of a micro-batch, and the part of them that the first of several does not take; a
-        single one is the first."""
-        if micro_batches > 1:
-            return self.backward, self.accumulation
-        return self.backward - self.accumulation, np.zeros_like(self.accumulation)
-
-    @cached_property
-    def copy_seconds(self) -> Floats:
-        """Of what a micro-batch offloads, to the host: at the end of its forward, and as long back."""
-        assert self.host is not None
-        seconds: Floats = np.asarray(self.table.stage_bytes.offloaded) / self.host.bandwidth
-        return seconds
+    _room: dict[str, Floats] = field(default_factory=dict, init=False)
 
     def fits_host(self, in_flight: float) -> npt.NDArray[np.bool_]:
         """Whether the host has memory for so many micro-batches of each stage that offloads."""
@@ -213,7 +188,7 @@ class ReplicaGroupCosts:
         """How many micro-batches each stage has room for, as a fraction; negative where for none."""
         if recompute not in self._room:
             self._room[recompute] = (
-                np.full(self.forward.shape, inf)
+                np.full(self.table.valid.shape, inf)
                 if self.limit == inf
                 else self._most(lambda in_flight, moment: self.bytes(in_flight, recompute, moment))
             )
@@ -224,15 +199,49 @@ class ReplicaGroupCosts:
         return self._room[recompute]
 
     def _most(self, need: Callable[[float, Moment], Floats]) -> Floats:
-        precision = self.ledger.get("precision", FLOAT32)
-        return most_within(
-            self.limit, need, temporaries=find_optimizer(self.optimizer).has_temporaries(precision)
-        )
+        return most_within(self.limit, need, temporaries=self.has_temporaries)
+
+    @property
+    def has_temporaries(self) -> bool:
+        """Whether the optimizer's step allocates memory."""
+        return find_optimizer(self.optimizer).has_temporaries(self.ledger.get("precision", FLOAT32))
 
     def bytes(self, in_flight: float, recompute: Recompute, moment: Moment = "any") -> Floats:
         """What each stage needs on one replica."""
         options: LedgerOptions = {**self.ledger, "moment": moment}
         return self.table.memory(in_flight, recompute, self.optimizer, self.replicas, **options)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ReplicaGroupCosts(ReplicaMemory):
+    """What all stages cost on so many devices of these kinds, so joined.
+
+    Seconds are those of the slowest replica; `accumulation`: of a backward what the first of a step does not
+    take; `exposed_allreduce`: of the all-reduce that follows the last backward.
+    """
+
+    per_replica_batch: int
+    size: int
+    forward: Floats
+    backward: Floats
+    accumulation: Floats
+    exposed_allreduce: Floats
+    least_tied: Floats | float = 0.0
+    """Of sums of tied weights' gradients, at the least: they follow the all-reduce."""
+
+    def backward_seconds(self, micro_batches: int) -> tuple[Floats, Floats]:
+        """Backward seconds of a micro-batch, and the part of them that the first of several does not take; a
+        single one is the first."""
+        if micro_batches > 1:
+            return self.backward, self.accumulation
+        return self.backward - self.accumulation, np.zeros_like(self.accumulation)
+
+    @cached_property
+    def copy_seconds(self) -> Floats:
+        """Of what a micro-batch offloads, to the host: at the end of its forward, and as long back."""
+        assert self.host is not None
+        seconds: Floats = np.asarray(self.table.stage_bytes.offloaded) / self.host.bandwidth
+        return seconds
 
 
 def most_within(limit: float, need: Callable[[float, Moment], Floats], *, temporaries: bool = True) -> Floats:

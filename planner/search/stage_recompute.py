@@ -12,7 +12,6 @@ from ...cost_models.runtime import OFFLOAD
 from ...cost_models.schedules import find_schedule
 from ..candidate import Proposal
 from ..pipeline_config import FIRST_LAYERS, UNPROPOSED, PipelineConfig
-from ..stage_table import Floats, Indices
 from .replica_group import ReplicaGroupCosts
 from .space import Space
 
@@ -89,27 +88,3 @@ def repeat_end(cut_points: Sequence[int], start: int, end: int, mode: Recompute)
     if first is not None:
         return cut_points.index(cut_points[start] + first)
     return start if mode in ("never", OFFLOAD) else end
-
-
-def least_bytes(group: ReplicaGroupCosts, config: PipelineConfig, in_flight: float) -> tuple[Floats, Indices]:
-    """(cut points, cut points) each: what every stage needs that recomputes so that it needs least; and the
-    cut point up to which it then runs forward again."""
-    modes, places = stage_modes(config), np.arange(group.table.blocks + 1)
-    least = np.array(group.bytes(in_flight, modes[0]))
-    again = np.broadcast_to(places[:, None], least.shape).copy()
-    for mode in modes[1:]:
-        needs = group.bytes(in_flight, mode)
-        least, again = np.minimum(needs, least), np.where(needs < least, places[None, :], again)
-    if config.recompute == OFFLOAD:
-        needs = np.where(group.fits_host(in_flight), group.bytes(in_flight, OFFLOAD), np.inf)
-        least, again = np.minimum(needs, least), np.where(needs < least, OFFLOADS, again)
-    if config.recompute != FIRST_LAYERS:
-        return least, again
-    start, end = np.nonzero(group.table.valid)
-    for blocks in range(1, group.table.blocks):
-        start, end = start[start + blocks < end], end[start + blocks < end]
-        needs = group.pair_bytes(in_flight, "always", start, end, start + blocks)
-        fewer = needs < least[start, end]
-        least[start[fewer], end[fewer]] = needs[fewer]
-        again[start[fewer], end[fewer]] = start[fewer] + blocks
-    return least, again

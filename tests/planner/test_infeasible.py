@@ -13,7 +13,7 @@ from pplan.cost_models.errors import InfeasibleError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.quantities import parse_bytes
 from pplan.cost_models.topology import Topology
-from pplan.planner.infeasible import find_plan, no_plan_fits
+from pplan.planner.infeasible import no_plan_fits
 from pplan.planner.joint_search import find_best_plan
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
@@ -85,10 +85,10 @@ def test_every_change_that_is_named_fits(
         assert "a device" in error.what
         if error.hint.startswith("Omit "):
             bare = replace(problem.options, pins=(), cut_after=(), use_all=False)
-            assert find_plan(replace(problem, options=bare)).best is not None
+            assert find_best_plan(replace(problem, options=bare)).best is not None
             continue
         for words in error.hint.removeprefix("What would fit: ").rstrip(".").split("; or "):
-            assert find_plan(changed(problem, words)).best is not None, words
+            assert find_best_plan(changed(problem, words)).best is not None, words
             named += 1
     assert named > 0
 
@@ -161,7 +161,7 @@ def test_the_memory_that_is_named_is_enough_under_the_options(
     error = refused(problem)
     *_, words = error.hint.removeprefix("What would fit: ").rstrip(".").split("; or ")
     assert re.fullmatch(r"memory='[\d.]+[GMK]?i?B' a device", words)
-    assert find_plan(changed(problem, words)).best is not None
+    assert find_best_plan(changed(problem, words)).best is not None
 
 
 def test_of_several_options_the_first_that_fails_is_named(

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 import pplan.planner
-from pplan.planner.infeasible import find_plan
 from pplan.planner.joint_search import find_best_plan
 from pplan.planner.plan_records import TIE
 from pplan.planner.planners import PLANNERS
@@ -83,7 +82,7 @@ def test_bounds_hold(name: str, most: int, cases: Cases, low_limits: Callable[[i
     assert truth.best is not None
     low_limits(most)
     many = name == "two nodes"
-    answer = find_best_plan(problem, tuple(PLANNERS)) if many else find_plan(problem)
+    answer = find_best_plan(problem, tuple(PLANNERS)) if many else find_best_plan(problem)
     assert answer.best is not None
     assert answer.best.step_seconds >= truth.result.bound_seconds * (1 - TIE)
     if set(problem.allowed_schedules) <= {"1f1b", "gpipe"}:

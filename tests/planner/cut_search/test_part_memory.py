@@ -74,7 +74,7 @@ def test_parts_that_fit_on_no_device(base: str, mode: Any, problem: Problem) -> 
 
 
 def test_devices_of_several_kinds_and_of_none(problem: Problem) -> None:
-    """Anywhere the limit is that of the only kind of device; of several none is known."""
+    """Anywhere the limit is that of the kind that holds most."""
     program = SCHEDULES["zb-h1"].program(2, COUNT)
     shape = PipelineShape(PipelineConfig("zb-h1", "never", COUNT, 1), program, ((0,), (1,)))
 
@@ -85,6 +85,8 @@ def test_devices_of_several_kinds_and_of_none(problem: Problem) -> None:
 
     kind = problem.topology.kinds[0]
     other = replace(kind, name="other")
-    assert usable(False, kind).sum() < usable(True, kind, other).sum()
+    free = replace(kind, name="free", memory_bytes=None)
     assert (usable(True, kind) == usable(False, kind)).all()
-    assert (usable(True, kind, other) == problem.space.usable).all()
+    assert (usable(True, kind, other) == usable(False, kind)).all()
+    assert usable(False, kind).sum() < usable(True, kind, free).sum()
+    assert (usable(True, kind, free) == problem.space.usable).all()
