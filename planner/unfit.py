@@ -34,6 +34,8 @@ def unfit_reason(space: Space, proposals: Sequence[Proposal]) -> str:
     reasons, lacking = list[str](), list[tuple[float, str]]()
     deepest = sorted(dict.fromkeys(proposals), key=lambda own: -len(own.ends))
     for proposal in deepest[:MOST_ASSEMBLED]:
+        if lacking and space.budget.over:
+            break
         if (reason := next(list_failures(space, proposal), None)) is not None:
             reasons.append(reason)
             continue

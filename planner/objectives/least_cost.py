@@ -41,6 +41,8 @@ def least_cost(problem: Problem, prices: Mapping[str, float]) -> ObjectiveResult
     own = price_by_kind(prices, problem.topology)
     hourly = [problem.sharers * own[problem.topology.device(rank).name] for rank in range(problem.gpus)]
     answer = find_best_plan(problem)
+    if answer.result.bound_seconds == inf:
+        return ObjectiveResult(answer.result, answer)
     search = _CostSearch(problem, hourly, answer)
     search.run()
     if search.best is None:
@@ -75,6 +77,9 @@ class _CostSearch:
     def run(self) -> None:
         """Searches every number of devices, all of them first: that plan is known."""
         for count in self._counts():
+            if self.best is not None and self.problem.budget.over:
+                self.bound = min(self.bound, self._work_cost())
+                break
             self._look(count)
         if len(self.problem.topology.kinds) > 1 and not self.problem.options.use_all:
             self._look_at_kinds()
@@ -139,7 +144,8 @@ class _CostSearch:
         if self.problem.options.use_all:
             return
         for count in range(1, gpus):
-            if count <= EVERY_COUNT or count & (count - 1) == 0 or count % per_node == 0:
+            is_searched = count <= EVERY_COUNT or count & (count - 1) == 0 or count % per_node == 0
+            if is_searched or self.problem.budget.over:
                 yield count
             else:
                 self._bound(count, self._least_step(self._with(count)))

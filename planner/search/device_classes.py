@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from math import comb, factorial, prod
 
@@ -29,14 +29,24 @@ def group_path(topology: Topology, rank: int) -> tuple[object, ...]:
     return (*(rank // size for size in group_sizes(topology)), topology.device(rank))
 
 
-def group_sizes(topology: Topology) -> list[int]:
+@lru_cache(maxsize=16)
+def group_sizes(topology: Topology) -> tuple[int, ...]:
     """Devices of the groups, and of those that share a port, the largest first."""
     own, inner = set[int](), 1
     for level in topology.levels:
         own.add(level.devices_per_port)
         inner = topology.gpus if level.size is None else inner * level.size
         own.add(inner)
-    return sorted((size for size in own if 1 < size < topology.gpus), reverse=True)
+    return tuple(sorted((size for size in own if 1 < size < topology.gpus), reverse=True))
+
+
+@lru_cache(maxsize=16)
+def _class_ranks(topology: Topology) -> list[tuple[int, ...]]:
+    """By class, the ranks of its devices."""
+    by_path = dict[tuple[object, ...], list[int]]()
+    for rank in range(topology.gpus):
+        by_path.setdefault(group_path(topology, rank), []).append(rank)
+    return [tuple(ranks) for ranks in by_path.values()]
 
 
 def is_uniform(topology: Topology) -> bool:
@@ -93,10 +103,7 @@ class DeviceClasses:
     @cached_property
     def ranks(self) -> list[tuple[int, ...]]:
         """By class, those of its devices."""
-        by_path = dict[tuple[object, ...], list[int]]()
-        for rank in range(self.topology.gpus):
-            by_path.setdefault(group_path(self.topology, rank), []).append(rank)
-        return [tuple(own) for own in by_path.values()]
+        return _class_ranks(self.topology)
 
     @property
     def sizes(self) -> Vector:

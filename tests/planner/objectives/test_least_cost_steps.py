@@ -21,6 +21,7 @@ from pplan.planner.objectives.least_cost import HOUR, _CostSearch
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_records import TIE
 from pplan.planner.problem import Problem
+from pplan.planner.search.budget import SearchBudget
 from pplan.planner.search.placements import EVERY_COUNT
 
 MakeProblem = Callable[..., Problem]
@@ -60,7 +61,8 @@ def test_numbers_of_devices(make_problem: MakeProblem) -> None:
     assert list(search(make_problem(1, 4, 3, use_all=True), [1.0] * 3)._counts()) == [3]
     gpus = EVERY_COUNT + 12
     topology = SimpleNamespace(gpus_per_node=5)
-    many: Any = SimpleNamespace(gpus=gpus, topology=topology, options=SimpleNamespace(use_all=False))
+    options, budget = SimpleNamespace(use_all=False), SearchBudget()
+    many: Any = SimpleNamespace(gpus=gpus, topology=topology, options=options, budget=budget)
     own = search(many, [1.0] * gpus)
     bounded = list[int]()
     own._bound = lambda count, step: bounded.append(count) if step == -count else None
@@ -70,6 +72,13 @@ def test_numbers_of_devices(make_problem: MakeProblem) -> None:
     assert counts == [gpus, *kept]
     assert bounded == [n for n in range(1, gpus) if n not in kept]
     assert bounded
+    many.budget = SearchBudget(seconds=0.0)
+    assert list(own._counts()) == [gpus, *range(1, gpus)]
+    own.best = own.cost = 0.0  # whatever it is: after the time one bound is for all
+    own._work_cost = lambda: -1.0
+    own.problem.topology.kinds = (None,)
+    own.run()
+    assert own.bound == -1.0
 
 
 def test_a_number_of_devices_is_searched_where_it_may_be_cheaper(

@@ -96,16 +96,16 @@ def test_one_assignment_of_those_alike(name: str, replicas: tuple[int, ...]) -> 
 def test_groups_and_what_is_uniform() -> None:
     sizes = {name: group_sizes(topology) for name, topology in MACHINES.items()}
     assert sizes == {
-        "alike": [],
-        "nodes": [2],
-        "three nodes": [2],
-        "a part of a node": [3],
-        "kinds": [],
-        "kinds in nodes": [2],
-        "kinds across nodes": [2],
-        "kinds in turn": [2],
-        "ports": [2],
-        "ports in nodes": [4, 2],
+        "alike": (),
+        "nodes": (2,),
+        "three nodes": (2,),
+        "a part of a node": (3,),
+        "kinds": (),
+        "kinds in nodes": (2,),
+        "kinds across nodes": (2,),
+        "kinds in turn": (2,),
+        "ports": (2,),
+        "ports in nodes": (4, 2),
     }
     assert [name for name, topology in MACHINES.items() if is_uniform(topology)] == ["alike"]
 
