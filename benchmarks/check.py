@@ -44,8 +44,8 @@ from pplan.runtimes.checking.job import (
 )
 from pplan.runtimes.checking.job import CutLink as CutLink
 from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processes
-from pplan.runtimes.formats.torch_actions import action_rows, build_program, device_stages, schedule_class
-from pplan.runtimes.formats.torch_export import TorchExport
+from pplan.runtimes.documents import TorchExport
+from pplan.runtimes.torch_actions import action_rows, build_program, device_stages, schedule_class
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1}
 """With their virtual stages a device."""

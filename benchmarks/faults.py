@@ -26,8 +26,8 @@ from textwrap import dedent
 from pplan.cost_models.errors import MachineError
 from pplan.runtimes.checking.job import Case, CutLink, Job, ModelSpec
 from pplan.runtimes.checking.launching import run_in_processes
-from pplan.runtimes.formats.torch_actions import action_rows, build_program, device_stages, schedule_class
-from pplan.runtimes.formats.torch_export import TorchExport
+from pplan.runtimes.documents import TorchExport
+from pplan.runtimes.torch_actions import action_rows, build_program, device_stages, schedule_class
 
 FAULTS: Mapping[str, str] = {
     "killed": r"rank {rank} died .*: killed by SIGKILL",

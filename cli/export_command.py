@@ -11,12 +11,12 @@ import typer
 
 from ..cost_models import arguments
 from ..cost_models.option_fields import Options, option, settings_option
-from ..cost_models.runtime import RUNTIMES
+from ..cost_models.runtime import RUNTIMES, find_runtime
 from .output import AsJson, Force, Output, PlanFile
 from .streams import printable, remark, result
 
 if TYPE_CHECKING:
-    from ..runtimes.formats.export_document import ExportDocument
+    from ..runtimes.documents import ExportDocument
     from ..runtimes.scripts.script import Script
 
 _HIDDEN_FIELDS = {
@@ -24,18 +24,6 @@ _HIDDEN_FIELDS = {
     *("granularity", "gpus_per_node"),
 }
 """What the table of an export leaves to its file."""
-_NAMING_DEVICES = ("torchgpipe", "fairscale", "huggingface")
-"""Runtimes of which the export names the devices; those of the others are given by their launchers."""
-_ONE_PROCESS = ("torchgpipe", "fairscale")
-"""Runtimes whose stages are threads; the launchers of the others give each process one thread unasked."""
-_BUILD = {
-    "deepspeed": ("deepspeed", "stage = build({file}, model, loss_fn, example_input)"),
-    "torch": (
-        "torch_pipelining",
-        "process = build({file}, model, example_input=example_input, loss_fn=loss_fn)",
-    ),
-}
-"""By runtime the module with its `build` and the line that calls it, where they are not as torchgpipe's."""
 
 RuntimeName = Annotated[
     str, typer.Argument(metavar="RUNTIME", help=f"One of {', '.join(RUNTIMES)}.", show_default=False)
@@ -88,19 +76,19 @@ def export_command(
     """Write a plan for a training runtime, in that runtime's own words, and a script that trains by it."""
     from ..api.provenance import made_by
     from ..cost_models.document import MadeBy
-    from ..cost_models.runtime import find_runtime
     from ..cost_models.text_files import FOR_A_RUNTIME, TEXT, write_whole
     from ..planner.plan_file import Plan
-    from ..runtimes.formats.export_document import default_device, hash_layers
-    from ..runtimes.formats.exporters import SUFFIXES, export
+    from ..runtimes.documents import hash_layers
+    from ..runtimes.exports import default_device, export
     from .field_names import command_line
     from .output import choose_input, choose_target, file_stem
 
-    name = find_runtime(runtime).name
+    row = find_runtime(runtime)
+    name = row.name
     source = choose_input(plan_file, ("plan",))
     plan = Plan.load(source)
-    default = f"{file_stem(plan.model)}.{name}.{SUFFIXES.get(name, 'json')}"
-    is_document = name not in SUFFIXES or (output or Path(default)).suffix == ".json"
+    default = f"{file_stem(plan.model)}.{name}.{row.suffix}"
+    is_document = row.suffix == "json" or (output or Path(default)).suffix == ".json"
     about = {"model": plan.model, "layers_sha256": hash_layers(plan)}
     kind = FOR_A_RUNTIME if is_document else TEXT
     target = choose_target(output, default, force=force, about=about, kind=kind)
@@ -109,9 +97,9 @@ def export_command(
     document, note = export(name, plan, device=options.device, made_by=origin)
     if note:
         remark(note)
-    if options.device is None and plan.device_kind == "CPU" and name in _NAMING_DEVICES:
+    if options.device is None and plan.device_kind == "CPU" and row.one_process:
         remark("the plan is for processors, by seconds measured on one: the export is for the CPU")
-    devices: list[str] = getattr(document, "devices", []) if name in _ONE_PROCESS else []
+    devices: list[str] = getattr(document, "devices", []) if row.one_process else []  # of threads
     if len(devices) > 1 and devices[0] == "cpu":
         remark(
             "run it with OMP_NUM_THREADS=1: its stages, threads of one process, otherwise take all cores each"
@@ -165,10 +153,10 @@ def _script(
     """
     from ..api.load import read_plan
     from ..planner.plan_file import Plan
-    from ..runtimes.scripts.script import needs_profile, write_script
+    from ..runtimes.scripts.script import write_script
 
     device = options.device or "cuda"
-    if not needs_profile(document):
+    if not find_runtime(document.runtime).builds:
         return write_script(document, Plan.load(source), None, path=path, plan_path=plan_path, device=device)
     files = read_plan(source, options.profile)
     return write_script(
@@ -187,7 +175,7 @@ def _show(document: ExportDocument, path: Path, script: Script | None) -> None:
     """Prints what the runtime is given, and the lines that a training script needs where none is written."""
     from ..api.plan_summary import describe_batch
     from ..cost_models.quantities import format_seconds
-    from ..runtimes.formats.trainer_text import TrainerText
+    from ..runtimes.documents import TrainerText
 
     if isinstance(document, TrainerText):
         result("".join(f"{printable(line)}\n" for line in document.text(path).splitlines()))
@@ -213,9 +201,9 @@ def _show(document: ExportDocument, path: Path, script: Script | None) -> None:
         )
         return
     if script is None:
-        module, call = _BUILD.get(name, (name, "model = build({file}, model, example_input)"))
+        row = find_runtime(name)
         result(
             "\nIn the training script:\n"
-            f"    from pplan.runtimes.{module} import build\n"
-            f"    {call.format(file=repr(str(path)))}\n"
+            f"    from pplan.runtimes.{row.module} import build\n"
+            f"    {row.builds.format(file=repr(str(path)))}\n"
         )

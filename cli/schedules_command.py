@@ -10,6 +10,7 @@ import typer
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.option_fields import Options, option
+from ..cost_models.runtime import list_runtimes
 from .option_parameters import action_parser
 
 if TYPE_CHECKING:
@@ -129,13 +130,13 @@ def _print(console: Console) -> None:
         "Bubble: idle share of the longest span of a stage, from its first to its last action, of equal "
         "stages without transfers. Weights: versions, or copies, that a device keeps. Stale by: updates.",
     )
-    needs: list[Column[Schedule]] = [
+    runs: list[Column[Schedule]] = [
         name,
-        text("runs in", lambda schedule: ", ".join(schedule.runtimes) or None, min_width=22),
-        text("needs", lambda schedule: schedule.needs, min_width=20),
+        text("runs in", lambda schedule: ", ".join(list_runtimes(schedule.name)) or None),
     ]
-    print_table(console, needs, schedules, title="What runs them, and what they need")
-    line(console, "Schedule...: a class of torch.distributed.pipelining.")
+    print_table(console, runs, schedules, title="What runs them")
+    needs: list[Column[Schedule]] = [name, text("needs", lambda schedule: schedule.needs)]
+    print_table(console, needs, schedules, title="What they need")
     sources: list[Column[Schedule]] = [name, text("paper", lambda schedule: schedule.source)]
     print_table(console, sources, schedules, title="Sources")
 
@@ -183,6 +184,6 @@ def _record(schedule: Schedule) -> dict[str, Any]:
         "virtual_stages": schedule.default_virtual_stages,
         "copies": schedule.copies,
         "needs": schedule.needs,
-        "runtimes": list(schedule.runtimes),
+        "runtimes": list_runtimes(schedule.name),
         "source": schedule.source,
     }

@@ -183,7 +183,7 @@ def _next_steps(plan: Plan, path: Path) -> str:
     from ..cost_models.runtime import RUNTIMES
     from ..cost_models.schedules import find_schedule
     from ..planner.plan_records import MOST_DRAWN_LAYERS
-    from ..runtimes.formats.plan_choice import refusals
+    from ..runtimes.exports import refusals
 
     runtimes = [
         name for name, runtime in RUNTIMES.items() if name == plan.runtime or not refusals(plan, runtime)
@@ -207,7 +207,7 @@ def _is_checked(plan: Plan) -> bool:
     """Whether `pplan check` runs the plan itself, by PyTorch's pipelining; its processes share no layers."""
     from ..cost_models.errors import ExportError
     from ..cost_models.runtime import find_runtime
-    from ..runtimes.formats.plan_choice import INSTEAD, choose
+    from ..runtimes.exports import INSTEAD, choose
 
     try:
         remark = choose(plan, find_runtime("torch"))[1]

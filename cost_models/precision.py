@@ -15,6 +15,7 @@ from typing import Literal, cast
 from . import arguments
 from .errors import UsageError
 from .optimizers import Optimizer, Precision, StepKernels
+from .runtime import find_runtime
 
 ZERO_STAGES = (0, 1, 2, 3)
 """Of ZeRO: what the replicas of a stage spread over them, see `training`."""
@@ -23,12 +24,6 @@ PRECISIONS = ("fp32", "mixed", "bf16")
 """The words of `precision`."""
 GRADIENT_DTYPES = ("fp32", "bf16", "fp16")
 """The words of `gradient_dtype`."""
-FUSED_OPTIMIZER_RUNTIMES = frozenset({"megatron", "megatron-bridge", "deepspeed"})
-"""Runtimes whose optimizers are fused kernels: Megatron-LM's and Apex' FusedAdam, DeepSpeed's FusedAdam."""
-FLOAT32_GRADIENT_RUNTIMES = frozenset({"megatron", "megatron-bridge", "deepspeed"})
-"""Runtimes that add bfloat16 gradients up in float32: Megatron-LM with `--bf16` does so unless told otherwise
-(`megatron/training/arguments.py`), DeepSpeed's BF16_Optimizer keeps float32 gradients."""
-
 PrecisionName = Literal["fp64", "fp32", "mixed", "bf16"]
 DtypeName = Literal["fp64", "fp32", "bf16", "fp16"]
 _DTYPES: dict[str, DtypeName] = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -76,7 +71,7 @@ def training_precision(
 
     "auto": `mixed` for 16 bits and for autocast, else as profiled. Gradients are by default in the dtype of
     the weights, but float32 where the weights are bfloat16 and the runtime adds up in float32
-    (`FLOAT32_GRADIENT_RUNTIMES`). Raises UsageError for unknown words, and for a precision whose passes are
+    (`Runtime.own_optimizer`). Raises UsageError for unknown words, and for a precision whose passes are
     not those that were profiled.
     """
     if dtype not in _DTYPES:
@@ -90,7 +85,7 @@ def training_precision(
     _check_passes(name, own, autocast, amp)
     gradient = cast(DtypeName, gradient_dtype)
     if gradient_dtype == "auto":
-        adds_up = name == "mixed" and own == "bf16" and runtime in FLOAT32_GRADIENT_RUNTIMES
+        adds_up = name == "mixed" and own == "bf16" and _has_own_optimizer(runtime)
         gradient = "fp32" if adds_up else own
     _check_gradients(gradient, name, own, autocast)
     master = 4 if name == "mixed" and not autocast else 0
@@ -98,9 +93,13 @@ def training_precision(
     return TrainingPrecision(name, gradient, bytes_of_training, autocast)
 
 
+def _has_own_optimizer(runtime: str | None) -> bool:
+    return runtime is not None and find_runtime(runtime).own_optimizer
+
+
 def step_kernels(device: str, runtime: str | None = None) -> StepKernels:
     """How the optimizer of a runtime (None: PyTorch's own) steps on such a device."""
-    if runtime in FUSED_OPTIMIZER_RUNTIMES:
+    if _has_own_optimizer(runtime):
         return "fused"
     return {"cpu": "for-loop", "cuda": "foreach", "analytic": "foreach"}.get(device, "fused")  # type: ignore[return-value]
 

@@ -1,4 +1,4 @@
-"""What each training runtime can run: the limits of the search and of the exporters.
+"""The table of training runtimes: what each can run, what its file looks like, and how it is started.
 
 Sources: torchgpipe (Kim et al., "torchgpipe", arXiv:2004.09910; version 0.0.7), FairScale 0.4.13 (its
 `nn.Pipe` is a fork of torchgpipe), DeepSpeed 0.19.8 (`runtime/pipe/schedule.py`: TrainSchedule is 1F1B;
@@ -12,7 +12,7 @@ Automodel 0.7 (torch.distributed.pipelining's classes, or a file of actions).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from .errors import UsageError
@@ -58,8 +58,10 @@ class Runtime:
     """The stages of ZeRO that it runs over the replicas of a stage of a pipeline."""
     no_zero: str = "it spreads nothing over replicas"
     """Why it runs no others."""
-    pure_16_bits: bool = True
-    """Whether it trains 16-bit weights without float32 master weights."""
+    own_optimizer: bool = False
+    """Whether it steps by an optimizer of its own: fused kernels (Megatron-LM's and Apex' FusedAdam,
+    DeepSpeed's FusedAdam), float32 master weights of 16-bit ones, and float32 sums of bfloat16 gradients
+    (Megatron-LM with `--bf16`, `megatron/training/arguments.py`; DeepSpeed's BF16_Optimizer)."""
 
     joins_outputs: bool = False
     """True if it joins the outputs of the micro-batches by torch.cat."""
@@ -69,6 +71,25 @@ class Runtime:
     the head's on the last stage; or none."""
     no_tied: str = "it keeps no copies of a weight on several stages"
     """Why not any."""
+
+    suffix: str = field(default="json", compare=False)
+    """Suffix of its file: an export document of pplan, or a text that a trainer takes as it is."""
+    module: str = field(default="", compare=False)
+    """The module of `pplan.runtimes` that takes the file. Empty for trainers that take it themselves."""
+    builds: str = field(default="", compare=False)
+    """A line that builds a process's stages by `module`. Empty where nothing does: then no script of pplan's
+    trains by the file, and `pplan check` does not run it."""
+    script_imports: str = field(default="build", compare=False)
+    """Names of `module` that a script imports."""
+    program: str = field(default="", compare=False)
+    """What torchrun starts, of a trainer with a command line."""
+    needs: tuple[str, str] = field(default=("", ""), compare=False)
+    """Arguments that the user gives `program`: those that it requires, and further ones."""
+
+    @property
+    def package(self) -> str | None:
+        """The package that `pip install "pplan[...]"` adds for it. None if torch or the trainer has it."""
+        return self.name if self.name == self.module and self.builds else None
 
     def runs(self, schedule: str) -> bool:
         """Whether it runs a schedule."""
@@ -84,7 +105,7 @@ class Runtime:
 
     def trains(self, precision: str, zero: int) -> bool:
         """Whether it trains weights of a precision with a stage of ZeRO."""
-        return zero in self.zero and (precision != "bf16" or self.pure_16_bits)
+        return zero in self.zero and not (precision == "bf16" and self.own_optimizer)
 
     def refuse_outputs(self, undivided: Sequence[str]) -> tuple[str, str] | None:
         """Why it cannot run a model with these outputs without samples, and what to do; None where it can."""
@@ -105,7 +126,7 @@ class Runtime:
                 f"zero={zero} with runtime={self.name!r}: {self.no_zero}",
                 f"Use zero={runs}, or omit `runtime`.",
             )
-        if precision == "bf16" and not self.pure_16_bits:
+        if precision == "bf16" and self.own_optimizer:
             raise UsageError(
                 f"precision='bf16' with runtime={self.name!r}: it keeps float32 master weights",
                 "Use precision='mixed'.",
@@ -123,6 +144,8 @@ def _one_process_gpipe(name: str) -> Runtime:
         joins_outputs=True,
         no_zero="it has no replicas to spread states over",
         no_tied="it refuses a parameter that two stages share",
+        module=name,
+        builds="model = build({file}, model, example_input)",
     )
 
 
@@ -151,19 +174,32 @@ With several stages a device, its schedules.py `_add_unshard_reshard` keeps at m
 _STATES_ALONE: dict[str, Any] = {"zero": frozenset({0, 1})}
 _MEGATRON = _STATES_ALONE | {
     "first_blocks": True,
+    "suffix": "sh",
     "no_zero": "its distributed optimizer spreads the optimizer's states and master weights (ZeRO-1)",
-    "pure_16_bits": False,
+    "own_optimizer": True,
     "tied": "ends",
     "no_tied": "it ties the embedding on the first stage to the head on the last, and nothing else",
 }
-_NO_TIED: dict[str, Any] = {"no_tied": "it refuses tied weights together with pipeline parallelism"}
-_TORCH = frozenset({"naive", "gpipe", "1f1b", "dapple", "interleaved", "looped-bfs"}) | {
-    "zb-h1",
-    "zb-h2",
-    "zb-v",
-    "dualpipe-v",
+_MEGATRON_SCHEDULES = frozenset({"1f1b", "interleaved"})
+_PIPELINING = _STATES_ALONE | {
+    "no_zero": _WHOLE_GRADIENTS,
+    "any_order": True,
+    "receives_ahead": True,
+    "no_tied": "it refuses tied weights together with pipeline parallelism",
 }
-"""What torch.distributed.pipelining has classes for, and what it is given as lists of actions."""
+"""Trainers above torch.distributed.pipelining."""
+TORCH_CLASSES: Final = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "looped-bfs": "ScheduleLoopedBFS",
+    "zb-v": "ScheduleZBVZeroBubble",
+    "dualpipe-v": "ScheduleDualPipeV",
+}
+"""Classes of torch.distributed.pipelining by schedule, with the same order; but GPipe's runs the backwards
+from the first micro-batch to the last, which takes as long and holds as much."""
+_TORCH = frozenset(TORCH_CLASSES) | {"naive", "dapple", "zb-h1", "zb-h2"}
+"""What it has classes for, and what it is given as lists of actions."""
 
 RUNTIMES: dict[str, Runtime] = {
     runtime.name: runtime
@@ -179,8 +215,11 @@ RUNTIMES: dict[str, Runtime] = {
             trains_every_stage=True,
             zero=frozenset({0, 1}),
             no_zero="its pipeline engine runs ZeRO stage 1 only (runtime/pipe/engine.py asserts it)",
-            pure_16_bits=False,
+            own_optimizer=True,
             tied="any",
+            module="deepspeed",
+            builds="stage = build({file}, model, loss_fn, example_input)",
+            script_imports="DeepspeedExport, build, start",
         ),
         Runtime(
             "torch",
@@ -197,6 +236,8 @@ RUNTIMES: dict[str, Runtime] = {
             tied="any",
             any_order=True,
             receives_ahead=True,
+            module="torch_pipelining",
+            builds="process = build({file}, model, example_input=example_input, loss_fn=loss_fn)",
         ),
         Runtime(
             "huggingface",
@@ -206,29 +247,36 @@ RUNTIMES: dict[str, Runtime] = {
             one_process=True,
             trains_every_stage=False,
             no_tied="accelerate keeps the modules that share a parameter on one device",
+            module="huggingface",
         ),
-        _of_transformers("megatron", frozenset({"1f1b", "interleaved"}), **_MEGATRON),
-        _of_transformers("megatron-bridge", frozenset({"1f1b", "interleaved"}), **_MEGATRON),
+        _of_transformers(
+            "megatron", _MEGATRON_SCHEDULES, program="pretrain_gpt.py", needs=("", "ARGUMENTS"), **_MEGATRON
+        ),
+        _of_transformers(
+            "megatron-bridge", _MEGATRON_SCHEDULES, needs=("RECIPE.py", "[OVERRIDES]"), **_MEGATRON
+        ),
         _of_transformers(
             "torchtitan",
             _TORCH,
-            **_STATES_ALONE,
-            no_zero=_WHOLE_GRADIENTS,
-            any_order=True,
-            receives_ahead=True,
-            **_NO_TIED,
+            suffix="sh",
+            program="-m torchtitan.train",
+            needs=("--module MODULE --config CONFIG", "[OPTIONS]"),
+            **_PIPELINING,
         ),
-        _of_transformers(
-            "nemo-automodel",
-            _TORCH - {"dualpipe-v"},
-            **_STATES_ALONE,
-            no_zero=_WHOLE_GRADIENTS,
-            any_order=True,
-            receives_ahead=True,
-            **_NO_TIED,
-        ),
+        _of_transformers("nemo-automodel", _TORCH - {"dualpipe-v"}, suffix="yaml", **_PIPELINING),
     )
 }
+
+
+RUNNABLE: Final = tuple(
+    sorted((name for name, row in RUNTIMES.items() if row.builds), key=lambda name: name != "torch")
+)
+"""Runtimes whose stages pplan builds: `pplan check` runs them, and scripts train by them."""
+
+
+def list_runtimes(schedule: str) -> list[str]:
+    """Names of the runtimes that run a schedule of pplan's."""
+    return [name for name, runtime in RUNTIMES.items() if schedule in runtime.schedules]
 
 
 def find_runtime(name: str) -> Runtime:

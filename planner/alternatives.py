@@ -194,7 +194,7 @@ def _kinds(problem: Problem) -> list[list[str]]:
             zero=frozenset(),
             no_zero="",
             no_tied="",
-            pure_16_bits=True,
+            own_optimizer=False,
         )
         trains = runtime.trains(problem.precision.name, problem.options.zero)
         if trains and run_search:

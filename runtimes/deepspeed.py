@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..cost_models.errors import ExportError, MachineError
 from ..planner.plan_file import Plan
-from .formats.deepspeed_export import DeepspeedExport, export
-from .formats.export_document import missing_package, resolve_document
+from .documents import DeepspeedExport, missing_package
+from .exports import resolve_document
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +101,7 @@ def build(
     from .pipelining.runtime_internals import partitioned_module
     from .pipelining.weight_copies import check_equal_buffers, find_tied_weights, split_stage
 
-    document = resolve_document(source, DeepspeedExport, export)
+    document = resolve_document(source, DeepspeedExport)
     example = None if example_input is None else ModelInput.of(example_input)
     count = document.parts[-1]
     samples = document.micro_batch_size // document.replicas

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..planner.plan_file import Plan
-from .formats.export_document import missing_package, resolve_document
-from .formats.pipe_export import FairscaleExport, export_fairscale
+from .documents import FairscaleExport, missing_package
+from .exports import resolve_document
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ def build(
     """
     from .pipelining.plan_layers import prepare_pipe
 
-    document = resolve_document(source, FairscaleExport, export_fairscale)
+    document = resolve_document(source, FairscaleExport)
     layers, arguments = prepare_pipe(document, model, example_input, devices, layer_names)
     try:
         from fairscale.nn import Pipe

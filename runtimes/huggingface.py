@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..cost_models.errors import ExportError
-from .formats.export_document import load_document
-from .formats.huggingface_export import HuggingfaceExport
+from .documents import HuggingfaceExport, load_document
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..cost_models.document import MadeBy
 from ..cost_models.errors import ExportError, UsageError
 from ..planner.plan_file import Plan
-from .formats.export_document import check_names, load_document
-from .formats.torch_export import TorchExport, export
+from .documents import TorchExport, check_names
+from .exports import resolve_document
 
 if TYPE_CHECKING:
     import torch
@@ -67,9 +66,7 @@ def build(
     """
     from .pipelining.process import build_process
 
-    if isinstance(source, Plan):
-        source, _ = export(source, device="cuda", made_by=MadeBy())
-    document = load_document(source, TorchExport)
+    document = resolve_document(source, TorchExport)
     replication = replicate or ("fsdp" if document.zero else "ddp")
     if document.zero and replication != "fsdp":
         raise UsageError(
@@ -100,9 +97,7 @@ def split_spec(
 
     from ..profiler.chain.layers import build_chain
 
-    if isinstance(source, Plan):
-        source, _ = export(source, device="cuda", made_by=MadeBy())
-    document = load_document(source, TorchExport)
+    document = resolve_document(source, TorchExport)
     chain = build_chain(model, example_input, granularity=document.granularity, verify=True)
     names = [layer.name for layer in chain.layers]
     check_names(document, document.parts[-1], len(names), names, chain.model_name)

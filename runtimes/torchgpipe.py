@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..planner.plan_file import Plan
-from .formats.export_document import missing_package, resolve_document
-from .formats.pipe_export import TorchgpipeExport, export_torchgpipe
+from .documents import TorchgpipeExport, missing_package
+from .exports import resolve_document
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ def build(
     """
     from .pipelining.plan_layers import prepare_pipe
 
-    document = resolve_document(source, TorchgpipeExport, export_torchgpipe)
+    document = resolve_document(source, TorchgpipeExport)
     layers, arguments = prepare_pipe(document, model, example_input, devices, layer_names)
     try:
         from torchgpipe import GPipe

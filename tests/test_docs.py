@@ -17,11 +17,12 @@ import pytest
 
 import pplan
 from pplan.cli.app import main
+from pplan.cost_models.runtime import list_runtimes
 from pplan.cost_models.schedules import SCHEDULES
 from pplan.planner.plan_file import Plan
 from pplan.planner.planners import PLANNERS
 from pplan.profiler.profile_file import Profile
-from pplan.runtimes.formats.exporters import EXPORTERS
+from pplan.runtimes.exports import EXPORTERS
 
 ROOT = Path(__file__).resolve().parent.parent
 LISTED = subprocess.run(
@@ -217,6 +218,10 @@ def test_they_name_every_runtime() -> None:
 
 def test_they_name_every_schedule() -> None:
     assert names_in_table("schedules.md", "# Schedules") == list(SCHEDULES)
+    rows = PAGES["schedules.md"].split("| name | runs in |")[1].split("\n\n")[0].splitlines()[2:]
+    for row in rows:
+        name, runtimes = (re.findall("`([^`]+)`", cell) for cell in row.split("|")[1:3])
+        assert runtimes == list_runtimes(name[0])
 
 
 def test_they_name_every_function() -> None:

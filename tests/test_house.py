@@ -111,8 +111,9 @@ def test_the_public_api_is_above_all_but_the_command_line() -> None:
 
 OPTIONS_OF_OTHER_TOOLS = {
     "profiler/gpu_state.py": "nvidia-smi's",
-    "runtimes/formats/torchtitan_export.py": "torchtitan's",
-    "runtimes/scripts/script.py": "torchtitan's",
+    "runtimes/exports.py": "torchtitan's",
+    "runtimes/documents.py": "torchtitan's",
+    "cost_models/runtime.py": "torchtitan's",
 }
 """Files that may name an option which pplan has, too."""
 
@@ -212,7 +213,7 @@ INTERNALS = (
 """Where names stand that PyTorch and the runtimes do not promise to keep."""
 LIKE_PUBLIC = {"_replace", "_asdict", "_fields", "_exit", "_operator", "_constants", "_parser"}
 """Of Python itself."""
-NAMES_OF_FILES = {"_PipelineScheduleRuntime": "runtimes/formats/torch_actions.py"}
+NAMES_OF_FILES = {"_PipelineScheduleRuntime": "runtimes/torch_actions.py"}
 """What pplan writes into an export, by the file that does."""
 
 

@@ -33,7 +33,6 @@ SCHEDULE = Schedule(
     needs="memory for all micro-batches",
     bubble="(p-1)/(m+p-1)",
     in_flight_formula="m",
-    runtimes=("toy",),
 )
 '''
 PLANNER = '''"""The first layer alone, all others behind it."""
@@ -54,24 +53,12 @@ class Toy:
 
 PLANNER = Toy()
 '''
-EXPORT = '''"""A runtime that takes what torchgpipe takes."""
-
-from typing import ClassVar, Literal
-
-from ...cost_models.document import MadeBy
-from ...planner.plan_file import Plan
-from .pipe_export import PipeExport, pipe_fields
-
-
-class ToyExport(PipeExport):
+EXPORT = """class ToyExport(PipeExport):
     kind: ClassVar[str] = "toy"
     runtime: Literal["toy"]
 
 
-def export(plan: Plan, *, device: str, made_by: MadeBy) -> tuple[ToyExport, str | None]:
-    content, remark = pipe_fields(plan, "toy", device)
-    return ToyExport(**content, made_by=made_by), remark
-'''
+"""
 ADDITIONS = {
     "cost_models/schedules/__init__.py": [
         ("    gpipe,\n", "    gpipe,\n    toy_order,\n"),
@@ -83,26 +70,18 @@ ADDITIONS = {
     "cost_models/runtime.py": [
         ('_one_process_gpipe("fairscale"),', '_one_process_gpipe("fairscale"), _one_process_gpipe("toy"),')
     ],
-    "runtimes/formats/exporters.py": [
-        ("    torch_export,\n", "    torch_export,\n    toy_export,\n"),
-        (
-            '    "torch": torch_export.export,\n',
-            '    "torch": torch_export.export, "toy": toy_export.export,\n',
-        ),
-    ],
-    "runtimes/reading/read.py": [
+    "runtimes/documents.py": [
+        ("class DeepspeedExport(", EXPORT + "class DeepspeedExport("),
         ("        FairscaleExport,\n", "        FairscaleExport, ToyExport,\n"),
-        (
-            "from ..formats.torch_export",
-            "from ..formats.toy_export import ToyExport\nfrom ..formats.torch_export",
-        ),
+    ],
+    "runtimes/exports.py": [
+        ('    "torch": export_torch,\n', '    "torch": export_torch, "toy": export_pipe,\n')
     ],
 }
 """By file, what the recipes say to enter: a line and the same with the toy."""
 NEW_FILES = {
     "cost_models/schedules/toy_order.py": SCHEDULE,
     "planner/planners/toy_planner.py": PLANNER,
-    "runtimes/formats/toy_export.py": EXPORT,
 }
 COSTS = "name,forward_seconds,backward_seconds,activation_bytes,parameter_bytes\n" + "".join(
     f"layer{number},0.1,0.2,1000,1000\n" for number in range(4)

@@ -39,7 +39,7 @@ from pplan.profiler.importing.importer import import_profile
 from pplan.profiler.profile_file import Profile
 from pplan.runtimes.checking.calibration import Calibration
 from pplan.runtimes.checking.check_report import Check
-from pplan.runtimes.reading.read import read_partition
+from pplan.runtimes.imports import read_partition
 
 from .cases import KINDS as OF_VERBS
 from .cases import TABLES

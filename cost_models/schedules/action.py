@@ -134,17 +134,15 @@ class Schedule:
     """A schedule. `build(stages, micro_batches, virtual_stages)` makes its program; it checks what is special
     to it, `program` what all have in common.
 
-    `source`: the paper. `needs`: what a runtime must be able to do, in words. `runtimes`: those that run it
-    (torch.distributed.pipelining by the name of its class). `copies`: weights that a device holds.
-    `synchronous`: whether one version of the weights makes a whole step; where not, `micro_batches` go
+    `source`: the paper. `needs`: what a runtime must be able to do, in words. `copies`: weights that a device
+    holds. `synchronous`: whether one version of the weights makes a whole step; where not, `micro_batches` go
     through in a row without a flush. `trains_one_model`: whether the copies have the same weights.
-    `splits_backward`: whether some weight gradients are actions of their own.
-    `weight_versions` and `staleness` (in updates) take stage, stages,
-    micro-batches; `chunk_versions`: by chunk, where they differ.
-    `closed_in_flight`: the most micro-batches that a stage holds, where a formula says it.
-    `bubble` and `in_flight_formula`, to be read: the idle share of the longest span of a stage, from its
-    first to its last action, of equal stages without transfers, and the micro-batches that stage i of p
-    (0-based) holds, of m micro-batches and v virtual stages; F, B, W are seconds.
+    `splits_backward`: whether some weight gradients are actions of their own. `weight_versions` and
+    `staleness` (in updates) take stage, stages, micro-batches; `chunk_versions`: by chunk, where they differ.
+    `closed_in_flight`: the most micro-batches that a stage holds, where a formula says it. `bubble` and
+    `in_flight_formula`, to be read: the idle share of the longest span of a stage, from its first to its last
+    action, of equal stages without transfers, and the micro-batches that stage i of p (0-based) holds, of m
+    micro-batches and v virtual stages; F, B, W are seconds.
     """
 
     name: str
@@ -153,7 +151,6 @@ class Schedule:
     needs: str
     bubble: str
     in_flight_formula: str
-    runtimes: tuple[str, ...] = ()
     synchronous: bool = True
     trains_one_model: bool = True
     splits_backward: bool = False

@@ -56,7 +56,6 @@ SCHEDULE = Schedule(
     "computed apart at the ends",
     bubble="t/(t+2m(F+B+W)), t = (p-1)(F+B-W), where F = B, of a chunk",
     in_flight_formula="p+1/2",
-    runtimes=("ScheduleDualPipeV",),
     default_virtual_stages=2,
     splits_backward=True,
 )

@@ -41,6 +41,5 @@ SCHEDULE = Schedule(
     needs="memory for all micro-batches of a step, or recomputation",
     bubble="(p-1)/(m+p-1)",
     in_flight_formula="m",
-    runtimes=("torchgpipe", "fairscale", "ScheduleGPipe"),
     closed_in_flight=in_flight,
 )

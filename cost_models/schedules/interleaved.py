@@ -73,6 +73,5 @@ SCHEDULE = Schedule(
     needs="several chunks of layers on a device, transfers from the last device to the first",
     bubble="(p-1)/(vm+p-1)",
     in_flight_formula="min(vm, 2(p-i-1)+(v-1)p+1)/v",
-    runtimes=("ScheduleInterleaved1F1B",),
     default_virtual_stages=2,
 )

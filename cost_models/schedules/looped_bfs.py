@@ -41,7 +41,6 @@ SCHEDULE = Schedule(
     "micro-batches of a step",
     bubble="(p-1)/(vm+p-1)",
     in_flight_formula="m",
-    runtimes=("ScheduleLoopedBFS",),
     default_virtual_stages=2,
     closed_in_flight=in_flight,
 )

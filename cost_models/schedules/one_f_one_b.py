@@ -48,6 +48,5 @@ SCHEDULE = Schedule(
     needs="each stage working by itself: a process or a queue a stage",
     bubble="(p-1)/(m+p-1)",
     in_flight_formula="min(m, p-i)",
-    runtimes=("deepspeed", "Schedule1F1B"),
     closed_in_flight=in_flight,
 )

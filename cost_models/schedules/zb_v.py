@@ -73,7 +73,6 @@ SCHEDULE = Schedule(
     needs="two chunks of layers on a device, input and weight gradients computed apart",
     bubble="0 where F = B = W and m >= 2p-1",
     in_flight_formula="min(m, p)",
-    runtimes=("ScheduleZBVZeroBubble",),
     default_virtual_stages=2,
     splits_backward=True,
 )

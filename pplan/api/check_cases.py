@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import numpy as np
 
-from ..cost_models.document import MadeBy
 from ..cost_models.errors import ExportError, PplanError
 from ..cost_models.layer import Chain
+from ..cost_models.runtime import find_runtime
 from ..cost_models.simulator.costs import Costs
 from ..cost_models.topology import Topology
 from ..planner.balance import balance
@@ -30,9 +30,8 @@ from ..runtimes.checking.job import (
     StageWaits,
     WeightSum,
 )
-from ..runtimes.formats.plan_choice import INSTEAD
-from ..runtimes.formats.torch_export import TorchExport
-from ..runtimes.formats.torch_export import export as export_for_torch
+from ..runtimes.documents import TorchExport
+from ..runtimes.exports import INSTEAD, export_on
 
 EVEN = "even split"
 C_co = TypeVar("C_co", Case, RuntimeCase, covariant=True)
@@ -85,14 +84,16 @@ def prepare_case(
     name: str, plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[str, Chain], *, emulate: bool
 ) -> CheckCase[Case]:
     """Raises ExportError where torch.distributed.pipelining does not run the plan itself."""
-    document, remark = export_for_torch(plan, device="cpu", made_by=MadeBy())
+    document, remark = export_on(find_runtime("torch"), plan, "cpu")
     if remark is not None and INSTEAD in remark:
         raise ExportError(
             f"check: {remark.partition(INSTEAD)[0]}",
             "Make one that it runs: pplan.solve(runtime='torch').",
         )
     simulated = simulate_plan(plan, chain, topology, profiles=profiles)
-    return CheckCase(name, plan, simulated, _case(name, document, chain, simulated, emulate=emulate))
+    return CheckCase(
+        name, plan, simulated, _case(name, cast(TorchExport, document), chain, simulated, emulate=emulate)
+    )
 
 
 def even_plan(plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[str, Chain]) -> Plan | str:

@@ -11,8 +11,7 @@ from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.option_fields import Options, option, settings_option
 from ..cost_models.quantities import parse_time
-
-RUNTIMES = ("torch", "torchgpipe", "fairscale", "deepspeed")
+from ..cost_models.runtime import RUNNABLE
 
 
 class CheckKeywords(TypedDict, total=False):
@@ -79,9 +78,9 @@ class CheckOptions(Options):
     runtime: str = option(
         "torch",
         arguments.word,
-        f"What runs it: {', '.join(RUNTIMES)}.",
+        f"What runs it: {', '.join(RUNNABLE)}.",
         "NAME",
-        words=RUNTIMES,
+        words=RUNNABLE,
     )
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import accumulate
+from typing import cast
 
-from ..cost_models.document import MadeBy
 from ..cost_models.errors import ExportError, MachineError, UsageError
 from ..cost_models.layer import Chain
-from ..cost_models.runtime import find_runtime
+from ..cost_models.runtime import RUNNABLE, find_runtime
 from ..cost_models.topology import Topology
 from ..planner.build_plan import build_problem
 from ..planner.fixed_partition import FixedPartition, plan_partition
@@ -19,16 +19,10 @@ from ..planner.plan_options import PlanOptions
 from ..planner.plan_simulation import simulate_plan
 from ..runtimes.checking.job import Device, RuntimeCase, RuntimeDocument, WeightSum
 from ..runtimes.checking.prediction import is_serial
-from ..runtimes.formats import deepspeed_export, pipe_export
-from ..runtimes.formats.plan_choice import Choice, choose
+from ..runtimes.exports import Choice, choose, export_on
 from .check_cases import CheckCase, cut_links, even_plan
 
 TORCH = "torch"
-EXPORTS: dict[str, Callable[..., tuple[RuntimeDocument, str | None]]] = {
-    "torchgpipe": pipe_export.export_torchgpipe,
-    "fairscale": pipe_export.export_fairscale,
-    "deepspeed": deepspeed_export.export,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,10 +72,8 @@ class PlanInputs:
 
 def check_runtime(runtime: str, *, emulate: bool, calibrate: bool) -> None:
     """Raises UsageError for what only torch.distributed.pipelining does, MachineError without the package."""
-    if runtime not in EXPORTS:
-        raise UsageError(
-            f"check: no steps are run on {runtime!r}", f"Use one of {', '.join((TORCH, *EXPORTS))}."
-        )
+    if runtime not in RUNNABLE:
+        raise UsageError(f"check: no steps are run on {runtime!r}", f"Use one of {', '.join(RUNNABLE)}.")
     for option, is_given in (("`emulate`", emulate), ("`calibrate` and `calibration`", calibrate)):
         if is_given:
             raise UsageError(
@@ -98,7 +90,7 @@ def for_runtime(
     name: str, plan: Plan, machine: PlanInputs, runtime: str, device: Device
 ) -> CheckCase[RuntimeCase]:
     """Raises ExportError where the runtime does not run the plan itself."""
-    document, remark = EXPORTS[runtime](plan, device=device, made_by=MadeBy())
+    document, remark = export_on(find_runtime(runtime), plan, device)
     if remark is not None:
         raise ExportError(
             f"check: {runtime} does not run this plan ({plan.schedule}, replicas {plan.replicas}, recompute "
@@ -109,7 +101,7 @@ def for_runtime(
     costs = simulated.timeline.costs
     case = RuntimeCase(
         name=name,
-        document=document,
+        document=cast(RuntimeDocument, document),
         links=cut_links(costs, len(plan.stages) - 1),
         all_reduce=None if costs.all_reduce is None else costs.all_reduce.tolist(),
         tied=WeightSum.from_costs(costs),

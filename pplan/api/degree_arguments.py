@@ -10,14 +10,14 @@ from ..cost_models.errors import ExportError
 from ..cost_models.transformer.pipeline_layout import stage_letters
 from ..cost_models.transformer.training_setting import block_ranges
 from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan
-from ..runtimes.formats.megatron_export import (
+from ..runtimes.exports import (
     DISTRIBUTED_OPTIMIZER,
+    WORDS,
+    ModuleNames,
     write_flags,
     write_layout,
     write_overrides,
 )
-from ..runtimes.formats.module_lists import ModuleNames
-from ..runtimes.formats.torchtitan_export import WORDS
 
 
 def megatron_arguments(answer: DegreeAnswer, plan: DegreePlan) -> list[str]:

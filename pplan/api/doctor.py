@@ -12,13 +12,16 @@ from typing import ClassVar, Literal
 
 from ..cost_models.document import Document, Record
 from ..cost_models.quantities import format_bytes, format_count
+from ..cost_models.runtime import RUNTIMES
 from .provenance import installed
 
 State = Literal["ok", "missing", "optional", "note"]
 EXTRAS = {
-    "torchgpipe": ("torchgpipe", "pplan check --runtime torchgpipe"),
-    "fairscale": ("fairscale", "pplan check --runtime fairscale"),
-    "deepspeed": ("deepspeed", "pplan check --runtime deepspeed"),
+    **{
+        row.package: (row.package, f"pplan check --runtime {row.package}")
+        for row in RUNTIMES.values()
+        if row.package
+    },
     "transformers": ("transformers", "models by the name hf:..."),
     "numba": ("numba", "faster simulation of many candidates"),
     "distributed": ("dask", "sweeps on a Dask cluster"),

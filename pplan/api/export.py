@@ -8,8 +8,8 @@ from typing import Literal
 from ..cost_models import arguments
 from ..cost_models.document import MadeBy
 from ..planner.plan_file import Plan
-from ..runtimes.formats.export_document import ExportDocument
-from ..runtimes.formats.exporters import export as export_plan
+from ..runtimes.documents import ExportDocument
+from ..runtimes.exports import export as export_plan
 from .load import check_is_plan
 from .provenance import made_by
 

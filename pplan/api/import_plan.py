@@ -21,8 +21,7 @@ from ..planner.plan_options import PlanOptions
 from ..planner.plan_records import ProfileReference
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import list_notes, list_warnings
-from ..runtimes.reading.partition import Partition
-from ..runtimes.reading.read import read_partition, with_virtual_stages
+from ..runtimes.imports import Partition, read_partition, with_virtual_stages
 from .degree_profiles import one_degree
 from .options import ImportPlanKeywords, PartitionOptions
 from .provenance import made_by

@@ -20,8 +20,8 @@ from ..planner.degrees.degree_combinations import virtual_stage_numbers
 from ..planner.degrees.degree_options import DegreeOptions
 from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan, search_degrees
 from ..planner.degrees.layout_estimate import estimate_layout
-from ..runtimes.formats.megatron_export import write_layout
-from ..runtimes.reading.megatron_layout import split_layout
+from ..runtimes.exports import write_layout
+from ..runtimes.imports import split_layout
 from .degree_document import configuration_notes
 from .degrees import DegreesKeywords, machine_costs, read_shape
 

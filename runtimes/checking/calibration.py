@@ -17,8 +17,8 @@ from ...cost_models.errors import PplanError, UsageError
 from ...cost_models.quantities import format_count
 from ...cost_models.schedules import PUBLISHED
 from ...profiler.link_fit import fit_link
-from ..formats.torch_actions import action_rows, build_program, schedule_class
-from ..formats.torch_export import TorchExport
+from ..documents import TorchExport
+from ..torch_actions import action_rows, build_program, schedule_class
 from .check_report import HeldOutCase
 from .job import Case, CaseResult, Corrections, LinkSeconds
 from .prediction import is_looped, predict_step

@@ -11,10 +11,7 @@ from ...cost_models.document import Ratio, Record, Seconds, StepSeconds, TotalBy
 from ...cost_models.quantities import LEAST_RATE, MOST_RATE, MOST_SECONDS, MOST_SPEED
 from ...cost_models.simulator.costs import Costs
 from ...cost_models.tied_weights import TiedSum
-from ..formats.deepspeed_export import DeepspeedExport
-from ..formats.export_document import stage_bounds
-from ..formats.pipe_export import FairscaleExport, TorchgpipeExport
-from ..formats.torch_export import TorchExport
+from ..documents import DeepspeedExport, FairscaleExport, TorchExport, TorchgpipeExport, stage_bounds
 
 Device = Literal["cpu", "cuda"]
 RuntimeDocument = TorchgpipeExport | FairscaleExport | DeepspeedExport

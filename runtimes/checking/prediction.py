@@ -11,9 +11,8 @@ from ...cost_models.runtime import find_runtime
 from ...cost_models.schedules import Program, find_schedule
 from ...cost_models.simulator.costs import Array, Costs, find_transfers, recompute_shares
 from ...cost_models.timeline import Timeline, simulate
-from ..formats.deepspeed_export import DeepspeedExport
-from ..formats.torch_actions import splits_backward
-from ..formats.torch_export import TorchExport
+from ..documents import DeepspeedExport, TorchExport
+from ..torch_actions import splits_backward
 from .job import Case, Corrections, CutLink, RuntimeCase, StageSeconds
 
 

@@ -16,8 +16,7 @@ from ...profiler.graphs.output_shapes import KEEP_BATCH
 from ...profiler.sequential import sequential
 from ...profiler.user_model.loaded_model import ModelInput
 from ...profiler.user_model.shared_parameters import tensors_used
-from ..formats.export_document import ExportDocument, check_layers, stage_bounds
-from ..formats.pipe_export import PipeExport
+from ..documents import ExportDocument, PipeExport, check_layers, stage_bounds
 from .cut_hooks import guard_cuts
 from .recomputation import warn_of_second_runs
 from .weight_copies import read_only_buffers, shared_tensor_error, split_stage

@@ -20,8 +20,8 @@ from ...cost_models.first_layers import count_first_layers
 from ...cost_models.runtime import OFFLOAD
 from ...profiler.torch_internals import tree_map_only
 from ...profiler.user_model.loaded_model import ModelInput
-from ..formats.torch_actions import OWN_ORDER, splits_backward
-from ..formats.torch_export import TorchExport
+from ..documents import TorchExport
+from ..torch_actions import OWN_ORDER, splits_backward
 from .input_form import CONSTANTS, InputForm, Samples, map_samples
 from .plan_layers import check_groups, match_layers
 from .rank_coordinates import RankCoordinates, Replicate, average_gradients, find_coordinates, replicate_stage

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ...cost_models.errors import MachineError, UsageError
-from ..formats.torch_export import TorchExport
+from ..documents import TorchExport
 from .runtime_internals import replicate
 
 Replicate = Literal["ddp", "fsdp"]

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.parallel import DistributedDataParallel
 
 from ...profiler.torch_internals import Internal, check_internals
-from ..formats.torch_actions import OWN_ORDER
+from ..torch_actions import OWN_ORDER
 
 
 def _fake_tensor_mode() -> Callable[..., AbstractContextManager[Any]]:

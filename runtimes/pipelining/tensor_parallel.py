@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ...cost_models.errors import MachineError, UsageError
-from ..formats.torch_export import TorchExport
+from ..documents import TorchExport
 
 TensorPlan: TypeAlias = Mapping[str, ParallelStyle | str]
 """Styles by the names of modules, with wildcards, as transformers' `base_model_tp_plan` has them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shlex
 from collections.abc import Mapping
@@ -13,15 +15,291 @@ from typing import Any
 
 from ...cost_models.errors import ExportError
 from ...cost_models.quantities import format_seconds
+from ...cost_models.runtime import find_runtime
 from ...planner.plan_file import Plan
-from ...profiler.named_model import model_for, quote_name
+from ...profiler.named_model import NamedModel, model_for, quote_name
 from ...profiler.profile_file import Profile
-from ..formats.deepspeed_export import DeepspeedExport
-from ..formats.export_document import ExportDocument
-from ..formats.pipe_export import PipeExport
-from ..formats.torch_export import TorchExport
-from ..formats.trainer_text import TrainerArguments
-from .model_lines import model_lines, write_literal
+from ...profiler.profile_records import InputTensor
+from ..documents import DeepspeedExport, ExportDocument, PipeExport, TorchExport, TrainerArguments
+
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_WIDTH = 84
+"""Of a line in a function, as most formatters break it."""
+_PLACEHOLDER = "WARNING: the loss is a placeholder, the output's mean square: edit loss_of in this script"
+_SEVERAL_OUTPUTS = ("googlenet", "inception_v3")
+_NO_CLASSES = ("fcn_", "deeplabv3_", "lraspp_", "raft_")
+"""torchvision's models that are no classifiers: their names begin so."""
+_CLASSES, _CLASSES_OF_CLIPS = 1000, 400
+"""What torchvision's classifiers tell apart where nobody says."""
+
+
+def model_lines(
+    profile: Profile, model: NamedModel, document: ExportDocument, build: str, *, optimizer: str
+) -> dict[str, object]:
+    """Values for a template: imports (`build` is one), batch, loss, model_lines, expressions of inputs.
+
+    If no loss is known, the loss is a placeholder, `warning` prints so before the first step, and `loss_name`
+    names it in the printed lines.
+    `model`: the model that the script builds. Raises ExportError for a dtype that torch does not have, and
+    where the profile does not tell what the model takes.
+    """
+    if profile.dtype not in _BYTES:
+        raise ExportError(
+            f"`script`: the profile says dtype {quote_name(profile.dtype)}",
+            f"It is one of {', '.join(_BYTES)}.",
+        )
+    data = _Data.of(
+        profile, model.name, "float32" if isinstance(document, DeepspeedExport) else profile.dtype
+    )
+    lines: dict[str, object] = {
+        "imports": "\n".join(_imports(model.name, document, data, build, optimizer)),
+        "typing": "\nfrom typing import Any" if _uses_any(document, data) else "",
+        "batch": data.batch(),
+        "loss": data.loss_code(),
+        "loss_name": "placeholder loss" if data.has_placeholder else "loss",
+        "warning": _warning(document) if data.has_placeholder else "",
+        "model_lines": "\n".join(f"    {line}" for line in _model_code(profile, model, document, data)),
+    }
+    if data.is_one:
+        of_rows = "inputs[own]" + _cast(profile, document, data)
+        return lines | {
+            "on_first_device": "inputs.to(pipe.devices[0])",
+            "sliced": of_rows,
+        }
+    return lines | {
+        "on_first_device": "tuple(each.to(pipe.devices[0]) for each in inputs)",
+        "sliced": "tuple(each[own] for each in inputs)",
+    }
+
+
+@dataclass(frozen=True)
+class _Data:
+    """Random inputs and labels of the profile's shapes.
+
+    `tokens`: of a sample whose every token has a label. `classes`: for cross-entropy, or elements of an
+    output. `is_plain`: the output is one tensor with a row of classes.
+    """
+
+    inputs: list[InputTensor]
+    loss: str
+    classes: int
+    tokens: int | None
+    is_plain: bool
+    dtype: str
+
+    @classmethod
+    def of(cls, profile: Profile, name: str, dtype: str) -> _Data:
+        inputs = profile.inputs
+        if not inputs:
+            raise ExportError(
+                f"`script`: the profile of {quote_name(name)} does not say what the model takes",
+                "It was imported. Profile the model itself: pplan.profile('package.module:factory')",
+            )
+        loss = "none" if profile.loss is None else profile.loss.name
+        if _is_torchvisions(name):
+            if name.startswith(_NO_CLASSES):
+                raise ExportError(
+                    f"`script`: {name} is no classifier, and a script for it would need your loss",
+                    "Omit `script`, or wrap it in a package.module:factory that returns one tensor.",
+                )
+            usual_classes = _CLASSES_OF_CLIPS if len(inputs[0].shape) == 4 else _CLASSES
+            is_plain = name not in _SEVERAL_OUTPUTS
+            return cls(inputs, "cross-entropy", profile.classes or usual_classes, None, is_plain, dtype)
+        last = profile.layers[-1].costs[0]
+        elements = last.output_bytes // (last.micro_batch_size * _BYTES.get(profile.dtype, 4))
+        tokens = inputs[0].shape[0] if _is_whole(inputs[0]) and len(inputs[0].shape) == 1 else None
+        if tokens is None or elements % tokens or elements == tokens:
+            return cls(inputs, loss, max(elements, 1), None, False, dtype)
+        return cls(inputs, loss, elements // tokens, tokens, False, dtype)
+
+    @property
+    def is_one(self) -> bool:
+        return len(self.inputs) == 1
+
+    @property
+    def is_one_float(self) -> bool:
+        return self.is_one and not _is_whole(self.inputs[0])
+
+    @property
+    def type(self) -> str:
+        return "torch.Tensor" if self.is_one else "tuple[torch.Tensor, ...]"
+
+    def batch(self) -> str:
+        """A function that makes the samples of a step."""
+        tensors = [self._tensor_code(tensor) for tensor in self.inputs]
+        inputs = [f"    inputs = {tensors[0]}"]
+        if len(tensors) > 1:
+            inputs = ["    inputs = (", *(f"        {expression}," for expression in tensors), "    )"]
+        return "\n".join(
+            [
+                f"def batch(step: int, samples: int) -> tuple[{self.type}, torch.Tensor]:",
+                '    """Stands for your data: the inputs and labels of a step."""',
+                "    random = torch.Generator().manual_seed(step)",
+                *inputs,
+                f"    labels = {self._labels()}",
+                "    return inputs, labels",
+            ]
+        )
+
+    def loss_code(self) -> str:
+        """A function that makes the loss of an output."""
+        if self.is_plain:
+            return "\n".join(
+                [
+                    "def loss_of(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:",
+                    "    return cross_entropy(output, labels)",
+                ]
+            )
+        sentence = "Of the first tensor that the model returns."
+        placeholder = []
+        if self.has_placeholder:
+            sentence = "EDIT HERE. Stands for your loss, of the first tensor that the model returns."
+            placeholder = [f'PLACEHOLDER = "{_PLACEHOLDER}"', "", ""]
+        return "\n".join(
+            [
+                *placeholder,
+                "def loss_of(output: Any, labels: torch.Tensor) -> torch.Tensor:",
+                f'    """{sentence}"""',
+                "    if isinstance(output, dict):",
+                "        output = tuple(output.values())",
+                "    first: torch.Tensor = output if torch.is_tensor(output) else output[0]",
+                f"    return {self._loss()}",
+            ]
+        )
+
+    @property
+    def has_placeholder(self) -> bool:
+        """Return whether no loss is known."""
+        return not self.is_plain and self.functional is None
+
+    @property
+    def functional(self) -> str | None:
+        """The functions that the loss imports."""
+        return {"cross-entropy": "cross_entropy", "mse": "mse_loss"}.get(self.loss)
+
+    def _loss(self) -> str:
+        if self.loss == "cross-entropy" and self.tokens is not None:
+            return "cross_entropy(first.flatten(0, 1), labels.flatten())"
+        if self.loss == "cross-entropy":
+            return "cross_entropy(first.flatten(1), labels)"
+        if self.loss == "mse":
+            return "mse_loss(first.flatten(1), labels)"
+        return "first.square().mean()"
+
+    @property
+    def _kind(self) -> str:
+        return "" if self.dtype == "float32" else f", dtype=torch.{self.dtype}"
+
+    def _tensor_code(self, tensor: InputTensor) -> str:
+        shape = ", ".join(["samples", *map(str, tensor.shape)])
+        full_shape = shape if tensor.shape else "samples,"
+        if _is_whole(tensor):
+            most = self.classes if self.tokens else 2
+            return f"torch.randint({most}, ({full_shape}), generator=random)"
+        return f"torch.randn({shape}, generator=random{self._kind})"
+
+    def _labels(self) -> str:
+        if self.loss == "mse":
+            elements = self.classes * (self.tokens or 1)
+            return f"torch.randn(samples, {elements}, generator=random{self._kind})"
+        shape = "samples," if self.tokens is None else f"samples, {self.tokens}"
+        return f"torch.randint({self.classes}, ({shape}), generator=random)"
+
+
+def _warning(document: ExportDocument) -> str:
+    """Lines that print on rank 0 that the loss is a placeholder."""
+    line = "print(PLACEHOLDER, file=sys.stderr)"
+    if isinstance(document, TorchExport):
+        return f"    if dist.get_rank() == 0:\n        {line}\n"
+    if isinstance(document, DeepspeedExport):
+        return f"    if engine.global_rank == 0:\n        {line}\n"
+    return f"    {line}\n"
+
+
+def _imports(name: str, document: ExportDocument, data: _Data, build: str, optimizer: str) -> list[str]:
+    """The import lines, in the order that linters ask for."""
+    modules, names = ["import torch"], [build]
+    if isinstance(document, TorchExport):
+        modules.append("import torch.distributed as dist")
+    modules.append("import torchvision" if _is_torchvisions(name) else "import pplan")
+    if optimizer == "adamw-8bit" and not isinstance(document, DeepspeedExport):
+        modules.append("import bitsandbytes")
+    if data.functional:
+        names.append(f"from torch.nn.functional import {data.functional}")
+    return [*sorted(modules), *sorted(names)]
+
+
+def _model_code(profile: Profile, model: NamedModel, document: ExportDocument, data: _Data) -> list[str]:
+    """Lines that make `model` and `example`."""
+    name = write_literal(model.name)
+    casts = profile.dtype != "float32" and not isinstance(document, DeepspeedExport)
+    if _is_torchvisions(model.name):
+        classes = "" if profile.classes is None else f", num_classes={profile.classes}"
+        lines = [f"model = torchvision.models.get_model({name}, weights=None{classes})"]
+    else:
+        options = [f"settings={write_literal(dict(model.settings))}"] if model.settings else []
+        input_function = profile.input_like or ""
+        if (
+            model.by_user
+            and input_function
+            and input_function.partition(":")[0] == model.name.partition(":")[0]
+        ):
+            # In the module that the user named himself: a file's word runs no other code.
+            options.append(f"input_like={write_literal(input_function)}")
+        elif data.is_one_float and not model.name.startswith("hf:"):
+            options.append(f"input_shape={tuple(profile.inputs[0].shape)}")
+        arguments = [name, *options]
+        lines = [f"model, example = pplan.load_model({', '.join(arguments)})"]
+        if len(lines[0]) > _WIDTH:
+            lines = [
+                "model, example = pplan.load_model(",
+                *(f"    {argument}," for argument in arguments),
+                ")",
+            ]
+    if casts:
+        lines.append(f"model.to(torch.{profile.dtype})")
+    if _is_torchvisions(model.name) or (casts and data.is_one_float):
+        lines.append("example, _ = batch(0, 2)")
+    return lines
+
+
+def _cast(profile: Profile, document: ExportDocument, data: _Data) -> str:
+    """DeepSpeed converts the model that its configuration says so of, and not its input."""
+    is_half = profile.dtype in ("float16", "bfloat16") and data.is_one_float
+    return f".to(torch.{profile.dtype})" if is_half and isinstance(document, DeepspeedExport) else ""
+
+
+def write_literal(value: object) -> str:
+    """A literal of Python, as formatters write it, of what JSON can say; of others what `repr` makes.
+
+    What a terminal or an editor would not show as it is, is escaped.
+    """
+    if isinstance(value, dict):
+        return (
+            "{"
+            + ", ".join(f"{write_literal(name)}: {write_literal(item)}" for name, item in value.items())
+            + "}"
+        )
+    if isinstance(value, list):
+        return "[" + ", ".join(map(write_literal, value)) + "]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    if isinstance(value, str) and value.isprintable():
+        return json.dumps(value, ensure_ascii=False)
+    return repr(value)
+
+
+def _uses_any(document: ExportDocument, data: _Data) -> bool:
+    return not data.is_plain or isinstance(document, DeepspeedExport)
+
+
+def _is_torchvisions(name: str) -> bool:
+    return ":" not in name and not name.endswith(".json")
+
+
+def _is_whole(tensor: InputTensor) -> bool:
+    return not tensor.dtype.startswith(("float", "bfloat"))
+
 
 OPTIMIZERS = {
     "sgd": ("torch.optim.SGD", "lr=0.01"),
@@ -31,20 +309,6 @@ OPTIMIZERS = {
     "adamw-8bit": ("bitsandbytes.optim.AdamW8bit", "lr=0.001"),
 }
 """By the plan's word; the learning rates are for the user to change."""
-
-_PROGRAMS = {
-    "megatron": ("pretrain_gpt.py", "ARGUMENTS"),
-    "megatron-bridge": ("", "RECIPE.py [OVERRIDES]"),
-    "torchtitan": ("-m torchtitan.train", "--module MODULE --config CONFIG [OPTIONS]"),
-}
-"""By runtime: what torchrun starts, and what the user gives the script."""
-
-_BUILD = {
-    "torchgpipe": "from pplan.runtimes.torchgpipe import build",
-    "fairscale": "from pplan.runtimes.fairscale import build",
-    "deepspeed": "from pplan.runtimes.deepspeed import DeepspeedExport, build, start",
-    "torch": "from pplan.runtimes.torch_pipelining import build",
-}
 
 
 @dataclass(frozen=True)
@@ -78,7 +342,7 @@ def write_script(
     plan_reference = Path(os.path.relpath(plan_path.absolute(), path.absolute().parent))
     if isinstance(document, TrainerArguments):
         return Script(*_trainer_script(document, path, plan_reference))
-    if not isinstance(document, PipeExport | DeepspeedExport | TorchExport):  # as needs_profile
+    if not isinstance(document, PipeExport | DeepspeedExport | TorchExport):  # those with Runtime.builds
         raise ExportError(
             f"`script`: {document.runtime} trains by its own recipes, in which what is written belongs: "
             f"{plan_path.name} says where",
@@ -92,16 +356,13 @@ def write_script(
     command = _command(document, path)
     names = _common_fields(document, plan, path, plan_reference, command) | _runtime_fields(document, device)
     named_model = model_for(profile, model, settings or {})
-    names |= model_lines(profile, named_model, document, _BUILD[document.runtime], optimizer=plan.optimizer)
+    runtime = find_runtime(document.runtime)
+    build = f"from pplan.runtimes.{runtime.module} import {runtime.script_imports}"
+    names |= model_lines(profile, named_model, document, build, optimizer=plan.optimizer)
     template = files(__package__).joinpath(f"{document.runtime}.template").read_text(encoding="utf-8")
     text = Template(template).substitute(names)
     loss_line = text[: text.index("def loss_of(")].count("\n") + 1
     return Script(text, command, loss_line if names["warning"] else None)
-
-
-def needs_profile(document: ExportDocument) -> bool:
-    """Whether a script for it builds the model, and so has to know it."""
-    return isinstance(document, PipeExport | DeepspeedExport | TorchExport)
 
 
 def _command(document: PipeExport | DeepspeedExport | TorchExport, path: Path) -> str:
@@ -180,7 +441,8 @@ def _trainer_script(document: TrainerArguments, path: Path, beside: Path) -> tup
             f"`script`: {beside} would be the plan for pplan, the script needs it as arguments for a shell",
             "Omit `output`, or name a file that ends in .sh.",
         )
-    program, needs = _PROGRAMS[document.runtime]
+    row = find_runtime(document.runtime)
+    needs = " ".join(filter(None, row.needs))
     command = f"bash {shlex.quote(path.name)}"
     template = files(__package__).joinpath("trainer.template").read_text(encoding="utf-8")
     text = Template(template).substitute(
@@ -188,6 +450,6 @@ def _trainer_script(document: TrainerArguments, path: Path, beside: Path) -> tup
         needs=needs,
         model="".join(c if c.isprintable() else "_" for c in document.model),
         plan_path=shlex.quote(beside.as_posix()),
-        launch=" ".join(["torchrun", document.torchrun_options, *([program] if program else [])]),
+        launch=" ".join(filter(None, ("torchrun", document.torchrun_options, row.program))),
     )
     return text, f"{command} {needs}"

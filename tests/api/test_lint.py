@@ -16,7 +16,7 @@ from pplan.api.degree_document import build_degrees_file
 from pplan.cli.app import main
 from pplan.cost_models.document import MadeBy
 from pplan.cost_models.transformer.pipeline_layout import layout_problems
-from pplan.runtimes.reading.megatron_layout import split_layout
+from pplan.runtimes.imports import split_layout
 
 MODEL = {
     "model_type": "llama",

@@ -37,7 +37,7 @@ from pplan.runtimes.checking.job import (
 )
 from pplan.runtimes.checking.launching import ProgressCallbacks
 from pplan.runtimes.checking.prediction import predict_seconds, predict_step
-from pplan.runtimes.formats.pipe_export import FairscaleExport, TorchgpipeExport
+from pplan.runtimes.documents import FairscaleExport, TorchgpipeExport
 
 Run = Callable[..., Any]
 SLOWER = 1.25

@@ -13,7 +13,7 @@ import pytest
 import pplan
 from pplan.api.degree_arguments import megatron_arguments, torchtitan_arguments, torchtitan_remarks
 from pplan.cli.app import main
-from pplan.runtimes.reading.megatron_layout import parse_layout
+from pplan.runtimes.imports import parse_layout
 
 MODEL = {
     "model_type": "llama",

@@ -29,7 +29,14 @@ def test_json(run: Run) -> None:
     made = {own["name"]: own for own in json.loads(run("schedules", "--json").out)}
     assert list(made) == list(SCHEDULES)
     assert all(own["source"] and own["needs"] and own["bubble"] and own["in_flight"] for own in made.values())
-    assert made["1f1b"]["runtimes"] == ["deepspeed", "Schedule1F1B"]
+    assert made["1f1b"]["runtimes"] == [
+        "deepspeed",
+        "torch",
+        "megatron",
+        "megatron-bridge",
+        "torchtitan",
+        "nemo-automodel",
+    ]
     assert (made["pipedream"]["weight_versions"], made["pipedream"]["staleness"]) == ("p-i", "p-1-i")
     assert (made["pipedream-2bw"]["weight_versions"], made["pipedream-2bw"]["staleness"]) == ("2", "1")
     assert made["chimera"]["copies"] == 2

@@ -18,8 +18,7 @@ from pplan.cost_models.machines.topology_file import load_topology
 from pplan.cost_models.text_files import decode_text, detect_kind, file_kind, read_text, sha256, write_whole
 from pplan.planner.degrees.degree_file import DegreesFile
 from pplan.profiler.profile_file import Profile
-from pplan.runtimes.formats.deepspeed_export import DeepspeedExport
-from pplan.runtimes.formats.nemo_export import NemoExport
+from pplan.runtimes.documents import DeepspeedExport, NemoExport
 
 
 class Part(Record):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.cost_models.runtime import RUNTIMES
 from pplan.cost_models.schedules import SCHEDULES, Action, Program, StageSlot, find_schedule
 from pplan.cost_models.simulator.costs import Costs
 from pplan.cost_models.timeline import Timeline, simulate
@@ -130,14 +129,6 @@ def test_synchronous_schedules_keep_one_version(name: str) -> None:
     assert schedule.synchronous == (name not in ("pipedream", "pipedream-2bw", "wpipe", "xpipe"))
     if schedule.synchronous:
         assert (versions, late) == ({1}, {0})
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_runs_in_the_runtimes_that_say_so(name: str) -> None:
-    """Those that run one order of their own; PyTorch's classes are held against ours where they are used."""
-    said = {runtime for runtime in find_schedule(name).runtimes if not runtime.startswith("Schedule")}
-    of_one_order = ("torchgpipe", "fairscale", "deepspeed")
-    assert said == {runtime for runtime in of_one_order if name in RUNTIMES[runtime].schedules}
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])

@@ -14,7 +14,7 @@ from torch import nn
 
 import pplan
 from pplan.runtimes.deepspeed import build, start
-from pplan.runtimes.formats.deepspeed_export import DeepspeedExport
+from pplan.runtimes.documents import DeepspeedExport
 from pplan.runtimes.pipelining.weight_copies import find_tied_weights
 
 STEPS = 2

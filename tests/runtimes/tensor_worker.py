@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 import pplan
 from pplan.profiler.models import load_model
 from pplan.profiler.sequential import sequential
-from pplan.runtimes.formats.torch_export import TorchExport
+from pplan.runtimes.documents import TorchExport
 from pplan.runtimes.torch_pipelining import build
 
 LLAMA = {

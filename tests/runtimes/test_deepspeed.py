@@ -19,8 +19,8 @@ from torch import nn
 from pplan.cost_models.errors import ExportError, MachineError
 from pplan.planner.plan_file import Plan
 from pplan.runtimes.deepspeed import build, start
-from pplan.runtimes.formats.deepspeed_export import DeepspeedExport
-from pplan.runtimes.formats.exporters import export
+from pplan.runtimes.documents import DeepspeedExport
+from pplan.runtimes.exports import export
 
 MakePlan = Callable[..., Plan]
 WORKER = Path(__file__).with_name("deepspeed_worker.py")

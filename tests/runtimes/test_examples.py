@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.formats.exporters import export
+from pplan.runtimes.exports import export
 
 MakePlan = Callable[..., Plan]
 EXAMPLES = Path(__file__).parents[2] / "examples"

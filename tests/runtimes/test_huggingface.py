@@ -11,8 +11,8 @@ import torch
 
 from pplan.cost_models.errors import ExportError
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.formats.exporters import export
-from pplan.runtimes.formats.huggingface_export import HuggingfaceExport
+from pplan.runtimes.documents import HuggingfaceExport
+from pplan.runtimes.exports import export
 from pplan.runtimes.huggingface import device_map
 
 MakePlan = Callable[..., Plan]

@@ -28,7 +28,7 @@ from pplan.profiler.chain.cut_reasons import TensorUsers, find_tensor_users
 from pplan.profiler.chain.layers import LayerChain, build_chain
 from pplan.profiler.sequential import sequential
 from pplan.runtimes import fairscale, torchgpipe
-from pplan.runtimes.formats.exporters import export
+from pplan.runtimes.exports import export
 
 MakePlan = Callable[..., Plan]
 BUILDERS: dict[str, Callable[..., Any]] = {

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from pplan.cost_models.errors import ExportError
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
-from pplan.runtimes.formats.exporters import export
+from pplan.runtimes.exports import export
 from pplan.runtimes.scripts.script import write_script
 
 MakePlan = Callable[..., Plan]

@@ -21,8 +21,8 @@ from pplan.planner.plan_file import Plan
 from pplan.profiler.measure import profile_model
 from pplan.profiler.profile_options import ProfileOptions
 from pplan.profiler.sequential import sequential
-from pplan.runtimes.formats.exporters import export
-from pplan.runtimes.formats.torch_export import TorchExport
+from pplan.runtimes.documents import TorchExport
+from pplan.runtimes.exports import export
 from pplan.runtimes.pipelining.weight_copies import find_tied_weights, split_stage
 from pplan.runtimes.torch_pipelining import build
 

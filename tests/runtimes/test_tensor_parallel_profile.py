@@ -16,7 +16,7 @@ from pplan.cost_models.hardware import Device, Group, Level, Link
 from pplan.cost_models.topology import Topology, two_level_topology
 from pplan.profiler.profile_file import Profile
 from pplan.profiler.profile_records import LayerMeasurement, ProfiledLayer
-from pplan.runtimes.formats.exporters import export
+from pplan.runtimes.exports import export
 
 RunProcesses = Callable[..., None]
 WORKER = Path(__file__).with_name("tensor_worker.py")

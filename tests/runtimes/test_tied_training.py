@@ -13,7 +13,7 @@ from pplan.planner.plan_file import Plan
 from pplan.profiler.measure import profile_model
 from pplan.profiler.models import load_model
 from pplan.profiler.profile_options import ProfileOptions
-from pplan.runtimes.formats.exporters import export
+from pplan.runtimes.exports import export
 
 from .tied_worker import SETTINGS
 

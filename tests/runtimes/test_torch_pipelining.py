@@ -15,8 +15,8 @@ from pplan.cost_models.schedules import PUBLISHED, SCHEDULES, find_schedule
 from pplan.cost_models.schedules.registration import register_schedule
 from pplan.cost_models.schedules.schedule_text import write_program
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.formats.exporters import export
-from pplan.runtimes.formats.torch_export import TorchExport
+from pplan.runtimes.documents import TorchExport
+from pplan.runtimes.exports import export
 
 MakePlan = Callable[..., Plan]
 RunProcesses = Callable[..., None]

@@ -18,8 +18,8 @@ from pplan.planner.plan_file import Plan
 from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.torch_internals import backward_parts
 from pplan.profiler.user_model.loaded_model import ModelInput
-from pplan.runtimes.formats.exporters import export
-from pplan.runtimes.formats.torch_export import TorchExport
+from pplan.runtimes.documents import TorchExport
+from pplan.runtimes.exports import export
 from pplan.runtimes.pipelining.cut_tensors import CutTensor, add_zero_gradients, pack_tensor, pass_on
 from pplan.runtimes.pipelining.input_form import InputForm
 from pplan.runtimes.pipelining.plan_layers import check_groups

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from pplan.profiler.models import load_model
 from pplan.profiler.sequential import sequential
 from pplan.profiler.user_model.loaded_model import LoadedModel, ModelInput
-from pplan.runtimes.formats.torch_export import TorchExport
+from pplan.runtimes.documents import TorchExport
 from pplan.runtimes.torch_pipelining import build
 
 SETTINGS: dict[str, dict[str, object]] = {

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import pplan
-from pplan.runtimes.formats.torch_export import TorchExport
+from pplan.runtimes.documents import TorchExport
 from pplan.runtimes.pipelining.process import PipelineProcess
 from pplan.runtimes.torch_pipelining import build
 

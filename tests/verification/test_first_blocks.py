@@ -13,10 +13,14 @@ import pytest
 import pplan
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
-from pplan.runtimes.formats.exporters import export
-from pplan.runtimes.formats.first_blocks import FirstBlocksError, count_first_blocks, first_block_words
-from pplan.runtimes.formats.trainer_text import TrainerText
-from pplan.runtimes.formats.transformer_blocks import find_blocks
+from pplan.runtimes.documents import TrainerText
+from pplan.runtimes.exports import export
+from pplan.runtimes.transformer_blocks import (
+    FirstBlocksError,
+    count_first_blocks,
+    find_blocks,
+    first_block_words,
+)
 from tests.oracle import attack
 
 FLAGS = "--recompute-granularity full --recompute-method block --recompute-num-layers"

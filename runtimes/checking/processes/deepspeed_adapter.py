@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ....profiler.user_model.loaded_model import ModelInput
 from ...deepspeed import build
-from ...formats.deepspeed_export import DeepspeedExport
+from ...documents import DeepspeedExport
 from ...pipelining.runtime_internals import wrap_instructions
 from ..job import CasePrediction, RuntimeCase, StageSeconds
 from ..prediction import predict_seconds

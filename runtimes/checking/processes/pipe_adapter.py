@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ....profiler.user_model.loaded_model import ModelInput
 from ... import fairscale, torchgpipe
-from ...formats.pipe_export import FairscaleExport, TorchgpipeExport
+from ...documents import FairscaleExport, TorchgpipeExport
 from ..job import CasePrediction, RuntimeCase, StageSeconds
 from ..prediction import count_recomputed, predict_seconds
 from .action_stamps import ActionStamps, PartitionStamps

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ....profiler.user_model.loaded_model import ModelInput
-from ...formats.torch_actions import splits_backward
 from ...pipelining.input_form import InputForm
 from ...pipelining.stage_module import StageLoss, StageModule
+from ...torch_actions import splits_backward
 from ...torch_pipelining import build
 from ..job import Case, CasePrediction, Corrections, StageSeconds
 from ..prediction import predict_step

@@ -27,7 +27,7 @@ from ....profiler.sequential import sequential
 from ....profiler.torch_internals import tree_leaves
 from ....profiler.user_model.loaded_model import ModelInput
 from ....profiler.user_model.losses import load_loss
-from ...formats.export_document import hash_names
+from ...documents import hash_names
 from ..job import Case, ModelSpec, RuntimeCase, StageSeconds, StageWaits
 from .plain_model import Loss
 

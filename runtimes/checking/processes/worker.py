@@ -22,7 +22,7 @@ from ....cost_models.errors import MachineError
 from ....profiler.local_machine import device_name
 from ....profiler.torchrun_env import TorchrunEnv, read_torchrun_env
 from ...deepspeed import start as start_deepspeed
-from ...formats.pipe_export import PipeExport
+from ...documents import PipeExport
 from ..calibration import fit_corrections
 from ..deaths import advice, describe_exit
 from ..job import Case, CaseResult, CheckMeasurements, Corrections, Job, RuntimeCase

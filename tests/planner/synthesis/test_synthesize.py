@@ -16,7 +16,7 @@ from pplan.cost_models.schedules import SCHEDULES
 from pplan.planner.plan_file import Plan
 from pplan.planner.search.budget import WORK_A_SECOND, SearchBudget
 from pplan.profiler.profile_file import Profile
-from pplan.runtimes.formats.torch_actions import action_rows
+from pplan.runtimes.torch_actions import action_rows
 from tests.oracle import attack
 
 KNOWN = ("1f1b", "gpipe", "zb-h1", "zb-h2", "zb-v", "interleaved")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pplan.runtimes.checking.job import Case, CutLink, RuntimeCase, StageSeconds, StageWaits
-from pplan.runtimes.formats.torch_actions import action_rows, build_program, device_stages, schedule_class
-from pplan.runtimes.formats.torch_export import TorchExport
+from pplan.runtimes.documents import TorchExport
+from pplan.runtimes.torch_actions import action_rows, build_program, device_stages, schedule_class
 
 MakeCase = Callable[..., Case]
 

@@ -16,11 +16,15 @@ from pplan.cost_models.errors import ExportError, FileError, UsageError
 from pplan.cost_models.runtime import RUNTIMES, find_runtime
 from pplan.cost_models.text_files import sha256
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.formats.deepspeed_export import DeepspeedExport
-from pplan.runtimes.formats.export_document import ExportDocument
-from pplan.runtimes.formats.exporters import EXPORTERS, export
-from pplan.runtimes.formats.pipe_export import FairscaleExport, PipeExport, TorchgpipeExport
-from pplan.runtimes.reading.read import KINDS
+from pplan.runtimes.documents import (
+    KINDS,
+    DeepspeedExport,
+    ExportDocument,
+    FairscaleExport,
+    PipeExport,
+    TorchgpipeExport,
+)
+from pplan.runtimes.exports import EXPORTERS, export
 
 MakePlan = Callable[..., Plan]
 MakeAlternative = Callable[..., dict[str, Any]]
@@ -383,7 +387,7 @@ class Refuse:
 
 sys.meta_path.insert(0, Refuse())
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.formats.exporters import export
+from pplan.runtimes.exports import export
 
 plan = Plan.parse(sys.stdin.read(), "stdin")
 for runtime in ("torchgpipe", "fairscale", "deepspeed"):

@@ -13,9 +13,9 @@ import pytest
 
 from pplan.cost_models.errors import ExportError
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.formats.exporters import export
-from pplan.runtimes.formats.megatron_export import MegatronBridgeExport, MegatronExport, write_layout
-from pplan.runtimes.reading.megatron_layout import parse_layout
+from pplan.runtimes.documents import MegatronBridgeExport, MegatronExport
+from pplan.runtimes.exports import export, write_layout
+from pplan.runtimes.imports import parse_layout
 
 MakePlan = Callable[..., Plan]
 CONFLICTING = {

@@ -10,8 +10,8 @@ import pytest
 
 from pplan.cost_models.errors import ExportError
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.formats.exporters import export
-from pplan.runtimes.formats.nemo_export import NemoExport
+from pplan.runtimes.documents import NemoExport
+from pplan.runtimes.exports import export
 
 MakePlan = Callable[..., Plan]
 

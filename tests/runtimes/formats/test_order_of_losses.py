@@ -11,7 +11,7 @@ from pplan.cost_models.schedules import SCHEDULES, Action, Program
 from pplan.cost_models.schedules.registration import register_schedule
 from pplan.cost_models.simulator.pipeline_costs import stage_costs
 from pplan.cost_models.timeline import step_seconds
-from pplan.runtimes.formats.torch_actions import action_rows, build_program
+from pplan.runtimes.torch_actions import action_rows, build_program
 
 
 @pytest.fixture(autouse=True)

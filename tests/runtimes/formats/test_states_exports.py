@@ -7,18 +7,16 @@ from typing import Any
 
 import pytest
 
-from pplan.cost_models.document import MadeBy
 from pplan.cost_models.errors import ExportError
 from pplan.planner.plan_file import Plan
-from pplan.runtimes import deepspeed, torch_pipelining
-from pplan.runtimes.formats import megatron_export, nemo_export, torchtitan_export
+from pplan.runtimes.exports import export
 
 MakePlan = Callable[..., Plan]
 SPREAD: dict[str, Any] = {"precision": "mixed", "gradient_dtype": "fp32", "zero": 1}
 
 
-def exported(runtime: Any, plan: Plan, **keys: Any) -> Any:
-    document, _ = runtime.export(plan.model_copy(update=keys), device="cuda", made_by=MadeBy())
+def exported(runtime: str, plan: Plan, **keys: Any) -> Any:
+    document, _ = export(runtime, plan.model_copy(update=keys))
     return document
 
 
@@ -29,45 +27,43 @@ def plan(make_decoder_plan: MakePlan) -> Plan:
 
 
 def test_deepspeed_has_zero_1_and_its_gradients(plan: Plan) -> None:
-    config = exported(deepspeed, plan, **SPREAD).config
+    config = exported("deepspeed", plan, **SPREAD).config
     assert config["zero_optimization"] == {"stage": 1}
     assert config["data_types"] == {"grad_accum_dtype": "fp32"}
-    without = exported(deepspeed, plan, **SPREAD | {"zero": 0, "gradient_dtype": "bf16"}).config
+    without = exported("deepspeed", plan, **SPREAD | {"zero": 0, "gradient_dtype": "bf16"}).config
     assert "zero_optimization" not in without
     assert without["data_types"] == {"grad_accum_dtype": "bf16"}
 
 
 def test_megatrons_distributed_optimizer(plan: Plan) -> None:
-    assert "--use-distributed-optimizer" in exported(megatron_export, plan, **SPREAD).arguments
-    assert "--grad-reduce-in-bf16" not in exported(megatron_export, plan, **SPREAD).arguments
-    without = exported(megatron_export, plan, precision="mixed", gradient_dtype="bf16").arguments
+    assert "--use-distributed-optimizer" in exported("megatron", plan, **SPREAD).arguments
+    assert "--grad-reduce-in-bf16" not in exported("megatron", plan, **SPREAD).arguments
+    without = exported("megatron", plan, precision="mixed", gradient_dtype="bf16").arguments
     assert "--use-distributed-optimizer" not in without
     assert "--grad-reduce-in-bf16" in without
-    document, _ = megatron_export.export_bridge(
-        plan.model_copy(update=SPREAD), device="cuda", made_by=MadeBy()
-    )
-    assert "ddp.use_distributed_optimizer=true" in document.arguments
-    assert "ddp.grad_reduce_in_fp32=true" in document.arguments
+    overrides = exported("megatron-bridge", plan, **SPREAD).arguments
+    assert "ddp.use_distributed_optimizer=true" in overrides
+    assert "ddp.grad_reduce_in_fp32=true" in overrides
 
 
 def test_pytorchs_trainers_shard_over_the_replicas(plan: Plan) -> None:
-    assert exported(torch_pipelining, plan, **SPREAD).zero == 1
-    assert exported(torch_pipelining, plan).zero == 0
-    arguments = exported(torchtitan_export, plan, **SPREAD).arguments
+    assert exported("torch", plan, **SPREAD).zero == 1
+    assert exported("torch", plan).zero == 0
+    arguments = exported("torchtitan", plan, **SPREAD).arguments
     degree = {name: arguments[arguments.index(name) + 1] for name in arguments if name.endswith("_degree")}
     assert degree["--parallelism.data_parallel_shard_degree"] == "2"
     assert degree["--parallelism.data_parallel_replicate_degree"] == "1"
-    assert exported(nemo_export, plan, **SPREAD).sections["distributed"]["dp_replicate_size"] == 1
+    assert exported("nemo-automodel", plan, **SPREAD).sections["distributed"]["dp_replicate_size"] == 1
 
 
 @pytest.mark.parametrize(
     ("runtime", "keys", "says"),
     [
-        (deepspeed, SPREAD | {"zero": 2}, "ZeRO-2: its pipeline engine runs ZeRO stage 1 only"),
-        (torch_pipelining, SPREAD | {"zero": 3}, "gathers weights again and again"),
-        (megatron_export, SPREAD | {"zero": 3}, "its distributed optimizer"),
+        ("deepspeed", SPREAD | {"zero": 2}, "ZeRO-2: its pipeline engine runs ZeRO stage 1 only"),
+        ("torch", SPREAD | {"zero": 3}, "gathers weights again and again"),
+        ("megatron", SPREAD | {"zero": 3}, "its distributed optimizer"),
         (
-            megatron_export,
+            "megatron",
             {"precision": "bf16"},
             "it trains in pure bf16, megatron keeps float32 master weights",
         ),

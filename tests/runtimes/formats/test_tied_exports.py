@@ -9,8 +9,8 @@ import pytest
 
 from pplan.cost_models.errors import ExportError
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.formats.exporters import export
-from pplan.runtimes.formats.megatron_export import MegatronBridgeExport, MegatronExport
+from pplan.runtimes.documents import MegatronBridgeExport, MegatronExport
+from pplan.runtimes.exports import export
 
 MakePlan = Callable[..., Plan]
 

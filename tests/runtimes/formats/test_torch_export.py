@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from pplan.cost_models.errors import ExportError, FileError, PplanError, UsageError
 from pplan.cost_models.schedules import find_schedule
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.formats.exporters import export
-from pplan.runtimes.formats.torch_actions import action_rows, build_program, device_stages
-from pplan.runtimes.formats.torch_export import TorchExport
+from pplan.runtimes.documents import TorchExport
+from pplan.runtimes.exports import export
+from pplan.runtimes.torch_actions import action_rows, build_program, device_stages
 
 MakePlan = Callable[..., Plan]
 

@@ -17,8 +17,8 @@ from torch.distributed.pipelining.schedules import _Action, get_schedule_class
 
 from pplan.cost_models.errors import ExportError
 from pplan.planner.plan_file import Plan
-from pplan.runtimes.formats.exporters import export
-from pplan.runtimes.formats.torchtitan_export import TorchtitanExport
+from pplan.runtimes.documents import TorchtitanExport
+from pplan.runtimes.exports import export
 
 MakePlan = Callable[..., Plan]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pplan.runtimes.formats.transformer_blocks import NotBlocksError, find_blocks, is_small
+from pplan.runtimes.transformer_blocks import NotBlocksError, find_blocks, is_small
 
 
 def test_a_decoder(decoder: Callable[[int], list[str]]) -> None:

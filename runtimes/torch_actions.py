@@ -1,4 +1,4 @@
-"""A program as torch.distributed.pipelining names it: a class of its schedules, or lists of actions."""
+"""Programs in the words of torch.distributed.pipelining: a class of its schedules, or lists of actions."""
 
 from __future__ import annotations
 
@@ -6,22 +6,13 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ...cost_models.errors import ExportError, UsageError, short_repr
-from ...cost_models.quantities import MOST_ACTIONS
-from ...cost_models.schedules import Action, Program, StageSlot, find_schedule
+from ..cost_models.errors import ExportError, UsageError, short_repr
+from ..cost_models.quantities import MOST_ACTIONS
+from ..cost_models.runtime import TORCH_CLASSES
+from ..cost_models.schedules import Action, Program, StageSlot, find_schedule
 
 OWN_ORDER = "_PipelineScheduleRuntime"
 """The class that runs any lists of actions."""
-_CLASSES = {
-    "gpipe": "ScheduleGPipe",
-    "1f1b": "Schedule1F1B",
-    "interleaved": "ScheduleInterleaved1F1B",
-    "looped-bfs": "ScheduleLoopedBFS",
-    "zb-v": "ScheduleZBVZeroBubble",
-    "dualpipe-v": "ScheduleDualPipeV",
-}
-"""By the plan's word, with the same order; but GPipe's runs the backwards from the first micro-batch to the
-last, which takes as long and holds as much."""
 
 
 def schedule_class(schedule: str, program: Program) -> str:
@@ -31,7 +22,7 @@ def schedule_class(schedule: str, program: Program) -> str:
     """
     if schedule == "1f1b" and program.micro_batches < program.devices:
         return OWN_ORDER
-    return _CLASSES.get(schedule, OWN_ORDER)
+    return TORCH_CLASSES.get(schedule, OWN_ORDER)
 
 
 def build_program(schedule: str, devices: int, micro_batches: int, virtual_stages: int) -> Program:

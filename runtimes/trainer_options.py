@@ -7,12 +7,22 @@ import re
 import shlex
 from collections.abc import Mapping
 
-from ...cost_models.errors import FileError
-from .partition import partition_error
+from ..cost_models.errors import FileError
 
 Options = dict[str, list[str]]
 _KEY = re.compile(r"^(?:--)?((?:[A-Za-z]\w*[.-])*[A-Za-z]\w*)=(.+)$", re.DOTALL)
 _YAML = re.compile(r"^(\s*)(\w+):\s*(.*)$")
+
+
+FORMATS = (
+    "a balance list (12,34), DeepSpeed's parts (0,12,46), a Megatron layout (Et*3|t*5L), module names by "
+    "stage as torchtitan takes them, a device_map, or what pplan export wrote"
+)
+
+
+def partition_error(where: str, why: str, hint: str = "") -> FileError:
+    """The error for a partition that cannot be read, or is not one of the profile's layers."""
+    return FileError(f"{where}: {why}", hint or f"Give {FORMATS}.")
 
 
 def parse_options(text: str, where: str) -> Options:

@@ -1,0 +1,991 @@
+"""The export of a plan to each runtime: the plan itself, or the best alternative in its file.
+
+Sources: megatron-core's `transformer/pipeline_parallel_layer_layout.py` and
+`transformer/transformer_config.py`, Megatron-LM's `megatron/training/arguments.py`; torchtitan's
+`distributed/pipeline_parallel.py` and `config/configs.py`; NeMo Automodel's `recipes/_dist_utils.py` and
+`components/distributed/pipelining`; transformers' `integrations/accelerate.py`, accelerate's
+`utils/modeling.py` (check_device_map).
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import gcd
+from pathlib import Path
+from typing import Any, cast
+
+from ..cost_models.document import MadeBy
+from ..cost_models.errors import ExportError, UsageError
+from ..cost_models.first_layers import recompute_kind, recompute_kinds
+from ..cost_models.quantities import format_count
+from ..cost_models.runtime import OFFLOAD, RUNTIMES, Runtime, find_runtime, other_layers_warning
+from ..cost_models.transformer.pipeline_layout import stage_letters
+from ..planner.plan_file import Plan
+from ..planner.plan_records import BUFFER_WARNING, Alternative
+from .documents import (
+    KINDS,
+    DeepspeedExport,
+    E,
+    ExportDocument,
+    HuggingfaceExport,
+    LayoutExport,
+    NemoExport,
+    PipeExport,
+    TorchExport,
+    TorchtitanExport,
+    hash_layers,
+    load_document,
+    stage_bounds,
+)
+from .torch_actions import OWN_ORDER, action_rows, build_program, device_stages, schedule_class
+from .transformer_blocks import (
+    FirstBlocksError,
+    NotBlocksError,
+    Transformer,
+    check_whole_blocks,
+    count_first_blocks,
+    ends_remark,
+    find_blocks,
+    find_plan_blocks,
+    is_decoder,
+    is_small,
+)
+
+INSTEAD = ". Exported instead"
+"""What of a remark follows the reason."""
+LINEAR = frozenset({"naive", "gpipe", "1f1b", "dapple"})
+"""Schedules of one stage a device that run one global batch before the next: they differ in order only."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A partition that the runtime runs, every stage on the same number of `replicas`.
+
+    `balance` is by part: the stages, of which a device holds `virtual_stages`. `devices` are those of the
+    pipeline in turn, each one's replicas together. `stage_recompute` is by part.
+    """
+
+    balance: tuple[int, ...]
+    replicas: int
+    devices: tuple[int, ...]
+    schedule: str
+    virtual_stages: int
+    micro_batches: int
+    micro_batch_size: int
+    stage_recompute: tuple[str, ...]
+    step_seconds: float
+
+    @property
+    def recompute(self) -> str:
+        """The recomputation of all stages, for a runtime whose stages recompute alike."""
+        return self.stage_recompute[0]
+
+
+def choose(plan: Plan, runtime: Runtime) -> tuple[Choice, str | None]:
+    """The plan, or the least step_seconds of its alternatives that `runtime` runs, and then a remark on it.
+
+    Where one process drives all stages, or a stage has buffers for all micro-batches, a plan that was not
+    made for such a runtime gives way to the alternative that was: only that one counts them.
+
+    The remark is a sentence for standard error: what was taken, its step time, and why not the plan; or what
+    of the runtime the plan, which was taken, does not count.
+    Raises ExportError where there is nothing to take.
+    """
+    if refusal := runtime.refuse_outputs(plan.profile.undivided_outputs):
+        raise ExportError(*refusal)
+    reasons = refusals(plan, runtime)
+    usable = [alternative for alternative in plan.alternatives if _runs_alternative(runtime, alternative)]
+    uncounted = _uncounted(plan, runtime)
+    if not reasons and not (usable and uncounted):
+        return _plan_choice(plan), _misfit_remark(plan, runtime) if uncounted else None
+    if not usable:
+        raise ExportError(
+            f"{runtime.name} cannot run this plan of {plan.model}: {'; '.join(reasons)}; "
+            f"and {_no_alternative(plan, runtime)}",
+            f"Make a plan for it: pplan.solve(runtime={runtime.name!r})",
+        )
+    best = min(usable, key=lambda alternative: alternative.step_seconds)
+    if reasons:
+        why = f"{runtime.name} cannot run the plan itself: {'; '.join(reasons)}"
+    elif _same_cuts(plan, best):
+        return _alternative_choice(best), None
+    else:
+        why = f"{runtime.name} {uncounted}"
+    return _alternative_choice(best), _remark(plan, runtime, why, best)
+
+
+def _no_alternative(plan: Plan, runtime: Runtime) -> str:
+    if not plan.alternatives:
+        return "it has no alternatives"
+    if len(plan.alternatives) == 1:
+        return f"its only alternative is not for {runtime.name}"
+    return f"none of the plan's {len(plan.alternatives)} alternatives is for {runtime.name}"
+
+
+def _uncounted(plan: Plan, runtime: Runtime) -> str:
+    """What `runtime` does and the plan, made for another or for any, does not count; empty for nothing."""
+    made_for = None if plan.runtime is None else find_runtime(plan.runtime)
+    if runtime.one_process and not (made_for and made_for.one_process):
+        return "launches all stages from one process, which the plan's step does not count"
+    # The alternative is of these schedules: it is the plan itself where that fits with the buffers. A stage
+    # without neighbours has none.
+    ahead = made_for is not None and made_for.receives_ahead
+    counts = plan.schedule not in LINEAR or ahead or len(plan.stages) == 1
+    if runtime.receives_ahead and not counts:
+        return "has buffers for all micro-batches of a step, which the plan's memory does not count"
+    return ""
+
+
+def _misfit_remark(plan: Plan, runtime: Runtime) -> str | None:
+    """The plan's own warning that it does not fit with the runtime's buffers, where no alternative does."""
+    if not runtime.receives_ahead:
+        return None
+    text = next((own for own in plan.warnings if own.startswith(BUFFER_WARNING)), None)
+    return None if text is None else f"{text[:1].upper()}{text[1:]}."
+
+
+def _same_cuts(plan: Plan, other: Alternative) -> bool:
+    return (plan.balance, plan.micro_batches, plan.recompute, plan.schedule) == (
+        other.balance,
+        other.micro_batches,
+        other.recompute,
+        other.schedule,
+    )
+
+
+def refusals(plan: Plan, runtime: Runtime) -> list[str]:
+    """Why `runtime` cannot run the plan itself, one clause each; empty where it can."""
+    replicas = plan.replicas
+    reasons = []
+    if plan.virtual_stages > 1 and not runtime.virtual_stages:
+        reasons.append(f"it has {plan.virtual_stages} virtual stages a device, {runtime.name} runs 1")
+    if not _runs_schedule(plan, runtime):
+        reasons.append(
+            f"its schedule is {plan.schedule}, {runtime.name} runs {_join_words(runtime.schedules)}"
+        )
+    if not runtime.runs_replicas(replicas):
+        allowed = "no replicas" if runtime.replicas == "none" else "the same number of them on every stage"
+        reasons.append(
+            f"its stages have {'-'.join(map(str, replicas))} replicas, {runtime.name} runs {allowed}"
+        )
+    elif plan.micro_batch_size % replicas[0]:
+        reasons.append(f"its {replicas[0]} replicas cannot share {plan.micro_batch_size} samples evenly")
+    nodes = _nodes(plan)
+    if runtime.one_process and len(set(nodes)) > 1:
+        reasons.append(f"it takes {len(set(nodes))} nodes, {runtime.name} is one process on one node")
+    if not runtime.one_process and nodes != sorted(nodes):
+        reasons.append(f"its stages go back and forth between nodes, {runtime.name} fills node after node")
+    untrained = [i for i, stage in enumerate(plan.stages) if stage.memory.get("gradients") == 0]
+    if untrained and runtime.trains_every_stage:
+        reasons.append(f"stage {untrained[0]} has no parameters, {runtime.name} trains every stage")
+    reasons += _other_states(plan, runtime)
+    reasons += _shared_weights(plan, runtime)
+    reasons += _other_recomputation(plan, runtime)
+    return reasons
+
+
+def _other_recomputation(plan: Plan, runtime: Runtime) -> list[str]:
+    """Reasons, where the runtime does not recompute what the plan's stages do."""
+    own, reasons = stage_recompute(plan), list[str]()
+    words = dict.fromkeys(own)
+    if runtime.first_blocks and "first_layers" in recompute_kinds(own):
+        ends = list(accumulate(stage.layers for stage in plan.stages))
+        try:
+            count_first_blocks(find_blocks(plan.layer_names), ends, own)
+        except (NotBlocksError, FirstBlocksError) as error:
+            return [f"{error}, in {runtime.name} all stages run the same number of whole blocks again"]
+        return []
+    if len(words) > 1 and not runtime.recompute_by_stage:
+        reasons.append(f"its stages recompute {' and '.join(words)}, in {runtime.name} all do the same")
+    unknown = [word for word in map(recompute_kind, words) if word not in runtime.recompute]
+    if unknown:
+        does = "offloads to the host's memory" if unknown[0] == OFFLOAD else f"recomputes {unknown[0]}"
+        reasons.append(f"it {does}, {runtime.name} knows {_join_words(runtime.recompute)}")
+    return reasons
+
+
+def _other_states(plan: Plan, runtime: Runtime) -> Iterator[str]:
+    """Reasons, where the runtime keeps other weights and optimizer states than the plan counts."""
+    if max(plan.replicas) > 1 and plan.zero not in runtime.zero:
+        yield f"it spreads states by ZeRO-{plan.zero}: {runtime.no_zero}"
+    if plan.training_precision.name == "bf16" and runtime.own_optimizer:
+        yield f"it trains in pure bf16, {runtime.name} keeps float32 master weights"
+
+
+def _shared_weights(plan: Plan, runtime: Runtime) -> Iterator[str]:
+    """Reasons, where stages share weights that the runtime keeps on one."""
+    for weight in plan.tied:
+        is_at_ends = weight.stages == [0, len(plan.stages) - 1]
+        if not (runtime.tied == "any" or (runtime.tied == "ends" and is_at_ends)):
+            stages = " and ".join(map(str, weight.stages))
+            yield f"its stages {stages} share {weight.tensor}, {runtime.name}: {runtime.no_tied}"
+            return
+
+
+def _nodes(plan: Plan) -> list[int]:
+    """The node of each device of the pipeline, in the order of its stages."""
+    per_node, places = plan.gpus_per_node, len(plan.stages) // plan.virtual_stages
+    devices = [device for stage in plan.stages[:places] for device in stage.devices]
+    return [device // per_node for device in devices] if per_node else [0]
+
+
+def stage_recompute(plan: Plan) -> tuple[str, ...]:
+    """The recomputation of each stage: its own, or the plan's."""
+    return tuple(stage.recompute or plan.recompute for stage in plan.stages)
+
+
+def _runs_schedule(plan: Plan, runtime: Runtime) -> bool:
+    if runtime.runs(plan.schedule):
+        return True
+    if plan.schedule not in LINEAR:
+        return False
+    if plan.micro_batches == 1:
+        return True  # one forward, then one backward, on every stage: all these orders are the same
+    # One stage takes as long in any of them. 1F1B keeps one micro-batch in flight, GPipe all of them: that
+    # is right only where the memory is not limited.
+    return len(plan.stages) == 1 and (
+        "1f1b" in runtime.schedules or plan.stages[0].memory_limit_bytes is None
+    )
+
+
+def _runs_alternative(runtime: Runtime, alternative: Alternative) -> bool:
+    words = _recompute_modes(alternative)
+    return (
+        runtime.name in alternative.runtimes
+        and alternative.schedule in runtime.schedules
+        and runtime.runs_replicas([alternative.replicas])
+        and alternative.micro_batch_size % alternative.replicas == 0
+        and (runtime.virtual_stages or alternative.virtual_stages == 1)
+        and runtime.recompute.issuperset(recompute_kinds(words))
+        and (runtime.recompute_by_stage or len(set(words)) == 1)
+    )
+
+
+def _recompute_modes(alternative: Alternative) -> tuple[str, ...]:
+    """The recomputation of each stage of an alternative."""
+    return tuple(alternative.stage_recompute or [alternative.recompute] * len(alternative.balance))
+
+
+def _plan_choice(plan: Plan) -> Choice:
+    places = len(plan.stages) // plan.virtual_stages
+    return Choice(
+        balance=tuple(stage.layers for stage in plan.stages),
+        replicas=plan.replicas[0],
+        devices=tuple(device for stage in plan.stages[:places] for device in stage.devices),
+        schedule=plan.schedule,
+        virtual_stages=plan.virtual_stages,
+        micro_batches=plan.micro_batches,
+        micro_batch_size=plan.micro_batch_size,
+        stage_recompute=stage_recompute(plan),
+        step_seconds=plan.prediction.step_seconds,
+    )
+
+
+def _alternative_choice(alternative: Alternative) -> Choice:
+    devices = len(alternative.balance) // alternative.virtual_stages * alternative.replicas
+    return Choice(
+        balance=tuple(alternative.balance),
+        replicas=alternative.replicas,
+        devices=tuple(range(devices)),
+        schedule=alternative.schedule,
+        virtual_stages=alternative.virtual_stages,
+        micro_batches=alternative.micro_batches,
+        micro_batch_size=alternative.micro_batch_size,
+        stage_recompute=_recompute_modes(alternative),
+        step_seconds=alternative.step_seconds,
+    )
+
+
+def _remark(plan: Plan, runtime: Runtime, why: str, other: Alternative) -> str:
+    balance = ",".join(map(str, other.balance))
+    replicas = f" of {other.replicas} replicas" if other.replicas > 1 else ""
+    return (
+        f"{why}{INSTEAD} its best "
+        f"alternative for {runtime.name}: balance {balance}{replicas}, schedule {other.schedule}, "
+        f"{format_count(other.micro_batches, 'micro-batch')} of {other.micro_batch_size}, "
+        f"recompute {other.recompute}, {other.step_seconds:.4g} s a step "
+        f"(the plan: {plan.prediction.step_seconds:.4g} s)."
+    )
+
+
+def _join_words(words: frozenset[str]) -> str:
+    return ", ".join(sorted(words))
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """A choice on its way to a runtime's file.
+
+    `remark` says why it is not the plan itself. `device` "cpu" puts all stages on the CPU. `made_by` goes
+    into the file.
+    """
+
+    plan: Plan
+    runtime: Runtime
+    choice: Choice
+    remark: str | None
+    device: str
+    made_by: MadeBy
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields that the document of every runtime has."""
+        choice = self.choice
+        return {
+            "runtime": self.runtime.name,
+            "model": self.plan.model,
+            "layers_sha256": hash_layers(self.plan),
+            "mini_batch": choice.micro_batches * choice.micro_batch_size,
+            "micro_batch_size": choice.micro_batch_size,
+            "step_seconds": choice.step_seconds,
+            "estimated": self.plan.profile.estimated,
+            "made_by": self.made_by,
+        }
+
+    @property
+    def trainer_fields(self) -> dict[str, Any]:
+        """The fields that every TrainerText has, but `actions`."""
+        plan, choice = self.plan, self.choice
+        sharers = plan.profile.tensor_parallel
+        processes = self.pipeline_size * choice.replicas * sharers
+        per_node = sharers * plan.gpus_per_node if plan.gpus_per_node else processes
+        return self.fields | {
+            "processes": processes,
+            "nodes": -(-processes // per_node),
+            "pipeline_size": self.pipeline_size,
+            "replicas": choice.replicas,
+            "order": choice.schedule,
+            "virtual_stages": choice.virtual_stages,
+            "recompute": choice.recompute,
+        }
+
+    @property
+    def pipeline_size(self) -> int:
+        """Devices of the pipeline."""
+        return len(self.choice.balance) // self.choice.virtual_stages
+
+    @property
+    def replica_samples(self) -> int:
+        """Samples of a micro-batch on one replica."""
+        return self.choice.micro_batch_size // self.choice.replicas
+
+    def blocks(self) -> tuple[Transformer, tuple[int, ...]]:
+        """The plan's transformer, and by stage the layers before its end: whole blocks. Raises
+        ExportError."""
+        model = find_plan_blocks(self.plan, self.runtime.name)
+        ends = tuple(accumulate(self.choice.balance))
+        check_whole_blocks(self.plan, model, ends, self.runtime.name)
+        return model, ends
+
+    def device_remark(self) -> str | None:
+        """A sentence where the ranks are not to be started on devices 0, 1, ... in turn: a trainer numbers
+        its processes itself."""
+        devices = self.choice.devices
+        if devices == tuple(range(len(devices))):
+            return None
+        return f"Start ranks 0, 1, ... on devices {', '.join(map(str, devices))}: there the plan has them."
+
+
+Remarks = Sequence[str | None]
+
+
+def default_device(plan: Plan) -> str:
+    """`cpu` or `cuda`: what the plan is for."""
+    return "cpu" if plan.device_kind == "CPU" else "cuda"
+
+
+def resolve_document(source: Plan | E | str | Path, kind: type[E]) -> E:
+    """The export of a plan, with a UserWarning where that is not the plan itself; else as `load_document`.
+
+    Raises UsageError, FileError, ExportError.
+    """
+    if not isinstance(source, Plan):
+        return load_document(source, kind)
+    document, remark = export(kind.kind, source)
+    if remark:
+        warnings.warn(remark, UserWarning, stacklevel=3)
+    return load_document(cast(E, document), kind)
+
+
+def export(
+    runtime: str, plan: Plan, *, device: str | None = None, made_by: MadeBy | None = None
+) -> tuple[ExportDocument, str | None]:
+    """The document `runtime` is to be given for `plan`, and a remark where it is not the plan itself.
+
+    A runtime is never given what it does not run: where the plan's schedule, replicas or recomputation are
+    not for it, the document holds the best of the plan's alternatives that is, and the remark, a sentence for
+    standard error, says which, its step time and why. `device` "cpu" puts all stages on the CPU, so that the
+    file can be tried without a GPU (launchers of processes give them their devices); None takes the
+    devices that the plan is for: processors where one was profiled and no GPU was named.
+
+    Raises UsageError (unknown runtime or device, "cuda" for a plan of processors), ExportError (nothing in
+    the plan is for this runtime).
+    """
+    row = find_runtime(runtime)
+    if device not in ("cuda", "cpu", None):
+        raise UsageError(
+            f"device={device!r}: cannot be exported for", "Use 'cuda', or 'cpu' to try without a GPU."
+        )
+    if device == "cuda" and plan.device_kind == "CPU":
+        name = plan.profile.device_name
+        raise UsageError(
+            "device='cuda': the plan is for processors, by seconds measured on one"
+            f"{f', {name}' if name not in ('', 'cpu') else ''}",
+            "Plan for GPUs: with a profile of one, or pplan.profile(MODEL, device='analytic:h100'). Where a "
+            "processor's seconds are meant: pplan.solve(gpu='h100', seconds_of='cpu').",
+        )
+    sharers = plan.profile.tensor_parallel
+    if sharers > 1 and not row.shares_layers:
+        sharing = ", ".join(name for name, other in RUNTIMES.items() if other.shares_layers)
+        raise ExportError(
+            f"each device of the plan is {sharers} that share every layer: {runtime} does not share layers",
+            f"Export for one of: {sharing}.",
+        )
+    document, remark = export_on(row, plan, device or default_device(plan), made_by)
+    if sharers > 1 and row.builds:
+        remark = join_remarks(
+            remark,
+            f"Start {sharers} processes for each device of the plan, and give build tensor_parallel, the "
+            "plan that the profile was measured with.",
+        )
+    other_layers = other_layers_warning(runtime, plan.profile.device)
+    if other_layers is None:
+        return document, remark
+    document = document.model_copy(update={"warnings": [other_layers]})
+    return document, join_remarks(f"Warning: {other_layers}.", remark)
+
+
+def export_on(
+    runtime: Runtime, plan: Plan, device: str, made_by: MadeBy | None = None
+) -> tuple[ExportDocument, str | None]:
+    """The document and the remark, for devices that the plan need not be for. Raises ExportError,
+    UsageError."""
+    choice, remark = choose(plan, runtime)
+    request = ExportRequest(plan, runtime, choice, remark, device, made_by or MadeBy())
+    document, remarks = EXPORTERS[runtime.name](request)
+    return document, join_remarks(remark, *remarks)
+
+
+def join_remarks(*remarks: str | None) -> str | None:
+    """The sentences that there are, as one remark."""
+    return " ".join(remark for remark in remarks if remark) or None
+
+
+def export_pipe(request: ExportRequest) -> tuple[PipeExport, Remarks]:
+    """What torchgpipe takes, or FairScale: on "cuda" stage by stage the plan's devices."""
+    choice, on_cpu = request.choice, request.device == "cpu"
+    arguments: dict[str, Any] = {
+        "balance": list(choice.balance),
+        "devices": ["cpu" if on_cpu else f"cuda:{number}" for number in choice.devices],
+        "chunks": choice.micro_batches,
+        "checkpoint": choice.recompute,
+        "granularity": request.plan.profile.granularity,
+    }
+    document = cast(type[PipeExport], KINDS[request.runtime.name])(**request.fields, **arguments)
+    return document, ()
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"type": "SGD", "params": {"lr": 0.01}},
+    "momentum": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}},
+    # torch's Adam: DeepSpeed's own is compiled on the spot, and is AdamW unless told otherwise.
+    "adam": {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True, "adam_w_mode": False}},
+    "adamw": {"type": "AdamW", "params": {"lr": 0.001, "torch_adam": True}},
+}
+"""By the plan's word; the learning rates are torch's or usual defaults, for the user to change."""
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float16": {"fp16": {"enabled": True}},
+    "bfloat16": {"bf16": {"enabled": True}},
+}
+
+
+def export_deepspeed(request: ExportRequest) -> tuple[DeepspeedExport, Remarks]:
+    """What DeepSpeed takes. Its launcher gives each process its device. Raises ExportError."""
+    choice, plan = request.choice, request.plan
+    document = DeepspeedExport(
+        **request.fields,
+        num_stages=len(choice.balance),
+        replicas=choice.replicas,
+        parts=stage_bounds(choice.balance),
+        devices=list(choice.devices),
+        config=_deepspeed_config(plan, choice),
+        granularity=plan.profile.granularity,
+    )
+    return document, ()
+
+
+def _deepspeed_config(plan: Plan, choice: Choice) -> dict[str, Any]:
+    """DeepSpeed holds train_batch_size to be the product of the next two and the replicas."""
+    dtype, config = plan.profile.dtype, dict[str, Any]()
+    if dtype == "bfloat16" and plan.gradient_dtype is not None:  # by default that depends on ZeRO
+        config["data_types"] = {"grad_accum_dtype": plan.gradient_dtype}
+    if plan.zero and choice.replicas > 1:
+        config["zero_optimization"] = {"stage": plan.zero}
+    return {
+        "train_batch_size": choice.micro_batches * choice.micro_batch_size,
+        "train_micro_batch_size_per_gpu": choice.micro_batch_size // choice.replicas,
+        "gradient_accumulation_steps": choice.micro_batches,
+        "gradient_clipping": 0.0,  # left out, it is 1.0 and changes the training
+        "optimizer": _optimizer(plan),
+        "pipeline": {
+            "use_reentrant": False,  # the reentrant kind loses the gradients of a stage fed by plain data
+            "activation_checkpoint_interval": max(choice.balance) if choice.recompute == "always" else 0,
+        },
+        **PRECISIONS.get(dtype, {}),
+        **config,
+    }
+
+
+def _optimizer(plan: Plan) -> dict[str, Any]:
+    if plan.optimizer == "adamw-8bit":
+        raise ExportError(
+            "adamw-8bit: DeepSpeed's configuration names no optimizer with 8-bit states",
+            "Make a plan with another: pplan.solve(optimizer='adamw'). Or export that one, and pass "
+            "deepspeed.initialize an optimizer of bitsandbytes in place of the configuration's.",
+        )
+    if plan.optimizer not in OPTIMIZERS:
+        raise ExportError(
+            f"no DeepSpeed configuration is known for the plan's optimizer {plan.optimizer!r}",
+            f"Make a plan with one of {', '.join(OPTIMIZERS)}: pplan.solve(optimizer='sgd')",
+        )
+    return OPTIMIZERS[plan.optimizer]
+
+
+def export_torch(request: ExportRequest) -> tuple[TorchExport, Remarks]:
+    """What a process of torch.distributed.pipelining takes; each has its own device. Raises ExportError,
+    UsageError."""
+    plan, choice = request.plan, request.choice
+    devices = request.pipeline_size
+    program = build_program(choice.schedule, devices, choice.micro_batches, choice.virtual_stages)
+    stages = device_stages(program)
+    if len(choice.balance) != program.slots:
+        raise ExportError(
+            f"the plan has {len(choice.balance)} stages, {choice.schedule} with {choice.virtual_stages} "
+            f"virtual stages on {devices} devices has {program.slots}",
+            "Make the plan again with pplan solve.",
+        )
+    if request.remark is None:
+        _check_places(plan, stages)
+    document = TorchExport(
+        **request.fields,
+        micro_batches=choice.micro_batches,
+        order=choice.schedule,
+        schedule=schedule_class(choice.schedule, program),
+        parts=stage_bounds(choice.balance),
+        stages=stages,
+        replicas=choice.replicas,
+        zero=plan.zero if choice.replicas > 1 else 0,
+        devices=list(choice.devices),
+        gpus_per_node=plan.gpus_per_node,
+        recompute=["never" if word == "except_last" else word for word in choice.stage_recompute],
+        granularity=plan.profile.granularity,
+        actions=action_rows(program),
+    )
+    return document, ()
+
+
+def _check_places(plan: Plan, stages: Sequence[Sequence[int]]) -> None:
+    """The plan's parts lie where the schedule has them: in a loop over the devices, or in a V."""
+    for stages_of_device in stages:
+        first = plan.stages[stages_of_device[0]].devices
+        for stage in stages_of_device[1:]:
+            if plan.stages[stage].devices != first:
+                raise ExportError(
+                    f"stage {stage} of the plan is on devices {plan.stages[stage].devices}, {plan.schedule} "
+                    f"has it with stage {stages_of_device[0]}, on {first}",
+                    "Make the plan again with pplan solve.",
+                )
+
+
+def export_huggingface(request: ExportRequest) -> tuple[HuggingfaceExport, Remarks]:
+    """A `device_map`. Raises ExportError where a stage ends inside a transformer block."""
+    plan, choice = request.plan, request.choice
+    if not plan.layer_names:
+        raise ExportError(
+            f"the plan of {plan.model} does not tell the names of its layers", "Make it again: pplan solve"
+        )
+    places: dict[str, int] = {}
+    devices = (
+        device for device, layers in zip(choice.devices, choice.balance, strict=True) for _ in range(layers)
+    )
+    for module, device in zip(_placed_modules(plan.layer_names), devices, strict=True):
+        if places.setdefault(module, device) != device:
+            raise ExportError(
+                f"{module} is on devices {places[module]} and {device}: huggingface places blocks whole",
+                f"Measure whole blocks: pplan.profile({plan.model!r}, "
+                f"granularity='module:{module.rpartition('.')[0]}.*'), and make the plan again: pplan solve",
+            )
+    on_cpu = request.device == "cpu"
+    document = HuggingfaceExport(
+        **request.fields,
+        micro_batches=choice.micro_batches,
+        device_map={module: "cpu" if on_cpu else place for module, place in places.items()},
+    )
+    return document, ()
+
+
+def _placed_modules(names: list[str]) -> list[str]:
+    """The module of each layer: of a layer inside a transformer block, the block; else the layer itself."""
+    try:
+        model = find_blocks(names)
+    except NotBlocksError:
+        return names
+    first, last = model.ends[0], model.ends[-1]
+    return [
+        f"{model.list_name}.{model.blocks_before(layer)}" if first <= layer < last else name
+        for layer, name in enumerate(names)
+    ]
+
+
+def export_megatron(request: ExportRequest) -> tuple[LayoutExport, Remarks]:
+    """Arguments of Megatron-LM, or overrides of Megatron-Bridge; both run on CUDA devices only. Raises
+    ExportError."""
+    plan, choice, runtime = request.plan, request.choice, request.runtime.name
+    model, ends = request.blocks()
+    stages = _blocks_by_stage(plan, model, ends, runtime)
+    fields = request.trainer_fields | {"layout": write_layout(stages), "num_layers": model.blocks}
+    together = None
+    if "first_layers" in recompute_kinds(choice.stage_recompute):
+        number: int | None = count_first_blocks(model, ends, choice.stage_recompute)
+        fields |= {"first_blocks": number, "recompute": "always"}
+    elif choice.recompute == "always":
+        # As many as divide every stage: its uniform method steps through a stage by this number and does not
+        # look where the stage ends.
+        number = together = gcd(*stages)
+    else:
+        number = None
+    settings: dict[str, object] = {
+        "num_layers": model.blocks,
+        "pipeline_model_parallel_size": request.pipeline_size,
+        "pipeline_model_parallel_layout": fields["layout"],
+        "micro_batch_size": request.replica_samples,
+        "global_batch_size": fields["mini_batch"],
+    }
+    if plan.profile.tensor_parallel > 1:
+        settings["tensor_model_parallel_size"] = plan.profile.tensor_parallel
+    if number is not None:
+        settings |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform" if together else "block",
+            "recompute_num_layers": number,
+        }
+    write = _flags if runtime == "megatron" else _overrides
+    document = cast(type[LayoutExport], KINDS[runtime])(**fields, arguments=write(settings, request))
+    remarks = [
+        ends_remark(model, runtime),
+        *_megatron_remarks(model, ends, stages, fields.get("first_blocks"), together, runtime),
+    ]
+    if plan.tied and runtime == "megatron":
+        remarks.append(
+            "The plan's embedding and head share a weight, as Megatron-LM's do without "
+            "--untie-embeddings-and-output-weights."
+        )
+    return document, [*remarks, request.device_remark()]
+
+
+def write_layout(blocks: Sequence[int], predictors: int = 0, predictor_offset: int = 0) -> str:
+    """The layout of stages with so many transformer blocks, the embedding on the first and the head on the
+    last: `Et*3|t|t*2L` for 3, 1 and 2. Multi-token predictors, m, stand so many stages before the last."""
+    stages = "|".join(stage_letters(blocks, predictors, predictor_offset))
+    return re.sub(r"([tm])\1+", lambda match: f"{match[1]}*{len(match[0])}", stages)
+
+
+def _blocks_by_stage(plan: Plan, model: Transformer, ends: Sequence[int], runtime: str) -> list[int]:
+    """Transformer blocks of each stage. Raises ExportError where a stage ends inside the head."""
+    stages = [model.blocks_before(end) - model.blocks_before(first) for first, end in pairwise((0, *ends))]
+    for stage, (first, end) in enumerate(pairwise((0, *ends[:-1]))):
+        moved = model.names[max(model.ends[-1], first) : end]
+        if moved and not (stages[stage] and all(map(is_small, moved))):
+            raise ExportError(
+                f"stage {stage} computes {', '.join(moved)}, a later one the rest of the head: {runtime} has "
+                "the head on the last stage",
+                f"Measure it as one layer: pplan.profile({plan.model!r}, "
+                f"granularity='module:{model.list_name}.*'), and make the plan again: pplan solve",
+            )
+    return stages
+
+
+def write_flags(settings: Mapping[str, object]) -> list[str]:
+    """Megatron-LM's arguments, of settings by its names for them."""
+    return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def write_overrides(settings: Mapping[str, object]) -> list[str]:
+    """The same as overrides of a recipe of Megatron-Bridge (NeMo), whose sections have those names."""
+    sections = {
+        **dict.fromkeys(("micro_batch_size", "global_batch_size"), "train"),
+        **dict.fromkeys(("data_parallel_sharding_strategy", "grad_reduce_in_fp32"), "ddp"),
+    }
+    return [f"{sections.get(name, 'model')}.{name}={value}" for name, value in settings.items()]
+
+
+DISTRIBUTED_OPTIMIZER = [f"{section}.use_distributed_optimizer=true" for section in ("ddp", "optimizer")]
+"""Overrides of Megatron-Bridge."""
+
+
+def _spreads(request: ExportRequest) -> bool:
+    """Whether its distributed optimizer is the plan's: ZeRO-1 over the replicas of a stage."""
+    return request.plan.zero == 1 and request.choice.replicas > 1
+
+
+def _flags(settings: dict[str, object], request: ExportRequest) -> list[str]:
+    dtype, gradients = request.plan.profile.dtype, request.plan.gradient_dtype
+    words = {"bfloat16": ["--bf16"], "float16": ["--fp16"]}.get(dtype, [])
+    if dtype == "bfloat16" and gradients == "bf16":
+        words.append("--grad-reduce-in-bf16")
+    if dtype == "float16" and gradients == "fp32":
+        words.append("--accumulate-allreduce-grads-in-fp32")
+    return write_flags(settings) + words + ["--use-distributed-optimizer"] * _spreads(request)
+
+
+def _overrides(settings: dict[str, object], request: ExportRequest) -> list[str]:
+    plan, virtual_stages = request.plan, request.choice.virtual_stages
+    if plan.tied:
+        settings["share_embeddings_and_output_weights"] = "true"
+    if virtual_stages > 1:
+        settings["virtual_pipeline_model_parallel_size"] = virtual_stages
+    if plan.profile.dtype == "bfloat16" and plan.gradient_dtype is not None:
+        settings["grad_reduce_in_fp32"] = str(plan.gradient_dtype == "fp32").lower()
+    return write_overrides(settings) + DISTRIBUTED_OPTIMIZER * _spreads(request)
+
+
+def _megatron_remarks(
+    model: Transformer,
+    ends: Sequence[int],
+    stages: Sequence[int],
+    first_blocks: int | None,
+    together: int | None,
+    runtime: str,
+) -> Iterator[str]:
+    """Remarks on what the trainer does otherwise than the plan."""
+    moved = model.names[model.ends[-1] : ends[-2]] if len(ends) > 1 else ()
+    if moved:
+        yield (
+            f"{runtime} computes {', '.join(moved)} with the head, on the last stage; the plan has it on "
+            "the stage before."
+        )
+    if first_blocks is not None:
+        yield (
+            f"{runtime} runs each of the first {first_blocks} blocks of a stage again by itself and keeps "
+            "its input, and never the embedding; the plan counts one checkpoint of all of a stage."
+        )
+    if together is not None and together < max(stages):
+        yield (
+            f"{runtime} recomputes {together} of a stage's blocks at a time, since the stages have different "
+            "numbers of them: it keeps the input of each, the plan counts only the stage's."
+        )
+
+
+@dataclass(frozen=True)
+class ModuleNames:
+    """What a decoder's modules are called: `blocks` is the list of its blocks."""
+
+    embedding: str
+    blocks: str
+    norm: str
+    head: str
+
+
+def list_modules(model: Transformer, ends: Sequence[int], words: ModuleNames | None) -> list[list[str]]:
+    """By stage, the names of its modules: the model's own, or `words`, whose norm goes with the first layer
+    of the head and whose head goes with the last. `ends` are whole.
+
+    Raises ExportError for a stage of no module.
+    """
+    modules = [
+        list(dict.fromkeys(name for layer in range(first, end) for name in _modules(model, layer, words)))
+        for first, end in pairwise((0, *ends))
+    ]
+    if [] in modules:
+        stage = modules.index([])
+        raise ExportError(
+            f"stage {stage} computes only {model.names[ends[stage] - 1]}, which is no module of its own",
+            "Make a plan with fewer stages: pplan.solve(gpus=N)",
+        )
+    return modules
+
+
+def _modules(model: Transformer, layer: int, words: ModuleNames | None) -> list[str]:
+    first, last = model.ends[0], model.ends[-1]
+    if first <= layer < last:
+        return [f"{words.blocks if words else model.list_name}.{model.blocks_before(layer)}"]
+    if words is None:
+        return [model.names[layer]]
+    if layer < first:
+        return [words.embedding]
+    final = layer == len(model.names) - 1
+    return [words.norm] * (layer == last) + [words.head] * final
+
+
+WORDS = ModuleNames("tok_embeddings", "layers", "norm", "lm_head")
+"""What its models' modules are called."""
+
+
+@dataclass(frozen=True)
+class ListedModules:
+    """The module names of each stage, and how the trainer runs them.
+
+    `schedule` is the class of torch.distributed.pipelining without its first word, or that of any order where
+    the trainer is given `actions` instead, a line of CSV a device.
+    """
+
+    model: Transformer
+    names: list[list[str]]
+    schedule: str
+    actions: list[str]
+    remark: str | None
+
+
+def _list_stages(
+    request: ExportRequest, find_words: Callable[[Transformer], ModuleNames | None]
+) -> ListedModules:
+    """What the trainer is given of a plan. `find_words`: the trainer's names of a model's modules, None for
+    the model's own. Raises ExportError."""
+    choice = request.choice
+    model, ends = request.blocks()
+    program = build_program(
+        choice.schedule, request.pipeline_size, choice.micro_batches, choice.virtual_stages
+    )
+    name = schedule_class(choice.schedule, program)
+    remark = ends_remark(model, request.runtime.name)
+    if remark:
+        remark += " Add their modules to the first and the last list: what no list names is left out."
+    names = list_modules(model, ends, find_words(model))
+    if name == OWN_ORDER:
+        # With a file of actions the name only says that the stages go round the devices.
+        return ListedModules(model, names, "PipelineScheduleMulti", action_rows(program), remark)
+    return ListedModules(model, names, name.removeprefix("Schedule"), [], remark)
+
+
+def export_torchtitan(request: ExportRequest) -> tuple[TorchtitanExport, Remarks]:
+    """Arguments of torchtitan, which runs on the devices that it finds. It counts batches by what one replica
+    computes. Raises ExportError."""
+    plan, choice = request.plan, request.choice
+    listed = _list_stages(request, _titan_words)
+    batch, zero = choice.micro_batches * choice.micro_batch_size, bool(plan.zero)
+    prefix = "--parallelism.pipeline_parallel"
+    sharers = plan.profile.tensor_parallel
+    arguments = [
+        *("--parallelism.module_fqns_per_model_part", *(",".join(stage) for stage in listed.names)),
+        *(f"{prefix}_degree", str(request.pipeline_size)),
+        *(["--parallelism.tensor_parallel_degree", str(sharers)] if sharers > 1 else []),
+        *(f"{prefix}_schedule", listed.schedule),
+        *(f"{prefix}_microbatch_size", str(request.replica_samples)),
+        *("--training.local_batch_size", str(batch // choice.replicas)),
+        *("--training.global_batch_size", str(batch)),
+        *("--parallelism.data_parallel_replicate_degree", "1" if zero else str(choice.replicas)),
+        *("--parallelism.data_parallel_shard_degree", str(choice.replicas) if zero else "1"),
+        "--training.disable_cuda_graphs",  # they do not go with pipelines
+        f"activation_checkpoint:{'full' if choice.recompute == 'always' else 'none'}",
+    ]
+    document = TorchtitanExport(
+        **request.trainer_fields,
+        module_fqns_per_model_part=listed.names,
+        arguments=arguments,
+        actions=listed.actions,
+    )
+    naming = (
+        None if is_decoder(listed.model) else f"The modules keep the names that they have in {plan.model}."
+    )
+    return document, (listed.remark, naming, request.device_remark())
+
+
+def _titan_words(model: Transformer) -> ModuleNames | None:
+    """torchtitan's names of a decoder's modules. Raises ExportError where other modules are deeper than it
+    looks."""
+    if is_decoder(model):
+        return WORDS
+    deep = [name for name in (*model.embedding, model.list_name, *model.head) if "." in name]
+    if deep:
+        raise ExportError(
+            f"{deep[0]} is inside another module, and the model is no decoder whose names could be "
+            "translated: torchtitan takes modules at the top of the model, and elements of lists there",
+            "Export for another runtime: pplan.solve(runtime='torch')",
+        )
+    return None
+
+
+def export_nemo(request: ExportRequest) -> tuple[NemoExport, Remarks]:
+    """Sections of a recipe of NeMo Automodel, which runs on CUDA devices. Raises ExportError."""
+    plan, choice, devices = request.plan, request.choice, request.pipeline_size
+    listed = _list_stages(request, _llama_words)
+    if choice.micro_batches < devices:
+        raise ExportError(
+            f"it has {choice.micro_batches} micro-batches for {devices} devices: "
+            "nemo-automodel takes as many as devices, or more",
+            f"Make a plan with more: pplan.solve(micro_batches={devices})",
+        )
+    names = _with_positions(listed.model, listed.names)
+    batch, sharers = choice.micro_batches * choice.micro_batch_size, plan.profile.tensor_parallel
+    sections: dict[str, dict[str, Any]] = {
+        "step_scheduler": {"global_batch_size": batch, "local_batch_size": batch // choice.replicas},
+        "distributed": {
+            "strategy": "fsdp2",
+            "pp_size": devices,
+            **({"tp_size": sharers} if sharers > 1 else {}),
+            "dp_size": choice.replicas,
+            "dp_replicate_size": 1 if plan.zero else choice.replicas,
+            "activation_checkpointing": choice.recompute == "always",
+            "pipeline": {
+                "pp_schedule": listed.schedule,
+                "pp_microbatch_size": request.replica_samples,
+                "module_fqns_per_model_part": names,
+            },
+        },
+    }
+    document = NemoExport(
+        **request.trainer_fields,
+        module_fqns_per_model_part=names,
+        sections=sections,
+        actions=listed.actions,
+    )
+    unnamed = None if _llama_words(listed.model) else _unnamed_remark(listed.model)
+    return document, (listed.remark, request.device_remark(), unnamed)
+
+
+def _unnamed_remark(model: Transformer) -> str:
+    """A plan knows the first module of a layer only."""
+    beside = f"stands beside {model.embedding[0]} before" if model.embedding else "stands before"
+    return (
+        f"The model is not built as Llama is: NeMo keeps only what is named, so add to the first stage what "
+        f"{beside} the blocks (a position embedding, a dropout), and to the "
+        "last what stands behind them."
+    )
+
+
+def _llama_words(model: Transformer) -> ModuleNames | None:
+    """The names of a model built as Hugging Face's Llama is; None: they are kept."""
+    inner = model.list_name.rpartition(".")[0]
+    if not is_decoder(model) or model.embedding[0] != f"{inner}.embed_tokens":
+        return None
+    return ModuleNames(model.embedding[0], model.list_name, f"{inner}.norm", "lm_head")
+
+
+def _with_positions(model: Transformer, names: list[list[str]]) -> list[list[str]]:
+    """Every stage with blocks computes the rotary embedding for itself; where a model has none the name is
+    passed over."""
+    rotary = ".".join([*model.list_name.split(".")[:-1], "rotary_emb"])
+    blocks = f"{model.list_name}."
+    return [
+        [*modules, rotary] if any(name.startswith(blocks) for name in modules) else modules
+        for modules in names
+    ]
+
+
+EXPORTERS: dict[str, Callable[[ExportRequest], tuple[ExportDocument, Remarks]]] = {
+    "torchgpipe": export_pipe,
+    "fairscale": export_pipe,
+    "deepspeed": export_deepspeed,
+    "torch": export_torch,
+    "huggingface": export_huggingface,
+    "megatron": export_megatron,
+    "megatron-bridge": export_megatron,
+    "torchtitan": export_torchtitan,
+    "nemo-automodel": export_nemo,
+}
+"""The export function of each runtime."""
