@@ -18,7 +18,7 @@ from ..cost_models.schedules import PUBLISHED
 from ..cost_models.schedules.registration import register_order
 from ..cost_models.schedules.schedule_text import read_schedule, write_program
 from ..cost_models.text_files import detect_kind
-from ..cost_models.transformer.pipeline_layout import layout_problems
+from ..cost_models.transformer.pipeline_layout import layout_problems, stage_letters
 from ..planner.plan_records import Recompute
 from .documents import (
     KINDS,
@@ -35,10 +35,12 @@ from .documents import (
 from .trainer_options import (
     Options,
     flatten_options,
+    is_set,
     parse_options,
     parse_yaml,
     partition_error,
     read_module_lists,
+    read_names,
     read_number,
 )
 from .transformer_blocks import (
@@ -105,14 +107,7 @@ def from_blocks(
 ) -> Partition:
     """The partition of transformer blocks a stage: the embedding is on the first stage, the head on the last,
     but for its first `moved` layers, one of which each of the stages before has, which have no block."""
-    try:
-        model = find_blocks(names)
-    except NotBlocksError as error:
-        raise partition_error(
-            where,
-            f"it places transformer blocks, and in the profile {error}",
-            "Name the profile of a transformer: profile=FILE",
-        ) from error
+    model = find_stack(names, where)
     if sum(counts) != model.blocks:
         raise partition_error(
             where,
@@ -124,6 +119,18 @@ def from_blocks(
     if moved:
         ends[-moved:] = [end + number for number, end in enumerate(ends[-moved:], start=1)]
     return check_stages(Partition(format, (*ends, len(names))), where)
+
+
+def find_stack(names: Sequence[str], where: str) -> Transformer:
+    """The transformer of a profile. Raises FileError where it is none."""
+    try:
+        return find_blocks(names)
+    except NotBlocksError as error:
+        raise partition_error(
+            where,
+            f"it places transformer blocks, and in the profile {error}",
+            "Name the profile of a transformer: profile=FILE",
+        ) from error
 
 
 def with_first_blocks(partition: Partition, number: int, names: Sequence[str]) -> Partition:
@@ -195,7 +202,8 @@ def _split_rightly(layout: str, where: str, pipeline: int | None = None) -> list
     `pipeline`: its size; None: that of the layout, without virtual stages."""
     stages = split_layout(layout, where)
     letters = "".join(stages)
-    problems = layout_problems(stages, pipeline or len(stages), letters.count("t"), letters.count("m"))
+    counts = letters.count("t"), letters.count("m")
+    problems = layout_problems(stages, pipeline or len(stages), *counts, spread=True)
     if problems:
         raise partition_error(where, f"layout {layout!r}: {'; '.join(problems)}")
     return stages
@@ -219,7 +227,8 @@ def from_layout(layout: str, names: Sequence[str], where: str, options: Options)
     stages = _split_rightly(layout, where, pipeline)
     size = pipeline or len(stages)
     virtual = len(stages) // size
-    empty = [stage for stage, letters in enumerate(stages) if not letters.strip("m")]
+    head = max(stage for stage, letters in enumerate(stages) if "L" in letters)
+    empty = [stage for stage, letters in enumerate(stages) if stage != head and not letters.strip("mL")]
     idle = _idle_devices(empty, size, virtual)
     counts = {stage: letters.count("t") for stage, letters in enumerate(stages) if stage % size not in idle}
     moved = _norms_of_the_head([stage for stage in empty if stage in counts], counts, names, where)
@@ -284,6 +293,11 @@ def _head(names: Sequence[str]) -> Sequence[str]:
 def _notes(stages: Sequence[str], empty: Sequence[int], moved: Mapping[int, str]) -> list[str]:
     """What a profile does not have of a layout."""
     notes, predictors = [], sum(letters.count("m") for letters in stages)
+    if sum("L" in letters for letters in stages) > 1 or sum("m" in letters for letters in stages) > 1:
+        notes.append(
+            "predictors (m) or loss slots (L) are on several stages, which megatron-core 0.16 refuses and "
+            "forks of it train: the head with the model's own loss is on the last stage"
+        )
     if predictors:
         notes.append(
             f"{format_count(predictors, 'multi-token predictor')} (m): no layer of the profile, passed over; "
@@ -465,6 +479,8 @@ _BALANCE = re.compile(r"\b(?:balance|num_layers_per_stage|parts)\b[\"']?\s*[=:]\
 _DIGITS = 18
 """Of the longest number that is read."""
 _LAYOUT = re.compile(r"\s*E[EtmL|()*,\d\s]*")
+_LAYOUT_FIRST = re.compile(r"\s*E[tmL*\d]*\|")
+_TRAINER = re.compile(r"module_fqns_per_model_part|pipeline[_-](?:model[_-])?parallel")
 
 
 def read_partition(text: str, names: Sequence[str], where: str) -> Partition:
@@ -526,7 +542,7 @@ def _from_json(content: Any, names: Sequence[str], where: str) -> Partition:
             if key in content:
                 return read_value(content[key], names, where)
         options = flatten_options(content)
-        if "module_fqns_per_model_part" in options or "pipeline_model_parallel_layout" in options:
+        if options.keys() & set(PARTITION_KEYS):
             return _from_options(options, names, where)
         if content and all(isinstance(place, int | str) for place in content.values()):
             return from_device_map(content, names, where)
@@ -553,9 +569,9 @@ def _from_text(text: str, names: Sequence[str], where: str) -> Partition:
         return from_numbers(_numbers(text, where), names, where)
     if _LAYOUT.fullmatch(text):
         return from_layout(text.strip(), names, where, {})
-    if "module_fqns_per_model_part" in text or "layout" in text:
+    if _TRAINER.search(text) and not _LAYOUT_FIRST.match(text):
         options = _options_in(text, where)
-        if "module_fqns_per_model_part" in text or "pipeline_model_parallel_layout" in options:
+        if options.keys() & set(PARTITION_KEYS):
             return _from_options(options, names, where)
     if match := _BALANCE.search(text):
         return from_numbers(_numbers(match[1], where), names, where)
@@ -577,7 +593,7 @@ def _options_in(text: str, where: str) -> Options:
         return flatten_options(tomllib.loads(text))
     except (ValueError, RecursionError):
         pass
-    if re.search(r"^\s*(?:module_fqns_per_model_part|pipeline_model_parallel_layout):", text, re.MULTILINE):
+    if re.search(rf"^\s*(?:{'|'.join(PARTITION_KEYS)}):", text, re.MULTILINE):
         return parse_yaml(text)
     options = parse_options(text, where)
     if subcommand := re.search(r"\bactivation_checkpoint(?::|\.mode[\s=]+)([\w-]+)", text):
@@ -585,14 +601,103 @@ def _options_in(text: str, where: str) -> Options:
     return options
 
 
+PARTITION_KEYS = (
+    "pipeline_model_parallel_layout",
+    "module_fqns_per_model_part",
+    "pipeline_parallel_split_points",
+    "pipeline_model_parallel_size",
+)
+"""Options of trainers that name a partition; the first that is there does."""
+
+
 def _from_options(options: Options, names: Sequence[str], where: str) -> Partition:
-    """The partition that a trainer's options name."""
+    """The partition that a trainer's options name. Raises FileError."""
     if layout := options.get("pipeline_model_parallel_layout"):
         return from_layout(layout[0], names, where, options)
-    parts = read_module_lists(options)
-    if not parts:
-        raise partition_error(where, "module_fqns_per_model_part lists no stage")
-    return from_modules(parts, names, where, options)
+    if "module_fqns_per_model_part" in options:
+        parts = read_module_lists(options)
+        if not parts:
+            raise partition_error(where, "module_fqns_per_model_part lists no stage")
+        return from_modules(parts, names, where, options)
+    if "pipeline_parallel_split_points" in options:
+        return from_split_points(options, names, where)
+    blocks = _megatron_blocks(options, find_stack(names, where).blocks, where)
+    return from_layout("|".join(stage_letters(blocks)), names, where, options)
+
+
+def from_split_points(options: Options, names: Sequence[str], where: str) -> Partition:
+    """The partition of torchtitan's split points: each names the first module of a stage. Raises FileError.
+
+    Source: `pipeline_parallel_split_points` of torchtitan 0.1; 0.3 takes lists of modules instead.
+    """
+    layers, ends = _Layers(names), []
+    for point in read_names(options["pipeline_parallel_split_points"]):
+        indices = layers.of(point)
+        if not indices:
+            raise partition_error(
+                where, f"split point {point}: no layer of the profile", "Name a module that begins a stage."
+            )
+        ends.append(indices[0])
+    partition = check_stages(Partition("torchtitan", (*ends, len(names))), where)
+    return _with_options(partition, options, where)
+
+
+def _megatron_blocks(options: Options, blocks: int, where: str) -> list[int]:
+    """Transformer blocks by virtual stage, as Megatron-LM places them where no layout is given.
+
+    The slots of a pipeline rank are an equal share of the blocks, to which the embedding and the loss may
+    count as one each; or `--decoder-first-pipeline-num-layers` and `--decoder-last-pipeline-num-layers` say
+    how many blocks the first and the last rank have. Virtual stages divide a rank's slots equally. Source:
+    megatron-core 0.16.1, `transformer/transformer_block.py` (get_num_layers_to_build), Megatron-LM's
+    `megatron/training/arguments.py`.
+
+    Raises FileError for numbers that it refuses.
+    """
+
+    def number(*words: str) -> int | None:
+        return next((value for word in words if (value := read_number(options, word, where))), None)
+
+    size, count = number("pipeline_model_parallel_size") or 1, number("num_layers") or blocks
+    first = number("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage")
+    last = number("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
+    embedding = is_set(options, "account_for_embedding_in_pipeline_split")
+    loss = is_set(options, "account_for_loss_in_pipeline_split")
+    uneven = [stage for stage in (first, last) if stage is not None]
+    rest, ranks = count + embedding + loss - sum(uneven), size - len(uneven)
+    problems = []
+    if count != blocks:
+        problems.append(f"num_layers is {count}, the profile has {format_count(blocks, 'transformer block')}")
+    if uneven and (embedding or loss):
+        problems.append(
+            "the embedding or the loss counts as a layer, and the first or last rank's number is given"
+        )
+    if rest < 0 or ranks < 0 or rest % max(ranks, 1) or (rest and not ranks):
+        problems.append(f"{rest} layers do not divide among {format_count(max(ranks, 0), 'pipeline rank')}")
+    share = rest // max(ranks, 1)
+    by_rank = [share] * max(ranks, 0)
+    by_rank = [first, *by_rank] if first is not None else by_rank
+    by_rank = [*by_rank, last] if last is not None else by_rank
+    virtual = number("num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size") or 1
+    if per_stage := number("num_layers_per_virtual_pipeline_stage"):
+        virtual = max(share // per_stage, 1)
+        if uneven:
+            problems.append(
+                "num_layers_per_virtual_pipeline_stage and the first or last rank's number are given"
+            )
+        elif share % per_stage:
+            problems.append(f"{share} layers of a rank are no multiple of {per_stage} per virtual stage")
+    if any(layers % virtual for layers in by_rank):
+        problems.append(
+            f"{', '.join(map(str, by_rank))} layers by rank do not divide into {virtual} virtual stages"
+        )
+    counts = [layers // virtual for layers in by_rank] * virtual
+    if not problems:
+        counts[0], counts[-1] = counts[0] - embedding, counts[-1] - loss
+        if min(counts) < 0:
+            problems.append("a stage would have less than no block")
+    if problems:
+        raise partition_error(where, "; ".join(problems), "Give the numbers that Megatron-LM trains with.")
+    return counts
 
 
 def _parts(content: list[Any]) -> list[list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..cost_models.errors import FileError
 
@@ -84,6 +84,16 @@ def read_module_lists(options: Options) -> list[list[str]]:
         stages = re.findall(r"[\"']([^\"']*)[\"']", text)
     names = [[_plain(name) for name in stage.split(",")] for stage in stages]
     return [[name for name in stage if name] for stage in names]
+
+
+def read_names(texts: Sequence[str]) -> list[str]:
+    """Names in one text or several, with commas between them, or a list as Python or JSON writes it."""
+    return [_plain(name) for name in ",".join(texts).strip("[]()").split(",") if name.strip()]
+
+
+def is_set(options: Options, name: str) -> bool:
+    """Return whether a switch is on: alone, or with a value that is not false."""
+    return name in options and options[name][:1] not in (["False"], ["false"])
 
 
 def parse_yaml(text: str) -> Options:

@@ -26,10 +26,16 @@ def stage_letters(blocks: Sequence[int], predictors: int = 0, predictor_offset: 
     ]
 
 
-def layout_problems(stages: Sequence[str], pipeline: int, blocks: int, predictors: int) -> list[str]:
+def layout_problems(
+    stages: Sequence[str], pipeline: int, blocks: int, predictors: int, *, spread: bool = False
+) -> list[str]:
     """Return why these stages do not train a model with so many blocks and multi-token predictors.
 
     The rules of megatron-core 0.16's `PipelineParallelLayerLayout`. The list is empty for a legal layout.
+
+    Args: stages: The letters of each stage. pipeline: Devices of the pipeline. blocks: Transformer blocks of
+    the model. predictors: Multi-token predictors of the model. spread: Allow predictors on several stages,
+    and one loss slot (L) for the model and for each predictor, as forks of megatron-core do.
     """
     letters = "".join(stages)
     problems = []
@@ -45,7 +51,7 @@ def layout_problems(stages: Sequence[str], pipeline: int, blocks: int, predictor
         problems.append("the last layer is not L, the loss")
     problems += [
         f"{letter} stands {letters.count(letter)} times, not once"
-        for letter in "EL"
+        for letter in ("E" if spread and letters.count("L") == 1 + predictors else "EL")
         if letters.count(letter) > 1
     ]
     if (count := letters.count("t")) != blocks:
@@ -54,16 +60,16 @@ def layout_problems(stages: Sequence[str], pipeline: int, blocks: int, predictor
         problems.append(
             f"it places {format_count(count, 'multi-token predictor')} (m), the model has {predictors}"
         )
-    return problems + _predictor_problems(stages, pipeline)
+    return problems + _predictor_problems(stages, pipeline, spread=spread)
 
 
-def _predictor_problems(stages: Sequence[str], pipeline: int) -> list[str]:
+def _predictor_problems(stages: Sequence[str], pipeline: int, *, spread: bool) -> list[str]:
     """Return why the predictors cannot stand where they do."""
     letters, problems = "".join(stages), []
     places = [place for place, text in enumerate(stages) if "m" in text]
     if places and "t" in letters[letters.index("m") :]:
         problems.append("a transformer block (t) stands after a multi-token predictor (m)")
-    if len(places) > 1:
+    if len(places) > 1 and not spread:
         problems.append(
             f"the multi-token predictors (m) are on the stages {places[0]} to {places[-1]}, not on one"
         )

@@ -40,11 +40,12 @@ def import_plan(
     """The partition that another tool holds, as a plan of the layers of `profile`.
 
     `source` is a file, or the partition itself: "12,34" (a balance list), "0,12,46" (DeepSpeed's parts),
-    "Et*3|t*5L" (a Megatron layout; also the options it stands among), torchtitan's lists of module names, a
-    device_map, or what `export` wrote. `virtual_stages` are those of a device, `replicas` those of every
-    stage; `gpus` defaults to what the partition takes. What is not given is as the source says: else the best
-    schedule of 1f1b and gpipe (interleaved, where devices have several stages), the best number of
-    micro-batches, recomputation where it does not fit without. The rest as for `solve`.
+    "Et*3|t*5L" (a Megatron layout; also the options it stands among, or those that it follows from),
+    torchtitan's lists of module names or split points, a device_map, or what `export` wrote. `virtual_stages`
+    are those of a device, `replicas` those of every stage; `gpus` defaults to what the partition takes. What
+    is not given is as the source says: else the best schedule of 1f1b and gpipe (interleaved, where devices
+    have several stages), the best number of micro-batches, recomputation where it does not fit without. The
+    rest as for `solve`.
 
     >>> import pplan
     >>> pplan.import_plan("5,4", "gpt.profile.json", mini_batch=64, micro_batches=16, schedule="gpipe")

@@ -237,7 +237,7 @@ FORMATS = "Give a balance list"
             "global_batch_size is 'many', not a whole number",
             "global_batch_size 8",
         ),
-        ("module_fqns_per_model_part", "module_fqns_per_model_part lists no stage", ""),
+        ("--x.module_fqns_per_model_part", "module_fqns_per_model_part lists no stage", ""),
         (json.dumps(PARTS[:2]), "layer 10, model.norm, is on no stage", ""),
         (json.dumps([*PARTS, ["layers.0"]]), "layers.0 is on stages 0 and 3", "once"),
         (json.dumps([PARTS[1], PARTS[0], PARTS[2]]), "layer 3 is on stage 0, layer 2 before it", "order"),
