@@ -33,7 +33,8 @@ from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.plan_records import ProfileReference
 from pplan.profiler.profile_file import Profile
-from pplan.runtimes.checking.job import (
+from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processes
+from pplan.runtimes.checking.records import (
     Case,
     CasePrediction,
     CaseResult,
@@ -42,8 +43,7 @@ from pplan.runtimes.checking.job import (
     StageSeconds,
     StageWaits,
 )
-from pplan.runtimes.checking.job import CutLink as CutLink
-from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processes
+from pplan.runtimes.checking.records import CutLink as CutLink
 from pplan.runtimes.documents import TorchExport
 from pplan.runtimes.torch_actions import action_rows, build_program, device_stages, schedule_class
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from textwrap import dedent
 
 from pplan.cost_models.errors import MachineError
-from pplan.runtimes.checking.job import Case, CutLink, Job, ModelSpec
 from pplan.runtimes.checking.launching import run_in_processes
+from pplan.runtimes.checking.records import Case, CutLink, Job, ModelSpec
 from pplan.runtimes.documents import TorchExport
 from pplan.runtimes.torch_actions import action_rows, build_program, device_stages, schedule_class
 

@@ -47,8 +47,8 @@ from pplan.api.check_cases import prepare_case
 from pplan.api.check_options import CheckOptions
 from pplan.api.machine import planned_machine
 from pplan.cost_models.errors import PplanError
-from pplan.runtimes.checking.job import CasePrediction, Job
 from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processes
+from pplan.runtimes.checking.records import CasePrediction, Job
 
 SIZE, MICRO_BATCHES = 4, 8
 STEPS, WARM_UPS, ROUNDS = 3, 1, 5

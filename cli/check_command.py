@@ -17,8 +17,7 @@ LONG_SECONDS = 120.0
 
 if TYPE_CHECKING:
     from ..api.load import PlanAndProfile
-    from ..runtimes.checking.check_report import Check
-    from ..runtimes.checking.job import CasePrediction, CheckMeasurements, Job
+    from ..runtimes.checking.records import CasePrediction, Check, CheckMeasurements, Job
     from .output import Target
 
 FailAbove = Annotated[

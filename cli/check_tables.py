@@ -8,7 +8,7 @@ from rich.console import Console
 
 from ..cost_models.number_format import compare_steps, percent, ranges, three_digits
 from ..cost_models.quantities import format_bytes, format_count, format_rate, format_seconds
-from ..runtimes.checking.check_report import (
+from ..runtimes.checking.records import (
     PLAN,
     SAME_LOSS,
     Check,
@@ -17,8 +17,8 @@ from ..runtimes.checking.check_report import (
     CheckedStage,
     CrossValidation,
     HeldOutCase,
+    StageSeconds,
 )
-from ..runtimes.checking.job import StageSeconds
 from .table import Column, line, number, print_table, text, word
 
 

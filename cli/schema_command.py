@@ -24,8 +24,8 @@ DOCUMENTS: Mapping[str, tuple[str, str]] = {
     "frontier": ("planner.objectives.frontier", "Frontier"),
     "sweep": ("planner.problem_grid", "SweepResult"),
     "degrees": ("planner.degrees.degree_file", "DegreesFile"),
-    "check": ("runtimes.checking.check_report", "Check"),
-    "calibration": ("runtimes.checking.calibration", "Calibration"),
+    "check": ("runtimes.checking.records", "Check"),
+    "calibration": ("runtimes.checking.prediction", "Calibration"),
 }
 """By kind of file, where its document is."""
 

@@ -156,7 +156,7 @@ def offload_saved(stage: StageBytes) -> StageBytes:
     always.
 
     Autograd's hooks copy each storage to the host when it is saved, and back for the operation that needs it
-    (`runtimes/pipelining/offloading.py`). So the device has, of a micro-batch in flight, the stage's input
+    (`runtimes/pipelining/stage.py`). So the device has, of a micro-batch in flight, the stage's input
     (and its output, where the runtime keeps that), and what the loss saved, which runs outside of the hooks;
     and of the one at work what one layer is handed, saves and works with, forward or backward. What it is
     handed counts whole: that is there while it runs, and comes back where the layer saved it, too.

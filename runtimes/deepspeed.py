@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from deepspeed.pipe import PipelineModule
     from torch import nn
 
-    from .pipelining.weight_copies import CopiedWeight, StageLayers
+    from .pipelining.plan_layers import CopiedWeight, StageLayers
 
 __all__ = ["DeepspeedExport", "build", "start"]
 
@@ -95,11 +95,15 @@ def build(
     `deepspeed.init_distributed()`) or with another number of processes.
     """
     from ..profiler.user_model.loaded_model import ModelInput
-    from .pipelining.cut_hooks import guard_cuts
-    from .pipelining.plan_layers import match_layers
-    from .pipelining.recomputation import warn_of_second_runs
+    from .pipelining.plan_layers import (
+        check_equal_buffers,
+        find_tied_weights,
+        guard_cuts,
+        match_layers,
+        split_stage,
+    )
     from .pipelining.runtime_internals import partitioned_module
-    from .pipelining.weight_copies import check_equal_buffers, find_tied_weights, split_stage
+    from .pipelining.stage import warn_of_second_runs
 
     document = resolve_document(source, DeepspeedExport)
     example = None if example_input is None else ModelInput.of(example_input)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ..profiler.chain.layers import LayerChain
     from .pipelining.process import PipelineProcess
-    from .pipelining.tensor_parallel import TensorPlan
+    from .pipelining.ranks import TensorPlan
 
 __all__ = ["TorchExport", "build", "split_spec"]
 

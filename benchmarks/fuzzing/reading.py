@@ -37,8 +37,8 @@ from pplan.profiler import journal
 from pplan.profiler.importing.import_options import ProfileImportOptions
 from pplan.profiler.importing.importer import import_profile
 from pplan.profiler.profile_file import Profile
-from pplan.runtimes.checking.calibration import Calibration
-from pplan.runtimes.checking.check_report import Check
+from pplan.runtimes.checking.prediction import Calibration
+from pplan.runtimes.checking.records import Check
 from pplan.runtimes.imports import read_partition
 
 from .cases import KINDS as OF_VERBS

@@ -14,9 +14,8 @@ from ..planner.build_plan import build_problem
 from ..planner.joint_search import find_best_plan
 from ..planner.plan_document import plan_without_comparison
 from ..planner.plan_file import Plan
-from ..runtimes.checking.calibration import Calibration
-from ..runtimes.checking.check_report import Check
-from ..runtimes.checking.job import Corrections
+from ..runtimes.checking.prediction import Calibration
+from ..runtimes.checking.records import Check, Corrections
 from .load import PlanAndProfile
 from .machine import planned_machine
 

@@ -15,10 +15,22 @@ from ..planner.plan_file import Plan
 from ..profiler.named_model import input_function_for, loss_for, model_for
 from ..profiler.profile_file import Profile
 from ..profiler.torchrun_env import is_launched, read_torchrun_env
-from ..runtimes.checking.calibration import Calibration, cross_validate, vary_case
-from ..runtimes.checking.check_report import PLAN, Check, CheckedCase, CrossValidation, HeldOutCase
-from ..runtimes.checking.job import Case, CheckMeasurements, Corrections, Device, Job, ModelSpec, RuntimeCase
 from ..runtimes.checking.launching import ProgressCallbacks, cores, gpus, run_in_processes
+from ..runtimes.checking.prediction import Calibration, cross_validate, vary_case
+from ..runtimes.checking.records import (
+    PLAN,
+    Case,
+    Check,
+    CheckedCase,
+    CheckMeasurements,
+    Corrections,
+    CrossValidation,
+    Device,
+    HeldOutCase,
+    Job,
+    ModelSpec,
+    RuntimeCase,
+)
 from .check_cases import EVEN, CheckCase, even_plan, prepare_case
 from .check_options import CheckKeywords, CheckOptions
 from .check_runtimes import TORCH, PlanInputs, check_runtime, for_runtime, serial_note

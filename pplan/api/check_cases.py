@@ -20,10 +20,13 @@ from ..planner.fixed_partition import FixedPartition, plan_partition
 from ..planner.plan_file import Plan
 from ..planner.plan_options import PlanOptions
 from ..planner.plan_simulation import SimulatedPlan, simulate_plan
-from ..runtimes.checking.check_report import PLAN, CheckedCase, CheckedDevice, CheckedStage
-from ..runtimes.checking.job import (
+from ..runtimes.checking.records import (
+    PLAN,
     Case,
     CaseResult,
+    CheckedCase,
+    CheckedDevice,
+    CheckedStage,
     CutLink,
     RuntimeCase,
     StageSeconds,

@@ -17,8 +17,8 @@ from ..planner.fixed_partition import FixedPartition, plan_partition
 from ..planner.plan_file import Plan
 from ..planner.plan_options import PlanOptions
 from ..planner.plan_simulation import simulate_plan
-from ..runtimes.checking.job import Device, RuntimeCase, RuntimeDocument, WeightSum
 from ..runtimes.checking.prediction import is_serial
+from ..runtimes.checking.records import Device, RuntimeCase, RuntimeDocument, WeightSum
 from ..runtimes.exports import Choice, choose, export_on
 from .check_cases import CheckCase, cut_links, even_plan
 

@@ -15,7 +15,7 @@ from ..cost_models.text_files import read_text, sha256, write_whole
 from ..planner.plan_file import Plan
 from ..planner.plan_records import MOST_DRAWN_LAYERS
 from ..profiler.profile_file import Profile
-from ..runtimes.checking.check_report import Check
+from ..runtimes.checking.records import Check
 from .load import as_plan, check_layers, profile_and_reference, profile_next_to
 from .machine import planned_machine
 from .page.page_content import PageSources, page_content

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from ...cost_models.errors import MachineError, PplanError
 from .deaths import CAUSE_SECONDS, advice, describe_exit, find_death, read_lines, while_doing
-from .job import CasePrediction, CheckMeasurements, Job
+from .records import CasePrediction, CheckMeasurements, Job
 
 POLL_SECONDS = 0.1
 STARTING_SECONDS = 60.0

@@ -22,27 +22,40 @@ from ...profiler.torch_internals import tree_map_only
 from ...profiler.user_model.loaded_model import ModelInput
 from ..documents import TorchExport
 from ..torch_actions import OWN_ORDER, splits_backward
-from .input_form import CONSTANTS, InputForm, Samples, map_samples
-from .plan_layers import check_groups, match_layers
-from .rank_coordinates import RankCoordinates, Replicate, average_gradients, find_coordinates, replicate_stage
-from .recomputation import names_in_stage, written_buffers
-from .runtime_internals import Stage, load_order
-from .stage_module import StageLoss, StageModule
-from .stage_shapes import StageShapes, trace_shapes
-from .tensor_parallel import (
+from .plan_layers import (
+    TiedGradients,
+    check_equal_buffers,
+    check_groups,
+    find_tied_weights,
+    match_layers,
+    names_of_copies,
+    split_stage,
+    tie_stages,
+)
+from .ranks import (
+    RankCoordinates,
+    Replicate,
     TensorPlan,
+    average_gradients,
+    find_coordinates,
     mesh_with_tensor_dimension,
+    replicate_stage,
     share_matrices,
     styles_by_module,
     tensor_dimension,
 )
-from .weight_copies import (
-    TiedGradients,
-    check_equal_buffers,
-    find_tied_weights,
-    names_of_copies,
-    split_stage,
-    tie_stages,
+from .runtime_internals import Stage, load_order
+from .stage import (
+    CONSTANTS,
+    InputForm,
+    Samples,
+    StageLoss,
+    StageModule,
+    StageShapes,
+    map_samples,
+    names_in_stage,
+    trace_shapes,
+    written_buffers,
 )
 
 _SCHEDULES = (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti)

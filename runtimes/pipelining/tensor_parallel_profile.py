@@ -28,7 +28,7 @@ from ...profiler.profile_file import Profile
 from ...profiler.sequential import sequential
 from ...profiler.torchrun_env import COMMAND, read_torchrun_env
 from ...profiler.user_model.loaded_model import LoadedModel
-from .tensor_parallel import share_matrices, styles_by_module
+from .ranks import share_matrices, styles_by_module
 
 WARM_UPS = 2
 FEWEST, MOST = 3, 30

@@ -20,12 +20,13 @@ from pplan.cost_models.errors import MachineError
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_records import Alternative
 from pplan.profiler.profile_file import Profile
-from pplan.runtimes.checking.calibration import Calibration, fit_corrections
-from pplan.runtimes.checking.check_report import Check
-from pplan.runtimes.checking.job import (
+from pplan.runtimes.checking.launching import ProgressCallbacks
+from pplan.runtimes.checking.prediction import Calibration, fit_corrections, predict_seconds, predict_step
+from pplan.runtimes.checking.records import (
     Case,
     CasePrediction,
     CaseResult,
+    Check,
     CheckMeasurements,
     Corrections,
     Job,
@@ -35,8 +36,6 @@ from pplan.runtimes.checking.job import (
     RuntimeCase,
     StageSeconds,
 )
-from pplan.runtimes.checking.launching import ProgressCallbacks
-from pplan.runtimes.checking.prediction import predict_seconds, predict_step
 from pplan.runtimes.documents import FairscaleExport, TorchgpipeExport
 
 Run = Callable[..., Any]

@@ -12,7 +12,7 @@ import pplan
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.text_files import sha256
 from pplan.profiler.profile_file import Profile
-from pplan.runtimes.checking.check_report import PLAN, Check
+from pplan.runtimes.checking.records import PLAN, Check
 
 Run = Callable[..., Any]
 

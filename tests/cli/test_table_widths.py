@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from pplan.api.doctor import Diagnosis
 from pplan.planner.plan_file import Plan
 from pplan.profiler.profile_file import Profile
-from pplan.runtimes.checking.check_report import Check
+from pplan.runtimes.checking.records import Check
 
 Run = Callable[..., Any]
 Golden = Callable[[str, str], None]

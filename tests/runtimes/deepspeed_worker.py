@@ -15,7 +15,7 @@ from torch import nn
 import pplan
 from pplan.runtimes.deepspeed import build, start
 from pplan.runtimes.documents import DeepspeedExport
-from pplan.runtimes.pipelining.weight_copies import find_tied_weights
+from pplan.runtimes.pipelining.plan_layers import find_tied_weights
 
 STEPS = 2
 MODELS = runpy.run_path(str(Path(__file__).with_name("torch_worker.py")))

@@ -14,9 +14,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.functional import gelu
 
 from pplan.profiler.torch_internals import storage_key
-from pplan.runtimes.pipelining import offloading
-from pplan.runtimes.pipelining.offloading import SavedOnHost
-from pplan.runtimes.pipelining.stage_module import StageModule
+from pplan.runtimes.pipelining import stage as offloading
+from pplan.runtimes.pipelining.stage import SavedOnHost, StageModule
 
 
 class Block(nn.Module):

@@ -23,7 +23,7 @@ from pplan.profiler.profile_options import ProfileOptions
 from pplan.profiler.sequential import sequential
 from pplan.runtimes.documents import TorchExport
 from pplan.runtimes.exports import export
-from pplan.runtimes.pipelining.weight_copies import find_tied_weights, split_stage
+from pplan.runtimes.pipelining.plan_layers import find_tied_weights, split_stage
 from pplan.runtimes.torch_pipelining import build
 
 MakePlan = Callable[..., Plan]

@@ -24,7 +24,7 @@ import pplan
 from pplan.cost_models.first_layers import count_first_layers
 from pplan.planner.plan_file import Plan
 from pplan.profiler.memory.live_bytes import LiveBytes, lasting
-from pplan.runtimes.pipelining import offloading
+from pplan.runtimes.pipelining import stage as offloading
 from pplan.runtimes.torch_pipelining import build
 
 SAMPLES, WIDTH = 4, 16

@@ -11,11 +11,14 @@ from torch import Tensor, nn
 
 import pplan
 from pplan.cost_models.errors import ExportError
-from pplan.runtimes.pipelining.cut_tensors import CutTensor
-from pplan.runtimes.pipelining.input_form import InputForm
-from pplan.runtimes.pipelining.recomputation import names_in_stage, written_buffers
-from pplan.runtimes.pipelining.stage_module import StageModule
-from pplan.runtimes.pipelining.stage_shapes import trace_shapes
+from pplan.runtimes.pipelining.stage import (
+    CutTensor,
+    InputForm,
+    StageModule,
+    names_in_stage,
+    trace_shapes,
+    written_buffers,
+)
 
 FORM = InputForm(("[0]",), (False,))
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from pplan.cost_models.errors import UsageError
 from pplan.planner.plan_file import Plan
 from pplan.runtimes.exports import export
-from pplan.runtimes.pipelining.tensor_parallel import check_sizes, styles_by_module
+from pplan.runtimes.pipelining.ranks import check_sizes, styles_by_module
 
 MakePlan = Callable[..., Plan]
 RunProcesses = Callable[..., None]

@@ -20,12 +20,18 @@ from pplan.profiler.torch_internals import backward_parts
 from pplan.profiler.user_model.loaded_model import ModelInput
 from pplan.runtimes.documents import TorchExport
 from pplan.runtimes.exports import export
-from pplan.runtimes.pipelining.cut_tensors import CutTensor, add_zero_gradients, pack_tensor, pass_on
-from pplan.runtimes.pipelining.input_form import InputForm
 from pplan.runtimes.pipelining.plan_layers import check_groups
 from pplan.runtimes.pipelining.process import PipelineProcess
-from pplan.runtimes.pipelining.stage_module import StageLoss, StageModule
-from pplan.runtimes.pipelining.stage_shapes import trace_shapes
+from pplan.runtimes.pipelining.stage import (
+    CutTensor,
+    InputForm,
+    StageLoss,
+    StageModule,
+    add_zero_gradients,
+    pack_tensor,
+    pass_on,
+    trace_shapes,
+)
 from pplan.runtimes.torch_pipelining import build, split_spec
 
 MakePlan = Callable[..., Plan]

@@ -26,8 +26,8 @@ from pplan.cost_models.text_files import sha256
 from pplan.planner.plan_file import Plan
 from pplan.profiler.models import load_model
 from pplan.profiler.profile_file import Profile
-from pplan.runtimes.checking.job import Job, ModelSpec
-from pplan.runtimes.checking.processes.training_target import _load_model
+from pplan.runtimes.checking.processes.trained_model import _load_model
+from pplan.runtimes.checking.records import Job, ModelSpec
 
 DRIVER = Path(__file__).with_name("hostile_driver.py")
 ESCAPES = "\x1b]0;owned\x07\x1b[31m\x9b2J\x7f\u202egnp.\u2028'\"\n$(touch owned)`touch owned`{}{0}%s;\\"

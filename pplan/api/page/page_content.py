@@ -26,7 +26,7 @@ from ...planner.plan_simulation import (
     simulate_plan,
 )
 from ...profiler.profile_file import Profile
-from ...runtimes.checking.check_report import Check
+from ...runtimes.checking.records import Check
 from ..plan_answer import answer_lines
 from ..plan_summary import summary_lines
 from ..simulation import Simulation

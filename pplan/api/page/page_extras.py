@@ -12,7 +12,7 @@ from ...cost_models.number_format import compare_percent, percent
 from ...cost_models.quantities import format_bytes, format_seconds
 from ...planner.explanation.critical_path import KINDS
 from ...planner.plan_stages import PlanSummary
-from ...runtimes.checking.check_report import Check, CheckedCase
+from ...runtimes.checking.records import Check, CheckedCase
 from .page_tables import (
     Column,
     PageTable,

@@ -1,7 +1,8 @@
-"""One process of a check: runs its cases together with the others.
+"""One process of a check: builds each case, measures it alone, predicts it and runs it with the other
+processes.
 
-Started by torchrun's launcher (`-m`, with a folder). Where a torchrun of the user's started `pplan check`,
-that calls `run_job` itself.
+Started by the launcher (`-m`, with a folder). If the user's torchrun started `pplan check`, that calls
+`run_in_torchrun` itself.
 """
 
 from __future__ import annotations
@@ -11,9 +12,14 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,26 +27,272 @@ import torch.distributed as dist
 from ....cost_models.errors import MachineError
 from ....profiler.local_machine import device_name
 from ....profiler.torchrun_env import TorchrunEnv, read_torchrun_env
+from ....profiler.user_model.loaded_model import ModelInput
 from ...deepspeed import start as start_deepspeed
 from ...documents import PipeExport
-from ..calibration import fit_corrections
 from ..deaths import advice, describe_exit
-from ..job import Case, CaseResult, CheckMeasurements, Corrections, Job, RuntimeCase
-from .case_run import CaseRun, CheckGroup
-from .deepspeed_adapter import DeepspeedAdapter
-from .hang_watch import HangWatch, Siblings
-from .pipe_adapter import PipeAdapter
-from .pipeline_adapter import PipelineAdapter
-from .process_group import (
-    choose_backend,
-    choose_timeout,
-    measure_links,
-    new_control_group,
-    take_device,
+from ..prediction import fit_corrections
+from ..records import (
+    Case,
+    CasePrediction,
+    CaseResult,
+    CheckMeasurements,
+    Corrections,
+    Job,
+    LinkSeconds,
+    Losses,
+    RunSeconds,
+    RuntimeCase,
+    StageSeconds,
 )
-from .rank_journal import RankJournal, describe_failure
-from .torch_adapter import TorchAdapter
-from .training_target import TrainingTarget
+from .adapters import DeepspeedAdapter, PipeAdapter, PipelineAdapter, TorchAdapter
+from .journal import HangWatch, RankJournal, Siblings, describe_failure
+from .trained_model import TrainingTarget, load_target, plain_losses, vary_samples, without_dropout
+
+LAST_SECONDS = 30
+"""By which those that wait are more patient than their parent, who knows which of them hangs; without one,
+than the process that hangs itself (see hang_watch.py)."""
+TRIPS, WARM_UP_TRIPS = 10, 3
+"""Of each transfer."""
+ELEMENT = 4
+
+
+def take_device(job: Job, process: TorchrunEnv) -> torch.device:
+    """This process's, made the current one."""
+    if job.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", process.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def choose_backend(device: torch.device) -> str:
+    """The backend of torch.distributed for a device."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def choose_timeout(job: Job) -> timedelta:
+    """The time that a process waits for another, which may begin later with what it then hangs in."""
+    return timedelta(seconds=2 * job.timeout_seconds + LAST_SECONDS)
+
+
+def new_control_group(backend: str, wait: timedelta) -> Any:
+    """The group in which the processes tell each other what they found: NCCL would put it on the GPU."""
+    return dist.new_group(backend="gloo", timeout=wait) if backend == "nccl" else None
+
+
+def measure_links(sizes: Sequence[int], device: torch.device) -> LinkSeconds:
+    """Medians over the pairs of neighbouring ranks, one pair after another. Every process calls it.
+
+    Half of a round trip of as many bytes there and back.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    trips: dict[int, list[float]] = {size: [] for size in sizes}
+    for first in range(world - 1):
+        for size in sizes:
+            if rank in (first, first + 1):
+                seconds = _half_round_trip(size, 2 * first + 1 - rank, device, asks=rank == first)
+                trips[size] += [seconds] if rank == first else []
+        dist.barrier()
+    everyone: list[dict[int, list[float]]] = [{}] * world
+    dist.all_gather_object(everyone, trips)
+    return LinkSeconds(
+        sizes=list(sizes),
+        seconds=[
+            median(value for seconds_by_size in everyone for value in seconds_by_size[size]) for size in sizes
+        ],
+    )
+
+
+def _half_round_trip(size: int, other: int, device: torch.device, *, asks: bool) -> float:
+    buffer = torch.zeros(max(size // ELEMENT, 1), device=device)
+    trips = []
+    for _ in range(WARM_UP_TRIPS + TRIPS):
+        start = time.perf_counter()
+        for sends in (asks, not asks):
+            if sends:
+                dist.send(buffer, other)
+            else:
+                dist.recv(buffer, other)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        trips.append((time.perf_counter() - start) / 2)
+    return median(trips[WARM_UP_TRIPS:])
+
+
+T = TypeVar("T")
+Build = Callable[[Case | RuntimeCase, TrainingTarget], PipelineAdapter]
+
+
+@dataclass(frozen=True, eq=False)
+class CheckGroup:
+    """The processes of a check, as one of them sees them; one alone needs no torch.distributed.
+
+    `talk`: the group in which they tell each other what they found; None for the default one.
+    """
+
+    job: Job
+    device: torch.device
+    journal: RankJournal
+    talk: Any = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that reports."""
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+    def gather(self, own: T) -> list[T]:
+        """Gathers a value of every process, by rank."""
+        if not dist.is_initialized():
+            return [own]
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own, group=self.talk)
+        return everyone
+
+    def compute_on_last(self, compute: Callable[[], T]) -> T:
+        """Computes on the last process; the others wait for the result."""
+        if not dist.is_initialized():
+            return compute()
+        objects: list[Any] = [None]
+        last = dist.get_world_size() - 1
+        if dist.get_rank() == last:
+            objects = [compute()]
+        dist.broadcast_object_list(objects, src=last, group=self.talk)
+        value: T = objects[0]
+        return value
+
+    def wait(self) -> None:
+        """Waits until all processes are here."""
+        if dist.is_initialized():
+            dist.barrier()
+
+
+class CaseRun:
+    """One case. `compared`: steps whose losses are held against the plain model's."""
+
+    def __init__(self, group: CheckGroup, case: Case | RuntimeCase, build: Build, *, compared: int) -> None:
+        self.group, self.job, self.case, self.build = group, group.job, case, build
+        self.compared = 0 if isinstance(case, Case) and case.waits is not None else compared
+
+    def result(self) -> CaseResult:
+        """Predicts, then runs; the same in every process."""
+        self._begin("building the model")
+        target = load_target(self.job.model, self.case)
+        samples = vary_samples(target.example.repeated(self.case.document.mini_batch))
+        plain_losses_of_steps, reason = self._train_plain(target, samples)
+        self._begin("building the pipeline")
+        pipeline = self.build(self.case, target)
+        self._begin("measuring the stages alone")
+        prediction = self._predict(pipeline)
+        losses = self._compare_losses(pipeline, samples, plain_losses_of_steps, reason)
+        ran = self._run(pipeline, samples)
+        pipeline.close()
+        return CaseResult(name=self.case.name, predicted=prediction, ran=ran, losses=losses)
+
+    def _begin(self, doing: str) -> None:
+        self.group.journal.begin(f"{doing} ({self.case.name})")
+
+    def _train_plain(self, target: TrainingTarget, samples: ModelInput) -> tuple[list[float] | None, str]:
+        """The plain model's losses, or why they cannot be compared."""
+        if not self.compared:
+            return None, ""
+
+        def train() -> tuple[list[float] | None, str]:
+            self._begin("running the plain model")
+            parts = self.case.micro_batches * self.case.replicas
+            return plain_losses(target.layers, samples, target.loss, parts, self.compared)
+
+        losses = self.group.compute_on_last(train)
+        self.group.journal.add_steps(self.compared * self.job.processes)
+        return losses
+
+    def _predict(self, pipeline: PipelineAdapter) -> CasePrediction:
+        """Predicts the case from its stages measured alone."""
+        self.group.wait()
+        prediction = pipeline.predict(self._by_stage(self.group.gather(pipeline.measure_stages())))
+        if self.group.is_first:
+            self.group.journal.write_prediction(self.case.name, prediction)
+        return prediction
+
+    def _by_stage(self, everyone: Sequence[dict[int, StageSeconds]]) -> list[StageSeconds]:
+        """The slowest replica of every stage."""
+        return [
+            max((own[stage] for own in everyone if stage in own), key=lambda own: own.forward + own.backward)
+            for stage in range(len(self.case.parts) - 1)
+        ]
+
+    def _compare_losses(
+        self, pipeline: PipelineAdapter, samples: ModelInput, plain: list[float] | None, reason: str
+    ) -> Losses | None:
+        """The losses of the first steps."""
+        if not self.compared:
+            return None
+        losses = []
+        for number in range(self.compared):
+            self._begin(f"step {number + 1} of those compared")
+            with without_dropout(pipeline.model):
+                own_losses = [float(loss) for loss in pipeline.step(pipeline.feed(samples))]
+            pipeline.update()
+            all_losses = [loss for process_losses in self.group.gather(own_losses) for loss in process_losses]
+            losses.append(sum(all_losses) / max(len(all_losses), 1))
+            self.group.journal.add_steps()
+        return Losses(pipeline=losses, plain=plain, reason=reason)
+
+    def _run(self, pipeline: PipelineAdapter, samples: ModelInput) -> RunSeconds:
+        """The steps on the clock, after those that only warm up."""
+        pipeline.watch()
+        seconds = []
+        for number in range(self.job.warm_ups + self.job.steps):
+            self._begin(f"step {number + 1}")
+            if number == self.job.warm_ups:
+                _forget_stamps(pipeline)
+            batch = pipeline.feed(samples)
+            self.group.wait()
+            start = time.perf_counter()
+            pipeline.step(batch)
+            for device in _gpus(pipeline.devices):
+                torch.cuda.synchronize(device)
+            seconds.append((start, time.perf_counter()))
+            for stamps in pipeline.stamps:
+                stamps.settle()
+            pipeline.update()
+            self.group.journal.add_steps()
+        results = seconds[self.job.warm_ups :], pipeline.stage_seconds(), _peaks(pipeline.devices)
+        return self._join(self.group.gather(results))
+
+    def _join(self, everyone: Sequence[Any]) -> RunSeconds:
+        """Joins the measurements of all processes. A step lasts from the common start to the last process's
+        end."""
+        by_step = zip(*(seconds for seconds, _, _ in everyone), strict=True)
+        peaks = [peak for _, _, process_peaks in everyone for peak in process_peaks]
+        replicas = self.case.replicas
+        return RunSeconds(
+            stages=self._by_stage([stages for _, stages, _ in everyone]),
+            step_seconds=[max(end - start for start, end in times) for times in by_step],
+            peak_bytes=[_most(peaks[i : i + replicas]) for i in range(0, len(peaks), replicas)],
+        )
+
+
+def _forget_stamps(pipeline: PipelineAdapter) -> None:
+    """Drops stamps and memory peaks so far, those of warm-ups."""
+    for stamps in pipeline.stamps:
+        stamps.forget()
+    for device in _gpus(pipeline.devices):
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _peaks(devices: Sequence[torch.device]) -> list[int | None]:
+    return [torch.cuda.max_memory_allocated(one) if one.type == "cuda" else None for one in devices]
+
+
+def _most(peaks: Sequence[int | None]) -> int | None:
+    measured_peaks = [peak for peak in peaks if peak is not None]
+    return max(measured_peaks) if len(measured_peaks) == len(peaks) else None
+
+
+def _gpus(devices: Sequence[torch.device]) -> list[torch.device]:
+    return [device for device in dict.fromkeys(devices) if device.type == "cuda"]
+
 
 DEATH_SECONDS = 1.0
 """How long to look for the death of a process that was lost: its sockets go first."""

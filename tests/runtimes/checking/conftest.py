@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pplan.runtimes.checking.job import Case, CutLink, RuntimeCase, StageSeconds, StageWaits
+from pplan.runtimes.checking.records import Case, CutLink, RuntimeCase, StageSeconds, StageWaits
 from pplan.runtimes.documents import TorchExport
 from pplan.runtimes.torch_actions import action_rows, build_program, device_stages, schedule_class
 

@@ -18,7 +18,7 @@ from faults import make_job
 from pplan.cost_models.errors import MachineError
 from pplan.runtimes.checking import launching
 from pplan.runtimes.checking.launching import run_in_processes
-from pplan.runtimes.checking.processes.rank_journal import describe_failure
+from pplan.runtimes.checking.processes.journal import describe_failure
 
 
 def test_what_a_layer_raises_in_a_stage() -> None:

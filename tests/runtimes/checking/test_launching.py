@@ -18,8 +18,8 @@ import pytest
 from pplan.cost_models.errors import MachineError
 from pplan.runtimes.checking import launching
 from pplan.runtimes.checking.deaths import Death, find_death, write_deaths
-from pplan.runtimes.checking.job import Case, Job, ModelSpec
 from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processes
+from pplan.runtimes.checking.records import Case, Job, ModelSpec
 
 MakeCase = Callable[..., Case]
 MODEL = """

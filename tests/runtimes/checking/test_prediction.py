@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 
-from pplan.runtimes.checking.calibration import cross_validate, find_minimum, fit_corrections, vary_case
-from pplan.runtimes.checking.job import (
+from pplan.runtimes.checking.prediction import (
+    cross_validate,
+    find_minimum,
+    fit_corrections,
+    is_looped,
+    predict_step,
+    vary_case,
+)
+from pplan.runtimes.checking.records import (
     Case,
     CasePrediction,
     CaseResult,
@@ -18,7 +25,6 @@ from pplan.runtimes.checking.job import (
     RunSeconds,
     StageSeconds,
 )
-from pplan.runtimes.checking.prediction import is_looped, predict_step
 
 MakeCase = Callable[..., Case]
 WHOLE = StageSeconds(forward=1.0, backward=2.0)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pplan.runtimes.checking.job import Case, Job, RuntimeCase, StageSeconds
 from pplan.runtimes.checking.prediction import is_serial, predict_seconds
+from pplan.runtimes.checking.records import Case, Job, RuntimeCase, StageSeconds
 
 MakeRuntimeCase = Callable[..., RuntimeCase]
 STAGES = [StageSeconds(forward=1.0, backward=2.0), StageSeconds(forward=3.0, backward=4.0)]

@@ -9,8 +9,8 @@ from textwrap import dedent
 
 import pytest
 
-from pplan.runtimes.checking.job import CasePrediction, Job, ModelSpec, RuntimeCase
 from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processes
+from pplan.runtimes.checking.records import CasePrediction, Job, ModelSpec, RuntimeCase
 
 MakeRuntimeCase = Callable[..., RuntimeCase]
 MODEL = """

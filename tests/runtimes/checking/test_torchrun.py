@@ -23,8 +23,15 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 import pplan
-from pplan.runtimes.checking.job import Case, CasePrediction, CheckMeasurements, Job, ModelSpec, StageSeconds
 from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processes
+from pplan.runtimes.checking.records import (
+    Case,
+    CasePrediction,
+    CheckMeasurements,
+    Job,
+    ModelSpec,
+    StageSeconds,
+)
 
 MakeCase = Callable[..., Case]
 MODEL = """

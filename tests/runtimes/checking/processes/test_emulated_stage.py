@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from pplan.runtimes.checking.job import StageSeconds, StageWaits
-from pplan.runtimes.checking.processes.training_target import EmulatedStage, emulate_stages, emulated_loss
+from pplan.runtimes.checking.processes.trained_model import EmulatedStage, emulate_stages, emulated_loss
+from pplan.runtimes.checking.records import StageSeconds, StageWaits
 
 SECONDS = StageSeconds(forward=1.0, backward=5.0, input=2.0, weight=3.0)
 

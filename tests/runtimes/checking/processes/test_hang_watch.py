@@ -18,16 +18,16 @@ import pytest
 from faults import make_job
 
 from pplan.profiler.torchrun_env import TorchrunEnv
-from pplan.runtimes.checking.job import Job
 from pplan.runtimes.checking.launching import is_stopped
-from pplan.runtimes.checking.processes import hang_watch, worker
-from pplan.runtimes.checking.processes.hang_watch import HangWatch, Siblings
-from pplan.runtimes.checking.processes.rank_journal import RankJournal
+from pplan.runtimes.checking.processes import journal as hang_watch
+from pplan.runtimes.checking.processes import worker
+from pplan.runtimes.checking.processes.journal import HangWatch, RankJournal, Siblings
+from pplan.runtimes.checking.records import Job
 
 HANGS = """
     import sys, time
-    from pplan.runtimes.checking.processes.hang_watch import HangWatch
-    from pplan.runtimes.checking.processes.rank_journal import RankJournal
+    from pplan.runtimes.checking.processes.journal import HangWatch
+    from pplan.runtimes.checking.processes.journal import RankJournal
 
     def stuck_in_the_model():
         time.sleep(100)

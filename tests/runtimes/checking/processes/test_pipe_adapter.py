@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from pplan.profiler.passes.clocks import CpuClock
 from pplan.runtimes import fairscale, torchgpipe
-from pplan.runtimes.checking.job import Job, ModelSpec, RuntimeCase
-from pplan.runtimes.checking.processes import action_stamps
-from pplan.runtimes.checking.processes.action_stamps import PartitionStamps
-from pplan.runtimes.checking.processes.case_run import CaseRun, CheckGroup
-from pplan.runtimes.checking.processes.pipe_adapter import PipeAdapter
-from pplan.runtimes.checking.processes.rank_journal import RankJournal
-from pplan.runtimes.checking.processes.training_target import TrainingTarget
+from pplan.runtimes.checking.processes import stage_times as action_stamps
+from pplan.runtimes.checking.processes.adapters import PipeAdapter
+from pplan.runtimes.checking.processes.journal import RankJournal
+from pplan.runtimes.checking.processes.stage_times import PartitionStamps
+from pplan.runtimes.checking.processes.trained_model import TrainingTarget
+from pplan.runtimes.checking.processes.worker import CaseRun, CheckGroup
+from pplan.runtimes.checking.records import Job, ModelSpec, RuntimeCase
 
 MakeRuntimeCase = Callable[..., RuntimeCase]
 MODEL = """

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pplan.profiler.user_model.loaded_model import ModelInput
-from pplan.runtimes.checking.processes.plain_model import (
+from pplan.runtimes.checking.processes.trained_model import (
     LEARNING_RATE,
     plain_losses,
     vary_samples,
