@@ -29,7 +29,6 @@ from ..runtimes.checking.records import (
     HeldOutCase,
     Job,
     ModelSpec,
-    RuntimeCase,
 )
 from .check_cases import EVEN, CheckCase, even_plan, prepare_case
 from .check_options import CheckKeywords, CheckOptions
@@ -137,7 +136,7 @@ def _check_runtime(
             notes.append(f"no even split beside it: {error.what}")
     job = Job(
         model=model_spec(profile, options),
-        runtime_cases=[case.case for case in cases],
+        cases=[case.case for case in cases],
         device=device,
         steps=options.steps,
         warm_ups=WARM_UPS,
@@ -159,7 +158,7 @@ def _crowding_note(job: Job) -> list[str]:
     return []
 
 
-def _job(plan: Plan, cases: list[CheckCase[Case]], profile: Profile, options: CheckOptions) -> Job:
+def _job(plan: Plan, cases: list[CheckCase], profile: Profile, options: CheckOptions) -> Job:
     own = [case.case for case in cases]
     processes = len(own[0].document.devices)
     return Job(
@@ -255,7 +254,7 @@ def _notes(profile: Profile, options: CheckOptions) -> list[str]:
 
 def _build_check(
     measurements: CheckMeasurements,
-    cases: Sequence[CheckCase[Case] | CheckCase[RuntimeCase]],
+    cases: Sequence[CheckCase],
     job: Job,
     name: str,
     notes: list[str],

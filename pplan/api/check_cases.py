@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Generic, TypeVar, cast
+from typing import cast
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from ..runtimes.checking.records import (
     CheckedDevice,
     CheckedStage,
     CutLink,
-    RuntimeCase,
     StageSeconds,
     StageWaits,
     WeightSum,
@@ -37,17 +36,16 @@ from ..runtimes.documents import TorchExport
 from ..runtimes.exports import INSTEAD, export_on
 
 EVEN = "even split"
-C_co = TypeVar("C_co", Case, RuntimeCase, covariant=True)
 
 
 @dataclass(frozen=True, eq=False)
-class CheckCase(Generic[C_co]):
+class CheckCase:
     """A plan to be run, what it predicts, and its case."""
 
     name: str
     plan: Plan
     simulated: SimulatedPlan
-    case: C_co
+    case: Case
 
     def check_against(self, result: CaseResult) -> CheckedCase:
         """The prediction beside the measurement."""
@@ -85,7 +83,7 @@ class CheckCase(Generic[C_co]):
 
 def prepare_case(
     name: str, plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[str, Chain], *, emulate: bool
-) -> CheckCase[Case]:
+) -> CheckCase:
     """Raises ExportError where torch.distributed.pipelining does not run the plan itself."""
     document, remark = export_on(find_runtime("torch"), plan, "cpu")
     if remark is not None and INSTEAD in remark:

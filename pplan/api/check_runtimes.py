@@ -18,7 +18,7 @@ from ..planner.plan_file import Plan
 from ..planner.plan_options import PlanOptions
 from ..planner.plan_simulation import simulate_plan
 from ..runtimes.checking.prediction import is_serial
-from ..runtimes.checking.records import Device, RuntimeCase, RuntimeDocument, WeightSum
+from ..runtimes.checking.records import Case, CheckedDocument, Device, WeightSum
 from ..runtimes.exports import Choice, choose, export_on
 from .check_cases import CheckCase, cut_links, even_plan
 
@@ -86,9 +86,7 @@ def check_runtime(runtime: str, *, emulate: bool, calibrate: bool) -> None:
         )
 
 
-def for_runtime(
-    name: str, plan: Plan, machine: PlanInputs, runtime: str, device: Device
-) -> CheckCase[RuntimeCase]:
+def for_runtime(name: str, plan: Plan, machine: PlanInputs, runtime: str, device: Device) -> CheckCase:
     """Raises ExportError where the runtime does not run the plan itself."""
     document, remark = export_on(find_runtime(runtime), plan, device)
     if remark is not None:
@@ -99,9 +97,9 @@ def for_runtime(
         )
     simulated = simulate_plan(plan, machine.chain, machine.topology, profiles=machine.profiles)
     costs = simulated.timeline.costs
-    case = RuntimeCase(
+    case = Case(
         name=name,
-        document=cast(RuntimeDocument, document),
+        document=cast(CheckedDocument, document),
         links=cut_links(costs, len(plan.stages) - 1),
         all_reduce=None if costs.all_reduce is None else costs.all_reduce.tolist(),
         tied=WeightSum.from_costs(costs),
@@ -109,7 +107,7 @@ def for_runtime(
     return CheckCase(name, plan, simulated, case)
 
 
-def serial_note(case: RuntimeCase) -> list[str]:
+def serial_note(case: Case) -> list[str]:
     """A note on the prediction, where stages share one thread."""
     if not is_serial(case) or len(case.parts) == 2:
         return []

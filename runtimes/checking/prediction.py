@@ -22,7 +22,7 @@ from ...cost_models.schedules import PUBLISHED, Program, find_schedule
 from ...cost_models.simulator.costs import Array, Costs, find_transfers, recompute_shares
 from ...cost_models.timeline import Timeline, simulate
 from ...profiler.link_fit import fit_link
-from ..documents import DeepspeedExport, TorchExport
+from ..documents import PipeExport, TorchExport
 from ..torch_actions import action_rows, build_program, schedule_class, splits_backward
 from .records import (
     Case,
@@ -31,32 +31,72 @@ from .records import (
     CutLink,
     HeldOutCase,
     LinkSeconds,
-    RuntimeCase,
     StageSeconds,
 )
 
 
-def predict_step(case: Case, stages: Sequence[StageSeconds], corrections: Corrections | None) -> Timeline:
+def predict_seconds(
+    case: Case, stages: Sequence[StageSeconds], corrections: Corrections | None = None
+) -> float:
+    """Seconds of a step of the case, from stages measured alone.
+
+    Args:
+        case: The case.
+        stages: Seconds by stage; of torchgpipe and FairScale `backward` is without what is recomputed.
+        corrections: Those of a calibration.
+
+    Returns:
+        The sum of all actions where the stages run one after another, else a simulated step.
+    """
+    if not is_serial(case):
+        return predict_step(case, stages, corrections).step_seconds
+    micro_batch_seconds = sum(stage.forward + stage.backward for stage in stages)
+    recompute_seconds = count_recomputed(case) * sum(stage.forward for stage in stages)
+    first_seconds = sum(stage.accumulation for stage in stages)
+    return case.micro_batches * micro_batch_seconds + recompute_seconds - first_seconds
+
+
+def predict_step(
+    case: Case, stages: Sequence[StageSeconds], corrections: Corrections | None = None
+) -> Timeline:
     """A simulated step of the case, from stages measured alone."""
-    program = case.document.program
-    factors = corrections or Corrections()
-    splits = splits_backward(case.document.actions)
-    scaled_stages = [_scale_seconds(own, factors.slowdown) for own in stages]
-    links = [_link(link, sent, factors) for link, sent in zip(case.links, case.crossing_bytes, strict=True)]
+    document, runtime = case.document, find_runtime(case.document.runtime)
+    factors, splits, overhead = corrections or Corrections(), False, 0.0
+    if isinstance(document, TorchExport):
+        program = document.program
+        splits = splits_backward(document.actions)
+        overhead = factors.looped_overhead if is_looped(document) else factors.overhead
+    else:
+        (schedule,) = runtime.schedules
+        program = find_schedule(schedule).program(len(stages), case.micro_batches, 1)
+    scaled = [_scale_seconds(stage, factors.slowdown) for stage in stages]
+    crossing_bytes = case.crossing_bytes or [0] * len(case.links)
+    links = [_link(link, sent, factors) for link, sent in zip(case.links, crossing_bytes, strict=True)]
     latency, occupancy = _by_cut(program, links)
-    overhead = factors.looped_overhead if is_looped(case.document) else factors.overhead
+    shares = launch = relaunch = repeat = None
+    if isinstance(document, PipeExport):
+        shares = recompute_shares(document.checkpoint, program)
+        launch = _by_place(program, [stage.forward_launch for stage in scaled])
+        repeat = shares * launch
+        relaunch = _by_place(program, [stage.backward_launch for stage in scaled]) + repeat
     costs = Costs(
-        forward=_by_place(program, [own.forward for own in scaled_stages]),
-        backward=_by_place(program, [own.input if splits else own.backward for own in scaled_stages]),
-        weight=_by_place(program, [own.weight for own in scaled_stages]) if splits else None,
-        accumulation=_by_place(program, [own.accumulation for own in scaled_stages]),
+        forward=_by_place(program, [stage.forward for stage in scaled]),
+        backward=_by_place(program, [stage.input if splits else stage.backward for stage in scaled]),
+        weight=_by_place(program, [stage.weight for stage in scaled]) if splits else None,
+        accumulation=_by_place(program, [stage.accumulation for stage in scaled]),
+        recompute=shares,
+        forward_launch=launch,
+        backward_launch=relaunch,
+        recompute_launch=repeat,
         forward_latency=latency,
         forward_occupancy=occupancy,
         backward_latency=latency,
         backward_occupancy=occupancy,
         overhead=np.full(program.devices, overhead) if overhead else None,
         all_reduce=None if case.all_reduce is None else np.array(case.all_reduce),
-        tied=tuple(own.cost() for own in case.tied),
+        tied=tuple(weight.cost() for weight in case.tied),
+        transfers=find_transfers(runtime.transfers),
+        hosts="one" if runtime.one_process else "each",
     )
     return simulate(program, costs)
 
@@ -95,77 +135,18 @@ def _by_cut(program: Program, links: Sequence[CutLink]) -> tuple[Array, Array]:
     )
 
 
-def is_serial(case: RuntimeCase) -> bool:
+def is_serial(case: Case) -> bool:
     """Whether its stages run one after another: torchgpipe and FairScale have one thread a device, and so
     one for all stages on the CPU (torchgpipe, `worker.py`: `spawn_workers`)."""
-    document = case.document
-    return not isinstance(document, DeepspeedExport) and set(document.devices) == {"cpu"}
+    return isinstance(case.document, PipeExport) and set(case.document.devices) == {"cpu"}
 
 
-def count_recomputed(case: RuntimeCase) -> int:
-    """Micro-batches whose forward runs again."""
-    document, count = case.document, case.micro_batches
-    if isinstance(document, DeepspeedExport):
-        return 0  # measured alone, its backward has it in it
-    return {"never": 0, "always": count, "except_last": count - 1}[document.checkpoint]
-
-
-def predict_seconds(case: RuntimeCase, stages: Sequence[StageSeconds]) -> float:
-    """A step of the case, of stages that take so long alone: `backward` without what is recomputed where the
-    runtime is torchgpipe or FairScale.
-
-    Serial stages: the sum of all actions. Else by the simulator, with the launches of one host for all.
-    """
-    if is_serial(case):
-        micro_batch_seconds = sum(stage.forward + stage.backward for stage in stages)
-        recompute_seconds = count_recomputed(case) * sum(stage.forward for stage in stages)
-        return (
-            case.micro_batches * micro_batch_seconds
-            + recompute_seconds
-            - sum(stage.accumulation for stage in stages)
-        )
-    return simulate(_pipe_program(case, len(stages)), _runtime_costs(case, stages)).step_seconds
-
-
-def _pipe_program(case: RuntimeCase, stages: int) -> Program:
-    name = "1f1b" if isinstance(case.document, DeepspeedExport) else "gpipe"
-    return find_schedule(name).program(stages, case.micro_batches, 1)
-
-
-def _runtime_costs(case: RuntimeCase, stages: Sequence[StageSeconds]) -> Costs:
-    document = case.document
-    runtime = find_runtime(document.runtime)
-    shares = launch = relaunch = repeat = None
-    if not isinstance(document, DeepspeedExport):
-        shares = recompute_shares(document.checkpoint, _pipe_program(case, len(stages)))
-        launch = _by_stage([stage.forward_launch for stage in stages])
-        repeat = shares * launch
-        relaunch = _by_stage([stage.backward_launch for stage in stages]) + repeat
-    latency, occupancy = (
-        np.array([[getattr(link, name) for link in case.links]]) for name in ("latency", "occupancy")
-    )
-    return Costs(
-        forward=_by_stage([stage.forward for stage in stages]),
-        backward=_by_stage([stage.backward for stage in stages]),
-        accumulation=_by_stage([stage.accumulation for stage in stages]),
-        recompute=shares,
-        forward_launch=launch,
-        backward_launch=relaunch,
-        recompute_launch=repeat,
-        forward_latency=latency,
-        forward_occupancy=occupancy,
-        backward_latency=latency,
-        backward_occupancy=occupancy,
-        all_reduce=None if case.all_reduce is None else np.array(case.all_reduce),
-        tied=tuple(stage.cost() for stage in case.tied),
-        transfers=find_transfers(runtime.transfers),
-        hosts="one" if runtime.one_process else "each",
-    )
-
-
-def _by_stage(seconds: Sequence[float]) -> Array:
-    """(devices, 1, 1)."""
-    return np.array(seconds, dtype=np.float64).reshape(-1, 1, 1)
+def count_recomputed(case: Case) -> int:
+    """Micro-batches whose forward runs again beyond the backward that is measured alone."""
+    if not isinstance(case.document, PipeExport):
+        return 0
+    count = case.micro_batches
+    return {"never": 0, "always": count, "except_last": count - 1}[case.document.checkpoint]
 
 
 MOST_OVERHEAD = 0.25
@@ -238,7 +219,7 @@ def cross_validate(
     for index, (case, result) in enumerate(zip(cases, results, strict=True)):
         training = [other for other in range(len(cases)) if other != index]
         corrections = fit_corrections([cases[i] for i in training], [results[i] for i in training], links)
-        calibrated = predict_step(case, result.predicted.stages, corrections).step_seconds
+        calibrated = predict_seconds(case, result.predicted.stages, corrections)
         held_out.append(
             HeldOutCase(
                 name=case.name,
@@ -254,7 +235,7 @@ def _with_overheads(pairs: Sequence[tuple[Case, CaseResult]], corrections: Corre
     """The corrections with the best overheads; a loop that no case runs gets that of the other."""
     overheads = {}
     for name, is_loop in (("overhead", False), ("looped_overhead", True)):
-        matching_pairs = [pair for pair in pairs if is_looped(pair[0].document) == is_loop]
+        matching_pairs = [pair for pair in pairs if is_looped(pair[0].torch) == is_loop]
         if matching_pairs:
             overheads[name] = _overhead(matching_pairs, corrections, name)
     default = next(iter(overheads.values()), 0.0)
@@ -286,7 +267,7 @@ def _overhead(pairs: Sequence[tuple[Case, CaseResult]], corrections: Corrections
 
 
 def _missed(case: Case, result: CaseResult, corrections: Corrections) -> float:
-    step = predict_step(case, result.predicted.stages, corrections).step_seconds
+    step = predict_seconds(case, result.predicted.stages, corrections)
     return abs(math.log(step / median(result.ran.step_seconds)))
 
 
@@ -317,7 +298,7 @@ def vary_case(case: Case, most: int = 3) -> list[Case]:
     if len(cases) < LEAST_CASES:
         raise UsageError(
             f"check: `calibrate` needs {LEAST_CASES} other cases, to fit corrections to one and test them on "
-            f"the other; {case.document.order!r} on {format_count(len(case.document.stages), 'device')} has "
+            f"the other; {case.torch.order!r} on {format_count(len(case.torch.stages), 'device')} has "
             f"{len(cases)}",
             "Calibrate with a plan of another schedule on the same machine: "
             "pplan.solve(schedule='interleaved')",
@@ -327,7 +308,7 @@ def vary_case(case: Case, most: int = 3) -> list[Case]:
 
 def _calibration_cases(case: Case) -> Iterator[Case]:
     """Those of the same schedule first; a V of stages is no loop, so that no other schedule runs it."""
-    document = case.document
+    document = case.torch
     devices, order = len(document.stages), document.order
     looped = len(document.stages[0]) > 1
     others: tuple[str, ...] = ("looped-bfs", "interleaved") if looped else ("gpipe", "1f1b")
@@ -348,7 +329,7 @@ def _calibration_cases(case: Case) -> Iterator[Case]:
 
 def with_schedule(case: Case, schedule: str, micro_batches: int) -> Case:
     """The case under another schedule with as many micro-batches of the same size. Raises UsageError."""
-    old = case.document
+    old = case.torch
     program = build_program(schedule, len(old.stages), micro_batches, len(old.stages[0]))
     document = TorchExport.model_validate(
         old.model_dump(by_alias=True)

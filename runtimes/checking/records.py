@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean, median
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -27,10 +27,17 @@ from ...cost_models.document import (
 from ...cost_models.quantities import LEAST_RATE, MOST_RATE, MOST_SECONDS, MOST_SPEED
 from ...cost_models.simulator.costs import Costs
 from ...cost_models.tied_weights import TiedSum
-from ..documents import DeepspeedExport, FairscaleExport, TorchExport, TorchgpipeExport, stage_bounds
+from ..documents import (
+    DeepspeedExport,
+    FairscaleExport,
+    PipeExport,
+    TorchExport,
+    TorchgpipeExport,
+    stage_bounds,
+)
 
 Device = Literal["cpu", "cuda"]
-RuntimeDocument = TorchgpipeExport | FairscaleExport | DeepspeedExport
+CheckedDocument = TorchExport | TorchgpipeExport | FairscaleExport | DeepspeedExport
 
 
 class ModelSpec(Record):
@@ -132,53 +139,30 @@ class Corrections(Record):
 
 
 class Case(Record):
-    """One pipeline to be run. `links` by cut, `all_reduce` by device and chunk: seconds, as for the plan's
-    machine."""
+    """One pipeline to be run, by any runtime whose stages pplan builds.
+
+    `links` by cut, `all_reduce` by device and chunk: seconds, as for the plan's machine. `crossing_bytes` by
+    cut and `waits` are those of torch.distributed.pipelining.
+    """
 
     name: str
-    document: TorchExport
+    document: Annotated[CheckedDocument, Field(discriminator="runtime")]
     links: list[CutLink]
-    crossing_bytes: list[int]
+    crossing_bytes: list[int] = []
     all_reduce: list[list[float]] | None = None
     tied: list[WeightSum] = []
     waits: StageWaits | None = None
 
     @property
-    def parts(self) -> list[int]:
-        """Layers before each stage, and all."""
-        return self.document.parts
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of a step."""
-        return self.document.micro_batches
-
-    @property
-    def replicas(self) -> int:
-        """Replicas of every stage."""
-        return self.document.replicas
-
-    @property
-    def processes(self) -> int:
-        """One for each device of the plan."""
-        return len(self.document.devices)
-
-
-class RuntimeCase(Record):
-    """One pipeline of a runtime that is not torch.distributed.pipelining. `links` by cut, `all_reduce` by
-    device and chunk: seconds, as for the plan's machine."""
-
-    name: str
-    document: Annotated[RuntimeDocument, Field(discriminator="runtime")]
-    links: list[CutLink]
-    all_reduce: list[list[float]] | None = None
-    tied: list[WeightSum] = []
+    def torch(self) -> TorchExport:
+        """The document of torch.distributed.pipelining."""
+        return cast(TorchExport, self.document)
 
     @property
     def parts(self) -> list[int]:
         """Layers before each stage, and all."""
         document = self.document
-        return document.parts if isinstance(document, DeepspeedExport) else stage_bounds(document.balance)
+        return stage_bounds(document.balance) if isinstance(document, PipeExport) else document.parts
 
     @property
     def micro_batches(self) -> int:
@@ -188,24 +172,19 @@ class RuntimeCase(Record):
     @property
     def replicas(self) -> int:
         """Replicas of every stage."""
-        return self.document.replicas if isinstance(self.document, DeepspeedExport) else 1
+        return 1 if isinstance(self.document, PipeExport) else self.document.replicas
 
     @property
     def processes(self) -> int:
-        """One for all stages, or one for each stage and replica."""
-        document = self.document
-        return len(document.devices) if isinstance(document, DeepspeedExport) else 1
+        """One for all stages, or one for each device of the plan."""
+        return 1 if isinstance(self.document, PipeExport) else len(self.document.devices)
 
 
 class Job(Record):
-    """A check: its cases one after another, in the same processes. `model`: None where all stages wait.
-
-    `cases` are those of torch.distributed.pipelining, `runtime_cases` those of another runtime.
-    """
+    """A check: its cases one after another, in the same processes. `model`: None where all stages wait."""
 
     model: ModelSpec | None
-    cases: list[Case] = []
-    runtime_cases: list[RuntimeCase] = []
+    cases: Annotated[list[Case], Field(min_length=1)]
     device: Device = "cpu"
     steps: int = 5
     warm_ups: int = 2
@@ -223,13 +202,13 @@ class Job(Record):
     @property
     def processes(self) -> int:
         """The number of processes, the same for every case."""
-        return self._counts()[0]
+        return self.cases[0].processes
 
     @property
     def total_steps(self) -> int:
         """Steps that are run, those of the plain model counted by the devices that share them."""
         calibration = len(self.calibration) * self.case_steps(compared=0)
-        return calibration + len([*self.cases, *self.runtime_cases]) * self.case_steps(self.compared_steps)
+        return calibration + len(self.cases) * self.case_steps(self.compared_steps)
 
     def case_steps(self, compared: int) -> int:
         """Of one case."""
@@ -238,10 +217,10 @@ class Job(Record):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        counts = set(self._counts())
+        counts = {case.processes for case in (*self.cases, *self.calibration)}
         if len(counts) != 1:
             raise ValueError(f"the cases take {sorted(counts)} processes, they must take the same")
-        kinds = {case.document.runtime for case in self.runtime_cases} | {"torch" for _ in self.cases}
+        kinds = {case.document.runtime for case in self.cases}
         if len(kinds) != 1:
             raise ValueError(f"the cases are of {sorted(kinds)}, they must be of one runtime")
         return self
@@ -251,10 +230,6 @@ class Job(Record):
         if self.model is None:
             return self
         return self.model_copy(update={"model": self.model.model_copy(update={"by_user": tuple(names)})})
-
-    def _counts(self) -> list[int]:
-        cases: list[Case | RuntimeCase] = [*self.cases, *self.calibration, *self.runtime_cases]
-        return [case.processes for case in cases]
 
 
 class CasePrediction(Record):

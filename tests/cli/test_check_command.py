@@ -33,7 +33,6 @@ from pplan.runtimes.checking.records import (
     LinkSeconds,
     Losses,
     RunSeconds,
-    RuntimeCase,
     StageSeconds,
 )
 from pplan.runtimes.documents import FairscaleExport, TorchgpipeExport
@@ -70,11 +69,11 @@ def pretended(
             losses=losses,
         )
 
-    if job.runtime_cases:
+    if job.cases[0].document.runtime != "torch":
         return CheckMeasurements(
             backend="one process" if job.processes == 1 else "gloo",
             device_name="some CPU",
-            cases=[pretended_run(case, plain) for case in job.runtime_cases],
+            cases=[pretended_run(case, plain) for case in job.cases],
         )
     corrections, links = job.corrections, None
     calibration = [result(case, None) for case in job.calibration]
@@ -93,7 +92,7 @@ def pretended(
     )
 
 
-def pretended_run(case: RuntimeCase, plain: float) -> CaseResult:
+def pretended_run(case: Case, plain: float) -> CaseResult:
     """Of another runtime."""
     alone = [StageSeconds(forward=0.01, backward=0.02)] * (len(case.parts) - 1)
     step = predict_seconds(case, alone)
@@ -155,7 +154,7 @@ def test_a_plan_and_the_even_split(
     assert ran.status == 0
     (job,) = jobs
     assert [case.name for case in job.cases] == ["plan", "even split"]
-    assert [case.document.parts for case in job.cases] == [[0, plan.balance[0], 12], [0, 6, 12]]
+    assert [case.torch.parts for case in job.cases] == [[0, plan.balance[0], 12], [0, 6, 12]]
     assert job.model is not None
     assert (job.model.name, job.model.settings) == (plan.model, {"depth": 3})
     assert (job.device, job.calibration, job.corrections, job.link_sizes) == ("cpu", [], None, [])
@@ -298,7 +297,7 @@ def test_the_seconds_of_emulated_stages_are_not_those_of_the_devices(
 def off_at_random(case: Case, alone: list[StageSeconds]) -> float:
     """Seconds that differ from the prediction in either direction, with no reason that a fit could find."""
     predicted = predict_step(case, alone, None).step_seconds
-    return predicted * (1.6 if case.document.micro_batches % 3 == 0 else 0.7)
+    return predicted * (1.6 if case.torch.micro_batches % 3 == 0 else 0.7)
 
 
 def off_but_for_the_plan(case: Case, alone: list[StageSeconds]) -> float:
@@ -374,7 +373,7 @@ def test_emulate(run: Run, planned: Callable[..., Plan], jobs: list[Job]) -> Non
     (job,) = jobs
     (case,) = job.cases
     assert (job.model, job.steps, job.processes) == (None, 3, 4)
-    assert case.document.parts == [0, 1, 2, 3, 4]
+    assert case.torch.parts == [0, 1, 2, 3, 4]
     assert case.waits is not None
     assert [own.forward for own in case.waits.stages] == pytest.approx(
         [stage.forward_seconds for stage in plan.stages]
@@ -444,9 +443,9 @@ def test_one_process_for_all_stages(
     ran = run("check", "--runtime", runtime, "--save")
     assert (ran.status, len(jobs)) == (0, 1)
     (job,) = jobs
-    assert (job.cases, job.processes, job.device) == ([], 1, "cpu")
-    assert [case.parts for case in job.runtime_cases] == [[0, 2, 4, 7, 12], [0, 3, 6, 9, 12]]
-    document = job.runtime_cases[0].document
+    assert (job.processes, job.device) == (1, "cpu")
+    assert [case.parts for case in job.cases] == [[0, 2, 4, 7, 12], [0, 3, 6, 9, 12]]
+    document = job.cases[0].document
     assert (document.runtime, document.mini_batch, document.micro_batch_size) == (runtime, 32, 4)
     predicted = 8 * 4 * 0.03
     for shown in (
@@ -480,7 +479,7 @@ def test_the_alternative_for_the_runtime(
     plan.model_copy(update={"alternatives": [other]}).save(here / "toy.plan.json", force=True)
     ran = run("check", "--runtime", "fairscale", "--no-even")
     assert ran.status == 0
-    (case,) = jobs[0].runtime_cases
+    (case,) = jobs[0].cases
     document = case.document
     assert isinstance(document, FairscaleExport)
     assert (document.balance, document.chunks, document.checkpoint) == ([6, 6], 4, "except_last")
@@ -496,7 +495,7 @@ def test_gpus_for_one_process(
     planned(schedule="gpipe")
     monkeypatch.setattr("pplan.api.check.gpus", lambda: 2)
     ran = run("check", "--runtime", "torchgpipe", "--no-even")
-    document = jobs[0].runtime_cases[0].document
+    document = jobs[0].cases[0].document
     assert isinstance(document, TorchgpipeExport)
     assert (jobs[0].device, document.devices) == ("cuda", ["cuda:0", "cuda:1"])
     assert "one after another" not in ran.out
@@ -513,7 +512,7 @@ def test_deepspeed(
     ran = run("check", "--runtime", "deepspeed")
     assert ran.status == 0
     (job,) = jobs
-    assert [case.parts for case in job.runtime_cases] == [[0, 4, 12], [0, 6, 12]]
+    assert [case.parts for case in job.cases] == [[0, 4, 12], [0, 6, 12]]
     assert (job.processes, job.device) == (2, "cpu")
     assert "2 processes of deepspeed over gloo on some CPU" in ran.out
     assert "one after another" not in ran.out

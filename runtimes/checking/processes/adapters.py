@@ -21,8 +21,7 @@ from ...pipelining.runtime_internals import wrap_instructions
 from ...pipelining.stage import InputForm, StageLoss, StageModule
 from ...torch_actions import splits_backward
 from ...torch_pipelining import build as build_torch
-from ..prediction import count_recomputed, predict_seconds, predict_step
-from ..records import Case, CasePrediction, Corrections, RuntimeCase, StageSeconds
+from ..records import Case, StageSeconds
 from .stage_times import ActionStamps, PartitionStamps, clock_for, measure_isolated, stage_inputs
 from .trained_model import LEARNING_RATE, TrainingTarget, apply_sgd
 
@@ -48,10 +47,6 @@ class PipelineAdapter(ABC):
     @abstractmethod
     def measure_stages(self) -> dict[int, StageSeconds]:
         """Measures each stage of this process alone. All processes measure at the same time."""
-
-    @abstractmethod
-    def predict(self, stages: Sequence[StageSeconds]) -> CasePrediction:
-        """A step, of what all stages take alone."""
 
     def feed(self, samples: ModelInput) -> Any:
         """The input of a step for a global batch, prepared before the step's clock starts."""
@@ -92,7 +87,7 @@ class SeparateTensors(nn.Module):
 class PipeAdapter(PipelineAdapter):
     """All stages of a case."""
 
-    def __init__(self, case: RuntimeCase, target: TrainingTarget) -> None:
+    def __init__(self, case: Case, target: TrainingTarget) -> None:
         self.case, self._target, self._threads = case, target, threading.enumerate()
         self._pipe: Any = _build_pipe(case, target)
         self.devices = [torch.device(device) for device in self._pipe.devices]
@@ -128,16 +123,6 @@ class PipeAdapter(PipelineAdapter):
                 tensors = _outputs(stage, tensors)
         return seconds
 
-    def predict(self, stages: Sequence[StageSeconds]) -> CasePrediction:
-        """The stages that are written down have in their backward what it recomputes, as in the steps."""
-        with_recompute = [
-            stage.model_copy(update={"backward": stage.backward + stage.forward}) for stage in stages
-        ]
-        return CasePrediction(
-            stages=with_recompute if count_recomputed(self.case) else list(stages),
-            step_seconds=predict_seconds(self.case, stages),
-        )
-
     def step(self, batch: ModelInput) -> list[Tensor]:
         """The mean over the micro-batches, each by itself as in the plain model."""
         self._set_backward(runs=False)
@@ -170,7 +155,7 @@ class PipeAdapter(PipelineAdapter):
         _end_threads(self._threads)
 
 
-def _build_pipe(case: RuntimeCase, target: TrainingTarget) -> Any:
+def _build_pipe(case: Case, target: TrainingTarget) -> Any:
     document, example = case.document, target.example.layer_input
     if isinstance(document, FairscaleExport):
         return fairscale.build(document, target.layers, example)
@@ -203,12 +188,10 @@ def _end_threads(others: Iterable[threading.Thread]) -> None:
 
 
 class TorchAdapter(PipelineAdapter):
-    """`corrections`: of its prediction, besides the one without."""
+    """This process's stages of a case."""
 
-    def __init__(
-        self, case: Case, target: TrainingTarget, device: torch.device, corrections: Corrections | None
-    ) -> None:
-        self.case, self.document, self.corrections = case, case.document, corrections
+    def __init__(self, case: Case, target: TrainingTarget, device: torch.device) -> None:
+        self.document = case.torch
         self.devices, self._loss = [device], target.loss
         self._inputs = self._stage_inputs(target)  # before the layers are moved to the device
         self._stamps = ActionStamps(clock_for(device))
@@ -256,17 +239,6 @@ class TorchAdapter(PipelineAdapter):
                 splits=splits_backward(self.document.actions),
             )
         return seconds
-
-    def predict(self, stages: Sequence[StageSeconds]) -> CasePrediction:
-        """Predicts by the simulator, without the corrections and with them."""
-        corrections = self.corrections
-        return CasePrediction(
-            stages=list(stages),
-            step_seconds=predict_step(self.case, stages, None).step_seconds,
-            calibrated_step_seconds=None
-            if corrections is None
-            else predict_step(self.case, stages, corrections).step_seconds,
-        )
 
     def step(self, batch: ModelInput) -> list[Tensor]:
         """The losses of the micro-batches, in the process of the last stage."""
@@ -317,7 +289,7 @@ def _choose_backward(full: Callable[..., Any], input_only: Callable[..., Any]) -
 class DeepspeedAdapter(PipelineAdapter):
     """One stage of a case. Plain SGD takes the place of the plan's optimizer, as for the plain model."""
 
-    def __init__(self, case: RuntimeCase, target: TrainingTarget, device: torch.device) -> None:
+    def __init__(self, case: Case, target: TrainingTarget, device: torch.device) -> None:
         document = case.document
         if not isinstance(document, DeepspeedExport):
             raise TypeError(f"{case.name} is for {document.runtime}")
@@ -356,10 +328,6 @@ class DeepspeedAdapter(PipelineAdapter):
             splits=False,
         )
         return {self.stage: seconds}
-
-    def predict(self, stages: Sequence[StageSeconds]) -> CasePrediction:
-        """Predicts by the simulator."""
-        return CasePrediction(stages=list(stages), step_seconds=predict_seconds(self.case, stages))
 
     def feed(self, samples: ModelInput) -> Iterator[tuple[Any, Tensor]]:
         """Input and a target that nothing reads, of each micro-batch of this replica."""

@@ -24,7 +24,7 @@ from ....profiler.torch_internals import tree_leaves
 from ....profiler.user_model.loaded_model import ModelInput
 from ....profiler.user_model.losses import load_loss
 from ...documents import hash_names
-from ..records import Case, ModelSpec, RuntimeCase, StageSeconds, StageWaits
+from ..records import Case, ModelSpec, StageSeconds, StageWaits
 
 LEARNING_RATE = 1e-3
 """Of plain SGD, so that a wrong gradient shows in the next loss."""
@@ -112,11 +112,11 @@ class TrainingTarget:
     loss: Loss
 
 
-def load_target(model: ModelSpec | None, case: Case | RuntimeCase) -> TrainingTarget:
+def load_target(model: ModelSpec | None, case: Case) -> TrainingTarget:
     """The target of a case. Raises ModelError as loading and cutting the model do, ValueError where there is
     none."""
-    if isinstance(case, Case) and case.waits is not None:
-        size = case.document.micro_batch_size // case.document.replicas
+    if case.waits is not None:
+        size = case.document.micro_batch_size // case.replicas
         layers = emulate_stages(case.waits, size)
         return TrainingTarget(layers, ModelInput.of(torch.zeros(2, 1)), emulated_loss)
     if model is None:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -29,9 +28,9 @@ from ....profiler.local_machine import device_name
 from ....profiler.torchrun_env import TorchrunEnv, read_torchrun_env
 from ....profiler.user_model.loaded_model import ModelInput
 from ...deepspeed import start as start_deepspeed
-from ...documents import PipeExport
+from ...documents import DeepspeedExport, PipeExport
 from ..deaths import advice, describe_exit
-from ..prediction import fit_corrections
+from ..prediction import count_recomputed, fit_corrections, predict_seconds
 from ..records import (
     Case,
     CasePrediction,
@@ -42,7 +41,6 @@ from ..records import (
     LinkSeconds,
     Losses,
     RunSeconds,
-    RuntimeCase,
     StageSeconds,
 )
 from .adapters import DeepspeedAdapter, PipeAdapter, PipelineAdapter, TorchAdapter
@@ -121,7 +119,6 @@ def _half_round_trip(size: int, other: int, device: torch.device, *, asks: bool)
 
 
 T = TypeVar("T")
-Build = Callable[[Case | RuntimeCase, TrainingTarget], PipelineAdapter]
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,9 +167,11 @@ class CheckGroup:
 class CaseRun:
     """One case. `compared`: steps whose losses are held against the plain model's."""
 
-    def __init__(self, group: CheckGroup, case: Case | RuntimeCase, build: Build, *, compared: int) -> None:
-        self.group, self.job, self.case, self.build = group, group.job, case, build
-        self.compared = 0 if isinstance(case, Case) and case.waits is not None else compared
+    def __init__(
+        self, group: CheckGroup, case: Case, corrections: Corrections | None, *, compared: int
+    ) -> None:
+        self.group, self.job, self.case, self.corrections = group, group.job, case, corrections
+        self.compared = 0 if case.waits is not None else compared
 
     def result(self) -> CaseResult:
         """Predicts, then runs; the same in every process."""
@@ -181,7 +180,7 @@ class CaseRun:
         samples = vary_samples(target.example.repeated(self.case.document.mini_batch))
         plain_losses_of_steps, reason = self._train_plain(target, samples)
         self._begin("building the pipeline")
-        pipeline = self.build(self.case, target)
+        pipeline = _build_adapter(self.group.device, self.case, target)
         self._begin("measuring the stages alone")
         prediction = self._predict(pipeline)
         losses = self._compare_losses(pipeline, samples, plain_losses_of_steps, reason)
@@ -209,7 +208,21 @@ class CaseRun:
     def _predict(self, pipeline: PipelineAdapter) -> CasePrediction:
         """Predicts the case from its stages measured alone."""
         self.group.wait()
-        prediction = pipeline.predict(self._by_stage(self.group.gather(pipeline.measure_stages())))
+        stages = self._by_stage(self.group.gather(pipeline.measure_stages()))
+        corrections = self.corrections
+        prediction = CasePrediction(
+            # Their backward includes what it recomputes, as in the steps.
+            stages=[
+                stage.model_copy(update={"backward": stage.backward + stage.forward})
+                if count_recomputed(self.case)
+                else stage
+                for stage in stages
+            ],
+            step_seconds=predict_seconds(self.case, stages),
+            calibrated_step_seconds=None
+            if corrections is None
+            else predict_seconds(self.case, stages, corrections),
+        )
         if self.group.is_first:
             self.group.journal.write_prediction(self.case.name, prediction)
         return prediction
@@ -310,17 +323,15 @@ def run_job(job: Job, process: TorchrunEnv, journal: RankJournal) -> CheckMeasur
         journal.begin("measuring the links")
         links = measure_links(job.link_sizes, group.device)
 
-    def run(case: Case | RuntimeCase, corrections: Corrections | None, compared: int) -> CaseResult:
-        build = partial(_build_adapter, group.device, corrections)
-        return CaseRun(group, case, build, compared=compared).result()
+    def run(case: Case, corrections: Corrections | None, compared: int) -> CaseResult:
+        return CaseRun(group, case, corrections, compared=compared).result()
 
     calibration = [run(case, None, 0) for case in job.calibration]
     corrections = job.corrections
     if calibration:
         # Every process has the same figures, and so fits the same.
         corrections = fit_corrections(job.calibration, calibration, links)
-    cases: list[Case | RuntimeCase] = [*job.cases, *job.runtime_cases]
-    results = [run(case, corrections, job.compared_steps) for case in cases]
+    results = [run(case, corrections, job.compared_steps) for case in job.cases]
     _leave()
     if process.rank:
         return None
@@ -336,13 +347,13 @@ def run_job(job: Job, process: TorchrunEnv, journal: RankJournal) -> CheckMeasur
 
 def _join(job: Job, process: TorchrunEnv, journal: RankJournal) -> tuple[str, CheckGroup]:
     """The backend, and the processes, which have found each other."""
-    first = job.runtime_cases[0].document if job.runtime_cases else None
+    first = job.cases[0].document
     if isinstance(first, PipeExport):
         return "one process", CheckGroup(job, torch.device(first.devices[0]), journal)
     device = take_device(job, process)
     journal.begin("meeting the other processes")
     backend, wait = choose_backend(device), choose_timeout(job)
-    if first is not None:
+    if isinstance(first, DeepspeedExport):
         start_deepspeed(device.type, wait)
     else:
         dist.init_process_group(backend, timeout=wait)
@@ -360,17 +371,11 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _build_adapter(
-    device: torch.device,
-    corrections: Corrections | None,
-    case: Case | RuntimeCase,
-    target: TrainingTarget,
-) -> PipelineAdapter:
-    if isinstance(case, Case):
-        return TorchAdapter(case, target, device, corrections)
+def _build_adapter(device: torch.device, case: Case, target: TrainingTarget) -> PipelineAdapter:
     if isinstance(case.document, PipeExport):
         return PipeAdapter(case, target)
-    return DeepspeedAdapter(case, target, device)
+    kind = DeepspeedAdapter if isinstance(case.document, DeepspeedExport) else TorchAdapter
+    return kind(case, target, device)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pplan.runtimes.checking.records import Case, CutLink, RuntimeCase, StageSeconds, StageWaits
+from pplan.runtimes.checking.records import Case, CutLink, StageSeconds, StageWaits
 from pplan.runtimes.documents import TorchExport
 from pplan.runtimes.torch_actions import action_rows, build_program, device_stages, schedule_class
 
@@ -65,7 +65,7 @@ def make_case() -> MakeCase:
 
 
 @pytest.fixture(scope="session")
-def make_runtime_case() -> Callable[..., RuntimeCase]:
+def make_runtime_case() -> Callable[..., Case]:
     """A case of another runtime, of transfers that take no time."""
 
     def make(
@@ -77,7 +77,7 @@ def make_runtime_case() -> Callable[..., RuntimeCase]:
         device: str = "cpu",
         size: int = 2,
         replicas: int = 1,
-    ) -> RuntimeCase:
+    ) -> Case:
         count = len(balance)
         document: dict[str, Any] = {
             "schema": 1,
@@ -110,7 +110,7 @@ def make_runtime_case() -> Callable[..., RuntimeCase]:
                 "checkpoint": checkpoint,
             }
         links = [CutLink(latency=0.0, occupancy=0.0)] * (count - 1)
-        return RuntimeCase.model_validate(
+        return Case.model_validate(
             {"name": f"{runtime} {list(balance)} {checkpoint}", "document": document, "links": links}
         )
 

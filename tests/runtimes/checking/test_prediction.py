@@ -60,7 +60,7 @@ def test_links_and_corrections(make_case: MakeCase) -> None:
 
 def test_nothing_is_sent_inside_a_device(make_case: MakeCase) -> None:
     case = make_case("zb-v", micro_batches=2, virtual_stages=2, link=CutLink(latency=100.0, occupancy=0.0))
-    assert [own.document.stages for own in (case,)] == [[[0, 3], [1, 2]]]
+    assert [own.torch.stages for own in (case,)] == [[[0, 3], [1, 2]]]
     transfers = predict_step(case, [SPLIT] * 4, None).transfers
     assert {(transfer.stage, transfer.to_stage) for transfer in transfers} == {(0, 1), (1, 0)}
     assert len(transfers) == 2 * 2 * 2
@@ -68,7 +68,7 @@ def test_nothing_is_sent_inside_a_device(make_case: MakeCase) -> None:
 
 def measured(case: Case, true: Corrections) -> CaseResult:
     """As the case would be measured were the corrections true."""
-    count = len(case.document.parts) - 1
+    count = len(case.torch.parts) - 1
     alone = [SPLIT] * count
     slowed = StageSeconds(**{name: value * true.slowdown for name, value in SPLIT.model_dump().items()})
     step = predict_step(case, alone, true).step_seconds
@@ -87,7 +87,7 @@ def test_corrections_are_found_again(make_case: MakeCase) -> None:
     found = fit_corrections(cases, [measured(case, true) for case in cases], links)
     assert found.model_dump() == pytest.approx(true.model_dump(), rel=1e-2)
     own = make_case("1f1b", 4, 8)
-    assert not is_looped(own.document)
+    assert not is_looped(own.torch)
     alone = [SPLIT] * 4
     wanted = predict_step(own, alone, true).step_seconds
     assert predict_step(own, alone, found).step_seconds == pytest.approx(wanted, rel=1e-3)
@@ -164,10 +164,10 @@ def test_calibration_runs_other_cases(make_case: MakeCase, schedule: str, option
     case = make_case(schedule, devices=2, micro_batches=4, **options)
     made = vary_case(case)
     assert len(made) >= 2
-    keys = {(other.document.order, other.document.micro_batches) for other in made}
+    keys = {(other.torch.order, other.torch.micro_batches) for other in made}
     assert len(keys) == len(made)
     assert (schedule, 4) not in keys
     for other in made:
-        assert other.document.parts == case.document.parts
-        assert other.document.stages == case.document.stages
+        assert other.torch.parts == case.torch.parts
+        assert other.torch.stages == case.torch.stages
         assert other.document.micro_batch_size == case.document.micro_batch_size

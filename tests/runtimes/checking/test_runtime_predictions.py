@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from pplan.runtimes.checking.prediction import is_serial, predict_seconds
-from pplan.runtimes.checking.records import Case, Job, RuntimeCase, StageSeconds
+from pplan.runtimes.checking.records import Case, Job, StageSeconds
 
-MakeRuntimeCase = Callable[..., RuntimeCase]
+MakeCase = Callable[..., Case]
 STAGES = [StageSeconds(forward=1.0, backward=2.0), StageSeconds(forward=3.0, backward=4.0)]
 
 
 @pytest.mark.parametrize(("checkpoint", "again"), [("never", 0), ("always", 4), ("except_last", 3)])
 def test_on_the_cpu_all_actions_follow_one_another(
-    make_runtime_case: MakeRuntimeCase, checkpoint: str, again: int
+    make_runtime_case: MakeCase, checkpoint: str, again: int
 ) -> None:
     case = make_runtime_case("torchgpipe", [1, 1], micro_batches=4, checkpoint=checkpoint)
     assert is_serial(case)
@@ -24,9 +24,7 @@ def test_on_the_cpu_all_actions_follow_one_another(
 
 
 @pytest.mark.parametrize(("checkpoint", "again"), [("never", 0.0), ("always", 1.0)])
-def test_on_gpus_stages_run_side_by_side(
-    make_runtime_case: MakeRuntimeCase, checkpoint: str, again: float
-) -> None:
+def test_on_gpus_stages_run_side_by_side(make_runtime_case: MakeCase, checkpoint: str, again: float) -> None:
     """GPipe of equal stages: (m + p - 1) forwards and as many backwards."""
     case = make_runtime_case("fairscale", [1, 1, 1], micro_batches=4, checkpoint=checkpoint, device="cuda")
     assert not is_serial(case)
@@ -35,7 +33,7 @@ def test_on_gpus_stages_run_side_by_side(
 
 
 @pytest.mark.parametrize(("checkpoint", "again"), [("never", 0), ("except_last", 6)])
-def test_one_host_launches_for_all(make_runtime_case: MakeRuntimeCase, checkpoint: str, again: int) -> None:
+def test_one_host_launches_for_all(make_runtime_case: MakeCase, checkpoint: str, again: int) -> None:
     """Where launching takes longer than computing, the step is all forwards in turn, then five backwards: two
     stages launch them on a thread each. Four of the five run a forward again, and two of them wait for
     what the other stage launches again."""
@@ -44,23 +42,22 @@ def test_one_host_launches_for_all(make_runtime_case: MakeRuntimeCase, checkpoin
     assert predict_seconds(case, [own] * 2) == pytest.approx(2 * 4 * 1.0 + 5 * 2.0 + again * 1.0, rel=1e-4)
 
 
-def test_deepspeed_is_1f1b(make_runtime_case: MakeRuntimeCase) -> None:
+def test_deepspeed_is_1f1b(make_runtime_case: MakeCase) -> None:
     case = make_runtime_case("deepspeed", [1, 1], micro_batches=4)
     assert (is_serial(case), case.processes, case.parts) == (False, 2, [0, 1, 2])
     step = predict_seconds(case, [StageSeconds(forward=1.0, backward=2.0)] * 2)
     assert step == pytest.approx((4 + 2 - 1) * 3.0)
 
 
-def test_a_job_is_of_one_runtime(make_runtime_case: MakeRuntimeCase, make_case: Callable[..., Case]) -> None:
+def test_a_job_is_of_one_runtime(make_runtime_case: MakeCase, make_case: Callable[..., Case]) -> None:
     pipe = make_runtime_case("torchgpipe", [1, 1])
-    made: Any = Job(model=None, runtime_cases=[pipe])
+    made: Any = Job(model=None, cases=[pipe])
     assert made.processes == 1
     assert Job.model_validate_json(made.model_dump_json(by_alias=True)) == made
     for others in (
-        {"runtime_cases": [pipe, make_runtime_case("fairscale", [1, 1])]},
-        {"runtime_cases": [pipe], "cases": [make_case("gpipe", devices=1)]},
-        {"runtime_cases": [pipe, make_runtime_case("deepspeed", [1, 1])]},
-        {},
+        {"cases": [pipe, make_runtime_case("fairscale", [1, 1])]},
+        {"cases": [pipe, make_case("gpipe", devices=1)]},
+        {"cases": [pipe, make_runtime_case("deepspeed", [1, 1])]},
     ):
         with pytest.raises(ValueError, match="they must"):
             Job.model_validate({"model": None, **others})

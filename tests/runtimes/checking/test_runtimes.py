@@ -10,9 +10,9 @@ from textwrap import dedent
 import pytest
 
 from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processes
-from pplan.runtimes.checking.records import CasePrediction, Job, ModelSpec, RuntimeCase
+from pplan.runtimes.checking.records import Case, CasePrediction, Job, ModelSpec
 
-MakeRuntimeCase = Callable[..., RuntimeCase]
+MakeCase = Callable[..., Case]
 MODEL = """
     import torch
     from torch import nn
@@ -31,9 +31,9 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Cas
     return []
 
 
-def job_of(cases: list[RuntimeCase]) -> Job:
+def job_of(cases: list[Case]) -> Job:
     spec = ModelSpec(name="runtime_models:small", loss="mse", by_user=("runtime_models:small",))
-    return Job(model=spec, runtime_cases=cases, steps=2, warm_ups=1)
+    return Job(model=spec, cases=cases, steps=2, warm_ups=1)
 
 
 def check(job: Job, told: list[tuple[str, CasePrediction]], backend: str) -> None:
@@ -41,8 +41,8 @@ def check(job: Job, told: list[tuple[str, CasePrediction]], backend: str) -> Non
     found = run_in_processes(job, ProgressCallbacks(predicted=lambda name, made: told.append((name, made))))
     assert found.backend == backend
     assert told == [(case.name, case.predicted) for case in found.cases]
-    assert len(told) == len(job.runtime_cases)
-    for case, ran in zip(job.runtime_cases, found.cases, strict=True):
+    assert len(told) == len(job.cases)
+    for case, ran in zip(job.cases, found.cases, strict=True):
         assert ran.losses is not None
         assert ran.losses.plain is not None
         assert len(set(ran.losses.plain)) == 2
@@ -53,7 +53,7 @@ def check(job: Job, told: list[tuple[str, CasePrediction]], backend: str) -> Non
 
 
 @pytest.mark.slow
-def test_one_process(make_runtime_case: MakeRuntimeCase, told: list[tuple[str, CasePrediction]]) -> None:
+def test_one_process(make_runtime_case: MakeCase, told: list[tuple[str, CasePrediction]]) -> None:
     """It ends, with FairScale's threads."""
     cases = [make_runtime_case("fairscale", [2, 3], checkpoint=word) for word in ("never", "except_last")]
     check(job_of(cases), told, "one process")
@@ -61,7 +61,7 @@ def test_one_process(make_runtime_case: MakeRuntimeCase, told: list[tuple[str, C
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-def test_deepspeed(make_runtime_case: MakeRuntimeCase, told: list[tuple[str, CasePrediction]]) -> None:
+def test_deepspeed(make_runtime_case: MakeCase, told: list[tuple[str, CasePrediction]]) -> None:
     """Two stages, and one of two replicas."""
     cases = [make_runtime_case("deepspeed", [2, 3]), make_runtime_case("deepspeed", [5], replicas=2)]
     check(job_of(cases), told, "gloo")

@@ -15,14 +15,12 @@ from torch import Tensor, nn
 from pplan.profiler.passes.clocks import CpuClock
 from pplan.runtimes import fairscale, torchgpipe
 from pplan.runtimes.checking.processes import stage_times as action_stamps
-from pplan.runtimes.checking.processes.adapters import PipeAdapter
 from pplan.runtimes.checking.processes.journal import RankJournal
 from pplan.runtimes.checking.processes.stage_times import PartitionStamps
-from pplan.runtimes.checking.processes.trained_model import TrainingTarget
 from pplan.runtimes.checking.processes.worker import CaseRun, CheckGroup
-from pplan.runtimes.checking.records import Job, ModelSpec, RuntimeCase
+from pplan.runtimes.checking.records import Case, Job, ModelSpec
 
-MakeRuntimeCase = Callable[..., RuntimeCase]
+MakeCase = Callable[..., Case]
 MODEL = """
     import torch
     from torch import nn
@@ -73,7 +71,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[str]:
     ],
 )
 def test_it_trains_as_the_plain_model(
-    make_runtime_case: MakeRuntimeCase,
+    make_runtime_case: MakeCase,
     runtime: str,
     model: str,
     balance: list[int],
@@ -86,13 +84,10 @@ def test_it_trains_as_the_plain_model(
     name = f"pipe_run_models:{model}"
     granularity = "fine" if model == "residual" else "block"
     spec = ModelSpec(name=name, loss="mse", granularity=granularity, by_user=(name,))
-    job = Job(model=spec, runtime_cases=[case], steps=2, warm_ups=1, compared_steps=2)
+    job = Job(model=spec, cases=[case], steps=2, warm_ups=1, compared_steps=2)
     group = CheckGroup(job, torch.device("cpu"), RankJournal(None, 0))
 
-    def build(_: object, target: TrainingTarget) -> PipeAdapter:
-        return PipeAdapter(case, target)
-
-    found = CaseRun(group, case, build, compared=2).result()
+    found = CaseRun(group, case, None, compared=2).result()
     assert found.losses is not None
     assert found.losses.plain is not None
     assert len(set(found.losses.plain)) == 2
