@@ -11,7 +11,7 @@ Automodel 0.7 (torch.distributed.pipelining's classes, or a file of actions).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -98,6 +98,14 @@ class Runtime:
     def trains_tied(self, users: Sequence[int]) -> bool:
         """Whether it may cut between the users of weights, given how many each has."""
         return self.tied == "any" or (self.tied == "ends" and all(count == 2 for count in users))
+
+    def shares_weight(self, stages: Sequence[int], last: int) -> bool:
+        """Whether these stages, of which `last` is the last of the pipeline, may share a weight."""
+        return self.tied == "any" or (self.tied == "ends" and list(stages) == [0, last])
+
+    def recomputes(self, modes: Collection[str], kinds: Collection[str]) -> bool:
+        """Whether its stages may recompute in these modes, one each, of these kinds."""
+        return self.recompute.issuperset(kinds) and (self.recompute_by_stage or len(set(modes)) == 1)
 
     def runs_replicas(self, replicas: Sequence[int]) -> bool:
         """Whether the stages may have these numbers of replicas."""

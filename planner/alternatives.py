@@ -142,17 +142,13 @@ def _for_runtime(problem: Problem, name: str, schedule: str) -> Problem | None:
 
 def _keeps_weights(runtime: Runtime, problem: Problem, plan: ScoredPlan) -> bool:
     """Whether the runtime trains the weights that the plan's stages share."""
-    return all(
-        runtime.tied == "any" or (runtime.tied == "ends" and own.stages == [0, len(plan.proposal.ends) - 1])
-        for own in shared_weights(problem.space, plan)
-    )
+    last = len(plan.proposal.ends) - 1
+    return all(runtime.shares_weight(weight.stages, last) for weight in shared_weights(problem.space, plan))
 
 
 def _recomputes(runtime: Runtime, plan: ScoredPlan) -> bool:
     """Whether the runtime recomputes as the plan's stages do."""
-    modes = set(plan.recompute)
-    recomputes = recompute_kinds(plan.recompute) <= runtime.recompute
-    return recomputes and (runtime.recompute_by_stage or len(modes) == 1)
+    return runtime.recomputes(plan.recompute, recompute_kinds(plan.recompute))
 
 
 def _answers(own: Problem, answer: JointSearchResult) -> bool:

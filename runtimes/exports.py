@@ -219,8 +219,7 @@ def _other_states(plan: Plan, runtime: Runtime) -> Iterator[str]:
 def _shared_weights(plan: Plan, runtime: Runtime) -> Iterator[str]:
     """Reasons, where stages share weights that the runtime keeps on one."""
     for weight in plan.tied:
-        is_at_ends = weight.stages == [0, len(plan.stages) - 1]
-        if not (runtime.tied == "any" or (runtime.tied == "ends" and is_at_ends)):
+        if not runtime.shares_weight(weight.stages, len(plan.stages) - 1):
             stages = " and ".join(map(str, weight.stages))
             yield f"its stages {stages} share {weight.tensor}, {runtime.name}: {runtime.no_tied}"
             return
@@ -260,8 +259,7 @@ def _runs_alternative(runtime: Runtime, alternative: Alternative) -> bool:
         and runtime.runs_replicas([alternative.replicas])
         and alternative.micro_batch_size % alternative.replicas == 0
         and (runtime.virtual_stages or alternative.virtual_stages == 1)
-        and runtime.recompute.issuperset(recompute_kinds(words))
-        and (runtime.recompute_by_stage or len(set(words)) == 1)
+        and runtime.recomputes(words, recompute_kinds(words))
     )
 
 
