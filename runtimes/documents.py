@@ -224,8 +224,7 @@ class DeepspeedExport(ExportDocument):
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
-        ascending = all(first < end for first, end in pairwise(self.parts))
-        if len(self.parts) != self.num_stages + 1 or self.parts[0] != 0 or not ascending:
+        if len(self.parts) != self.num_stages + 1 or not are_bounds(self.parts):
             raise ValueError(f"parts {self.parts} are not the bounds of {self.num_stages} stages")
         if len(self.devices) != self.num_stages * self.replicas:
             raise ValueError(

@@ -62,6 +62,16 @@ def find_tied_weights(layers: nn.Sequential, parts: Sequence[int]) -> list[Copie
 
     Raises ExportError where stages share a buffer that some layer writes, or may: no other would see it.
     """
+    weights = []
+    for tensor, stages in _shared_tensors(layers, parts):
+        if not isinstance(tensor, nn.Parameter):
+            raise shared_tensor_error(stages[0], stages[1], tensor, "buffer")
+        weights.append(CopiedWeight(tensor, tuple(stages)))
+    return weights
+
+
+def _shared_tensors(layers: nn.Sequential, parts: Sequence[int]) -> list[tuple[Tensor, list[int]]]:
+    """Tensors that several stages use, without buffers that no layer writes, and these stages, ascending."""
     read_only = {id(buffer) for buffer in read_only_buffers(layers)}
     users: dict[int, tuple[Tensor, list[int]]] = {}
     for stage, (first, end) in enumerate(pairwise(parts)):
@@ -69,13 +79,7 @@ def find_tied_weights(layers: nn.Sequential, parts: Sequence[int]) -> list[Copie
             for tensor in tensors_used(layer):
                 _, stages = users.setdefault(id(tensor), (tensor, []))
                 stages.extend([stage] if stage not in stages else [])
-    weights = []
-    for tensor, stages in users.values():
-        if len(stages) > 1 and not isinstance(tensor, nn.Parameter) and id(tensor) not in read_only:
-            raise shared_tensor_error(stages[0], stages[1], tensor, "buffer")
-        if len(stages) > 1 and isinstance(tensor, nn.Parameter):
-            weights.append(CopiedWeight(tensor, tuple(stages)))
-    return weights
+    return [user for key, user in users.items() if len(user[1]) > 1 and key not in read_only]
 
 
 def read_only_buffers(layers: nn.Sequential) -> list[Tensor]:
@@ -486,16 +490,10 @@ def check_sharing(
 ) -> None:
     """Raises ExportError where stages share a parameter, or a buffer that may be written, and are on
     different `devices` (None: all are)."""
-    holder: dict[int, int] = {}
-    read_only = {id(buffer) for buffer in read_only_buffers(layers)}
-    for stage, (first, end) in enumerate(pairwise(parts)):
-        for layer in layers[first:end]:
-            for tensor in tensors_used(layer):
-                if id(tensor) in read_only:
-                    continue
-                before = holder.setdefault(id(tensor), stage)
-                if before != stage and (devices is None or devices[before] != devices[stage]):
-                    raise shared_tensor_error(before, stage, tensor, "parameter or buffer")
+    for tensor, (first, *later) in _shared_tensors(layers, parts):
+        for stage in later:
+            if devices is None or devices[first] != devices[stage]:
+                raise shared_tensor_error(first, stage, tensor, "parameter or buffer")
 
 
 def prepare_pipe(

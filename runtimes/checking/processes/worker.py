@@ -49,34 +49,10 @@ from .trained_model import TrainingTarget, load_target, plain_losses, vary_sampl
 
 LAST_SECONDS = 30
 """By which those that wait are more patient than their parent, who knows which of them hangs; without one,
-than the process that hangs itself (see hang_watch.py)."""
+than the process that hangs itself (see journal.py)."""
 TRIPS, WARM_UP_TRIPS = 10, 3
 """Of each transfer."""
 ELEMENT = 4
-
-
-def take_device(job: Job, process: TorchrunEnv) -> torch.device:
-    """This process's, made the current one."""
-    if job.device == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", process.local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def choose_backend(device: torch.device) -> str:
-    """The backend of torch.distributed for a device."""
-    return "nccl" if device.type == "cuda" else "gloo"
-
-
-def choose_timeout(job: Job) -> timedelta:
-    """The time that a process waits for another, which may begin later with what it then hangs in."""
-    return timedelta(seconds=2 * job.timeout_seconds + LAST_SECONDS)
-
-
-def new_control_group(backend: str, wait: timedelta) -> Any:
-    """The group in which the processes tell each other what they found: NCCL would put it on the GPU."""
-    return dist.new_group(backend="gloo", timeout=wait) if backend == "nccl" else None
 
 
 def measure_links(sizes: Sequence[int], device: torch.device) -> LinkSeconds:
@@ -350,14 +326,20 @@ def _join(job: Job, process: TorchrunEnv, journal: RankJournal) -> tuple[str, Ch
     first = job.cases[0].document
     if isinstance(first, PipeExport):
         return "one process", CheckGroup(job, torch.device(first.devices[0]), journal)
-    device = take_device(job, process)
+    backend, device = "gloo", torch.device("cpu")
+    if job.device == "cuda":
+        backend, device = "nccl", torch.device("cuda", process.local_rank)
+        torch.cuda.set_device(device)
     journal.begin("meeting the other processes")
-    backend, wait = choose_backend(device), choose_timeout(job)
+    # A process may begin later with what it then hangs in.
+    wait = timedelta(seconds=2 * job.timeout_seconds + LAST_SECONDS)
     if isinstance(first, DeepspeedExport):
         start_deepspeed(device.type, wait)
     else:
         dist.init_process_group(backend, timeout=wait)
-    return backend, CheckGroup(job, device, journal, new_control_group(backend, wait))
+    # What the processes find would go over the GPU with NCCL.
+    talk = dist.new_group(backend="gloo", timeout=wait) if backend == "nccl" else None
+    return backend, CheckGroup(job, device, journal, talk)
 
 
 def _leave() -> None:
