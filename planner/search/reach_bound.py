@@ -75,7 +75,7 @@ class ReachBound:
         behind = _least(((1 if self._is_gpipe else 2) * self._seconds - self._once)[several])
         self._after = behind[-1] - behind
         self._bytes = dict[tuple[int, ...], RunningBytes]()
-        self._rows, self._chosen = list[Floats](), list[Indices]()
+        self._rows, self._selected = list[Floats](), list[Indices]()
         self._ends = list[Indices]()
 
     def _sum(self, values: Callable[[Choice], Floats]) -> Floats:
@@ -88,7 +88,7 @@ class ReachBound:
         if not self.choices:
             return inf
         row, fewest = np.where(self.places == self.places[-1], 0.0, inf), inf
-        self._rows, self._chosen, self._ends = [row], [], []
+        self._rows, self._selected, self._ends = [row], [], []
         # Of any number of stages after it.
         room = self.capacity - self._device_seconds * SAFE / step
         furthest = [self._furthest_alone(step / SAFE, number) for number in range(len(self._modes))]
@@ -106,7 +106,7 @@ class ReachBound:
             row = devices.min(axis=0)
             row[row > room] = inf  # the layers before take more than the devices that are left
             self._rows.append(row)
-            self._chosen.append(devices.argmin(axis=0))
+            self._selected.append(devices.argmin(axis=0))
             self._ends.append(ends)
             if is_allowed(remaining):
                 fewest = min(fewest, float(row[0]))
@@ -132,10 +132,12 @@ class ReachBound:
     def pipeline(self) -> list[RoughStage]:
         """The pipeline of `fewest_devices`, if there are devices enough; empty if a stage holds no layers."""
         place, stages = 0, list[RoughStage]()
-        for chosen, ends, row in zip(self._chosen[::-1], self._ends[::-1], self._rows[-2::-1], strict=True):
-            number = int(chosen[place])
-            reached = row[: ends[number, place] + 1]
-            end = int(np.flatnonzero(reached == reached.min())[-1])
+        for selected, ends, row in zip(
+            self._selected[::-1], self._ends[::-1], self._rows[-2::-1], strict=True
+        ):
+            number = int(selected[place])
+            devices = row[: ends[number, place] + 1]
+            end = int(np.flatnonzero(devices == devices.min())[-1])
             if end <= place:
                 return []
             choice, replicas = self.choices[number], self.choices[number].counts.fewest
@@ -157,9 +159,9 @@ class ReachBound:
 
     def _furthest(self, step: float, number: int, remaining: int) -> Indices:
         """(choices, places): the furthest ends of stages with `remaining` - 1 after them, in that mode."""
-        held = self._schedule.in_flight(0, remaining, self._count)
+        in_flight = self._schedule.in_flight(0, remaining, self._count)
         mode = self._modes[number]
-        ends = np.array([self._fit(choice, mode, int(held)) for choice in self.choices])
+        ends = np.array([self._fit(choice, mode, int(in_flight)) for choice in self.choices])
         if not self._is_gpipe and remaining >= self._count:
             return ends
         times = self._count - (0 if self._is_gpipe else remaining - 1)
@@ -167,26 +169,26 @@ class ReachBound:
         in_time: Indices = np.minimum(ends, _furthest(seconds, step - self._before, self._after))
         return in_time
 
-    def _fit(self, choice: Choice, mode: Recompute, held: int) -> Indices:
+    def _fit(self, choice: Choice, mode: Recompute, in_flight: int) -> Indices:
         """(places,): the furthest ends of stages that fit with so many micro-batches in flight."""
         limit, starts = self.space.kinds_limit([choice.kind]), self.places[:-1]
         if limit == inf:
             return np.full(len(self.places), self.places[-1])
         replicas = choice.counts.most if self.space.zero else min(choice.counts.most, 2)
-        by_held = self.space.furthest_ends.setdefault(
+        by_count = self.space.furthest_ends.setdefault(
             (choice.kind, choice.counts.per_replica_batches, replicas, mode), {}
         )
-        if held in by_held:
-            return by_held[held]
+        if in_flight in by_count:
+            return by_count[in_flight]
         stage_bytes = self._bytes_of(choice)
-        fewer = max((count for count in by_held if count < held), default=0)
-        beyond = by_held[fewer][:-1] + 1 if fewer else np.full(len(starts), len(self.places))
+        fewer = max((count for count in by_count if count < in_flight), default=0)
+        beyond = by_count[fewer][:-1] + 1 if fewer else np.full(len(starts), len(self.places))
         fitting = starts
         while (beyond - fitting > 1).any():
             middle = (fitting + beyond) // 2
             terms = ledger(
                 stage_bytes.between(starts, np.maximum(middle, starts + 1)),
-                in_flight=held,
+                in_flight=in_flight,
                 recompute=mode,
                 optimizer=self.space.optimizer,
                 replicas=replicas,
@@ -194,8 +196,8 @@ class ReachBound:
             )
             fits = (total(terms) * SAFE <= limit) | (middle == starts)
             fitting, beyond = np.where(fits, middle, fitting), np.where(fits, beyond, middle)
-        by_held[held] = np.append(fitting, self.places[-1])
-        return by_held[held]
+        by_count[in_flight] = np.append(fitting, self.places[-1])
+        return by_count[in_flight]
 
     def _bytes_of(self, choice: Choice) -> RunningBytes:
         batches = choice.counts.per_replica_batches
@@ -224,7 +226,7 @@ class RunningBytes:
         self._saved_input = costs.saved_input_bytes[starts]
         self._crossing = np.concatenate([[0.0], costs.output_bytes[ends[:-1]], [0.0]])
         self._input = np.append(costs.input_bytes, self._crossing[1:-1])
-        # While a layer runs, what the layers up to it save is held, and its workspace.
+        # While a layer runs, what the layers up to it save is there, and its workspace.
         at_work = np.cumsum(costs.saved_bytes) + costs.workspace_bytes
         self._at_work = _Largest(np.maximum.reduceat(at_work, starts))
 
