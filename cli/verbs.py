@@ -52,9 +52,7 @@ VERBS = {
     "report": (
         "Write a plan as one HTML page to look at and send on: cuts to move, timeline, memory, comparisons."
     ),
-    "verify": (
-        "Verify a plan: everything in it worked out again, by code that shares nothing with the planner."
-    ),
+    "verify": "Verify a plan file: its structure, its sums, and that it fits and runs.",
     "schedules": (
         "List the schedules: their bubble, memory and weights, what they need, what runs them, their "
         "source; or\n"

@@ -76,11 +76,11 @@ __all__ = [
 
 
 KEPT_ACTIONS = 500_000
-"""Of all kept programs together: some 300 bytes each."""
+"""Of all kept programs together, where they are several: some 300 bytes each."""
 
 
 class ProgramCache:
-    """The programs used last, of at most so many actions together."""
+    """The programs used last, of at most so many actions together, but always the last one."""
 
     def __init__(self, most: int) -> None:
         self.most, self.actions = most, 0
@@ -94,7 +94,7 @@ class ProgramCache:
             return self.programs[key]
         program = self.programs[key] = find_schedule(schedule).program(stages, micro_batches)
         self.actions += _actions(program)
-        while self.actions > self.most:
+        while self.actions > self.most and len(self.programs) > 1:
             _, oldest = self.programs.popitem(last=False)
             self.actions -= _actions(oldest)
         return program

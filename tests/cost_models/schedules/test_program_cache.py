@@ -16,7 +16,9 @@ def test_the_last_used_stay() -> None:
     assert kept.actions == 24
 
 
-def test_what_is_too_large_is_not_kept() -> None:
+def test_the_last_stays_however_large() -> None:
     kept = ProgramCache(30)
-    assert kept.program("1f1b", 4, 8).devices == 4
-    assert (len(kept.programs), kept.actions) == (0, 0)
+    kept.program("gpipe", 2, 3)
+    assert kept.program("1f1b", 4, 8) is kept.program("1f1b", 4, 8)
+    assert list(kept.programs) == [("1f1b", 4, 8)]
+    assert kept.actions == 64
