@@ -483,7 +483,7 @@ class MemoryBound:
     def _halve(self, low: float, item: StepRange) -> None:
         """Look whether a step that is at most the limit is enough for a pipeline of a family."""
         high = min(item.high, self.limit)
-        if high <= low * NARROW_STEP:
+        if high <= low * NARROW_STEP or low <= 0:
             self._closed = min(self._closed, low)
             return
         # First, whether any plan below the limit is left.

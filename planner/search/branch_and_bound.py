@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
@@ -134,7 +135,8 @@ def search(
         share = FOR_LARGE if large else FOR_BOUND
         part = budget.part(share * budget.remaining, share=share)
         if large:
-            score_equal(incumbent)
+            with suppress(OutOfTime):
+                score_equal(incumbent)
         bound = MemoryBound(space, families, counts, deeper, part, incumbent, every_range=not large)
         proven = bound.least(incumbent.within)
         if proven < incumbent.step and large:

@@ -49,7 +49,7 @@ class ReachBound:
         self.space, self.family, self._count = space, family, count
         self._is_gpipe = config.schedule == "gpipe" or count == 1
         self._modes, self._schedule = stage_modes(config), find_schedule(config.schedule)
-        self.kinds, self.devices, self.speed, self.choices = list_choices(space, family)
+        _, self.devices, self.speed, self.choices = list_choices(space, family)
         self.capacity = float(self.speed @ self.devices) * (1 + 1e-9)
         self.most_stages = min(int(self.devices.sum()), space.chain.max_stages)
         if not self.choices:
@@ -175,9 +175,8 @@ class ReachBound:
         if limit == inf:
             return np.full(len(self.places), self.places[-1])
         replicas = choice.counts.most if self.space.zero else min(choice.counts.most, 2)
-        by_count = self.space.furthest_ends.setdefault(
-            (choice.kind, choice.counts.per_replica_batches, replicas, mode), {}
-        )
+        key = choice.kind, choice.kinds, choice.counts.per_replica_batches, replicas, mode
+        by_count = self.space.furthest_ends.setdefault(key, {})
         if in_flight in by_count:
             return by_count[in_flight]
         stage_bytes = self._bytes_of(choice)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, pairwise, product
+from itertools import count as count_from
 from math import inf
 from typing import Any
 
@@ -20,6 +22,8 @@ from pplan.planner.pipeline_config import Mode, PipelineConfig
 from pplan.planner.scoring import fastest
 from pplan.planner.search import space as space_module
 from pplan.planner.search.bound import FamilyBound, MemoryBound
+from pplan.planner.search.branch_and_bound import search
+from pplan.planner.search.budget import SearchBudget
 from pplan.planner.search.family import SAFE, Family, bounded_counts, quick_bound
 from pplan.planner.search.least_collectives import all_reduce_pace, least_all_reduce_seconds
 from pplan.planner.search.placements import list_placements
@@ -185,6 +189,22 @@ def test_counts_with_one_share_are_bounded_by_their_fewest() -> None:
     shares = {-(-48 // count): count for count in range(70, 0, -1) if count <= 48}
     assert bounded_counts(family) == sorted(shares.values())
     assert bounded_counts(Family(family.config, placement, (2, 4, 96))) == [2, 4]
+
+
+def test_time_that_is_over_ends_the_search_of_a_long_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever it is over: the clock shows a second more at each look."""
+    monkeypatch.setattr(space_module, "MOST_BLOCKS", 0)
+    topology = Topology((Group(Device("gpu", None), 4),), (Level("node", None, Link(1e10, 0.0)),))
+    chain, config = random_chain(np.random.default_rng(1), 6), PipelineConfig("1f1b", "never", 4, 2)
+    families = [Family(config, list_placements(topology)[0], (1, 2))]
+    answers = set[bool]()
+    for seconds in (*range(1, 60, 3), 10_000):
+        budget = SearchBudget.of_seconds(seconds, clock=partial(next, count_from()))
+        space = Space(chain, topology, "adam", past_largest=True, budget=budget)
+        result = search(space, families, range(1, 5))
+        answers.add(result.best is None)
+        assert result.best is None or result.bound_seconds <= result.best.step_seconds * SLACK
+    assert answers == {False, True}
 
 
 def least_room(space: Space, family: Family) -> float:
