@@ -59,7 +59,8 @@ def simulate_command(
     pictures = Pictures(trace, svg, force)
     if costs != CostOptions():
         _refuse_with_costs({"PLAN": plan_file, "--profile": profile_file})
-        _refuse_with_costs({FIELDS[name]: typed_text(name) for name in ("replicas", *vars(machine))})
+        names = [name for name in ("replicas", *vars(machine)) if name in FIELDS]
+        _refuse_with_costs({FIELDS[name]: typed_text(name) for name in names})
         pictures.check()
         from ..api.simulate import read_stage_costs, simulate_stages
 

@@ -396,10 +396,12 @@ class StageRange:
 
 @dataclass(frozen=True, eq=False)
 class StepRange:
-    """The pipelines of a family of a long chain; a step of `high` seconds has room for one."""
+    """The pipelines of a family of a long chain. `high`: the shortest step that is known to have room for one,
+    inf if none is known; `is_possible`: whether some step has."""
 
     reach: ReachBound
     high: float = inf
+    is_possible: bool = False
 
 
 Score = Callable[[Family, Sequence[RoughStage]], float]
@@ -486,7 +488,11 @@ class MemoryBound:
         if high <= low * NARROW_STEP or low <= 0:
             self._closed = min(self._closed, low)
             return
-        # First, whether any plan below the limit is left.
+        if high == inf and not item.is_possible:
+            # Where memory rules all pipelines out, no step is long enough.
+            if item.reach.fewest_devices(inf, self._is_allowed) <= item.reach.capacity:
+                self._push(low, replace(item, is_possible=True))
+            return
         step = min(high, 2 * low) if item.high == inf else sqrt(low * high)
         if item.reach.fewest_devices(step, self._is_allowed) > item.reach.capacity:
             self._push(step, item)

@@ -143,7 +143,7 @@ def search(
             improve_plans(incumbent, budget)
     if not large:
         return _BranchAndBound(space, families, counts, budget, incumbent, bound).run()
-    if incumbent.best is None and space.is_long:
+    if incumbent.best is None and space.is_long and proven < inf:
         few = with_cuts(space, spread_cuts(space, FEW_CUTS))
         if families and not is_large(few, families):
             # The few cuts allow a search: under pins, say, which the bound does not know.

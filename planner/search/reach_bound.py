@@ -83,13 +83,12 @@ class ReachBound:
         return np.array([_running(values(choice))[self.cut_points] for choice in self.choices])
 
     def fewest_devices(self, step: float, is_allowed: Callable[[int], bool]) -> float:
-        """Devices, by speed, of a pipeline with an allowed number of stages that takes no more than `step`
-        seconds: some that suffice, else the fewest; inf if there is none."""
+        """Devices, by speed, that suffice for a pipeline with an allowed number of stages and no longer step;
+        more than `capacity` if none is possible."""
         if not self.choices:
             return inf
         row, fewest = np.where(self.places == self.places[-1], 0.0, inf), inf
         self._rows, self._selected, self._ends = [row], [], []
-        # Of any number of stages after it.
         room = self.capacity - self._device_seconds * SAFE / step
         furthest = [self._furthest_alone(step / SAFE, number) for number in range(len(self._modes))]
         for remaining in range(1, self.most_stages + 1):
@@ -208,7 +207,8 @@ class ReachBound:
 class RunningBytes:
     """What the ledger of stages is made from, at the least, in sums up to each cut point.
 
-    Copies of tied weights, and what only some optimizers, schedules and ways to recompute need, are left out.
+    What a stage sends is left out, so that no stage needs less than one that ends earlier; so are copies of
+    tied weights, and what only some optimizers, schedules and ways to recompute need.
     """
 
     def __init__(self, costs: LayerCosts, cut_points: Indices) -> None:
@@ -237,7 +237,7 @@ class RunningBytes:
             saved_input=self._saved_input[start],
             input=self._input[start],
             received=self._crossing[start],
-            sent=self._crossing[end],
+            sent=0.0,
             workspace=np.maximum(self._at_work.between(start, end) - self._sums["saved"][end], 0.0),
             gathered=0.0,
         )

@@ -207,6 +207,23 @@ def test_time_that_is_over_ends_the_search_of_a_long_chain(monkeypatch: pytest.M
     assert answers == {False, True}
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_a_long_chain_with_one_large_output(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that ends before the large output, or sends it, may not fit where one that ends later does."""
+    rng, layers, devices = np.random.default_rng([seed, 5]), 6, 2
+    chain = random_chain(rng, layers)
+    outputs = np.full((layers, len(SIZES)), 1e5)
+    outputs[rng.integers(1, layers - 1)] = 4e8
+    chain = replace(chain, output_bytes=outputs, cut_after=np.arange(layers) < layers - 1)
+    topology = Topology((Group(Device("gpu", int(8e8)), devices),), (Level("node", None, Link(1e10, 0.0)),))
+    config = PipelineConfig("1f1b", "never", 2, 2)
+    space = Space(chain, topology, "sgd", past_largest=True)
+    best = fastest(space, every_plan(chain, config, devices))
+    monkeypatch.setattr(space_module, "MOST_BLOCKS", 0)
+    result = search(space, [Family(config, list_placements(topology)[0], (1, 2))], range(1, devices + 1))
+    assert best is None or result.bound_seconds <= best.step_seconds * SLACK
+
+
 def least_room(space: Space, family: Family) -> float:
     """The step of the best pipeline of one device a stage by the formulas of `reach_bound`, of all cuts."""
     config, table, least = family.config, space.table(family.config.micro_batch_size), inf
