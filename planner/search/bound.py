@@ -396,8 +396,8 @@ class StageRange:
 
 @dataclass(frozen=True, eq=False)
 class StepRange:
-    """The pipelines of a family of a long chain. `high`: the shortest step that is known to have room for one,
-    inf if none is known; `is_possible`: whether some step has."""
+    """The pipelines of a family of a long chain. `high`: the shortest step known to have room for one, inf if
+    none is known; `is_possible`: whether some step has room."""
 
     reach: ReachBound
     high: float = inf
