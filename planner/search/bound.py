@@ -49,6 +49,7 @@ from .family import (
     Family,
     RoughStage,
     distinct_families,
+    may_have,
     quick_bound,
     shared_work,
 )
@@ -483,7 +484,8 @@ class MemoryBound:
             self._push(priced.bound, replace(priced, low=low, high=high))
 
     def _halve(self, low: float, item: StepRange) -> None:
-        """Look whether a step that is at most the limit is enough for a pipeline of a family."""
+        """Narrow the range of steps between `low`, which no plan of the family is below, and the shortest
+        that is known to have room for a pipeline."""
         high = min(item.high, self.limit)
         if high <= low * NARROW_STEP or low <= 0:
             self._closed = min(self._closed, low)
@@ -504,7 +506,7 @@ class MemoryBound:
 
     def _is_allowed(self, stages: int) -> bool:
         """Return whether plans may have so many stages."""
-        return stages in self.counts or (self.deeper and stages > max(self.counts))
+        return may_have(stages, self.counts, deeper=self.deeper)
 
     def _whole_range(self, family: Family, bound: float) -> StageRange | None:
         """All pipelines of several stages of a family; the bound on those of one is known at once."""

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
-from ...cost_models.errors import UsageError
+from ...cost_models.errors import DefectError, UsageError
 from ..candidate import ScoredPlan
 from ..pipeline_config import UNPROPOSED
 from ..plan_records import TIE
@@ -114,6 +114,7 @@ def search(
 
     Raises:
         UsageError: Too many layers or devices for a way to recompute that the bound does not know.
+        DefectError: A plan is below the bound of a large problem.
     """
     large = is_large(space, families)
     by_layer = bool(families) and families[0].config.recompute in UNPROPOSED
@@ -149,6 +150,8 @@ def search(
             # The few cuts allow a search: under pins, say, which the bound does not know.
             _BranchAndBound(few, families, counts, budget, incumbent, None).run()
     step = inf if incumbent.best is None else incumbent.best.step_seconds
+    if bound is not None and proven > step * (1 + 3 * TIE):
+        raise DefectError(f"a plan of {step!r} s is below its bound of {proven!r} s: {incumbent.best}")
     proven = min(proven, step)
     root = min([step, *(quick_bound(space, family) for family in families)])
     exact = proven >= step * (1 - TIE)

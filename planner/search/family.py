@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,6 +37,11 @@ class Family:
     on_all: bool = False
     any_count: bool = False
     """Plans with other numbers of replicas are allowed, too; they are bounded, not searched."""
+
+
+def may_have(stages: int, counts: Collection[int], *, deeper: bool) -> bool:
+    """Return whether plans may have so many stages: one of `counts`, with `deeper` also any larger number."""
+    return stages in counts or (deeper and stages > max(counts))
 
 
 def distinct_families(families: Iterable[Family]) -> list[Family]:

@@ -13,7 +13,7 @@ from ...cost_models.hardware import Device
 from ..candidate import Proposal, ScoredPlan, tell_best
 from ..plan_records import TIE
 from .budget import SearchBudget
-from .family import Family, RoughStage, bounded_counts, distinct_families, quick_bound
+from .family import Family, RoughStage, bounded_counts, distinct_families, may_have, quick_bound
 from .linear_groups import linear_group
 from .placements import Placement
 from .reach_bound import ReachBound
@@ -77,7 +77,7 @@ class Incumbent:
 
     def allows(self, stages: int) -> bool:
         """Return whether plans may have so many stages."""
-        return stages in self.counts or (self._deeper and stages > max(self.counts))
+        return may_have(stages, self.counts, deeper=self._deeper)
 
     def score(self, proposal: Proposal) -> None:
         """Simulate a plan, where it fits."""

@@ -5,8 +5,8 @@ Symbols as in `bound`. Let a step take T seconds. For a stage from cut point i t
     T >= before[i] + (M - n) x - a + after[j]      n < M - 1; under GPipe M x for (M - n) x
     T >= lead[i] + M x - a + e
 
-`before` and `after` are the least sums of the layers before i and from j on, `lead` the least forward of the
-layers before. The device holds min(M, n + 1) micro-batches of the stage. So for a start, n, a kind of device
+`before` and `after` are the least sums of x - a over the layers before i, and of 2 x - a (under GPipe x - a)
+over those from j on; `lead` is the least forward of the layers before i. The device holds min(M, n + 1) micro-batches of the stage. So for a start, n, a kind of device
 and a number of replicas there is a furthest end, which bisection finds in running sums over the layers: no
 table of all stages is needed. A dynamic programme from the last stage back finds the fewest devices:
 
@@ -67,7 +67,7 @@ class ReachBound:
         self._launches = self._sum(Choice.launches)
         self._weights = np.array([[self.speed[one.place] * one.counts.fewest] for one in self.choices])
         self._device_seconds = _least(self._weights * (count * self._seconds - self._once))
-        # Of several stages each leaves the others a device.
+        # A stage of a longer pipeline leaves at least one device to the others.
         several = self._weights[:, 0] + self._weights.min() <= self.capacity
         several |= not several.any()
         self._lead = _least(self._forward[several])
@@ -116,7 +116,8 @@ class ReachBound:
     def shortest_pipeline(
         self, low: float, high: float, is_allowed: Callable[[int], bool]
     ) -> list[RoughStage]:
-        """A pipeline for about the shortest step between two that has room for one; empty if none has."""
+        """A pipeline for about the shortest step between two that has room for one; empty if `high` has none,
+        or only one with an empty stage."""
         pipeline, step = list[RoughStage](), high
         while high > low * NARROW:
             if self.fewest_devices(step, is_allowed) > self.capacity:
