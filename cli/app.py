@@ -4,6 +4,7 @@
 1    an internal error of pplan
 2    what the user or the machine must change
 3    no feasible plan
+4    a threshold was crossed, or a check failed
 130  interrupted
 
 What takes time to import is imported in `main`, so that an interruption finds it there.

@@ -38,7 +38,7 @@ FIELDS: dict[str, str] = {}
 """By the name of a field, the option that sets it. `with_options` enters those of a command."""
 
 ENTER_ALL: list[Callable[[], None]] = []
-"""What enters the fields of all verbs: `cli/verbs.py` adds it, which makes a verb when it is asked for."""
+"""Functions that enter the fields of all verbs. `cli/verbs.py` adds one, as it makes verbs on demand."""
 
 
 def name_field(name: str, option: str) -> None:
@@ -56,7 +56,7 @@ _MARKS = ("=", "`", "pplan.", "settings[")
 """A text without any of these names no field. Most have none, and the patterns take long to compile."""
 _CALL = r"\bpplan\.([a-z_]+)\(([^()]*)\)"
 _NAME = r"(?<![\w.\-`/{])(\w+)[=\[]|`(\w+)"
-"""What may be a field."""
+"""Pattern of a field's name."""
 
 
 def as_options(text: str) -> str:

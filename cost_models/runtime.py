@@ -38,7 +38,7 @@ class Runtime:
     replicas: Literal["none", "equal"]
     one_process: bool
     trains_every_stage: bool
-    """Whether a stage without parameters is refused."""
+    """True if it refuses a stage without trained weights."""
     recompute_by_stage: bool = False
     """Whether each stage may recompute or not, for itself."""
     first_blocks: bool = False
@@ -59,7 +59,7 @@ class Runtime:
     no_zero: str = "it spreads nothing over replicas"
     """Why it runs no others."""
     own_optimizer: bool = False
-    """Whether it steps by an optimizer of its own: fused kernels (Megatron-LM's and Apex' FusedAdam,
+    """True if it steps by an optimizer of its own: fused kernels (Megatron-LM's and Apex' FusedAdam,
     DeepSpeed's FusedAdam), float32 master weights of 16-bit ones, and float32 sums of bfloat16 gradients
     (Megatron-LM with `--bf16`, `megatron/training/arguments.py`; DeepSpeed's BF16_Optimizer)."""
 
@@ -82,7 +82,7 @@ class Runtime:
     script_imports: str = field(default="build", compare=False)
     """Names of `module` that a script imports."""
     program: str = field(default="", compare=False)
-    """What torchrun starts, of a trainer with a command line."""
+    """Script that torchrun starts, of a trainer with a command line; else empty."""
     needs: tuple[str, str] = field(default=("", ""), compare=False)
     """Arguments that the user gives `program`: those that it requires, and further ones."""
 
@@ -100,11 +100,11 @@ class Runtime:
         return self.tied == "any" or (self.tied == "ends" and all(count == 2 for count in users))
 
     def shares_weight(self, stages: Sequence[int], last: int) -> bool:
-        """Whether these stages, of which `last` is the last of the pipeline, may share a weight."""
+        """Return whether these stages may share a weight; `last` is the number of the last stage."""
         return self.tied == "any" or (self.tied == "ends" and list(stages) == [0, last])
 
     def recomputes(self, modes: Collection[str], kinds: Collection[str]) -> bool:
-        """Whether its stages may recompute in these modes, one each, of these kinds."""
+        """Return whether its stages may recompute in these modes, one for each stage, of these kinds."""
         return self.recompute.issuperset(kinds) and (self.recompute_by_stage or len(set(modes)) == 1)
 
     def runs_replicas(self, replicas: Sequence[int]) -> bool:
@@ -207,7 +207,7 @@ TORCH_CLASSES: Final = {
 """Classes of torch.distributed.pipelining by schedule, with the same order; but GPipe's runs the backwards
 from the first micro-batch to the last, which takes as long and holds as much."""
 _TORCH = frozenset(TORCH_CLASSES) | {"naive", "dapple", "zb-h1", "zb-h2"}
-"""What it has classes for, and what it is given as lists of actions."""
+"""Schedules that PyTorch has classes for, and those that it takes as lists of actions."""
 
 RUNTIMES: dict[str, Runtime] = {
     runtime.name: runtime

@@ -119,9 +119,9 @@ def nothing_fits(problem: Problem, more_schedules: Sequence[str] = ()) -> bool:
 def fitting_plans(problem: Problem) -> Iterator[Proposal]:
     """List a plan on few devices for each number of micro-batches and replicas with which one fits.
 
-    Under schedules that are not counted exactly it may not fit.
+    It may not fit under schedules that are not counted exactly, or with three or more sizes of memory.
     """
-    rooms = list_rooms(problem)[-2:]  # as if smaller ones had the room of the larger of these two
+    rooms = list_rooms(problem)[-2:]  # smaller devices are taken for the smaller of these two
     for pipelines in list_pipelines(problem):
         if (stages := pipelines.find(rooms)) is not None:
             yield pipelines.plan(stages).proposal

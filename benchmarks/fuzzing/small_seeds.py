@@ -76,7 +76,7 @@ MORE_KINDS = {
     "calibration": ("machine.calibration.json",),
     "journal": ("profile.journal",),
 }
-"""Of files that only readers alone are tried on, by kind."""
+"""Seeds of files that only the readers are tried on, by kind."""
 FEW = 2
 """Members of a list, of which one is not the first and one not the last."""
 

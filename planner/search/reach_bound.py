@@ -6,9 +6,10 @@ Symbols as in `bound`. Let a step take T seconds. For a stage from cut point i t
     T >= lead[i] + M x - a + e
 
 `before` and `after` are the least sums of x - a over the layers before i, and of 2 x - a (under GPipe x - a)
-over those from j on; `lead` is the least forward of the layers before i. The device holds min(M, n + 1) micro-batches of the stage. So for a start, n, a kind of device
-and a number of replicas there is a furthest end, which bisection finds in running sums over the layers: no
-table of all stages is needed. A dynamic programme from the last stage back finds the fewest devices:
+over those from j on; `lead` is the least forward of the layers before i. The device holds min(M, n + 1)
+micro-batches of the stage. So for a start, n, a kind of device and a number of replicas there is a furthest
+end, which bisection finds in running sums over the layers: no table of all stages is needed. A dynamic
+programme from the last stage back finds the fewest devices:
 
     devices[n + 1, i] = min over r of   r + min over j up to the furthest end of devices[n, j]
 

@@ -167,8 +167,8 @@ class Choice:
         return slowest
 
     def least_exposed(self) -> Floats:
-        """(layers,): of a stage's sum, no more than its exposed all-reduce where that is positive. Buckets
-        are not looked at: backward and all-reduce together are no more than both take."""
+        """(layers,): terms whose sum over a stage is a lower bound on its exposed all-reduce, if positive: no
+        more of it is hidden than the backward takes."""
         sent = self.space.gradients(self.table.costs.trainable_bytes)
         pace = all_reduce_pace(self.space.topology, self.counts.fewest)
         exposed: Floats = sent * pace - self._slowest_backward
