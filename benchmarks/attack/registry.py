@@ -81,6 +81,7 @@ BOUNDS: dict[str, str] = {
     "search/family.py:shared_work": MEMORY,
     "search/stage_figures.py:make_stage_figures": MEMORY,
     "search/stage_figures.py:Choice._group": MEMORY,
+    "search/stage_figures.py:Choice.least_exposed": REACHED,
     "search/stage_figures.py:Choice.all_columns": MEMORY,
     "search/subproblem.py:Subproblem._completion": STEP,
     "search/bound.py:MemoryBound.completion": STEP,
