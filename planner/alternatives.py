@@ -18,14 +18,15 @@ from .joint_search import OUT_OF_TIME, JointSearchResult, plan_with, problem_for
 from .pipeline_config import ANY_SCHEDULE, INTERLEAVED, SEARCHED
 from .plan_records import Alternative, Baseline
 from .plan_stages import plan_recompute, plan_stages, run_in_words, shared_weights
-from .planners import find_planner
+from .planners import BASELINES, find_planner
 from .problem import Problem
 from .scoring import fastest
 from .search.branch_and_bound import is_large
 from .search.space import divide_batch
 
-WORK = 2e9
+WORK = 3e8
 """Counted work of each search, see `SearchBudget`."""
+CUT_SHORT = "the time limit ended its search"
 WORTH, DOUBLINGS = 0.05, 4
 """Share of the step that larger micro-batches than the profile holds must save, and how often they double."""
 
@@ -65,19 +66,22 @@ def _for_runtimes(
     plan = None if result.best is None else _in_rank_order(own, result.best)
     if plan is None:
         return result.best, None
-    return result.best, _alternative(own, plan, names, exact=result.exact and plan == result.best)
+    exact = result.exact and plan == result.best
+    reason = CUT_SHORT if own.budget.over and not exact else ""
+    return result.best, _alternative(own, plan, names, exact=exact, reason=reason)
 
 
 def _starts(problem: Problem, plans: Sequence[ScoredPlan]) -> list[ScoredPlan]:
-    """The fastest of some plans, as the problem's runtime runs them."""
+    """The fastest of some plans, as the problem's runtime runs them, and its baselines."""
     proposals = [
         replace(plan.proposal, config=replace(plan.config, recompute=mode), devices=_in_order(plan))
-        for plan in plans
+        for plan in sorted(plans, key=lambda plan: plan.step_seconds)
         for mode in problem.modes(plan.config.schedule)
         if plan.config.virtual_stages == 1 and plan.config.schedule in SEARCHED
     ]
     best = fastest(problem.space, [one for one in proposals if problem.allows(one)])
-    return [] if best is None else [best]
+    starts = [best, *(plan_with(find_planner(name), problem) for name in BASELINES)]
+    return [plan for plan in starts if isinstance(plan, ScoredPlan)]
 
 
 def _in_rank_order(problem: Problem, best: ScoredPlan) -> ScoredPlan | None:

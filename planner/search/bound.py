@@ -63,6 +63,8 @@ from .stage_recompute import stage_modes
 
 NARROW = 1.003
 """Ranges whose ends are closer than this are not halved."""
+LITTLE = 0.2
+"""Share of the gap to the limit: where a search follows, ranges whose bound rises by less are not halved."""
 LOOKS = 5
 """Number of prices to try for a range."""
 HALVINGS = 5
@@ -475,7 +477,8 @@ class MemoryBound:
         priced = self._improve(item)
         if priced.bound >= self.limit:
             return
-        if priced.high <= priced.low * NARROW:
+        raised = priced.bound - item.bound >= LITTLE * (self.limit - item.bound)
+        if priced.high <= priced.low * NARROW or (self.every_range and not raised):
             self._closed = min(self._closed, priced.bound)
             self.open_ranges.append(priced)
             return

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import groupby
 
 from ...cost_models.memory import Recompute
 from ..candidate import Proposal
+from ..pipeline_config import PipelineConfig
 from ..stage_table import Floats
 from .bounds_1f1b import whole_bound_1f1b
 from .bounds_gpipe import whole_bound_gpipe
@@ -22,11 +23,12 @@ WHOLE_BOUNDS: dict[str, Callable[[Pipelines], Floats]] = {
 """Bounds on whole plans, by schedule."""
 
 
-def group_alike(proposals: Iterable[Proposal]) -> Iterator[list[Proposal]]:
-    """Group proposals of one configuration with as many parts."""
-    key: Callable[[Proposal], tuple[str, int]] = lambda p: (str(p.config), len(p.ends))  # noqa: E731
-    for _, alike in groupby(sorted(proposals, key=key), key=key):
-        yield list(alike)
+def group_alike(proposals: Iterable[Proposal]) -> list[list[Proposal]]:
+    """Group proposals of one configuration with as many parts, in the order of the first of each."""
+    groups = defaultdict[tuple[PipelineConfig, int], list[Proposal]](list)
+    for proposal in proposals:
+        groups[proposal.config, len(proposal.ends)].append(proposal)
+    return list(groups.values())
 
 
 @dataclass(frozen=True)

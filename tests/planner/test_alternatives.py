@@ -17,6 +17,7 @@ from pplan.cost_models.tied_weights import TiedWeight
 from pplan.cost_models.topology import Topology
 from pplan.planner import alternatives
 from pplan.planner.alternatives import (
+    CUT_SHORT,
     WORK,
     WORTH,
     _answers,
@@ -31,9 +32,10 @@ from pplan.planner.alternatives import (
     score_baselines,
 )
 from pplan.planner.candidate import Proposal, ScoredPlan
-from pplan.planner.joint_search import OUT_OF_TIME, JointSearchResult
+from pplan.planner.joint_search import OUT_OF_TIME, JointSearchResult, plan_with
 from pplan.planner.pipeline_config import SEARCHED, PipelineConfig
 from pplan.planner.plan_options import PlanOptions
+from pplan.planner.planners import find_planner
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
 from pplan.planner.search.branch_and_bound import SearchResult
@@ -128,6 +130,22 @@ def test_a_problem_that_is_too_large_or_of_one_planner(make_problem: MakeProblem
     assert find_alternatives(free, answer(plan)) != []
     monkeypatch.setattr(alternatives, "is_large", lambda *_: True)
     assert find_alternatives(free, answer(plan)) == []
+
+
+def test_a_search_without_time_starts_from_the_answer(make_problem: MakeProblem) -> None:
+    """A runtime that runs the answer gets no slower plan, whatever else was scored first."""
+    problem = make_problem(4, precision="fp32")
+    plan = plan_with(find_planner("data-parallel"), problem)
+    alone = plan_with(find_planner("one-gpu"), problem)
+    assert isinstance(plan, ScoredPlan)
+    assert isinstance(alone, ScoredPlan)
+    assert plan.step_seconds < alone.step_seconds
+    result = SearchResult(plan, 0.0, 0.0, exact=False)
+    over = replace(problem, budget=SearchBudget.of_seconds(1e-9))
+    others = find_alternatives(over, JointSearchResult(result, {"one-gpu": alone}))
+    steps = {name: (other.step_seconds, other.reason) for other in others for name in other.runtimes}
+    step, reason = steps["torch"]
+    assert (step, reason) == (plan.step_seconds, CUT_SHORT)
 
 
 @pytest.mark.parametrize("exact", [True, False])

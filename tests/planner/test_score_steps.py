@@ -104,13 +104,11 @@ def test_of_loose_bounds_only_so_many_are_scored() -> None:
 
 
 def test_proposals_side_by_side() -> None:
-    """Those of one configuration with as many parts."""
+    """Those of one configuration with as many parts, in the order of the first of each."""
     other = replace(CONFIG, micro_batches=8)
     rows = [proposal(3, 6), proposal(6), proposal(2, 6), proposal(1, 6, config=other), proposal(5, 6)]
-    groups = list(group_alike(rows))
-    assert sorted(map(len, groups)) == [1, 1, 3]
-    assert [rows[0], rows[2], rows[4]] in groups
-    assert list(group_alike([])) == []
+    assert group_alike(rows) == [[rows[0], rows[2], rows[4]], [rows[1]], [rows[3]]]
+    assert group_alike([]) == []
 
 
 def test_pipelines_that_fit_as_far_as_the_time_goes(monkeypatch: Patch) -> None:
