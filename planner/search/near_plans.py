@@ -23,6 +23,8 @@ FAR = 1.1
 """Plans with bounds above this many times the best step are not simulated."""
 MOST_STAGES, MOST_TRIED = 512, 60
 """Stages of a pipeline with equal replicas, and such pipelines that are made, at most."""
+FOR_EQUAL = 0.3
+"""Share of the work and the time for pipelines with equal replicas."""
 SCORING = 2e3
 """Work for each device of a plan, mostly for the ports that it shares."""
 
@@ -102,7 +104,8 @@ class Incumbent:
 def score_equal(incumbent: Incumbent) -> None:
     """Score the shortest pipelines whose stages have equal replicas, of each family and number of replicas;
     those with the shortest estimates first."""
-    space, trials = incumbent.space, list[tuple[float, int, Family]]()
+    budget = incumbent.budget.part(FOR_EQUAL * incumbent.budget.remaining, share=FOR_EQUAL)
+    space, trials = incumbent.space.within(budget), list[tuple[float, int, Family]]()
     for family in distinct_families(incumbent.families):
         config, devices = family.config, len(family.placement.ranks)
         for count in _usable_counts(space, family):
@@ -113,9 +116,9 @@ def score_equal(incumbent: Incumbent) -> None:
             estimate = float(work.sum()) / stages * (config.micro_batches + stages - 1)
             trials.append((estimate, len(trials), replace(family, replicas=(count,), any_count=False)))
     for estimate, _, family in sorted(trials, key=lambda trial: trial[:2])[:MOST_TRIED]:
-        if estimate >= incumbent.step or incumbent.budget.spent:
+        if estimate >= incumbent.step or budget.spent:
             return
-        reach = ReachBound(space.within(incumbent.budget), family)
+        reach = ReachBound(space, family)
         low = quick_bound(space, family)
         pipeline = reach.shortest_pipeline(low, min(incumbent.within, 8 * estimate), incumbent.allows)
         if pipeline:

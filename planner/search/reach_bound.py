@@ -105,9 +105,10 @@ class ReachBound:
             devices = np.where(ends > self.places, self._weights + nearest[ends], inf)
             row = devices.min(axis=0)
             row[row > room] = inf  # the layers before take more than the devices that are left
+            selected = devices.argmin(axis=0)
             self._rows.append(row)
-            self._selected.append(devices.argmin(axis=0))
-            self._ends.append(ends)
+            self._selected.append(selected.astype(np.int32))
+            self._ends.append(ends[selected, self.places].astype(np.int32))
             if is_allowed(remaining):
                 fewest = min(fewest, float(row[0]))
             if fewest <= self.capacity or not np.isfinite(row).any():
@@ -137,7 +138,7 @@ class ReachBound:
             self._selected[::-1], self._ends[::-1], self._rows[-2::-1], strict=True
         ):
             number = int(selected[place])
-            devices = row[: ends[number, place] + 1]
+            devices = row[: ends[place] + 1]
             end = int(np.flatnonzero(devices == devices.min())[-1])
             if end <= place:
                 return []
@@ -182,8 +183,8 @@ class ReachBound:
             return by_count[in_flight]
         stage_bytes = self._bytes_of(choice)
         fewer = max((count for count in by_count if count < in_flight), default=0)
-        beyond = by_count[fewer][:-1] + 1 if fewer else np.full(len(starts), len(self.places))
-        fitting = starts
+        fitting = starts.astype(np.int32)
+        beyond = by_count[fewer][:-1] + 1 if fewer else np.full_like(fitting, len(self.places))
         while (beyond - fitting > 1).any():
             middle = (fitting + beyond) // 2
             terms = ledger(
@@ -196,7 +197,7 @@ class ReachBound:
             )
             fits = (total(terms) * SAFE <= limit) | (middle == starts)
             fitting, beyond = np.where(fits, middle, fitting), np.where(fits, beyond, middle)
-        by_count[in_flight] = np.append(fitting, self.places[-1])
+        by_count[in_flight] = np.append(fitting, self.places[-1:].astype(np.int32))
         return by_count[in_flight]
 
     def _bytes_of(self, choice: Choice) -> RunningBytes:
