@@ -42,6 +42,15 @@ def balance(
     return [int(count) for count in np.diff([0, *places[_by_greed(work.tolist(), stages)]])]
 
 
+def balanced_ends(
+    costs: Sequence[float] | Floats,
+    stages: int,
+    cut_after: Sequence[bool] | npt.NDArray[np.bool_] | None = None,
+) -> tuple[int, ...]:
+    """Return the number of layers before the end of each stage; see `balance`."""
+    return tuple(np.cumsum(balance(costs, stages, cut_after=cut_after)).tolist())
+
+
 def balance_table(cost: Callable[[int], Floats], stages: int) -> list[int]:
     """Ends (places 1 to n, ascending) of `stages` stages that minimise the largest cost of a stage.
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 from ..cost_models.errors import UsageError
 from ..cost_models.optimizers import find_optimizer
 from ..cost_models.schedules import find_schedule
-from .balance import balance
+from .balance import balanced_ends
 from .candidate import Proposal, ScoredPlan, linear_pipeline, replicated_pipeline
 from .cut_search.device_choices import DeviceChooser
 from .cut_search.schedule_search import MOST_ACTIONS, ScheduleResult, search_schedules
 from .cut_search.shape_search import FAR
-from .planners.base import add_counts, replicated_shapes, shared_configs, work_seconds
+from .planners.base import full_shapes, shared_configs, work_seconds
 from .problem import Problem
 from .scoring import fastest
 from .search.space import Space
@@ -87,12 +87,13 @@ def propose_parts(
             smallest micro-batches come first.
     """
     names, chooser, space = set(schedules), DeviceChooser(problem), problem.space
-    shapes = [*((stages, 1) for stages in problem.stage_counts), *replicated_shapes(problem)]
+    replicated = [shape for shape in full_shapes(problem) if shape[1] > 1]
+    shapes = [*((stages, 1) for stages in problem.stage_counts), *replicated]
     configs = problem.configs
     if by_memory:
         parts = min((find_schedule(name).default_virtual_stages for name in names), default=1)
         most = min(problem.stage_counts[-1], space.chain.max_stages // parts)
-        shapes = [(most, 1), *replicated_shapes(problem)]
+        shapes = [(most, 1), *replicated]
         configs = sorted(configs, key=lambda config: config.micro_batch_size)
     for config in configs:
         schedule = find_schedule(config.schedule)
@@ -111,7 +112,7 @@ def propose_parts(
                 pipe = schedule.program(stages, config.micro_batches, parts).pipes[0]
                 size = config.micro_batch_size // replicas
                 work = bytes_by_layer(space, size) if by_memory else work_seconds(problem, size)
-                ends = add_counts(balance(work, stages * parts, cut_after=space.chain.cut_after))
+                ends = balanced_ends(work, stages * parts, space.chain.cut_after)
                 ranks = chooser.choices([replicas] * stages).shapes[0]
                 devices = tuple(ranks[slot.device] for slot in pipe)
                 proposal = Proposal(replace(config, virtual_stages=parts), ends, devices)
@@ -135,7 +136,7 @@ def _simple_shapes(problem: Problem, size: int, best: ScoredPlan | None) -> Iter
         stages = {count for count in counts if count & (count - 1) == 0} | {counts[-1]}
         stages |= set() if best is None else {len(best.proposal.ends)} & set(counts)
         for count in sorted(stages):
-            yield linear_pipeline(config, add_counts(balance(work, count, cut_after=space.chain.cut_after)))
+            yield linear_pipeline(config, balanced_ends(work, count, space.chain.cut_after))
     for count in sorted({max(own) for own in problem.replica_choices(size)} - {1}):
         yield replicated_pipeline(config, [len(problem.chain)], [count])
 

@@ -159,7 +159,6 @@ NOT_BOUNDS: dict[str, str] = {
     "objectives/solve_objective.py:_additional_space": "says in words what a bound is about",
     "objectives/solve_objective.py:_extend_coverage": "says in words what a bound is about",
     "search/least_exchange.py:LeastExchanges.after": "seconds that bounds are made of",
-    "planners/torchgpipe_balance.py:_Blocks.bounds": "items of blocks",
     "problem_grid.py:make_row": "figures of a plan, copied",
     "shared_layers.py:_row": "figures of an answer, copied",
     "build_plan.py:build_plan": "warns of an answer that is not proven",

@@ -18,8 +18,8 @@ _FILES = {
     "torchgpipe-time": "torchgpipe_balance",
     "torchgpipe-size": "torchgpipe_balance",
     "gpipe": "rules",
-    "megatron": "megatron",
-    "interleaved": "megatron",
+    "megatron": "rules",
+    "interleaved": "rules",
     "pipedream": "pipedream_planner",
     "pipedream-published": "pipedream_planner",
     "dapple": "dapple_planner",
@@ -30,7 +30,7 @@ _FILES = {
     "spp": "bottleneck_planners",
     "piper": "bottleneck_planners",
     "asteroid": "asteroid",
-    "galvatron": "galvatron",
+    "galvatron": "equal_replicas",
     "torch-partition": "torch_partition",
 }
 BASELINES = ("one-gpu", "data-parallel", "even")
@@ -42,8 +42,7 @@ class _Planners(Mapping[str, Planner]):
 
     def __getitem__(self, name: str) -> Planner:
         module = import_module(f".{_FILES[name]}", __name__)
-        objects = (value for value in vars(module).values() if not isinstance(value, type))
-        planners = (value for value in objects if isinstance(value, Planner))
+        planners: tuple[Planner, ...] = module.PLANNERS
         return next(planner for planner in planners if planner.name == name)
 
     def __iter__(self) -> Iterator[str]:
@@ -64,9 +63,9 @@ def find_planner(name: str) -> Planner:
     """
     kind, colon, pattern = name.partition(":")
     if kind == "deepspeed-type" and colon:
-        from .deepspeed_partition import DeepSpeedType
+        from .deepspeed_partition import deepspeed_type
 
-        return DeepSpeedType(pattern)
+        return deepspeed_type(pattern)
     if name in PLANNERS:
         return PLANNERS[name]
     near = difflib.get_close_matches(name, PLANNERS, n=1)

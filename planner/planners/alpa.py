@@ -12,17 +12,18 @@ micro-batch, all devices are used, and a stage needs room for the micro-batches 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...cost_models.collectives import all_reduce_seconds
 from ..candidate import Proposal
 from ..search.space import Space
 from ..stage_table import Floats
+from .base import Planner
 from .replica_groups import (
     MicroBatchChoice,
     ReplicaWork,
@@ -47,39 +48,34 @@ PROMISING, QUICK_BLOCKS = 3, 24
 @dataclass(frozen=True)
 class AlpaPlan:
     """By stage the place it ends at and its number of devices; what the plan costs, in seconds; whether some
-    stage recomputes."""
+    stage recomputes; the sum of its stages' seconds."""
 
     ends: tuple[int, ...]
     replicas: tuple[int, ...]
     cost_seconds: float
     recomputes: bool
+    sum_seconds: float
 
 
-@dataclass(frozen=True)
-class Alpa:
-    """The planner by its name."""
-
-    name: str = "alpa"
-
-    def propose(self, problem: Problem) -> Iterable[Proposal]:
-        """The cheapest plan of the most promising micro-batch sizes."""
-        space, gpus = thin_cuts(problem.space, BLOCKS), problem.usable_gpus
-        coarse, most = thin_cuts(space, QUICK_BLOCKS), problem.stage_counts[-1]
-        quick_plans = [
-            (quick_plan.cost_seconds, choice)
-            for choice in micro_batch_choices(problem.configs)
-            if (quick_plan := find_alpa_plan(coarse, choice, gpus, most)) is not None
-        ]
-        cut_points = space.table(space.chain.sizes[0]).cut_points
-        for _, choice in sorted(quick_plans, key=lambda quick_plan: quick_plan[0])[:PROMISING]:
-            best = find_alpa_plan(space, choice, gpus, most)
-            if best is not None:
-                ends = tuple(cut_points[end] for end in best.ends)
-                config, devices = choice.config(best.recomputes), place_submeshes(best.replicas)
-                yield Proposal(config, ends, devices, best.cost_seconds)
+def _propose(problem: Problem) -> Iterator[Proposal]:
+    """The cheapest plan of the most promising micro-batch sizes."""
+    space, gpus = thin_cuts(problem.space, BLOCKS), problem.usable_gpus
+    coarse, most = thin_cuts(space, QUICK_BLOCKS), problem.stage_counts[-1]
+    quick_plans = [
+        (quick_plan.cost_seconds, choice)
+        for choice in micro_batch_choices(problem.configs)
+        if (quick_plan := find_alpa_plan(coarse, choice, gpus, most)) is not None
+    ]
+    cut_points = space.table(space.chain.sizes[0]).cut_points
+    for _, choice in sorted(quick_plans, key=lambda quick_plan: quick_plan[0])[:PROMISING]:
+        best = find_alpa_plan(space, choice, gpus, most)
+        if best is not None:
+            ends = tuple(cut_points[end] for end in best.ends)
+            config, devices = choice.config(best.recomputes), place_submeshes(best.replicas)
+            yield Proposal(config, ends, devices, best.cost_seconds)
 
 
-ALPA = Alpa()
+PLANNERS = (Planner("alpa", _propose),)
 
 
 def submeshes(gpus: int, gpus_per_node: int) -> list[int]:
@@ -141,32 +137,28 @@ class _Enumeration:
     @cached_property
     def stage_work(self) -> dict[int, ReplicaWork]:
         """What stages cost, by size in groups; none has more devices than there are samples."""
-        work = {}
-        for size in self.sizes:
-            if (
-                size % self.each == 0
-                and size <= self.choice.size
-                and self.space.fits_someone(self.choice.size, size)
-            ):
-                self.space.budget.check()
-                group = self.space.replica_group(self.choice.size, range(size))
-                gradients = self.space.gradients(np.asarray(group.table.stage_bytes.trainable))
-                reduced = all_reduce_seconds(self.space.topology, range(size), gradients)
-                work[size // self.each] = cost_replicas(self.space, group, self.choice.modes, reduced)
-        return work
+        return {
+            size // self.each: cost_replicas(self.space, self.choice, range(size))
+            for size in self.sizes
+            if size % self.each == 0
+            and size <= self.choice.size
+            and self.space.fits_someone(self.choice.size, size)
+        }
 
     @cached_property
     def seconds(self) -> list[dict[int, Floats]]:
         """By number of stages to the last one (from 1 on), and by size: seconds of every stage a micro-batch,
         inf for what does not fit. They are the same from where no more micro-batches are in flight."""
         most = min(self.most_stages, self.cut_points - 1)
-        tables: dict[int, dict[int, Floats]] = {}
-        for in_flight in {self.choice.in_flight(to_last) for to_last in range(1, most + 1)}:
-            tables[in_flight] = {
-                size: work.work(in_flight) + work.all_reduce / self.choice.micro_batches
+        in_flight = [self.choice.in_flight(to_last) for to_last in range(1, most + 1)]
+        tables = {
+            count: {
+                size: work.work(count) + work.all_reduce / self.choice.micro_batches
                 for size, work in self.stage_work.items()
             }
-        return [tables[self.choice.in_flight(to_last)] for to_last in range(1, most + 1)]
+            for count in set(in_flight)
+        }
+        return [tables[count] for count in in_flight]
 
     @property
     def cut_points(self) -> int:
@@ -175,47 +167,27 @@ class _Enumeration:
 
     def best(self, steps: int | None) -> AlpaPlan | None:
         """The cheapest plan, over t_max ascending."""
-        if not self.stage_work:
+        best = self._least_sum(np.inf) if self.stage_work else None
+        if best is None:
             return None
-        limits = self._limits()
-        loosest = self._least_sum(np.inf)
-        if loosest is None:
-            return None
-        best, least_sum = loosest.plan, loosest.sum
-        first = self._first_possible(limits)
-        width = 0.0 if steps is None else self._tightest(limits[first], best) / steps
-        for limit in _spaced(limits[first:], width):
+        limits = np.unique([table for tables in self.seconds for table in tables.values()])
+        limits = limits[np.isfinite(limits) & (limits >= 0)]
+        # The tightest limit under which there is a plan.
+        limits = limits[bisect_left(limits, True, key=lambda limit: bool(self._sums(limit)[1])) :]
+        least_sum, count, width = best.sum_seconds, self.choice.micro_batches, 0.0
+        if steps is not None:
+            tightest = self._least_sum(limits[0]) or best
+            width = min(best.cost_seconds, tightest.cost_seconds) / count / steps
+        for limit in _spaced(limits, width):
             # With this slowest stage a plan costs at least the least sum of any, and at least M such stages.
-            rest = max(least_sum, limit)
-            if (self.choice.micro_batches - 1) * limit + rest >= best.cost_seconds:
+            if (count - 1) * limit + max(least_sum, limit) >= best.cost_seconds:
                 break
-            solution = self._least_sum(limit)
-            if solution is not None and solution.plan.cost_seconds < best.cost_seconds:
-                best = solution.plan
+            plan = self._least_sum(limit)
+            if plan is not None and plan.cost_seconds < best.cost_seconds:
+                best = plan
         return best
 
-    def _tightest(self, limit: float, best: AlpaPlan) -> float:
-        """What a micro-batch costs in the better of two plans: of the best known, and under the tightest
-        limit."""
-        solution = self._least_sum(limit)
-        other = best if solution is None else solution.plan
-        return min(best.cost_seconds, other.cost_seconds) / self.choice.micro_batches
-
-    def _limits(self) -> Floats:
-        """Every t_max, ascending."""
-        values = np.unique([table for tables in self.seconds for table in tables.values()])
-        finite: Floats = values[np.isfinite(values) & (values >= 0)]
-        return finite
-
-    def _first_possible(self, limits: Floats) -> int:
-        """The tightest under which there is a plan."""
-        low, high = 0, len(limits) - 1
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._sums(limits[middle])[1] else (middle + 1, high)
-        return low
-
-    def _least_sum(self, limit: float) -> _Solution | None:
+    def _least_sum(self, limit: float) -> AlpaPlan | None:
         """The plan of the least sum whose stages are no slower than the limit."""
         sums, possible = self._sums(limit)
         if not possible:
@@ -244,7 +216,7 @@ class _Enumeration:
                 possible.append(len(sums) - 1)
         return sums, possible
 
-    def _trace_back(self, sums: list[Floats], stages: int, limit: float) -> _Solution:
+    def _trace_back(self, sums: list[Floats], stages: int, limit: float) -> AlpaPlan:
         """The plan behind a least sum."""
         place, groups, ends, replicas, times, recomputes = 0, self.groups, [], [], [], False
         for to_last in range(stages, 0, -1):
@@ -262,15 +234,7 @@ class _Enumeration:
             replicas.append(size * self.each)
             place, groups = end, groups - size
         cost = sum(times) + (self.choice.micro_batches - 1) * max(times)
-        return _Solution(AlpaPlan(tuple(ends), tuple(replicas), cost, recomputes), sum(times))
-
-
-@dataclass(frozen=True)
-class _Solution:
-    """A plan and the sum of its stages' seconds."""
-
-    plan: AlpaPlan
-    sum: float
+        return AlpaPlan(tuple(ends), tuple(replicas), cost, recomputes, sum(times))
 
 
 def _spaced(values: Floats, width: float) -> Iterator[float]:

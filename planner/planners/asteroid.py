@@ -17,8 +17,13 @@ sums apart, that is
 
 The dynamic programme adds a stage in front of what it has for the layers, devices and stages behind, and
 keeps of each the plan with the least latency. E_f and E_b of a stage are those of its slowest replica, with
-the shares of Algorithm 1 (`asteroid_shares`). A stage that is the p-th from the last holds 2 p - 1
+the shares of Algorithm 1. A stage that is the p-th from the last holds 2 p - 1
 micro-batches.
+
+Algorithm 1, for every stage on unlike replicas: shares by the replicas' speed, within their memory; what is
+too much goes to those that end first with it; then parts move from the slowest replica to others as long as
+that is faster. As every part that is moved makes the slowest replica faster, and seconds only grow with the
+samples, no shares are better.
 
 Here bytes are pplan's ledger, transfers and all-reduces take pplan's seconds, shares are multiples of
 1/32 micro-batch, cuts are thinned to `BLOCKS`, and more devices than `MOST_GROUPS` stay together with their
@@ -39,19 +44,166 @@ import numpy as np
 
 from ...cost_models.collectives import all_reduce_seconds
 from ...cost_models.hardware import Device
+from ...cost_models.memory import Recompute
 from ...cost_models.timeline import step_seconds
 from ..candidate import Proposal
 from ..scoring import assemble
 from ..search.space import Space
-from ..stage_table import Floats, ledger_options
-from .asteroid_shares import Ints, SharedStages, ShareTables
-from .replica_groups import MicroBatchChoice, count_replicas, group_devices, micro_batch_choices, thin_cuts
+from ..stage_table import Floats, Indices, ledger_options
+from .base import Planner
+from .replica_groups import MicroBatchChoice, group_choices, micro_batch_choices, thin_cuts
 
 if TYPE_CHECKING:
     from ..problem import Problem
 
 BLOCKS = 40
 """Blocks of layers between which a search may cut."""
+MOST_SHARES = 32
+"""Into so many parts a micro-batch is divided among replicas, at the most."""
+
+
+class SharedStages(NamedTuple):
+    """Every stage, (cut points, cut points), on a group of devices: E_f and E_b, inf for what does not fit;
+    `shares` (devices, cut points, cut points): the parts of a micro-batch that each device takes."""
+
+    forward: Floats
+    backward: Floats
+    shares: Indices
+
+
+@dataclass(frozen=True, eq=False)
+class ShareTables:
+    """What shares of a micro-batch take and need on each kind of device; `parts` of a micro-batch of
+    `choice.size` samples, each of `unit`."""
+
+    space: Space
+    choice: MicroBatchChoice
+    _times: dict[Device, tuple[Floats, Floats]] = field(default_factory=dict)
+    _fits: dict[tuple[Device, int], Indices] = field(default_factory=dict)
+
+    @cached_property
+    def parts(self) -> int:
+        """Into how many a micro-batch is divided."""
+        size = self.choice.size
+        counts = (count for count in range(1, MOST_SHARES + 1) if size % count == 0)
+        return max((count for count in counts if self.space.fits_someone(size // count, 1)), default=0)
+
+    @property
+    def unit(self) -> int:
+        """Samples of a part."""
+        return self.choice.size // max(self.parts, 1)
+
+    @property
+    def mode(self) -> Recompute:
+        """Asteroid does not recompute, unless nothing else is allowed."""
+        return "never" if {"never", "by_stage"} & set(self.choice.modes) else "always"
+
+    @cached_property
+    def most(self) -> int:
+        """Parts that a device may take, as far as they can be costed."""
+        most = 0
+        while most < self.parts and self.space.fits_someone((most + 1) * self.unit, 1):
+            most += 1
+        return most
+
+    def times(self, kind: Device) -> tuple[Floats, Floats]:
+        """(parts + 1, cut points, cut points): forward and backward seconds of so many parts."""
+        if kind not in self._times:
+            tables = [self.space.kind_table(kind, n * self.unit) for n in range(1, self.most + 1)]
+            again = 1 if self.mode == "always" else 0
+            forward = [np.zeros(self.space.usable.shape), *(own.forward for own in tables)]
+            backward = [np.zeros_like(forward[0]), *(own.backward + again * own.forward for own in tables)]
+            scale = kind.seconds_scale
+            self._times[kind] = (np.stack(forward) * scale, np.stack(backward) * scale)
+        return self._times[kind]
+
+    def room(self, kind: Device, in_flight: int) -> Indices:
+        """(cut points, cut points): the most parts that fit; -1 where not even the weights do."""
+        if (kind, in_flight) not in self._fits:
+            space, limit = self.space, min(kind.memory_bytes or inf, self.space.memory_limit or inf)
+            room = np.full(space.usable.shape, self.most)
+            if limit < inf:
+                options = ledger_options(kind, space.dtype, space.number_bytes, space.zero)
+                room[:] = 0
+                for n in range(1, self.most + 1):
+                    table = space.kind_table(kind, n * self.unit)
+                    need = table.memory(in_flight, self.mode, space.optimizer, 1, **options)
+                    room = np.where((room == n - 1) & (need <= limit), n, room)
+            self._fits[kind, in_flight] = np.where(space.usable, room, -1)
+        return self._fits[kind, in_flight]
+
+    def share(self, kinds: Sequence[Device], in_flight: int) -> SharedStages:
+        """Algorithm 1 for every stage on devices of these kinds."""
+        if len(set(kinds)) == 1:
+            return self._share_evenly(kinds[0], len(kinds), in_flight)
+        forward = np.stack([self.times(kind)[0] for kind in kinds])
+        backward = np.stack([self.times(kind)[1] for kind in kinds])
+        room = np.stack([self.room(kind, in_flight) for kind in kinds])
+        seconds = forward + backward
+        shares = _by_speed(seconds, np.maximum(room, 0), self.parts)
+        shares = _offload(seconds, np.maximum(room, 0), shares)
+        fits = (shares.sum(axis=0) == self.parts) & (room >= 0).all(axis=0)
+        slowest = [
+            np.where(fits, np.take_along_axis(own, shares[:, None], axis=1)[:, 0].max(axis=0), inf)
+            for own in (forward, backward)
+        ]
+        return SharedStages(slowest[0], slowest[1], shares)
+
+    def _share_evenly(self, kind: Device, count: int, in_flight: int) -> SharedStages:
+        """The same for devices of one kind."""
+        least, larger = divmod(self.parts, count)
+        most = least + (larger > 0)
+        own = least + (np.arange(count) < larger)
+        shares = np.broadcast_to(own[:, None, None], (count, *self.space.usable.shape))
+        if most > self.most:
+            nothing = np.full(self.space.usable.shape, inf)
+            return SharedStages(nothing, nothing, shares)
+        forward, backward = (
+            np.where(most <= self.room(kind, in_flight), t[most], inf) for t in self.times(kind)
+        )
+        return SharedStages(forward, backward, shares)
+
+
+def _by_speed(seconds: Floats, room: Indices, parts: int) -> Indices:
+    """(devices, ...): parts in proportion to the speed of the devices, as many as have room; what is left
+    goes, part by part, to the device that ends first with it."""
+    speed = 1 / np.maximum(seconds[:, -1], 1e-300)
+    shares: Indices = np.minimum((parts * speed / speed.sum(axis=0)).astype(np.int64), room)
+    for _ in range(parts):
+        receiver, longer = _next_receiver(seconds, room, shares)
+        adds = (shares.sum(axis=0) < parts) & np.isfinite(longer)
+        if not adds.any():
+            break
+        _add(shares, receiver, adds.astype(np.int64))
+    return shares
+
+
+def _offload(seconds: Floats, room: Indices, shares: Indices) -> Indices:
+    """The shares, with parts moved from the slowest device as long as the one that takes a part is faster."""
+    for _ in range(shares.shape[0] * seconds.shape[1]):
+        own = np.take_along_axis(seconds, shares[:, None], axis=1)[:, 0]
+        slowest, longest = own.argmax(axis=0), own.max(axis=0)
+        receiver, longer = _next_receiver(seconds, room, shares)
+        moves = longer < longest
+        if not moves.any():
+            break
+        _add(shares, slowest, -moves.astype(np.int64))
+        _add(shares, receiver, moves.astype(np.int64))
+    return shares
+
+
+def _next_receiver(seconds: Floats, room: Indices, shares: Indices) -> tuple[Indices, Floats]:
+    """The device that ends first with a part more, and when; inf where none has room."""
+    more = np.minimum(shares + 1, seconds.shape[1] - 1)
+    longer = np.take_along_axis(seconds, more[:, None], axis=1)[:, 0]
+    longer = np.where(shares < room, longer, inf)
+    return longer.argmin(axis=0), longer.min(axis=0)
+
+
+def _add(shares: Indices, device: Indices, amount: Indices) -> None:
+    """Adds to the share of one device of every stage."""
+    own = np.take_along_axis(shares, device[None], axis=0)
+    np.put_along_axis(shares, device[None], own + amount[None], axis=0)
 
 
 @dataclass(frozen=True)
@@ -71,8 +223,8 @@ class _State(NamedTuple):
 
     aligned: Floats
     reduced: Floats
-    end: Ints
-    group: Ints
+    end: Indices
+    group: Indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,23 +345,19 @@ def _least(states: Sequence[_State]) -> _State:
 def find_asteroid_plan(problem: Problem, choice: MicroBatchChoice) -> AsteroidPlan | None:
     """The plan for one micro-batch size on all devices; None where none fits. Its ends are numbers of
     layers."""
-    space, gpus, rule = thin_cuts(problem.space, BLOCKS), problem.usable_gpus, count_replicas(problem.space)
-    each = 1 if rule == "none" else group_devices(gpus, min(gpus, space.topology.gpus_per_node))
+    space, gpus = thin_cuts(problem.space, BLOCKS), problem.usable_gpus
+    each, counts = group_choices(space, gpus)
     order = sorted(range(gpus), key=lambda rank: -(space.topology.device(rank).memory_bytes or inf))
-    groups = gpus // each
-    sizes = [1] if rule == "none" else range(1, groups + 1)
-    most = min(groups, problem.stage_counts[-1])
+    most = min(gpus // each, problem.stage_counts[-1])
     searches = [
-        AsteroidSearch(space, choice, tuple(order[: groups * each]), each, own)
-        for own in ([[size] for size in sizes] if rule == "equal" else [sizes])
+        AsteroidSearch(space, choice, tuple(order[: gpus // each * each]), each, sizes) for sizes in counts
     ]
     plans = [plan for search in searches if (plan := search.best(most)) is not None]
     if not plans:
         return None
-    cut_points, best = space.table(space.chain.sizes[0]).cut_points, min(p.latency_seconds for p in plans)
-    plan = next(plan for plan in plans if plan.latency_seconds == best)
-    ends = tuple(cut_points[end] for end in plan.ends)
-    return AsteroidPlan(ends, plan.devices, plan.samples, plan.latency_seconds)
+    plan = min(plans, key=lambda plan: plan.latency_seconds)
+    cut_points = space.table(space.chain.sizes[0]).cut_points
+    return replace(plan, ends=tuple(cut_points[end] for end in plan.ends))
 
 
 def shared_step(space: Space, proposal: Proposal, samples: Sequence[Sequence[int]]) -> float:
@@ -251,18 +399,13 @@ def shared_load(space: Space, plan: AsteroidPlan, choice: MicroBatchChoice) -> t
     return most, busy
 
 
-class Asteroid:
-    """The planner by its name."""
-
-    name = "asteroid"
-
-    def propose(self, problem: Problem) -> Iterator[Proposal]:
-        """For each micro-batch size the plan with the least latency."""
-        for choice in micro_batch_choices(problem.configs):
-            plan = find_asteroid_plan(problem, choice)
-            if plan is not None:
-                config = choice.config(recomputes=False)
-                yield Proposal(config, plan.ends, plan.devices, plan.latency_seconds)
+def _propose(problem: Problem) -> Iterator[Proposal]:
+    """For each micro-batch size the plan with the least latency."""
+    for choice in micro_batch_choices(problem.configs):
+        plan = find_asteroid_plan(problem, choice)
+        if plan is not None:
+            config = choice.config(recomputes=False)
+            yield Proposal(config, plan.ends, plan.devices, plan.latency_seconds)
 
 
-ASTEROID = Asteroid()
+PLANNERS = (Planner("asteroid", _propose),)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,41 +17,7 @@ from ..candidate import Proposal, replicated_pipeline
 from ..pipeline_config import PipelineConfig, abbreviate
 
 if TYPE_CHECKING:
-    from ..candidate import Proposal
     from ..problem import Problem
-
-
-@runtime_checkable
-class Planner(Protocol):
-    """A way to plan, by its name."""
-
-    @property
-    def name(self) -> str:
-        """As `planner` takes it."""
-        ...
-
-    def propose(self, problem: Problem) -> Iterable[Proposal]:
-        """The plans it would make of the problem, in any order: all are scored, and the fastest that fits
-        counts. None where it cannot make one."""
-        ...
-
-
-@runtime_checkable
-class Refusing(Protocol):
-    """A planner that says why it proposes nothing."""
-
-    def refusal(self, problem: Problem) -> str:
-        """In words; for a problem of which it proposed nothing."""
-        ...
-
-
-def refusal_reason(planner: Planner, problem: Problem) -> str:
-    """Why a planner proposed nothing for the problem, in words."""
-    if planner.name not in CHUNKED and not linear_configs(problem):
-        return "the schedule has several parts of the layers on a device"
-    if isinstance(planner, Refusing):
-        return planner.refusal(problem)
-    return pipeline_refusal(problem)
 
 
 def pipeline_refusal(problem: Problem) -> str:
@@ -67,6 +34,29 @@ def pipeline_refusal(problem: Problem) -> str:
     counts = abbreviate(sorted({config.micro_batches for config in problem.configs}))
     blocks = format_count(problem.space.chain.max_stages, "block")
     return f"its rule makes no plan of {blocks} between cuts on {devices} with {counts} micro-batches"
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Known way to plan.
+
+    Attributes:
+        name: The name that `planner` takes.
+        propose: Returns the plans that it would make of a problem, in any order. All are scored, and the
+            fastest that fits counts.
+        refusal: Returns why it proposed nothing for a problem.
+    """
+
+    name: str
+    propose: Callable[[Problem], Iterable[Proposal]]
+    refusal: Callable[[Problem], str] = pipeline_refusal
+
+
+def refusal_reason(planner: Planner, problem: Problem) -> str:
+    """Return why a planner proposed nothing for the problem."""
+    if planner.name not in CHUNKED and not linear_configs(problem):
+        return "the schedule has several parts of the layers on a device"
+    return planner.refusal(problem)
 
 
 CHUNKED = ("interleaved", "torch-partition")
@@ -106,18 +96,12 @@ def linear_configs(problem: Problem) -> list[PipelineConfig]:
     ]
 
 
-def fewest_stages(problem: Problem) -> int:
-    """Two, for planners of pipelines; one where the devices, cuts or options leave no more."""
-    return min(2, stage_counts(problem)[-1])
-
-
-def replicated_shapes(problem: Problem) -> Iterator[tuple[int, int]]:
-    """Stages and replicas of each, more than one, that together are all devices."""
+def full_shapes(problem: Problem) -> Iterator[tuple[int, int]]:
+    """List the numbers of stages and of replicas of each stage that together are all devices."""
     devices, runtime = problem.usable_gpus, problem.runtime
     for stages in stage_counts(problem):
         replicas = devices // stages
-        runs = runtime is None or runtime.runs_replicas([replicas] * stages)
-        if devices % stages == 0 and replicas > 1 and runs:
+        if devices == stages * replicas and (runtime is None or runtime.runs_replicas([replicas] * stages)):
             yield stages, replicas
 
 
@@ -144,12 +128,13 @@ def linear_pipelines(
             yield from equal_pipelines(problem, configs, rule, stages, 1)
 
 
-def all_pipelines(problem: Problem, configs: Sequence[PipelineConfig], rule: Rule) -> Iterator[Proposal]:
+def all_pipelines(problem: Problem, rule: Rule) -> Iterator[Proposal]:
     """A device a stage, and the same number of replicas of every stage on all devices; of two stages or more
     where there can be: one stage is one GPU, or data parallelism."""
-    linear = [(stages, 1) for stages in stage_counts(problem)]
-    for stages, replicas in (*linear, *replicated_shapes(problem)):
-        if stages >= fewest_stages(problem):
+    linear, configs = [(stages, 1) for stages in stage_counts(problem)], linear_configs(problem)
+    fewest = min(2, linear[-1][0])
+    for stages, replicas in dict.fromkeys([*linear, *full_shapes(problem)]):
+        if stages >= fewest:
             yield from equal_pipelines(problem, configs, rule, stages, replicas)
 
 
@@ -165,11 +150,6 @@ def equal_pipelines(
         ends = by_batch[per_replica_batch]
         if ends is not None:
             yield replicated_pipeline(config, ends, [replicas] * stages)
-
-
-def add_counts(counts: Sequence[int]) -> Ends:
-    """Ends of stages of so many layers each."""
-    return tuple(np.cumsum(counts).tolist())
 
 
 def work_seconds(problem: Problem, size: int) -> npt.NDArray[np.float64]:

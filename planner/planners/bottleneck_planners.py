@@ -34,21 +34,20 @@ cuts are not made. More devices than `MOST_GROUPS` stay together with their neig
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...cost_models.collectives import all_reduce_seconds
 from ..candidate import Proposal, replicated_pipeline
 from ..stage_table import Floats
+from .base import Planner
 from .replica_groups import (
     MicroBatchChoice,
     ReplicaWork,
     cost_replicas,
-    count_replicas,
-    group_devices,
+    group_choices,
     list_tiers,
     micro_batch_choices,
     thin_cuts,
@@ -152,31 +151,21 @@ def _trace_back(
     return BottleneckPlan(tuple(ends), tuple(counts), seconds)
 
 
-@dataclass(frozen=True, eq=False)
 class _Costs:
     """Stages on consecutive groups of `each` devices, `groups` of them in all, for one choice."""
 
-    space: Space
-    choice: MicroBatchChoice
-    groups: int
-    each: int
-    _work: dict[tuple[int, int], ReplicaWork] = field(default_factory=dict)
+    def __init__(self, space: Space, choice: MicroBatchChoice, groups: int, each: int) -> None:
+        self.space, self.choice, self.groups, self.each = space, choice, groups, each
+        self.work = cache(self._cost)
 
     def ranks(self, groups: int, devices: int) -> tuple[int, ...]:
         """Of so many groups, with which so many begin that end with the last."""
         first = (self.groups - devices) * self.each
         return tuple(range(first, first + groups * self.each))
 
-    def work(self, groups: int, devices: int) -> ReplicaWork:
+    def _cost(self, groups: int, devices: int) -> ReplicaWork:
         """What all stages cost there."""
-        if (groups, devices) not in self._work:
-            self.space.budget.check()
-            ranks = self.ranks(groups, devices)
-            group = self.space.replica_group(self.choice.size, ranks)
-            gradients = self.space.gradients(np.asarray(group.table.stage_bytes.trainable))
-            reduced = np.asarray(all_reduce_seconds(self.space.topology, ranks, gradients))
-            self._work[groups, devices] = cost_replicas(self.space, group, self.choice.modes, reduced)
-        return self._work[groups, devices]
+        return cost_replicas(self.space, self.choice, self.ranks(groups, devices))
 
     def spp_stage(self, replicas: int, devices: int, to_last: int) -> Floats:
         """M (f + b) + AR."""
@@ -202,24 +191,18 @@ class _Costs:
         return self.choice.micro_batches * seconds
 
 
-@dataclass(frozen=True)
-class BottleneckPlanner:
-    """SPP, or Piper."""
-
-    name: str
-
-    def propose(self, problem: Problem) -> Iterator[Proposal]:
-        """SPP's plan for each micro-batch size and number of stages; Piper's for each micro-batch size."""
-        space = thin_cuts(problem.space, BLOCKS)
-        cut_points = space.table(space.chain.sizes[0]).cut_points
-        for choice in micro_batch_choices(problem.configs):
-            for plan, each in find_plans(space, choice, problem, spp=self.name == "spp"):
-                ends = tuple(cut_points[end] for end in plan.ends)
-                replicas = [count * each for count in plan.replicas]
-                yield replicated_pipeline(choice.config(recomputes=False), ends, replicas, plan.seconds)
+def _propose(spp: bool, problem: Problem) -> Iterator[Proposal]:
+    """SPP's plan for each micro-batch size and number of stages; Piper's for each micro-batch size."""
+    space = thin_cuts(problem.space, BLOCKS)
+    cut_points = space.table(space.chain.sizes[0]).cut_points
+    for choice in micro_batch_choices(problem.configs):
+        for plan, each in find_plans(space, choice, problem, spp=spp):
+            ends = tuple(cut_points[end] for end in plan.ends)
+            replicas = [count * each for count in plan.replicas]
+            yield replicated_pipeline(choice.config(recomputes=False), ends, replicas, plan.seconds)
 
 
-SPP, PIPER = BottleneckPlanner("spp"), BottleneckPlanner("piper")
+PLANNERS = (Planner("spp", partial(_propose, True)), Planner("piper", partial(_propose, False)))
 
 
 def find_plans(
@@ -227,23 +210,22 @@ def find_plans(
 ) -> list[tuple[BottleneckPlan, int]]:
     """The plans for one choice, each with the devices that stay together: SPP's by number of stages, or the
     one of Piper."""
-    gpus, rule = problem.usable_gpus, count_replicas(space)
-    each = 1 if rule == "none" else group_devices(gpus, min(gpus, space.topology.gpus_per_node))
-    costs = _Costs(space, choice, gpus // each, each)
-    sizes = [
-        count
-        for count in range(1, (1 if rule == "none" else costs.groups) + 1)
-        if problem.may_share(choice.size, [count * each]) and space.fits_someone(choice.size, count * each)
-        if count * each <= choice.size
-    ]
-    own = BottleneckRule(
+    each, counts = group_choices(space, problem.usable_gpus)
+    costs = _Costs(space, choice, problem.usable_gpus // each, each)
+    rule = BottleneckRule(
         cache(costs.spp_stage if spp else costs.piper_stage), cache(costs.spp_channel) if spp else None
     )
     most = min(costs.groups, problem.stage_counts[-1])
     on_all = spp or problem.options.use_all
-    plans = [
-        (plan, each)
-        for counts in ([[size] for size in sizes] if rule == "equal" else [sizes])
-        for plan in least_bottlenecks(own, counts, costs.groups, most, on_all=on_all)
-    ]
+    plans = list[tuple[BottleneckPlan, int]]()
+    for own in counts:
+        sizes = [
+            count
+            for count in own
+            if count * each <= choice.size
+            and problem.may_share(choice.size, [count * each])
+            and space.fits_someone(choice.size, count * each)
+        ]
+        bottlenecks = least_bottlenecks(rule, sizes, costs.groups, most, on_all=on_all)
+        plans += [(plan, each) for plan in bottlenecks]
     return plans if spp else sorted(plans, key=lambda pair: pair[0].seconds)[:1]

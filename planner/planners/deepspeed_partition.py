@@ -12,8 +12,8 @@ taken, so that layers that do not match stay with the matching layer before them
 
 Python's regular expressions backtrack, and one from a file may never end. The time of a search is bounded by
 the ways in which the expression can match a text, times the places where the match may begin. The ways are
-counted from its parts: an alternation adds, a sequence multiplies, and a repetition of something that matches
-in one way has as many ways as the text has lengths.
+counted from its parts: an alternation adds, a sequence multiplies, and a repetition has as many ways as the
+text has lengths. A repetition of what matches in several ways is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, reduce
+from functools import cached_property, partial
+from math import inf, prod
 from re import _constants, _parser  # type: ignore[attr-defined]
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,8 @@ from ...cost_models.errors import UsageError
 from ...cost_models.layer import Chain
 from ..candidate import Proposal
 from ..stage_table import Floats
-from .base import Ends, all_pipelines, allows, linear_configs, nearest_cuts
-from .megatron import repeated_blocks
+from .base import Ends, Planner, all_pipelines, allows, nearest_cuts
+from .rules import repeated_blocks
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -102,24 +103,19 @@ def deepspeed_ends(chain: Chain, balance: DeepSpeedBalance, stages: int) -> Ends
     return nearest_cuts(chain, ends)
 
 
-class Parameters:
-    """Balances the bytes of trainable parameters."""
+def _pipelines(problem: Problem, weights: Floats, most_stages: float = inf) -> Iterator[Proposal]:
+    """The cuts of these weights in each number of stages, up to the most."""
+    chain, balance = problem.space.chain, DeepSpeedBalance(weights)
 
-    name = "parameters"
+    def ends(stages: int, _: int) -> Ends | None:
+        return deepspeed_ends(chain, balance, stages) if stages <= most_stages else None
 
-    def propose(self, problem: Problem) -> Iterator[Proposal]:
-        """Each number of stages from two on, also with the same number of replicas of every stage on all
-        devices; one stage where there can be no more."""
-        chain = problem.space.chain
-        balance = DeepSpeedBalance(chain.trainable_bytes)
-
-        def ends(stages: int, _: int) -> Ends | None:
-            return deepspeed_ends(chain, balance, stages)
-
-        yield from all_pipelines(problem, linear_configs(problem), ends)
+    return all_pipelines(problem, ends)
 
 
-PARAMETERS = Parameters()
+def _parameters(problem: Problem) -> Iterator[Proposal]:
+    """Balance the bytes of trainable parameters."""
+    return _pipelines(problem, problem.space.chain.trainable_bytes)
 
 
 MOST_MATCH_STEPS = 1e9
@@ -158,110 +154,90 @@ def match_names(pattern: str, texts: Sequence[str]) -> list[bool]:
 
 
 def _ways(parts: Any, length: int) -> float:
-    """At most so many ways to match the parts, one after another, to a text of that length."""
-    return reduce(lambda ways, part: min(ways * _count_ways(part, length), MOST_MATCH_STEPS * 2), parts, 1.0)
+    """Ways to match the parts, one after another, to a text of that length; there are no more."""
+    ways = 1.0
+    for kind, about in parts:
+        inner = [_ways(part, length) for part in _nested_parts(about)]
+        if kind is _constants.BRANCH:
+            ways *= sum(inner)
+        elif kind in (_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT):
+            least, most = int(about[0]), min(int(about[1]), length + int(about[0]))
+            ways *= most - least + 1 if inner[0] == 1 else inner[0] + 1 if most <= 1 else inf
+        else:
+            ways *= prod(inner)
+    return ways
 
 
-def _count_ways(part: tuple[Any, Any], length: int) -> float:
-    kind, about = part
-    if kind is _constants.BRANCH:
-        return sum(_ways(branch, length) for branch in about[1])
-    if kind is _constants.SUBPATTERN:
-        return _ways(about[3], length)
-    if kind in (_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT):
-        least, most, parts = about
-        return _ways_to_repeat(least, most, parts, length)
-    if kind in (_constants.ASSERT, _constants.ASSERT_NOT):
-        return _ways(about[1], length)
-    if kind is _constants.ATOMIC_GROUP:
-        return _ways(about, length)
-    if kind is _constants.GROUPREF_EXISTS:
-        return MOST_MATCH_STEPS * 2
-    return 1.0
+def _nested_parts(about: Any) -> Iterator[Any]:
+    """Expressions inside of a part of one."""
+    if isinstance(about, _parser.SubPattern):
+        yield about
+    elif isinstance(about, list | tuple):
+        for each in about:
+            yield from _nested_parts(each)
 
 
-def _ways_to_repeat(least: int, most: int, parts: Any, length: int) -> float:
-    """Rounds of a part that may be empty do not go on for ever: at most one a character."""
-    longest = max(min(int(most), length), int(least))
-    ways = _ways(parts, length)
-    if ways <= 1.0 and _is_single(parts):
-        return float(longest - int(least) + 1)
-    # A part of any length is divided into rounds in every way.
-    one = max(ways, 1.0) if int(most) <= 1 else max(ways, 2.0)
-    return min(one ** min(longest, 64) + (longest - int(least)), MOST_MATCH_STEPS * 2)
-
-
-def _is_single(parts: Any) -> bool:
-    """Whether all that it matches has one length: then a text is divided into rounds in one way."""
-    least, most = parts.getwidth()
-    return bool(least == most and least > 0)
-
-
-KIND = "deepspeed-type"
 _SHORT = 80
 
 
-@dataclass(frozen=True)
-class DeepSpeedType:
-    """Balances the number of layers whose names match `pattern`; None: of transformer blocks."""
+def matching_layers(chain: Chain, pattern: str | None) -> npt.NDArray[np.bool_]:
+    """(layers,): which layers' names match; without a pattern, the first of each transformer block.
 
-    pattern: str | None = None
-
-    def __post_init__(self) -> None:
-        try:
-            compile_pattern(self.pattern or "")
-        except ValueError as error:
-            raise UsageError(
-                f"planner='{self.name[:_SHORT]}': {error}",
-                "Give one that matches names of layers, as in deepspeed-type:attention.",
-            ) from None
-
-    @property
-    def name(self) -> str:
-        """With the pattern."""
-        return KIND if self.pattern is None else f"{KIND}:{self.pattern}"
-
-    def propose(self, problem: Problem) -> Iterator[Proposal]:
-        """Each number of stages from two on that the matching layers fill, also with the same number of
-        replicas of every stage on all devices; one stage where there can be no more. Raises UsageError where
-        there is a pattern and no layer matches."""
-        chain = problem.space.chain
-        is_counted = self.matching_layers(chain)
-        if self.pattern is not None and not is_counted.any():
-            raise UsageError(
-                f"planner='{self.name}': no layer's name matches (the first is {chain.names[0]!r}, the last "
-                f"{chain.names[-1]!r})",
-                "pplan show PROFILE lists the names.",
-            )
-
-        balance = DeepSpeedBalance(is_counted.astype(np.float64))
-
-        def ends(stages: int, _: int) -> Ends | None:
-            return deepspeed_ends(chain, balance, stages) if stages <= is_counted.sum() else None
-
-        yield from all_pipelines(problem, linear_configs(problem), ends)
-
-    def refusal(self, problem: Problem) -> str:
-        """Why it proposes nothing."""
-        matching = int(self.matching_layers(problem.space.chain).sum())
-        if not matching:
-            return "no transformer blocks recognised; say what to count: deepspeed-type:REGEX"
-        return f"the layers that it counts ({matching}) make no stages that the devices and the options allow"
-
-    def matching_layers(self, chain: Chain) -> npt.NDArray[np.bool_]:
-        """Which layers are counted: (layers,)."""
-        if self.pattern is not None:
-            try:
-                return np.array(match_names(self.pattern, chain.names), dtype=np.bool_)
-            except ValueError as error:
-                raise UsageError(
-                    f"planner='{self.name[:_SHORT]}': {error}",
-                    "Give a simpler one, as in deepspeed-type:attention.",
-                ) from None
-        is_counted = np.zeros(len(chain), dtype=np.bool_)
-        if (blocks := repeated_blocks(chain)) is not None:
-            is_counted[list(blocks.starts[:-1])] = True
-        return is_counted
+    Raises:
+        UsageError: Looking for matches could take too long.
+    """
+    if pattern is None:
+        blocks = repeated_blocks(chain)
+        return np.isin(np.arange(len(chain)), () if blocks is None else blocks.starts[:-1])
+    try:
+        return np.array(match_names(pattern, chain.names), dtype=np.bool_)
+    except ValueError as error:
+        raise UsageError(
+            f"planner='{_type_name(pattern)[:_SHORT]}': {error}",
+            "Give a simpler one, as in deepspeed-type:attention.",
+        ) from None
 
 
-TYPE = DeepSpeedType()
+def deepspeed_type(pattern: str | None = None) -> Planner:
+    """Make the planner that balances the number of layers whose names match, or of transformer blocks.
+
+    Args:
+        pattern: Regular expression; None for transformer blocks.
+
+    Raises:
+        UsageError: It is no regular expression. Proposing raises it where no layer matches.
+    """
+    try:
+        compile_pattern(pattern or "")
+    except ValueError as error:
+        raise UsageError(
+            f"planner='{_type_name(pattern)[:_SHORT]}': {error}",
+            "Give one that matches names of layers, as in deepspeed-type:attention.",
+        ) from None
+    return Planner(_type_name(pattern), partial(_propose_type, pattern), partial(_refuse_type, pattern))
+
+
+def _type_name(pattern: str | None) -> str:
+    return "deepspeed-type" if pattern is None else f"deepspeed-type:{pattern}"
+
+
+def _propose_type(pattern: str | None, problem: Problem) -> Iterator[Proposal]:
+    chain = problem.space.chain
+    is_counted = matching_layers(chain, pattern)
+    if pattern is not None and not is_counted.any():
+        raise UsageError(
+            f"planner='{_type_name(pattern)}': no layer's name matches (the first is {chain.names[0]!r}, the "
+            f"last {chain.names[-1]!r})",
+            "pplan show PROFILE lists the names.",
+        )
+    return _pipelines(problem, is_counted.astype(np.float64), is_counted.sum())
+
+
+def _refuse_type(pattern: str | None, problem: Problem) -> str:
+    matching = int(matching_layers(problem.space.chain, pattern).sum())
+    if not matching:
+        return "no transformer blocks recognised; say what to count: deepspeed-type:REGEX"
+    return f"the layers that it counts ({matching}) make no stages that the devices and the options allow"
+
+
+PLANNERS = (Planner("parameters", _parameters), deepspeed_type())

@@ -1,4 +1,4 @@
-"""PipeDream-2BW, AutoPipe and BaPipe: pipelines whose stages all have as many replicas.
+"""PipeDream-2BW, AutoPipe, BaPipe and Galvatron: pipelines whose stages all have as many replicas.
 
 PipeDream-2BW: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 4.
 Every width w (replicas of each stage) and depth d (stages) that make all devices, every micro-batch size,
@@ -31,72 +31,85 @@ do not fit are left out (the fine-tuning). The number of micro-batches is explor
 F, B and SR of the slowest stage and cut. Here the exact most even partition is taken where the paper fills
 the stages one after another and then moves layers; the schedules for FPGAs, and layers that are shared among
 devices, are left out.
+
+Galvatron: Wang et al., "Improving Automatic Parallel Training via Balanced Memory Workload Optimization",
+TKDE 2024 (Galvatron-BMW), without its choice of a parallelism for each layer. For every micro-batch size and
+every depth that is a power of two and divides the devices, each stage on as many of them: the partition goes
+from the one with the least memory on its fullest device, M micro-batches in flight as the schedule holds
+them, towards the one with the fastest slowest stage. In turn the slowest stage gives its first layer to the
+stage before it, or its last one to the stage behind. A partition is kept where the stage that took the layer
+is not slower than the slowest was, and where no device is fuller than the fullest one of the partition by
+time, or than it has room for. The least
+
+    (M - 1) max over stages of (F + B) + sum over stages of (F + B) + max AR
+
+is proposed, of all partitions on the way and the one by time. F and B are with recomputation where a stage
+does not fit without. Galvatron chooses for every layer of a stage among data, sharded data and tensor
+parallelism and recomputation, by a dynamic programme; here all layers of a stage are replicated, and a stage
+recomputes as a whole. A layer is what lies between two allowed cuts. At most `MOST_PARTITIONS` of one shape
+are looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
-from ...cost_models.collectives import all_reduce_seconds
 from ...cost_models.errors import InfeasibleError
 from ...cost_models.layer import Chain
-from ..balance import balance, balance_table
-from ..candidate import Proposal, linear_pipeline, replicated_pipeline
+from ..balance import balance_table, balanced_ends
+from ..candidate import Proposal, replicated_pipeline
 from ..stage_table import Floats
-from .base import Ends, nearest_cuts, replicated_shapes, stage_counts
-from .megatron import repeated_blocks
-from .replica_groups import MicroBatchChoice, ReplicaWork, cost_replicas, micro_batch_choices, misfit_reason
+from .base import Ends, Planner, full_shapes, nearest_cuts, stage_counts
+from .replica_groups import MicroBatchChoice, cost_replicas, micro_batch_choices, misfit_reason
+from .rules import repeated_blocks
 
 if TYPE_CHECKING:
     from ..problem import Problem
     from ..search.space import Space
 
-
-def _shapes(problem: Problem) -> list[tuple[int, int]]:
-    """Stages, and replicas of each, that together are all devices."""
-    linear = [(problem.usable_gpus, 1)] if problem.usable_gpus in stage_counts(problem) else []
-    return [*replicated_shapes(problem), *linear]
+MOST_PARTITIONS = 400
+"""That are looked at of one shape."""
 
 
-def _stage_work(space: Space, choice: MicroBatchChoice, ranks: Sequence[int]) -> ReplicaWork:
-    """What all stages cost on these devices."""
-    space.budget.check()
-    group = space.replica_group(choice.size, ranks)
-    gradients = space.gradients(np.asarray(group.table.stage_bytes.trainable))
-    reduced = np.asarray(all_reduce_seconds(space.topology, ranks, gradients))
-    return cost_replicas(space, group, choice.modes, reduced)
-
-
-def _shared(problem: Problem, choice: MicroBatchChoice, replicas: int) -> bool:
+def _shares(problem: Problem, choice: MicroBatchChoice, replicas: int) -> bool:
     """Whether so many replicas share its micro-batches equally, at a size that can be costed."""
     return choice.size % replicas == 0 and problem.space.fits_someone(choice.size, replicas)
 
 
-class WidthAndDepth:
-    """PipeDream-2BW's planner."""
-
-    name = "pipedream-2bw"
-
-    def propose(self, problem: Problem) -> Iterator[Proposal]:
-        """For each micro-batch size the width and depth with the least estimate."""
-        for choice in micro_batch_choices(problem.configs):
-            plans = [
-                plan
-                for stages, width in _shapes(problem)
-                if _shared(problem, choice, width)
-                for plan in width_and_depth_plans(problem.space, choice, stages, width)
-            ]
-            if plans:
-                seconds, ends, replicas, recomputes = min(plans)
-                yield replicated_pipeline(choice.config(recomputes), ends, replicas, seconds)
+def _proposal(
+    problem: Problem,
+    choice: MicroBatchChoice,
+    ends: Ends,
+    replicas: int,
+    seconds: float,
+) -> Proposal:
+    """A pipeline whose stages end at these cut points."""
+    cut_points = problem.space.table(problem.space.chain.sizes[0]).cut_points
+    own = [cut_points[end] for end in ends]
+    return replicated_pipeline(choice.config(recomputes=False), own, [replicas] * len(ends), seconds)
 
 
-WIDTH_AND_DEPTH = WidthAndDepth()
+def _width_and_depth(problem: Problem) -> Iterator[Proposal]:
+    """For each micro-batch size the width and depth with the least estimate."""
+    for choice in micro_batch_choices(problem.configs):
+        plans = [
+            plan
+            for stages, width in full_shapes(problem)
+            if _shares(problem, choice, width)
+            for plan in width_and_depth_plans(problem.space, choice, stages, width)
+        ]
+        if plans:
+            seconds, ends, replicas, recomputes = min(plans)
+            yield replicated_pipeline(choice.config(recomputes), ends, replicas, seconds)
+
+
 WidthDepthPlan = tuple[float, Ends, tuple[int, ...], bool]
 """The estimated step, by stage its end and replicas, and whether all stages recompute."""
 
@@ -106,21 +119,19 @@ def width_and_depth_plans(
 ) -> Iterator[WidthDepthPlan]:
     """PipeDream-2BW's plans of this depth and width, without recomputation and with it, that fit."""
     cut_points, ends = list(space.table(space.chain.sizes[0]).cut_points), equal_blocks(space.chain, stages)
-    places = [0, *(cut_points.index(end) for end in ends)]
-    work = [_stage_work(space, choice, range(stage * width, (stage + 1) * width)) for stage in range(stages)]
+    places = list(pairwise([0, *(cut_points.index(end) for end in ends)]))
+    ranks = [tuple(range(stage * width, (stage + 1) * width)) for stage in range(stages)]
+    work = [cost_replicas(space, choice, own) for own in ranks]
+    moved = [0.0]
+    for (start, _), own, here, there in zip(places[1:], work[1:], ranks, ranks[1:], strict=False):
+        latency, each = space.routes.route(here, there)
+        moved.append(2 * (latency + each * float(own.crossing[start]) * width))
     for recomputes in (False, True):
         seconds = 0.0
-        for stage, own in enumerate(work):
-            at, to_last = (places[stage], places[stage + 1]), stages - stage
-            room = own.always if recomputes else own.never
-            fits = choice.in_flight(to_last) <= room[at]
+        for stage, (own, at) in enumerate(zip(work, places, strict=True)):
+            fits = choice.in_flight(stages - stage) <= (own.always if recomputes else own.never)[at]
             computing = own.forward[at] * (1 + recomputes) + own.backward[at]
-            moved = 0.0
-            if stage:
-                ranks = [tuple(range(first * width, (first + 1) * width)) for first in (stage - 1, stage)]
-                latency, each = space.routes.route(*ranks)
-                moved = 2 * (latency + each * float(own.crossing[at[0]]) * width)
-            busy = max(computing + moved, float(own.all_reduce[at]) / choice.micro_batches)
+            busy = max(computing + moved[stage], float(own.all_reduce[at]) / choice.micro_batches)
             seconds = max(seconds, busy if fits else inf)
         if seconds < inf:
             yield choice.micro_batches * float(seconds), ends, (width,) * stages, recomputes
@@ -138,30 +149,16 @@ def equal_blocks(chain: Chain, stages: int) -> Ends:
     return nearest_cuts(chain, [starts[end] for end in np.cumsum(counts).tolist()])
 
 
-class AutoPipe:
-    """AutoPipe's partition."""
-
-    name = "autopipe"
-
-    def propose(self, problem: Problem) -> Iterator[Proposal]:
-        """For each micro-batch size and shape on all devices the partition, and its shortest step."""
-        cut_points = problem.space.table(problem.space.chain.sizes[0]).cut_points
-        for choice in micro_batch_choices(problem.configs):
-            for stages, replicas in _shapes(problem):
-                if not _shared(problem, choice, replicas):
-                    continue
+def _autopipe(problem: Problem) -> Iterator[Proposal]:
+    """For each micro-batch size and shape on all devices the partition, and its shortest step."""
+    for choice in micro_batch_choices(problem.configs):
+        for stages, replicas in full_shapes(problem):
+            if _shares(problem, choice, replicas):
                 problem.space.budget.check()
                 group = problem.space.replica_group(choice.size, range(replicas))
-                blocks = np.arange(group.table.blocks)
-                forward, backward = (
-                    seconds[blocks, blocks + 1] for seconds in (group.forward, group.backward)
-                )
+                forward, backward = np.diagonal(group.forward, 1), np.diagonal(group.backward, 1)
                 ends, seconds = autopipe_partition(forward, backward, stages, choice.micro_batches)
-                own = [cut_points[end] for end in ends]
-                yield replicated_pipeline(choice.config(recomputes=False), own, [replicas] * stages, seconds)
-
-
-AUTOPIPE = AutoPipe()
+                yield _proposal(problem, choice, ends, replicas, seconds)
 
 
 def autopipe_partition(
@@ -169,22 +166,18 @@ def autopipe_partition(
 ) -> tuple[Ends, float]:
     """AutoPipe's partition of blocks of these seconds, and the seconds of its step as it simulates them."""
     work = forward + backward
-    ends, best, earlier = _balanced(work, stages), None, set[Ends]()
+    ends, best, earlier = balanced_ends(work, stages), None, set[Ends]()
     while ends not in earlier:
         earlier.add(ends)
-        bounds = list(zip((0, *ends), ends, strict=False))
+        bounds = list(pairwise((0, *ends)))
         own = [[float(part[a:b].sum()) for a, b in bounds] for part in (forward, backward)]
         seconds, master = simulate_1f1b(*own, micro_batches=micro_batches)
         best = min(best or (seconds, ends), (seconds, ends))
         start, end = bounds[master]
         if master > 0 and end - start > 1:
-            ends = (*_balanced(work[: start + 1], master), *ends[master:])
+            ends = (*balanced_ends(work[: start + 1], master), *ends[master:])
     assert best is not None
     return best[1], best[0]
-
-
-def _balanced(work: Floats, stages: int) -> Ends:
-    return tuple(np.cumsum(balance(work, stages)).tolist())
 
 
 def simulate_1f1b(
@@ -216,73 +209,54 @@ def simulate_1f1b(
     return max(free) + (micro_batches - count) * slowest, max(without, default=busiest)
 
 
-class BaPipe:
-    """BaPipe's exploration on unlike devices, one a stage."""
-
-    name = "bapipe"
-
-    def propose(self, problem: Problem) -> Iterator[Proposal]:
-        """For each number of stages the micro-batches with the least seconds."""
-        space = problem.space
-        if space.is_long:
-            return
-        cut_points = space.table(space.chain.sizes[0]).cut_points
-        overlap = space.runtime is None or space.runtime.transfers == "overlapped"
-        choices = [choice for choice in micro_batch_choices(problem.configs) if _shared(problem, choice, 1)]
-        for stages in stage_counts(problem):
-            plans = [
-                (plan, choice)
-                for choice in choices
-                if (plan := find_bapipe_plan(space, choice, stages, overlap=overlap)) is not None
-            ]
-            if plans:
-                (seconds, ends), choice = min(plans, key=lambda pair: pair[0])
-                proposal = linear_pipeline(choice.config(recomputes=False), [cut_points[end] for end in ends])
-                yield Proposal(proposal.config, proposal.ends, proposal.devices, seconds)
-
-    def refusal(self, problem: Problem) -> str:
-        """Why it proposes nothing."""
-        return "too many layers" if problem.space.is_long else misfit_reason(problem.configs, "does not fit")
+def _bapipe(problem: Problem) -> Iterator[Proposal]:
+    """For each number of stages the micro-batches with the least seconds, one device a stage."""
+    space = problem.space
+    if space.is_long:
+        return
+    overlap = space.runtime is None or space.runtime.transfers == "overlapped"
+    choices = [choice for choice in micro_batch_choices(problem.configs) if _shares(problem, choice, 1)]
+    for stages in stage_counts(problem):
+        plans = [
+            (plan, choice)
+            for choice in choices
+            if (plan := find_bapipe_plan(space, choice, stages, overlap=overlap)) is not None
+        ]
+        if plans:
+            (seconds, ends), choice = min(plans, key=lambda pair: pair[0])
+            yield _proposal(problem, choice, ends, 1, seconds)
 
 
-BAPIPE = BaPipe()
+def _bapipe_refusal(problem: Problem) -> str:
+    return "too many layers" if problem.space.is_long else misfit_reason(problem.configs, "does not fit")
 
 
 def find_bapipe_plan(
     space: Space, choice: MicroBatchChoice, stages: int, *, overlap: bool
 ) -> tuple[float, Ends] | None:
     """Seconds of a step, and the cut points that the stages end at; None where no partition fits."""
-    work = [_stage_work(space, choice, [rank]) for rank in range(stages)]
+    work = [cost_replicas(space, choice, [rank]) for rank in range(stages)]
     ideal = 1 / sum(1 / max(float((own.forward + own.backward)[0, -1]), 1e-300) for own in work)
     sent = np.zeros((stages + 1, len(work[0].crossing)))
     for stage in range(1, stages):
         latency, each = space.routes.route((stage - 1,), (stage,))
         sent[stage] = latency + each * work[stage].crossing
-    for coarse in (True, False):
-        allowed = sent <= ideal if coarse else np.ones_like(sent, dtype=bool)
-        cost = _stage_costs(work, choice, allowed)
+    for most in (ideal, inf):
+        allowed = sent <= most
+        costs = [
+            np.where(
+                allowed[stage][:, None] & allowed[stage + 1], own.work(choice.in_flight(stages - stage)), inf
+            )
+            for stage, own in enumerate(work)
+        ]
         try:
-            ends = tuple(balance_table(cost, stages))
+            ends = tuple(balance_table(costs.__getitem__, stages))
         except InfeasibleError:
             continue
-        places = list(zip((0, *ends), ends, strict=False))
-        slowest = max(float(cost(stage)[at]) for stage, at in enumerate(places))
-        send = max((float(sent[stage][at[0]]) for stage, at in enumerate(places) if stage), default=0.0)
+        slowest = max(float(cost[at]) for cost, at in zip(costs, pairwise((0, *ends)), strict=True))
+        send = max((float(own[end]) for own, end in zip(sent[1:], ends[:-1], strict=False)), default=0.0)
         return bapipe_seconds(slowest, send, choice.micro_batches, stages, overlap=overlap), ends
     return None
-
-
-def _stage_costs(
-    work: Sequence[ReplicaWork], choice: MicroBatchChoice, allowed: npt.NDArray[np.bool_]
-) -> Callable[[int], Floats]:
-    """By stage, the seconds of the layers between any two cut points; inf for what does not fit, or has a cut
-    that is not allowed."""
-
-    def cost(stage: int) -> Floats:
-        own = work[stage].work(choice.in_flight(len(work) - stage))
-        return np.where(allowed[stage][:, None] & allowed[stage + 1][None, :], own, np.inf)
-
-    return cost
 
 
 def bapipe_seconds(slowest: float, send: float, micro_batches: int, stages: int, *, overlap: bool) -> float:
@@ -290,3 +264,107 @@ def bapipe_seconds(slowest: float, send: float, micro_batches: int, stages: int,
     count, most = micro_batches, stages
     blocking = most + count - 2 - -(-(count - 1) // most)
     return (count + most - 1) * slowest + (most - 1 if overlap else blocking) * 2 * send
+
+
+def _galvatron(problem: Problem) -> Iterator[Proposal]:
+    """For each micro-batch size and depth the partition of the least estimate."""
+    if problem.space.is_long:
+        return
+    for choice in micro_batch_choices(problem.configs):
+        for depth, replicas in full_shapes(problem):
+            if depth & (depth - 1) == 0 and _shares(problem, choice, replicas):
+                tables = stage_tables(problem.space, choice, depth, replicas)
+                ends = partition_for_memory(tables, choice.micro_batches)
+                if ends is not None:
+                    seconds = tables.estimate(ends, choice.micro_batches)
+                    yield _proposal(problem, choice, ends, replicas, seconds)
+
+
+def _galvatron_refusal(problem: Problem) -> str:
+    misfit = "no depth that is a power of two divides devices and batch, and fits"
+    return "too many layers" if problem.space.is_long else misfit_reason(problem.configs, misfit)
+
+
+@dataclass(frozen=True, eq=False)
+class StageTables:
+    """By stage, tables over the cut points a stage lies between: seconds of forward and backward, with
+    recomputation where it must; bytes of a replica; inf for what does not fit. `reduced`: seconds of its
+    all-reduce, the same on all stages."""
+
+    seconds: Sequence[Floats]
+    bytes: Sequence[Floats]
+    reduced: Floats
+
+    def slowest(self, ends: Ends) -> tuple[float, int]:
+        """Seconds of the slowest stage, and which it is."""
+        own = _entries(self.seconds, ends)
+        return max(own), own.index(max(own))
+
+    def fullest(self, ends: Ends) -> float:
+        """Bytes of the fullest device."""
+        return max(_entries(self.bytes, ends))
+
+    def estimate(self, ends: Ends, micro_batches: int) -> float:
+        """Seconds of a step."""
+        own, reduced = _entries(self.seconds, ends), _entries([self.reduced] * len(ends), ends)
+        return (micro_batches - 1) * max(own) + sum(own) + max(reduced)
+
+
+def _entries(tables: Sequence[Floats], ends: Ends) -> list[float]:
+    """By stage, the entry of its table."""
+    return [float(table[at]) for table, at in zip(tables, pairwise((0, *ends)), strict=True)]
+
+
+def stage_tables(space: Space, choice: MicroBatchChoice, depth: int, replicas: int) -> StageTables:
+    """Of a pipeline of so many stages on so many devices each."""
+    work = cost_replicas(space, choice, range(replicas))
+    seconds, sizes = list[Floats](), list[Floats]()
+    for in_flight in (choice.in_flight(depth - stage) for stage in range(depth)):
+        never, always = work.group.bytes(in_flight, "never"), work.group.bytes(in_flight, "always")
+        seconds.append(work.work(in_flight))
+        sizes.append(
+            np.where(in_flight <= work.never, never, np.where(in_flight <= work.always, always, inf))
+        )
+    return StageTables(seconds, sizes, work.all_reduce)
+
+
+def partition_for_memory(tables: StageTables, micro_batches: int) -> Ends | None:
+    """Of the partitions on the way from even memory to even time the one of the least estimate; None where
+    none fits."""
+    depth = len(tables.seconds)
+    try:
+        first, by_time = (
+            tuple(balance_table(own.__getitem__, depth)) for own in (tables.bytes, tables.seconds)
+        )
+    except InfeasibleError:
+        return None
+    most = tables.fullest(by_time)
+    partitions, queue = {first, by_time}, deque([first])
+    while queue:
+        ends = queue.popleft()
+        seconds, slowest = tables.slowest(ends)
+        for other, taker in _moves(ends, slowest):
+            fits = tables.fullest(other) <= most and _entries(tables.seconds, other)[taker] <= seconds
+            if other not in partitions and fits and len(partitions) < MOST_PARTITIONS:
+                partitions.add(other)
+                queue.append(other)
+    return min(partitions, key=lambda own: (tables.estimate(own, micro_batches), own))
+
+
+def _moves(ends: Ends, stage: int) -> Iterator[tuple[Ends, int]]:
+    """With a layer of the stage on the one before it, or behind it, and which stage that is."""
+    begin, end = (0, *ends)[stage], ends[stage]
+    if end - begin < 2:
+        return
+    if stage > 0:
+        yield (*ends[: stage - 1], begin + 1, *ends[stage:]), stage - 1
+    if stage + 1 < len(ends):
+        yield (*ends[:stage], end - 1, *ends[stage + 1 :]), stage + 1
+
+
+PLANNERS = (
+    Planner("pipedream-2bw", _width_and_depth),
+    Planner("autopipe", _autopipe),
+    Planner("bapipe", _bapipe, _bapipe_refusal),
+    Planner("galvatron", _galvatron, _galvatron_refusal),
+)

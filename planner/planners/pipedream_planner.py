@@ -18,9 +18,9 @@ that code does on request; memory and unused machines are as in `pipedream`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from math import inf, isqrt, prod
 from typing import TYPE_CHECKING
@@ -35,6 +35,7 @@ from ..pipeline_config import PipelineConfig
 from ..search.replica_group import most_within
 from ..search.space import Space, divide_batch
 from ..stage_table import Floats, StageTable, ledger_options
+from .base import Planner
 from .pipedream_programme import (
     PAPER,
     PUBLISHED,
@@ -211,32 +212,24 @@ class PipeDreamStages:
         return need
 
 
-@dataclass(frozen=True)
-class PipeDream:
-    """The planner, with the paper's recurrence or another: the same partition under the requested
-    schedule."""
-
-    name: str
-    recurrence: Recurrence
-
-    def propose(self, problem: Problem) -> Iterable[Proposal]:
-        """For every configuration its partition with the shortest bottleneck, where one fits. A runtime that
-        runs no replicas, or the same number everywhere, is given one device a stage. Of a long chain some of
-        the cuts: tables of all its stages would be too large."""
-        space, configs = _within_reach(problem.space), _one_schedule(problem.configs)
-        if space.is_long:
-            space = thin_cuts(space, LONG)
-        runtime = space.runtime
-        for config in configs:
-            size = config.micro_batch_size
-            if not space.chain.reaches(size, past_largest=True):
-                continue
-            shared = space.fits_someone(size, 2) and (runtime is None or runtime.runs_replicas([2, 1]))
-            stages = PipeDreamStages(space, config, self.recurrence, most_replicas=size if shared else 1)
-            solution = shortest_bottleneck(stages.instance, WORK / 2 / len(configs))
-            if solution is not None:
-                seconds = solution.seconds * config.micro_batches
-                yield Proposal(config, *stages.place(solution.parts), seconds)
+def _propose(recurrence: Recurrence, problem: Problem) -> Iterator[Proposal]:
+    """For every configuration its partition with the shortest bottleneck, where one fits, under the requested
+    schedule. A runtime that runs no replicas, or the same number everywhere, is given one device a stage. Of
+    a long chain some of the cuts: tables of all its stages would be too large."""
+    space, configs = _within_reach(problem.space), _one_schedule(problem.configs)
+    if space.is_long:
+        space = thin_cuts(space, LONG)
+    runtime = space.runtime
+    for config in configs:
+        size = config.micro_batch_size
+        if not space.chain.reaches(size, past_largest=True):
+            continue
+        shared = space.fits_someone(size, 2) and (runtime is None or runtime.runs_replicas([2, 1]))
+        stages = PipeDreamStages(space, config, recurrence, most_replicas=size if shared else 1)
+        solution = shortest_bottleneck(stages.instance, WORK / 2 / len(configs))
+        if solution is not None:
+            seconds = solution.seconds * config.micro_batches
+            yield Proposal(config, *stages.place(solution.parts), seconds)
 
 
 def _within_reach(space: Space) -> Space:
@@ -256,8 +249,10 @@ def _one_schedule(configs: Sequence[PipelineConfig]) -> list[PipelineConfig]:
     return by_stage or own
 
 
-PIPEDREAM = PipeDream("pipedream", PAPER)
-PIPEDREAM_PUBLISHED = PipeDream("pipedream-published", PUBLISHED)
+PLANNERS = (
+    Planner("pipedream", partial(_propose, PAPER)),
+    Planner("pipedream-published", partial(_propose, PUBLISHED)),
+)
 
 
 def shortest_bottleneck(instance: Instance, work: float = WORK) -> Solution | None:

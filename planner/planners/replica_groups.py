@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...cost_models.collectives import all_reduce_seconds
+from ...cost_models.memory import Recompute
 from ...cost_models.topology import Topology
 from ..pipeline_config import Mode, PipelineConfig
 from ..search.replica_group import ReplicaGroupCosts
@@ -65,16 +67,34 @@ def misfit_reason(configs: Sequence[PipelineConfig], misfit: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class ReplicaWork:
-    """All stages on so many devices, tables as of `StageTable`: seconds, and how many micro-batches a stage
-    may hold without recomputation and with it (-inf where that may not be). `all_reduce`: of all gradients at
-    once."""
+    """All stages on some devices, tables as of `StageTable`.
 
-    forward: Floats
-    backward: Floats
+    Attributes:
+        group: Their costs.
+        all_reduce: Seconds of an all-reduce of all gradients at once.
+        never: How many micro-batches a stage may hold without recomputation, -inf where that may not be.
+        always: The same with recomputation.
+    """
+
+    group: ReplicaGroupCosts
     all_reduce: Floats
     never: Floats
     always: Floats
-    crossing: Floats
+
+    @property
+    def forward(self) -> Floats:
+        """Forward seconds."""
+        return self.group.forward
+
+    @property
+    def backward(self) -> Floats:
+        """Backward seconds."""
+        return self.group.backward
+
+    @property
+    def crossing(self) -> Floats:
+        """(cut points,): bytes that cross each cut."""
+        return self.group.table.crossing
 
     def work(self, in_flight: int) -> Floats:
         """Forward and backward seconds with so many micro-batches held, inf for stages that do not fit."""
@@ -85,15 +105,23 @@ class ReplicaWork:
         return seconds
 
 
-def cost_replicas(
-    space: Space, group: ReplicaGroupCosts, modes: Sequence[Mode], all_reduce: Floats
-) -> ReplicaWork:
-    """The costs of a replica group under the modes of recomputation."""
-    nothing = np.full(group.forward.shape, -np.inf)
-    never = group.most_in_flight("never") if {"never", "by_stage"} & set(modes) else nothing
-    always = group.most_in_flight("always") if {"always", "except_last", "by_stage"} & set(modes) else nothing
-    never, always = (np.where(space.usable, most, -np.inf) for most in (never, always))
-    return ReplicaWork(group.forward, group.backward, all_reduce, never, always, group.table.crossing)
+def cost_replicas(space: Space, choice: MicroBatchChoice, ranks: Sequence[int]) -> ReplicaWork:
+    """Cost all stages on these devices, under the modes of recomputation of a choice."""
+    space.budget.check()
+    group = space.replica_group(choice.size, ranks)
+    gradients = space.gradients(np.asarray(group.table.stage_bytes.trainable))
+    reduced = np.broadcast_to(all_reduce_seconds(space.topology, ranks, gradients), group.forward.shape)
+    never, always = (
+        np.where(space.usable, group.most_in_flight(mode) if modes & set(choice.modes) else -np.inf, -np.inf)
+        for mode, modes in _MODES
+    )
+    return ReplicaWork(group, reduced, never, always)
+
+
+_MODES: tuple[tuple[Recompute, set[Mode]], ...] = (
+    ("never", {"never", "by_stage"}),
+    ("always", {"always", "except_last", "by_stage"}),
+)
 
 
 def count_replicas(space: Space) -> str:
@@ -108,6 +136,20 @@ def group_devices(gpus: int, gpus_per_node: int, most: int = MOST_GROUPS) -> int
     while gpus // each > most or (gpus_per_node % each and each % gpus_per_node):
         each += 1
     return each
+
+
+def group_choices(space: Space, gpus: int) -> tuple[int, list[range]]:
+    """Group devices for stages on consecutive groups.
+
+    Returns:
+        Devices of a group, and the numbers of groups that a stage may have: a range for each kind of plan
+        that the runtime runs.
+    """
+    rule = count_replicas(space)
+    each = 1 if rule == "none" else group_devices(gpus, min(gpus, space.topology.gpus_per_node))
+    most = 1 if rule == "none" else gpus // each
+    every = range(1, most + 1)
+    return each, [range(size, size + 1) for size in every] if rule == "equal" else [every]
 
 
 class Tier(NamedTuple):

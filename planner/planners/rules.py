@@ -1,94 +1,88 @@
-"""Rules of a line or two: one GPU, data parallelism, as many layers on every stage, GPipe's balance.
+"""Rules of a line or two: one GPU, data parallelism, even layers or blocks, GPipe's balance.
 
 "even" is done by hand and by DeepSpeed's `uniform`.
 
 GPipe (Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS
 2019, section 2): a stage keeps its input and computes forward again in backward. It evens out the stages'
 estimated costs; ours is the exact form of that, the cheapest most expensive stage.
+
+Megatron (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+SC 2021, section 2.2): transformer blocks are recognised by the names of the layers. Every stage has the same
+number of them, the embedding first, the head last. Ranks are ordered with the pipeline outermost
+(tp-cp-ep-dp-pp), so that the replicas of a stage are neighbours. A forbidden cut is moved to the nearest
+allowed one. Interleaved pipelines have several parts of the layers on each device, which it runs in turn. The
+parts are cut so that the largest has the least work and, where blocks are recognised, also with the same
+number of blocks in each.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...cost_models.layer import Chain
-from ..balance import balance
+from ...cost_models.quantities import format_count
+from ...cost_models.schedules import find_schedule
+from ..balance import balanced_ends
 from ..candidate import Proposal, linear_pipeline
-from ..pipeline_config import PipelineConfig
+from ..pipeline_config import VIRTUAL_STAGES, PipelineConfig, abbreviate
 from .base import (
     Ends,
-    add_counts,
+    Planner,
     all_pipelines,
     allows,
     equal_pipelines,
+    full_shapes,
     linear_configs,
     linear_pipelines,
+    nearest_cuts,
     pipeline_refusal,
     shared_configs,
+    stage_counts,
+    work_seconds,
 )
 
 if TYPE_CHECKING:
     from ..problem import Problem
 
 
-class OneGpu:
-    """No pipeline and no replicas."""
-
-    name = "one-gpu"
-
-    def propose(self, problem: Problem) -> Iterator[Proposal]:
-        """The first device of each kind."""
-        topology = problem.topology
-        first = {topology.device(rank): rank for rank in reversed(range(topology.gpus))}
-        for rank in sorted(first.values()):
-            for config in shared_configs(problem, linear_configs(problem), 1):
-                yield linear_pipeline(config, [len(problem.space.chain)], rank)
+def _one_gpu(problem: Problem) -> Iterator[Proposal]:
+    """No pipeline and no replicas, on the first device of each kind."""
+    topology = problem.topology
+    first = {topology.device(rank): rank for rank in reversed(range(topology.gpus))}
+    for rank in sorted(first.values()):
+        for config in shared_configs(problem, linear_configs(problem), 1):
+            yield linear_pipeline(config, [len(problem.space.chain)], rank)
 
 
-ONE_GPU = OneGpu()
+def _data_parallel(problem: Problem) -> Iterator[Proposal]:
+    """One stage with all devices as its replicas; none where the runtime has no replicas."""
+    devices, runtime = problem.topology.gpus, problem.runtime
+    if runtime is None or runtime.runs_replicas([devices]):
+        whole = (len(problem.space.chain),)
+        yield from equal_pipelines(problem, linear_configs(problem), lambda *_: whole, 1, devices)
 
 
-class DataParallel:
-    """One stage with all devices as its replicas."""
-
-    name = "data-parallel"
-
-    def propose(self, problem: Problem) -> Iterator[Proposal]:
-        """Each micro-batch size; none where the runtime has no replicas."""
-        devices, runtime = problem.topology.gpus, problem.runtime
-        if runtime is None or runtime.runs_replicas([devices]):
-            whole = (len(problem.space.chain),)
-            configs = linear_configs(problem)
-            yield from equal_pipelines(problem, configs, lambda *_: whole, 1, devices)
-
-    def refusal(self, problem: Problem) -> str:
-        """Whether it is the runtime or the batch."""
-        devices, runtime = problem.topology.gpus, problem.runtime
-        if runtime is not None and not runtime.runs_replicas([devices]):
-            return f"{runtime.name} has no replicas"
-        if problem.mini_batch % devices:
-            return f"a global batch of {problem.mini_batch} does not divide by {devices} devices"
-        which = "asked for" if problem.options.micro_batches is not None else "that the profile reaches"
-        return f"none of the micro-batches {which} divides by the devices"
+def _data_parallel_refusal(problem: Problem) -> str:
+    devices, runtime = problem.topology.gpus, problem.runtime
+    if runtime is not None and not runtime.runs_replicas([devices]):
+        return f"{runtime.name} has no replicas"
+    if problem.mini_batch % devices:
+        return f"a global batch of {problem.mini_batch} does not divide by {devices} devices"
+    which = "asked for" if problem.options.micro_batches is not None else "that the profile reaches"
+    return f"none of the micro-batches {which} divides by the devices"
 
 
-DATA_PARALLEL = DataParallel()
-
-
-class Even:
+def _even(problem: Problem) -> Iterator[Proposal]:
     """Layer counts that differ by one at most."""
-
-    name = "even"
-
-    def propose(self, problem: Problem) -> Iterator[Proposal]:
-        """Each number of stages from two on, also with the same number of replicas of every stage on all
-        devices; one stage where there can be no more."""
-        configs = linear_configs(problem)
-        yield from all_pipelines(problem, configs, lambda stages, _: even_ends(problem.space.chain, stages))
+    return all_pipelines(problem, lambda stages, _: even_ends(problem.space.chain, stages))
 
 
 def even_ends(chain: Chain, stages: int) -> Ends:
@@ -96,51 +90,180 @@ def even_ends(chain: Chain, stages: int) -> Ends:
 
     Where that needs a forbidden cut: with the fewest layers in the largest stage. Raises InfeasibleError.
     """
-    ends = spread_evenly(len(chain), stages)
-    if allows(chain, ends):
-        return ends
-    return add_counts(balance(np.ones(len(chain)), stages, cut_after=chain.cut_after))
+    each, rest = divmod(len(chain), stages)
+    ends = tuple(each * stage + min(stage, rest) for stage in range(1, stages + 1))
+    return ends if allows(chain, ends) else balanced_ends(np.ones(len(chain)), stages, chain.cut_after)
 
 
-def spread_evenly(items: int, stages: int) -> Ends:
-    """Ends of stages of items // stages each, the first ones of one more."""
-    each, rest = divmod(items, stages)
-    return tuple(each * stage + min(stage, rest) for stage in range(1, stages + 1))
+def _gpipe(problem: Problem) -> Iterator[Proposal]:
+    """GPipe's schedule on the balanced cuts, a device a stage: the paper has no replicas.
+
+    Configurations recompute, wholly where it was left open; they are as they are where none may.
+    """
+    chain = problem.space.chain
+    configs = [config for config in linear_configs(problem) if config.schedule == "gpipe"]
+    whole = [replace(own, recompute="always") if own.recompute == "by_stage" else own for own in configs]
+    recomputing = [own for own in dict.fromkeys(whole) if own.recompute != "never"]
+
+    def ends(stages: int, size: int) -> Ends:
+        costs = chain.at(size, past_largest=True)
+        work = costs.forward_seconds * (2 if recomputing else 1) + costs.backward_seconds
+        return balanced_ends(work, stages, chain.cut_after)
+
+    return linear_pipelines(problem, recomputing or configs, ends)
 
 
-EVEN = Even()
+def _gpipe_refusal(problem: Problem) -> str:
+    if "gpipe" in problem.schedules:
+        return pipeline_refusal(problem)
+    return f"it plans gpipe, and the options allow {', '.join(problem.schedules)}"
 
 
-class GPipe:
-    """GPipe's schedule on the balanced cuts."""
-
-    name = "gpipe"
-
-    def propose(self, problem: Problem) -> Iterator[Proposal]:
-        """Each number of stages, a device a stage: the paper has no replicas."""
-        chain = problem.space.chain
-        configs = with_recompute(s for s in linear_configs(problem) if s.schedule == "gpipe")
-        recompute = 0 if all(config.recompute == "never" for config in configs) else 1
-
-        def ends(stages: int, size: int) -> Ends:
-            costs = chain.at(size, past_largest=True)
-            work = costs.forward_seconds * (1 + recompute) + costs.backward_seconds
-            return add_counts(balance(work, stages, cut_after=chain.cut_after))
-
-        yield from linear_pipelines(problem, configs, ends)
-
-    def refusal(self, problem: Problem) -> str:
-        """Why it proposes nothing."""
-        if "gpipe" in problem.schedules:
-            return pipeline_refusal(problem)
-        return f"it plans gpipe, and the options allow {', '.join(problem.schedules)}"
+_NUMBERED = re.compile(r"(?:^|[._])(?:layers?|h|(?:res|transformer_)?blocks?)[._]?(\d{1,18})(?=[._]|$)")
 
 
-def with_recompute(configs: Iterator[PipelineConfig]) -> list[PipelineConfig]:
-    """Those that recompute, wholly where it was left open; as they are where none may."""
-    all_configs = list(configs)
-    whole = [replace(s, recompute="always") if s.recompute == "by_stage" else s for s in all_configs]
-    return [s for s in dict.fromkeys(whole) if s.recompute != "never"] or all_configs
+@dataclass(frozen=True)
+class Blocks:
+    """Consecutive blocks of a chain: `starts`, the first layer of each, and the layer after the last one.
+
+    `stem`: what their names begin with, before the number.
+    """
+
+    stem: str
+    starts: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
 
 
-GPIPE = GPipe()
+def repeated_blocks(chain: Chain) -> Blocks | None:
+    """The longest run of blocks numbered one after another, most of which have as many parameters.
+
+    Of runs as long the first; None where the names tell no two. What stands between two blocks belongs to
+    the earlier.
+    """
+    runs = [run for stem, layers in _block_numbers(chain).items() for run in _runs(stem, layers)]
+    alike = [run for run in runs if _are_alike(chain, run)]
+    return max(alike, key=len, default=None)
+
+
+def _block_numbers(chain: Chain) -> dict[str, list[tuple[int, int]]]:
+    """By stem, the block number and the index of every layer that has it, in the order of the chain."""
+    numbers = dict[str, list[tuple[int, int]]]()
+    for index, name in enumerate(chain.names):
+        for match in _NUMBERED.finditer(name):
+            numbers.setdefault(name[: match.start(1)], []).append((int(match[1]), index))
+    return numbers
+
+
+def _runs(stem: str, layers: list[tuple[int, int]]) -> list[Blocks]:
+    """The runs of two blocks or more whose numbers rise by one."""
+    runs, starts = list[Blocks](), [layers[0][1]]
+    for (number, index), (following, at) in pairwise(layers):
+        if following == number + 1:
+            starts.append(at)
+        elif following != number:
+            runs.append(Blocks(stem, (*starts, index + 1)))
+            starts = [at]
+    runs.append(Blocks(stem, (*starts, layers[-1][1] + 1)))
+    return [run for run in runs if len(run) > 1]
+
+
+def _are_alike(chain: Chain, blocks: Blocks) -> bool:
+    """Whether more than half of them have the same bytes of parameters, and some."""
+    sums = [float(chain.parameter_bytes[first:end].sum()) for first, end in pairwise(blocks.starts)]
+    (most_common, number), *_ = Counter(sums).most_common(1)
+    return most_common > 0 and 2 * number > len(blocks)
+
+
+def _megatron(problem: Problem) -> Iterator[Proposal]:
+    """Even blocks, with the replicas that use all devices."""
+    chain, blocks = problem.space.chain, repeated_blocks(problem.space.chain)
+    for stages, replicas in full_shapes(problem) if blocks is not None else ():
+        ends = block_ends(chain, blocks, stages)
+        yield from equal_pipelines(
+            problem, linear_configs(problem), lambda *_, ends=ends: ends, stages, replicas
+        )
+
+
+def _megatron_refusal(problem: Problem) -> str:
+    blocks = repeated_blocks(problem.space.chain)
+    if blocks is None:
+        return "no transformer blocks recognised"
+    devices = format_count(problem.usable_gpus, "device")
+    return f"{len(blocks)} blocks, {blocks.stem}*, do not divide into stages of {devices} in use"
+
+
+def block_ends(chain: Chain, blocks: Blocks | None, stages: int) -> Ends | None:
+    """Ends of stages of as many blocks each; None where there are none or they do not divide."""
+    if blocks is None or len(blocks) % stages or stages > chain.max_stages:
+        return None
+    each = len(blocks) // stages
+    return nearest_cuts(chain, (*blocks.starts[each : each * stages : each], len(chain)))
+
+
+def _interleaved(problem: Problem) -> Iterator[Proposal]:
+    """Interleaved 1F1B on balanced parts: two or more devices whose number divides the micro-batches, each
+    with 2, 3 or 4 parts."""
+    chain = problem.space.chain
+
+    @cache
+    def cuts(parts: int, size: int) -> list[Ends]:
+        even = block_ends(chain, repeated_blocks(chain), parts)
+        balanced = balanced_ends(work_seconds(problem, size), parts, chain.cut_after)
+        return [balanced, *([] if even in (None, balanced) else [even])]
+
+    for config in interleaved_configs(problem):
+        chunks, size = config.virtual_stages, config.micro_batch_size
+        for stages in stage_counts(problem, chunks):
+            if stages > 1 and config.micro_batches % stages == 0:
+                for ends in cuts(stages * chunks, size):
+                    yield Proposal(config, ends, place_chunks(stages, chunks))
+
+
+def _interleaved_refusal(problem: Problem) -> str:
+    runtime, parts = problem.runtime, 2 * VIRTUAL_STAGES[0]
+    if runtime is not None and not runtime.virtual_stages:
+        return f"{runtime.name} does not run several stages on a device"
+    if not interleaved_configs(problem):
+        free = problem.options.schedule == "auto" or "interleaved" in problem.schedules
+        allowed = ", ".join(problem.schedules)
+        return pipeline_refusal(problem) if free else f"the options allow only {allowed}"
+    most, counts = problem.space.chain.max_stages, problem.stage_counts
+    if counts[-1] < 2 or most < parts:
+        return f"it needs 2 devices and {parts} parts of the layers, and there are {counts[-1]} and {most}"
+    micro_batches = abbreviate(sorted({config.micro_batches for config in problem.configs}))
+    return f"no number of stages from 2 to {counts[-1]} divides {micro_batches} micro-batches"
+
+
+def interleaved_configs(problem: Problem) -> list[PipelineConfig]:
+    """Those of the problem; where schedule and runtime were left open, those of 1F1B. Each with several parts
+    a device."""
+    runtime = problem.runtime
+    if runtime is not None and not runtime.virtual_stages:
+        return []
+    free = runtime is None and problem.options.schedule == "auto"
+    base = [s for s in problem.configs if s.schedule == "interleaved" or (free and s.schedule == "1f1b")]
+    configs_by_count = {
+        replace(config, schedule="interleaved", virtual_stages=chunks): None
+        for config in shared_configs(problem, base, 1)
+        for chunks in VIRTUAL_STAGES
+    }
+    return list(configs_by_count)
+
+
+@cache
+def place_chunks(stages: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """By part, the device that has it: as the schedule's program says."""
+    pipe = find_schedule("interleaved").program(stages, stages, chunks).pipes[0]
+    return tuple((place.device,) for place in pipe)
+
+
+PLANNERS = (
+    Planner("one-gpu", _one_gpu),
+    Planner("data-parallel", _data_parallel, _data_parallel_refusal),
+    Planner("even", _even),
+    Planner("gpipe", _gpipe, _gpipe_refusal),
+    Planner("megatron", _megatron, _megatron_refusal),
+    Planner("interleaved", _interleaved, _interleaved_refusal),
+)

@@ -28,11 +28,11 @@ import numpy as np
 from ...cost_models.errors import UsageError
 from ...cost_models.schedules import find_schedule
 from ...cost_models.simulator.dependencies import NONE, Order, resolve_order
-from ..balance import balance
+from ..balance import balanced_ends
 from ..candidate import Proposal
 from ..pipeline_config import PipelineConfig
 from ..stage_table import Floats
-from .base import Ends, replicated_shapes, shared_configs, stage_counts
+from .base import Ends, Planner, full_shapes, shared_configs
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -45,31 +45,22 @@ FORWARD, WEIGHT = 0, 2
 """Kinds of actions, as `Order.kind` has them."""
 
 
-class TorchPartition:
-    """The pull request's partition for each schedule that it knows."""
-
-    name = "torch-partition"
-
-    def propose(self, problem: Problem) -> Iterator[Proposal]:
-        """For each micro-batch size and shape on all devices the partition, and its step."""
-        devices = problem.usable_gpus
-        linear = [(devices, 1)] if 1 < devices <= stage_counts(problem)[-1] else []
-        for stages, replicas in (*replicated_shapes(problem), *linear):
-            if stages < 2:
-                continue
-            for config in _configs(problem, replicas):
-                plan = _find_partition(problem, config, stages, replicas)
-                if plan is not None:
-                    yield plan
-
-    def refusal(self, problem: Problem) -> str:
-        """Why it proposes nothing."""
-        if problem.usable_gpus == 1:
-            return "one device has no pipeline"
-        return "too few layers or micro-batches for any number of stages, or a schedule that it does not know"
+def _propose(problem: Problem) -> Iterator[Proposal]:
+    """For each micro-batch size, schedule and shape on all devices the partition, and its step."""
+    for stages, replicas in full_shapes(problem):
+        for config in _configs(problem, replicas) if stages > 1 else ():
+            plan = _find_partition(problem, config, stages, replicas)
+            if plan is not None:
+                yield plan
 
 
-TORCH_PARTITION = TorchPartition()
+def _refusal(problem: Problem) -> str:
+    if problem.usable_gpus == 1:
+        return "one device has no pipeline"
+    return "too few layers or micro-batches for any number of stages, or a schedule that it does not know"
+
+
+PLANNERS = (Planner("torch-partition", _propose, _refusal),)
 
 
 def _configs(problem: Problem, replicas: int) -> list[PipelineConfig]:
@@ -88,8 +79,7 @@ def _find_partition(problem: Problem, config: PipelineConfig, stages: int, repli
     if order is None or parts > space.chain.max_stages:
         return None
     group = space.replica_group(config.micro_batch_size, range(replicas))
-    blocks = np.arange(group.table.blocks)
-    forward, backward = (seconds[blocks, blocks + 1] for seconds in (group.forward, group.backward))
+    forward, backward = np.diagonal(group.forward, 1), np.diagonal(group.backward, 1)
     latency, each = space.routes.route(tuple(range(replicas)), tuple(range(replicas, 2 * replicas)))
     sent = latency + each * replicas * np.asarray(group.table.crossing)
     ends, seconds = partition(order, forward, backward, sent, space.budget.check)
@@ -131,7 +121,7 @@ def partition(
         first, second = ([float(own[a:b].sum()) for a, b in bounds] for own in (forward, backward))
         return simulate_parts(order, first, second, [float(sent[end]) for end in ends])
 
-    first = _balanced(work, parts)
+    first = balanced_ends(work, parts)
     seconds, critical = simulate(first)
     best = seconds, first
     partitions, queue = {first}, deque([(first, critical)])
@@ -148,19 +138,15 @@ def partition(
     return best[1], best[0]
 
 
-def _balanced(work: Floats, stages: int) -> Ends:
-    return tuple(np.cumsum(balance(work, stages)).tolist())
-
-
 def _next_partitions(work: Floats, ends: Ends, critical: int) -> Iterator[Ends]:
     """With the first layer of the critical part before it, and with its last one behind it; none of the first
     part."""
     begin, end = (0, *ends)[critical], ends[critical]
     if critical == 0 or end - begin < 2:
         return
-    yield (*_balanced(work[: begin + 1], critical), *ends[critical:])
+    yield (*balanced_ends(work[: begin + 1], critical), *ends[critical:])
     if critical + 1 < len(ends):
-        yield (*_balanced(work[: end - 1], critical + 1), *ends[critical + 1 :])
+        yield (*balanced_ends(work[: end - 1], critical + 1), *ends[critical + 1 :])
 
 
 def simulate_parts(

@@ -9,12 +9,16 @@ nearest that is allowed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ...cost_models.optimizers import Precision, find_optimizer
 from ..candidate import Proposal
-from .base import Ends, linear_configs, linear_pipelines, nearest_cuts, work_seconds
+from ..stage_table import Floats
+from .base import Ends, Planner, linear_configs, linear_pipelines, nearest_cuts, work_seconds
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -23,107 +27,58 @@ if TYPE_CHECKING:
 def block_partition(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """Ends of the stages, as torchgpipe's `blockpartition.solve` finds them for as many layers or more.
 
-    Of several smallest blocks it fills the first. The paper fills the one nearest to the largest block; with
-    the first, blocks can become empty, and torchgpipe may then end with empty or overlapping ones, or never:
-    there the paper's choice is taken.
+    Items move from the largest block towards a smallest one until they differ by the largest item at most. Of
+    several smallest blocks it fills the first. The paper fills the one nearest to the largest block. With the
+    first, blocks can become empty, and torchgpipe may then end with empty or overlapping ones, or never. The
+    paper's choice is taken there.
     """
-    partition = _Blocks(costs, stages)
-    partition.settle(nearest=False)
-    if partition.has_empty:
-        partition = _Blocks(costs, stages)
-        partition.settle(nearest=True)
-    return tuple(partition.ends)
+    first = _settle(costs, stages, nearest=False)
+    return first if min(np.diff(first, prepend=0)) > 0 else _settle(costs, stages, nearest=True)
 
 
-class _Blocks:
-    """Blocks of items, by their ends, and the sizes of the blocks in parts of the largest item."""
-
-    def __init__(self, costs: Sequence[float], blocks: int) -> None:
-        least, most = min(costs), max(costs)
-        self.items = [(cost - least) / ((most - least) or 1) for cost in costs]
-        self.ends = [len(costs) // blocks * count for count in range(1, blocks)] + [len(costs)]
-        self.sizes = [sum(self.items[slice(*self.bounds(block))]) for block in range(blocks)]
-
-    def bounds(self, block: int) -> tuple[int, int]:
-        """The first item of a block and the one after its last."""
-        return (self.ends[block - 1] if block else 0), self.ends[block]
-
-    def is_empty(self, block: int) -> bool:
-        """Whether it has no items."""
-        first, end = self.bounds(block)
-        return first == end
-
-    @property
-    def has_empty(self) -> bool:
-        """Whether any block has no items."""
-        return any(self.is_empty(block) for block in range(len(self.ends)))
-
-    def settle(self, *, nearest: bool) -> None:
-        """Moves items from the largest block towards a smallest until they differ by one item at most."""
-        while True:
-            largest = max(range(len(self.sizes)), key=lambda block: (self.sizes[block], block))
-            from_largest = False
-            while not from_largest:
-                smallest = min(self.sizes)
-                if self.sizes[largest] <= smallest + 1:
-                    return
-                taker = self._taker(smallest, largest, nearest=nearest)
-                giver = taker + (1 if taker < largest else -1)
-                self._move(giver, taker)
-                from_largest = giver == largest
-
-    def _taker(self, smallest: float, largest: int, *, nearest: bool) -> int:
-        """The smallest block that grows: at its neighbour's cost, on the side of the largest."""
-        alike = [block for block, size in enumerate(self.sizes) if size == smallest]
-        first = alike[0]
-        if nearest or self.is_empty(first + (1 if first < largest else -1)):
-            return min(alike, key=lambda block: abs(block - largest))
-        return first
-
-    def _move(self, giver: int, taker: int) -> None:
-        if giver < taker:
-            self.ends[giver] -= 1
-        else:
-            self.ends[taker] += 1
-        for block in (giver, taker):
-            self.sizes[block] = sum(self.items[slice(*self.bounds(block))])
+def _settle(costs: Sequence[float], blocks: int, *, nearest: bool) -> tuple[int, ...]:
+    least, most = min(costs), max(costs)
+    items = [(cost - least) / ((most - least) or 1) for cost in costs]
+    ends = [0, *(len(costs) // blocks * count for count in range(1, blocks)), len(costs)]
+    giver = largest = -1
+    while True:
+        sizes = [sum(items[start:end]) for start, end in pairwise(ends)]
+        if giver == largest:  # the largest block gave an item: there may be another one now
+            largest = max(range(blocks), key=lambda block: (sizes[block], block))
+        smallest = min(sizes)
+        if sizes[largest] <= smallest + 1:
+            return tuple(ends[1:])
+        alike = [block for block, size in enumerate(sizes) if size == smallest]
+        taker, beyond = alike[0], alike[0] + (1 if alike[0] < largest else -1)
+        if nearest or ends[beyond] == ends[beyond + 1]:
+            taker = min(alike, key=lambda block: abs(block - largest))
+        giver = taker + (1 if taker < largest else -1)
+        ends[max(giver, taker)] += 1 if giver > taker else -1
 
 
-class TorchgpipeTime:
-    """GPipe's schedule on the cuts of `balance_by_time`."""
-
-    name = "torchgpipe-time"
-
-    def propose(self, problem: Problem) -> Iterator[Proposal]:
-        """Each number of stages, a device of one node a stage: one process, without replicas."""
-        configs = [config for config in linear_configs(problem) if config.schedule == "gpipe"]
-
-        def ends(stages: int, size: int) -> Ends:
-            seconds = work_seconds(problem, size).tolist()
-            return nearest_cuts(problem.space.chain, block_partition(seconds, stages))
-
-        yield from linear_pipelines(problem, configs, ends, of_a_node=True)
+def _by_time(problem: Problem) -> Iterator[Proposal]:
+    return _pipelines(problem, lambda size: work_seconds(problem, size))
 
 
-BY_TIME = TorchgpipeTime()
+def _by_size(problem: Problem) -> Iterator[Proposal]:
+    copies = parameter_copies(problem.options.optimizer, problem.precision.bytes)
+
+    def sizes(size: int) -> Floats:
+        costs = problem.space.chain.at(size, past_largest=True)
+        return costs.parameter_bytes * copies + costs.saved_bytes
+
+    return _pipelines(problem, sizes)
 
 
-class TorchgpipeSize:
-    """GPipe's schedule on the cuts of `balance_by_size`."""
+def _pipelines(problem: Problem, costs: Callable[[int], Floats]) -> Iterator[Proposal]:
+    """GPipe's schedule on the cuts of the layers' costs for micro-batches of a size: a device of one node a
+    stage, as one process runs them, without replicas."""
+    configs = [config for config in linear_configs(problem) if config.schedule == "gpipe"]
 
-    name = "torchgpipe-size"
+    def ends(stages: int, size: int) -> Ends:
+        return nearest_cuts(problem.space.chain, block_partition(costs(size).tolist(), stages))
 
-    def propose(self, problem: Problem) -> Iterator[Proposal]:
-        """Each number of stages, a device of one node a stage: one process, without replicas."""
-        configs = [config for config in linear_configs(problem) if config.schedule == "gpipe"]
-        copies = parameter_copies(problem.options.optimizer, problem.precision.bytes)
-
-        def ends(stages: int, size: int) -> Ends:
-            costs = problem.space.chain.at(size, past_largest=True)
-            sizes = costs.parameter_bytes * copies + costs.saved_bytes
-            return nearest_cuts(problem.space.chain, block_partition(sizes.tolist(), stages))
-
-        yield from linear_pipelines(problem, configs, ends, of_a_node=True)
+    return linear_pipelines(problem, configs, ends, of_a_node=True)
 
 
 def parameter_copies(optimizer: str, precision: Precision) -> float:
@@ -133,4 +88,4 @@ def parameter_copies(optimizer: str, precision: Precision) -> float:
     return 1 + (precision.gradient + states) / precision.weight
 
 
-BY_SIZE = TorchgpipeSize()
+PLANNERS = (Planner("torchgpipe-time", _by_time), Planner("torchgpipe-size", _by_size))

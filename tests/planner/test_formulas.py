@@ -31,7 +31,7 @@ from pplan.planner.mini_batch import _neighbours
 from pplan.planner.objectives.least_cost import _CostSearch
 from pplan.planner.pipeline_config import PipelineConfig, abbreviate
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.planners.asteroid_shares import _by_speed, _next_receiver, _offload
+from pplan.planner.planners.asteroid import _by_speed, _next_receiver, _offload
 from pplan.planner.planners.base import stage_counts
 from pplan.planner.planners.deepspeed_partition import _ways
 from pplan.planner.planners.pipedream_planner import _select_points
@@ -339,10 +339,11 @@ def test_exchanges_at_the_end_of_a_step_by_hand(
         ("a?", 2.0),
         ("a*", 11.0),
         ("a{2,4}", 3.0),
+        ("a{2}", 1.0),
         ("(ab)*", 11.0),
         ("(a*)?", 11.0 + 1),
-        ("(a*){2}", 121.0),
-        ("(a|ab)*", 2.0**10 + 10),
+        ("(a*){2}", np.inf),
+        ("(a|ab)*", np.inf),
     ],
 )
 def test_ways_to_match_ten_characters(pattern: str, ways: float) -> None:

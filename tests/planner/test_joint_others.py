@@ -25,6 +25,7 @@ from pplan.planner.joint_search import (
 from pplan.planner.other_schedules import MOST_NEAR
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_records import TIE
+from pplan.planner.planners.base import Planner
 from pplan.planner.problem import Problem
 from pplan.planner.search.branch_and_bound import SearchResult
 from pplan.planner.search.budget import SearchBudget
@@ -144,15 +145,13 @@ def test_first_layers_run_again_in_plans_of_whole_stages(make_problem: MakeProbl
     other = replace(own, config=replace(own.config, schedule="zb-h1"))
     asked = list[str]()
 
-    class Planner:
-        name = "x"
+    def propose(problem: Problem) -> Iterator[Proposal]:
+        asked.append(problem.options.recompute)
+        yield from (own, other, never)
 
-        def propose(self, problem: Problem) -> Iterator[Proposal]:
-            asked.append(problem.options.recompute)
-            yield from (own, other, never)
-
-    assert list(_propose(Planner(), make_problem())) == [own, other, never]
-    proposals = list(_propose(Planner(), make_problem(recompute="first_layers")))
+    planner = Planner("x", propose)
+    assert list(_propose(planner, make_problem())) == [own, other, never]
+    proposals = list(_propose(planner, make_problem(recompute="first_layers")))
     assert [each.config.recompute for each in proposals] == ["first_layers", "except_last"]
     assert [each.config.schedule for each in proposals] == ["1f1b", "gpipe"]
     assert asked == ["auto", "auto"]

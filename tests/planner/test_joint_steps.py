@@ -31,6 +31,7 @@ from pplan.planner.joint_search import (
 )
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.planners import BASELINES
+from pplan.planner.planners.base import Planner
 from pplan.planner.problem import Problem
 from pplan.planner.search.branch_and_bound import SearchResult
 from pplan.planner.search.budget import WORK_A_SECOND, SearchBudget
@@ -111,15 +112,9 @@ def test_interleaved_pipelines_are_for_their_own_planner(make_problem: MakeProbl
     assert (options.planner, options.robust, options.slow_devices) == ("interleaved", False, None)
 
 
-class Named:
+def named(name: str, *proposals: Proposal) -> Planner:
     """A planner of these proposals."""
-
-    def __init__(self, name: str, *proposals: Proposal, why: str = "") -> None:
-        self.name, self.proposals, self.why = name, proposals, why
-
-    def propose(self, problem: Problem) -> Iterator[Proposal]:
-        del problem
-        yield from self.proposals
+    return Planner(name, lambda _: proposals)
 
 
 class TestPlanWith:
@@ -130,13 +125,13 @@ class TestPlanWith:
         inside, outside = plan(1.0, devices=((0,),)), plan(1.0)
         seen = list[Any]()
         monkeypatch.setattr(joint_search, "fastest", lambda _, own, **more: noted(seen, (own, more), inside))
-        assert plan_with(Named("x", outside.proposal, inside.proposal), problem, required=False) is inside
+        assert plan_with(named("x", outside.proposal, inside.proposal), problem, required=False) is inside
         ((proposals, more),) = seen
         assert proposals == [inside.proposal]
         assert more["required"] is False
         monkeypatch.setattr(joint_search, "fastest", lambda *_, **__: None)
-        assert plan_with(Named("x", inside.proposal), problem) == "does not fit"
-        assert plan_with(Named("x", outside.proposal), problem) == (
+        assert plan_with(named("x", inside.proposal), problem) == "does not fit"
+        assert plan_with(named("x", outside.proposal), problem) == (
             f"{joint_search.NOT_ALLOWED}: 2 stages are more than max_stages=1"
         )
 
@@ -148,24 +143,22 @@ class TestPlanWith:
         own = plan(1.0).proposal
         counts = list[int]()
 
-        class Slow(Named):
-            def propose(self, problem: Problem) -> Iterator[Proposal]:
-                del problem
-                for number in range(100):
-                    now[0] += 1.0
-                    counts.append(number)
-                    yield own if number else replace(own, ends=(1, 2))
+        def slow(_: Problem) -> Iterator[Proposal]:
+            for number in range(100):
+                now[0] += 1.0
+                counts.append(number)
+                yield own if number else replace(own, ends=(1, 2))
 
         def score(_: Any, proposals: Any, **__: Any) -> Any:
             return plan(1.0) if proposals else None
 
         monkeypatch.setattr(Problem, "allows", lambda _, proposal: proposal.ends[-1] == 6)
         monkeypatch.setattr(joint_search, "fastest", score)
-        assert isinstance(plan_with(Slow("x"), problem), ScoredPlan)
+        assert isinstance(plan_with(Planner("x", slow), problem), ScoredPlan)
         assert len(counts) == 2
         now[0] = 10.0
-        assert plan_with(Slow("x"), problem) == OUT_OF_TIME
-        assert isinstance(plan_with(Named("even", own), problem), ScoredPlan)
+        assert plan_with(Planner("x", slow), problem) == OUT_OF_TIME
+        assert isinstance(plan_with(named("even", own), problem), ScoredPlan)
 
     def test_steps_have_time_of_their_own(self, make_problem: MakeProblem, monkeypatch: Patch) -> None:
         """Where the proposals took all of theirs, more of them make no worse plan."""
@@ -173,17 +166,16 @@ class TestPlanWith:
         problem = replace(make_problem(), budget=SearchBudget(inf, 10.0, lambda: now[0]))
         left = list[float]()
 
-        class Slow(Named):
-            def propose(self, problem: Problem) -> Iterator[Proposal]:
-                now[0] += 4.0
-                return super().propose(problem)
+        def slow(_: Problem) -> Iterator[Proposal]:
+            now[0] += 4.0
+            yield plan(1.0).proposal
 
         def score(*_: Any, budget: SearchBudget, **__: Any) -> ScoredPlan:
             left.append(budget.seconds_left)
             return plan(1.0)
 
         monkeypatch.setattr(joint_search, "fastest", score)
-        plan_with(Slow("x", plan(1.0).proposal), problem)
+        plan_with(Planner("x", slow), problem)
         assert left == pytest.approx([0.2 * 6.0])
 
     def test_no_time_to_score(self, make_problem: MakeProblem, monkeypatch: Patch) -> None:
@@ -194,9 +186,9 @@ class TestPlanWith:
             now[0] = 5.0
 
         monkeypatch.setattr(joint_search, "fastest", score)
-        assert plan_with(Named("x", plan(1.0).proposal), problem, required=False) == OUT_OF_TIME
+        assert plan_with(named("x", plan(1.0).proposal), problem, required=False) == OUT_OF_TIME
         now[0] = 0.0
-        assert plan_with(Named("x", plan(1.0).proposal), problem) == "does not fit"
+        assert plan_with(named("x", plan(1.0).proposal), problem) == "does not fit"
 
 
 class TestWithBound:

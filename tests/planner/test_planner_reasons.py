@@ -11,7 +11,6 @@ import pytest
 from pplan.planner.joint_search import NOT_ALLOWED, plan_with
 from pplan.planner.planners import PLANNERS, find_planner
 from pplan.planner.planners.base import refusal_reason
-from pplan.planner.planners.rules import DATA_PARALLEL
 from pplan.planner.problem import Problem
 
 MakeProblem = Callable[..., Problem]
@@ -29,7 +28,7 @@ def test_the_batch_or_the_micro_batches(batch: int, micro_batches: int | None, w
     options = SimpleNamespace(micro_batches=micro_batches)
     machine = SimpleNamespace(gpus=4)
     problem: Any = SimpleNamespace(topology=machine, runtime=None, mini_batch=batch, options=options)
-    assert DATA_PARALLEL.refusal(problem) == words
+    assert PLANNERS["data-parallel"].refusal(problem) == words
 
 
 @pytest.mark.parametrize("planner", ["one-gpu", "data-parallel"])

@@ -13,7 +13,8 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import ledger, total
 from pplan.cost_models.stage_bytes import stage_bytes
 from pplan.cost_models.topology import Topology
-from pplan.planner.planners.alpa import ALPA, find_alpa_plan, place_submeshes, submeshes
+from pplan.planner.planners import PLANNERS
+from pplan.planner.planners.alpa import find_alpa_plan, place_submeshes, submeshes
 from pplan.planner.planners.replica_groups import MicroBatchChoice
 from pplan.planner.problem import Problem
 from pplan.planner.search.space import Space
@@ -157,7 +158,7 @@ def test_proposals_of_a_runtime(
     runtime: str | None, make_chain: MakeChain, make_problem: Callable[..., Problem]
 ) -> None:
     problem = make_problem(make_chain(2, 8, cuts=1.0), 4, mini_batch=16, runtime=runtime)
-    proposals = list(ALPA.propose(problem))
+    proposals = list(PLANNERS["alpa"].propose(problem))
     assert proposals
     for proposal in proposals:
         assert problem.allows(proposal)

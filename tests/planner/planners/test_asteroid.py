@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,14 @@ from pplan.cost_models.stage_bytes import stage_bytes
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology, two_level_topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.planners import asteroid
+from pplan.planner.planners import PLANNERS, asteroid, replica_groups
 from pplan.planner.planners.asteroid import (
-    ASTEROID,
     AsteroidPlan,
     AsteroidSearch,
+    ShareTables,
     shared_load,
     shared_step,
 )
-from pplan.planner.planners.asteroid_shares import ShareTables
 from pplan.planner.planners.replica_groups import MicroBatchChoice
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
@@ -187,7 +185,7 @@ def test_its_shares_are_simulated(make_chain: MakeChain) -> None:
     groups = Group(Device("fast", None), 1), Group(Device("slow", None, 0.4), 1)
     topology = Topology(groups, (Level("node", None, Link(20.0, 0.0)),))
     problem = Problem(chain, topology, PlanOptions(mini_batch=16, micro_batches=2, recompute="never"))
-    proposal = next(iter(ASTEROID.propose(problem)))
+    proposal = next(iter(PLANNERS["asteroid"].propose(problem)))
     assert proposal.estimate_seconds is not None
     both = Proposal(proposal.config, (4,), ((0, 1),))
     even = fastest(problem.space, [both])
@@ -228,7 +226,7 @@ def test_what_unequal_shares_hold_and_compute(micro_batches: int, make_chain: Ma
         ("any", 3, 1, [[1, 2, 3]]),
         ("equal", 3, 1, [[1], [2], [3]]),
         ("none", 3, 1, [[1]]),
-        ("any", 20, 2, [list(range(1, 11))]),  # so many groups of two, in nodes of ten
+        ("any", 20, 2, [list(range(1, 11))]),  # groups of two, in nodes of ten
         ("equal", 20, 2, [[own] for own in range(1, 11)]),
         ("none", 20, 1, [[1]]),
     ],
@@ -253,7 +251,7 @@ def test_which_groups_are_searched(
         def best(self, most: int) -> Any:
             assert most == min(gpus // each, 4)
             name = ((self.number,),)
-            return SimpleNamespace(ends=(2, 6), devices=name, samples=name, latency_seconds=next(latencies))
+            return AsteroidPlan((2, 6), name, name, next(latencies))
 
     link = Link(20.0, 0.1)
     kinds = (Group(Device("small", 1000), gpus - 1), Group(Device("large", 2000), 1))
@@ -261,10 +259,7 @@ def test_which_groups_are_searched(
     options = PlanOptions(mini_batch=4, max_stages=4)
     problem = Problem(make_chain(1, 6, cuts=1.1), Topology(kinds, levels), options)
     monkeypatch.setattr(asteroid, "AsteroidSearch", Search)
-    monkeypatch.setattr(asteroid, "count_replicas", lambda _: rule)
-    monkeypatch.setattr(
-        asteroid, "group_devices", lambda own, node: {3: 1, 20: 2}[own] if node == min(gpus, 10) else 0
-    )
+    monkeypatch.setattr(replica_groups, "count_replicas", lambda _: rule)
     plan = asteroid.find_asteroid_plan(problem, MicroBatchChoice("1f1b", 4, 1, ("never",)))
     order = (gpus - 1, *range(gpus - 1))
     assert asked == [(order, each, own) for own in sizes]

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from pplan.planner.planners.dapple_moves import DappleStage
-from pplan.planner.planners.dapple_planner import Latency, latency
+from pplan.planner.planners.dapple_planner import DappleStage, Latency, latency
 
 
 def of(

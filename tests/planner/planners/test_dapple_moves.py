@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pplan.planner.planners.dapple_moves import (
+from pplan.planner.planners.dapple_planner import (
     append_first,
     fresh_first,
     list_ranks,

@@ -18,8 +18,15 @@ from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.candidate import Proposal
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.planners.dapple_moves import POLICIES, split_machines
-from pplan.planner.planners.dapple_planner import DAPPLE, UNLIMITED, BeamLimits, StageLimits, find_dapple_plan
+from pplan.planner.planners import PLANNERS
+from pplan.planner.planners.dapple_planner import (
+    POLICIES,
+    UNLIMITED,
+    BeamLimits,
+    StageLimits,
+    find_dapple_plan,
+    split_machines,
+)
 from pplan.planner.planners.replica_groups import MicroBatchChoice
 from pplan.planner.problem import Problem
 from pplan.planner.search.space import Space
@@ -219,7 +226,7 @@ def test_replicas_that_the_runtime_runs(
 ) -> None:
     chain = make_chain(2, gpus + 4, traffic=0.01, cuts=1.0)
     problem = make_problem(chain, gpus, mini_batch=4 * gpus, runtime=runtime)
-    proposals = list(DAPPLE.propose(problem))
+    proposals = list(PLANNERS["dapple"].propose(problem))
     assert proposals
     for proposal in proposals:
         assert len(set(proposal.replicas)) == 1
@@ -250,15 +257,15 @@ def test_weights_at_the_end_stay_on_one_device(make_chain: MakeChain) -> None:
     assert best is not None
     assert [len(own) for own in best.devices] == [7, 1]
     assert best.ends == (6, 7)
-    assert Proposal(PipelineConfig("1f1b", "by_stage", 8, 28), best.ends, best.devices) in DAPPLE.propose(
-        problem
-    )
+    assert Proposal(PipelineConfig("1f1b", "by_stage", 8, 28), best.ends, best.devices) in PLANNERS[
+        "dapple"
+    ].propose(problem)
 
 
 def test_many_devices_and_layers(make_chain: MakeChain, make_problem: Callable[..., Problem]) -> None:
     """Cuts are thinned and neighbours stay together; the proposals are whole plans all the same."""
     problem = make_problem(make_chain(1, 150, cuts=1.0), 40, mini_batch=64, micro_batches=4)
-    for proposal in DAPPLE.propose(problem):
+    for proposal in PLANNERS["dapple"].propose(problem):
         assert proposal.ends[-1] == 150
         assert problem.allows(proposal)
         assert proposal.device_count > 20

@@ -14,7 +14,8 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
 from pplan.planner.balance import balance_table
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.planners.galvatron import GALVATRON, StageTables, partition_for_memory, stage_tables
+from pplan.planner.planners import PLANNERS
+from pplan.planner.planners.equal_replicas import StageTables, partition_for_memory, stage_tables
 from pplan.planner.planners.replica_groups import micro_batch_choices
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
@@ -66,7 +67,7 @@ def test_tables_and_proposals(make_chain: MakeChain, make_topology: Callable[...
     chain = make_chain(3, 8, cuts=1.1, traffic=0.2)
     options = PlanOptions(mini_batch=16, optimizer="adam", memory_limit=2500)
     problem = Problem(chain, make_topology(4), options)
-    proposals = list(GALVATRON.propose(problem))
+    proposals = list(PLANNERS["galvatron"].propose(problem))
     assert {len(own.ends) for own in proposals} <= {1, 2, 4}
     assert {len(own.ends) * own.replicas[0] for own in proposals} == {4}
     assert fastest(problem.space, proposals) is not None
@@ -95,8 +96,8 @@ def tables_again(tables: StageTables, stage: int, begin: int, end: int, work: li
 
 def test_no_memory(make_chain: MakeChain, make_topology: Callable[..., Topology]) -> None:
     problem = Problem(make_chain(3, 8), make_topology(4), PlanOptions(mini_batch=16, memory_limit=10))
-    assert not list(GALVATRON.propose(problem))
-    assert GALVATRON.refusal(problem).startswith("no depth that is a power of two")
+    assert not list(PLANNERS["galvatron"].propose(problem))
+    assert PLANNERS["galvatron"].refusal(problem).startswith("no depth that is a power of two")
     assert partition_for_memory(random_tables(0, 3, 3), 4) == (1, 2, 3)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from pplan.cost_models.layer import Chain
-from pplan.planner.planners.megatron import repeated_blocks
+from pplan.planner.planners.rules import repeated_blocks
 
 MakeNamed = Callable[..., Chain]
 

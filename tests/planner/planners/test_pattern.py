@@ -10,7 +10,8 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.planner.planners import find_planner
-from pplan.planner.planners.deepspeed_partition import DeepSpeedType, compile_pattern, match_names
+from pplan.planner.planners.deepspeed_partition import compile_pattern, match_names
+from pplan.planner.problem import Problem
 
 NAMES = [f"encoder.layers.{i}.attention.self.query" for i in range(100)] + ["head", "a" * 60 + "!"]
 
@@ -60,8 +61,9 @@ def test_what_is_no_expression(pattern: str) -> None:
         compile_pattern(pattern)
 
 
-def test_a_planner_says_what_is_wrong_with_its_pattern(make_named: Callable[..., Chain]) -> None:
+def test_a_planner_says_what_is_wrong_with_its_pattern(
+    make_named: Callable[..., Chain], make_problem: Callable[..., Problem]
+) -> None:
     planner = find_planner("deepspeed-type:(a+)+$")
-    assert isinstance(planner, DeepSpeedType)
     with pytest.raises(UsageError, match=r"planner='deepspeed-type:\(a\+\)\+\$': it repeats what repeats"):
-        planner.matching_layers(make_named(["a" * 60, "b"]))
+        planner.refusal(make_problem(make_named(["a" * 60, "b"]), 2))

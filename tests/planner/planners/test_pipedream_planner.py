@@ -16,7 +16,8 @@ from pplan.cost_models.stage_bytes import stage_bytes
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.objectives.throughput import plan_asynchronous
 from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
-from pplan.planner.planners import pipedream_planner
+from pplan.planner.planners import PLANNERS, pipedream_planner
+from pplan.planner.planners.base import Planner
 from pplan.planner.planners.pipedream_planner import PipeDreamStages, place_parts
 from pplan.planner.planners.pipedream_programme import PAPER, NestedStage
 from pplan.planner.planners.replica_groups import list_tiers
@@ -184,10 +185,10 @@ class TestProposals:
         return cast("Problem", SimpleNamespace(space=space, configs=made))
 
     @pytest.mark.parametrize(
-        "planner", [pipedream_planner.PIPEDREAM, pipedream_planner.PIPEDREAM_PUBLISHED], ids=lambda p: p.name
+        "planner", [PLANNERS["pipedream"], PLANNERS["pipedream-published"]], ids=lambda p: p.name
     )
     def test_one_for_every_size(
-        self, planner: pipedream_planner.PipeDream, make_chain: MakeChain, make_topology: MakeTopology
+        self, planner: Planner, make_chain: MakeChain, make_topology: MakeTopology
     ) -> None:
         chain = make_chain(4, 9, traffic=0.05)
         proposals = list(planner.propose(self.problem(Space(chain, make_topology(6, per_node=3), "sgd"))))
@@ -211,7 +212,7 @@ class TestProposals:
                 limit
                 for limit in limits
                 if list(
-                    pipedream_planner.PIPEDREAM.propose(
+                    PLANNERS["pipedream"].propose(
                         self.problem(Space(chain, make_topology(4, memory=limit), "sgd"), (schedule,))
                     )
                 )
@@ -227,7 +228,7 @@ class TestProposals:
             "sgd",
             runtime=find_runtime("torchgpipe"),
         )
-        proposals = list(pipedream_planner.PIPEDREAM.propose(self.problem(space, ("gpipe",))))
+        proposals = list(PLANNERS["pipedream"].propose(self.problem(space, ("gpipe",))))
         assert proposals
         for proposal in proposals:
             assert set(proposal.replicas) == {1}

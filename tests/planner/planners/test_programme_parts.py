@@ -1,21 +1,15 @@
-"""What PipeDream's programme and DAPPLE's search leave out, and what they add up, one entry after another."""
+"""What PipeDream's programme leaves out, and what it adds up, one entry after another."""
 
 from __future__ import annotations
 
 from math import inf
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pplan.planner.planners import dapple_planner
-from pplan.planner.planners.dapple_moves import DappleStage
-from pplan.planner.planners.dapple_planner import BeamLimits, StageLimits, _DappleSearch, _Starts
 from pplan.planner.planners.pipedream_programme import CALL, ROWS, Instance, Programme, Tables
 from pplan.planner.planners.replica_groups import Tier
-
-Patch = pytest.MonkeyPatch
 
 
 def instance(blocks: int, **more: Any) -> Instance:
@@ -111,95 +105,3 @@ def test_memory_limits_that_are_the_same() -> None:
     assert programme._signature(0, 1, 1) == tuple(programme._mask(n, b) for n in (1, 2, 3) for b in (1, 2))
     small = Programme(instance(2, fits=lambda n, _: fits(min(n, 5), 0)), 1, inf)
     assert small._signature(1, 1, 1) == tuple(small._mask(n, 1) for n in (1, 2, 3, 4, 6))
-
-
-def search(
-    limit: float = inf, *, use_all: bool = False, entries: int = 10_000, kept: int = 2, count: int = 3
-) -> Any:
-    """Over five cut points, with seconds of moves by cut points; a move's state is its number."""
-    seconds = np.arange(75.0).reshape(3, 5, 5) % 11 + 1.0
-    moves = SimpleNamespace(
-        choice=SimpleNamespace(micro_batches=count, in_flight=lambda to_last: to_last),
-        cut_points=5,
-        states=lambda own: own,
-        costs_indices=lambda own: own % 3,
-        work=lambda in_flight: seconds * in_flight,
-        free_devices=lambda states: np.array([0, 1, 2])[states],
-        least_work=np.array([8.0, 6.0, 4.0, 2.0, 0.0]),
-        transfer=lambda joints, before, after, begin: joints + before + after + begin,
-    )
-    own = _DappleSearch(moves, StageLimits(None, use_all), BeamLimits(8, entries, kept))  # type: ignore[arg-type]
-    own.limit = limit
-    return own, seconds
-
-
-@pytest.mark.parametrize(("entries", "kept"), [(10_000, 2), (10_000, 1), (60, 3), (11, 1)])
-def test_the_best_of_each_state(entries: int, kept: int) -> None:
-    for seed in range(8):
-        random = np.random.default_rng(seed)
-        own, _ = search(entries=entries, kept=kept)
-        ends, states = random.integers(1, 4, 30), random.integers(0, 3, 30)
-        seconds, least = (random.integers(0, 12, 30) * 1.0 for _ in range(2))
-        starts = _Starts(
-            np.stack([np.arange(30), ends]), np.stack([np.zeros(30, int), states]), np.zeros((1, 30), int)
-        )
-        best = list[int]()
-        for end in range(1, 4):
-            for state in range(3):
-                alike = [n for n in range(30) if (ends[n], states[n]) == (end, state)]
-                best += sorted(alike, key=lambda n: seconds[n])[:kept]
-        best = sorted(best, key=lambda n: least[n])[: max(entries // 12, 1)]
-        found = own._best_of_states(starts, seconds, least)
-        assert found.ends[0].tolist() == best
-        assert found.ends[1].tolist() == ends[best].tolist()
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_last_stages_that_may_be_the_best(count: int) -> None:
-    """All but one of the micro-batches on it take less than the best plan; all devices, where they must."""
-    moves, which = np.array([0, 1, 2, 1, 2]), np.array([0, 0, 0, 1, 1])
-    starts = _Starts(np.array([[1, 3]]), np.zeros((1, 2), int), np.zeros((0, 2), int))
-    for use_all in (False, True):
-        for limit in (2.0, 10.0, 12.0, inf):
-            own, seconds = search(limit, use_all=use_all, count=count)
-            works = [seconds[m, starts.ends[-1][w], 4] for m, w in zip(moves, which, strict=True)]
-            expected = [(count - 1) * work < limit if count > 1 else work < inf for work in works]
-            expected = [fit and (m == 0 or not use_all) for fit, m in zip(expected, moves, strict=True)]
-            assert own._may_finish(starts, which, moves).tolist() == expected
-    empty = _Starts(*(np.zeros((0, 1), int) for _ in range(3)))
-    assert own._may_finish(empty, np.array([], int), np.array([], int)).tolist() == []
-    assert own._may_finish(empty, np.array([0]), np.array([1])).tolist() == [False]
-
-
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_what_a_plan_takes_at_least(count: int, monkeypatch: Patch) -> None:
-    """The slowest of its stages, with what is before it, or of what is left a share; where it may end."""
-    moves, begin, last = np.array([0, 1, 2]), np.array([1, 2, 1]), np.array([2, 0, 1])
-    stages = [
-        DappleStage(np.array([1.0, 2.0, 9.0]), np.array([2.0, 2.0, 9.0]), np.zeros(3)) for _ in range(2)
-    ]
-    monkeypatch.setattr(
-        dapple_planner, "CostedPlans", lambda *_: SimpleNamespace(parts=(stages, [np.array([1.0, 0.0, 2.0])]))
-    )
-    starts = _Starts(np.stack([begin - 1, begin]), np.stack([last, last]), np.zeros((1, 3), int))
-    joints = np.array([1, 0, 2])
-    own, seconds = search(count=count)
-    found, first = (
-        own._least(starts, moves, joints),
-        own._least(_Starts(*(np.zeros((0, 3), int),) * 3), moves, joints),
-    )
-    for n in range(3):
-        before = slowest = 0.0
-        for stage, transfer in zip(
-            stages, (float([1, 0, 2][n]), joints[n] + last[n] + moves[n] + begin[n]), strict=True
-        ):
-            work = float(stage.forward[n] + stage.backward[n])
-            slowest = max(slowest, before + (count - 1) * work)
-            before += work + 2 * transfer
-        for end in range(5):
-            for row, start, ahead, least in ((found, begin[n], before, slowest), (first, 0, 0.0, 0.0)):
-                here = 2 * seconds[moves[n], start, end]
-                share = [8.0, 6.0, 4.0, 2.0, 0.0][end] / max(moves[n], 1)
-                most = max(here, (count - 1) * here, here + (count - 1) * share)
-                expected = max(least, ahead + most) if start < end < 4 else inf
-                assert row[n, end] == pytest.approx(expected), (n, end)

@@ -14,13 +14,10 @@ import pytest
 
 from pplan.cost_models.layer import Chain
 from pplan.planner.pipeline_config import PipelineConfig
-from pplan.planner.planners import equal_replicas
+from pplan.planner.planners import PLANNERS, equal_replicas, replica_groups
+from pplan.planner.planners.base import full_shapes
 from pplan.planner.planners.equal_replicas import (
-    AUTOPIPE,
-    BAPIPE,
-    WIDTH_AND_DEPTH,
-    _shapes,
-    _shared,
+    _shares,
     equal_blocks,
     simulate_1f1b,
 )
@@ -92,17 +89,26 @@ def test_one_choice_for_every_size() -> None:
         (("never", "always"), [3.0, -inf], [5.0, -inf]),
     ],
 )
-def test_how_many_micro_batches_fit(modes: tuple[Any, ...], never: list[float], always: list[float]) -> None:
+def test_how_many_micro_batches_fit(
+    modes: tuple[Any, ...], never: list[float], always: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under the modes that may be, on stages that may be."""
     seconds = np.array([1.0, 2.0])
     group: Any = SimpleNamespace(
         forward=seconds,
         backward=2 * seconds,
         most_in_flight=lambda mode: np.array([3.0, 3.0] if mode == "never" else [5.0, 5.0]),
-        table=SimpleNamespace(crossing="crossing"),
+        table=SimpleNamespace(stage_bytes=SimpleNamespace(trainable=seconds)),
     )
-    space: Any = SimpleNamespace(usable=np.array([True, False]))
-    own = cost_replicas(space, group, modes, np.zeros(2))
+    monkeypatch.setattr(replica_groups, "all_reduce_seconds", lambda *_: np.zeros(2))
+    space: Any = SimpleNamespace(
+        usable=np.array([True, False]),
+        budget=SimpleNamespace(check=lambda: None),
+        replica_group=lambda *_: group,
+        gradients=lambda trainable: trainable,
+        topology=None,
+    )
+    own = cost_replicas(space, MicroBatchChoice("1f1b", 1, 2, modes), (0,))
     assert (own.never.tolist(), own.always.tolist()) == (never, always)
     # A stage recomputes from where it does not fit without, and there is none where it does not at all.
     for held, expected in ((3, 3.0 if never[0] == 3.0 else 4.0), (4, 4.0), (6, inf)):
@@ -155,11 +161,15 @@ def test_stages_of_as_many_layers(make_named: MakeNamed) -> None:
 def test_stages_and_replicas_that_are_all_devices(make_problem: MakeProblem, make_chain: MakeChain) -> None:
     chain = make_chain(1, 6, cuts=1.1)
     problem = make_problem(chain, 6, mini_batch=12)
-    assert sorted(_shapes(problem)) == [(1, 6), (2, 3), (3, 2), (6, 1)]
-    assert sorted(_shapes(make_problem(chain, 6, mini_batch=12, max_stages=3))) == [(1, 6), (2, 3), (3, 2)]
+    assert sorted(full_shapes(problem)) == [(1, 6), (2, 3), (3, 2), (6, 1)]
+    assert sorted(full_shapes(make_problem(chain, 6, mini_batch=12, max_stages=3))) == [
+        (1, 6),
+        (2, 3),
+        (3, 2),
+    ]
     linear = make_problem(chain, 6, mini_batch=12, runtime="torchgpipe", schedule="gpipe")
-    assert all(stages * width <= 6 for stages, width in _shapes(linear))
-    assert [_shared(problem, choice(size=6), width) for width in (1, 2, 3, 4, 6)] == [
+    assert all(stages * width <= 6 for stages, width in full_shapes(linear))
+    assert [_shares(problem, choice(size=6), width) for width in (1, 2, 3, 4, 6)] == [
         problem.space.fits_someone(6, 1),
         True,
         True,
@@ -183,7 +193,7 @@ def test_the_width_and_depth_with_the_least_estimate(
             yield 9.0 / stages, ends, (width,) * stages, True
 
     monkeypatch.setattr(equal_replicas, "width_and_depth_plans", plans)
-    proposals = list(WIDTH_AND_DEPTH.propose(problem))
+    proposals = list(PLANNERS["pipedream-2bw"].propose(problem))
     assert sorted(asked) == [(1, 4, 1), (2, 2, 2), (2, 4, 1), (4, 1, 4), (4, 2, 2), (4, 4, 1)]
     assert [(own.ends, own.replicas, own.config.micro_batch_size) for own in proposals] == [
         ((1, 3, 4, 6), (1, 1, 1, 1), 4),
@@ -219,7 +229,7 @@ def test_plans_that_do_not_recompute(
     configs = [replace(own, recompute=mode) for own in problem.configs for mode in ("always", "never")]
     vars(problem)["configs"] = configs
     assert modes == {"by_stage"}
-    own = list(AUTOPIPE.propose(problem))
+    own = list(PLANNERS["autopipe"].propose(problem))
     assert {plan.config.recompute for plan in own} == {"never"}
     assert {(len(plan.ends), plan.replicas[0]) for plan in own} == {(1, 4), (2, 2), (4, 1)}
     estimates = {(2, 1): 5.0, (2, 2): 4.0, (2, 4): 6.0, (3, 1): 3.0, (1, 2): 7.0}
@@ -230,14 +240,14 @@ def test_plans_that_do_not_recompute(
         return None if seconds is None else (seconds, tuple(range(7 - stages, 7)))
 
     monkeypatch.setattr(equal_replicas, "find_bapipe_plan", find)
-    plans = {len(plan.ends): plan for plan in BAPIPE.propose(problem)}
+    plans = {len(plan.ends): plan for plan in PLANNERS["bapipe"].propose(problem)}
     assert {stages: plan.config.micro_batch_size for stages, plan in plans.items()} == {1: 2, 2: 2, 3: 1}
     assert {stages: plan.ends for stages, plan in plans.items()} == {1: (6,), 2: (5, 6), 3: (4, 5, 6)}
     assert {plan.config.recompute for plan in plans.values()} == {"never"}
     assert [plan.devices for plan in plans.values()] == [
         tuple((d,) for d in range(len(plan.ends))) for plan in plans.values()
     ]
-    assert BAPIPE.refusal(problem) == "does not fit"
+    assert PLANNERS["bapipe"].refusal(problem) == "does not fit"
     long: Any = SimpleNamespace(space=SimpleNamespace(is_long=True))
-    assert list(BAPIPE.propose(long)) == []
-    assert BAPIPE.refusal(long) == "too many layers"
+    assert list(PLANNERS["bapipe"].propose(long)) == []
+    assert PLANNERS["bapipe"].refusal(long) == "too many layers"

@@ -65,7 +65,7 @@ def test_a_stage_recomputes_where_it_must(
     """More micro-batches take more memory: first the forward runs again, then nothing fits."""
     space = Space(make_chain(1, 4, cuts=1.0), make_topology(1), "sgd", 900.0)
     team = space.replica_group(2, (0,))
-    costs = cost_replicas(space, team, ("by_stage",), np.zeros_like(team.forward))
+    costs = cost_replicas(space, MicroBatchChoice("1f1b", 1, 2, ("by_stage",)), (0,))
     plain = costs.forward + costs.backward
     seen = set()
     for in_flight in range(1, 40):

@@ -17,8 +17,8 @@ from pplan.cost_models.topology import Topology
 from pplan.planner.balance import balance
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
+from pplan.planner.planners import PLANNERS
 from pplan.planner.planners.torch_partition import (
-    TORCH_PARTITION,
     _find_partition,
     partition,
     simulate_parts,
@@ -101,15 +101,15 @@ def test_schedules_and_estimates(
 ) -> None:
     """Every schedule it knows of those that are allowed, and an estimate for each."""
     problem = make_problem(make_chain(1, 8, cuts=1.1), 4, mini_batch=8, schedule="any")
-    proposals = list(TORCH_PARTITION.propose(problem))
+    proposals = list(PLANNERS["torch-partition"].propose(problem))
     assert {own.config.schedule for own in proposals} == {"1f1b", "interleaved", "zb-h1"}
     assert {len(own.ends) for own in proposals if own.config.schedule == "interleaved"} == {4, 8}
     assert all(own.estimate_seconds for own in proposals)
     only = make_problem(make_chain(1, 8, cuts=1.1), 4, mini_batch=8)
-    assert {own.config.schedule for own in TORCH_PARTITION.propose(only)} == {"1f1b"}
+    assert {own.config.schedule for own in PLANNERS["torch-partition"].propose(only)} == {"1f1b"}
     alone = make_problem(make_chain(1, 8), 1, mini_batch=8)
-    assert not list(TORCH_PARTITION.propose(alone))
-    assert TORCH_PARTITION.refusal(alone) == "one device has no pipeline"
+    assert not list(PLANNERS["torch-partition"].propose(alone))
+    assert PLANNERS["torch-partition"].refusal(alone) == "one device has no pipeline"
 
 
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 3), ("gpipe", 2), ("zb-h1", 2)])
