@@ -11,8 +11,7 @@ from statistics import median
 
 import numpy as np
 
-from pplan.planner.planners.pipedream_planner import shortest_bottleneck
-from pplan.planner.planners.pipedream_programme import Bools, Instance
+from pplan.planner.planners.pipedream_planner import Bools, Instance, shortest_bottleneck
 from pplan.planner.planners.replica_groups import Tier
 from pplan.planner.stage_table import Floats
 

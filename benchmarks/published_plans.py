@@ -15,7 +15,7 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.objectives.throughput import plan_asynchronous
 from pplan.planner.planners.dapple_planner import UNLIMITED, DapplePlan, StageLimits, find_dapple_plan
-from pplan.planner.planners.pipedream_programme import PAPER, PUBLISHED
+from pplan.planner.planners.pipedream_planner import PAPER, PUBLISHED
 from pplan.planner.planners.replica_groups import MicroBatchChoice
 from pplan.planner.search.space import Space
 from pplan.profiler.importing.import_options import ProfileImportOptions

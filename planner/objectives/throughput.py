@@ -29,8 +29,7 @@ from ..candidate import Proposal, ScoredPlan
 from ..joint_search import BEST, find_best_plan
 from ..pipeline_config import Mode, PipelineConfig
 from ..plan_records import TIE
-from ..planners.pipedream_planner import WORK, PipeDreamStages, shortest_bottleneck
-from ..planners.pipedream_programme import PAPER, Recurrence
+from ..planners.pipedream_planner import PAPER, WORK, PipeDreamStages, Recurrence, shortest_bottleneck
 from ..planners.replica_groups import thin_cuts
 from ..problem import Problem
 from ..search.branch_and_bound import SearchResult

@@ -306,10 +306,10 @@ class Moves:
                 for policy in policies
             )
             self._from.append([])
-            for taken in dict.fromkeys(choices):
+            for choice_counts in dict.fromkeys(choices):
                 self._from[-1].append(len(self.ranks))
-                self.ranks.append(machines.ranks(state, taken))
-                following = tuple(a + b for a, b in zip(state, taken, strict=True))
+                self.ranks.append(machines.ranks(state, choice_counts))
+                following = tuple(a + b for a, b in zip(state, choice_counts, strict=True))
                 if following not in used:
                     used[following] = len(states)
                     states.append(following)

@@ -18,8 +18,7 @@ from pplan.planner.objectives.throughput import plan_asynchronous
 from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
 from pplan.planner.planners import PLANNERS, pipedream_planner
 from pplan.planner.planners.base import Planner
-from pplan.planner.planners.pipedream_planner import PipeDreamStages, place_parts
-from pplan.planner.planners.pipedream_programme import PAPER, NestedStage
+from pplan.planner.planners.pipedream_planner import PAPER, NestedStage, PipeDreamStages, place_parts
 from pplan.planner.planners.replica_groups import list_tiers
 from pplan.planner.search.space import Space
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.planner.planners.pipedream_planner import shortest_bottleneck
-from pplan.planner.planners.pipedream_programme import (
+from pplan.planner.planners.pipedream_planner import (
     PAPER,
     PUBLISHED,
     Bools,
@@ -18,6 +17,7 @@ from pplan.planner.planners.pipedream_programme import (
     NestedStage,
     Recurrence,
     Solution,
+    shortest_bottleneck,
 )
 from pplan.planner.planners.replica_groups import Tier
 from pplan.planner.stage_table import Floats

@@ -16,8 +16,10 @@ from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.planners import pipedream_planner as module
 from pplan.planner.planners.pipedream_planner import (
     COARSE,
-    GUESSES,
     QUICK,
+    Instance,
+    NestedStage,
+    Solution,
     _counts,
     _deep_enough,
     _one_schedule,
@@ -28,7 +30,6 @@ from pplan.planner.planners.pipedream_planner import (
     place_parts,
     shortest_bottleneck,
 )
-from pplan.planner.planners.pipedream_programme import Instance, NestedStage, Solution
 from pplan.planner.planners.replica_groups import Tier
 
 Patch = pytest.MonkeyPatch
@@ -79,7 +80,7 @@ def test_stages_that_do_not_fit() -> None:
 
 
 def test_memory_is_counted_as_deep_as_it_must(monkeypatch: Patch) -> None:
-    """First without, then by shares of that plan's seconds as a limit, then deeper, until the plan fits."""
+    """First without, then deeper, until the plan fits, under the limit that is known."""
     plans = {-1: solution(10.0, 1, 2, 3, 4), 0: solution(12.0, 2, 3, 4), 2: solution(13.0, 2, 4)}
 
     def answer(depth: int, limit: float, limited: bool) -> Solution | None:
@@ -87,22 +88,16 @@ def test_memory_is_counted_as_deep_as_it_must(monkeypatch: Patch) -> None:
         return own if own.seconds <= limit else None
 
     own = Programmes(monkeypatch, answer)
-    found, depth, spent = _deep_enough(instance(4, fits_up_to(1)), -1, inf)
-    # The first plan's stages with three and two behind them do not fit, of the next the one with two.
-    assert (1.2, 2.0, 4.0, inf) == GUESSES
-    assert own.asked == [(0, inf, False), (0, 12.0, True), (2, 12.0, True), (2, 20.0, True)]
-    assert (found, depth, spent) == (plans[2], 2, 40.0)
-    own.asked.clear()
-    found, depth, spent = _deep_enough(instance(4), -1, 7.0)
-    assert (found, depth, spent, own.asked) == (None, -1, 10.0, [(0, 7.0, False)])
-    own.asked.clear()
-    found, depth, spent = _deep_enough(instance(4, fits_up_to(9)), -1, inf)
-    assert (found, depth, spent, own.asked) == (plans[-1], -1, 10.0, [(0, inf, False)])
-    # With a limit that is known none is guessed.
-    own.asked.clear()
-    found, depth, _ = _deep_enough(instance(4, fits_up_to(2)), -1, 12.5)
-    assert (found, depth) == (plans[0], 0)
-    assert own.asked == [(0, 12.5, False), (0, 12.5, True)]
+    cases: Any = (
+        (fits_up_to(1), inf, (plans[2], 2, 30.0), [(0, inf, False), (0, inf, True), (2, inf, True)]),
+        (None, 7.0, (None, -1, 10.0), [(0, 7.0, False)]),
+        (fits_up_to(9), inf, (plans[-1], -1, 10.0), [(0, inf, False)]),
+        (fits_up_to(2), 12.5, (plans[0], 0, 20.0), [(0, 12.5, False), (0, 12.5, True)]),
+    )
+    for fits, limit, expected, asked in cases:
+        own.asked.clear()
+        assert _deep_enough(instance(4, fits), -1, limit) == expected
+        assert own.asked == asked
 
 
 def test_over_more_and_more_cut_points(monkeypatch: Patch) -> None:

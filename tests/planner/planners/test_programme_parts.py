@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.planner.planners.pipedream_programme import CALL, ROWS, Instance, Programme, Tables
+from pplan.planner.planners.pipedream_planner import CALL, ROWS, Instance, Programme, Tables
 from pplan.planner.planners.replica_groups import Tier
 
 
