@@ -14,9 +14,9 @@ from pathlib import Path
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.objectives.throughput import plan_asynchronous
-from pplan.planner.planners.dapple_planner import UNLIMITED, DapplePlan, StageLimits, find_dapple_plan
+from pplan.planner.planners.dapple_planner import UNLIMITED, StageLimits, find_dapple_plan
 from pplan.planner.planners.pipedream_planner import PAPER, PUBLISHED
-from pplan.planner.planners.replica_groups import MicroBatchChoice
+from pplan.planner.planners.replica_groups import CutPlan, MicroBatchChoice
 from pplan.planner.search.space import Space
 from pplan.profiler.importing.import_options import ProfileImportOptions
 from pplan.profiler.importing.importer import import_profile
@@ -101,11 +101,11 @@ def dapple(folder: Path) -> Iterator[Row]:
         yield Row(f"dapple{limit}", "VGG-19", space.topology.gpus, ours, "15:1 after conv5_2")
 
 
-def in_words(found: DapplePlan, chain: Chain) -> str:
+def in_words(found: CutPlan, chain: Chain) -> str:
     """Replicas, the last layers before the cuts, and the latency."""
     replicas = ":".join(str(len(own)) for own in found.devices)
     cuts = ", ".join(chain.names[end - 1] for end in found.ends[:-1])
-    return f"{replicas} after {cuts}, {1e3 * found.latency_seconds:.1f} ms"
+    return f"{replicas} after {cuts}, {1e3 * found.seconds:.1f} ms"
 
 
 SOURCES = (pipedream, dapple)

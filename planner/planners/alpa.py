@@ -25,13 +25,13 @@ from ..search.space import Space
 from ..stage_table import Floats
 from .base import Planner
 from .replica_groups import (
+    CutPlan,
     MicroBatchChoice,
     ReplicaWork,
     cost_replicas,
     count_replicas,
     group_devices,
-    micro_batch_choices,
-    thin_cuts,
+    propose_promising,
 )
 
 if TYPE_CHECKING:
@@ -39,40 +39,19 @@ if TYPE_CHECKING:
 
 BLOCKS = 64
 """Blocks of layers between which a search may cut."""
+QUICK_BLOCKS = 24
+"""The same, in the quick search of all micro-batch sizes."""
 STEPS = 100
 """How finely t_max is tried: a plan cheaper by more than one part in so many is not missed."""
-PROMISING, QUICK_BLOCKS = 3, 24
-"""Micro-batch sizes that are searched fully, after a quick search of all with so many blocks."""
-
-
-@dataclass(frozen=True)
-class AlpaPlan:
-    """By stage the place it ends at and its number of devices; what the plan costs, in seconds; whether some
-    stage recomputes; the sum of its stages' seconds."""
-
-    ends: tuple[int, ...]
-    replicas: tuple[int, ...]
-    cost_seconds: float
-    recomputes: bool
-    sum_seconds: float
 
 
 def _propose(problem: Problem) -> Iterator[Proposal]:
     """The cheapest plan of the most promising micro-batch sizes."""
-    space, gpus = thin_cuts(problem.space, BLOCKS), problem.usable_gpus
-    coarse, most = thin_cuts(space, QUICK_BLOCKS), problem.stage_counts[-1]
-    quick_plans = [
-        (quick_plan.cost_seconds, choice)
-        for choice in micro_batch_choices(problem.configs)
-        if (quick_plan := find_alpa_plan(coarse, choice, gpus, most)) is not None
-    ]
-    cut_points = space.table(space.chain.sizes[0]).cut_points
-    for _, choice in sorted(quick_plans, key=lambda quick_plan: quick_plan[0])[:PROMISING]:
-        best = find_alpa_plan(space, choice, gpus, most)
-        if best is not None:
-            ends = tuple(cut_points[end] for end in best.ends)
-            config, devices = choice.config(best.recomputes), place_submeshes(best.replicas)
-            yield Proposal(config, ends, devices, best.cost_seconds)
+
+    def find(space: Space, choice: MicroBatchChoice, _: bool) -> CutPlan | None:
+        return find_alpa_plan(space, choice, problem.usable_gpus, problem.stage_counts[-1])
+
+    return propose_promising(problem, BLOCKS, QUICK_BLOCKS, find)
 
 
 PLANNERS = (Planner("alpa", _propose),)
@@ -107,7 +86,7 @@ def find_alpa_plan(
     most_stages: int | None = None,
     *,
     steps: int | None = STEPS,
-) -> AlpaPlan | None:
+) -> CutPlan | None:
     """The cheapest plan for one micro-batch size on the first `gpus` devices, of so many stages at most; None
     where none fits. More devices than `MOST_GROUPS` stay together in groups, which need replicas.
 
@@ -120,7 +99,7 @@ def find_alpa_plan(
     choices = {"any": [sizes], "none": [[1]], "equal": [[size] for size in sizes]}[rule]
     most = min(gpus // each, most_stages or gpus)
     plans = [_Enumeration(space, choice, gpus // each, each, own, most).best(steps) for own in choices]
-    return min((p for p in plans if p is not None), key=lambda p: p.cost_seconds, default=None)
+    return min((p for p in plans if p is not None), key=lambda p: p.seconds, default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,30 +144,30 @@ class _Enumeration:
         """Where stages may start or end."""
         return self.space.table(self.space.chain.sizes[0]).blocks + 1
 
-    def best(self, steps: int | None) -> AlpaPlan | None:
+    def best(self, steps: int | None) -> CutPlan | None:
         """The cheapest plan, over t_max ascending."""
-        best = self._least_sum(np.inf) if self.stage_work else None
-        if best is None:
+        loosest = self._least_sum(np.inf) if self.stage_work else None
+        if loosest is None:
             return None
+        best, least_sum = loosest
         limits = np.unique([table for tables in self.seconds for table in tables.values()])
         limits = limits[np.isfinite(limits) & (limits >= 0)]
         # The tightest limit under which there is a plan.
         limits = limits[bisect_left(limits, True, key=lambda limit: bool(self._sums(limit)[1])) :]
-        least_sum, count, width = best.sum_seconds, self.choice.micro_batches, 0.0
+        count, width = self.choice.micro_batches, 0.0
         if steps is not None:
-            tightest = self._least_sum(limits[0]) or best
-            width = min(best.cost_seconds, tightest.cost_seconds) / count / steps
+            tightest, _ = self._least_sum(limits[0]) or loosest
+            width = min(best.seconds, tightest.seconds) / count / steps
         for limit in _spaced(limits, width):
             # With this slowest stage a plan costs at least the least sum of any, and at least M such stages.
-            if (count - 1) * limit + max(least_sum, limit) >= best.cost_seconds:
+            if (count - 1) * limit + max(least_sum, limit) >= best.seconds:
                 break
-            plan = self._least_sum(limit)
-            if plan is not None and plan.cost_seconds < best.cost_seconds:
-                best = plan
+            plan, _ = self._least_sum(limit) or loosest
+            best = min(best, plan, key=lambda plan: plan.seconds)
         return best
 
-    def _least_sum(self, limit: float) -> AlpaPlan | None:
-        """The plan of the least sum whose stages are no slower than the limit."""
+    def _least_sum(self, limit: float) -> tuple[CutPlan, float] | None:
+        """The plan of the least sum whose stages are no slower than the limit, and the sum."""
         sums, possible = self._sums(limit)
         if not possible:
             return None
@@ -216,7 +195,7 @@ class _Enumeration:
                 possible.append(len(sums) - 1)
         return sums, possible
 
-    def _trace_back(self, sums: list[Floats], stages: int, limit: float) -> AlpaPlan:
+    def _trace_back(self, sums: list[Floats], stages: int, limit: float) -> tuple[CutPlan, float]:
         """The plan behind a least sum."""
         place, groups, ends, replicas, times, recomputes = 0, self.groups, [], [], [], False
         for to_last in range(stages, 0, -1):
@@ -234,7 +213,7 @@ class _Enumeration:
             replicas.append(size * self.each)
             place, groups = end, groups - size
         cost = sum(times) + (self.choice.micro_batches - 1) * max(times)
-        return AlpaPlan(tuple(ends), tuple(replicas), cost, recomputes, sum(times))
+        return CutPlan(tuple(ends), place_submeshes(replicas), cost, recomputes), sum(times)
 
 
 def _spaced(values: Floats, width: float) -> Iterator[float]:

@@ -30,13 +30,13 @@ from ..stage_table import Floats, Indices
 from .base import Planner
 from .replica_groups import (
     MOST_GROUPS,
+    CutPlan,
     MicroBatchChoice,
     ReplicaWork,
     cost_replicas,
     count_replicas,
     group_devices,
-    micro_batch_choices,
-    thin_cuts,
+    propose_promising,
 )
 
 if TYPE_CHECKING:
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 BLOCKS, QUICK_BLOCKS = 100, 24
 """Blocks of layers between which a search may cut, and a quick search of each micro-batch size."""
-PROMISING = 3
-"""Micro-batch sizes that are searched fully after a quick search of all."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +61,6 @@ FULL, QUICK = BeamLimits(), BeamLimits(groups=8, entries=20_000, plans_per_state
 
 
 @dataclass(frozen=True)
-class DapplePlan:
-    """A plan of the search: by stage the place it ends at and its devices, its latency by the estimate, and
-    whether some stage recomputes."""
-
-    ends: tuple[int, ...]
-    devices: tuple[tuple[int, ...], ...]
-    latency_seconds: float
-    recomputes: bool
-
-
-@dataclass(frozen=True)
 class StageLimits:
     """The most stages of a plan (None: any number), and whether it must use all devices."""
 
@@ -86,22 +73,13 @@ UNLIMITED = StageLimits()
 
 def _propose(problem: Problem) -> Iterator[Proposal]:
     """The plan of least estimated latency for the most promising micro-batch sizes."""
-    space, gpus = thin_cuts(problem.space, BLOCKS), problem.usable_gpus
-    coarse, limits = (
-        thin_cuts(space, QUICK_BLOCKS),
-        StageLimits(problem.stage_counts[-1], problem.options.use_all),
-    )
-    quick_plans = [
-        (quick_plan.latency_seconds, choice)
-        for choice in micro_batch_choices(problem.configs)
-        if (quick_plan := find_dapple_plan(coarse, choice, gpus, limits, beam=QUICK)) is not None
-    ]
-    cut_points = space.table(space.chain.sizes[0]).cut_points
-    for _, choice in sorted(quick_plans, key=lambda own: own[0])[:PROMISING]:
-        plan = find_dapple_plan(space, choice, gpus, limits)
-        if plan is not None:
-            ends = tuple(cut_points[end] for end in plan.ends)
-            yield Proposal(choice.config(plan.recomputes), ends, plan.devices, plan.latency_seconds)
+    limits = StageLimits(problem.stage_counts[-1], problem.options.use_all)
+
+    def find(space: Space, choice: MicroBatchChoice, is_quick: bool) -> CutPlan | None:
+        beam = QUICK if is_quick else FULL
+        return find_dapple_plan(space, choice, problem.usable_gpus, limits, beam=beam)
+
+    return propose_promising(problem, BLOCKS, QUICK_BLOCKS, find)
 
 
 PLANNERS = (Planner("dapple", _propose),)
@@ -114,7 +92,7 @@ def find_dapple_plan(
     limits: StageLimits = UNLIMITED,
     *,
     beam: BeamLimits = FULL,
-) -> DapplePlan | None:
+) -> CutPlan | None:
     """The plan for one micro-batch size on the first `gpus` devices; None where none fits."""
     rule = count_replicas(space)
     machines = split_machines(
@@ -122,7 +100,7 @@ def find_dapple_plan(
     )
     every = range(1, sum(machines.rooms) + 1)
     counts = {"any": [every], "none": [range(1, 2)], "equal": [range(n, n + 1) for n in every]}[rule]
-    best: DapplePlan | None = None
+    best: CutPlan | None = None
     for own in counts:
         best = _DappleSearch(Moves(space, choice, machines, own), limits, beam).run(best) or best
     return best
@@ -421,12 +399,12 @@ class _DappleSearch:
         self.moves, self.limits, self.beam = moves, limits, beam
         self.choice = moves.choice
         self.last = moves.cut_points - 1
-        self.best: DapplePlan | None = None
+        self.best: CutPlan | None = None
         self.limit = np.inf
 
-    def run(self, best: DapplePlan | None = None) -> DapplePlan | None:
+    def run(self, best: CutPlan | None = None) -> CutPlan | None:
         """The best plan, where one is faster than the known."""
-        self.limit = best.latency_seconds if best else np.inf
+        self.limit = best.seconds if best else np.inf
         plans = np.zeros((0, 3, 1), dtype=np.int64)
         while plans.shape[2]:
             self.moves.space.budget.check()
@@ -462,10 +440,10 @@ class _DappleSearch:
         first = int(seconds.argmin())
         if seconds[first] < self.limit:
             self.limit = float(seconds[first])
-            self.best = DapplePlan(
+            self.best = CutPlan(
                 ends=tuple(whole[:, 0, first].tolist()),
                 devices=tuple(self.moves.ranks[move] for move in whole[:, 1, first].tolist()),
-                latency_seconds=self.limit,
+                seconds=self.limit,
                 recomputes=bool(costed.recomputes[first]),
             )
 

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ...cost_models.collectives import all_reduce_seconds
 from ...cost_models.memory import Recompute
 from ...cost_models.topology import Topology
+from ..candidate import Proposal
 from ..pipeline_config import Mode, PipelineConfig
 from ..search.replica_group import ReplicaGroupCosts
 from ..search.space import Space, with_cuts
 from ..stage_table import Floats
 
+if TYPE_CHECKING:
+    from ..problem import Problem
+
 SCHEDULES = ("1f1b", "dapple", "gpipe")
 """Those whose stages hold a number of micro-batches that these planners know, the preferred first."""
 MOST_GROUPS = 16
 """Of devices. Where there are more devices, neighbours stay together."""
+PROMISING = 3
+"""Micro-batch sizes that are searched fully, after a quick search of all."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,51 @@ def micro_batch_choices(configs: Sequence[PipelineConfig]) -> list[MicroBatchCho
         )
         for count, size in sizes
     ]
+
+
+@dataclass(frozen=True)
+class CutPlan:
+    """Plan of a search: by stage the cut point it ends at and its devices; the seconds of a step as the
+    planner estimates them, and whether some stage recomputes."""
+
+    ends: tuple[int, ...]
+    devices: tuple[tuple[int, ...], ...]
+    seconds: float
+    recomputes: bool
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """By stage, its number of devices."""
+        return tuple(map(len, self.devices))
+
+
+def propose_promising(
+    problem: Problem,
+    blocks: int,
+    quick_blocks: int,
+    find: Callable[[Space, MicroBatchChoice, bool], CutPlan | None],
+) -> Iterator[Proposal]:
+    """Propose the plans of the most promising micro-batch sizes.
+
+    Args:
+        problem: What is asked.
+        blocks: Blocks of layers between which a search may cut.
+        quick_blocks: The same for a quick search of all micro-batch sizes.
+        find: Returns the plan for one of them, and takes whether it is to be quick.
+    """
+    space = thin_cuts(problem.space, blocks)
+    coarse = thin_cuts(space, quick_blocks)
+    quick_plans = [
+        (quick_plan.seconds, choice)
+        for choice in micro_batch_choices(problem.configs)
+        if (quick_plan := find(coarse, choice, True)) is not None
+    ]
+    cut_points = space.table(space.chain.sizes[0]).cut_points
+    for _, choice in sorted(quick_plans, key=lambda pair: pair[0])[:PROMISING]:
+        plan = find(space, choice, False)
+        if plan is not None:
+            ends = tuple(cut_points[end] for end in plan.ends)
+            yield Proposal(choice.config(plan.recomputes), ends, plan.devices, plan.seconds)
 
 
 def misfit_reason(configs: Sequence[PipelineConfig], misfit: str) -> str:

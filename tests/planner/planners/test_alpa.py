@@ -96,12 +96,12 @@ def test_brute_force(seeds: range, make_chain: MakeChain, make_topology: MakeTop
             assert stepped is None
             infeasible += 1
             continue
-        assert found.cost_seconds == pytest.approx(expected, rel=1e-9)
+        assert found.seconds == pytest.approx(expected, rel=1e-9)
         cut_points = space.table(space.chain.sizes[0]).cut_points
         ends = tuple(cut_points[end] for end in found.ends)
         assert cost(space, choice, ends, found.replicas) == pytest.approx(expected, rel=1e-9)
         assert stepped is not None
-        assert expected * (1 - 1e-9) <= stepped.cost_seconds <= expected * 1.02
+        assert expected * (1 - 1e-9) <= stepped.seconds <= expected * 1.02
         several += len(found.ends) > 1
         replicated_pipeline += max(found.replicas) > 1
         recomputing += found.recomputes
@@ -118,7 +118,7 @@ def test_at_most_so_many_stages(make_chain: MakeChain, make_topology: MakeTopolo
     assert more is not None
     assert two is not None
     assert len(more.ends) > len(two.ends) == 2
-    assert two.cost_seconds > more.cost_seconds
+    assert two.seconds > more.seconds
 
 
 @pytest.mark.parametrize(

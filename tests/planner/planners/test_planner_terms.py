@@ -223,18 +223,19 @@ def test_the_least_sum_under_a_limit() -> None:
             found = own._least_sum(limit)
             assert (found is None) == (not fitting)
             if found is not None:
-                assert found.sum_seconds == min(sum(times) for times, _, _ in fitting)
-                times, _, replicas = next(one for one in every if one[1] == found.ends)
-                assert sum(times) == found.sum_seconds
-                assert found.replicas == tuple(3 * size for size in replicas)
-                assert found.cost_seconds == sum(times) + 3 * max(times)
-                assert found.recomputes
+                plan, least = found
+                assert least == min(sum(times) for times, _, _ in fitting)
+                times, _, replicas = next(one for one in every if one[1] == plan.ends)
+                assert sum(times) == least
+                assert plan.replicas == tuple(3 * size for size in replicas)
+                assert plan.seconds == sum(times) + 3 * max(times)
+                assert plan.recomputes
         possible = [limit for limit in values if own._least_sum(limit) is not None]
         if possible:
             best = own.best(None)
             cost = min(sum(times) + 3 * max(times) for times, _, _ in every)
             assert best is not None
-            assert best.cost_seconds == cost
+            assert best.seconds == cost
         else:
             assert own.best(None) is None
 
