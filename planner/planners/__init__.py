@@ -25,13 +25,13 @@ _FILES = {
     "dapple": "dapple_planner",
     "alpa": "alpa",
     "pipedream-2bw": "equal_replicas",
-    "autopipe": "equal_replicas",
+    "autopipe": "critical_stages",
     "bapipe": "equal_replicas",
     "spp": "bottleneck_planners",
     "piper": "bottleneck_planners",
     "asteroid": "asteroid",
     "galvatron": "equal_replicas",
-    "torch-partition": "torch_partition",
+    "torch-partition": "critical_stages",
 }
 BASELINES = ("one-gpu", "data-parallel", "even")
 """The plans that every search starts from, and that every answer is compared with."""

@@ -1,4 +1,4 @@
-"""PipeDream-2BW, AutoPipe, BaPipe and Galvatron: pipelines whose stages all have as many replicas.
+"""PipeDream-2BW, BaPipe and Galvatron: pipelines whose stages all have as many replicas.
 
 PipeDream-2BW: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 4.
 Every width w (replicas of each stage) and depth d (stages) that make all devices, every micro-batch size,
@@ -9,15 +9,6 @@ as equal in number as can be, more on later stages. The estimate of a step of M 
 
 and a plan has to fit. Here memory is pplan's, of the schedule that is searched: two weight versions only
 under `schedule='pipedream-2bw'`.
-
-AutoPipe: Liu et al., "AutoPipe: A Fast Pipeline Parallelism Approach with Balanced Partitioning and
-Micro-batch Slicing", CLUSTER 2022, section III. It starts from the partition whose slowest stage is fastest,
-and simulates 1F1B without transfers. The master stage is the last that has no idle time between its first and
-its last forward; the step is shorter where less lies before it. So its first block goes to the stages before
-it, which are balanced again, until the master stage is the first one, has one block, or a partition comes
-again; the shortest step counts. Here 2 p micro-batches are simulated, as in the authors' code, and the rest
-takes that of the slowest stage; blocks are the layers between two allowed cuts. Its slicing of the first
-micro-batch is the schedule `autopipe` of the simulator, which pplan's plans do not have.
 
 BaPipe: Zhao et al., "BaPipe: Exploration of Balanced Pipeline Parallelism for DNN Training",
 arXiv:2012.12544, section 3. Stages of as equal seconds as can be, one a device, in the order of the devices,
@@ -63,7 +54,7 @@ import numpy as np
 
 from ...cost_models.errors import InfeasibleError
 from ...cost_models.layer import Chain
-from ..balance import balance_table, balanced_ends
+from ..balance import balance_table
 from ..candidate import Proposal, replicated_pipeline
 from ..stage_table import Floats
 from .base import Ends, Planner, full_shapes, nearest_cuts, stage_counts
@@ -147,66 +138,6 @@ def equal_blocks(chain: Chain, stages: int) -> Ends:
     each, larger = divmod(len(starts) - 1, stages)
     counts = [each + (stage >= stages - larger) for stage in range(stages)]
     return nearest_cuts(chain, [starts[end] for end in np.cumsum(counts).tolist()])
-
-
-def _autopipe(problem: Problem) -> Iterator[Proposal]:
-    """For each micro-batch size and shape on all devices the partition, and its shortest step."""
-    for choice in micro_batch_choices(problem.configs):
-        for stages, replicas in full_shapes(problem):
-            if _shares(problem, choice, replicas):
-                problem.space.budget.check()
-                group = problem.space.replica_group(choice.size, range(replicas))
-                forward, backward = np.diagonal(group.forward, 1), np.diagonal(group.backward, 1)
-                ends, seconds = autopipe_partition(forward, backward, stages, choice.micro_batches)
-                yield _proposal(problem, choice, ends, replicas, seconds)
-
-
-def autopipe_partition(
-    forward: Floats, backward: Floats, stages: int, micro_batches: int
-) -> tuple[Ends, float]:
-    """AutoPipe's partition of blocks of these seconds, and the seconds of its step as it simulates them."""
-    work = forward + backward
-    ends, best, earlier = balanced_ends(work, stages), None, set[Ends]()
-    while ends not in earlier:
-        earlier.add(ends)
-        bounds = list(pairwise((0, *ends)))
-        own = [[float(part[a:b].sum()) for a, b in bounds] for part in (forward, backward)]
-        seconds, master = simulate_1f1b(*own, micro_batches=micro_batches)
-        best = min(best or (seconds, ends), (seconds, ends))
-        start, end = bounds[master]
-        if master > 0 and end - start > 1:
-            ends = (*balanced_ends(work[: start + 1], master), *ends[master:])
-    assert best is not None
-    return best[1], best[0]
-
-
-def simulate_1f1b(
-    forward: Sequence[float], backward: Sequence[float], *, micro_batches: int
-) -> tuple[float, int]:
-    """Seconds of a step of 1F1B without transfers, and its master stage: the last one without idle time
-    between its first and its last forward, else the slowest. Of more than 2 p micro-batches the others take
-    what they take on the slowest stage."""
-    p = len(forward)
-    count = min(micro_batches, 2 * p)
-    warm = [min(count, p - stage) for stage in range(p)]
-    done = [[0.0] * count for _ in range(2 * p)]  # ends of F, then of B
-    free, idle = [0.0] * p, [0.0] * p
-    for turn in range(count + max(warm) - 1):
-        for s in range(p):
-            if turn < count:
-                start = max(free[s], done[s - 1][turn] if s else 0.0)
-                idle[s] += start - free[s] if turn else 0.0
-                free[s] = done[s][turn] = start + forward[s]
-        for s in reversed(range(p)):
-            own = turn - warm[s] + 1
-            if 0 <= own < count:
-                start = max(free[s], done[p + s + 1][own] if s + 1 < p else 0.0)
-                idle[s] += start - free[s] if turn < count - 1 else 0.0
-                free[s] = done[p + s][own] = start + backward[s]
-    slowest = max(f + b for f, b in zip(forward, backward, strict=True))
-    without = [s for s in range(p) if idle[s] <= 1e-12 * max(free)]
-    busiest = max(range(p), key=lambda s: (forward[s] + backward[s], s))
-    return max(free) + (micro_batches - count) * slowest, max(without, default=busiest)
 
 
 def _bapipe(problem: Problem) -> Iterator[Proposal]:
@@ -364,7 +295,6 @@ def _moves(ends: Ends, stage: int) -> Iterator[tuple[Ends, int]]:
 
 PLANNERS = (
     Planner("pipedream-2bw", _width_and_depth),
-    Planner("autopipe", _autopipe),
     Planner("bapipe", _bapipe, _bapipe_refusal),
     Planner("galvatron", _galvatron, _galvatron_refusal),
 )

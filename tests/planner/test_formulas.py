@@ -33,10 +33,10 @@ from pplan.planner.pipeline_config import PipelineConfig, abbreviate
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners.asteroid import _by_speed, _next_receiver, _offload
 from pplan.planner.planners.base import stage_counts
+from pplan.planner.planners.critical_stages import _longest_part, _next_partitions
 from pplan.planner.planners.deepspeed_partition import _ways
 from pplan.planner.planners.pipedream_planner import _select_points
 from pplan.planner.planners.replica_groups import thin_cuts
-from pplan.planner.planners.torch_partition import _longest_part, _next_partitions
 from pplan.planner.problem import Problem
 from pplan.planner.replica_exchange import ReplicaExchange, bytes_at_end
 from pplan.planner.search.least_exchange import exposed_exchange

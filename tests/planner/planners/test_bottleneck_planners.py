@@ -19,11 +19,10 @@ from pplan.planner.candidate import Proposal
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners import PLANNERS
 from pplan.planner.planners.bottleneck_planners import find_plans
+from pplan.planner.planners.critical_stages import autopipe_partition, simulate_1f1b
 from pplan.planner.planners.equal_replicas import (
-    autopipe_partition,
     bapipe_seconds,
     find_bapipe_plan,
-    simulate_1f1b,
 )
 from pplan.planner.planners.replica_groups import MicroBatchChoice
 from pplan.planner.problem import Problem

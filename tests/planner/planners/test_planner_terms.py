@@ -18,7 +18,7 @@ from pplan.planner.cut_limits import CutLimits
 from pplan.planner.planners import asteroid, hetpipe
 from pplan.planner.planners.alpa import _Enumeration, _spaced
 from pplan.planner.planners.asteroid import ShareTables, _by_speed, _offload
-from pplan.planner.planners.equal_replicas import autopipe_partition, simulate_1f1b
+from pplan.planner.planners.critical_stages import autopipe_partition, simulate_1f1b
 from pplan.planner.planners.hetpipe import HetPipePlan, VirtualWorker, exchange_seconds, find_hetpipe_plan
 from pplan.planner.planners.replica_groups import MicroBatchChoice, thin_cuts
 from pplan.planner.search.space import Space

@@ -16,10 +16,10 @@ from pplan.cost_models.layer import Chain
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.planners import PLANNERS, equal_replicas, replica_groups
 from pplan.planner.planners.base import full_shapes
+from pplan.planner.planners.critical_stages import simulate_1f1b
 from pplan.planner.planners.equal_replicas import (
     _shares,
     equal_blocks,
-    simulate_1f1b,
 )
 from pplan.planner.planners.replica_groups import (
     MicroBatchChoice,

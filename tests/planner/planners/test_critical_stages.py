@@ -18,7 +18,7 @@ from pplan.planner.balance import balance
 from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners import PLANNERS
-from pplan.planner.planners.torch_partition import (
+from pplan.planner.planners.critical_stages import (
     _find_partition,
     partition,
     simulate_parts,

@@ -1,0 +1,284 @@
+"""AutoPipe and PyTorch's `auto_partition`: partitions that move layers off the stage the step waits for.
+
+Both start from the partition whose slowest stage is fastest, simulate a step, and balance again the stages
+before the one that the step waits for, without its first block. Blocks are the layers between two allowed
+cuts. At most 2 p micro-batches are simulated, and the rest takes that of the slowest stage.
+
+AutoPipe: Liu et al., "AutoPipe: A Fast Pipeline Parallelism Approach with Balanced Partitioning and
+Micro-batch Slicing", CLUSTER 2022, section III. It starts from the partition whose slowest stage is fastest,
+and simulates 1F1B without transfers. The master stage is the last that has no idle time between its first and
+its last forward; the step is shorter where less lies before it. So its first block goes to the stages before
+it, which are balanced again, until the master stage is the first one, has one block, or a partition comes
+again; the shortest step counts. Its slicing of the first
+micro-batch is the schedule `autopipe` of the simulator, which pplan's plans do not have.
+
+`torch-partition` is PyTorch's open pull request 179212, `auto_partition` of torch.distributed.pipelining.
+github.com/pytorch/pytorch/pull/179212 (April 2026), made again from what its description and public code of
+the same algorithm say, none of it copied. Stages, of a device several with interleaved 1F1B, start as the
+partition whose slowest stage is fastest. A step is simulated under the schedule, with a transfer between two
+stages, and the stage that is longest on its critical path between the first backward and the last forward is
+the critical one. It gives its first layer to the stages before it, or its last one to the stage behind; the
+stages up to the cut that moved are balanced again. Each partition so made is simulated, and goes on where its
+critical stage is not further back. The shortest step counts.
+
+Here and not there: a layer is what lies between two allowed cuts; the critical path's middle part is told by
+time, not by the turns of an aligned schedule; 2 p micro-batches are simulated at the most, and at most
+`MOST_PARTITIONS` of one shape; every number of stages with the replicas that use all devices is tried. Its
+interleaved zero-bubble schedule of several stages a device is not in pplan: ZB-H1, of one, stands for it,
+with half a backward for each part, as the pull request has it where nothing else is said.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
+from itertools import islice, pairwise
+from math import inf
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...cost_models.errors import UsageError
+from ...cost_models.schedules import find_schedule
+from ...cost_models.simulator.dependencies import NONE, Order, resolve_order
+from ..balance import balanced_ends
+from ..candidate import Proposal, replicated_pipeline
+from ..pipeline_config import PipelineConfig
+from ..stage_table import Floats
+from .base import Ends, Planner, full_shapes, shared_configs
+from .replica_groups import micro_batch_choices
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+
+PARTS = {"1f1b": 1, "interleaved": 2, "zb-h1": 1}
+"""The schedules that PyTorch's knows, and the stages of a device that it takes by default."""
+MOST_PARTITIONS = 50
+"""That are simulated of one shape."""
+FORWARD, WEIGHT = 0, 2
+"""Kinds of actions, as `Order.kind` has them."""
+Simulation = Callable[[Ends], tuple[float, int]]
+"""Seconds of a step of a partition, and the part that it waits for."""
+
+
+def _autopipe(problem: Problem) -> Iterator[Proposal]:
+    """For each micro-batch size and shape on all devices the partition, and its shortest step."""
+    space = problem.space
+    for choice in micro_batch_choices(problem.configs):
+        for stages, replicas in full_shapes(problem):
+            if choice.size % replicas == 0 and space.fits_someone(choice.size, replicas):
+                space.budget.check()
+                group = space.replica_group(choice.size, range(replicas))
+                forward, backward = np.diagonal(group.forward, 1), np.diagonal(group.backward, 1)
+                ends, seconds = autopipe_partition(forward, backward, stages, choice.micro_batches)
+                own = [group.table.cut_points[end] for end in ends]
+                yield replicated_pipeline(choice.config(recomputes=False), own, [replicas] * stages, seconds)
+
+
+def autopipe_partition(
+    forward: Floats, backward: Floats, stages: int, micro_batches: int
+) -> tuple[Ends, float]:
+    """AutoPipe's partition of blocks of these seconds, and the seconds of its step as it simulates them."""
+
+    def simulate(ends: Ends) -> tuple[float, int]:
+        return simulate_1f1b(*_sums(ends, forward, backward), micro_batches=micro_batches)
+
+    return _best_partition(forward + backward, stages, simulate)
+
+
+def simulate_1f1b(
+    forward: Sequence[float], backward: Sequence[float], *, micro_batches: int
+) -> tuple[float, int]:
+    """Seconds of a step of 1F1B without transfers, and its master stage: the last one without idle time
+    between its first and its last forward, else the slowest. Of more than 2 p micro-batches the others take
+    what they take on the slowest stage."""
+    p = len(forward)
+    count = min(micro_batches, 2 * p)
+    order = _resolve("1f1b", p, count, 1)
+    start, end, _ = _run(order, forward, backward, [0.0] * p)
+    kinds, places, idle = order.kind.tolist(), order.place.tolist(), [0.0] * p
+    last = {place: at for at, (place, kind) in enumerate(zip(places, kinds, strict=True)) if kind == FORWARD}
+    for at, (place, previous) in enumerate(zip(places, order.previous.tolist(), strict=True)):
+        if previous != NONE and at <= last[place]:
+            idle[place] += start[at] - end[previous]
+    work = [f + b for f, b in zip(forward, backward, strict=True)]
+    without = [stage for stage in range(p) if idle[stage] <= 1e-12 * max(end)]
+    busiest = max(range(p), key=lambda stage: (work[stage], stage))
+    return max(end) + (micro_batches - count) * max(work), max(without, default=busiest)
+
+
+def _torch_partition(problem: Problem) -> Iterator[Proposal]:
+    """For each micro-batch size, schedule and shape on all devices the partition, and its step."""
+    for stages, replicas in full_shapes(problem):
+        for config in _configs(problem, replicas) if stages > 1 else ():
+            plan = _find_partition(problem, config, stages, replicas)
+            if plan is not None:
+                yield plan
+
+
+def _refusal(problem: Problem) -> str:
+    if problem.usable_gpus == 1:
+        return "one device has no pipeline"
+    return "too few layers or micro-batches for any number of stages, or a schedule that it does not know"
+
+
+PLANNERS = (Planner("autopipe", _autopipe), Planner("torch-partition", _torch_partition, _refusal))
+
+
+def _configs(problem: Problem, replicas: int) -> list[PipelineConfig]:
+    own = [
+        replace(config, virtual_stages=PARTS[config.schedule])
+        for config in problem.configs
+        if config.schedule in PARTS and config.virtual_stages in (1, PARTS[config.schedule])
+    ]
+    return shared_configs(problem, dict.fromkeys(own), replicas)
+
+
+def _find_partition(problem: Problem, config: PipelineConfig, stages: int, replicas: int) -> Proposal | None:
+    """None where the schedule does not run with these numbers."""
+    space, parts, micro_batches = problem.space, stages * config.virtual_stages, config.micro_batches
+    order = _short_order(config, stages)
+    if order is None or parts > space.chain.max_stages:
+        return None
+    group = space.replica_group(config.micro_batch_size, range(replicas))
+    forward, backward = np.diagonal(group.forward, 1), np.diagonal(group.backward, 1)
+    latency, each = space.routes.route(tuple(range(replicas)), tuple(range(replicas, 2 * replicas)))
+    sent = latency + each * replicas * np.asarray(group.table.crossing)
+    ends, seconds = partition(order, forward, backward, sent, space.budget.check)
+    (work,) = _sums(ends, forward + backward)
+    slowest = max(sum(work[device::stages]) for device in range(stages))
+    places = order.program.pipes[0]
+    return Proposal(
+        config,
+        tuple(group.table.cut_points[end] for end in ends),
+        tuple(tuple(range(place.device * replicas, (place.device + 1) * replicas)) for place in places),
+        seconds + (micro_batches - order.program.micro_batches) * slowest,
+    )
+
+
+def _short_order(config: PipelineConfig, stages: int) -> Order | None:
+    """Of at most 2 p micro-batches; None where the schedule does not run with these numbers."""
+    divides = config.virtual_stages == 1 or config.micro_batches % stages == 0
+    with suppress(UsageError):
+        if config.micro_batches >= stages and divides:
+            count = min(config.micro_batches, 2 * stages)
+            return _resolve(config.schedule, stages, count, config.virtual_stages)
+    return None
+
+
+@lru_cache(maxsize=64)
+def _resolve(schedule: str, stages: int, micro_batches: int, parts: int) -> Order:
+    return resolve_order(find_schedule(schedule).program(stages, micro_batches, parts))
+
+
+def partition(
+    order: Order, forward: Floats, backward: Floats, sent: Floats, check: Callable[[], None] = lambda: None
+) -> tuple[Ends, float]:
+    """The best partition of blocks of these seconds, and its simulated step. `sent`: seconds of the transfer
+    at each cut, from 0 to the number of blocks; `check`: called before each simulation."""
+
+    def simulate(ends: Ends) -> tuple[float, int]:
+        check()
+        first, second = _sums(ends, forward, backward)
+        return simulate_parts(order, first, second, [float(sent[end]) for end in ends])
+
+    work, parts = forward + backward, order.program.slots
+    return _best_partition(work, parts, simulate, most=MOST_PARTITIONS, both_sides=True)
+
+
+def _sums(ends: Ends, *seconds: Floats) -> list[list[float]]:
+    """By kind of seconds, those of each part."""
+    return [[float(own[begin:end].sum()) for begin, end in pairwise((0, *ends))] for own in seconds]
+
+
+def _best_partition(
+    work: Floats, parts: int, simulate: Simulation, *, most: float = inf, both_sides: bool = False
+) -> tuple[Ends, float]:
+    """The partition of the shortest step, from the balanced one on, of at most so many.
+
+    `both_sides`: also of those that give the last block on. Those whose critical part is further back are not
+    moved on."""
+    first = balanced_ends(work, parts)
+    seconds, critical = simulate(first)
+    best = seconds, first
+    partitions, queue = {first}, deque([(first, critical)])
+    while queue:
+        ends, critical = queue.popleft()
+        for other in islice(_next_partitions(work, ends, critical), 2 if both_sides else 1):
+            if other in partitions or len(partitions) >= most:
+                continue
+            partitions.add(other)
+            seconds, part = simulate(other)
+            best = min(best, (seconds, other))
+            if part <= critical or not both_sides:
+                queue.append((other, part))
+    return best[1], best[0]
+
+
+def _next_partitions(work: Floats, ends: Ends, critical: int) -> Iterator[Ends]:
+    """With the first layer of the critical part before it, and with its last one behind it; none of the first
+    part."""
+    begin, end = (0, *ends)[critical], ends[critical]
+    if critical == 0 or end - begin < 2:
+        return
+    yield (*balanced_ends(work[: begin + 1], critical), *ends[critical:])
+    if critical + 1 < len(ends):
+        yield (*balanced_ends(work[: end - 1], critical + 1), *ends[critical + 1 :])
+
+
+def simulate_parts(
+    order: Order, forward: Sequence[float], backward: Sequence[float], sent: Sequence[float]
+) -> tuple[float, int]:
+    """Seconds of a step of parts of these seconds, with `sent` seconds from each part to the next and back;
+    and the part that is longest on a critical path between the first backward and the last forward."""
+    start, end, cause = _run(order, forward, backward, sent)
+    forwards = (order.kind == FORWARD).tolist()
+    begin = min(second for second, is_forward in zip(start, forwards, strict=True) if not is_forward)
+    until = max(second for second, is_forward in zip(end, forwards, strict=True) if is_forward)
+    last = max(range(len(end)), key=end.__getitem__)
+    within = begin, max(begin, until)
+    return end[last], _longest_part(last, cause, start, end, order.place.tolist(), within)
+
+
+def _run(
+    order: Order, forward: Sequence[float], backward: Sequence[float], sent: Sequence[float]
+) -> tuple[list[float], list[float], list[int]]:
+    """By action, when it starts and ends, and the action that it starts after."""
+    start, end, cause = list[float](), list[float](), list[int]()
+    columns = (order.kind, order.place, order.previous, order.source, order.splits)
+    for kind, place, previous, source, split in zip(*(own.tolist() for own in columns), strict=True):
+        begin, after = (end[previous] if previous != NONE else 0.0), previous
+        if source != NONE:
+            arrival = end[source] + sent[place - 1 if kind == FORWARD else place]
+            if arrival > begin:
+                begin, after = arrival, source
+        seconds = backward[place] / 2 if split or kind == WEIGHT else backward[place]
+        start.append(begin)
+        cause.append(after)
+        end.append(begin + (forward[place] if kind == FORWARD else seconds))
+    return start, end, cause
+
+
+def _longest_part(
+    last: int,
+    cause: Sequence[int],
+    start: Sequence[float],
+    end: Sequence[float],
+    places: Sequence[int],
+    within: tuple[float, float],
+) -> int:
+    """On the path of causes that ends with the action `last`: of its actions that begin and end within the
+    seconds, else of all; the earliest of equal parts."""
+    inside, everywhere = defaultdict[int, float](float), defaultdict[int, float](float)
+    at = last
+    while at != NONE:
+        seconds = end[at] - start[at]
+        everywhere[places[at]] += seconds
+        if within[0] <= start[at] and end[at] <= within[1]:
+            inside[places[at]] += seconds
+        at = cause[at]
+    own = inside or everywhere
+    return min(own, key=lambda part: (-own[part], part))
