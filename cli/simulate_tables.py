@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..api.provenance import made_by
-from ..api.simulation import Simulation, describe_simulation
+from ..api.simulation import describe_simulation
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import FileError, UsageError
 from ..cost_models.number_format import ranges
@@ -19,6 +19,7 @@ from ..cost_models.quantities import format_bytes, format_seconds
 from ..cost_models.simulator.result import StageTime
 from ..cost_models.text_files import SVG, write_whole
 from ..planner.plan_records import TIE
+from ..planner.plan_simulation import Simulation
 from .field_names import command_line
 from .output import Target
 from .plan_tables import StageMemory, print_ledger
@@ -33,7 +34,7 @@ def print_simulation(simulation: Simulation, console: Console) -> None:
     console.print()
     print_drawing(simulation.timeline, console)
     _print_stages(simulation, console)
-    if simulation.memory is not None:
+    if simulation.memory:
         memory = [StageMemory(stage.terms, stage.bytes, stage.limit_bytes) for stage in simulation.memory]
         print_ledger(memory, console)
     print_notes(console, simulation.notes)
@@ -41,7 +42,7 @@ def print_simulation(simulation: Simulation, console: Console) -> None:
 
 def _print_stages(simulation: Simulation, console: Console) -> None:
     """A row a stage; columns that have nothing to say are left out."""
-    chunks, memory = simulation.layers or (), simulation.memory or ()
+    chunks, memory = simulation.layers, simulation.memory
     columns: list[Column[int]] = [
         number("stage", lambda row: row),
         text(

@@ -1,25 +1,53 @@
-"""A plan in the simulator: its costs and its memory under any schedule."""
+"""A plan in the simulator: its candidate under any schedule, with its costs and its memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-
-import numpy as np
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
 
 from ..cost_models.device_memory import micro_batch_bytes, round_ledger
+from ..cost_models.errors import UsageError
+from ..cost_models.first_layers import whole_word
 from ..cost_models.layer import Chain, align_profiles, list_cut_points
+from ..cost_models.machines.topology_file import TopologyFile, parse_topology
+from ..cost_models.memory import Recompute
 from ..cost_models.quantities import format_bytes, format_count
 from ..cost_models.runtime import find_runtime
-from ..cost_models.schedules import Schedule
+from ..cost_models.schedules import Program, Schedule, StageSlot, find_schedule
+from ..cost_models.simulator.steady import SteadyState, steady_state
 from ..cost_models.timeline import Timeline, simulate
 from ..cost_models.topology import Topology
 from .assembly import Assembly
-from .layout import Layout
+from .balance import balance
+from .candidate import Proposal
 from .overrides import Overrides
+from .pipeline_config import MOST_MICRO_BATCHES, SEARCHED, PipelineConfig, abbreviate
 from .plan_file import Plan
 from .plan_stages import list_prediction_limits, optimizer_note
+from .scoring import assemble
+from .search.replica_group import HostMemory
+from .search.space import Space, narrow_space
+
+LONG_ENOUGH = 8
+"""Micro-batches a stage in a row from which an asynchronous schedule is taken to be steady."""
+Placed = tuple[Proposal, tuple[Recompute, ...]]
+"""A candidate, and the recomputation of each of its parts."""
+
+
+def count_devices(plan: Plan, overrides: Overrides) -> int:
+    """How many devices the topology must have."""
+    used = 1 + max(device for stage in plan.stages for device in stage.devices)
+    stages = overrides.stages or len(plan.stages) // plan.virtual_stages
+    return max(used, plan.gpus or 1, stages * (overrides.replicas or 1))
+
+
+def read_machine(plan: Plan, where: str) -> TopologyFile | None:
+    """The machine that the plan was made for, as a topology file; None where it does not say. `where` names
+    the plan in errors. Raises FileError."""
+    return parse_topology(plan.machine, Path(f"{where}: machine")) if plan.machine else None
 
 
 @dataclass(frozen=True)
@@ -59,16 +87,83 @@ def device_memory(assembly: Assembly, device: int, timeline: Timeline) -> Device
 
 
 @dataclass(frozen=True, eq=False)
-class SimulatedPlan:
-    """What was simulated. `layers`: by device and chunk, the first and the last layer (0-based)."""
+class Simulation:
+    """A simulated step: of a plan, or of costs alone.
+
+    Attributes:
+        plan: File of the plan.
+        mini_batch: Global batch of the plan.
+        plan_seconds: Seconds of a global batch of the plan itself, where something was overridden.
+        layers: First and last layer (0-based) by device and chunk, of a plan.
+        memory: Memory by device, of a plan.
+    """
 
     schedule: Schedule
+    micro_batches: int
     virtual_stages: int
-    micro_batch_size: int
     timeline: Timeline
-    layers: tuple[tuple[tuple[int, int], ...], ...]
-    memory: tuple[DeviceMemory, ...]
-    notes: tuple[str, ...]
+    plan: str = ""
+    mini_batch: int | None = None
+    plan_seconds: float | None = None
+    layers: tuple[tuple[tuple[int, int], ...], ...] = ()
+    memory: tuple[DeviceMemory, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def stages(self) -> int:
+        """Devices of the pipeline."""
+        return self.timeline.stages
+
+    @property
+    def title(self) -> str:
+        """`zb-h1, 8 stages, 24 micro-batches`."""
+        chunks = f" of {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
+        stages, parts = format_count(self.stages, "stage"), format_count(self.micro_batches, "micro-batch")
+        return f"{self.schedule.name}, {stages}{chunks}, {parts}"
+
+    @property
+    def weight_versions(self) -> list[float]:
+        """Weight versions by stage."""
+        return [
+            self.schedule.weight_versions(stage, self.stages, self.micro_batches)
+            for stage in range(self.stages)
+        ]
+
+    @property
+    def staleness(self) -> list[int]:
+        """Staleness by stage, in updates."""
+        return [
+            self.schedule.staleness(stage, self.stages, self.micro_batches) for stage in range(self.stages)
+        ]
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """The rate of a plan, in the steady state where there is one."""
+        if self.mini_batch is None:
+            return None
+        if self.steady is not None:
+            return self.mini_batch / self.micro_batches / self.steady.seconds_per_micro_batch
+        return self.mini_batch / self.timeline.step_seconds
+
+    @property
+    def mini_batch_seconds(self) -> float:
+        """The step; with an asynchronous schedule, a plan's seconds per global batch in the steady state."""
+        rate = self.samples_per_second
+        if self.mini_batch is None or rate is None or self.steady is None:
+            return self.timeline.step_seconds
+        return self.mini_batch / rate
+
+    @cached_property
+    def steady(self) -> SteadyState | None:
+        """The steady state of an asynchronous schedule, over as many micro-batches as it takes to see it."""
+        if self.schedule.synchronous:
+            return None
+        rounds = max(-(-self.micro_batches // self.stages), LONG_ENOUGH)
+        program = self.schedule.program(self.stages, rounds * self.stages, self.virtual_stages)
+        if self.mini_batch is not None and (program.update_every or 0) > 1:
+            # A plan's global batch is what an update is made from.
+            program = replace(program, update_every=max(self.micro_batches, self.stages))
+        return steady_state(program, self.timeline.costs)
 
 
 def simulate_plan(
@@ -77,32 +172,44 @@ def simulate_plan(
     topology: Topology,
     overrides: Overrides | None = None,
     profiles: Mapping[str, Chain] | None = None,
-) -> SimulatedPlan:
-    """The plan of this chain on this topology, simulated.
+) -> Simulation:
+    """Simulate a plan of this chain on this topology.
 
-    The plan's cuts and devices stay where the number of stages and of their parts does; otherwise the layers
-    are cut anew so that the slowest part is as fast as can be. The plan's replicas stay where the pipeline is
-    as long, all stages have as many and no other number is named; stages that are named are on one device
-    each. The global batch stays, so that other micro-batches are of another
-    size. `profiles`: the same layers as measured on the
-    kinds of devices that have a profile of their own, by its name in the topology.
+    Args:
+        plan: The plan.
+        chain: Its layers.
+        topology: Devices and links.
+        overrides: What to change of the plan; see `place_plan`.
+        profiles: The same layers as measured on the kinds of devices that have a profile of their own, by its
+            name in the topology.
 
-    Raises UsageError for numbers that the schedule, the global batch or the cuts do not allow, for replicas
-    that cannot stay, and for `profiles` that are missing or of other layers.
+    Raises:
+        UsageError: The schedule, the global batch or the cuts do not allow these numbers, replicas cannot
+            stay, or `profiles` are missing or of other layers.
     """
-    layout = Layout(plan, chain, overrides or Overrides())
-    assembly = with_own_cuts(assemble_layout(layout, topology, align_profiles(chain, profiles or {})))
-    timeline = simulate(assembly.program, assembly.costs())
-    memory = tuple(device_memory(assembly, device, timeline) for device in range(assembly.program.devices))
-    return SimulatedPlan(
-        schedule=layout.schedule,
-        virtual_stages=layout.virtual_stages,
-        micro_batch_size=layout.size,
+    overrides = overrides or Overrides()
+    proposal, modes = place_plan(plan, chain, overrides)
+    space = plan_space(plan, proposal.config.schedule, chain, topology, profiles)
+    assembly = replace(
+        assemble(narrow_space(space, proposal.ends), proposal, modes), transfers=overrides.transfers
+    )
+    program, timeline = assembly.program, simulate(assembly.program, assembly.costs())
+    devices, chunks = range(program.devices), range(program.chunks)
+    layers = [(first, end - 1) for first, end in proposal.bounds]
+    memory = tuple(device_memory(assembly, device, timeline) for device in devices)
+    return Simulation(
+        schedule=assembly.schedule,
+        micro_batches=proposal.config.micro_batches,
+        virtual_stages=proposal.config.virtual_stages,
         timeline=timeline,
-        layers=tuple(layout.layers(device) for device in range(assembly.program.devices)),
+        mini_batch=plan.mini_batch,
+        layers=tuple(
+            tuple(layers[program.parts_by_slot[StageSlot(device, chunk)]] for chunk in chunks)
+            for device in devices
+        ),
         memory=memory,
         notes=(
-            *_notes(layout),
+            *_notes(plan, proposal, modes),
             *list_prediction_limits(assembly),
             *optimizer_note(assembly, timeline.step_seconds),
             *describe_lack(memory),
@@ -123,59 +230,165 @@ def describe_lack(memory: Sequence[DeviceMemory]) -> Iterator[str]:
         yield f"it does not fit: stage {stage} needs {format_bytes(needed)} of {format_bytes(limit)}{others}"
 
 
-def assemble_layout(layout: Layout, topology: Topology, profiles: Mapping[str, Chain]) -> Assembly:
-    """The pipeline of a layout, for the simulator and the ledger. Raises UsageError as `Layout` does."""
-    return Assembly(
-        schedule=layout.schedule,
-        program=layout.program,
-        chain=layout.chain,
+def plan_space(
+    plan: Plan,
+    schedule: str,
+    chain: Chain,
+    topology: Topology,
+    profiles: Mapping[str, Chain] | None = None,
+) -> Space:
+    """The space of a plan's training setting, without the limits of its options.
+
+    Args:
+        plan: The plan.
+        schedule: Where the plan's runtime does not run it, each stage has a process of its own.
+        chain: The plan's layers.
+        topology: Devices and links.
+        profiles: As of `simulate_plan`.
+
+    Raises:
+        UsageError: The profiles are of other layers.
+    """
+    runtime, bandwidth = plan.runtime and find_runtime(plan.runtime), plan.options.host_bandwidth
+    return Space(
+        chain=chain,
         topology=topology,
-        size=layout.size,
-        bounds=layout.bounds,
-        ranks=layout.ranks,
-        recompute=layout.recompute,
-        optimizer=layout.plan.optimizer,
-        dtype=layout.plan.profile.dtype,
-        precision=layout.plan.training_precision.bytes,
-        zero=layout.plan.zero,
-        hosts=layout.hosts,
-        transfers=layout.overrides.transfers,
-        receives_ahead=layout.receives_ahead,
-        profiles=profiles,
-        host_bandwidth=layout.plan.options.host_bandwidth,
+        optimizer=plan.optimizer,
+        runtime=runtime if runtime and runtime.runs(schedule) else None,
+        dtype=plan.profile.dtype,
+        precision=plan.training_precision.bytes,
+        zero=plan.zero,
+        profiles=align_profiles(chain, profiles or {}),
+        mini_batch=plan.mini_batch if runtime and runtime.receives_ahead else None,
+        host=None if bandwidth is None else HostMemory(bandwidth),
     )
 
 
-def with_own_cuts(assembly: Assembly) -> Assembly:
-    """The same pipeline of a chain that can be cut nowhere else: its tables of stages are as small."""
-    cut_points = list_cut_points(assembly.chain)
-    cut_after = np.zeros_like(assembly.chain.cut_after)
-    cut_after[[cut_points[end] - 1 for _, end in assembly.bounds[:-1]]] = True
-    return replace(
-        assembly,
-        chain=replace(assembly.chain, cut_after=cut_after),
-        profiles={name: replace(own, cut_after=cut_after) for name, own in assembly.profiles.items()},
-        bounds=list(pairwise(range(len(assembly.bounds) + 1))),
-    )
+def keeps_stages(plan: Plan, proposal: Proposal) -> bool:
+    """Return whether a candidate has the plan's cuts and devices."""
+    ends = tuple(stage.last_layer + 1 for stage in plan.stages)
+    return proposal.ends == ends and proposal.devices == tuple(tuple(stage.devices) for stage in plan.stages)
 
 
-def _notes(layout: Layout) -> Iterator[str]:
+def place_plan(plan: Plan, chain: Chain, overrides: Overrides | None = None) -> Placed:
+    """The plan as a candidate.
+
+    Cuts and devices stay where the numbers of stages and of their parts do. Otherwise the layers are cut anew
+    so that the slowest part is as fast as possible, on devices from rank 0 on. The replicas stay where the
+    pipeline is as long and all stages have as many. The global batch stays.
+
+    Args:
+        plan: The plan.
+        chain: Its layers.
+        overrides: What to change of it.
+
+    Raises:
+        UsageError: The schedule, the global batch or the cuts do not allow these numbers, or replicas cannot
+            stay.
+    """
+    overrides, stages, counts = overrides or Overrides(), plan.stages, set(plan.replicas)
+    schedule, count = find_schedule(overrides.schedule or plan.schedule), plan.micro_batches
+    virtual = plan.virtual_stages if schedule.name == plan.schedule else schedule.default_virtual_stages
+    virtual = virtual if overrides.virtual_stages is None else overrides.virtual_stages
+    planned, count = max(len(stages) // plan.virtual_stages, 1), overrides.micro_batches or count
+    program = _program(schedule, chain, overrides.stages or planned, count, virtual)
+    size, is_as_long, each = _micro_batch_size(plan, count), program.devices == planned, overrides.replicas
+    keeps = is_as_long and program.slots == len(stages) and (each is None or counts == {each})
+    ends = [stage.last_layer + 1 for stage in stages] if keeps else _cut_anew(plan, chain, size, program)
+    cut_points = list_cut_points(chain)
+    for end in ends:
+        if end not in cut_points:
+            raise UsageError(
+                f"the plan has a stage end after layer {end - 1}, {chain.names[end - 1]}, where the "
+                "profile allows no cut",
+                "Make the plan again with pplan solve, or cut anew with `stages`.",
+            )
+    if is_as_long and each is None and not keeps and len(counts) > 1:
+        text = "-".join(map(str, plan.replicas[:16]))
+        raise UsageError(
+            f"{schedule.name} with {program.slots} parts: the layers are cut anew, and the plan's "
+            f"replicas ({text}) are those of its own stages",
+            "Say how many each stage is to have: replicas=1, say.",
+        )
+    devices = [tuple(stage.devices) for stage in stages]
+    if not is_as_long or (each is not None and counts != {each}):
+        each = each or 1
+        devices = [tuple(range(first, first + each)) for first in range(0, program.devices * each, each)]
+    modes = _recompute(plan, schedule.name, program.devices, keeps=keeps)
+    mode = "by_stage" if plan.recompute == "selective" else plan.recompute
+    places = [place.device for place in program.pipes[0]]
+    config = PipelineConfig(schedule.name, mode, count, size, virtual)
+    proposal = Proposal(config, tuple(ends), tuple(devices[device] for device in places))
+    return proposal, tuple(modes[device] for device in places)
+
+
+def _program(schedule: Schedule, chain: Chain, stages: int, micro_batches: int, chunks: int) -> Program:
+    if micro_batches > MOST_MICRO_BATCHES:
+        raise UsageError(
+            f"micro-batches {micro_batches}: at most {MOST_MICRO_BATCHES} are simulated",
+            "Use fewer, larger ones.",
+        )
+    if stages * chunks > chain.max_stages:
+        each = f" of {chunks} virtual stages each" if chunks > 1 else ""
+        raise UsageError(
+            f"stages {stages}{each}: the allowed cuts make at most {chain.max_stages} parts of the "
+            f"{format_count(len(chain), 'layer')}",
+            "Use fewer stages, or fewer virtual stages." if chunks > 1 else "Use fewer stages.",
+        )
+    return schedule.program(stages, micro_batches, chunks)
+
+
+def _micro_batch_size(plan: Plan, count: int) -> int:
+    """Samples of each of so many micro-batches."""
+    batch = plan.mini_batch
+    if batch % count:
+        fitting = [parts for parts in range(1, min(batch, MOST_MICRO_BATCHES) + 1) if batch % parts == 0]
+        raise UsageError(
+            f"micro-batches {count}: a global batch of {batch} does not divide into so many",
+            f"Use a divisor of {batch}: {abbreviate(fitting)}.",
+        )
+    return batch // count
+
+
+def _cut_anew(plan: Plan, chain: Chain, size: int, program: Program) -> list[int]:
+    """Ends of parts of which the slowest is as fast as possible."""
+    costs = chain.at(size, past_largest=True)
+    work = costs.forward_seconds * (1 + (plan.recompute != "never")) + costs.backward_seconds
+    return list(accumulate(balance(work, program.slots, cut_after=chain.cut_after)))
+
+
+def _recompute(plan: Plan, schedule: str, devices: int, *, keeps: bool) -> Sequence[Recompute]:
+    """The recomputation of each device; only GPipe has `except_last`."""
+    if plan.recompute == "except_last" and schedule != "gpipe":
+        return ("always",) * devices
+    if plan.recompute != "selective":
+        return (plan.recompute,) * devices
+    words = [stage.recompute for stage in plan.stages]
+    if None in words:
+        raise UsageError(
+            "the plan recomputes selectively, and does not say which stages do",
+            "Simulate a plan with another recomputation.",
+        )
+    if not keeps:
+        return ("always",) * devices
+    return [str(word) if schedule in SEARCHED else whole_word(str(word)) for word in words[:devices]]
+
+
+def _notes(plan: Plan, proposal: Proposal, modes: Sequence[Recompute]) -> Iterator[str]:
     """What is otherwise than in the plan."""
-    plan = layout.plan
-    if not layout.keeps_stages:
-        counts = ", ".join(map(str, layout.balance))
+    keeps, replicas, schedule = keeps_stages(plan, proposal), proposal.replicas[0], proposal.config.schedule
+    if not keeps:
+        counts = ", ".join(str(end - first) for first, end in proposal.bounds)
         yield f"the layers are cut anew, the slowest part as fast as can be: {counts}"
-        if layout.replicas == 1 and max(plan.replicas) > 1:
+        if replicas == 1 and max(plan.replicas) > 1:
             yield "the plan's replicas are left out: each stage is on one device"
-        elif layout.replicas > 1:
-            yield f"each stage has {layout.replicas} replicas"
-    if plan.recompute in ("except_last", "selective") and plan.recompute not in layout.recompute:
+        elif replicas > 1:
+            yield f"each stage has {replicas} replicas"
+    if plan.recompute in ("except_last", "selective") and plan.recompute not in modes:
         mode = plan.recompute.replace("_", "-")
         if plan.recompute == "except_last":
             yield f"recompute always: {mode} is for gpipe"
-        elif not layout.keeps_stages:
-            yield f"recompute {layout.recompute[0]} on every stage: the plan says it for its own stages"
-    runtime = plan.runtime
-    if runtime is not None and not find_runtime(runtime).runs(layout.schedule.name):
-        name = layout.schedule.name
-        yield f"{runtime} does not run {name}: as if each stage had a process of its own"
+        elif not keeps:
+            yield f"recompute {modes[0]} on every stage: the plan says it for its own stages"
+    if plan.runtime is not None and not find_runtime(plan.runtime).runs(schedule):
+        yield f"{plan.runtime} does not run {schedule}: as if each stage had a process of its own"

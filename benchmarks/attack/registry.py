@@ -155,7 +155,6 @@ NOT_BOUNDS: dict[str, str] = {
     "search/budget.py:SearchBudget.extend": "what computing bounds costs",
     "coverage.py:describe_coverage": "says in words what a bound is about",
     "fixed_partition.py:plan_partition": "a partition that was given: its bound is its own step",
-    "layout.py:Layout.bounds": "cut points between which parts lie",
     "objectives/solve_objective.py:_additional_space": "says in words what a bound is about",
     "objectives/solve_objective.py:_extend_coverage": "says in words what a bound is about",
     "search/least_exchange.py:LeastExchanges.after": "seconds that bounds are made of",

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ...cost_models.errors import UsageError
-from ...cost_models.layer import Chain, align_profiles
-from ...cost_models.memory import Recompute
+from ...cost_models.layer import Chain
 from ...cost_models.schedules import find_schedule
 from ...cost_models.simulator.result import Timeline
 from ...cost_models.timeline import simulate
 from ...cost_models.topology import Topology
 from ..assembly import Assembly
-from ..candidate import Proposal, ScoredPlan
-from ..layout import Layout
-from ..overrides import Overrides
-from ..pipeline_config import UNPROPOSED, Mode, PipelineConfig
+from ..build_plan import build_problem
+from ..candidate import ScoredPlan
+from ..pipeline_config import UNPROPOSED
 from ..plan_file import Plan
 from ..plan_options import PlanOptions
+from ..plan_simulation import place_plan
 from ..problem import Problem
 from ..scoring import assemble, fastest
 
@@ -56,17 +55,7 @@ def make_context(
             f"the plan's schedule, {plan.schedule}, is asynchronous: it has no step that others compare with",
             "Name a plan of a synchronous schedule; pplan simulate tells where the time of this one goes.",
         )
-    own = align_profiles(chain, profiles or {})
-    problem = Problem(
-        chain,
-        topology,
-        plan_options(plan),
-        plan.profile.dtype,
-        own,
-        amp=plan.profile.amp,
-        device=plan.profile.device,
-        sharers=plan.profile.tensor_parallel,
-    )
+    problem = build_problem(chain, topology, plan_options(plan), plan.profile, profiles or {})
     present = score_plan(problem, plan)
     return ExplainContext(problem, present, fastest(problem.space, [present.proposal]) is not None)
 
@@ -87,23 +76,6 @@ def plan_options(plan: Plan) -> PlanOptions:
 
 def score_plan(problem: Problem, plan: Plan) -> ScoredPlan:
     """The plan, scored again. Raises UsageError for cuts that the chain or its options do not allow."""
-    _check_cuts(problem, plan)
-    layout = Layout(plan, problem.chain, Overrides())
-    by_device = layout.recompute
-    layout.bounds  # noqa: B018  raises
-    parts = layout.program.pipes[0]
-    modes: tuple[Recompute, ...] = tuple(by_device[place.device] for place in parts)
-    proposals = [_proposal(plan, mode) for mode in _modes(problem, plan)]
-    for proposal in proposals:
-        scored = fastest(problem.space, [proposal])
-        if scored is not None and scored.recompute == modes:
-            return scored
-    unfit = ScoredPlan(proposals[-1], modes, 0.0)
-    return replace(unfit, step_seconds=simulate_candidate(problem, unfit).step_seconds)
-
-
-def _check_cuts(problem: Problem, plan: Plan) -> None:
-    """Raises UsageError where a stage of the plan ends where what was asked for it lets none end."""
     allowed = set(problem.space.table(problem.space.chain.sizes[0]).cut_points)
     for number, stage in enumerate(plan.stages):
         if stage.last_layer + 1 not in allowed:
@@ -112,21 +84,16 @@ def _check_cuts(problem: Problem, plan: Plan) -> None:
                 "its profile allow no cut",
                 "It was edited, it seems. Make it again: pplan solve",
             )
-
-
-def _proposal(plan: Plan, mode: Mode) -> Proposal:
-    config = PipelineConfig(
-        plan.schedule, mode, plan.micro_batches, plan.micro_batch_size, plan.virtual_stages
-    )
-    ends = tuple(stage.last_layer + 1 for stage in plan.stages)
-    return Proposal(config, ends, tuple(tuple(stage.devices) for stage in plan.stages))
-
-
-def _modes(problem: Problem, plan: Plan) -> Iterator[Mode]:
-    """Ways to recompute that the plan may stand for: as its options say, and to the letter."""
-    requested = problem.modes(plan.schedule)
-    yield from (mode for mode in requested if mode in ("by_stage", *UNPROPOSED))
-    yield "by_stage" if plan.recompute == "selective" else plan.recompute
+    proposal, modes = place_plan(plan, problem.chain)
+    # The ways to recompute that the plan may stand for: as its options say, and to the letter.
+    requested = [mode for mode in problem.modes(plan.schedule) if mode in ("by_stage", *UNPROPOSED)]
+    for mode in (*requested, proposal.config.recompute):
+        candidate = replace(proposal, config=replace(proposal.config, recompute=mode))
+        scored = fastest(problem.space, [candidate])
+        if scored is not None and scored.recompute == modes:
+            return scored
+    unfit = ScoredPlan(proposal, modes, 0.0)
+    return replace(unfit, step_seconds=simulate_candidate(problem, unfit).step_seconds)
 
 
 def assemble_plan(problem: Problem, plan: ScoredPlan) -> Assembly:

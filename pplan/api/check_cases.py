@@ -19,7 +19,7 @@ from ..planner.build_plan import build_problem
 from ..planner.fixed_partition import FixedPartition, plan_partition
 from ..planner.plan_file import Plan
 from ..planner.plan_options import PlanOptions
-from ..planner.plan_simulation import SimulatedPlan, simulate_plan
+from ..planner.plan_simulation import Simulation, simulate_plan
 from ..runtimes.checking.records import (
     PLAN,
     Case,
@@ -44,7 +44,7 @@ class CheckCase:
 
     name: str
     plan: Plan
-    simulated: SimulatedPlan
+    simulated: Simulation
     case: Case
 
     def check_against(self, result: CaseResult) -> CheckedCase:
@@ -120,7 +120,7 @@ def even_plan(plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[st
     return "the plan is the even split" if plan_of_split.balance == plan.balance else plan_of_split
 
 
-def stage_seconds(simulated: SimulatedPlan) -> list[StageSeconds]:
+def stage_seconds(simulated: Simulation) -> list[StageSeconds]:
     """The simulated seconds of each stage; backward includes what it recomputes."""
     costs, program = simulated.timeline.costs, simulated.timeline.program
     seconds = []
@@ -140,7 +140,7 @@ def stage_seconds(simulated: SimulatedPlan) -> list[StageSeconds]:
     return seconds
 
 
-def _case(name: str, document: TorchExport, chain: Chain, simulated: SimulatedPlan, *, emulate: bool) -> Case:
+def _case(name: str, document: TorchExport, chain: Chain, simulated: Simulation, *, emulate: bool) -> Case:
     costs = simulated.timeline.costs
     share = document.micro_batch_size / document.replicas
     output_bytes = chain.at(share, past_largest=True).output_bytes

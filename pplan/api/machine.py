@@ -55,8 +55,8 @@ def planned_machine(plan: Plan, profile: Profile, folder: Path) -> tuple[Topolog
 
     Raises FileError.
     """
-    from ..planner.layout import count_devices, read_machine  # of a plan alone
     from ..planner.overrides import Overrides
+    from ..planner.plan_simulation import count_devices, read_machine  # of a plan alone
 
     topology = make_topology(
         gpus=count_devices(plan, Overrides()),

@@ -17,8 +17,7 @@ from ..cost_models.schedules.registration import schedule_word
 from ..planner.plan_file import Plan
 from ..planner.plan_records import TIE
 from ..profiler.profile_file import Profile
-from .simulate import SimulateKeywords, simulate, simulate_costs
-from .simulated_step import SimulatedStep
+from .simulate import SimulatedStep, SimulateKeywords, simulate, simulate_costs
 from .stage_costs import CostKeywords
 
 Update: TypeAlias = Literal["", "asynchronous", "no barrier"]
@@ -250,7 +249,7 @@ def _row(name: str, step: SimulatedStep) -> ScheduleRow:
         update=update,
         in_flight=max(step.peak_in_flight),
     )
-    if simulation.memory is None:
+    if not simulation.memory:
         return row
     fits = all(own.limit_bytes is None or own.bytes <= own.limit_bytes for own in simulation.memory)
     return replace(row, memory_bytes=max(int(own.bytes) for own in simulation.memory), fits=fits)

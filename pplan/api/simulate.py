@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Required, TypeVar, Unpack
+from typing import Any, Required, TypeVar, Unpack
 
-from ..cost_models.errors import UsageError
+from ..cost_models.drawing import Drawing
+from ..cost_models.errors import MachineError, UsageError
 from ..cost_models.machines.machine_options import MachineKeywords, MachineOptions
 from ..cost_models.machines.topology_options import check_processor_seconds, make_topology
 from ..cost_models.option_fields import describe_options, options_from
 from ..cost_models.quantities import format_seconds
 from ..cost_models.schedules import Program, find_schedule
+from ..cost_models.timeline import Timeline
 from ..cost_models.timeline import simulate as simulate_program
 from ..cost_models.topology import Topology
-from ..planner.layout import count_devices, read_machine
 from ..planner.overrides import OverrideKeywords, Overrides
 from ..planner.plan_file import Plan
 from ..planner.plan_records import TIE
-from ..planner.plan_simulation import simulate_plan
+from ..planner.plan_simulation import (
+    LONG_ENOUGH,
+    Simulation,
+    count_devices,
+    read_machine,
+    simulate_plan,
+)
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import profiled_device
 from .load import PlanAndProfile, as_plan, check_layers, profile_and_reference
 from .machine import own_profiles
-from .simulated_step import SimulatedStep, as_step
-from .simulation import LONG_ENOUGH, Simulation
+from .simulation import simulated_actions
 from .stage_costs import CostKeywords, CostOptions, StageCosts, check_size, check_steady_size
+from .timeline_svg import timeline_svg
+from .trace import trace_json
 
 T = TypeVar("T")
 
@@ -40,6 +48,57 @@ class SimulateCostsKeywords(CostKeywords, total=False):
     """The options of `simulate_costs`."""
 
     schedule: Required[str]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SimulatedStep(Timeline):
+    """The timeline of a plan's step, and what was simulated."""
+
+    simulation: Simulation
+
+    def to_svg(self) -> str:
+        """The timeline as an SVG drawing."""
+        return timeline_svg(self.simulation)
+
+    def plot(self) -> Drawing:
+        """The timeline as a drawing, which a notebook shows."""
+        return Drawing(self.simulation.title, self.to_svg())
+
+    def to_trace(self) -> str:
+        """The step as a Chrome trace (JSON), which https://ui.perfetto.dev opens."""
+        return trace_json(self.simulation)
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """Every action: its stage, kind ("F", "B" or "W"), micro-batch, chunk, start and end in seconds."""
+        return [action.model_dump() for action in simulated_actions(self.simulation)]
+
+    def to_dataframe(self) -> Any:
+        """`to_records` as a DataFrame of pandas. Raises MachineError where pandas is not installed."""
+        try:
+            import pandas
+        except ModuleNotFoundError:
+            raise MachineError(
+                "a DataFrame needs pandas, which is not installed",
+                "Install it: pip install pandas; or take to_records().",
+            ) from None
+        return pandas.DataFrame.from_records(self.to_records())
+
+    def _repr_html_(self) -> str:
+        """Of a notebook."""
+        return self.to_svg()
+
+
+def as_step(simulation: Simulation) -> SimulatedStep:
+    """The timeline of a simulation, with all that a caller may make of it."""
+    timeline = simulation.timeline
+    return SimulatedStep(
+        order=timeline.order,
+        costs=timeline.costs,
+        run=timeline.run,
+        reductions=timeline.reductions,
+        stage_end=timeline.stage_end,
+        simulation=simulation,
+    )
 
 
 @describe_options(SimulateKeywords, Overrides, MachineOptions)
@@ -76,8 +135,7 @@ def simulate(
     )
     profiles = own_profiles(machine, other.folder)
     chain = measured_profile.chain()
-    simulated = _name_fields(lambda: simulate_plan(plan_document, chain, machine, overrides, profiles))
-    return as_step(Simulation.from_plan(plan_document, simulated, micro_batches=overrides.micro_batches))
+    return as_step(_name_fields(lambda: simulate_plan(plan_document, chain, machine, overrides, profiles)))
 
 
 def simulate_files(files: PlanAndProfile, overrides: Overrides, machine: MachineOptions) -> Simulation:
@@ -87,14 +145,11 @@ def simulate_files(files: PlanAndProfile, overrides: Overrides, machine: Machine
     profiles = own_profiles(topology, files.plan_file.parent if machine.topology is None else machine.folder)
     simulation = _name_fields(lambda: simulate_plan(plan, chain, topology, overrides, profiles))
     as_it_is = overrides == Overrides()
-    plan_simulation = simulation if as_it_is else simulate_plan(plan, chain, topology, profiles=profiles)
-    simulated = Simulation.from_plan(
-        plan, simulation, micro_batches=overrides.micro_batches, file=files.plan_file.name
-    )
-    unchanged = Simulation.from_plan(plan, plan_simulation)
+    unchanged = simulation if as_it_is else simulate_plan(plan, chain, topology, profiles=profiles)
     differences = _differences(plan, unchanged.mini_batch_seconds, are_overridden=machine != MachineOptions())
     return replace(
-        simulated,
+        simulation,
+        plan=files.plan_file.name,
         plan_seconds=None if as_it_is else unchanged.mini_batch_seconds,
         notes=(*simulation.notes, *transfer_note(overrides.transfers), *differences),
     )

@@ -2,114 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import ClassVar
 
 from ..cost_models.document import Document, MadeBy, Record
 from ..cost_models.number_format import compare_steps, percent, three_digits
-from ..cost_models.quantities import format_count, format_seconds
-from ..cost_models.schedules import Schedule
-from ..cost_models.simulator.steady import SteadyState, steady_state
-from ..cost_models.timeline import Timeline
-from ..planner.plan_file import Plan
-from ..planner.plan_simulation import DeviceMemory, SimulatedPlan
-
-LONG_ENOUGH = 8
-"""Micro-batches a stage in a row from which an asynchronous schedule is taken to be steady."""
-
-
-@dataclass(frozen=True, eq=False)
-class Simulation:
-    """A simulated step, where it is from and what is to be said about it.
-
-    `layers` and `memory`, by device, where a plan was simulated; `plan_seconds`: of a global batch of that
-    plan as it stands, where something was overridden.
-    """
-
-    schedule: Schedule
-    micro_batches: int
-    virtual_stages: int
-    timeline: Timeline
-    plan: str = ""
-    mini_batch: int | None = None
-    plan_seconds: float | None = None
-    layers: tuple[tuple[tuple[int, int], ...], ...] | None = None
-    memory: tuple[DeviceMemory, ...] | None = None
-    notes: tuple[str, ...] = ()
-
-    @classmethod
-    def from_plan(
-        cls, plan: Plan, simulated: SimulatedPlan, *, micro_batches: int | None = None, file: str = ""
-    ) -> Simulation:
-        """That of a plan; `micro_batches`: where others than the plan's were simulated; `file`: its name."""
-        return cls(
-            schedule=simulated.schedule,
-            micro_batches=micro_batches or plan.micro_batches,
-            virtual_stages=simulated.virtual_stages,
-            timeline=simulated.timeline,
-            plan=file,
-            mini_batch=plan.mini_batch,
-            layers=simulated.layers,
-            memory=simulated.memory,
-            notes=simulated.notes,
-        )
-
-    @property
-    def stages(self) -> int:
-        """Devices of the pipeline."""
-        return self.timeline.stages
-
-    @property
-    def title(self) -> str:
-        """`zb-h1, 8 stages, 24 micro-batches`."""
-        chunks = f" of {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
-        stages, parts = format_count(self.stages, "stage"), format_count(self.micro_batches, "micro-batch")
-        return f"{self.schedule.name}, {stages}{chunks}, {parts}"
-
-    @property
-    def weight_versions(self) -> list[float]:
-        """Weight versions by stage."""
-        return [
-            self.schedule.weight_versions(stage, self.stages, self.micro_batches)
-            for stage in range(self.stages)
-        ]
-
-    @property
-    def staleness(self) -> list[int]:
-        """Staleness by stage, in updates."""
-        return [
-            self.schedule.staleness(stage, self.stages, self.micro_batches) for stage in range(self.stages)
-        ]
-
-    @property
-    def samples_per_second(self) -> float | None:
-        """The rate of a plan, in the steady state where there is one."""
-        if self.mini_batch is None:
-            return None
-        if self.steady is not None:
-            return self.mini_batch / self.micro_batches / self.steady.seconds_per_micro_batch
-        return self.mini_batch / self.timeline.step_seconds
-
-    @property
-    def mini_batch_seconds(self) -> float:
-        """The step; with an asynchronous schedule, a plan's seconds per global batch in the steady state."""
-        rate = self.samples_per_second
-        if self.mini_batch is None or rate is None or self.steady is None:
-            return self.timeline.step_seconds
-        return self.mini_batch / rate
-
-    @cached_property
-    def steady(self) -> SteadyState | None:
-        """The steady state of an asynchronous schedule, over as many micro-batches as it takes to see it."""
-        if self.schedule.synchronous:
-            return None
-        rounds = max(-(-self.micro_batches // self.stages), LONG_ENOUGH)
-        program = self.schedule.program(self.stages, rounds * self.stages, self.virtual_stages)
-        if self.mini_batch is not None and (program.update_every or 0) > 1:
-            # A plan's global batch is what an update is made from.
-            program = replace(program, update_every=max(self.micro_batches, self.stages))
-        return steady_state(program, self.timeline.costs)
+from ..cost_models.quantities import format_seconds
+from ..planner.plan_simulation import Simulation
 
 
 def describe_simulation(simulation: Simulation) -> list[str]:
@@ -227,7 +125,7 @@ def simulation_file(simulation: Simulation, origin: MadeBy, *, actions: bool = F
         weight_versions=simulation.weight_versions,
         staleness=simulation.staleness,
         stages=[_stage(simulation, stage, over_time=actions) for stage in range(simulation.stages)],
-        actions=_actions(simulation) if actions else None,
+        actions=simulated_actions(simulation) if actions else None,
         transfers=_transfers(simulation) if actions else None,
         plan=simulation.plan or None,
         plan_step_seconds=simulation.plan_seconds,
@@ -238,12 +136,12 @@ def simulation_file(simulation: Simulation, origin: MadeBy, *, actions: bool = F
 
 def _stage(simulation: Simulation, stage: int, *, over_time: bool) -> SimulatedStage:
     times = simulation.timeline.stage_times[stage]
-    memory = None if simulation.memory is None else simulation.memory[stage]
+    memory = simulation.memory[stage] if simulation.memory else None
     return SimulatedStage(
         stage=stage,
         **{f"{name}_seconds": seconds for name, seconds in times._asdict().items()},
         peak_in_flight=simulation.timeline.peak_in_flight[stage],
-        layers=None if simulation.layers is None else list(simulation.layers[stage]),
+        layers=list(simulation.layers[stage]) if simulation.layers else None,
         memory=None if memory is None else memory.terms,
         memory_bytes=None if memory is None else memory.bytes,
         memory_limit_bytes=None if memory is None else memory.limit_bytes,
@@ -253,7 +151,8 @@ def _stage(simulation: Simulation, stage: int, *, over_time: bool) -> SimulatedS
     )
 
 
-def _actions(simulation: Simulation) -> list[SimulatedAction]:
+def simulated_actions(simulation: Simulation) -> list[SimulatedAction]:
+    """All actions in order of start."""
     return [
         SimulatedAction(
             stage=span.stage,

@@ -14,7 +14,7 @@ from typing import Any
 from ..cost_models.schedules import Action
 from ..cost_models.simulator.dependencies import NONE
 from ..cost_models.simulator.result import Timeline
-from .simulation import Simulation
+from ..planner.plan_simulation import Simulation
 
 PIPELINE, LINKS = 1, 2
 CATEGORIES = {"F": "forward", "B": "backward", "W": "weight gradient"}
@@ -150,7 +150,7 @@ def _arrows(timeline: Timeline, journeys: Iterable[Journey]) -> Iterator[Event]:
 def _counters(simulation: Simulation) -> Iterator[Event]:
     """Bytes of every stage where a plan was simulated, else its micro-batches in flight."""
     for stage in range(simulation.stages):
-        if simulation.memory is None:
+        if not simulation.memory:
             name, unit, levels = "in flight", "micro-batches", _in_flight(simulation.timeline, stage)
         else:
             memory = simulation.memory[stage]

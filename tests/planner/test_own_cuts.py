@@ -14,7 +14,7 @@ from pplan.cost_models.schedules import find_schedule
 from pplan.cost_models.tied_weights import SharedBuffer, TiedWeight
 from pplan.cost_models.topology import Topology
 from pplan.planner.assembly import Assembly
-from pplan.planner.plan_simulation import with_own_cuts
+from pplan.planner.search.space import Space, narrow_space
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -36,13 +36,13 @@ def chain_with_ties(make_chain: MakeChain, seed: int) -> Chain:
 def test_costs_and_ledgers_stay(
     schedule: str, chunks: int, zero: int, make_chain: MakeChain, make_topology: MakeTopology
 ) -> None:
-    own = find_schedule(schedule)
+    own, chain = find_schedule(schedule), chain_with_ties(make_chain, 3)
     ends = [0, 3, 5, 9] if chunks == 1 else [0, 2, 3, 6, 9]
     devices = (len(ends) - 1) // chunks
     assembly = Assembly(
         schedule=own,
         program=own.program(devices, 4, chunks),
-        chain=chain_with_ties(make_chain, 3),
+        chain=chain,
         topology=make_topology(2 * devices, per_node=2, latency=0.01),
         size=4,
         bounds=list(pairwise(ends)),
@@ -52,7 +52,8 @@ def test_costs_and_ledgers_stay(
         dtype="float32",
         zero=zero,
     )
-    few = with_own_cuts(assembly)
+    narrow = narrow_space(Space(chain, assembly.topology, "adam"), ends[1:])
+    few = replace(assembly, chain=narrow.chain, bounds=list(pairwise(range(len(ends)))))
     assert few.table(0).blocks == len(ends) - 1 < assembly.table(0).blocks
     before, after = assembly.costs(), few.costs()
     assert before.arrays().keys() == after.arrays().keys()

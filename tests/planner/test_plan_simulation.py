@@ -14,12 +14,11 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Topology
 from pplan.planner.balance import balance
 from pplan.planner.build_plan import solve_problem
-from pplan.planner.layout import count_devices
 from pplan.planner.overrides import Overrides
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.plan_records import ProfileReference
-from pplan.planner.plan_simulation import simulate_plan
+from pplan.planner.plan_simulation import count_devices, simulate_plan
 
 MakeChain = Callable[..., Chain]
 MakeTopology = Callable[..., Topology]
@@ -105,7 +104,7 @@ def test_other_micro_batches_are_of_another_size(
     chain: Chain, plan: Plan, make_topology: MakeTopology
 ) -> None:
     found = simulate_plan(plan, chain, make_topology(4), Overrides(micro_batches=4))
-    assert (found.micro_batch_size, found.timeline.program.micro_batches) == (4, 4)
+    assert (found.micro_batches, found.timeline.program.micro_batches) == (4, 4)
     costs = chain.at(4)
     first, last = found.layers[1][0]
     own = slice(first, last + 1)

@@ -9,27 +9,29 @@ from typing import TYPE_CHECKING, Any
 from ...cost_models.document import MadeBy
 from ...cost_models.errors import PplanError, UsageError
 from ...cost_models.hardware import UNKNOWN_DEVICE
-from ...cost_models.layer import Chain, align_profiles
+from ...cost_models.layer import Chain
 from ...cost_models.quantities import format_count
 from ...cost_models.schedules import SCHEDULES
 from ...cost_models.timeline import simulate
 from ...cost_models.topology import Topology
 from ...planner.assembly import Assembly
-from ...planner.layout import Layout
 from ...planner.overrides import Overrides
 from ...planner.plan_file import Plan
 from ...planner.plan_records import ProfileReference
 from ...planner.plan_simulation import (
-    assemble_layout,
+    Simulation,
     describe_lack,
     device_memory,
+    keeps_stages,
+    place_plan,
+    plan_space,
     simulate_plan,
 )
+from ...planner.scoring import assemble
 from ...profiler.profile_file import Profile
 from ...runtimes.checking.records import Check
 from ..plan_answer import answer_lines
 from ..plan_summary import summary_lines
-from ..simulation import Simulation
 from . import page_extras as extras
 from . import page_tables as tables
 from .cut_problem import EDITED, cut_problem, refuse_cuts
@@ -87,7 +89,9 @@ class PageContent:
 def page_content(sources: PageSources) -> PageContent:
     """All of the page. Raises UsageError where the profile is of other layers."""
     plan, profile, machine = sources.plan, sources.profile, sources.machine
-    simulation = None if profile is None or machine is None else _simulation(sources, profile, machine)
+    simulation = None
+    if profile is not None and machine is not None:
+        simulation = simulate_plan(plan, profile.chain(), machine, profiles=sources.profiles)
     first, *more = answer_lines(plan)
     return PageContent(
         title=f"{plan.model}: pipeline plan",
@@ -112,12 +116,6 @@ def page_content(sources: PageSources) -> PageContent:
         absent=list(_absent(sources)),
         data=_data(sources, simulation),
     )
-
-
-def _simulation(sources: PageSources, profile: Profile, machine: Topology) -> Simulation:
-    plan = sources.plan
-    own = simulate_plan(plan, profile.chain(), machine, profiles=sources.profiles)
-    return Simulation.from_plan(plan, own, file=sources.plan_file)
 
 
 def _schedules(sources: PageSources, simulation: Simulation) -> tables.PageTable:
@@ -146,11 +144,11 @@ def _assembly(sources: PageSources, schedule: str) -> Assembly:
     """The plan's pipeline under a schedule. Raises UsageError where its cuts or micro-batches allow none."""
     assert sources.profile is not None
     assert sources.machine is not None
-    chain = sources.profile.chain()
-    layout = Layout(sources.plan, chain, Overrides(schedule=schedule))
-    if not layout.keeps_stages:
+    plan, chain = sources.plan, sources.profile.chain()
+    proposal, modes = place_plan(plan, chain, Overrides(schedule=schedule))
+    if not keeps_stages(plan, proposal):
         raise UsageError(f"{schedule} has other parts of the layers", "Name another schedule.")
-    return assemble_layout(layout, sources.machine, align_profiles(chain, sources.profiles))
+    return assemble(plan_space(plan, schedule, chain, sources.machine, sources.profiles), proposal, modes)
 
 
 def _data(sources: PageSources, simulation: Simulation | None) -> dict[str, Any]:
@@ -183,7 +181,7 @@ def _data(sources: PageSources, simulation: Simulation | None) -> dict[str, Any]
                 own.limit_bytes,
                 [[round(begins), round(ends)] for begins, ends in own.first_part],
             ]
-            for own in simulation.memory or ()
+            for own in simulation.memory
         ],
         "weights": [float(f"{value:.6g}") for value in seconds[: tables.MOST_LAYERS]],
         "cuts": problem,

@@ -10,9 +10,9 @@ from ...cost_models.number_format import compare_steps, percent, ranges, three_d
 from ...cost_models.quantities import format_bytes, format_seconds
 from ...planner.plan_file import Plan
 from ...planner.plan_records import PlannedStage
+from ...planner.plan_simulation import Simulation
 from ...profiler.profile_file import Profile
 from ..plan_summary import step_interval
-from ..simulation import Simulation
 
 MOST_LAYERS = 2000
 """Rows of the table of layers."""

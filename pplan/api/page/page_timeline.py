@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...cost_models.timeline import Timeline
-from ..simulation import Simulation
+from ...planner.plan_simulation import Simulation
 
 UNITS = 10_000_000
 """Of a step: three more digits than a zoomed drawing shows."""
