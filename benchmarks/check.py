@@ -23,7 +23,7 @@ import torch
 from verified import verified
 
 from pplan import profile as measure
-from pplan.api.check_cases import prepare_case
+from pplan.api.check_cases import PlanInputs
 from pplan.cost_models.errors import PplanError
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.build_plan import build_problem
@@ -218,7 +218,7 @@ def print_plans(devices: int, told: ProgressCallbacks) -> None:
     for name in MODELS:
         made = list(plans(name, devices))
         cases = [
-            prepare_case(label, plan, profile.chain(), topology, {}, emulate=True)
+            PlanInputs(profile.chain(), topology, {}).prepare_case(label, plan, emulate=True)
             for label, plan, profile, topology in made
             if isinstance(plan, Plan) and len(plan.stages) == devices
         ]

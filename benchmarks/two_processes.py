@@ -43,7 +43,7 @@ from verified import verified
 
 import pplan
 from pplan.api.check import model_spec
-from pplan.api.check_cases import prepare_case
+from pplan.api.check_cases import PlanInputs
 from pplan.api.check_options import CheckOptions
 from pplan.api.machine import planned_machine
 from pplan.cost_models.errors import PplanError
@@ -186,7 +186,7 @@ def run_round(
     cases = []
     for name, plan in plans.items():
         topology, profiles = planned_machine(plan, profile, folder)
-        cases.append(prepare_case(name, plan, profile.chain(), topology, profiles, emulate=False))
+        cases.append(PlanInputs(profile.chain(), topology, profiles).prepare_case(name, plan))
     planned = {case.name: case.simulated.timeline.step_seconds for case in cases}
     write_row(results, {"predicted_before": planned, "of": profile.model})
     job = Job(

@@ -250,6 +250,11 @@ class Plan(Document):
         """Replicas of each stage."""
         return [stage.replicas for stage in self.stages]
 
+    @property
+    def device_count(self) -> int:
+        """Number of devices that the plan uses."""
+        return len({device for stage in self.stages for device in stage.devices})
+
 
 def _devices(stage: PlannedStage) -> str:
     return f"device{'s' if stage.replicas > 1 else ''} {ranges(stage.devices)}"

@@ -136,7 +136,7 @@ def make_row(point: Point, plan: Plan) -> SweepRow:
         step_seconds=predicted.step_seconds,
         samples_per_second=predicted.samples_per_second,
         memory_bytes=max(stage.memory_bytes for stage in plan.stages),
-        gpus_used=len({device for stage in plan.stages for device in stage.devices}),
+        gpus_used=plan.device_count,
         balance=plan.balance,
         replicas=plan.replicas,
         micro_batches=plan.micro_batches,

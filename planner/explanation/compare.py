@@ -166,7 +166,7 @@ def _of_plan(name: str, plan: Plan, bound: float) -> ComparisonRow:
         samples_per_second=plan.mini_batch / predicted.step_seconds,
         bubble=predicted.bubble,
         memory_bytes=max(stage.memory_bytes for stage in plan.stages),
-        devices=len({device for stage in plan.stages for device in stage.devices}),
+        devices=plan.device_count,
         gap=gap,
         balance=plan.balance,
         schedule=plan.schedule,

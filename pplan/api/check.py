@@ -30,9 +30,8 @@ from ..runtimes.checking.records import (
     Job,
     ModelSpec,
 )
-from .check_cases import EVEN, CheckCase, even_plan, prepare_case
+from .check_cases import EVEN, TORCH, CheckCase, PlanInputs, check_runtime, serial_note
 from .check_options import CheckKeywords, CheckOptions
-from .check_runtimes import TORCH, PlanInputs, check_runtime, for_runtime, serial_note
 from .load import as_plan, check_layers, profile_and_reference
 from .machine import planned_machine
 
@@ -93,63 +92,28 @@ def check_plan(
             "whole layers",
             "Train it: pplan.export(plan, 'torch'), and build(..., tensor_parallel=...).",
         )
-    chain = profile.chain()
-    topology, profiles = planned_machine(plan, profile, folder)
-    notes = _notes(profile, options)
+    inputs, notes = (
+        PlanInputs(profile.chain(), *planned_machine(plan, profile, folder)),
+        _notes(profile, options),
+    )
     if options.runtime != TORCH:
-        return _check_runtime(plan, profile, PlanInputs(chain, topology, profiles), name, options, run, notes)
-    cases = [prepare_case(PLAN, plan, chain, topology, profiles, emulate=options.emulate)]
-    if options.even and len(plan.stages) > 1:
-        even = even_plan(plan, chain, topology, profiles)
-        if isinstance(even, str):
-            notes.append(f"no even split beside it: {even}")
-        else:
-            cases.append(prepare_case(EVEN, even, chain, topology, profiles, emulate=options.emulate))
-    job = _job(plan, cases, profile, options)
-    notes += _crowding_note(job)
-    measurements = run(job)
-    return None if measurements is None else _build_check(measurements, cases, job, name, notes)
-
-
-def _check_runtime(
-    plan: Plan,
-    profile: Profile,
-    machine: PlanInputs,
-    name: str,
-    options: CheckOptions,
-    run: Runner,
-    notes: list[str],
-) -> Check | None:
-    """Checks the plan with torchgpipe, FairScale or DeepSpeed."""
-    check_runtime(options.runtime, emulate=options.emulate, calibrate=_calibrates(options))
-    plan_case, remark = machine.choose_plan(plan, options.runtime)
-    notes += [] if remark is None else [remark]
+        calibrates = options.calibrate or options.calibration is not None
+        check_runtime(options.runtime, emulate=options.emulate, calibrate=calibrates)
+        plan, remark = inputs.choose_plan(plan, options.runtime)
+        notes += [] if remark is None else [remark]
     one_process = find_runtime(options.runtime).one_process
-    devices = sum(stage.replicas for stage in plan_case.stages)
-    device = choose_device(devices, options, one_process=one_process)
-    cases = [for_runtime(PLAN, plan_case, machine, options.runtime, device)]
-    if options.even and len(plan_case.stages) > 1:
+    device = choose_device(plan.device_count, options, one_process=one_process)
+    cases = [inputs.prepare_case(PLAN, plan, options.runtime, device, emulate=options.emulate)]
+    if options.even and len(plan.stages) > 1:
         try:
-            even = machine.even(plan_case)
-            cases.append(for_runtime(EVEN, even, machine, options.runtime, device))
+            even = inputs.even_plan(plan)
+            cases.append(inputs.prepare_case(EVEN, even, options.runtime, device, emulate=options.emulate))
         except PplanError as error:
             notes.append(f"no even split beside it: {error.what}")
-    job = Job(
-        model=model_spec(profile, options),
-        cases=[case.case for case in cases],
-        device=device,
-        steps=options.steps,
-        warm_ups=WARM_UPS,
-        step_seconds=plan_case.prediction.step_seconds,
-        timeout_seconds=_timeout(options, plan_case),
-    )
-    notes += [*_crowding_note(job), *serial_note(cases[0].case)]
+    job = _job(plan, [case.case for case in cases], profile, device, options)
+    notes += [*_crowding_note(job), *serial_note(job.cases[0])]
     measurements = run(job)
     return None if measurements is None else _build_check(measurements, cases, job, name, notes)
-
-
-def _calibrates(options: CheckOptions) -> bool:
-    return options.calibrate or options.calibration is not None
 
 
 def _crowding_note(job: Job) -> list[str]:
@@ -158,20 +122,18 @@ def _crowding_note(job: Job) -> list[str]:
     return []
 
 
-def _job(plan: Plan, cases: list[CheckCase], profile: Profile, options: CheckOptions) -> Job:
-    own = [case.case for case in cases]
-    processes = len(own[0].document.devices)
+def _job(plan: Plan, cases: list[Case], profile: Profile, device: Device, options: CheckOptions) -> Job:
     return Job(
         model=None if options.emulate else model_spec(profile, options),
-        cases=own,
-        device=choose_device(processes, options),
+        cases=cases,
+        device=device,
         steps=options.steps,
         warm_ups=WARM_UPS,
         step_seconds=plan.prediction.step_seconds,
         timeout_seconds=_timeout(options, plan),
         corrections=_corrections(options),
-        calibration=vary_case(own[0]) if options.calibrate else [],
-        link_sizes=_sizes(own) if options.calibrate and processes > 1 else [],
+        calibration=vary_case(cases[0]) if options.calibrate else [],
+        link_sizes=_sizes(cases) if options.calibrate and cases[0].processes > 1 else [],
     )
 
 
@@ -180,8 +142,7 @@ def _timeout(options: CheckOptions, plan: Plan) -> float:
     model, in turn for all devices."""
     if options.timeout is not None:
         return options.timeout
-    devices = sum(stage.replicas for stage in plan.stages)
-    return max(LEAST_TIMEOUT, TIMEOUT_STEPS * devices * plan.prediction.step_seconds)
+    return max(LEAST_TIMEOUT, TIMEOUT_STEPS * plan.device_count * plan.prediction.step_seconds)
 
 
 def _corrections(options: CheckOptions) -> Corrections | None:

@@ -1,17 +1,19 @@
-"""The pipelines that a check runs: the plan, and the even split of as many stages."""
+"""The pipelines that a check runs: the plan, or its alternative for a runtime, and the even split of as many
+stages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import accumulate
 from typing import cast
 
 import numpy as np
 
-from ..cost_models.errors import ExportError, PplanError
+from ..cost_models.errors import ExportError, MachineError, UsageError
 from ..cost_models.layer import Chain
-from ..cost_models.runtime import find_runtime
+from ..cost_models.runtime import RUNNABLE, find_runtime
 from ..cost_models.simulator.costs import Costs
 from ..cost_models.topology import Topology
 from ..planner.balance import balance
@@ -20,22 +22,25 @@ from ..planner.fixed_partition import FixedPartition, plan_partition
 from ..planner.plan_file import Plan
 from ..planner.plan_options import PlanOptions
 from ..planner.plan_simulation import Simulation, simulate_plan
+from ..runtimes.checking.prediction import is_serial
 from ..runtimes.checking.records import (
-    PLAN,
     Case,
     CaseResult,
     CheckedCase,
     CheckedDevice,
+    CheckedDocument,
     CheckedStage,
     CutLink,
+    Device,
     StageSeconds,
     StageWaits,
     WeightSum,
 )
 from ..runtimes.documents import TorchExport
-from ..runtimes.exports import INSTEAD, export_on
+from ..runtimes.exports import INSTEAD, choose, export_on
 
 EVEN = "even split"
+TORCH = "torch"
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,43 +86,101 @@ class CheckCase:
         )
 
 
-def prepare_case(
-    name: str, plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[str, Chain], *, emulate: bool
-) -> CheckCase:
-    """Raises ExportError where torch.distributed.pipelining does not run the plan itself."""
-    document, remark = export_on(find_runtime("torch"), plan, "cpu")
-    if remark is not None and INSTEAD in remark:
-        raise ExportError(
-            f"check: {remark.partition(INSTEAD)[0]}",
-            "Make one that it runs: pplan.solve(runtime='torch').",
+@dataclass(frozen=True, eq=False)
+class PlanInputs:
+    """The layers and the machine that a plan was made for."""
+
+    chain: Chain
+    topology: Topology
+    profiles: Mapping[str, Chain]
+
+    def choose_plan(self, plan: Plan, runtime: str) -> tuple[Plan, str | None]:
+        """The plan itself, or a plan of its alternative for the runtime, and then a remark on it.
+
+        Raises ExportError where the runtime runs neither.
+        """
+        about = find_runtime(runtime)
+        choice, remark = choose(plan, about)
+        launches = plan.runtime is not None and find_runtime(plan.runtime).one_process
+        if remark is None and (launches or not about.one_process):
+            return plan, None
+        options = PlanOptions(
+            micro_batches=choice.micro_batches,
+            schedule=choice.schedule,
+            recompute=choice.recompute,
+            runtime=runtime,
         )
-    simulated = simulate_plan(plan, chain, topology, profiles=profiles)
-    return CheckCase(
-        name, plan, simulated, _case(name, cast(TorchExport, document), chain, simulated, emulate=emulate)
-    )
+        partition = FixedPartition(tuple(accumulate(choice.balance)), 1, choice.replicas)
+        text = None if remark is None else remark.replace("Exported instead", "Checked instead")
+        return self._plan_partition(plan, partition, options), text
 
+    def even_plan(self, plan: Plan) -> Plan:
+        """The plan with its layers spread evenly by number.
 
-def even_plan(plan: Plan, chain: Chain, topology: Topology, profiles: Mapping[str, Chain]) -> Plan | str:
-    """The plan with its layers spread evenly by number; or why there is none."""
-    try:
-        counts = balance(np.ones(len(chain)), len(plan.stages), cut_after=chain.cut_after)
-        plan_options = PlanOptions(
-            mini_batch=plan.mini_batch,
+        Raises:
+            UsageError: The cuts allow no such plan.
+            ExportError: The plan is the even split.
+        """
+        counts = balance(np.ones(len(self.chain)), len(plan.stages), cut_after=self.chain.cut_after)
+        options = PlanOptions(
             micro_batches=plan.micro_batches,
             schedule=plan.schedule,
             recompute="auto" if plan.recompute == "selective" else plan.recompute,
+            runtime=plan.runtime,
+        )
+        partition = FixedPartition(tuple(accumulate(counts)), plan.virtual_stages, plan.stages[0].replicas)
+        even = self._plan_partition(plan, partition, options)
+        if even.balance == plan.balance:
+            raise ExportError("the plan is the even split", "Check the plan alone: `even=False`.")
+        return even
+
+    def _plan_partition(self, plan: Plan, partition: FixedPartition, options: PlanOptions) -> Plan:
+        """Another partition with the training setting of the plan."""
+        setting = replace(
+            options,
+            mini_batch=plan.mini_batch,
             optimizer=plan.optimizer,
             precision=plan.training_precision.name,
             gradient_dtype=plan.training_precision.gradient_dtype,
             zero=plan.zero,
-            runtime=plan.runtime,
         )
-        partition = FixedPartition(tuple(accumulate(counts)), plan.virtual_stages, plan.stages[0].replicas)
-        problem = build_problem(chain, topology, plan_options, plan.profile, profiles)
-        plan_of_split = plan_partition(problem, partition, model=plan.model, profile=plan.profile)
-    except PplanError as error:
-        return error.what
-    return "the plan is the even split" if plan_of_split.balance == plan.balance else plan_of_split
+        problem = build_problem(self.chain, self.topology, setting, plan.profile, self.profiles)
+        return plan_partition(problem, partition, model=plan.model, profile=plan.profile)
+
+    def prepare_case(
+        self, name: str, plan: Plan, runtime: str = TORCH, device: Device = "cpu", *, emulate: bool = False
+    ) -> CheckCase:
+        """The case of a plan. Raises ExportError where the runtime does not run the plan itself."""
+        document, remark = export_on(find_runtime(runtime), plan, device)
+        if remark is not None and (INSTEAD in remark or runtime != TORCH):
+            raise ExportError(
+                f"check: {remark.partition(INSTEAD)[0]}",
+                f"Make one that it runs: pplan.solve(runtime={runtime!r}).",
+            )
+        simulated = simulate_plan(plan, self.chain, self.topology, profiles=self.profiles)
+        costs, crossing, waits = simulated.timeline.costs, list[int](), None
+        if isinstance(document, TorchExport):
+            share = document.micro_batch_size / document.replicas
+            output_bytes = self.chain.at(share, past_largest=True).output_bytes
+            crossing = [round(float(output_bytes[end - 1])) for end in document.parts[1:-1]]
+            if emulate:
+                waits = StageWaits(stages=stage_seconds(simulated), crossing_bytes=crossing)
+                alone = {
+                    "parts": list(range(len(document.parts))),
+                    "recompute": ["never"] * len(document.recompute),
+                    "layers_sha256": "",
+                }
+                document = document.model_copy(update=alone)
+        case = Case(
+            name=name,
+            document=cast(CheckedDocument, document),
+            links=cut_links(costs, len(plan.stages) - 1),
+            crossing_bytes=crossing,
+            all_reduce=None if costs.all_reduce is None else costs.all_reduce.tolist(),
+            tied=[] if emulate else WeightSum.from_costs(costs),
+            waits=waits,
+        )
+        return CheckCase(name, plan, simulated, case)
 
 
 def stage_seconds(simulated: Simulation) -> list[StageSeconds]:
@@ -140,32 +203,6 @@ def stage_seconds(simulated: Simulation) -> list[StageSeconds]:
     return seconds
 
 
-def _case(name: str, document: TorchExport, chain: Chain, simulated: Simulation, *, emulate: bool) -> Case:
-    costs = simulated.timeline.costs
-    share = document.micro_batch_size / document.replicas
-    output_bytes = chain.at(share, past_largest=True).output_bytes
-    crossing = [round(float(output_bytes[end - 1])) for end in document.parts[1:-1]]
-    waits = None
-    if emulate:
-        waits = StageWaits(stages=stage_seconds(simulated), crossing_bytes=crossing)
-        document = document.model_copy(
-            update={
-                "parts": list(range(len(document.parts))),
-                "recompute": ["never"] * len(document.recompute),
-                "layers_sha256": "",
-            }
-        )
-    return Case(
-        name=name,
-        document=document,
-        links=cut_links(costs, len(crossing)),
-        crossing_bytes=crossing,
-        all_reduce=None if costs.all_reduce is None else costs.all_reduce.tolist(),
-        tied=[] if emulate else WeightSum.from_costs(costs),
-        waits=waits,
-    )
-
-
 def cut_links(costs: Costs, cuts: int) -> list[CutLink]:
     """The latency and occupancy of a transfer over each cut."""
     latency, occupancy = costs.forward_latency, costs.forward_occupancy
@@ -178,4 +215,27 @@ def cut_links(costs: Costs, cuts: int) -> list[CutLink]:
     ]
 
 
-__all__ = ["EVEN", "PLAN", "CheckCase", "cut_links", "even_plan", "prepare_case", "stage_seconds"]
+def check_runtime(runtime: str, *, emulate: bool, calibrate: bool) -> None:
+    """Raises UsageError for what only torch.distributed.pipelining does, MachineError without the package."""
+    if runtime not in RUNNABLE:
+        raise UsageError(f"check: no steps are run on {runtime!r}", f"Use one of {', '.join(RUNNABLE)}.")
+    for option, is_given in (("`emulate`", emulate), ("`calibrate` and `calibration`", calibrate)):
+        if is_given:
+            raise UsageError(
+                f"check: {option} with runtime={runtime!r}: only torch.distributed.pipelining does that",
+                "Leave it out, or check with runtime='torch'.",
+            )
+    if find_spec(runtime) is None:
+        raise MachineError(
+            f"check: {runtime} is not installed", f'Install it: pip install "pplan[{runtime}]"'
+        )
+
+
+def serial_note(case: Case) -> list[str]:
+    """A note on the prediction, where stages share one thread."""
+    if not is_serial(case) or len(case.parts) == 2:
+        return []
+    return [
+        f"on the CPU all stages of {case.document.runtime} share one thread and run one after another: the "
+        "predicted step is the sum of all their work, whatever the cut; the plan's is that of its own machine"
+    ]

@@ -39,9 +39,8 @@ def _answer(plan: Plan) -> list[str]:
         lines = [f"{what} is the fastest{_scope_text(plan)}: {figures}."]
     else:
         lines = [_rival_answer(plan, rival), f"This plan is {_lower_first(what).rstrip(',')}: {figures}."]
-    used = count_used_devices(plan)
-    if plan.gpus is not None and used < plan.gpus:
-        lines.append(_unused_devices_line(plan, used, plan.gpus))
+    if plan.gpus is not None and plan.device_count < plan.gpus:
+        lines.append(_unused_devices_line(plan, plan.device_count, plan.gpus))
     return lines
 
 
@@ -56,11 +55,6 @@ def _lower_first(what: str) -> str:
     return what.replace("A pipeline", "a pipeline").replace("Data", "data").replace("One ", "one ")
 
 
-def count_used_devices(plan: Plan) -> int:
-    """The number of devices that the plan uses."""
-    return len({device for stage in plan.stages for device in stage.devices})
-
-
 def _devices(plan: Plan, number: int) -> str:
     """`4 GPUs`; where several share every layer `4 groups of 2 GPUs`."""
     sharers = plan.profile.tensor_parallel
@@ -70,7 +64,7 @@ def _devices(plan: Plan, number: int) -> str:
 
 
 def _describe_shape(plan: Plan) -> str:
-    used = count_used_devices(plan)
+    used = plan.device_count
     stages, chunks = len(plan.stages) // plan.virtual_stages, plan.virtual_stages
     if len(plan.stages) > 1:
         chunks_text = f", {chunks} virtual stages on each," if chunks > 1 else ""
@@ -117,8 +111,7 @@ def _unsearched_lines(plan: Plan) -> list[str]:
     """A line on the fastest alternative under a schedule that was not searched, if it beats the plan."""
     step = plan.prediction.step_seconds
     others = [row for row in plan.alternatives if row.schedule == INTERLEAVED and row.step_seconds < step]
-    used = {device for stage in plan.stages for device in stage.devices}
-    if not others or plan.objective is not None or len(used) != plan.gpus:
+    if not others or plan.objective is not None or plan.device_count != plan.gpus:
         return []  # a line on unused devices names it
     best = min(others, key=lambda row: row.step_seconds)
     return [
