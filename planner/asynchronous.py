@@ -22,8 +22,6 @@ from ..cost_models.simulator.steady import steady_state
 from .assembly import Assembly
 from .candidate import Proposal, ScoredPlan
 from .pipeline_config import PipelineConfig
-from .plan_records import PlannedStage
-from .plan_stages import make_stages
 from .scoring import assemble
 from .search.space import Space
 from .stage_table import Floats
@@ -62,9 +60,10 @@ def steady_seconds(space: Space, proposal: Proposal, modes: Sequence[Recompute])
     return each * proposal.config.micro_batches
 
 
-def steady_stages(space: Space, plan: ScoredPlan) -> list[PlannedStage]:
-    """The stages of the plan, with the weight versions in their ledgers."""
-    return make_stages(space, assemble_endless(space, plan.proposal, plan.recompute), plan)
+def assemble_candidate(space: Space, plan: ScoredPlan) -> Assembly:
+    """A candidate as it runs: on and on under an asynchronous schedule."""
+    make = assemble_endless if plan.config.schedule in ASYNCHRONOUS else assemble
+    return make(space, plan.proposal, plan.recompute)
 
 
 def steady_bubble(space: Space, plan: ScoredPlan) -> float:

@@ -18,13 +18,14 @@ from .joint_search import JointSearchResult, find_best_plan
 from .plan_document import (
     list_buffer_warnings,
     list_machine_warnings,
+    list_prediction_limits,
     list_search_warnings,
+    optimizer_note,
     plan_without_comparison,
 )
 from .plan_file import Plan
 from .plan_options import PlanOptions
 from .plan_records import ProfileReference
-from .plan_stages import list_prediction_limits, optimizer_note
 from .problem import Problem
 from .scoring import assemble
 from .search.space import divide_batch

@@ -12,10 +12,14 @@ from ..cost_models.schedules import find_schedule
 from ..cost_models.timeline import step_seconds
 from .candidate import Proposal, ScoredPlan
 from .pipeline_config import PipelineConfig
-from .plan_document import list_machine_warnings, plan_without_comparison
+from .plan_document import (
+    list_machine_warnings,
+    list_prediction_limits,
+    optimizer_note,
+    plan_without_comparison,
+)
 from .plan_file import FIXED_PARTITION, Plan
 from .plan_records import ProfileReference
-from .plan_stages import list_prediction_limits, optimizer_note
 from .problem import Problem
 from .scoring import assemble, fastest
 from .search.branch_and_bound import SearchResult

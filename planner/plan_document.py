@@ -1,27 +1,54 @@
-"""A scored plan as a plan file, without what it is compared with: what no search is needed for."""
+"""A candidate as a plan: its record without comparisons, its stages and prediction, and what limits them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import ceil, inf
+from operator import attrgetter, itemgetter
 from typing import Literal
 
-from ..cost_models.errors import DefectError
+import numpy as np
+
+from ..cost_models.device_memory import round_ledger
+from ..cost_models.document import Record
+from ..cost_models.errors import DefectError, UsageError
+from ..cost_models.first_layers import repeat_word
+from ..cost_models.layer import parts_warning
 from ..cost_models.machines.catalogue import is_gpu
+from ..cost_models.machines.rooflines import memory_bandwidth
 from ..cost_models.machines.topology_options import UNNAMED
 from ..cost_models.machines.topology_text import to_toml
-from ..cost_models.quantities import format_bytes
+from ..cost_models.number_format import percent
+from ..cost_models.optimizers import find_optimizer
+from ..cost_models.quantities import format_bytes, format_rate, format_seconds
+from ..cost_models.runtime import OFFLOAD
+from ..cost_models.simulator.costs import Costs
+from ..cost_models.simulator.steady import steady_state
+from ..cost_models.timeline import simulate, step_seconds
 from ..cost_models.topology import Topology
 from .assembly import Assembly
+from .asynchronous import ASYNCHRONOUS, assemble_candidate, steady_bubble
 from .candidate import ScoredPlan
 from .coverage import describe_coverage, describe_search
 from .plan_file import Plan
 from .plan_options import PlanOptions
-from .plan_records import BUFFER_WARNING, TIE, DefaultMiniBatch, Prediction, ProfileReference
-from .plan_stages import bubble, optimizer_step, plan_recompute, plan_stages, shared_weights
+from .plan_records import (
+    BUFFER_WARNING,
+    TIE,
+    DefaultMiniBatch,
+    PlannedStage,
+    Prediction,
+    ProfileReference,
+    Recompute,
+    SharedWeight,
+)
 from .problem import Problem
 from .scoring import assemble, write_order
 from .search.branch_and_bound import SearchResult
-from .search.space import divide_batch
+from .search.space import Space, divide_batch
+from .stage_table import WEIGHT_SHARE, part_seconds
 
 
 def plan_without_comparison(
@@ -29,10 +56,9 @@ def plan_without_comparison(
 ) -> Plan:
     """A candidate as a plan, without what it is compared with."""
     topology, config = problem.topology, best.config
-    stages = plan_stages(problem.space, best)
     return Plan(
         model=model,
-        balance=_balance(best),
+        balance=[end - first for first, end in best.proposal.bounds],
         mini_batch=problem.mini_batch,
         micro_batches=config.micro_batches,
         micro_batch_size=config.micro_batch_size,
@@ -50,7 +76,7 @@ def plan_without_comparison(
         device_kind=_device_kind(topology, profile),
         topology=topology.describe(),
         machine=to_toml(topology),
-        stages=stages,
+        stages=plan_stages(problem.space, best),
         tied=shared_weights(problem.space, best),
         prediction=_prediction(problem, best, result),
         options=_settled(problem),
@@ -70,10 +96,6 @@ def _settled(problem: Problem) -> PlanOptions:
 def _device_kind(topology: Topology, profile: ProfileReference) -> Literal["GPU", "CPU"]:
     measured_on_cpu = profile.device.split(":")[0] == "cpu"
     return "CPU" if measured_on_cpu and not any(is_gpu(kind.name) for kind in topology.kinds) else "GPU"
-
-
-def _balance(best: ScoredPlan) -> list[int]:
-    return [end - first for first, end in best.proposal.bounds]
 
 
 def _prediction(problem: Problem, best: ScoredPlan, result: SearchResult) -> Prediction:
@@ -171,3 +193,277 @@ def _default_mini_batch(problem: Problem) -> DefaultMiniBatch | None:
     if problem.options.mini_batch is not None:
         return None
     return DefaultMiniBatch(samples_per_device=problem.samples_per_device, others=[])
+
+
+def plan_stages(space: Space, plan: ScoredPlan) -> list[PlannedStage]:
+    """The parts of the layers in order. Where a device has several, the memory is that of all of them."""
+    assembly = assemble_candidate(space, plan)
+    forward, backward = assembly.by_place("forward"), assembly.by_place("backward")
+    shares = assembly.first_shares("forward")
+    mixed = plan_recompute(plan) == "selective"
+    stages = []
+    for part, place in enumerate(assembly.program.pipes[0]):
+        (first, end), mode = plan.proposal.bounds[part], plan.recompute[part]
+        repeats = repeat_word(mode) != "never"
+        recompute = float(shares[place.device, 0, 0] * forward[place][0]) if repeats else 0.0
+        ledger = round_ledger(assembly.ledger(place.device))
+        stages.append(
+            PlannedStage(
+                first_layer=first,
+                last_layer=end - 1,
+                replicas=len(plan.proposal.devices[part]),
+                devices=list(plan.proposal.devices[part]),
+                forward_seconds=float(forward[place][0]),
+                backward_seconds=float(backward[place][0] + recompute),
+                memory_bytes=sum(ledger.values()),
+                memory_limit_bytes=_whole(space.limit(assembly.ranks[place.device])),
+                memory=ledger,
+                recompute=mode if mixed else None,
+                host_bytes=_host_bytes(assembly, part) if mode == OFFLOAD else None,
+            )
+        )
+    return stages
+
+
+def _host_bytes(assembly: Assembly, part: int) -> int:
+    """What a replica keeps on its host at most, of a schedule with one stage a device."""
+    device, program = assembly.program.pipes[0][part].device, assembly.program
+    in_flight = assembly.schedule.in_flight(device, program.devices, program.micro_batches)
+    return ceil(in_flight * assembly.offloaded_bytes(part))
+
+
+def energy_joules(
+    topology: Topology, busy: Mapping[int, float], step: float, watts: Mapping[str, tuple[float, float]]
+) -> float | None:
+    """Of a step of so many seconds: `busy` seconds of each rank that is used, at the watts of its kind while
+    it computes and while it waits; None where a kind has none."""
+    kinds = {rank: topology.device(rank).name for rank in busy}
+    if not set(kinds.values()) <= set(watts):
+        return None
+    power = {rank: watts[kind] for rank, kind in kinds.items()}
+    return sum(
+        seconds * power[rank][0] + max(step - seconds, 0.0) * power[rank][1] for rank, seconds in busy.items()
+    )
+
+
+def busy_seconds(stages: Iterable[PlannedStage], micro_batches: int) -> dict[int, float]:
+    """By rank, what its stages compute in a step."""
+    busy = dict[int, float]()
+    for stage in stages:
+        seconds = micro_batches * (stage.forward_seconds + stage.backward_seconds)
+        for rank in stage.devices:
+            busy[rank] = busy.get(rank, 0.0) + seconds
+    return busy
+
+
+def shared_weights(space: Space, plan: ScoredPlan) -> list[SharedWeight]:
+    """The weights that several of its parts use."""
+    sums = {own.name: own.seconds for own in assemble(space, plan.proposal, plan.recompute).tied_sums}
+    weights = []
+    for weight in space.chain.tied:
+        parts = [part for part, bounds in enumerate(plan.proposal.bounds) if weight.is_used(*bounds)]
+        if len(parts) > 1:
+            seconds = sums.get(weight.name, 0.0)
+            weights.append(
+                SharedWeight(tensor=weight.name, bytes=round(weight.bytes), stages=parts, sum_seconds=seconds)
+            )
+    return weights
+
+
+def _whole(limit: float) -> int | None:
+    return None if limit == inf else int(limit)
+
+
+_PLAN_WORDS: Mapping[str, Recompute] = {"never": "never", "always": "always", "except_last": "except_last"}
+
+
+def plan_recompute(plan: ScoredPlan) -> Recompute:
+    """The plan's word: `selective` where the stages differ, run their first layers again, or offload."""
+    modes = set(plan.recompute)
+    return _PLAN_WORDS.get(modes.pop(), "selective") if len(modes) == 1 else "selective"
+
+
+def run_in_words(plan: ScoredPlan) -> str:
+    """Its micro-batches, schedule and recomputation: `32 x 8, 1f1b, recompute never`."""
+    config = plan.config
+    virtual = f", {config.virtual_stages} virtual stages" if config.virtual_stages > 1 else ""
+    words = set(plan.recompute)
+    mode = (words.pop() if len(words) == 1 else "selective").replace("_", " ")
+    return f"{config.micro_batches} x {config.micro_batch_size}, {config.schedule}{virtual}, recompute {mode}"
+
+
+def bubble(space: Space, plan: ScoredPlan) -> float:
+    """Idle share of the devices' time; of an asynchronous schedule in its steady state."""
+    if plan.config.schedule in ASYNCHRONOUS:
+        return steady_bubble(space, plan)
+    assembly = assemble(space, plan.proposal, plan.recompute)
+    return simulate(assembly.program, assembly.costs()).bubble
+
+
+class PlanSummary(Record):
+    """Where the layers are, how they run, and the predicted step. By part of the layers, in order:
+    `balance`, `devices` and `stage_recompute`."""
+
+    step_seconds: float
+    samples_per_second: float
+    balance: list[int]
+    replicas: list[int]
+    devices: list[list[int]]
+    schedule: str
+    virtual_stages: int
+    micro_batches: int
+    micro_batch_size: int
+    recompute: str
+    stage_recompute: list[str]
+
+    @property
+    def stages(self) -> int:
+        """Of the pipeline: devices, or groups of replicas."""
+        return len(self.balance) // self.virtual_stages
+
+    @property
+    def device_count(self) -> int:
+        """How many devices it uses."""
+        return len({device for own in self.devices for device in own})
+
+
+def summarize(plan: ScoredPlan) -> PlanSummary:
+    """The summary of a scored plan."""
+    proposal, config = plan.proposal, plan.config
+    return PlanSummary(
+        step_seconds=plan.step_seconds,
+        samples_per_second=config.mini_batch / plan.step_seconds,
+        balance=[end - first for first, end in proposal.bounds],
+        replicas=list(proposal.replicas),
+        devices=[list(own) for own in proposal.devices],
+        schedule=config.schedule,
+        virtual_stages=config.virtual_stages,
+        micro_batches=config.micro_batches,
+        micro_batch_size=config.micro_batch_size,
+        recompute=plan_recompute(plan),
+        stage_recompute=list(plan.recompute),
+    )
+
+
+def list_prediction_limits(assembly: Assembly) -> Iterator[str]:
+    """What was extrapolated, or taken for granted, in sentences."""
+    chain, devices = assembly.chain, range(len(assembly.ranks))
+    if assembly.program.splits_backward and chain.backward_weight_seconds is None:
+        yield (
+            f"the profile holds whole backwards: {100 * WEIGHT_SHARE:.0f} % of a layer with weights is "
+            "taken as the weight gradient"
+        )
+    if assembly.program.splits_backward and chain.pending_gradient_bytes is None:
+        yield (
+            "the profile does not say which gradients the first part of a backward leaves for the second: of "
+            "each layer as many bytes are taken as it saves, or hands on"
+        )
+    if assembly.program.splits_backward and set(assembly.recompute) != {"never"}:
+        yield (
+            "stages that recompute are charged one more forward a micro-batch: with a backward in two parts "
+            "torch.utils.checkpoint runs it for the weight gradients, too, which is not in the prediction; "
+            "recompute='never' avoids it"
+        )
+    tables = {assembly.per_replica_batch(device): assembly.table(device) for device in devices}
+    for _, table in sorted(tables.items(), key=lambda item: item[0]):
+        if assembly.program.splits_backward:
+            parts = part_seconds(table.costs, "input") + part_seconds(table.costs, "weight")
+            if whole := float(table.costs.backward_seconds.sum()):
+                yield from parts_warning(table.costs.size, float(parts.sum()) / whole)
+        if outside := table.costs.outside:
+            yield outside
+    yield from _slow_host(assembly)
+
+
+WORTH = 0.01
+"""Share of the step that launches, or the optimizer, must take for that to be said."""
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """What the optimizer takes at the least on the device where it takes longest: it reads and writes `bytes`
+    at the `bandwidth` of that device's memory, `updates` times a step."""
+
+    bytes: float
+    bandwidth: float
+    rank: int
+    updates: int
+
+    @property
+    def seconds(self) -> float:
+        """Of all updates of a step."""
+        return self.updates * self.bytes / self.bandwidth
+
+
+def optimizer_step(assembly: Assembly, micro_batches: int | None = None) -> OptimizerStep | None:
+    """None where no device's memory has a bandwidth that is known. `micro_batches`: of a step; None: the
+    program's."""
+    optimizer, precision = find_optimizer(assembly.optimizer), assembly.number_bytes
+    every, micro_batches = assembly.program.update_every, micro_batches or assembly.program.micro_batches
+    updates = 1 if every is None else micro_batches // every
+    each = list[OptimizerStep]()
+    for device, ranks in enumerate(assembly.ranks):
+        parameters = sum(own.trainable for own in assembly.chunk_bytes(device)) / precision.weight
+        share = len(ranks) if assembly.zero else 1
+        amount = float(parameters) / share * optimizer.update_bytes(precision)
+        first_ranks = {assembly.topology.device(rank).name: rank for rank in reversed(ranks)}
+        for name, rank in sorted(first_ranks.items(), key=itemgetter(1)):
+            if bandwidth := memory_bandwidth(name):
+                each.append(OptimizerStep(amount, bandwidth, rank, updates))
+    return max(each, key=attrgetter("seconds"), default=None)
+
+
+def optimizer_note(
+    assembly: Assembly, step_seconds: float, micro_batches: int | None = None
+) -> Iterator[str]:
+    """Where the updates that belong to a step take at least `WORTH` of it. Arguments as of
+    `optimizer_step`."""
+    own = optimizer_step(assembly, micro_batches)
+    if own is not None and own.seconds >= WORTH * step_seconds > 0:
+        often = "" if own.updates == 1 else f", {own.updates} times a step"
+        yield (
+            f"the optimizer's step is not in the prediction: {assembly.optimizer} reads and writes at least "
+            f"{format_bytes(own.bytes)} on device {own.rank}{often}, which takes its memory of "
+            f"{format_rate(own.bandwidth)} {format_seconds(own.seconds)} or more, "
+            f"{percent(own.seconds / step_seconds)} of the step"
+        )
+
+
+def _slow_host(assembly: Assembly) -> Iterator[str]:
+    """Of the device whose process takes longest to launch, where no device computes for as long, and the step
+    is shorter without launches: else it waits for transfers or all-reduces."""
+    if assembly.hosts == "one":
+        return
+    # Pipes of two directions share the micro-batches: a device has its places in each of them.
+    pipes = len(assembly.program.pipes)
+    repeats = np.array([repeat_word(mode) != "never" for mode in assembly.recompute])[:, None, None]
+    times = 1 + repeats * assembly.first_shares("forward_launch")
+    launches = times * assembly.launch_seconds("forward_launch")
+    launching = (launches + assembly.launch_seconds("backward_launch")).sum(axis=(1, 2)) / pipes
+    forward = (1 + repeats * assembly.first_shares("forward")) * assembly.by_place("forward")
+    passes = forward + assembly.by_place("backward")
+    computing = passes.sum(axis=(1, 2)) / pipes
+    device = int(launching.argmax())
+    if launching[device] <= computing.max() or not _launches_take_time(assembly):
+        return
+    on_device, on_host = (format_seconds(float(own[device])) for own in (computing, launching))
+    yield (
+        f"the step waits for the hosts: device {assembly.ranks[device][0]} computes a micro-batch in "
+        f"{on_device}, and its process takes {on_host} to launch the operations; where that takes less "
+        "(torch.compile, CUDA graphs), so does the step"
+    )
+
+
+def _launches_take_time(assembly: Assembly) -> bool:
+    """Whether the step is shorter, by more than `WORTH` of it, where hosts launch in no time; of a schedule
+    that is never flushed, a micro-batch in its steady state."""
+    costs, program = assembly.costs(), assembly.program
+    free = replace(costs, forward_launch=None, backward_launch=None)
+
+    def seconds(own: Costs) -> float:
+        if not assembly.schedule.synchronous:
+            with suppress(UsageError):  # too few micro-batches
+                return steady_state(program, own).seconds_per_micro_batch
+        return float(step_seconds(program, own)[0])
+
+    return seconds(free) < seconds(costs) * (1 - WORTH)

@@ -25,8 +25,8 @@ from .balance import balance
 from .candidate import Proposal
 from .overrides import Overrides
 from .pipeline_config import MOST_MICRO_BATCHES, SEARCHED, PipelineConfig, abbreviate
+from .plan_document import list_prediction_limits, optimizer_note
 from .plan_file import Plan
-from .plan_stages import list_prediction_limits, optimizer_note
 from .scoring import assemble
 from .search.replica_group import HostMemory
 from .search.space import Space, narrow_space

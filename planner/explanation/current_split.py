@@ -14,9 +14,8 @@ from ...cost_models.simulator.result import Timeline
 from ..candidate import ScoredPlan
 from ..fixed_partition import FixedPartition, plan_partition
 from ..pipeline_config import SEARCHED
-from ..plan_document import list_machine_warnings
+from ..plan_document import PlanSummary, bubble, list_machine_warnings, plan_stages, summarize
 from ..plan_records import PlannedStage, ProfileReference
-from ..plan_stages import PlanSummary, bubble, plan_stages, summarize
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.family import Family

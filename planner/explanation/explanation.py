@@ -18,9 +18,9 @@ from ...cost_models.quantities import format_seconds
 from ...cost_models.runtime import OFFLOAD
 from ...cost_models.topology import Topology
 from ..candidate import ScoredPlan
+from ..plan_document import PlanSummary, summarize
 from ..plan_file import Plan
 from ..plan_records import TIE
-from ..plan_stages import PlanSummary, summarize
 from ..problem import Problem
 from .current_split import SplitComparison, compare_split
 from .explain_context import ExplainContext, make_context

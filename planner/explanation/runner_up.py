@@ -18,8 +18,8 @@ import numpy as np
 from ...cost_models.document import Record
 from ..candidate import Proposal, ScoredPlan, replicated_pipeline
 from ..pipeline_config import SEARCHED
+from ..plan_document import PlanSummary, summarize
 from ..plan_records import TIE
-from ..plan_stages import PlanSummary, summarize
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.device_sets import list_shapes

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ...cost_models.document import Record
 from ...cost_models.number_format import ranges
 from ..candidate import ScoredPlan
-from ..plan_stages import PlanSummary, summarize
+from ..plan_document import PlanSummary, summarize
 from ..problem import Problem
 from ..scoring import fastest
 from .explain_context import ExplainContext

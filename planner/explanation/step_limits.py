@@ -8,8 +8,8 @@ from math import inf
 from ...cost_models.document import Record
 from ...cost_models.simulator.result import Timeline
 from ..candidate import ScoredPlan
+from ..plan_document import PlanSummary, summarize
 from ..plan_records import TIE
-from ..plan_stages import PlanSummary, summarize
 from .critical_path import KINDS, Segment, critical_path
 from .explain_context import ExplainContext
 from .resolve import resolve, with_memory

@@ -19,15 +19,18 @@ from ...cost_models.errors import UsageError
 from ..candidate import ScoredPlan
 from ..infeasible import no_plan_fits
 from ..joint_search import BEST, find_best_plan
-from ..plan_document import list_machine_warnings, list_search_warnings
+from ..plan_document import (
+    list_machine_warnings,
+    list_prediction_limits,
+    list_search_warnings,
+    plan_without_comparison,
+)
 from ..plan_file import Plan
 from ..plan_records import TIE, ProfileReference
-from ..plan_stages import list_prediction_limits
 from ..problem import Problem
 from ..scoring import assemble
 from ..search.branch_and_bound import SearchResult
 from .objective_result import peak_bytes, search_again, with_memory_limit
-from .solve_objective import objective_plan_without_comparison
 
 
 class Point(Record):
@@ -130,7 +133,7 @@ def _stepping_down(problem: Problem, memory_step: float) -> Iterator[SearchResul
 def _point(
     problem: Problem, best: ScoredPlan, result: SearchResult, model: str, profile: ProfileReference
 ) -> Point:
-    plan = objective_plan_without_comparison(problem, best, result, model=model, profile=profile)
+    plan = plan_without_comparison(problem, best, result, model=model, profile=profile)
     outside = list_prediction_limits(assemble(problem.space, best.proposal, best.recompute))
     return Point(
         step_seconds=best.step_seconds,

@@ -10,21 +10,22 @@ from typing import TYPE_CHECKING
 
 from ...cost_models.errors import UsageError
 from ...cost_models.quantities import format_count, format_seconds
-from ..asynchronous import ASYNCHRONOUS, WPIPE, assemble_endless, steady_bubble, steady_stages
+from ..asynchronous import WPIPE, assemble_candidate
 from ..build_plan import build_plan
-from ..candidate import ScoredPlan
 from ..coverage import describe_order, describe_search
 from ..infeasible import no_plan_fits
 from ..joint_search import find_best_plan, with_bound
 from ..mini_batch import choose_mini_batch, smaller_defaults
 from ..pipeline_config import UNPROPOSED
-from ..plan_document import list_machine_warnings, list_search_warnings, plan_without_comparison
+from ..plan_document import (
+    list_machine_warnings,
+    list_prediction_limits,
+    list_search_warnings,
+    plan_without_comparison,
+)
 from ..plan_file import Plan
 from ..plan_records import Aim, ProfileReference
-from ..plan_stages import list_prediction_limits
 from ..problem import Problem
-from ..scoring import assemble
-from ..search.branch_and_bound import SearchResult
 from .objective import COST, MEMORY, STEP_TIME, THROUGHPUT, Objective
 from .objective_result import ObjectiveResult
 
@@ -129,8 +130,7 @@ def _build_plan(
     if outcome.best is None:
         raise no_plan_fits(problem)
     best = outcome.best
-    make = assemble_endless if best.config.schedule in ASYNCHRONOUS else assemble
-    assembly = make(problem.space, best.proposal, best.recompute)
+    assembly = assemble_candidate(problem.space, best)
     exact = outcome.result.exact if outcome.aim is None else outcome.aim.exact
     fastest_plan: Plan | None = None
     if compared and outcome.answer.best is not None:
@@ -146,7 +146,7 @@ def _build_plan(
         )
         if best == outcome.answer.best and outcome.aim is None and not outcome.notes:
             return fastest_plan
-    own = objective_plan_without_comparison(problem, best, outcome.result, model=model, profile=profile)
+    own = plan_without_comparison(problem, best, outcome.result, model=model, profile=profile)
     besides = _additional_space(objective, problem)
     if objective.name == THROUGHPUT:
         from .throughput import asynchronous_refusal
@@ -173,17 +173,6 @@ def _extend_coverage(plan: Plan, besides: str) -> Plan:
     """The plan, whose bound holds for other plans besides."""
     covers = plan.prediction.bound_covers + besides
     return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"bound_covers": covers})})
-
-
-def objective_plan_without_comparison(
-    problem: Problem, best: ScoredPlan, result: SearchResult, *, model: str, profile: ProfileReference
-) -> Plan:
-    """A candidate as a plan, without what it is compared with; of an asynchronous one in its steady state."""
-    plan = plan_without_comparison(problem, best, result, model=model, profile=profile)
-    if best.config.schedule not in ASYNCHRONOUS:
-        return plan
-    bubble = plan.prediction.model_copy(update={"bubble": steady_bubble(problem.space, best)})
-    return plan.model_copy(update={"stages": steady_stages(problem.space, best), "prediction": bubble})
 
 
 def step_time(problem: Problem) -> ObjectiveResult:

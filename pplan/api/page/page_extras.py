@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...cost_models.number_format import compare_percent, percent
 from ...cost_models.quantities import format_bytes, format_seconds
 from ...planner.explanation.critical_path import KINDS
-from ...planner.plan_stages import PlanSummary
+from ...planner.plan_document import PlanSummary
 from ...runtimes.checking.records import Check, CheckedCase
 from .page_tables import (
     Column,

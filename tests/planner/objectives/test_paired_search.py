@@ -18,12 +18,12 @@ from pplan.planner.asynchronous import (
     asynchronous_notes,
     steady_bubble,
     steady_seconds,
-    steady_stages,
 )
 from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.objectives import paired_search, throughput
 from pplan.planner.objectives.paired_search import PairedSearch, _most_in_flight
 from pplan.planner.objectives.throughput import asynchronous_names, fastest_asynchronous, paired_searches
+from pplan.planner.plan_document import plan_stages
 from pplan.planner.problem import Problem
 
 MakeProblem = Callable[..., Problem]
@@ -152,7 +152,7 @@ def test_wpipe_is_the_answer_where_two_versions_have_no_room(
         in notes[0]
     )
     assert 0 <= steady_bubble(problem.space, best) < 1
-    stages = steady_stages(problem.space, best)
+    stages = plan_stages(problem.space, best)
     assert [stage.devices for stage in stages] == [[0], [1], [0], [1]]
     for here, there in ((0, 2), (1, 3)):
         assert stages[here].memory == stages[there].memory

@@ -16,8 +16,7 @@ from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.alternatives import _in_order, _in_words, _recomputes, _row, larger_micro_batches
 from pplan.planner.candidate import Proposal, ScoredPlan
 from pplan.planner.pipeline_config import PipelineConfig
-from pplan.planner.plan_options import PlanOptions
-from pplan.planner.plan_stages import (
+from pplan.planner.plan_document import (
     bubble,
     busy_seconds,
     energy_joules,
@@ -27,6 +26,7 @@ from pplan.planner.plan_stages import (
     run_in_words,
     summarize,
 )
+from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble, fastest
 
