@@ -23,7 +23,7 @@ import torch
 from verified import verified
 
 from pplan import profile as measure
-from pplan.api.check_cases import PlanInputs
+from pplan.api.check import PlanInputs
 from pplan.cost_models.errors import PplanError
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.build_plan import build_problem

@@ -42,8 +42,7 @@ import torch
 from verified import verified
 
 import pplan
-from pplan.api.check import model_spec
-from pplan.api.check_cases import PlanInputs
+from pplan.api.check import PlanInputs, model_spec
 from pplan.api.check_options import CheckOptions
 from pplan.api.machine import planned_machine
 from pplan.cost_models.errors import PplanError

@@ -148,7 +148,7 @@ def _write_calibration(check: Check, files: PlanAndProfile, stem: str) -> bool:
 
     Returns False, and writes nothing, if the check rejected the calibration.
     """
-    from ..api.calibrate import calibrate
+    from ..api.check import calibrate
     from ..cost_models.text_files import file_kind
     from .output import Target
 

@@ -43,8 +43,7 @@ def degrees_command(
     as_json: AsJson = False,
 ) -> None:
     """Find the degrees of tensor, context, expert, pipeline and data parallelism with the shortest step."""
-    from ..api.degree_document import build_degrees_file
-    from ..api.degrees import find_degrees
+    from ..api.degrees import build_degrees_file, find_degrees
     from ..api.provenance import made_by
     from ..cost_models.document import MadeBy
     from ..cost_models.transformer.configuration import load_transformer_shape

@@ -24,9 +24,9 @@ def replan_command(
     """Plan again without the devices that are gone: a fast plan that moves the fewest bytes of weights."""
     if not loss.lost:
         raise UsageError("replan: which devices are gone is not said", "Give --lost 3,7, say.")
+    from ..api.explain import replan
     from ..api.load import read_plan
     from ..api.provenance import made_by
-    from ..api.replan import replan
     from .field_names import command_line
     from .output import choose_input, choose_target, file_stem
 

@@ -18,7 +18,7 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 DOCUMENTS: Mapping[str, tuple[str, str]] = {
     "profile": ("profiler.profile_file", "Profile"),
     "plan": ("planner.plan_file", "Plan"),
-    "simulation": ("api.simulation", "SimulationFile"),
+    "simulation": ("api.simulate", "SimulationFile"),
     "explanation": ("planner.explanation.explanation", "Explanation"),
     "comparison": ("planner.explanation.compare", "PlanComparison"),
     "frontier": ("planner.objectives.frontier", "Frontier"),

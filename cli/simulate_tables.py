@@ -11,7 +11,6 @@ from pathlib import Path
 from rich.console import Console
 
 from ..api.provenance import made_by
-from ..api.simulation import describe_simulation
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import FileError, UsageError
 from ..cost_models.number_format import ranges
@@ -19,7 +18,7 @@ from ..cost_models.quantities import format_bytes, format_seconds
 from ..cost_models.simulator.result import StageTime
 from ..cost_models.text_files import SVG, write_whole
 from ..planner.plan_records import TIE
-from ..planner.plan_simulation import Simulation
+from ..planner.plan_simulation import Simulation, describe_simulation
 from .field_names import command_line
 from .output import Target
 from .plan_tables import StageMemory, print_ledger
@@ -171,7 +170,7 @@ def show(simulation: Simulation, pictures: Pictures, *, as_json: bool, actions: 
 
 def _print(simulation: Simulation, *, as_json: bool, actions: bool) -> None:
     if as_json:
-        from ..api.simulation import simulation_file
+        from ..api.simulate import simulation_file
 
         origin = made_by(MadeBy(), command=command_line())
         result(simulation_file(simulation, origin, actions=actions).to_json())

@@ -163,7 +163,7 @@ def _frontier_target(plan: Target) -> Target:
 
 
 def _frontier(profile: Profile, options: FrontierOptions, keywords: Mapping[str, Any]) -> Frontier:
-    from ..api.frontier import frontier
+    from ..api.solve import frontier
 
     problem_options = {name: value for name, value in keywords.items() if name not in ("objective", "price")}
     return frontier(profile, **vars(options), **problem_options)

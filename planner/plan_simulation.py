@@ -14,7 +14,8 @@ from ..cost_models.first_layers import whole_word
 from ..cost_models.layer import Chain, align_profiles, list_cut_points
 from ..cost_models.machines.topology_file import TopologyFile, parse_topology
 from ..cost_models.memory import Recompute
-from ..cost_models.quantities import format_bytes, format_count
+from ..cost_models.number_format import compare_steps, percent, three_digits
+from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..cost_models.runtime import find_runtime
 from ..cost_models.schedules import Program, Schedule, StageSlot, find_schedule
 from ..cost_models.simulator.steady import SteadyState, steady_state
@@ -164,6 +165,36 @@ class Simulation:
             # A plan's global batch is what an update is made from.
             program = replace(program, update_every=max(self.micro_batches, self.stages))
         return steady_state(program, self.timeline.costs)
+
+
+def describe_simulation(simulation: Simulation) -> list[str]:
+    """The step in a line, and what else there is to know of it."""
+    timeline = simulation.timeline
+    step = timeline.step_seconds
+    samples = simulation.samples_per_second
+    rate = "" if samples is None else f", {three_digits(samples)} samples/s"
+    lines = [
+        f"{simulation.title}: {format_seconds(step)} for all of them."
+        if simulation.steady
+        else f"{simulation.title}: {format_seconds(step)} a step{rate}.",
+        f"Bubble {percent(timeline.bubble)} of all stages' time; {percent(timeline.bubble_rate_span)} of the "
+        "longest span of a stage, from its first to its last action.",
+    ]
+    if simulation.steady is not None:
+        pace = format_seconds(simulation.steady.seconds_per_micro_batch)
+        nearly = "" if simulation.steady.exact else " (a mean: it does not repeat exactly)"
+        lines.append(f"Steady: {pace} a micro-batch{nearly}{rate}.")
+    if simulation.plan_seconds is not None:
+        lines.append(_against_the_plan(simulation, simulation.plan_seconds))
+    return lines
+
+
+def _against_the_plan(simulation: Simulation, plan_seconds: float) -> str:
+    """The seconds of a global batch against the plan's, each in its steady state where it has one."""
+    difference = compare_steps(simulation.mini_batch_seconds, plan_seconds)
+    verb = "" if difference.endswith("the same") else "this is "
+    steady = "in the steady state " if simulation.steady else ""
+    return f"{simulation.plan} as it is takes {format_seconds(plan_seconds)}: {steady}{verb}{difference}."
 
 
 def simulate_plan(

@@ -25,19 +25,17 @@ from .cost_models.errors import (
 if TYPE_CHECKING:
     from .api.check import check
     from .api.degrees import degrees
-    from .api.explain import compare, data_parallel, explain
+    from .api.explain import compare, data_parallel, explain, replan
     from .api.export import export
-    from .api.frontier import frontier
     from .api.html_report import report
     from .api.import_plan import import_plan
     from .api.lint import lint
     from .api.load import load_plan, load_profile
     from .api.machine import topology
     from .api.profiles import import_profile, load_model, profile, sequential
-    from .api.replan import replan
     from .api.schedule_comparison import compare_schedules, schedules
     from .api.simulate import simulate, simulate_costs
-    from .api.solve import solve
+    from .api.solve import frontier, solve
     from .api.sweep import sweep
     from .api.verify import verify
     from .cost_models.schedules.registration import register_schedule
@@ -59,7 +57,7 @@ __all__ = [
 _ROOMS = {
     "api.check": "check",
     "api.degrees": "degrees",
-    "api.explain": "compare data_parallel explain",
+    "api.explain": "compare data_parallel explain replan",
     "api.export": "export",
     "api.import_plan": "import_plan",
     "api.lint": "lint",
@@ -67,11 +65,9 @@ _ROOMS = {
     "api.machine": "topology",
     "api.profiles": "import_profile load_model profile sequential",
     "api.html_report": "report",
-    "api.replan": "replan",
     "api.schedule_comparison": "compare_schedules schedules",
     "api.simulate": "simulate simulate_costs",
-    "api.frontier": "frontier",
-    "api.solve": "solve",
+    "api.solve": "frontier solve",
     "api.sweep": "sweep",
     "api.verify": "verify",
     "cost_models.schedules.registration": "register_schedule",

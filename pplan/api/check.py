@@ -1,38 +1,63 @@
-"""Checks a plan: prepares its cases, has processes run them, and puts predictions beside measurements."""
+"""Checks of plans: their cases, which processes run, predictions against measurements, and a calibration."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
-from typing import Unpack
+from typing import Unpack, cast
 
-from ..cost_models.errors import MachineError, PplanError, UsageError
+import numpy as np
+
+from ..cost_models.errors import ExportError, MachineError, PplanError, UsageError
+from ..cost_models.layer import Chain
+from ..cost_models.machines.topology_text import to_toml
 from ..cost_models.option_fields import describe_options, options_from
 from ..cost_models.quantities import format_count
-from ..cost_models.runtime import find_runtime
+from ..cost_models.runtime import RUNNABLE, find_runtime
+from ..cost_models.simulator.costs import Costs
+from ..cost_models.topology import Group, Link, Topology
+from ..planner.balance import balance
+from ..planner.build_plan import build_problem
+from ..planner.fixed_partition import FixedPartition, plan_partition
+from ..planner.joint_search import find_best_plan
+from ..planner.plan_document import plan_without_comparison
 from ..planner.plan_file import Plan
+from ..planner.plan_options import PlanOptions
+from ..planner.plan_simulation import Simulation, simulate_plan
 from ..profiler.named_model import input_function_for, loss_for, model_for
 from ..profiler.profile_file import Profile
 from ..profiler.torchrun_env import is_launched, read_torchrun_env
 from ..runtimes.checking.launching import ProgressCallbacks, cores, gpus, run_in_processes
-from ..runtimes.checking.prediction import Calibration, cross_validate, vary_case
+from ..runtimes.checking.prediction import Calibration, cross_validate, is_serial, vary_case
 from ..runtimes.checking.records import (
     PLAN,
     Case,
+    CaseResult,
     Check,
     CheckedCase,
+    CheckedDevice,
+    CheckedDocument,
+    CheckedStage,
     CheckMeasurements,
     Corrections,
     CrossValidation,
+    CutLink,
     Device,
     HeldOutCase,
     Job,
     ModelSpec,
+    StageSeconds,
+    StageWaits,
+    WeightSum,
 )
-from .check_cases import EVEN, TORCH, CheckCase, PlanInputs, check_runtime, serial_note
+from ..runtimes.documents import TorchExport
+from ..runtimes.exports import INSTEAD, choose, export_on
 from .check_options import CheckKeywords, CheckOptions
-from .load import as_plan, check_layers, profile_and_reference
+from .load import PlanAndProfile, as_plan, check_layers, profile_and_reference
 from .machine import planned_machine
 
 WARM_UPS = 2
@@ -279,3 +304,285 @@ def run_here(job: Job, callbacks: ProgressCallbacks | None = None) -> CheckMeasu
     from ..runtimes.checking.processes.worker import run_in_torchrun
 
     return run_in_torchrun(job, process)
+
+
+EVEN = "even split"
+TORCH = "torch"
+
+
+@dataclass(frozen=True, eq=False)
+class CheckCase:
+    """A plan to be run, what it predicts, and its case."""
+
+    name: str
+    plan: Plan
+    simulated: Simulation
+    case: Case
+
+    def check_against(self, result: CaseResult) -> CheckedCase:
+        """The prediction beside the measurement."""
+        planned = stage_seconds(self.simulated)
+        replicas = self.plan.stages[0].replicas
+        peaks = result.ran.peak_bytes or [None] * len(self.simulated.memory)
+        return CheckedCase(
+            name=self.name,
+            balance=self.plan.balance,
+            schedule=self.plan.schedule,
+            micro_batches=self.plan.micro_batches,
+            micro_batch_size=self.plan.micro_batch_size,
+            planned_step_seconds=self.simulated.timeline.step_seconds,
+            predicted_step_seconds=result.predicted.step_seconds,
+            calibrated_step_seconds=result.predicted.calibrated_step_seconds,
+            step_seconds=result.ran.step_seconds,
+            stages=[
+                CheckedStage(
+                    first_layer=stage.first_layer,
+                    last_layer=stage.last_layer,
+                    devices=stage.devices,
+                    planned=planned[index],
+                    alone=result.predicted.stages[index],
+                    measured=result.ran.stages[index],
+                )
+                for index, stage in enumerate(self.plan.stages)
+            ],
+            devices=[
+                CheckedDevice(device=device * replicas, planned_bytes=memory.bytes, measured_bytes=peak)
+                for device, (memory, peak) in enumerate(zip(self.simulated.memory, peaks, strict=True))
+            ],
+            losses=result.losses,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PlanInputs:
+    """The layers and the machine that a plan was made for."""
+
+    chain: Chain
+    topology: Topology
+    profiles: Mapping[str, Chain]
+
+    def choose_plan(self, plan: Plan, runtime: str) -> tuple[Plan, str | None]:
+        """The plan itself, or a plan of its alternative for the runtime, and then a remark on it.
+
+        Raises ExportError where the runtime runs neither.
+        """
+        about = find_runtime(runtime)
+        choice, remark = choose(plan, about)
+        launches = plan.runtime is not None and find_runtime(plan.runtime).one_process
+        if remark is None and (launches or not about.one_process):
+            return plan, None
+        options = PlanOptions(
+            micro_batches=choice.micro_batches,
+            schedule=choice.schedule,
+            recompute=choice.recompute,
+            runtime=runtime,
+        )
+        partition = FixedPartition(tuple(accumulate(choice.balance)), 1, choice.replicas)
+        text = None if remark is None else remark.replace("Exported instead", "Checked instead")
+        return self._plan_partition(plan, partition, options), text
+
+    def even_plan(self, plan: Plan) -> Plan:
+        """The plan with its layers spread evenly by number.
+
+        Raises:
+            UsageError: The cuts allow no such plan.
+            ExportError: The plan is the even split.
+        """
+        counts = balance(np.ones(len(self.chain)), len(plan.stages), cut_after=self.chain.cut_after)
+        options = PlanOptions(
+            micro_batches=plan.micro_batches,
+            schedule=plan.schedule,
+            recompute="auto" if plan.recompute == "selective" else plan.recompute,
+            runtime=plan.runtime,
+        )
+        partition = FixedPartition(tuple(accumulate(counts)), plan.virtual_stages, plan.stages[0].replicas)
+        even = self._plan_partition(plan, partition, options)
+        if even.balance == plan.balance:
+            raise ExportError("the plan is the even split", "Check the plan alone: `even=False`.")
+        return even
+
+    def _plan_partition(self, plan: Plan, partition: FixedPartition, options: PlanOptions) -> Plan:
+        """Another partition with the training setting of the plan."""
+        setting = replace(
+            options,
+            mini_batch=plan.mini_batch,
+            optimizer=plan.optimizer,
+            precision=plan.training_precision.name,
+            gradient_dtype=plan.training_precision.gradient_dtype,
+            zero=plan.zero,
+        )
+        problem = build_problem(self.chain, self.topology, setting, plan.profile, self.profiles)
+        return plan_partition(problem, partition, model=plan.model, profile=plan.profile)
+
+    def prepare_case(
+        self, name: str, plan: Plan, runtime: str = TORCH, device: Device = "cpu", *, emulate: bool = False
+    ) -> CheckCase:
+        """The case of a plan. Raises ExportError where the runtime does not run the plan itself."""
+        document, remark = export_on(find_runtime(runtime), plan, device)
+        if remark is not None and (INSTEAD in remark or runtime != TORCH):
+            raise ExportError(
+                f"check: {remark.partition(INSTEAD)[0]}",
+                f"Make one that it runs: pplan.solve(runtime={runtime!r}).",
+            )
+        simulated = simulate_plan(plan, self.chain, self.topology, profiles=self.profiles)
+        costs, crossing, waits = simulated.timeline.costs, list[int](), None
+        if isinstance(document, TorchExport):
+            share = document.micro_batch_size / document.replicas
+            output_bytes = self.chain.at(share, past_largest=True).output_bytes
+            crossing = [round(float(output_bytes[end - 1])) for end in document.parts[1:-1]]
+            if emulate:
+                waits = StageWaits(stages=stage_seconds(simulated), crossing_bytes=crossing)
+                alone = {
+                    "parts": list(range(len(document.parts))),
+                    "recompute": ["never"] * len(document.recompute),
+                    "layers_sha256": "",
+                }
+                document = document.model_copy(update=alone)
+        case = Case(
+            name=name,
+            document=cast(CheckedDocument, document),
+            links=cut_links(costs, len(plan.stages) - 1),
+            crossing_bytes=crossing,
+            all_reduce=None if costs.all_reduce is None else costs.all_reduce.tolist(),
+            tied=[] if emulate else WeightSum.from_costs(costs),
+            waits=waits,
+        )
+        return CheckCase(name, plan, simulated, case)
+
+
+def stage_seconds(simulated: Simulation) -> list[StageSeconds]:
+    """The simulated seconds of each stage; backward includes what it recomputes."""
+    costs, program = simulated.timeline.costs, simulated.timeline.program
+    seconds = []
+    for device, chunk in program.pipes[0]:
+        forward = float(costs.forward[device, chunk, 0])
+        share = 0.0 if costs.recompute is None else float(costs.recompute[device, 0, 0])
+        first = float(costs.backward[device, chunk, 0]) + share * forward
+        weight = 0.0 if costs.weight is None else float(costs.weight[device, chunk, 0])
+        seconds.append(
+            StageSeconds(
+                forward=forward,
+                backward=first + weight,
+                input=first if program.splits_backward else 0.0,
+                weight=weight,
+            )
+        )
+    return seconds
+
+
+def cut_links(costs: Costs, cuts: int) -> list[CutLink]:
+    """The latency and occupancy of a transfer over each cut."""
+    latency, occupancy = costs.forward_latency, costs.forward_occupancy
+    return [
+        CutLink(
+            latency=0.0 if latency is None else float(latency[0, cut]),
+            occupancy=0.0 if occupancy is None else float(occupancy[0, cut]),
+        )
+        for cut in range(cuts)
+    ]
+
+
+def check_runtime(runtime: str, *, emulate: bool, calibrate: bool) -> None:
+    """Raises UsageError for what only torch.distributed.pipelining does, MachineError without the package."""
+    if runtime not in RUNNABLE:
+        raise UsageError(f"check: no steps are run on {runtime!r}", f"Use one of {', '.join(RUNNABLE)}.")
+    for option, is_given in (("`emulate`", emulate), ("`calibrate` and `calibration`", calibrate)):
+        if is_given:
+            raise UsageError(
+                f"check: {option} with runtime={runtime!r}: only torch.distributed.pipelining does that",
+                "Leave it out, or check with runtime='torch'.",
+            )
+    if find_spec(runtime) is None:
+        raise MachineError(
+            f"check: {runtime} is not installed", f'Install it: pip install "pplan[{runtime}]"'
+        )
+
+
+def serial_note(case: Case) -> list[str]:
+    """A note on the prediction, where stages share one thread."""
+    if not is_serial(case) or len(case.parts) == 2:
+        return []
+    return [
+        f"on the CPU all stages of {case.document.runtime} share one thread and run one after another: the "
+        "predicted step is the sum of all their work, whatever the cut; the plan's is that of its own machine"
+    ]
+
+
+@dataclass(frozen=True)
+class CalibrationFiles:
+    """`files`: what to write beside the plan. `new_plan`: the plan solved again, or why there is none."""
+
+    files: Mapping[Path, str]
+    topology_file: Path
+    new_plan: Plan | str
+
+
+def calibrate(result: Check, files: PlanAndProfile, stem: str) -> CalibrationFiles | None:
+    """Files of a check's corrections; None if the check has none, or did not keep them.
+
+    `stem` begins the files' names.
+    """
+    corrections = result.corrections
+    if corrections is None:
+        return None
+    folder = files.plan_file.parent
+    calibration = Calibration(
+        backend=result.backend,
+        device_name=result.device_name,
+        processes=result.processes,
+        corrections=corrections,
+        made_by=result.made_by,
+    )
+    topology, profiles = planned_machine(files.plan, files.profile, folder)
+    # The seconds of stages that wait are not the device's.
+    slower = 1.0 if result.emulated else corrections.slowdown * slower_alone(result)
+    new_topology = corrected_topology(topology, corrections, slower)
+    topology_file = folder / f"{stem}.topology.toml"
+    description = to_toml(new_topology, f"{topology.describe()}, as pplan check measured it")
+    texts = {folder / f"{stem}.calibration.json": calibration.to_json(), topology_file: description}
+    return CalibrationFiles(texts, topology_file, _solve_again(files, new_topology, profiles))
+
+
+def _solve_again(files: PlanAndProfile, topology: Topology, profiles: Mapping[str, Chain]) -> Plan | str:
+    try:
+        plan_options = files.plan.options
+        problem = build_problem(files.profile.chain(), topology, plan_options, files.plan.profile, profiles)
+        answer = find_best_plan(problem)
+    except PplanError as error:
+        return error.what
+    if answer.best is None:
+        return "no plan fits"
+    return plan_without_comparison(
+        problem, answer.best, answer.result, model=files.plan.model, profile=files.plan.profile
+    )
+
+
+def slower_alone(result: Check) -> float:
+    """The stages' forwards and backwards as measured alone, over those of the plan."""
+    planned_seconds = sum(stage.planned.forward + stage.planned.backward for stage in result.of_plan.stages)
+    measured_seconds = sum(stage.alone.forward + stage.alone.backward for stage in result.of_plan.stages)
+    return measured_seconds / planned_seconds if planned_seconds else 1.0
+
+
+def corrected_topology(topology: Topology, corrections: Corrections, slower: float) -> Topology:
+    """The topology with devices that are `slower` by a factor, and links as the check measured them.
+
+    The search knows no overhead of an action. A transfer's latency carries it, because one transfer goes with
+    every action.
+    """
+    # A kind with a profile of its own has no speed: its seconds are those of the profile.
+    groups = tuple(
+        Group(device if device.profile else replace(device, speed=device.speed / slower), number)
+        for device, number in topology.groups
+    )
+    levels = tuple(replace(level, link=_corrected_link(level.link, corrections)) for level in topology.levels)
+    return replace(topology, groups=groups, levels=levels)
+
+
+def _corrected_link(link: Link, corrections: Corrections) -> Link:
+    latency, bandwidth = corrections.latency, corrections.bandwidth
+    return replace(
+        link,
+        latency_seconds=(link.latency_seconds if latency is None else latency) + corrections.overhead,
+        bandwidth_bytes_per_second=link.bandwidth_bytes_per_second if bandwidth is None else bandwidth,
+    )

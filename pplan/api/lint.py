@@ -22,8 +22,7 @@ from ..planner.degrees.degree_search import DegreeAnswer, DegreePlan, search_deg
 from ..planner.degrees.layout_estimate import estimate_layout
 from ..runtimes.exports import write_layout
 from ..runtimes.imports import split_layout
-from .degree_document import configuration_notes
-from .degrees import DegreesKeywords, machine_costs, read_shape
+from .degrees import DegreesKeywords, configuration_notes, machine_costs, read_shape
 
 EVEN = "even"
 """In the place of a layout: none is given, and Megatron-LM divides the blocks evenly."""

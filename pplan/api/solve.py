@@ -1,8 +1,9 @@
-"""The fastest plan."""
+"""The fastest plan, and the frontier of step time and memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Unpack
 
 from ..cost_models.errors import UsageError
@@ -15,6 +16,7 @@ from ..cost_models.option_fields import (
 from ..cost_models.runtime import RUNTIMES, find_runtime
 from ..planner.build_plan import build_problem
 from ..planner.candidate import watching_best as watching_best
+from ..planner.objectives.frontier import Frontier, build_frontier
 from ..planner.objectives.objective import STEP_TIME, ObjectiveOptions
 from ..planner.objectives.solve_objective import solve_objective
 from ..planner.plan_file import Plan
@@ -23,9 +25,9 @@ from ..planner.plan_records import Alternative, DegreeResult, ProfileReference
 from ..planner.problem import Problem
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import list_notes, list_warnings, profiled_device
-from .degree_profiles import Profiles, allowed_degrees, measured_degrees
+from .degree_profiles import Profiles, allowed_degrees, measured_degrees, one_degree
 from .machine import count_gpus, own_profiles
-from .options import SolveKeywords
+from .options import FrontierKeywords, FrontierOptions, SolveKeywords
 from .provenance import made_by
 
 MODELS = (MachineOptions, PlanOptions, ObjectiveOptions)
@@ -162,3 +164,48 @@ def make_problem(
     check_processor_seconds(profiled, topology, plan_options.seconds_of)
     profiles = own_profiles(topology, machine.folder, plan_options.seconds_of)
     return build_problem(measured.chain(), topology, plan_options, reference, profiles)
+
+
+@describe_options(FrontierKeywords, MachineOptions, PlanOptions, FrontierOptions)
+def frontier(
+    profile: Profile | str | Path,
+    *,
+    profile_file: str = "",
+    profile_sha256: str = "",
+    **options: Unpack[FrontierKeywords],
+) -> Frontier:
+    """The plans of which none is both faster and smaller: step time against the most that a device holds.
+
+    At most `points` of them (24), the fastest first, each with less memory than the one before by the share
+    `memory_step` at least (0.02; 0: none is left out). The other `options` are those of `solve`, but for
+    `objective` and `price`. Of the result: `points`, each with `step_seconds`, `memory_bytes`, `exact` and
+    its `plan`.
+
+    >>> import pplan
+    >>> curve = pplan.frontier("gpt.profile.json", gpus=4, mini_batch=64)
+    >>> steps = [point.step_seconds for point in curve.points]
+    >>> steps == sorted(steps)
+    True
+
+    Raises UsageError, FileError (the profile, the topology), InfeasibleError (no plan fits).
+    """
+    for name in ("objective", "price"):
+        if name in options:
+            raise UsageError(
+                f"{name}={dict(options)[name]!r}: a frontier is of step time against memory",
+                f"Omit {name}.",
+            )
+    machine, plan_options, frontier_options = options_from(
+        options, MachineOptions, PlanOptions, FrontierOptions, of="frontier"
+    )
+    measured_profile, reference = one_degree(profile, profile_file, profile_sha256, plan_options, "frontier")
+    problem = make_problem(measured_profile, reference, machine, plan_options)
+    curve = build_frontier(
+        problem,
+        model=measured_profile.model,
+        profile=reference,
+        warnings=list_warnings(measured_profile, problem.topology, plan_options.runtime),
+        points=frontier_options.points,
+        memory_step=frontier_options.memory_step,
+    )
+    return curve.model_copy(update={"made_by": made_by(curve.made_by, measured=measured_profile.made_by)})

@@ -21,7 +21,7 @@ from pplan.api.degree_arguments import (
     torchtitan_arguments,
     torchtitan_remarks,
 )
-from pplan.api.degree_document import build_degrees_file
+from pplan.api.degrees import build_degrees_file
 from pplan.cost_models.document import MadeBy
 from pplan.cost_models.errors import ExportError
 from pplan.cost_models.transformer.layer_work import LEAST_OFFLOADED

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import pplan
-from pplan.api.degree_document import build_degrees_file
+from pplan.api.degrees import build_degrees_file
 from pplan.cli.app import main
 from pplan.cost_models.document import MadeBy
 from pplan.cost_models.transformer.pipeline_layout import layout_problems

@@ -508,7 +508,7 @@ def test_deepspeed(
     run: Run, planned: Callable[..., Plan], jobs: list[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned()
-    monkeypatch.setattr("pplan.api.check_cases.find_spec", lambda _: object())
+    monkeypatch.setattr("pplan.api.check.find_spec", lambda _: object())
     ran = run("check", "--runtime", "deepspeed")
     assert ran.status == 0
     (job,) = jobs
@@ -527,7 +527,7 @@ def test_a_missing_package(
     runtime: str,
 ) -> None:
     planned()
-    monkeypatch.setattr("pplan.api.check_cases.find_spec", lambda _: None)
+    monkeypatch.setattr("pplan.api.check.find_spec", lambda _: None)
     ran = run("check", "toy.plan.json", "--runtime", runtime)
     assert (ran.status, ran.out, jobs) == (2, "", [])
     assert ran.lines == [

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import pplan
-from pplan.api.degree_document import build_degrees_file
+from pplan.api.degrees import build_degrees_file
 from pplan.cost_models.document import MadeBy
 from pplan.cost_models.transformer.configuration import transformer_shape
 from pplan.cost_models.transformer.layer_work import Tokens
