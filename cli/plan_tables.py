@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from ..api.plan_answer import answer_lines
-from ..api.plan_summary import short_summary, summary_lines
+from ..api.plan_summary import answer_lines, short_summary, summary_lines
 from ..cost_models.number_format import compare_steps, ranges, whole_percent
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..cost_models.runtime import other_layers_warning

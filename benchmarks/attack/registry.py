@@ -154,7 +154,7 @@ NOT_BOUNDS: dict[str, str] = {
     "problem.py:Problem.any_count": "whether every number of replicas counts; attacked with many devices",
     "search/budget.py:SearchBudget.extend": "what computing bounds costs",
     "coverage.py:describe_coverage": "says in words what a bound is about",
-    "fixed_partition.py:plan_partition": "a partition that was given: its bound is its own step",
+    "build_plan.py:plan_partition": "a partition that was given: its bound is its own step",
     "objectives/solve_objective.py:_additional_space": "says in words what a bound is about",
     "objectives/solve_objective.py:_extend_coverage": "says in words what a bound is about",
     "search/least_exchange.py:LeastExchanges.after": "seconds that bounds are made of",

@@ -11,8 +11,8 @@ from ...cost_models.errors import UsageError
 from ...cost_models.quantities import format_count
 from ...cost_models.simulator.costs import Array
 from ...cost_models.simulator.result import Timeline
+from ..build_plan import FixedPartition, plan_partition
 from ..candidate import ScoredPlan
-from ..fixed_partition import FixedPartition, plan_partition
 from ..pipeline_config import SEARCHED
 from ..plan_document import PlanSummary, bubble, list_machine_warnings, plan_stages, summarize
 from ..plan_records import PlannedStage, ProfileReference

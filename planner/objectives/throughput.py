@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from typing import Literal
 
@@ -247,21 +247,6 @@ def _by_planner(problem: Problem) -> Iterator[ScoredPlan]:
                 yield ScoredPlan(proposal, modes, steady_seconds(problem.space, proposal, modes))
 
 
-@dataclass(frozen=True)
-class AsynchronousPlan:
-    """A pipeline that is never flushed. By stage `ends`, the number of layers before its end, and `devices`,
-    the ranks of its replicas; `seconds_per_mini_batch`: of the slowest stage or cut, by the recurrence."""
-
-    ends: tuple[int, ...]
-    devices: tuple[tuple[int, ...], ...]
-    seconds_per_mini_batch: float
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        """By stage, how many devices share it."""
-        return tuple(len(own) for own in self.devices)
-
-
 def plan_asynchronous(
     space: Space,
     mini_batch: int,
@@ -270,9 +255,9 @@ def plan_asynchronous(
     schedule: str = "pipedream",
     recompute: Literal["never", "always"] = "never",
     use_all: bool = False,
-) -> AsynchronousPlan | None:
-    """The plan with the highest throughput of global batches of that size, each of which updates the weights;
-    None where none fits.
+) -> Proposal | None:
+    """The pipeline with the highest throughput of global batches of that size, each of which updates the
+    weights, and its seconds a batch by the recurrence; None where none fits.
 
     Stage i of p keeps the weight versions and holds the activations that the asynchronous schedule says
     (PipeDream: p - i of both). Exact for the recurrence and the memory limits, up to `WORK`; fewer devices
@@ -286,7 +271,7 @@ def plan_asynchronous(
     solution = shortest_bottleneck(stages.instance, WORK)
     if solution is None:
         return None
-    return AsynchronousPlan(*stages.place(solution.parts), solution.seconds)
+    return Proposal(config, *stages.place(solution.parts), estimate_seconds=solution.seconds)
 
 
 def _allows(problem: Problem, config: PipelineConfig, ends: tuple[int, ...]) -> bool:

@@ -21,8 +21,7 @@ from ..cost_models.runtime import RUNNABLE, find_runtime
 from ..cost_models.simulator.costs import Costs
 from ..cost_models.topology import Group, Link, Topology
 from ..planner.balance import balance
-from ..planner.build_plan import build_problem
-from ..planner.fixed_partition import FixedPartition, plan_partition
+from ..planner.build_plan import FixedPartition, build_problem, plan_partition
 from ..planner.joint_search import find_best_plan
 from ..planner.plan_document import plan_without_comparison
 from ..planner.plan_file import Plan

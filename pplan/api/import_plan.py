@@ -14,7 +14,7 @@ from ..cost_models.option_fields import describe_options, options_from
 from ..cost_models.quantities import format_count
 from ..cost_models.runtime import OFFLOAD, find_runtime
 from ..cost_models.text_files import read_text
-from ..planner.fixed_partition import FixedPartition, plan_partition
+from ..planner.build_plan import FixedPartition, plan_partition
 from ..planner.pipeline_config import FIRST_LAYERS
 from ..planner.plan_file import Plan
 from ..planner.plan_options import PlanOptions

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pplan.api.page.page_tables import stage_table
-from pplan.api.plan_answer import answer_lines
+from pplan.api.plan_summary import answer_lines
 from pplan.cli import streams
 from pplan.cli.plan_tables import planned_memory, print_answer, print_ledger, print_plan
 from pplan.cli.profile_tables import print_profile

@@ -11,8 +11,7 @@ import pytest
 from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
-from pplan.planner.build_plan import solve_problem
-from pplan.planner.fixed_partition import FixedPartition, plan_partition
+from pplan.planner.build_plan import FixedPartition, plan_partition, solve_problem
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.plan_records import ProfileReference

@@ -14,9 +14,8 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.stage_bytes import stage_bytes
 from pplan.cost_models.tied_weights import TiedWeight
 from pplan.cost_models.topology import Topology
-from pplan.planner.build_plan import build_problem, solve_problem
+from pplan.planner.build_plan import FixedPartition, build_problem, plan_partition, solve_problem
 from pplan.planner.coverage import describe_search
-from pplan.planner.fixed_partition import FixedPartition, plan_partition
 from pplan.planner.plan_file import Plan
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.plan_records import ProfileReference

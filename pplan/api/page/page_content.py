@@ -30,8 +30,7 @@ from ...planner.plan_simulation import (
 from ...planner.scoring import assemble
 from ...profiler.profile_file import Profile
 from ...runtimes.checking.records import Check
-from ..plan_answer import answer_lines
-from ..plan_summary import summary_lines
+from ..plan_summary import answer_lines, summary_lines
 from . import page_extras as extras
 from . import page_tables as tables
 from .cut_problem import EDITED, cut_problem, refuse_cuts

@@ -90,10 +90,10 @@ def test_no_asynchronous_plan_that_fits_is_faster(make_chain: MakeChain, make_to
             continue
         plan = plan_asynchronous(space, 4)
         assert plan is not None
-        assert plan.seconds_per_mini_batch == pytest.approx(min(fitting), rel=1e-12)
+        assert plan.estimate_seconds == pytest.approx(min(fitting), rel=1e-12)
         starts = (0, *plan.ends[:-1])
         stages = tuple(zip(starts, plan.ends, plan.replicas, strict=True))
-        assert bottleneck(chain, 4, stages, 20.0) == pytest.approx(plan.seconds_per_mini_batch, rel=1e-12)
+        assert bottleneck(chain, 4, stages, 20.0) == pytest.approx(plan.estimate_seconds, rel=1e-12)
         assert max(memory(chain, 4, stages, list(range(len(stages), 0, -1)))) <= limit
         bitten += min(fitting) > min(seconds)
     assert infeasible >= 3
@@ -132,7 +132,7 @@ def test_what_recomputes_computes_forward_twice(make_chain: MakeChain, make_topo
     assert recompute is not None
     costs = chain.at(4)
     whole = 2 * costs.forward_seconds.sum() + costs.backward_seconds.sum()
-    assert recompute.seconds_per_mini_batch == pytest.approx(whole)
+    assert recompute.estimate_seconds == pytest.approx(whole)
 
 
 def test_many_cuts_are_thinned(
