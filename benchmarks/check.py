@@ -29,9 +29,8 @@ from pplan.cost_models.topology import Device, Link, Topology, two_level_topolog
 from pplan.planner.build_plan import build_problem
 from pplan.planner.joint_search import find_best_plan
 from pplan.planner.plan_document import plan_without_comparison
-from pplan.planner.plan_file import Plan
+from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.plan_records import ProfileReference
 from pplan.profiler.profile_file import Profile
 from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processes
 from pplan.runtimes.checking.records import (

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 import pplan
 from pplan.cost_models.machines.catalogue import match_device
-from pplan.planner.plan_file import Plan
-from pplan.planner.plan_records import PlannedStage
+from pplan.planner.plan_file import Plan, PlannedStage
 from pplan.profiler.analytic import parse_analytic_device
 from pplan.profiler.chain.layers import build_chain
 from pplan.profiler.measure import profile_model

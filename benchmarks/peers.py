@@ -41,8 +41,8 @@ from pplan.cost_models.machines.machine_options import MachineOptions
 from pplan.cost_models.option_fields import options_from
 from pplan.planner.candidate import ScoredPlan
 from pplan.planner.joint_search import OUT_OF_TIME, find_best_plan, plan_with
+from pplan.planner.plan_file import TIE
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.plan_records import TIE
 from pplan.planner.planners import PLANNERS, find_planner
 from pplan.planner.problem import Problem
 

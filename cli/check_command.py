@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..api.check_options import CheckOptions
+from ..api.options import CheckOptions
 from .compare_command import DIFFERENCE, share
 from .output import PlanFile, ProfileFile
 from .streams import console, format_clock, remark, result, waiting

@@ -17,7 +17,7 @@ from ..cost_models.number_format import ranges
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..cost_models.simulator.result import StageTime
 from ..cost_models.text_files import SVG, write_whole
-from ..planner.plan_records import TIE
+from ..planner.plan_file import TIE
 from ..planner.plan_simulation import Simulation, describe_simulation
 from .field_names import command_line
 from .output import Target

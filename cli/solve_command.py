@@ -182,7 +182,7 @@ def _next_steps(plan: Plan, path: Path) -> str:
     """The commands that may follow: those that do not refuse the plan."""
     from ..cost_models.runtime import RUNTIMES
     from ..cost_models.schedules import find_schedule
-    from ..planner.plan_records import MOST_DRAWN_LAYERS
+    from ..planner.plan_file import MOST_DRAWN_LAYERS
     from ..runtimes.exports import refusals
 
     runtimes = [

@@ -13,11 +13,10 @@ from ..cost_models.first_layers import recompute_kinds
 from ..cost_models.precision import step_kernels
 from ..cost_models.quantities import format_count, format_seconds
 from ..cost_models.runtime import RUNTIMES, Runtime
-from .candidate import ScoredPlan, watching_best
+from .candidate import ANY_SCHEDULE, INTERLEAVED, SEARCHED, ScoredPlan, watching_best
 from .joint_search import OUT_OF_TIME, JointSearchResult, plan_with, problem_for_planner, run_search
-from .pipeline_config import ANY_SCHEDULE, INTERLEAVED, SEARCHED
 from .plan_document import plan_recompute, plan_stages, run_in_words, shared_weights
-from .plan_records import Alternative, Baseline
+from .plan_file import Alternative, Baseline
 from .planners import BASELINES, find_planner
 from .problem import Problem
 from .scoring import fastest

@@ -20,8 +20,7 @@ from ..cost_models.quantities import format_count
 from ..cost_models.schedules import find_schedule, xpipe
 from ..cost_models.simulator.steady import steady_state
 from .assembly import Assembly
-from .candidate import Proposal, ScoredPlan
-from .pipeline_config import PipelineConfig
+from .candidate import PipelineConfig, Proposal, ScoredPlan
 from .scoring import assemble
 from .search.space import Space
 from .stage_table import Floats

@@ -9,7 +9,7 @@ from math import isqrt
 from ..cost_models.errors import UsageError
 from ..cost_models.layer import Chain
 from ..cost_models.quantities import format_count
-from .pipeline_config import MOST_MICRO_BATCHES, abbreviate
+from .candidate import MOST_MICRO_BATCHES, abbreviate
 
 SAMPLES_PER_DEVICE = 32
 """Of a global batch that is not requested: the same whatever sizes the profiling machine reached."""

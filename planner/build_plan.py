@@ -15,10 +15,9 @@ from ..cost_models.timeline import step_seconds
 from ..cost_models.topology import Topology
 from .alternatives import find_alternatives, larger_micro_batches, score_baselines
 from .assembly import Assembly
-from .candidate import Proposal, ScoredPlan
+from .candidate import PipelineConfig, Proposal, ScoredPlan
 from .infeasible import no_plan_fits
 from .joint_search import JointSearchResult, find_best_plan
-from .pipeline_config import PipelineConfig
 from .plan_document import (
     list_buffer_warnings,
     list_machine_warnings,
@@ -27,9 +26,8 @@ from .plan_document import (
     optimizer_note,
     plan_without_comparison,
 )
-from .plan_file import FIXED_PARTITION, Plan
+from .plan_file import FIXED_PARTITION, Plan, ProfileReference
 from .plan_options import PlanOptions
-from .plan_records import ProfileReference
 from .problem import Problem
 from .scoring import assemble, fastest
 from .search.branch_and_bound import SearchResult

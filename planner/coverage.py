@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from ..cost_models.runtime import OFFLOAD
 from .batch_sizes import divisors
-from .candidate import Proposal
-from .pipeline_config import (
+from .candidate import (
     FIRST_LAYERS,
     MODES,
     SEARCHED,
     SEVERAL_PARTS,
     VIRTUAL_STAGES,
+    Proposal,
     abbreviate,
 )
 from .problem import Problem

@@ -20,8 +20,7 @@ import numpy as np
 
 from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.quantities import format_count
-from .candidate import Proposal, ScoredPlan, Shape, near_shapes
-from .pipeline_config import SEARCHED, PipelineConfig
+from .candidate import SEARCHED, PipelineConfig, Proposal, ScoredPlan, Shape, near_shapes
 from .problem import Problem
 from .scoring import fastest
 from .search.device_classes import is_uniform

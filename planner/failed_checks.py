@@ -12,8 +12,8 @@ from ..cost_models.errors import InfeasibleError, UsageError
 from ..cost_models.quantities import format_count
 from ..cost_models.schedules import find_schedule
 from .batch_sizes import unmeasured_size
+from .candidate import SEARCHED
 from .other_schedules import find_refusal
-from .pipeline_config import SEARCHED
 from .problem import Problem
 
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from ..cost_models.errors import DefectError
-from .candidate import Proposal, ScoredPlan, tell_best
+from .candidate import INTERLEAVED, SEARCHED, UNPROPOSED, Proposal, ScoredPlan, tell_best
 from .coverage import is_searched, to_searched_devices
-from .pipeline_config import INTERLEAVED, SEARCHED, UNPROPOSED
-from .plan_records import TIE
+from .plan_file import TIE
 from .planners import BASELINES, find_planner
 from .planners.base import Planner, refusal_reason
 from .problem import Problem

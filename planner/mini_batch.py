@@ -12,7 +12,7 @@ from dataclasses import replace
 from ..cost_models.errors import UsageError
 from .candidate import ScoredPlan, watching_best
 from .joint_search import BEST, is_small_problem, joint_search, plan_with
-from .plan_records import DefaultMiniBatch, OtherMiniBatch
+from .plan_file import DefaultMiniBatch, OtherMiniBatch
 from .planners import BASELINES, find_planner
 from .problem import Problem
 

@@ -32,18 +32,18 @@ from .assembly import Assembly
 from .asynchronous import ASYNCHRONOUS, assemble_candidate, steady_bubble
 from .candidate import ScoredPlan
 from .coverage import describe_coverage, describe_search
-from .plan_file import Plan
-from .plan_options import PlanOptions
-from .plan_records import (
+from .plan_file import (
     BUFFER_WARNING,
     TIE,
     DefaultMiniBatch,
+    Plan,
     PlannedStage,
     Prediction,
     ProfileReference,
     Recompute,
     SharedWeight,
 )
+from .plan_options import PlanOptions
 from .problem import Problem
 from .scoring import assemble, write_order
 from .search.branch_and_bound import SearchResult

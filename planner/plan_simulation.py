@@ -23,11 +23,10 @@ from ..cost_models.timeline import Timeline, simulate
 from ..cost_models.topology import Topology
 from .assembly import Assembly
 from .balance import balance
-from .candidate import Proposal
-from .overrides import Overrides
-from .pipeline_config import MOST_MICRO_BATCHES, SEARCHED, PipelineConfig, abbreviate
+from .candidate import MOST_MICRO_BATCHES, SEARCHED, PipelineConfig, Proposal, abbreviate
 from .plan_document import list_prediction_limits, optimizer_note
 from .plan_file import Plan
+from .plan_options import Overrides
 from .scoring import assemble
 from .search.replica_group import HostMemory
 from .search.space import Space, narrow_space

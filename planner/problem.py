@@ -12,9 +12,7 @@ from ..cost_models.runtime import Runtime, find_runtime
 from ..cost_models.schedules import PUBLISHED, SCHEDULES
 from ..cost_models.topology import Topology
 from .batch_sizes import SAMPLES_PER_DEVICE, BatchSizes
-from .candidate import Proposal
-from .cut_limits import check_layer_count, limit_cuts
-from .pipeline_config import (
+from .candidate import (
     ANY_SCHEDULE,
     INTERLEAVED,
     LIMITED_RECOMPUTE,
@@ -24,9 +22,11 @@ from .pipeline_config import (
     UNPROPOSED,
     Mode,
     PipelineConfig,
+    Proposal,
     make_config_error,
     pipeline_configs,
 )
+from .cut_limits import check_layer_count, limit_cuts
 from .plan_options import PlanOptions
 from .search.budget import SearchBudget
 from .search.device_sets import may_search_any

@@ -15,8 +15,7 @@ from ..cost_models.memory import Recompute
 from ..cost_models.schedules import PUBLISHED, Program, cached_program, find_schedule
 from ..cost_models.timeline import step_seconds
 from .assembly import Assembly
-from .candidate import Proposal, ScoredPlan
-from .pipeline_config import SEARCHED
+from .candidate import SEARCHED, Proposal, ScoredPlan
 from .search.budget import SearchBudget
 from .search.linear_groups import LinearGroup, group_alike, linear_group
 from .search.space import Space, divide_batch, narrow_space

@@ -23,9 +23,8 @@ from .infeasible import no_plan_fits
 from .joint_search import JointSearchResult, find_best_plan, without_plan
 from .mini_batch import smaller_defaults
 from .plan_document import list_search_warnings, plan_without_comparison
-from .plan_file import Plan
+from .plan_file import TIE, DefaultMiniBatch, DegreeResult, Plan, ProfileReference
 from .plan_options import PlanOptions
-from .plan_records import TIE, DefaultMiniBatch, DegreeResult, ProfileReference
 from .problem import Problem
 from .search.branch_and_bound import SearchResult
 

@@ -29,8 +29,7 @@ from ..cost_models.first_layers import first_layers_word
 from ..cost_models.memory import FRAGMENTATION_RESERVE, LedgerOptions, Moment, Recompute
 from ..cost_models.runtime import OFFLOAD
 from ..cost_models.schedules import find_schedule
-from .candidate import Proposal
-from .pipeline_config import FIRST_LAYERS, SEARCHED, UNPROPOSED, PipelineConfig
+from .candidate import FIRST_LAYERS, SEARCHED, UNPROPOSED, PipelineConfig, Proposal
 from .problem import FEW, Problem
 from .scoring import assemble
 from .search.replica_group import ReplicaMemory, most_within

@@ -10,8 +10,7 @@ import numpy as np
 from ..cost_models.errors import UsageError
 from ..cost_models.quantities import format_bytes
 from .assembly import Assembly
-from .candidate import Proposal
-from .pipeline_config import abbreviate
+from .candidate import Proposal, abbreviate
 from .scoring import assemble
 from .search.space import Space, divide_batch
 from .search.stage_recompute import stage_modes

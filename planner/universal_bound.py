@@ -52,8 +52,8 @@ from ..cost_models.layer import LayerCosts
 from ..cost_models.memory import Training, total, with_reserve
 from ..cost_models.schedules import MOST_COPIES, SCHEDULES
 from ..cost_models.stage_bytes import Amount, StageBytes
-from .pipeline_config import UNPROPOSED, PipelineConfig
-from .plan_records import TIE
+from .candidate import UNPROPOSED, PipelineConfig
+from .plan_file import TIE
 from .problem import Problem
 from .search.least_collectives import fastest_transfer
 from .search.least_exchange import LeastExchanges

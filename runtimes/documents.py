@@ -33,8 +33,7 @@ from ..cost_models.runtime import OFFLOAD, find_runtime
 from ..cost_models.schedules import PUBLISHED, Program
 from ..cost_models.schedules.schedule_text import NAME
 from ..cost_models.text_files import sha256
-from ..planner.plan_file import Plan
-from ..planner.plan_records import ScheduleName
+from ..planner.plan_file import Plan, ScheduleName
 from .torch_actions import are_bounds, build_program, read_actions
 
 if TYPE_CHECKING:

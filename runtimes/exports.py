@@ -24,8 +24,7 @@ from ..cost_models.first_layers import recompute_kind, recompute_kinds
 from ..cost_models.quantities import format_count
 from ..cost_models.runtime import OFFLOAD, RUNTIMES, Runtime, find_runtime, other_layers_warning
 from ..cost_models.transformer.pipeline_layout import stage_letters
-from ..planner.plan_file import Plan
-from ..planner.plan_records import BUFFER_WARNING, Alternative
+from ..planner.plan_file import BUFFER_WARNING, Alternative, Plan
 from .documents import (
     KINDS,
     DeepspeedExport,

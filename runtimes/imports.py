@@ -19,7 +19,7 @@ from ..cost_models.schedules.registration import register_order
 from ..cost_models.schedules.schedule_text import read_schedule, write_program
 from ..cost_models.text_files import detect_kind
 from ..cost_models.transformer.pipeline_layout import layout_problems, stage_letters
-from ..planner.plan_records import Recompute
+from ..planner.plan_file import Recompute
 from .documents import (
     KINDS,
     DeepspeedExport,

@@ -13,8 +13,7 @@ from pplan.planner.joint_search import plan_with
 from pplan.planner.objectives.frontier import build_frontier
 from pplan.planner.objectives.objective import COST, MEMORY, THROUGHPUT
 from pplan.planner.objectives.solve_objective import solve_objective
-from pplan.planner.plan_file import Plan
-from pplan.planner.plan_records import ProfileReference
+from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.planners import BASELINES, find_planner
 from pplan.planner.problem import Problem
 

@@ -16,8 +16,7 @@ from pplan.cost_models.schedules import Program, find_schedule
 from pplan.cost_models.timeline import step_seconds
 from pplan.planner.assembly import Assembly
 from pplan.planner.asynchronous import ASYNCHRONOUS, assemble_endless, steady_seconds
-from pplan.planner.candidate import Proposal
-from pplan.planner.pipeline_config import Mode, PipelineConfig
+from pplan.planner.candidate import Mode, PipelineConfig, Proposal
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble
 

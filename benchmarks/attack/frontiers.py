@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.planner.objectives.frontier import Frontier
-from pplan.planner.plan_records import ProfileReference
+from pplan.planner.plan_file import ProfileReference
 from pplan.planner.problem import Problem
 
 from .enumeration import Enumeration, Scored

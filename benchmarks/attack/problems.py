@@ -12,8 +12,8 @@ import numpy as np
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.runtime import OFFLOAD
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
+from pplan.planner.candidate import FIRST_LAYERS
 from pplan.planner.objectives.objective import Objective
-from pplan.planner.pipeline_config import FIRST_LAYERS
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.search.space import MOST_BLOCKS
 

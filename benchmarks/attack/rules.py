@@ -14,7 +14,7 @@ from pplan.cost_models.memory import Recompute
 from pplan.cost_models.runtime import OFFLOAD, Runtime, find_runtime
 from pplan.cost_models.schedules import SCHEDULES
 from pplan.cost_models.topology import Topology
-from pplan.planner.pipeline_config import FIRST_LAYERS, UNPROPOSED
+from pplan.planner.candidate import FIRST_LAYERS, UNPROPOSED
 from pplan.planner.plan_options import PlanOptions
 
 OPEN = ("1f1b", "gpipe")

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import numpy as np
 
 from pplan.cost_models.timeline import step_seconds
-from pplan.planner.pipeline_config import UNPROPOSED
+from pplan.planner.candidate import UNPROPOSED
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble, busiest_seconds
 from pplan.planner.search import branch_and_bound

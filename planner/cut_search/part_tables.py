@@ -19,8 +19,7 @@ from ...cost_models.hardware import Device
 from ...cost_models.memory import Training, total, with_reserve
 from ...cost_models.schedules import Program, StageSlot
 from ...cost_models.simulator.costs import Costs, Hosts
-from ..candidate import Proposal
-from ..pipeline_config import PipelineConfig
+from ..candidate import PipelineConfig, Proposal
 from ..replica_exchange import ReplicaExchange, stage_figure
 from ..search.least_collectives import fastest_transfer
 from ..search.least_exchange import LeastExchanges

@@ -19,9 +19,8 @@ from math import inf
 
 from ...cost_models.errors import UsageError
 from ...cost_models.schedules import Program, find_schedule
-from ..candidate import ScoredPlan
-from ..pipeline_config import SEVERAL_PARTS, VIRTUAL_STAGES, PipelineConfig
-from ..plan_records import TIE
+from ..candidate import SEVERAL_PARTS, VIRTUAL_STAGES, PipelineConfig, ScoredPlan
+from ..plan_file import TIE
 from ..problem import Problem
 from ..search.budget import WORK_A_SECOND
 from ..search.device_classes import Shape, is_uniform

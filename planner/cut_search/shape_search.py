@@ -19,7 +19,7 @@ import numpy as np
 from ...cost_models.timeline import step_seconds
 from ..balance import balance
 from ..candidate import ScoredPlan
-from ..plan_records import TIE
+from ..plan_file import TIE
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.budget import SearchBudget

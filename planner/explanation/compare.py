@@ -10,13 +10,11 @@ from typing import Any, ClassVar
 from ...cost_models.document import Document, Record
 from ...cost_models.number_format import compare_steps, html_table
 from ...cost_models.quantities import format_bytes, format_seconds
-from ..candidate import ScoredPlan
+from ..candidate import SEARCHED, ScoredPlan
 from ..joint_search import BEST, JointSearchResult, find_best_plan
-from ..pipeline_config import SEARCHED
 from ..plan_document import bubble, busy_seconds, energy_joules, plan_stages
-from ..plan_file import Plan
+from ..plan_file import TIE, Plan
 from ..plan_options import PlanOptions
-from ..plan_records import TIE
 from ..planners import PLANNERS
 from .explain_context import ExplainContext
 from .other_methods import OtherMethod, OtherMethodOptions, list_other_methods

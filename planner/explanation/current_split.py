@@ -12,10 +12,9 @@ from ...cost_models.quantities import format_count
 from ...cost_models.simulator.costs import Array
 from ...cost_models.simulator.result import Timeline
 from ..build_plan import FixedPartition, plan_partition
-from ..candidate import ScoredPlan
-from ..pipeline_config import SEARCHED
+from ..candidate import SEARCHED, ScoredPlan
 from ..plan_document import PlanSummary, bubble, list_machine_warnings, plan_stages, summarize
-from ..plan_records import PlannedStage, ProfileReference
+from ..plan_file import PlannedStage, ProfileReference
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.family import Family

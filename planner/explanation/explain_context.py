@@ -13,8 +13,7 @@ from ...cost_models.timeline import simulate
 from ...cost_models.topology import Topology
 from ..assembly import Assembly
 from ..build_plan import build_problem
-from ..candidate import ScoredPlan
-from ..pipeline_config import UNPROPOSED
+from ..candidate import UNPROPOSED, ScoredPlan
 from ..plan_file import Plan
 from ..plan_options import PlanOptions
 from ..plan_simulation import place_plan

@@ -11,9 +11,8 @@ import numpy as np
 from ...cost_models.layer import Chain, Vector
 from ...cost_models.quantities import LEAST_RATE, MOST_RATE
 from ...cost_models.topology import Topology
-from ..candidate import Proposal, ScoredPlan
+from ..candidate import SEARCHED, PipelineConfig, Proposal, ScoredPlan
 from ..joint_search import find_best_plan, joint_search
-from ..pipeline_config import SEARCHED, PipelineConfig
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.branch_and_bound import SearchResult, search

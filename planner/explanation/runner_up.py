@@ -16,10 +16,9 @@ from itertools import islice
 import numpy as np
 
 from ...cost_models.document import Record
-from ..candidate import Proposal, ScoredPlan, replicated_pipeline
-from ..pipeline_config import SEARCHED
+from ..candidate import SEARCHED, Proposal, ScoredPlan, replicated_pipeline
 from ..plan_document import PlanSummary, summarize
-from ..plan_records import TIE
+from ..plan_file import TIE
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.device_sets import list_shapes

@@ -9,7 +9,7 @@ from ...cost_models.document import Record
 from ...cost_models.simulator.result import Timeline
 from ..candidate import ScoredPlan
 from ..plan_document import PlanSummary, summarize
-from ..plan_records import TIE
+from ..plan_file import TIE
 from .critical_path import KINDS, Segment, critical_path
 from .explain_context import ExplainContext
 from .resolve import resolve, with_memory

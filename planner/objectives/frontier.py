@@ -25,8 +25,7 @@ from ..plan_document import (
     list_search_warnings,
     plan_without_comparison,
 )
-from ..plan_file import Plan
-from ..plan_records import TIE, ProfileReference
+from ..plan_file import TIE, Plan, ProfileReference
 from ..problem import Problem
 from ..scoring import assemble
 from ..search.branch_and_bound import SearchResult

@@ -15,7 +15,7 @@ from ...cost_models.topology import Group, Topology
 from ..candidate import Proposal, ScoredPlan
 from ..coverage import describe_coverage
 from ..joint_search import JointSearchResult, find_best_plan, with_bound
-from ..plan_records import TIE, Aim
+from ..plan_file import TIE, Aim
 from ..problem import Problem
 from ..scoring import fastest, least_in_parts
 from ..search.placements import EVERY_COUNT

@@ -15,7 +15,7 @@ from ...cost_models.quantities import format_bytes, format_seconds
 from ..candidate import ScoredPlan
 from ..coverage import describe_coverage, is_searched, to_searched_devices
 from ..joint_search import find_best_plan, with_bound
-from ..plan_records import TIE, Aim
+from ..plan_file import TIE, Aim
 from ..problem import Problem
 from .objective_result import ObjectiveResult, peak_bytes, search_again, with_memory_limit
 

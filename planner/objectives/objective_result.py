@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..candidate import ScoredPlan
 from ..joint_search import BEST, JointSearchResult, find_best_plan, joint_search
-from ..plan_records import Aim
+from ..plan_file import Aim
 from ..problem import Problem
 from ..scoring import assemble, fastest
 from ..search.branch_and_bound import SearchResult

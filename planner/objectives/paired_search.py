@@ -28,9 +28,8 @@ import numpy as np
 from ...cost_models.memory import Recompute, Training, total, with_reserve
 from ...cost_models.schedules import Program, find_schedule
 from ..asynchronous import assemble_endless, reduced_seconds, steady_seconds
-from ..candidate import Proposal, ScoredPlan
-from ..pipeline_config import PipelineConfig
-from ..plan_records import TIE
+from ..candidate import PipelineConfig, Proposal, ScoredPlan
+from ..plan_file import TIE
 from ..search.placements import Placement
 from ..search.replica_group import ReplicaGroupCosts
 from ..search.space import Space

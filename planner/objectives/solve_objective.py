@@ -12,19 +12,18 @@ from ...cost_models.errors import UsageError
 from ...cost_models.quantities import format_count, format_seconds
 from ..asynchronous import WPIPE, assemble_candidate
 from ..build_plan import build_plan
+from ..candidate import UNPROPOSED
 from ..coverage import describe_order, describe_search
 from ..infeasible import no_plan_fits
 from ..joint_search import find_best_plan, with_bound
 from ..mini_batch import choose_mini_batch, smaller_defaults
-from ..pipeline_config import UNPROPOSED
 from ..plan_document import (
     list_machine_warnings,
     list_prediction_limits,
     list_search_warnings,
     plan_without_comparison,
 )
-from ..plan_file import Plan
-from ..plan_records import Aim, ProfileReference
+from ..plan_file import Aim, Plan, ProfileReference
 from ..problem import Problem
 from .objective import COST, MEMORY, STEP_TIME, THROUGHPUT, Objective
 from .objective_result import ObjectiveResult

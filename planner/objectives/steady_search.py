@@ -33,8 +33,7 @@ import numpy.typing as npt
 from ...cost_models.memory import LedgerOptions, Recompute
 from ...cost_models.schedules import find_schedule
 from ..asynchronous import TWO_VERSIONS, XPIPE, pace, reduced_seconds
-from ..candidate import Proposal, ScoredPlan
-from ..pipeline_config import PipelineConfig
+from ..candidate import PipelineConfig, Proposal, ScoredPlan
 from ..search.placements import Placement
 from ..search.replica_group import ReplicaGroupCosts
 from ..search.space import Space

@@ -25,10 +25,9 @@ from ..asynchronous import (
     asynchronous_notes,
     steady_seconds,
 )
-from ..candidate import Proposal, ScoredPlan
+from ..candidate import Mode, PipelineConfig, Proposal, ScoredPlan
 from ..joint_search import BEST, find_best_plan
-from ..pipeline_config import Mode, PipelineConfig
-from ..plan_records import TIE
+from ..plan_file import TIE
 from ..planners.pipedream_planner import PAPER, WORK, PipeDreamStages, Recurrence, shortest_bottleneck
 from ..planners.replica_groups import thin_cuts
 from ..problem import Problem

@@ -13,8 +13,7 @@ import numpy.typing as npt
 from ...cost_models.layer import Chain, list_cut_points
 from ...cost_models.quantities import format_count
 from ...cost_models.schedules import find_schedule
-from ..candidate import Proposal, replicated_pipeline
-from ..pipeline_config import PipelineConfig, abbreviate
+from ..candidate import PipelineConfig, Proposal, abbreviate, replicated_pipeline
 
 if TYPE_CHECKING:
     from ..problem import Problem

@@ -45,8 +45,7 @@ from ...cost_models.errors import UsageError
 from ...cost_models.schedules import find_schedule
 from ...cost_models.simulator.dependencies import NONE, Order, resolve_order
 from ..balance import balanced_ends
-from ..candidate import Proposal, replicated_pipeline
-from ..pipeline_config import PipelineConfig
+from ..candidate import PipelineConfig, Proposal, replicated_pipeline
 from ..stage_table import Floats
 from .base import Ends, Planner, full_shapes, shared_configs
 from .replica_groups import micro_batch_choices

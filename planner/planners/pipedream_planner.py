@@ -44,8 +44,7 @@ import numpy.typing as npt
 
 from ...cost_models.memory import LedgerOptions, Moment, Recompute
 from ...cost_models.schedules import find_schedule
-from ..candidate import Proposal
-from ..pipeline_config import PipelineConfig
+from ..candidate import PipelineConfig, Proposal
 from ..search.replica_group import most_within
 from ..search.space import Space, divide_batch
 from ..stage_table import Floats, StageTable, ledger_options

@@ -12,8 +12,7 @@ import numpy as np
 from ...cost_models.collectives import all_reduce_seconds
 from ...cost_models.memory import Recompute
 from ...cost_models.topology import Topology
-from ..candidate import Proposal
-from ..pipeline_config import Mode, PipelineConfig
+from ..candidate import Mode, PipelineConfig, Proposal
 from ..search.replica_group import ReplicaGroupCosts
 from ..search.space import Space, with_cuts
 from ..stage_table import Floats

@@ -31,8 +31,7 @@ from ...cost_models.layer import Chain
 from ...cost_models.quantities import format_count
 from ...cost_models.schedules import find_schedule
 from ..balance import balanced_ends
-from ..candidate import Proposal, linear_pipeline
-from ..pipeline_config import VIRTUAL_STAGES, PipelineConfig, abbreviate
+from ..candidate import VIRTUAL_STAGES, PipelineConfig, Proposal, abbreviate, linear_pipeline
 from .base import (
     Ends,
     Planner,

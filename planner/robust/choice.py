@@ -14,11 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...cost_models.errors import UsageError
-from ..candidate import Proposal, ScoredPlan, near_shapes, replicated_pipeline
+from ..candidate import PipelineConfig, Proposal, ScoredPlan, near_shapes, replicated_pipeline
 from ..infeasible import no_plan_fits
 from ..joint_search import JointSearchResult, is_small_problem
-from ..pipeline_config import PipelineConfig
-from ..plan_records import TIE
+from ..plan_file import TIE
 from ..problem import Problem
 from ..scoring import fastest
 from ..search.branch_and_bound import is_large, search

@@ -41,7 +41,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..pipeline_config import PipelineConfig
+from ..candidate import PipelineConfig
 from ..stage_table import Floats
 from .partial import BoundState, Expansion
 from .pipelines import Pipelines

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..pipeline_config import PipelineConfig
+from ..candidate import PipelineConfig
 from ..stage_table import Floats
 from .bounds_1f1b import RoundTripBound, multiply_finite
 from .partial import BoundState, Expansion

@@ -26,9 +26,8 @@ from heapq import heappop, heappush
 from math import inf
 
 from ...cost_models.errors import DefectError, UsageError
-from ..candidate import ScoredPlan
-from ..pipeline_config import UNPROPOSED
-from ..plan_records import TIE
+from ..candidate import UNPROPOSED, ScoredPlan
+from ..plan_file import TIE
 from .bound import MemoryBound
 from .budget import OutOfTime, SearchBudget
 from .device_sets import make_ranges

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..pipeline_config import PipelineConfig
+from ..candidate import PipelineConfig
 from .placements import Placement
 from .space import Space, divide_batch
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ...cost_models.memory import Recompute
-from ..candidate import Proposal
-from ..pipeline_config import PipelineConfig
+from ..candidate import PipelineConfig, Proposal
 from ..stage_table import Floats
 from .bounds_1f1b import whole_bound_1f1b
 from .bounds_gpipe import whole_bound_gpipe

@@ -12,9 +12,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from ..candidate import Proposal, ScoredPlan, Shape
-from ..pipeline_config import PipelineConfig
-from ..plan_records import TIE
+from ..candidate import PipelineConfig, Proposal, ScoredPlan, Shape
+from ..plan_file import TIE
 from .budget import OutOfTime, SearchBudget
 from .family import Family
 from .linear_groups import group_alike, linear_group

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...cost_models.hardware import Device
 from ..candidate import Proposal, ScoredPlan, tell_best
-from ..plan_records import TIE
+from ..plan_file import TIE
 from .budget import SearchBudget
 from .family import Family, RoughStage, bounded_counts, distinct_families, may_have, quick_bound
 from .linear_groups import linear_group

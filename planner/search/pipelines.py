@@ -25,8 +25,7 @@ from ...cost_models.simulator.linear import LinearCosts, linear_ends
 from ...cost_models.simulator.pipeline_costs import PipelineCosts
 from ...cost_models.tied_weights import TiedSum, ends_after_sums, tied_sums
 from ...cost_models.timeline import device_ends, step_seconds
-from ..candidate import Proposal
-from ..pipeline_config import PipelineConfig
+from ..candidate import PipelineConfig, Proposal
 from ..replica_exchange import bytes_by_layer, tied_exchanges
 from ..stage_table import Floats
 from .space import Space

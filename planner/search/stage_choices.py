@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ...cost_models.memory import Recompute
 from ...cost_models.runtime import OFFLOAD
 from ...cost_models.schedules import find_schedule
-from ..pipeline_config import FIRST_LAYERS, PipelineConfig
+from ..candidate import FIRST_LAYERS, PipelineConfig
 from ..stage_table import Floats, Indices
 from .device_sets import DeviceSets
 from .placements import DeviceRanges, DeviceRun

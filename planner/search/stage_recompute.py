@@ -10,8 +10,7 @@ from ...cost_models.first_layers import count_first_layers, first_layers_word
 from ...cost_models.memory import Recompute
 from ...cost_models.runtime import OFFLOAD
 from ...cost_models.schedules import find_schedule
-from ..candidate import Proposal
-from ..pipeline_config import FIRST_LAYERS, UNPROPOSED, PipelineConfig
+from ..candidate import FIRST_LAYERS, UNPROPOSED, PipelineConfig, Proposal
 from .replica_group import ReplicaGroupCosts
 from .space import Space
 

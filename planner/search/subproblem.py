@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 
 from ..candidate import Proposal, ScoredPlan
-from ..plan_records import TIE
+from ..plan_file import TIE
 from ..stage_table import Floats, Indices
 from .bound import CompletionBound, MemoryBound
 from .bounds_1f1b import RoundTripBound

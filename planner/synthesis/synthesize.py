@@ -20,9 +20,8 @@ from ...cost_models.errors import UsageError
 from ...cost_models.quantities import MOST_ACTIONS
 from ...cost_models.schedules.registration import register_order
 from ...cost_models.schedules.schedule_text import read_schedule, write_program
-from ..candidate import Proposal, ScoredPlan
+from ..candidate import SYNTHESIZED, Proposal, ScoredPlan
 from ..other_schedules import propose_other_schedules
-from ..pipeline_config import SYNTHESIZED
 from ..scoring import fastest, possible
 from ..search.budget import SearchBudget
 from ..smallest_plan import find_smallest_plan

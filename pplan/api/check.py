@@ -55,9 +55,9 @@ from ..runtimes.checking.records import (
 )
 from ..runtimes.documents import TorchExport
 from ..runtimes.exports import INSTEAD, choose, export_on
-from .check_options import CheckKeywords, CheckOptions
 from .load import PlanAndProfile, as_plan, check_layers, profile_and_reference
 from .machine import planned_machine
+from .options import CheckKeywords, CheckOptions
 
 WARM_UPS = 2
 LEAST_TIMEOUT = 120.0

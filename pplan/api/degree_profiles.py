@@ -10,8 +10,8 @@ from typing import cast
 from ..cost_models import arguments
 from ..cost_models.errors import UsageError
 from ..cost_models.number_format import either
+from ..planner.plan_file import ProfileReference
 from ..planner.plan_options import PlanOptions
-from ..planner.plan_records import ProfileReference
 from ..profiler.profile_file import Profile
 from .load import profile_and_reference
 

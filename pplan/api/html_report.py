@@ -12,8 +12,7 @@ from ..cost_models.document import Document
 from ..cost_models.errors import FileError, UsageError
 from ..cost_models.quantities import format_bytes
 from ..cost_models.text_files import read_text, sha256, write_whole
-from ..planner.plan_file import Plan
-from ..planner.plan_records import MOST_DRAWN_LAYERS
+from ..planner.plan_file import MOST_DRAWN_LAYERS, Plan
 from ..profiler.profile_file import Profile
 from ..runtimes.checking.records import Check
 from .load import as_plan, check_layers, profile_and_reference, profile_next_to

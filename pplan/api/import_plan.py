@@ -15,10 +15,9 @@ from ..cost_models.quantities import format_count
 from ..cost_models.runtime import OFFLOAD, find_runtime
 from ..cost_models.text_files import read_text
 from ..planner.build_plan import FixedPartition, plan_partition
-from ..planner.pipeline_config import FIRST_LAYERS
-from ..planner.plan_file import Plan
+from ..planner.candidate import FIRST_LAYERS
+from ..planner.plan_file import Plan, ProfileReference
 from ..planner.plan_options import PlanOptions
-from ..planner.plan_records import ProfileReference
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import list_notes, list_warnings
 from ..runtimes.imports import Partition, read_partition, with_virtual_stages

@@ -10,8 +10,7 @@ from ..cost_models import arguments
 from ..cost_models.errors import FileError, UsageError
 from ..cost_models.quantities import format_count
 from ..cost_models.text_files import decode_text, escape_surrogates, read_bytes, sha256
-from ..planner.plan_file import Plan
-from ..planner.plan_records import ProfileReference
+from ..planner.plan_file import Plan, ProfileReference
 from ..profiler.profile_file import Profile
 
 

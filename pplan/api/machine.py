@@ -55,7 +55,7 @@ def planned_machine(plan: Plan, profile: Profile, folder: Path) -> tuple[Topolog
 
     Raises FileError.
     """
-    from ..planner.overrides import Overrides
+    from ..planner.plan_options import Overrides
     from ..planner.plan_simulation import count_devices, read_machine  # of a plan alone
 
     topology = make_topology(

@@ -6,15 +6,15 @@ from ..cost_models.number_format import compare_steps, percent, three_digits, wh
 from ..cost_models.optimizers import find_optimizer
 from ..cost_models.quantities import format_bytes, format_count, format_rate, format_seconds
 from ..cost_models.runtime import OFFLOAD, find_runtime
-from ..planner.pipeline_config import ANY_SCHEDULE, INTERLEAVED
-from ..planner.plan_file import Plan
-from ..planner.plan_records import (
+from ..planner.candidate import ANY_SCHEDULE, INTERLEAVED
+from ..planner.plan_file import (
     TIE,
     Aim,
     Alternative,
     Baseline,
     DefaultMiniBatch,
     OtherMiniBatch,
+    Plan,
     Prediction,
 )
 

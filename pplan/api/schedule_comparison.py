@@ -14,8 +14,7 @@ from ..cost_models.number_format import compare_steps, html_table, percent
 from ..cost_models.quantities import format_bytes, format_seconds
 from ..cost_models.schedules import SCHEDULES, Schedule
 from ..cost_models.schedules.registration import schedule_word
-from ..planner.plan_file import Plan
-from ..planner.plan_records import TIE
+from ..planner.plan_file import TIE, Plan
 from ..profiler.profile_file import Profile
 from .simulate import SimulatedStep, SimulateKeywords, simulate, simulate_costs
 from .stage_costs import CostKeywords

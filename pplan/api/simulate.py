@@ -19,9 +19,8 @@ from ..cost_models.schedules import Program, find_schedule
 from ..cost_models.timeline import Timeline
 from ..cost_models.timeline import simulate as simulate_program
 from ..cost_models.topology import Topology
-from ..planner.overrides import OverrideKeywords, Overrides
-from ..planner.plan_file import Plan
-from ..planner.plan_records import TIE
+from ..planner.plan_file import TIE, Plan
+from ..planner.plan_options import OverrideKeywords, Overrides
 from ..planner.plan_simulation import (
     LONG_ENOUGH,
     Simulation,

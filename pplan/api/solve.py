@@ -19,9 +19,8 @@ from ..planner.candidate import watching_best as watching_best
 from ..planner.objectives.frontier import Frontier, build_frontier
 from ..planner.objectives.objective import STEP_TIME, ObjectiveOptions
 from ..planner.objectives.solve_objective import solve_objective
-from ..planner.plan_file import Plan
+from ..planner.plan_file import Alternative, DegreeResult, Plan, ProfileReference
 from ..planner.plan_options import PlanOptions
-from ..planner.plan_records import Alternative, DegreeResult, ProfileReference
 from ..planner.problem import Problem
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import list_notes, list_warnings, profiled_device

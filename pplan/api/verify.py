@@ -20,8 +20,7 @@ from ..cost_models.runtime import OFFLOAD, Runtime, find_runtime
 from ..cost_models.schedules import SCHEDULES, Program, find_schedule
 from ..cost_models.text_files import KEY, decode_text, is_unchanged, read_bytes
 from ..planner.cut_limits import limit_cuts
-from ..planner.plan_file import Plan
-from ..planner.plan_records import TIE, Alternative, Baseline, ProfileReference
+from ..planner.plan_file import TIE, Alternative, Baseline, Plan, ProfileReference
 from ..profiler.profile_file import Profile
 from .load import check_is_plan, profile_and_reference, profile_next_to
 

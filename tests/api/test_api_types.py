@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import pplan
-from pplan.api.check_options import CheckKeywords, CheckOptions
 from pplan.api.options import (
+    CheckKeywords,
+    CheckOptions,
     FrontierKeywords,
     FrontierOptions,
     ImportPlanKeywords,
@@ -31,9 +32,14 @@ from pplan.cost_models.machines.machine_options import MachineKeywords, MachineO
 from pplan.cost_models.option_fields import Options, list_declarations
 from pplan.planner.explanation.explain_options import ExplainKeywords, ExplainOptions
 from pplan.planner.objectives.objective import ObjectiveKeywords, ObjectiveOptions
-from pplan.planner.overrides import OverrideKeywords, Overrides
 from pplan.planner.plan_file import Plan
-from pplan.planner.plan_options import PlanKeywords, PlanOptions, TrainingKeywords
+from pplan.planner.plan_options import (
+    OverrideKeywords,
+    Overrides,
+    PlanKeywords,
+    PlanOptions,
+    TrainingKeywords,
+)
 from pplan.profiler.importing.import_options import ImportKeywords, ProfileImportOptions
 from pplan.profiler.profile_file import Profile
 from pplan.profiler.profile_options import (

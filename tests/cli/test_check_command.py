@@ -15,10 +15,9 @@ import pytest
 
 import pplan
 from pplan.api.check import model_spec
-from pplan.api.check_options import CheckOptions
+from pplan.api.options import CheckOptions
 from pplan.cost_models.errors import MachineError
-from pplan.planner.plan_file import Plan
-from pplan.planner.plan_records import Alternative
+from pplan.planner.plan_file import Alternative, Plan
 from pplan.profiler.profile_file import Profile
 from pplan.runtimes.checking.launching import ProgressCallbacks
 from pplan.runtimes.checking.prediction import Calibration, fit_corrections, predict_seconds, predict_step

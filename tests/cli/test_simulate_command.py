@@ -15,8 +15,8 @@ from pplan.cost_models.errors import FileError
 from pplan.cost_models.number_format import compare_steps
 from pplan.cost_models.schedules import SCHEDULES
 from pplan.cost_models.simulator import costs
-from pplan.planner.overrides import TRANSFERS
 from pplan.planner.plan_file import Plan
+from pplan.planner.plan_options import TRANSFERS
 from pplan.profiler.profile_file import Profile
 
 Run = Callable[..., Any]

@@ -16,8 +16,7 @@ import pplan
 from pplan.cli.solve_command import _next_steps
 from pplan.cost_models.errors import ExportError, UsageError
 from pplan.cost_models.text_files import sha256
-from pplan.planner.plan_file import Plan
-from pplan.planner.plan_records import BUFFER_WARNING
+from pplan.planner.plan_file import BUFFER_WARNING, Plan
 from pplan.profiler.profile_file import Profile
 
 Run = Callable[..., Any]

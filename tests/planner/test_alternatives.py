@@ -31,9 +31,8 @@ from pplan.planner.alternatives import (
     larger_micro_batches,
     score_baselines,
 )
-from pplan.planner.candidate import Proposal, ScoredPlan
+from pplan.planner.candidate import SEARCHED, PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.joint_search import OUT_OF_TIME, JointSearchResult, plan_with
-from pplan.planner.pipeline_config import SEARCHED, PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners import find_planner
 from pplan.planner.problem import Problem

@@ -10,7 +10,7 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.planner import batch_sizes
 from pplan.planner.batch_sizes import BatchSizes, divisors
-from pplan.planner.pipeline_config import MOST_MICRO_BATCHES
+from pplan.planner.candidate import MOST_MICRO_BATCHES
 
 MakeChain = Callable[..., Chain]
 

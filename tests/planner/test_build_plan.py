@@ -18,12 +18,10 @@ from pplan.cost_models.quantities import format_seconds, parse_bytes
 from pplan.cost_models.topology import Device, Link, Topology, two_level_topology
 from pplan.planner.alternatives import find_alternatives
 from pplan.planner.build_plan import solve_problem
-from pplan.planner.candidate import ScoredPlan, linear_pipeline
+from pplan.planner.candidate import SEARCHED, ScoredPlan, linear_pipeline
 from pplan.planner.joint_search import JointSearchResult, plan_with
-from pplan.planner.pipeline_config import SEARCHED
-from pplan.planner.plan_file import Plan
+from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.plan_records import ProfileReference
 from pplan.planner.planners import BASELINES, PLANNERS
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest

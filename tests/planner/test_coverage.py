@@ -16,15 +16,13 @@ from pplan.cost_models.hardware import Level
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Link, Topology
 from pplan.planner.build_plan import solve_problem
-from pplan.planner.candidate import Proposal, ScoredPlan
+from pplan.planner.candidate import SEARCHED, Proposal, ScoredPlan
 from pplan.planner.coverage import describe_coverage, is_searched, to_searched_devices
 from pplan.planner.joint_search import find_best_plan, joint_search, plan_with, run_search, with_bound
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.objectives.solve_objective import solve_objective
-from pplan.planner.pipeline_config import SEARCHED
-from pplan.planner.plan_file import Plan
+from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.plan_records import ProfileReference
 from pplan.planner.planners import BASELINES, PLANNERS
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pplan.planner import coverage as module
-from pplan.planner.candidate import Proposal
+from pplan.planner.candidate import VIRTUAL_STAGES, PipelineConfig, Proposal
 from pplan.planner.coverage import (
     _is_bounded,
     _list_runs,
@@ -20,7 +20,6 @@ from pplan.planner.coverage import (
     is_searched,
     to_searched_devices,
 )
-from pplan.planner.pipeline_config import VIRTUAL_STAGES, PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.search.placements import ANY
 

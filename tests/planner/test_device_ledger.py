@@ -15,9 +15,8 @@ from pplan.cost_models.machines.catalogue import device_context
 from pplan.cost_models.quantities import format_bytes, parse_bytes
 from pplan.cost_models.topology import Device, Group, Link, Topology, two_level_topology
 from pplan.planner.build_plan import solve_problem
-from pplan.planner.plan_file import Plan
+from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.plan_records import ProfileReference
 from pplan.planner.plan_simulation import simulate_plan
 
 MakeChain = Callable[..., Chain]

@@ -12,9 +12,8 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
 from pplan.planner.build_plan import FixedPartition, plan_partition, solve_problem
-from pplan.planner.plan_file import Plan
+from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.plan_records import ProfileReference
 from pplan.planner.plan_simulation import simulate_plan
 from pplan.planner.problem import Problem
 

@@ -17,7 +17,7 @@ from pplan.cost_models.optimizers import Precision
 from pplan.cost_models.tied_weights import TiedWeight
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
-from pplan.planner.candidate import linear_pipeline
+from pplan.planner.candidate import PipelineConfig, abbreviate, linear_pipeline
 from pplan.planner.coverage import _any_plan, _runs
 from pplan.planner.cut_limits import CutLimits
 from pplan.planner.cut_search.shape_search import _spread as _spread_cuts
@@ -29,7 +29,6 @@ from pplan.planner.explanation.resolve import resolve, with_memory
 from pplan.planner.joint_search import joint_search
 from pplan.planner.mini_batch import _neighbours
 from pplan.planner.objectives.least_cost import _CostSearch
-from pplan.planner.pipeline_config import PipelineConfig, abbreviate
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners.asteroid import _by_speed, _next_receiver, _offload
 from pplan.planner.planners.base import stage_counts

@@ -14,7 +14,7 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
 from pplan.planner import joint_search, other_schedules
-from pplan.planner.candidate import Proposal, ScoredPlan
+from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.cut_search.shape_search import FAR
 from pplan.planner.joint_search import (
     FOR_KNOWN,
@@ -23,8 +23,7 @@ from pplan.planner.joint_search import (
     find_best_plan,
 )
 from pplan.planner.other_schedules import MOST_NEAR
-from pplan.planner.pipeline_config import PipelineConfig
-from pplan.planner.plan_records import TIE
+from pplan.planner.plan_file import TIE
 from pplan.planner.planners.base import Planner
 from pplan.planner.problem import Problem
 from pplan.planner.search.branch_and_bound import SearchResult

@@ -14,7 +14,7 @@ from pplan.cost_models.errors import DefectError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
 from pplan.planner import joint_search
-from pplan.planner.candidate import Proposal, ScoredPlan
+from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.joint_search import (
     FOR_SEARCHED,
     OUT_OF_TIME,
@@ -29,7 +29,6 @@ from pplan.planner.joint_search import (
     with_bound,
     without_plan,
 )
-from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.planners import BASELINES
 from pplan.planner.planners.base import Planner
 from pplan.planner.problem import Problem

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from pplan.planner import device_loss as module
-from pplan.planner.candidate import Proposal, ScoredPlan, near_shapes
+from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan, near_shapes
 from pplan.planner.device_loss import LEADING, _shape, _Shapes
-from pplan.planner.pipeline_config import PipelineConfig
 
 Patch = pytest.MonkeyPatch
 POINTS = (0, 2, 3, 5, 8)

@@ -18,7 +18,7 @@ import pytest
 
 import pplan.planner
 from pplan.planner.joint_search import find_best_plan
-from pplan.planner.plan_records import TIE
+from pplan.planner.plan_file import TIE
 from pplan.planner.planners import PLANNERS
 from pplan.planner.problem import Problem
 
@@ -27,12 +27,10 @@ LIMIT = re.compile(
     r"(MOST_(?!MICRO_BATCHES|SECONDS|TOTAL_BYTES|MINI_BATCH)|EVERY|FEW|MANY|SMALL|LEADING|SHAPES|COARSE|RUNS)[A-Z_]*"
 )
 NO_LIMITS = {
-    "pipeline_config",
     "plan_options",
     "problem_grid",
     "deepspeed_partition",
     "plan_file",
-    "layout",
 } | {
     "asynchronous",
     "stage_figures",

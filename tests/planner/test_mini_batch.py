@@ -18,9 +18,8 @@ from pplan.planner.build_plan import solve_problem
 from pplan.planner.mini_batch import choose_mini_batch
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.objectives.solve_objective import solve_objective
-from pplan.planner.plan_file import Plan
+from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.plan_records import ProfileReference
 from pplan.planner.problem import Problem
 
 REFERENCE = ProfileReference(file="a.profile.json", sha256="0")

@@ -16,10 +16,9 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.schedules import find_schedule
 from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Topology
-from pplan.planner.candidate import Proposal
+from pplan.planner.candidate import PipelineConfig, Proposal
 from pplan.planner.infeasible import no_plan_fits
 from pplan.planner.joint_search import find_best_plan
-from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble

@@ -16,14 +16,13 @@ from pplan.cost_models.schedules import interleaved
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology, two_level_topology
 from pplan.cost_models.transformer.parallel_degrees import ParallelDegrees
 from pplan.cost_models.transformer.training_setting import chunks_in_flight
-from pplan.planner.candidate import Proposal
+from pplan.planner.candidate import PipelineConfig, Proposal
 from pplan.planner.coverage import _any_plan
 from pplan.planner.explanation.resolve import with_bandwidth
 from pplan.planner.explanation.sensitivity import _outwards
 from pplan.planner.mini_batch import smaller_defaults
 from pplan.planner.objectives.objective import Objective, parse_objective
 from pplan.planner.other_schedules import propose_other_schedules, propose_parts
-from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions, read_pins
 from pplan.planner.problem import Problem
 from pplan.planner.weight_moves import _overlap

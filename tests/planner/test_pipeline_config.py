@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pplan.cost_models.runtime import find_runtime
-from pplan.planner.pipeline_config import (
+from pplan.planner.candidate import (
     MOST_MICRO_BATCHES,
     VIRTUAL_STAGES,
     PipelineConfig,

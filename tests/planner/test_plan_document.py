@@ -14,8 +14,7 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.runtime import find_runtime
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.alternatives import _in_order, _in_words, _recomputes, _row, larger_micro_batches
-from pplan.planner.candidate import Proposal, ScoredPlan
-from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.plan_document import (
     bubble,
     busy_seconds,

@@ -14,10 +14,8 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Topology
 from pplan.planner.balance import balance
 from pplan.planner.build_plan import solve_problem
-from pplan.planner.overrides import Overrides
-from pplan.planner.plan_file import Plan
-from pplan.planner.plan_options import PlanOptions
-from pplan.planner.plan_records import ProfileReference
+from pplan.planner.plan_file import Plan, ProfileReference
+from pplan.planner.plan_options import Overrides, PlanOptions
 from pplan.planner.plan_simulation import count_devices, simulate_plan
 
 MakeChain = Callable[..., Chain]

@@ -19,8 +19,7 @@ import pytest
 
 from pplan.cli.app import main
 from pplan.cost_models.errors import InfeasibleError, MachineError, UsageError
-from pplan.planner.plan_file import Plan
-from pplan.planner.plan_records import PlannedStage, Prediction, ProfileReference
+from pplan.planner.plan_file import Plan, PlannedStage, Prediction, ProfileReference
 from pplan.planner.problem_grid import SweepResult, list_points, make_row, solve_points
 
 

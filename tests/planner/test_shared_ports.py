@@ -14,9 +14,8 @@ from pplan.cost_models.memory import Recompute
 from pplan.cost_models.timeline import simulate
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner.assembly import Assembly
-from pplan.planner.candidate import Proposal
+from pplan.planner.candidate import PipelineConfig, Proposal
 from pplan.planner.joint_search import find_best_plan
-from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble

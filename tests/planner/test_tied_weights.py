@@ -16,9 +16,8 @@ from pplan.cost_models.tied_weights import TiedWeight
 from pplan.cost_models.topology import Topology
 from pplan.planner.build_plan import FixedPartition, build_problem, plan_partition, solve_problem
 from pplan.planner.coverage import describe_search
-from pplan.planner.plan_file import Plan
+from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.plan_records import ProfileReference
 from pplan.planner.stage_table import StageTable
 
 MakeChain = Callable[..., Chain]

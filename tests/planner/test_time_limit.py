@@ -15,8 +15,8 @@ from pplan.cost_models.topology import Device, Link, Topology, two_level_topolog
 from pplan.planner.build_plan import build_plan
 from pplan.planner.joint_search import find_best_plan
 from pplan.planner.objectives.throughput import throughput
+from pplan.planner.plan_file import ProfileReference
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.plan_records import ProfileReference
 from pplan.planner.planners import find_planner
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest

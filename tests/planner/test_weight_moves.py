@@ -12,9 +12,8 @@ import pytest
 
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
 from pplan.planner import device_loss
-from pplan.planner.candidate import Proposal, ScoredPlan
+from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.device_loss import ReplannedPlan, _Shapes
-from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.weight_moves import (
     WeightMove,
     assign_devices,

@@ -17,8 +17,8 @@ from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Link, two_level_topology
 from pplan.planner.joint_search import find_best_plan, without_plan
+from pplan.planner.plan_file import ProfileReference
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.plan_records import ProfileReference
 from pplan.planner.problem import Problem
 from pplan.planner.shared_layers import DegreeProblem, solve_degrees
 

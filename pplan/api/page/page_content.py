@@ -15,9 +15,8 @@ from ...cost_models.schedules import SCHEDULES
 from ...cost_models.timeline import simulate
 from ...cost_models.topology import Topology
 from ...planner.assembly import Assembly
-from ...planner.overrides import Overrides
-from ...planner.plan_file import Plan
-from ...planner.plan_records import ProfileReference
+from ...planner.plan_file import Plan, ProfileReference
+from ...planner.plan_options import Overrides
 from ...planner.plan_simulation import (
     Simulation,
     describe_lack,

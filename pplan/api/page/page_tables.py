@@ -8,8 +8,7 @@ from typing import Any
 
 from ...cost_models.number_format import compare_steps, percent, ranges, three_digits, whole_percent
 from ...cost_models.quantities import format_bytes, format_seconds
-from ...planner.plan_file import Plan
-from ...planner.plan_records import PlannedStage
+from ...planner.plan_file import Plan, PlannedStage
 from ...planner.plan_simulation import Simulation
 from ...profiler.profile_file import Profile
 from ..plan_summary import step_interval

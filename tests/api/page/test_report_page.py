@@ -19,7 +19,7 @@ import pplan
 from pplan.api.html_report import report
 from pplan.api.page.page_content import _costs_origin
 from pplan.cost_models.quantities import format_bytes, format_seconds
-from pplan.planner.plan_records import ProfileReference
+from pplan.planner.plan_file import ProfileReference
 
 HOSTILE = [
     "</script><script>alert(1)</script>",

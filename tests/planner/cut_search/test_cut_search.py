@@ -17,13 +17,12 @@ from pplan.cost_models.schedules import SCHEDULES
 from pplan.cost_models.schedules.registration import register_schedule
 from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
-from pplan.planner.candidate import Proposal, ScoredPlan, linear_pipeline
+from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan, linear_pipeline
 from pplan.planner.cut_search.part_tables import PipelineShape, make_part_tables
 from pplan.planner.cut_search.schedule_search import MOST_ACTIONS, search_schedules
 from pplan.planner.cut_search.shape_search import Record, ShapeSearch
 from pplan.planner.joint_search import find_best_plan
 from pplan.planner.other_schedules import propose_parts
-from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest

@@ -14,9 +14,8 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import FRAGMENTATION_RESERVE
 from pplan.cost_models.schedules import SCHEDULES
 from pplan.cost_models.topology import Group, Topology
-from pplan.planner.candidate import Proposal
+from pplan.planner.candidate import PipelineConfig, Proposal
 from pplan.planner.cut_search.part_tables import PipelineShape, _least_bytes, make_part_tables
-from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble

@@ -14,8 +14,8 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.schedules import find_schedule
 from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
+from pplan.planner.candidate import PipelineConfig
 from pplan.planner.cut_search.part_tables import PartTables, PipelineShape, make_part_tables
-from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest

@@ -13,9 +13,8 @@ from pplan.planner.explanation.explain_context import ExplainContext, make_conte
 from pplan.planner.explanation.explanation import Explanation, explain_plan
 from pplan.planner.joint_search import find_best_plan
 from pplan.planner.plan_document import plan_without_comparison
-from pplan.planner.plan_file import Plan
+from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.plan_records import ProfileReference
 from pplan.planner.problem import Problem
 
 

@@ -27,8 +27,7 @@ from pplan.planner.explanation.runner_up import runners_up
 from pplan.planner.explanation.sensitivity import WORTH, Sensitivity, sensitivities
 from pplan.planner.explanation.step_limits import find_limits
 from pplan.planner.joint_search import find_best_plan
-from pplan.planner.plan_file import REPLANNED
-from pplan.planner.plan_records import Aim
+from pplan.planner.plan_file import REPLANNED, Aim
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
 

@@ -17,8 +17,8 @@ from pplan.planner.explanation import explanation as module
 from pplan.planner.explanation.explain_context import make_context
 from pplan.planner.explanation.explanation import _faster, _made_for, _notes, _WorkShare, solve_what_ifs
 from pplan.planner.explanation.resolve import SECONDS
+from pplan.planner.plan_file import TIE
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.plan_records import TIE
 from pplan.planner.problem import Problem
 
 MakeChain = Callable[..., Chain]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pplan.planner.candidate import Proposal, ScoredPlan
+from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.explanation import compare, resolve, step_limits
 from pplan.planner.explanation.compare import ComparisonRow, _of_planner, _of_planners, _proven_bound
 from pplan.planner.explanation.critical_path import Segment
@@ -26,9 +26,8 @@ from pplan.planner.explanation.resolve import (
 )
 from pplan.planner.explanation.step_limits import _by_kind, _by_place, find_busiest
 from pplan.planner.joint_search import BEST
-from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.plan_file import TIE
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.plan_records import TIE
 from pplan.planner.search.branch_and_bound import SearchResult
 from pplan.planner.search.budget import WORK_A_SECOND
 

@@ -10,7 +10,7 @@ import pytest
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
-from pplan.planner.candidate import Proposal
+from pplan.planner.candidate import PipelineConfig, Proposal
 from pplan.planner.explanation import runner_up
 from pplan.planner.explanation.resolve import search_near
 from pplan.planner.explanation.runner_up import (
@@ -22,7 +22,6 @@ from pplan.planner.explanation.runner_up import (
     _shapes,
     runners_up,
 )
-from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.search.placements import list_placements

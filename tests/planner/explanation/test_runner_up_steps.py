@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.planner.candidate import Proposal, ScoredPlan
+from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.explanation import runner_up
 from pplan.planner.explanation.resolve import SECONDS
 from pplan.planner.explanation.runner_up import (
@@ -30,8 +30,7 @@ from pplan.planner.explanation.runner_up import (
     _without_cut,
     runners_up,
 )
-from pplan.planner.pipeline_config import PipelineConfig
-from pplan.planner.plan_records import TIE
+from pplan.planner.plan_file import TIE
 
 Patch = pytest.MonkeyPatch
 CONFIG = PipelineConfig("1f1b", "never", 4, 2)

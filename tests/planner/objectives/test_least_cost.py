@@ -15,7 +15,7 @@ from pplan.planner.candidate import Proposal
 from pplan.planner.objectives.least_cost import least_cost
 from pplan.planner.objectives.objective import Objective, parse_objective, parse_prices, price_by_kind
 from pplan.planner.objectives.solve_objective import solve_objective
-from pplan.planner.plan_records import ProfileReference
+from pplan.planner.plan_file import ProfileReference
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest
 

@@ -15,11 +15,10 @@ import pytest
 from pplan.cost_models.errors import DefectError
 from pplan.cost_models.schedules import MOST_COPIES
 from pplan.cost_models.topology import Device, Group, Topology
-from pplan.planner.candidate import Proposal, ScoredPlan
+from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.objectives import least_cost as module
 from pplan.planner.objectives.least_cost import HOUR, _CostSearch
-from pplan.planner.pipeline_config import PipelineConfig
-from pplan.planner.plan_records import TIE
+from pplan.planner.plan_file import TIE
 from pplan.planner.problem import Problem
 from pplan.planner.search.budget import SearchBudget
 from pplan.planner.search.placements import EVERY_COUNT

@@ -17,8 +17,7 @@ from pplan.planner.objectives.least_memory import least_memory
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.objectives.objective_result import peak_bytes, with_memory_limit
 from pplan.planner.objectives.solve_objective import solve_objective
-from pplan.planner.plan_file import Plan
-from pplan.planner.plan_records import ProfileReference
+from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.problem import Problem
 from pplan.profiler.profile_file import Profile
 

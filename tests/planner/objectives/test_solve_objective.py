@@ -13,7 +13,7 @@ import pytest
 from pplan.cost_models.errors import InfeasibleError, UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
-from pplan.planner.candidate import Proposal, ScoredPlan
+from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.objectives import solve_objective as solving
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.objectives.solve_objective import (
@@ -24,9 +24,8 @@ from pplan.planner.objectives.solve_objective import (
     solve_objective,
     step_time,
 )
-from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.plan_file import ProfileReference
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.plan_records import ProfileReference
 from pplan.planner.problem import Problem
 
 MakeChain = Callable[..., Chain]

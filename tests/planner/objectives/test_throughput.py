@@ -13,7 +13,7 @@ import pytest
 from pplan.cost_models.memory import Recompute
 from pplan.cost_models.simulator.steady import steady_state
 from pplan.planner.asynchronous import assemble_endless, asynchronous_notes, pace, steady_seconds
-from pplan.planner.candidate import Proposal
+from pplan.planner.candidate import PipelineConfig, Proposal
 from pplan.planner.objectives import throughput as throughput_module
 from pplan.planner.objectives.throughput import (
     asynchronous_configs,
@@ -21,7 +21,6 @@ from pplan.planner.objectives.throughput import (
     plan_asynchronous,
     throughput,
 )
-from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.problem import Problem
 
 MakeProblem = Callable[..., Problem]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.errors import DefectError
-from pplan.planner.candidate import Proposal, ScoredPlan
+from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.objectives import throughput as module
 from pplan.planner.objectives.throughput import (
     ENTRIES_A_SECOND,
@@ -29,8 +29,7 @@ from pplan.planner.objectives.throughput import (
     paired_searches,
     throughput,
 )
-from pplan.planner.pipeline_config import PipelineConfig
-from pplan.planner.plan_records import TIE
+from pplan.planner.plan_file import TIE
 from pplan.planner.problem import Problem
 from pplan.planner.search.branch_and_bound import SearchResult
 from pplan.planner.search.budget import OutOfTime

@@ -15,7 +15,7 @@ from pplan.cost_models.simulator.dependencies import Order, resolve_order
 from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Topology
 from pplan.planner.balance import balance
-from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.candidate import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners import PLANNERS
 from pplan.planner.planners.critical_stages import (

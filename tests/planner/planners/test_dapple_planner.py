@@ -15,8 +15,7 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import ledger, total
 from pplan.cost_models.stage_bytes import stage_bytes
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
-from pplan.planner.candidate import Proposal
-from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.candidate import PipelineConfig, Proposal
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.planners import PLANNERS
 from pplan.planner.planners.dapple_planner import (

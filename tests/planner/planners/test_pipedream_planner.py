@@ -14,8 +14,8 @@ from pplan.cost_models.memory import ledger, total
 from pplan.cost_models.runtime import find_runtime
 from pplan.cost_models.stage_bytes import stage_bytes
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
+from pplan.planner.candidate import PipelineConfig, pipeline_configs
 from pplan.planner.objectives.throughput import plan_asynchronous
-from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
 from pplan.planner.planners import PLANNERS, pipedream_planner
 from pplan.planner.planners.base import Planner
 from pplan.planner.planners.pipedream_planner import PAPER, NestedStage, PipeDreamStages, place_parts

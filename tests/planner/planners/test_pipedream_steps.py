@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.candidate import PipelineConfig
 from pplan.planner.planners import pipedream_planner as module
 from pplan.planner.planners.pipedream_planner import (
     COARSE,

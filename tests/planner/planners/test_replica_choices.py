@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.layer import Chain
-from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.candidate import PipelineConfig
 from pplan.planner.planners import PLANNERS, equal_replicas, replica_groups
 from pplan.planner.planners.base import full_shapes
 from pplan.planner.planners.critical_stages import simulate_1f1b

@@ -10,8 +10,8 @@ import pytest
 
 from pplan.cost_models.layer import Chain, list_cut_points
 from pplan.cost_models.topology import Topology
+from pplan.planner.candidate import PipelineConfig, pipeline_configs
 from pplan.planner.cut_limits import CutLimits
-from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
 from pplan.planner.planners.replica_groups import (
     MicroBatchChoice,
     cost_replicas,

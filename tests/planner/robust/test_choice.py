@@ -16,9 +16,8 @@ from pplan.planner.joint_search import find_best_plan
 from pplan.planner.objectives.frontier import build_frontier
 from pplan.planner.objectives.objective import Objective
 from pplan.planner.objectives.solve_objective import solve_objective
-from pplan.planner.plan_file import Plan
+from pplan.planner.plan_file import Plan, ProfileReference
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.plan_records import ProfileReference
 from pplan.planner.problem import Problem
 from pplan.planner.robust.choice import RobustPlan, most_robust, variations
 from pplan.planner.robust.resampling import (

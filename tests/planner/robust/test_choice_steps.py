@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.planner.candidate import Proposal, ScoredPlan
-from pplan.planner.pipeline_config import PipelineConfig
-from pplan.planner.plan_records import TIE
+from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
+from pplan.planner.plan_file import TIE
 from pplan.planner.robust import choice, resampling
 from pplan.planner.robust.choice import CLIMBED, MOST_BESTS, NEAR, ROUNDS, _bests, _Comparison, _Searches
 from pplan.planner.robust.resampling import DrawnSteps, Draws, StepSampler, _affordable

@@ -10,8 +10,7 @@ import pytest
 
 from pplan.cost_models.memory import Recompute
 from pplan.planner.asynchronous import assemble_endless, steady_seconds
-from pplan.planner.candidate import Proposal, ScoredPlan
-from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.problem import Problem
 from pplan.planner.robust import resampling
 from pplan.planner.robust.resampling import (

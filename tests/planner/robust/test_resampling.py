@@ -19,8 +19,7 @@ from pplan.cost_models.schedules import Program
 from pplan.cost_models.simulator.costs import Costs
 from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Device, Group
-from pplan.planner.candidate import Proposal, ScoredPlan
-from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.problem import Problem
 from pplan.planner.robust import resampling
 from pplan.planner.robust.resampling import (

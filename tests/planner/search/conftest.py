@@ -20,8 +20,7 @@ from pplan.cost_models.schedules import find_schedule
 from pplan.cost_models.stage_bytes import StageBytes
 from pplan.cost_models.timeline import PipelineCosts, step_seconds
 from pplan.cost_models.topology import Device, Group, Link, Topology
-from pplan.planner.candidate import Proposal
-from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.candidate import PipelineConfig, Proposal
 from pplan.planner.search.family import Family
 from pplan.planner.search.placements import ANY, Placement, list_placements
 from pplan.planner.search.space import Space

@@ -13,8 +13,7 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.runtime import RUNTIMES
 from pplan.cost_models.topology import Topology
-from pplan.planner.candidate import Proposal, linear_pipeline
-from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
+from pplan.planner.candidate import PipelineConfig, Proposal, linear_pipeline, pipeline_configs
 from pplan.planner.search.bound import CompletionBound, MemoryBound
 from pplan.planner.search.budget import SearchBudget
 from pplan.planner.search.family import Family, quick_bound

@@ -14,8 +14,7 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.optimizers import Precision, StepKernels
 from pplan.cost_models.runtime import RUNTIMES
 from pplan.cost_models.topology import Topology
-from pplan.planner.candidate import Proposal, ScoredPlan
-from pplan.planner.pipeline_config import PipelineConfig, pipeline_configs
+from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan, pipeline_configs
 from pplan.planner.scoring import fastest
 from pplan.planner.search.branch_and_bound import SearchResult, search
 from pplan.planner.search.budget import SearchBudget

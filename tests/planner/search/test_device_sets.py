@@ -11,7 +11,7 @@ import pytest
 
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
-from pplan.planner.pipeline_config import pipeline_configs
+from pplan.planner.candidate import pipeline_configs
 from pplan.planner.search.branch_and_bound import search
 from pplan.planner.search.device_sets import list_shapes, may_search_any
 from pplan.planner.search.family import Family

@@ -17,8 +17,7 @@ from pplan.cost_models.collectives import all_reduce_seconds, reduce_scatter_sec
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.tied_weights import TiedWeight
 from pplan.cost_models.topology import Device, Group, Level, Link, Topology
-from pplan.planner.candidate import Proposal
-from pplan.planner.pipeline_config import Mode, PipelineConfig
+from pplan.planner.candidate import Mode, PipelineConfig, Proposal
 from pplan.planner.scoring import fastest
 from pplan.planner.search import space as space_module
 from pplan.planner.search.bound import FamilyBound, MemoryBound

@@ -12,7 +12,7 @@ import pytest
 from pplan.cost_models.schedules import cached_program
 from pplan.cost_models.simulator.pipeline_costs import PipelineCosts
 from pplan.cost_models.timeline import simulate
-from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.candidate import PipelineConfig
 from pplan.planner.search import pipelines
 from pplan.planner.search.pipelines import Pipelines
 

@@ -15,9 +15,8 @@ from pplan.cost_models.errors import UsageError
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.runtime import RUNTIMES
 from pplan.cost_models.topology import Topology
-from pplan.planner.candidate import replicated_pipeline
+from pplan.planner.candidate import pipeline_configs, replicated_pipeline
 from pplan.planner.joint_search import find_best_plan
-from pplan.planner.pipeline_config import pipeline_configs
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import fastest

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pplan.planner.plan_records import TIE
+from pplan.planner.plan_file import TIE
 from pplan.planner.search import branch_and_bound as module
 from pplan.planner.search.branch_and_bound import _BranchAndBound, _in_order
 from pplan.planner.search.budget import OutOfTime, SearchBudget

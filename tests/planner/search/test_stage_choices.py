@@ -11,7 +11,7 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.memory import Recompute
 from pplan.cost_models.topology import Topology
-from pplan.planner.pipeline_config import Mode, PipelineConfig
+from pplan.planner.candidate import Mode, PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.search.device_sets import make_ranges

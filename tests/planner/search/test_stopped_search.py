@@ -17,8 +17,8 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.topology import Topology
 from pplan.planner.cut_search.schedule_search import search_schedules
+from pplan.planner.plan_file import TIE
 from pplan.planner.plan_options import PlanOptions
-from pplan.planner.plan_records import TIE
 from pplan.planner.problem import Problem
 from pplan.planner.search.branch_and_bound import _BranchAndBound, search
 from pplan.planner.search.budget import OutOfTime, SearchBudget

@@ -14,7 +14,7 @@ import pytest
 from pplan.cost_models.layer import Chain
 from pplan.cost_models.runtime import RUNTIMES
 from pplan.cost_models.topology import Device, Group, Link, Topology, two_level_topology
-from pplan.planner.pipeline_config import pipeline_configs
+from pplan.planner.candidate import pipeline_configs
 from pplan.planner.search.branch_and_bound import search
 from pplan.planner.search.family import Family
 from pplan.planner.search.placements import list_placements

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from pplan.cost_models.simulator.costs import Hosts
-from pplan.planner.pipeline_config import Mode, PipelineConfig
+from pplan.planner.candidate import Mode, PipelineConfig
 from pplan.planner.search.bounds_1f1b import whole_bound_1f1b
 from pplan.planner.search.bounds_gpipe import whole_bound_gpipe
 from pplan.planner.search.pipelines import Pipelines

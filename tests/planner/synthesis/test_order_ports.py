@@ -13,8 +13,7 @@ from pplan.cost_models.layer import Chain
 from pplan.cost_models.schedules import SCHEDULES
 from pplan.cost_models.timeline import step_seconds
 from pplan.cost_models.topology import Topology
-from pplan.planner.candidate import Proposal
-from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.candidate import PipelineConfig, Proposal
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble

@@ -23,9 +23,8 @@ from pplan.cost_models.simulator.costs import Costs
 from pplan.cost_models.stage_bytes import StageBytes
 from pplan.cost_models.timeline import simulate, step_seconds
 from pplan.cost_models.topology import Topology
-from pplan.planner.candidate import ScoredPlan, linear_pipeline, replicated_pipeline
+from pplan.planner.candidate import PipelineConfig, ScoredPlan, linear_pipeline, replicated_pipeline
 from pplan.planner.joint_search import find_best_plan
-from pplan.planner.pipeline_config import PipelineConfig
 from pplan.planner.plan_options import PlanOptions
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble, fastest

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from pplan.cost_models.errors import UsageError
-from pplan.planner.candidate import Proposal, ScoredPlan
-from pplan.planner.pipeline_config import PipelineConfig
+from pplan.planner.candidate import PipelineConfig, Proposal, ScoredPlan
 from pplan.planner.search.budget import SearchBudget
 from pplan.planner.synthesis import synthesize as module
 from pplan.planner.synthesis.synthesize import IMPROVE_SHARE, MOST_IMPROVED, MOST_OF_BASE, MOST_SHAPES, RATE
