@@ -21,13 +21,12 @@ from .joint_search import JointSearchResult, find_best_plan
 from .plan_document import (
     list_buffer_warnings,
     list_machine_warnings,
-    list_prediction_limits,
     list_search_warnings,
-    optimizer_note,
     plan_without_comparison,
 )
 from .plan_file import FIXED_PARTITION, Plan, ProfileReference
 from .plan_options import PlanOptions
+from .plan_simulation import list_prediction_limits, optimizer_note
 from .problem import Problem
 from .scoring import assemble, fastest
 from .search.branch_and_bound import SearchResult

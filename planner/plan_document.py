@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from math import ceil, inf
-from operator import attrgetter, itemgetter
 from typing import Literal
-
-import numpy as np
 
 from ..cost_models.device_memory import round_ledger
 from ..cost_models.document import Record
-from ..cost_models.errors import DefectError, UsageError
+from ..cost_models.errors import DefectError
 from ..cost_models.first_layers import repeat_word
-from ..cost_models.layer import parts_warning
 from ..cost_models.machines.catalogue import is_gpu
-from ..cost_models.machines.rooflines import memory_bandwidth
 from ..cost_models.machines.topology_options import UNNAMED
 from ..cost_models.machines.topology_text import to_toml
-from ..cost_models.number_format import percent
-from ..cost_models.optimizers import find_optimizer
-from ..cost_models.quantities import format_bytes, format_rate, format_seconds
+from ..cost_models.quantities import format_bytes
 from ..cost_models.runtime import OFFLOAD
-from ..cost_models.simulator.costs import Costs
-from ..cost_models.simulator.steady import steady_state
-from ..cost_models.timeline import simulate, step_seconds
+from ..cost_models.timeline import simulate
 from ..cost_models.topology import Topology
 from .assembly import Assembly
 from .asynchronous import ASYNCHRONOUS, assemble_candidate, steady_bubble
@@ -44,11 +34,11 @@ from .plan_file import (
     SharedWeight,
 )
 from .plan_options import PlanOptions
+from .plan_simulation import optimizer_step
 from .problem import Problem
 from .scoring import assemble, write_order
 from .search.branch_and_bound import SearchResult
 from .search.space import Space, divide_batch
-from .stage_table import WEIGHT_SHARE, part_seconds
 
 
 def plan_without_comparison(
@@ -343,127 +333,3 @@ def summarize(plan: ScoredPlan) -> PlanSummary:
         recompute=plan_recompute(plan),
         stage_recompute=list(plan.recompute),
     )
-
-
-def list_prediction_limits(assembly: Assembly) -> Iterator[str]:
-    """What was extrapolated, or taken for granted, in sentences."""
-    chain, devices = assembly.chain, range(len(assembly.ranks))
-    if assembly.program.splits_backward and chain.backward_weight_seconds is None:
-        yield (
-            f"the profile holds whole backwards: {100 * WEIGHT_SHARE:.0f} % of a layer with weights is "
-            "taken as the weight gradient"
-        )
-    if assembly.program.splits_backward and chain.pending_gradient_bytes is None:
-        yield (
-            "the profile does not say which gradients the first part of a backward leaves for the second: of "
-            "each layer as many bytes are taken as it saves, or hands on"
-        )
-    if assembly.program.splits_backward and set(assembly.recompute) != {"never"}:
-        yield (
-            "stages that recompute are charged one more forward a micro-batch: with a backward in two parts "
-            "torch.utils.checkpoint runs it for the weight gradients, too, which is not in the prediction; "
-            "recompute='never' avoids it"
-        )
-    tables = {assembly.per_replica_batch(device): assembly.table(device) for device in devices}
-    for _, table in sorted(tables.items(), key=lambda item: item[0]):
-        if assembly.program.splits_backward:
-            parts = part_seconds(table.costs, "input") + part_seconds(table.costs, "weight")
-            if whole := float(table.costs.backward_seconds.sum()):
-                yield from parts_warning(table.costs.size, float(parts.sum()) / whole)
-        if outside := table.costs.outside:
-            yield outside
-    yield from _slow_host(assembly)
-
-
-WORTH = 0.01
-"""Share of the step that launches, or the optimizer, must take for that to be said."""
-
-
-@dataclass(frozen=True)
-class OptimizerStep:
-    """What the optimizer takes at the least on the device where it takes longest: it reads and writes `bytes`
-    at the `bandwidth` of that device's memory, `updates` times a step."""
-
-    bytes: float
-    bandwidth: float
-    rank: int
-    updates: int
-
-    @property
-    def seconds(self) -> float:
-        """Of all updates of a step."""
-        return self.updates * self.bytes / self.bandwidth
-
-
-def optimizer_step(assembly: Assembly, micro_batches: int | None = None) -> OptimizerStep | None:
-    """None where no device's memory has a bandwidth that is known. `micro_batches`: of a step; None: the
-    program's."""
-    optimizer, precision = find_optimizer(assembly.optimizer), assembly.number_bytes
-    every, micro_batches = assembly.program.update_every, micro_batches or assembly.program.micro_batches
-    updates = 1 if every is None else micro_batches // every
-    each = list[OptimizerStep]()
-    for device, ranks in enumerate(assembly.ranks):
-        parameters = sum(own.trainable for own in assembly.chunk_bytes(device)) / precision.weight
-        share = len(ranks) if assembly.zero else 1
-        amount = float(parameters) / share * optimizer.update_bytes(precision)
-        first_ranks = {assembly.topology.device(rank).name: rank for rank in reversed(ranks)}
-        for name, rank in sorted(first_ranks.items(), key=itemgetter(1)):
-            if bandwidth := memory_bandwidth(name):
-                each.append(OptimizerStep(amount, bandwidth, rank, updates))
-    return max(each, key=attrgetter("seconds"), default=None)
-
-
-def optimizer_note(
-    assembly: Assembly, step_seconds: float, micro_batches: int | None = None
-) -> Iterator[str]:
-    """Where the updates that belong to a step take at least `WORTH` of it. Arguments as of
-    `optimizer_step`."""
-    own = optimizer_step(assembly, micro_batches)
-    if own is not None and own.seconds >= WORTH * step_seconds > 0:
-        often = "" if own.updates == 1 else f", {own.updates} times a step"
-        yield (
-            f"the optimizer's step is not in the prediction: {assembly.optimizer} reads and writes at least "
-            f"{format_bytes(own.bytes)} on device {own.rank}{often}, which takes its memory of "
-            f"{format_rate(own.bandwidth)} {format_seconds(own.seconds)} or more, "
-            f"{percent(own.seconds / step_seconds)} of the step"
-        )
-
-
-def _slow_host(assembly: Assembly) -> Iterator[str]:
-    """Of the device whose process takes longest to launch, where no device computes for as long, and the step
-    is shorter without launches: else it waits for transfers or all-reduces."""
-    if assembly.hosts == "one":
-        return
-    # Pipes of two directions share the micro-batches: a device has its places in each of them.
-    pipes = len(assembly.program.pipes)
-    repeats = np.array([repeat_word(mode) != "never" for mode in assembly.recompute])[:, None, None]
-    times = 1 + repeats * assembly.first_shares("forward_launch")
-    launches = times * assembly.launch_seconds("forward_launch")
-    launching = (launches + assembly.launch_seconds("backward_launch")).sum(axis=(1, 2)) / pipes
-    forward = (1 + repeats * assembly.first_shares("forward")) * assembly.by_place("forward")
-    passes = forward + assembly.by_place("backward")
-    computing = passes.sum(axis=(1, 2)) / pipes
-    device = int(launching.argmax())
-    if launching[device] <= computing.max() or not _launches_take_time(assembly):
-        return
-    on_device, on_host = (format_seconds(float(own[device])) for own in (computing, launching))
-    yield (
-        f"the step waits for the hosts: device {assembly.ranks[device][0]} computes a micro-batch in "
-        f"{on_device}, and its process takes {on_host} to launch the operations; where that takes less "
-        "(torch.compile, CUDA graphs), so does the step"
-    )
-
-
-def _launches_take_time(assembly: Assembly) -> bool:
-    """Whether the step is shorter, by more than `WORTH` of it, where hosts launch in no time; of a schedule
-    that is never flushed, a micro-batch in its steady state."""
-    costs, program = assembly.costs(), assembly.program
-    free = replace(costs, forward_launch=None, backward_launch=None)
-
-    def seconds(own: Costs) -> float:
-        if not assembly.schedule.synchronous:
-            with suppress(UsageError):  # too few micro-batches
-                return steady_state(program, own).seconds_per_micro_batch
-        return float(step_seconds(program, own)[0])
-
-    return seconds(free) < seconds(costs) * (1 - WORTH)

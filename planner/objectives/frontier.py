@@ -19,13 +19,9 @@ from ...cost_models.errors import UsageError
 from ..candidate import ScoredPlan
 from ..infeasible import no_plan_fits
 from ..joint_search import BEST, find_best_plan
-from ..plan_document import (
-    list_machine_warnings,
-    list_prediction_limits,
-    list_search_warnings,
-    plan_without_comparison,
-)
+from ..plan_document import list_machine_warnings, list_search_warnings, plan_without_comparison
 from ..plan_file import TIE, Plan, ProfileReference
+from ..plan_simulation import list_prediction_limits
 from ..problem import Problem
 from ..scoring import assemble
 from ..search.branch_and_bound import SearchResult

@@ -17,13 +17,9 @@ from ..coverage import describe_order, describe_search
 from ..infeasible import no_plan_fits
 from ..joint_search import find_best_plan, with_bound
 from ..mini_batch import choose_mini_batch, smaller_defaults
-from ..plan_document import (
-    list_machine_warnings,
-    list_prediction_limits,
-    list_search_warnings,
-    plan_without_comparison,
-)
+from ..plan_document import list_machine_warnings, list_search_warnings, plan_without_comparison
 from ..plan_file import Aim, Plan, ProfileReference
+from ..plan_simulation import list_prediction_limits
 from ..problem import Problem
 from .objective import COST, MEMORY, STEP_TIME, THROUGHPUT, Objective
 from .objective_result import ObjectiveResult

@@ -19,13 +19,13 @@ from pplan.planner.plan_document import (
     bubble,
     busy_seconds,
     energy_joules,
-    list_prediction_limits,
     plan_recompute,
     plan_stages,
     run_in_words,
     summarize,
 )
 from pplan.planner.plan_options import PlanOptions
+from pplan.planner.plan_simulation import list_prediction_limits
 from pplan.planner.problem import Problem
 from pplan.planner.scoring import assemble, fastest
 
