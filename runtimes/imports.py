@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
+from math import prod
 from typing import Any, TypeVar
 
 from ..cost_models.errors import UsageError, short_repr
@@ -47,6 +48,7 @@ from .transformer_blocks import (
     EMBEDDINGS,
     NotBlocksError,
     Transformer,
+    blocks_or_none,
     find_blocks,
     first_block_words,
     is_small,
@@ -88,10 +90,7 @@ def from_counts(counts: Sequence[int], names: Sequence[str], where: str) -> Part
     layers = len(names)
     if sum(counts) == layers:
         return Partition("balance", tuple(accumulate(counts)))
-    try:
-        model = find_blocks(names)
-    except NotBlocksError:
-        model = None
+    model = blocks_or_none(names)
     if model is None or sum(counts) != model.blocks:
         raise partition_error(
             where,
@@ -232,10 +231,7 @@ def from_layout(layout: str, names: Sequence[str], where: str, options: Options)
     idle = _idle_devices(empty, size, virtual)
     counts = {stage: letters.count("t") for stage, letters in enumerate(stages) if stage % size not in idle}
     moved = _norms_of_the_head([stage for stage in empty if stage in counts], counts, names, where)
-    batch, own = (
-        read_number(options, "global_batch_size", where),
-        read_number(options, "micro_batch_size", where),
-    )
+    batch = read_number(options, "global_batch_size", where)
     full = options.get("recompute_granularity") == ["full"]
     tells_recompute = "recompute_granularity" in options or batch is not None
     partition = replace(
@@ -244,8 +240,9 @@ def from_layout(layout: str, names: Sequence[str], where: str, options: Options)
         ),
         virtual_stages=virtual,
         schedule="interleaved" if virtual > 1 else "1f1b",
+        replicas=_read_replicas(options, size, where),
         mini_batch=batch,
-        samples=own,
+        samples=read_number(options, "micro_batch_size", where),
         recompute=("always" if full else "never") if tells_recompute else None,
     )
     if not full or options.get("recompute_method") != ["block"]:
@@ -254,6 +251,35 @@ def from_layout(layout: str, names: Sequence[str], where: str, options: Options)
     if number is None:
         return replace(partition, recompute=None)
     return with_first_blocks(partition, number, names)
+
+
+SHARERS = (
+    *("tensor_model_parallel_size", "context_parallel_size"),
+    *("tensor_parallel_degree", "context_parallel_degree", "tp_size", "cp_size"),
+)
+"""Options of trainers for the devices that share every layer of a stage."""
+
+
+def _read_replicas(options: Options, pipeline: int | None, where: str) -> int | None:
+    """The replicas of every stage: as trainers name them, or those that the launcher's processes leave.
+
+    A degree of -1 (torchtitan) or none (NeMo) stands for the rest of the processes.
+    """
+
+    def number(name: str) -> int | None:
+        return (
+            None if options.get(name) in (["-1"], ["none"], ["None"]) else read_number(options, name, where)
+        )
+
+    if total := number("dp_size"):
+        return total
+    degrees = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "dp_replicate_size")
+    sizes = [number(name) for name in degrees if name in options]
+    if sizes and all(sizes):
+        return prod(filter(None, sizes))
+    processes = (number("nproc_per_node") or 0) * (number("nnodes") or 1)
+    devices = (pipeline or 1) * prod(number(name) or 1 for name in SHARERS)
+    return processes // devices if processes and processes % devices == 0 else None
 
 
 def _idle_devices(empty: Sequence[int], size: int, virtual: int) -> set[int]:
@@ -271,8 +297,9 @@ def _norms_of_the_head(
     if not empty:
         return {}
     before_head = list(counts)[-1 - len(empty) : -1]
-    layers = _head(names)[: len(empty)]
-    if before_head == list(empty) and len(_head(names)) > len(empty) and all(map(is_small, layers)):
+    head = find_stack(names, where).head
+    layers = head[: len(empty)]
+    if before_head == list(empty) and len(head) > len(empty) and all(map(is_small, layers)):
         return dict(zip(empty, layers, strict=True))
     raise partition_error(
         where,
@@ -281,13 +308,6 @@ def _norms_of_the_head(
         "no norm to give",
         "pplan.lint costs it as it is, from the model's config.json; or move a block there.",
     )
-
-
-def _head(names: Sequence[str]) -> Sequence[str]:
-    try:
-        return find_blocks(names).head
-    except NotBlocksError:
-        return ()
 
 
 def _notes(stages: Sequence[str], empty: Sequence[int], moved: Mapping[int, str]) -> list[str]:
@@ -385,11 +405,7 @@ class _Layers:
     """The layers of a profile, found by a module's name."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.names = names
-        try:
-            self.model: Transformer | None = find_blocks(names)
-        except NotBlocksError:
-            self.model = None
+        self.names, self.model = names, blocks_or_none(names)
 
     def of(self, module: str) -> list[int]:
         """The layers of a module, by the profile's names or else by what such modules are called."""
@@ -459,15 +475,12 @@ def _with_options(partition: Partition, options: Options, where: str) -> Partiti
     samples = read_number(options, "pipeline_parallel_microbatch_size", where) or read_number(
         options, "pp_microbatch_size", where
     )
-    replicas = read_number(options, "data_parallel_replicate_degree", where) or read_number(
-        options, "dp_replicate_size", where
-    )
     return replace(
         partition,
         schedule=schedule,
         virtual_stages=stages // devices if devices else None,
         samples=samples,
-        replicas=replicas,
+        replicas=_read_replicas(options, devices, where),
         mini_batch=read_number(options, "global_batch_size", where),
         recompute=_RECOMPUTE.get((options.get("activation_checkpointing") or [""])[0]),
     )
@@ -594,11 +607,17 @@ def _options_in(text: str, where: str) -> Options:
     except (ValueError, RecursionError):
         pass
     if re.search(rf"^\s*(?:{'|'.join(PARTITION_KEYS)}):", text, re.MULTILINE):
-        return parse_yaml(text)
+        return parse_yaml(text) | _launcher_options(text)
     options = parse_options(text, where)
     if subcommand := re.search(r"\bactivation_checkpoint(?::|\.mode[\s=]+)([\w-]+)", text):
         options["activation_checkpointing"] = [subcommand[1]]
-    return options
+    return options | _launcher_options(text)
+
+
+def _launcher_options(text: str) -> Options:
+    """The numbers of torchrun's processes, also in a comment: `pplan export` writes the command there."""
+    matches = re.findall(r"--(nproc|nnodes)(?:[-_]per[-_]node)?[\s=]+(\d{1,6})\b", text)
+    return {"nproc_per_node" if name == "nproc" else name: [number] for name, number in matches}
 
 
 PARTITION_KEYS = (
@@ -663,41 +682,44 @@ def _megatron_blocks(options: Options, blocks: int, where: str) -> list[int]:
     embedding = is_set(options, "account_for_embedding_in_pipeline_split")
     loss = is_set(options, "account_for_loss_in_pipeline_split")
     uneven = [stage for stage in (first, last) if stage is not None]
-    rest, ranks = count + embedding + loss - sum(uneven), size - len(uneven)
+    slots = count + embedding + loss
+    rest, ranks = slots - sum(uneven), size - len(uneven)
+    share = rest // max(ranks, 1)
+    virtual = number("num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size") or 1
+    per_stage = number("num_layers_per_virtual_pipeline_stage")
+    if per_stage:
+        virtual = max(share // per_stage, 1)
     problems = []
     if count != blocks:
         problems.append(f"num_layers is {count}, the profile has {format_count(blocks, 'transformer block')}")
+    if size * virtual > slots:
+        problems.append(
+            f"{format_count(size, 'pipeline rank')} of {format_count(virtual, 'virtual stage')} are more "
+            f"than the {format_count(slots, 'layer')}"
+        )
     if uneven and (embedding or loss):
         problems.append(
             "the embedding or the loss counts as a layer, and the first or last rank's number is given"
         )
+    if uneven and per_stage:
+        problems.append("num_layers_per_virtual_pipeline_stage and the first or last rank's number are given")
+    elif per_stage and share % per_stage:
+        problems.append(f"{share} layers of a rank are no multiple of {per_stage} per virtual stage")
     if rest < 0 or ranks < 0 or rest % max(ranks, 1) or (rest and not ranks):
         problems.append(f"{rest} layers do not divide among {format_count(max(ranks, 0), 'pipeline rank')}")
-    share = rest // max(ranks, 1)
-    by_rank = [share] * max(ranks, 0)
-    by_rank = [first, *by_rank] if first is not None else by_rank
-    by_rank = [*by_rank, last] if last is not None else by_rank
-    virtual = number("num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size") or 1
-    if per_stage := number("num_layers_per_virtual_pipeline_stage"):
-        virtual = max(share // per_stage, 1)
-        if uneven:
-            problems.append(
-                "num_layers_per_virtual_pipeline_stage and the first or last rank's number are given"
-            )
-        elif share % per_stage:
-            problems.append(f"{share} layers of a rank are no multiple of {per_stage} per virtual stage")
-    if any(layers % virtual for layers in by_rank):
-        problems.append(
-            f"{', '.join(map(str, by_rank))} layers by rank do not divide into {virtual} virtual stages"
-        )
-    counts = [layers // virtual for layers in by_rank] * virtual
-    if not problems:
-        counts[0], counts[-1] = counts[0] - embedding, counts[-1] - loss
-        if min(counts) < 0:
+    elif not problems:
+        by_rank = [*uneven[: first is not None], *[share] * ranks, *uneven[first is not None :]]
+        if all(layers % virtual == 0 for layers in by_rank):
+            counts = [layers // virtual for layers in by_rank] * virtual
+            counts[0], counts[-1] = counts[0] - embedding, counts[-1] - loss
+            if min(counts) >= 0:
+                return counts
             problems.append("a stage would have less than no block")
-    if problems:
-        raise partition_error(where, "; ".join(problems), "Give the numbers that Megatron-LM trains with.")
-    return counts
+        else:
+            problems.append(
+                f"{', '.join(map(str, by_rank))} layers by rank do not divide into {virtual} virtual stages"
+            )
+    raise partition_error(where, "; ".join(problems), "Give the numbers that Megatron-LM trains with.")
 
 
 def _parts(content: list[Any]) -> list[list[str]]:

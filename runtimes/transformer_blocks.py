@@ -88,6 +88,14 @@ def find_blocks(names: Sequence[str]) -> Transformer:
     return Transformer(tuple(names), next(iter(lists)), ends)
 
 
+def blocks_or_none(names: Sequence[str]) -> Transformer | None:
+    """The transformer whose layers have these names, in order; None where they are no transformer's."""
+    try:
+        return find_blocks(names)
+    except NotBlocksError:
+        return None
+
+
 def _ends(names: Sequence[str], matches: Sequence[re.Match[str] | None], first: int) -> tuple[int, ...]:
     """The layers before the end of the embedding and of each block. `matches` goes up to the last block."""
     ends, blocks_so_far = [first], 0

@@ -305,6 +305,8 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("torchtitan", STRAIGHT | {"schedule": "zb-v", "virtual": 2}),
     ("torchtitan", STRAIGHT | {"schedule": "zb-h2"}),
     ("nemo-automodel", STRAIGHT | {"schedule": "gpipe", "replicas": 2}),
+    ("torchtitan", STRAIGHT | {"replicas": 2, "zero": 1}),
+    ("nemo-automodel", STRAIGHT | {"replicas": 2, "zero": 1}),
     ("nemo-automodel", STRAIGHT | {"schedule": "looped-bfs", "virtual": 2}),
 ]
 
@@ -331,6 +333,7 @@ def test_a_plan_comes_back_from_what_was_exported(
         own = read(document.text(Path("x.sh")))
         assert (own.ends, own.samples, own.mini_batch) == (made.ends, made.samples, made.mini_batch)
         assert (own.virtual_stages, own.recompute) == (made.virtual_stages, made.recompute)
+        assert own.replicas == made.replicas
         assert own.schedule == (None if document.actions else made.schedule)
 
 

@@ -4,14 +4,20 @@ torchtitan's split points; and slots of losses and predictors on several stages.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from pplan.cost_models.errors import FileError
+from pplan.planner.plan_file import Plan
+from pplan.runtimes.documents import TrainerText
+from pplan.runtimes.exports import export
 from pplan.runtimes.imports import Partition, read_partition
+
+MakePlan = Callable[..., Plan]
 
 
 def names(blocks: int) -> list[str]:
@@ -88,6 +94,50 @@ def test_megatron_core_builds_as_many(blocks: int, options: str, counts: list[in
     assert built == counts
 
 
+ROUND_TRIPS = [
+    ("megatron", 12, "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2"
+     " --decoder-last-pipeline-num-layers 4"),
+    ("megatron-bridge", 16, "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2"),
+    ("torchtitan", 9, "--parallelism.pipeline_parallel_split_points layers.2,layers.6"
+     " --parallelism.pipeline_parallel_degree 3"),
+    ("megatron", 9, "--pipeline-model-parallel-layout Et*4|t*5mL|L --pipeline-model-parallel-size 3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("runtime", "blocks", "text"), ROUND_TRIPS)
+def test_splits_of_a_trainer_come_back_from_the_export(
+    make_decoder_plan: MakePlan, runtime: str, blocks: int, text: str
+) -> None:
+    """What is read, planned with 2 replicas, exported and read again is the same."""
+    partition = read(text, blocks)
+    balance = [end - first for first, end in pairwise((0, *partition.ends))]
+    virtual = partition.virtual_stages or 1
+    plan = make_decoder_plan(balance, virtual=virtual, replicas=2, names=names(blocks))
+    document, _ = export(runtime, plan)
+    assert isinstance(document, TrainerText)
+    for exported in (document.to_json(), document.text(Path("x.sh"))):
+        partition_again = read(exported, blocks)
+        assert partition_again.ends == partition.ends
+        assert (partition_again.virtual_stages, partition_again.replicas) == (virtual, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "replicas"),
+    [
+        ("torchrun --nnodes 2 --nproc-per-node=6 x.py --pipeline-model-parallel-size 3", 4),
+        ("torchrun --nproc_per_node 12 x.py --pipeline-model-parallel-size 3"
+         " --tensor-model-parallel-size 2", 2),
+        ("torchrun --nproc-per-node 7 x.py --pipeline-model-parallel-size 3", None),
+        ("--parallelism.pipeline_parallel_split_points layers.4 --parallelism.data_parallel_shard_degree 4"
+         " --parallelism.data_parallel_replicate_degree 2", 8),
+        ("torchrun --nproc-per-node 8 x.py --parallelism.pipeline_parallel_split_points layers.4"
+         " --parallelism.pipeline_parallel_degree 2 --parallelism.data_parallel_shard_degree=-1", 4),
+    ],
+)  # fmt: skip
+def test_replicas_follow_from_the_processes(text: str, replicas: int | None) -> None:
+    assert read(text).replicas == replicas
+
+
 def test_what_stands_beside_them() -> None:
     partition = read(
         "torchrun pretrain_gpt.py --num-layers 9 --pipeline-model-parallel-size 3 --micro-batch-size 2"
@@ -113,6 +163,9 @@ def test_megatron_bridges_names(text: str) -> None:
     assert read(text).ends == ends([2, 3, 4])
 
 
+HUGE = 10**15
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -130,6 +183,9 @@ def test_megatron_bridges_names(text: str) -> None:
         ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 4"
          " --num-virtual-stages-per-pipeline-rank 2", "4, 5 layers by rank do not divide into 2"),
         ("--pipeline-model-parallel-size many", "pipeline_model_parallel_size is 'many'"),
+        (f"--pipeline-model-parallel-size {HUGE}", f"{HUGE} pipeline ranks .* more than the 9 layers"),
+        (f"--pipeline-model-parallel-size {HUGE} --decoder-first-pipeline-num-layers 9", "than the 9"),
+        (f"--pipeline-model-parallel-size 3 --num-virtual-stages-per-pipeline-rank {HUGE}", "than the 9"),
     ],
 )  # fmt: skip
 def test_numbers_that_megatron_refuses(options: str, why: str) -> None:
