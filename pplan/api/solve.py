@@ -24,6 +24,7 @@ from ..planner.plan_options import PlanOptions
 from ..planner.problem import Problem
 from ..profiler.profile_file import Profile
 from ..profiler.profile_warnings import list_notes, list_warnings, profiled_device
+from ..runtimes.transformer_blocks import blocks_or_none
 from .degree_profiles import Profiles, allowed_degrees, measured_degrees, one_degree
 from .machine import count_gpus, own_profiles
 from .options import FrontierKeywords, FrontierOptions, SolveKeywords
@@ -90,12 +91,18 @@ def solve_alone(
 
 
 def _runnable_alternatives(plan: Plan) -> list[Alternative]:
-    """Alternatives for the runtimes that run the model, and that share layers if several devices do."""
+    """Alternatives for the runtimes that run the model, and that share layers if several devices do.
+
+    A runtime with layers of its own runs transformers only.
+    """
     shares, outputs = plan.profile.tensor_parallel > 1, plan.profile.undivided_outputs
+    has_blocks = blocks_or_none(plan.layer_names) is not None
     runs = {
         name
         for name, runtime in RUNTIMES.items()
-        if (runtime.shares_layers or not shares) and runtime.refuse_outputs(outputs) is None
+        if (runtime.shares_layers or not shares)
+        and (has_blocks or not runtime.own_layers)
+        and runtime.refuse_outputs(outputs) is None
     }
     rows = [
         row.model_copy(update={"runtimes": [name for name in row.runtimes if name in runs]})

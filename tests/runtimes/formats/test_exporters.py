@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+import pplan
 from pplan.cost_models.document import MadeBy
 from pplan.cost_models.errors import ExportError, FileError, UsageError
 from pplan.cost_models.runtime import RUNTIMES, find_runtime
 from pplan.cost_models.text_files import sha256
 from pplan.planner.plan_file import Plan
+from pplan.profiler.profile_file import Profile
 from pplan.runtimes.documents import (
     KINDS,
     DeepspeedExport,
@@ -442,3 +444,21 @@ def test_one_process_does_not_reach_another_node(make_plan: MakePlan) -> None:
     with pytest.raises(ExportError, match="it takes 2 nodes, torchgpipe is one process on one node"):
         export("torchgpipe", plan)
     assert export("torchgpipe", make_plan([4, 6], schedule="gpipe", gpus_per_node=2))[1] is None
+
+
+@pytest.mark.parametrize("is_transformer", [False, True])
+def test_alternatives_are_for_runtimes_that_take_the_model(
+    profile: Profile, decoder: Callable[[int], list[str]], is_transformer: bool
+) -> None:
+    """Trainers with layers of their own run transformers only."""
+    if is_transformer:
+        names = decoder(len(profile.layers) - 3)
+        layers = [
+            layer.model_copy(update={"name": name, "cut_after": True, "cut_reason": None})
+            for layer, name in zip(profile.layers, names, strict=True)
+        ]
+        profile = profile.model_copy(update={"layers": layers})
+    plan = pplan.solve(profile, gpus=2, mini_batch=16)
+    runtimes = {name for row in plan.alternatives for name in row.runtimes}
+    assert "torch" in runtimes
+    assert ("megatron" in runtimes) == ("torchtitan" in runtimes) == is_transformer
