@@ -11,7 +11,7 @@ Automodel 0.7 (torch.distributed.pipelining's classes, or a file of actions).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -110,6 +110,41 @@ class Runtime:
     def runs_replicas(self, replicas: Sequence[int]) -> bool:
         """Whether the stages may have these numbers of replicas."""
         return len(set(replicas)) == 1 and (self.replicas == "equal" or replicas[0] == 1)
+
+    def find_problems(
+        self,
+        schedule: str,
+        modes: Sequence[str],
+        kinds: Collection[str],
+        replicas: Sequence[int],
+        *,
+        virtual_stages: int,
+        micro_batch_size: int,
+    ) -> Iterator[str]:
+        """Yield why it cannot run a plan: clauses whose "it" is the plan.
+
+        Args:
+            schedule: The schedule.
+            modes: What each stage recomputes.
+            kinds: The kinds of these modes.
+            replicas: Replicas of each stage.
+            virtual_stages: Stages of each device.
+            micro_batch_size: Samples of a micro-batch.
+        """
+        if virtual_stages > 1 and not self.virtual_stages:
+            yield f"it has {virtual_stages} virtual stages a device, {self.name} runs 1"
+        if not self.runs(schedule):
+            yield f"its schedule is {schedule}, {self.name} runs {', '.join(sorted(self.schedules))}"
+        if not self.runs_replicas(replicas):
+            allowed = "no replicas" if self.replicas == "none" else "the same number of them on every stage"
+            yield f"its stages have {'-'.join(map(str, replicas))} replicas, {self.name} runs {allowed}"
+        elif micro_batch_size % replicas[0]:
+            yield f"its {replicas[0]} replicas cannot share {micro_batch_size} samples evenly"
+        if len(set(modes)) > 1 and not self.recompute_by_stage:
+            yield f"its stages recompute {' and '.join(dict.fromkeys(modes))}, in {self.name} all do the same"
+        if unknown := sorted(set(kinds) - self.recompute):
+            does = "offloads to the host's memory" if unknown[0] == OFFLOAD else f"recomputes {unknown[0]}"
+            yield f"it {does}, {self.name} knows {', '.join(sorted(self.recompute))}"
 
     def trains(self, precision: str, zero: int) -> bool:
         """Whether it trains weights of a precision with a stage of ZeRO."""

@@ -90,7 +90,7 @@ def build(
     the input a tensor or the tuple of all tensors of the input.
     Weights that stages share are DeepSpeed's tied modules, one a weight.
     Raises UsageError, FileError; ExportError where the model is not the one of the plan, stages share a
-    buffer, the plan is not for DeepSpeed, or a stage has no parameters, which DeepSpeed's optimizers
+    buffer, the plan is not for DeepSpeed, or a stage has nothing to train, which DeepSpeed's optimizers
     refuse; ModelError as `pplan.sequential` does; MachineError without DeepSpeed, before `start` (or
     `deepspeed.init_distributed()`) or with another number of processes.
     """
@@ -181,7 +181,7 @@ def _check_parameters(document: DeepspeedExport, model: nn.Sequential, tied: Seq
         parameters += [weight.parameter for weight in tied if stage in weight.stages]
         if not any(parameter.requires_grad for parameter in parameters):
             raise ExportError(
-                f"stage {stage} (layers {first} to {end - 1}) has no parameters to train: "
+                f"stage {stage} (layers {first} to {end - 1}) has nothing to train: "
                 "DeepSpeed's optimizers refuse an empty list",
                 "Make a plan with fewer stages: pplan.solve(runtime='deepspeed', gpus=N)",
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -26,7 +27,7 @@ from ..cost_models.document import (
     MiniBatch,
     StepSeconds,
 )
-from ..cost_models.errors import ExportError, MachineError, UsageError
+from ..cost_models.errors import ExportError, FileError, MachineError, UsageError
 from ..cost_models.first_layers import count_first_layers
 from ..cost_models.quantities import format_count, format_seconds
 from ..cost_models.runtime import OFFLOAD, find_runtime
@@ -330,6 +331,28 @@ class HuggingfaceExport(ExportDocument):
     device_map: dict[str, DeviceIndex | Literal["cpu"]]
 
 
+def count_nodes(devices: Sequence[int], gpus_per_node: int | None) -> int:
+    """The number of nodes that hold these devices, as many on each.
+
+    Raises ExportError where they are not as many: one command of torchrun starts as many processes on each.
+    """
+    if gpus_per_node is None:
+        return 1
+    counts = Counter(device // gpus_per_node for device in devices)
+    if len(set(counts.values())) > 1:
+        numbers = ", ".join(f"{counts[node]} on node {node}" for node in sorted(counts))
+        raise ExportError(
+            f"the plan's devices are {numbers}: torchrun starts as many processes on each node",
+            "Plan with as many devices on each: pplan.solve(gpus=N), or use_all=True.",
+        )
+    return len(counts)
+
+
+def torchrun_options(processes: int, nodes: int) -> str:
+    """torchrun's options for so many processes, as many on each node."""
+    return f"--nnodes {nodes} " * (nodes > 1) + f"--nproc-per-node {processes // nodes}"
+
+
 class TrainerText(ExportDocument):
     """A plan as a trainer's own text.
 
@@ -363,17 +386,25 @@ class TrainerText(ExportDocument):
     @property
     def torchrun_options(self) -> str:
         """The launcher's options for the processes; on several nodes it needs a rendezvous, too."""
-        nodes = f"--nnodes {self.nodes} " if self.nodes > 1 else ""
-        return f"{nodes}--nproc-per-node {-(-self.processes // self.nodes)}"
+        return torchrun_options(self.processes, self.nodes)
 
     def text(self, path: Path) -> str:
         """What the trainer takes, in a file of that name."""
         raise NotImplementedError
 
     def files(self, path: Path) -> dict[Path, str]:
-        """The text, and beside it the CSV of its actions; at a name that ends in `.json`, this document."""
+        """The text, and beside it the CSV of its actions; at a name that ends in `.json`, this document.
+
+        Raises FileError where both would have one name.
+        """
         if path.suffix == ".json":
             return {path: self.to_json()}
+        if self.actions and path.suffix == ".csv":
+            raise FileError(
+                f"{path}: the order of the actions goes into the file of that name, next to the text for "
+                f"{self.runtime}",
+                f"Name a file that ends in .{find_runtime(self.runtime).suffix}.",
+            )
         order = {path.with_suffix(".csv"): "\n".join([*self.actions, ""])} if self.actions else {}
         return {path: self.text(path)} | order
 

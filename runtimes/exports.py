@@ -20,9 +20,9 @@ from typing import Any, cast
 
 from ..cost_models.document import MadeBy
 from ..cost_models.errors import ExportError, UsageError
-from ..cost_models.first_layers import recompute_kind, recompute_kinds
+from ..cost_models.first_layers import recompute_kinds
 from ..cost_models.quantities import format_count
-from ..cost_models.runtime import OFFLOAD, RUNTIMES, Runtime, find_runtime, other_layers_warning
+from ..cost_models.runtime import RUNTIMES, Runtime, find_runtime, other_layers_warning
 from ..cost_models.transformer.pipeline_layout import stage_letters
 from ..planner.plan_file import BUFFER_WARNING, Alternative, Plan
 from .documents import (
@@ -36,6 +36,7 @@ from .documents import (
     PipeExport,
     TorchExport,
     TorchtitanExport,
+    count_nodes,
     hash_layers,
     load_document,
     stage_bounds,
@@ -45,6 +46,7 @@ from .transformer_blocks import (
     FirstBlocksError,
     NotBlocksError,
     Transformer,
+    blocks_or_none,
     check_whole_blocks,
     count_first_blocks,
     ends_remark,
@@ -158,21 +160,21 @@ def _same_cuts(plan: Plan, other: Alternative) -> bool:
 
 def refusals(plan: Plan, runtime: Runtime) -> list[str]:
     """Why `runtime` cannot run the plan itself, one clause each; empty where it can."""
-    replicas = plan.replicas
-    reasons = []
-    if plan.virtual_stages > 1 and not runtime.virtual_stages:
-        reasons.append(f"it has {plan.virtual_stages} virtual stages a device, {runtime.name} runs 1")
-    if not _runs_schedule(plan, runtime):
-        reasons.append(
-            f"its schedule is {plan.schedule}, {runtime.name} runs {_join_words(runtime.schedules)}"
+    modes, first_blocks = stage_recompute(plan), list[str]()
+    kinds = recompute_kinds(modes)
+    if runtime.first_blocks and "first_layers" in kinds:
+        first_blocks = _other_first_blocks(plan, runtime, modes)
+        modes, kinds = ("always",), {"always"}
+    reasons = list(
+        runtime.find_problems(
+            min(runtime.schedules) if _runs_schedule(plan, runtime) else plan.schedule,
+            modes,
+            kinds,
+            plan.replicas,
+            virtual_stages=plan.virtual_stages,
+            micro_batch_size=plan.micro_batch_size,
         )
-    if not runtime.runs_replicas(replicas):
-        allowed = "no replicas" if runtime.replicas == "none" else "the same number of them on every stage"
-        reasons.append(
-            f"its stages have {'-'.join(map(str, replicas))} replicas, {runtime.name} runs {allowed}"
-        )
-    elif plan.micro_batch_size % replicas[0]:
-        reasons.append(f"its {replicas[0]} replicas cannot share {plan.micro_batch_size} samples evenly")
+    )
     nodes = _nodes(plan)
     if runtime.one_process and len(set(nodes)) > 1:
         reasons.append(f"it takes {len(set(nodes))} nodes, {runtime.name} is one process on one node")
@@ -180,31 +182,18 @@ def refusals(plan: Plan, runtime: Runtime) -> list[str]:
         reasons.append(f"its stages go back and forth between nodes, {runtime.name} fills node after node")
     untrained = [i for i, stage in enumerate(plan.stages) if stage.memory.get("gradients") == 0]
     if untrained and runtime.trains_every_stage:
-        reasons.append(f"stage {untrained[0]} has no parameters, {runtime.name} trains every stage")
-    reasons += _other_states(plan, runtime)
-    reasons += _shared_weights(plan, runtime)
-    reasons += _other_recomputation(plan, runtime)
-    return reasons
+        reasons.append(f"nothing in stage {untrained[0]} is trained, {runtime.name} trains every stage")
+    return [*reasons, *first_blocks, *_other_states(plan, runtime), *_shared_weights(plan, runtime)]
 
 
-def _other_recomputation(plan: Plan, runtime: Runtime) -> list[str]:
-    """Reasons, where the runtime does not recompute what the plan's stages do."""
-    own, reasons = stage_recompute(plan), list[str]()
-    words = dict.fromkeys(own)
-    if runtime.first_blocks and "first_layers" in recompute_kinds(own):
-        ends = list(accumulate(stage.layers for stage in plan.stages))
-        try:
-            count_first_blocks(find_blocks(plan.layer_names), ends, own)
-        except (NotBlocksError, FirstBlocksError) as error:
-            return [f"{error}, in {runtime.name} all stages run the same number of whole blocks again"]
-        return []
-    if len(words) > 1 and not runtime.recompute_by_stage:
-        reasons.append(f"its stages recompute {' and '.join(words)}, in {runtime.name} all do the same")
-    unknown = [word for word in map(recompute_kind, words) if word not in runtime.recompute]
-    if unknown:
-        does = "offloads to the host's memory" if unknown[0] == OFFLOAD else f"recomputes {unknown[0]}"
-        reasons.append(f"it {does}, {runtime.name} knows {_join_words(runtime.recompute)}")
-    return reasons
+def _other_first_blocks(plan: Plan, runtime: Runtime, modes: Sequence[str]) -> list[str]:
+    """The reason, where the stages do not all run the same number of first blocks again."""
+    ends = list(accumulate(stage.layers for stage in plan.stages))
+    try:
+        count_first_blocks(find_blocks(plan.layer_names), ends, modes)
+    except (NotBlocksError, FirstBlocksError) as error:
+        return [f"{error}, in {runtime.name} all stages run the same number of whole blocks again"]
+    return []
 
 
 def _other_states(plan: Plan, runtime: Runtime) -> Iterator[str]:
@@ -251,15 +240,16 @@ def _runs_schedule(plan: Plan, runtime: Runtime) -> bool:
 
 
 def _runs_alternative(runtime: Runtime, alternative: Alternative) -> bool:
-    words = _recompute_modes(alternative)
-    return (
-        runtime.name in alternative.runtimes
-        and alternative.schedule in runtime.schedules
-        and runtime.runs_replicas([alternative.replicas])
-        and alternative.micro_batch_size % alternative.replicas == 0
-        and (runtime.virtual_stages or alternative.virtual_stages == 1)
-        and runtime.recomputes(words, recompute_kinds(words))
+    modes = _recompute_modes(alternative)
+    problems = runtime.find_problems(
+        alternative.schedule,
+        modes,
+        recompute_kinds(modes),
+        [alternative.replicas],
+        virtual_stages=alternative.virtual_stages,
+        micro_batch_size=alternative.micro_batch_size,
     )
+    return runtime.name in alternative.runtimes and not any(problems)
 
 
 def _recompute_modes(alternative: Alternative) -> tuple[str, ...]:
@@ -309,10 +299,6 @@ def _remark(plan: Plan, runtime: Runtime, why: str, other: Alternative) -> str:
     )
 
 
-def _join_words(words: frozenset[str]) -> str:
-    return ", ".join(sorted(words))
-
-
 @dataclass(frozen=True)
 class ExportRequest:
     """A choice on its way to a runtime's file.
@@ -348,11 +334,9 @@ class ExportRequest:
         """The fields that every TrainerText has, but `actions`."""
         plan, choice = self.plan, self.choice
         sharers = plan.profile.tensor_parallel
-        processes = self.pipeline_size * choice.replicas * sharers
-        per_node = sharers * plan.gpus_per_node if plan.gpus_per_node else processes
         return self.fields | {
-            "processes": processes,
-            "nodes": -(-processes // per_node),
+            "processes": self.pipeline_size * choice.replicas * sharers,
+            "nodes": count_nodes(choice.devices, plan.gpus_per_node),
             "pipeline_size": self.pipeline_size,
             "replicas": choice.replicas,
             "order": choice.schedule,
@@ -628,9 +612,8 @@ def export_huggingface(request: ExportRequest) -> tuple[HuggingfaceExport, Remar
 
 def _placed_modules(names: list[str]) -> list[str]:
     """The module of each layer: of a layer inside a transformer block, the block; else the layer itself."""
-    try:
-        model = find_blocks(names)
-    except NotBlocksError:
+    model = blocks_or_none(names)
+    if model is None:
         return names
     first, last = model.ends[0], model.ends[-1]
     return [

@@ -362,16 +362,13 @@ def _check_runtime(check: _Checks, inputs: _Inputs) -> None:
     plan, runtime, chain = inputs.plan, inputs.runtime, inputs.chain
     if runtime is None:
         return
-    _check_runtime_runs(check, runtime, plan.schedule, inputs.modes, plan.replicas, plan.virtual_stages)
-    rest = plan.micro_batch_size % plan.replicas[0]
-    check.same("samples of a micro-batch left over by the replicas", rest, 0)
+    _check_runtime_runs(check, runtime, plan, inputs.modes, plan.replicas)
     check.require(f"{runtime.name} does not run this stage of ZeRO", plan.zero in runtime.zero, plan.zero)
     if chain is None:
         check.skip(inputs.no_profile)
     for weight in chain.tied:
         users = [stage for stage, bounds in enumerate(inputs.bounds) if weight.is_used(*bounds)]
-        ends = runtime.tied == "ends" and users == [0, len(plan.stages) - 1]
-        fine = len(users) == 1 or runtime.tied == "any" or ends
+        fine = len(users) == 1 or runtime.shares_weight(users, len(plan.stages) - 1)
         check.require(f"{runtime.name} keeps no copies of {weight.name}", fine, users)
     for number, (first, end) in enumerate(inputs.bounds if runtime.trains_every_stage else []):
         shared = any(weight.trainable_bytes and weight.is_used(first, end) for weight in chain.tied)
@@ -380,20 +377,17 @@ def _check_runtime(check: _Checks, inputs: _Inputs) -> None:
 
 
 def _check_runtime_runs(
-    check: _Checks,
-    runtime: Runtime,
-    schedule: str,
-    modes: Sequence[str],
-    replicas: Sequence[int],
-    virtual_stages: int,
+    check: _Checks, runtime: Runtime, plan: Plan | Alternative, modes: Sequence[str], replicas: Sequence[int]
 ) -> None:
-    check.require(f"{runtime.name} does not run it", runtime.runs(schedule), schedule)
-    fine = recompute_kinds(modes) <= runtime.recompute
-    check.require(f"{runtime.name} does not recompute so", fine, modes)
-    alike = runtime.recompute_by_stage or len(set(modes)) == 1
-    check.require(f"{runtime.name} recomputes all stages in one way", alike, modes)
-    check.require(f"{runtime.name} does not run these replicas", runtime.runs_replicas(replicas), replicas)
-    check.require(f"{runtime.name} has one stage on a device", runtime.virtual_stages or virtual_stages == 1)
+    for problem in runtime.find_problems(
+        plan.schedule,
+        modes,
+        recompute_kinds(modes),
+        replicas,
+        virtual_stages=plan.virtual_stages,
+        micro_batch_size=plan.micro_batch_size,
+    ):
+        check.require(problem, False)
 
 
 def _check_seconds(check: _Checks, inputs: _Inputs) -> None:
@@ -550,16 +544,9 @@ def _check_baseline(baseline: Baseline, check: _Checks, inputs: _Inputs) -> None
 def _check_alternative(alternative: Alternative, check: _Checks, inputs: _Inputs) -> None:
     rate = inputs.plan.mini_batch / alternative.step_seconds
     check.near("samples_per_second", alternative.samples_per_second or rate, rate)
-    modes, rest = (
-        alternative.stage_recompute or [alternative.recompute],
-        alternative.micro_batch_size % alternative.replicas,
-    )
+    modes = alternative.stage_recompute or [alternative.recompute]
     for name in alternative.runtimes:
-        runtime = find_runtime(name)
-        _check_runtime_runs(
-            check, runtime, alternative.schedule, modes, [alternative.replicas], alternative.virtual_stages
-        )
-    check.same("samples of a micro-batch left over by the replicas", rest, 0)
+        _check_runtime_runs(check, find_runtime(name), alternative, modes, [alternative.replicas])
     if inputs.chain is not None:
         for end in list(accumulate(alternative.balance))[:-1]:
             check.require(f"a cut after layer {end - 1}", bool(inputs.chain.cut_after[end - 1]))

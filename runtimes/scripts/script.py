@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -20,7 +21,16 @@ from ...planner.plan_file import Plan
 from ...profiler.named_model import NamedModel, model_for, quote_name
 from ...profiler.profile_file import Profile
 from ...profiler.profile_records import InputTensor
-from ..documents import DeepspeedExport, ExportDocument, PipeExport, TorchExport, TrainerArguments
+from ..documents import (
+    DeepspeedExport,
+    ExportDocument,
+    PipeExport,
+    TorchExport,
+    TrainerArguments,
+    TrainerText,
+    count_nodes,
+    torchrun_options,
+)
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _WIDTH = 84
@@ -343,17 +353,20 @@ def write_script(
     if isinstance(document, TrainerArguments):
         return Script(*_trainer_script(document, path, plan_reference))
     if not isinstance(document, PipeExport | DeepspeedExport | TorchExport):  # those with Runtime.builds
+        if isinstance(document, TrainerText):
+            why = f"{document.runtime} trains by its own recipe: put the sections of {plan_path.name} into it"
+        else:
+            why = f"{document.runtime} trains by your own script, which loads the model with the device_map"
         raise ExportError(
-            f"`script`: {document.runtime} trains by its own recipes, in which what is written belongs: "
-            f"{plan_path.name} says where",
-            "Omit `script`. Or export for torch: pplan.export('torch')",
+            f"`script`: none is written, {why}", "Omit `script`. Or export for torch: pplan.export('torch')"
         )
     if profile is None:
         raise ExportError(
             f"`script`: the profile that the plan of {plan.model} was made from says how it is built",
             "Name it: profile=FILE",
         )
-    command = _command(document, path)
+    _check_module_name(path)
+    command = _command(document, plan, path)
     names = _common_fields(document, plan, path, plan_reference, command) | _runtime_fields(document, device)
     named_model = model_for(profile, model, settings or {})
     runtime = find_runtime(document.runtime)
@@ -365,16 +378,12 @@ def write_script(
     return Script(text, command, loss_line if names["warning"] else None)
 
 
-def _command(document: PipeExport | DeepspeedExport | TorchExport, path: Path) -> str:
+def _command(document: PipeExport | DeepspeedExport | TorchExport, plan: Plan, path: Path) -> str:
     name = shlex.quote(path.name)
     if isinstance(document, PipeExport):
         return f"python {name}"
-    processes, per_node = len(document.devices), None
-    if isinstance(document, TorchExport):
-        per_node = document.gpus_per_node
-    nodes = -(-processes // (per_node or processes))
-    spread = f"--nnodes {nodes} " if nodes > 1 else ""
-    return f"torchrun {spread}--nproc-per-node {-(-processes // nodes)} {name}"
+    nodes = count_nodes(document.devices, plan.gpus_per_node)
+    return f"torchrun {torchrun_options(len(document.devices), nodes)} {name}"
 
 
 def _common_fields(
@@ -424,6 +433,18 @@ def _check_names(*paths: Path) -> None:
     for path in paths:
         if not path.name.isprintable():
             raise ExportError(f"`script`: the file's name is {quote_name(path.name)}", "Name it in one line.")
+
+
+def _check_module_name(path: Path) -> None:
+    """Raises ExportError for a script that Python would import in place of an installed module."""
+    name = path.stem
+    spec = find_spec(name) if name.isidentifier() else None
+    if spec is not None and Path(spec.origin or "").parent.absolute() != path.absolute().parent:
+        raise ExportError(
+            f"`script`: {path.name} has the name of the installed module {name}, and would be imported "
+            "in its place",
+            "Name another file: train.py, say.",
+        )
 
 
 def _printable_name(name: str) -> str:

@@ -142,7 +142,7 @@ def test_another_models_layers_are_refused(make_plan: MakePlan) -> None:
 
 def test_a_stage_without_parameters_is_refused(make_plan: MakePlan) -> None:
     document = exported(make_plan([4, 3, 3], schedule="1f1b"))
-    with pytest.raises(ExportError, match=r"stage 1 \(layers 4 to 6\) has no parameters"):
+    with pytest.raises(ExportError, match=r"stage 1 \(layers 4 to 6\) has nothing to train"):
         build(document, ten_layers(4, 5, 6), nn.functional.mse_loss)
 
 

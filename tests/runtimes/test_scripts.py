@@ -307,6 +307,28 @@ def test_commands_of_several_nodes(make_plan: MakePlan, tmp_path: Path) -> None:
     assert text.startswith("# torchrun --nnodes 2 --nproc-per-node 1 train_torch.py\n")
 
 
+@pytest.mark.parametrize("runtime", ["torch", "deepspeed"])
+def test_nodes_with_different_numbers_of_devices(make_plan: MakePlan, tmp_path: Path, runtime: str) -> None:
+    """One command of torchrun starts as many processes on each node."""
+    plan = make_plan([2, 2, 2], schedule="1f1b", gpus_per_node=2)
+    with pytest.raises(ExportError, match="2 on node 0, 1 on node 1: torchrun starts as many"):
+        written(plan, profile("vgg19", NAMES), runtime, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["torch", "random", "numpy"])
+def test_a_script_hides_no_module_that_it_imports(make_plan: MakePlan, tmp_path: Path, name: str) -> None:
+    plan = make_plan([2, 2], schedule="1f1b")
+    with pytest.raises(ExportError, match=rf"{name}\.py has the name of the installed module {name}"):
+        write_script(
+            export("torch", plan)[0],
+            plan,
+            profile("vgg19", NAMES),
+            path=tmp_path / f"{name}.py",
+            plan_path=tmp_path / "plan.json",
+            device="cpu",
+        )
+
+
 def test_what_has_no_script(make_plan: MakePlan, make_decoder_plan: MakePlan, tmp_path: Path) -> None:
     plan = make_plan([2, 2])
     with pytest.raises(ExportError, match="fcn_resnet50 is no classifier"):
@@ -315,7 +337,7 @@ def test_what_has_no_script(make_plan: MakePlan, make_decoder_plan: MakePlan, tm
         written(plan, profile("graph", NAMES, inputs=[]), "torchgpipe", tmp_path)
     with pytest.raises(ExportError, match="the profile that the plan of small was made from"):
         written(plan, None, "torchgpipe", tmp_path)
-    with pytest.raises(ExportError, match="huggingface trains by its own recipes") as caught:
+    with pytest.raises(ExportError, match="none is written, huggingface trains by your own script") as caught:
         written(make_decoder_plan([3, 2], schedule="naive"), None, "huggingface", tmp_path)
     assert "pplan.export('torch')" in caught.value.hint
 

@@ -87,6 +87,12 @@ def test_on_several_nodes(make_decoder_plan: MakePlan) -> None:
     assert "torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py" in document.text(Path("x.sh"))
 
 
+def test_nodes_with_different_numbers_of_devices(make_decoder_plan: MakePlan) -> None:
+    """One command of torchrun starts as many processes on each node."""
+    with pytest.raises(ExportError, match="8 on node 0, 4 on node 1: torchrun starts as many"):
+        megatron(make_decoder_plan([4, 4, 4], replicas=4, gpus_per_node=8))
+
+
 def test_the_document_where_the_name_says_json(make_decoder_plan: MakePlan, tmp_path: Path) -> None:
     document, _ = megatron(make_decoder_plan([5, 7]))
     document.save(tmp_path / "x.json", force=False)

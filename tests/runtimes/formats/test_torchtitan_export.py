@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import _Action, get_schedule_class
 
-from pplan.cost_models.errors import ExportError
+from pplan.cost_models.errors import ExportError, FileError
 from pplan.planner.plan_file import Plan
 from pplan.runtimes.documents import TorchtitanExport
 from pplan.runtimes.exports import export
@@ -63,6 +63,15 @@ def test_schedules_by_torchs_names(
     assert given[given.index("--parallelism.pipeline_parallel_degree") + 1] == str(4 // virtual)
     assert get_schedule_class(name).__name__ == f"Schedule{name}"
     assert document.actions == []
+
+
+def test_the_text_is_no_csv(make_decoder_plan: MakePlan, tmp_path: Path) -> None:
+    """The order of the actions goes into the file of that name."""
+    document, _ = torchtitan(make_decoder_plan([3, 3, 3, 3], schedule="zb-h1"))
+    with pytest.raises(FileError, match=r"x\.csv: the order of the actions goes into the file of that name"):
+        document.save(tmp_path / "x.csv", force=True)
+    assert not any(tmp_path.iterdir())
+    torchtitan(make_decoder_plan([3, 3, 3, 3]))[0].save(tmp_path / "x.csv", force=True)
 
 
 @pytest.mark.parametrize("schedule", ["dapple", "zb-h1", "zb-h2"])
