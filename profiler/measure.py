@@ -23,7 +23,7 @@ from .journal import Journal
 from .local_machine import free_bytes, parse_device
 from .measurement_target import MeasurementTarget, Setup, build_target
 from .models import from_module
-from .passes.clocks import Clock, CpuClock, CudaClock
+from .passes.clocks import Clock, clock_for
 from .passes.modes import Modes
 from .profile_cache import ProfileCache, Request
 from .profile_file import Interrupted, Profile
@@ -124,7 +124,7 @@ def profile_model(
         loss=loaded.loss if settings.loss is None else settings.loss,
         modes=modes,
         seed=settings.seed,
-        clock=clock or (CudaClock(place) if place.type == "cuda" else CpuClock()),
+        clock=clock or clock_for(place),
         verify_seconds=_VERIFYING * settings.budget_seconds if rounds is None else inf,
     )
     may_cache = place.type != "meta"

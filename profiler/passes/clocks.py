@@ -154,3 +154,8 @@ class CudaClock:
         end.record()
         torch.cuda.synchronize(self._device)
         return _CYCLES * 1e3 / max(float(start.elapsed_time(end)), 1e-3)
+
+
+def clock_for(device: torch.device) -> Clock:
+    """The clock of a device."""
+    return CudaClock(device) if device.type == "cuda" else CpuClock()

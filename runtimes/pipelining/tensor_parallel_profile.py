@@ -9,21 +9,24 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from ...cost_models.errors import MachineError, ModelError, UsageError
+from ...profiler.chain.layers import Layer
 from ...profiler.local_machine import device_memory_bytes, device_name, versions
+from ...profiler.passes.clocks import Clock, clock_for
+from ...profiler.passes.layer_stamps import LayerStamps, LayerTimes
+from ...profiler.passes.timed_passes import TimedPasses
+from ...profiler.passes.timing import OutputGradients, run_layers
+from ...profiler.passes.watchers import SavedBytes
 from ...profiler.profile_file import Profile
 from ...profiler.sequential import sequential
 from ...profiler.torchrun_env import COMMAND, read_torchrun_env
@@ -64,7 +67,7 @@ def profile_shared_layers(
         share_matrices(
             layers, styles_by_module(layers, plan, "tensor_plan"), init_device_mesh(device.type, (processes,))
         )
-        run = _SharedLayers(list(layers), device)
+        run = _SharedLayers(list(layers), layers.layer_names, clock_for(device), device)
         sizes = structure.micro_batch_sizes
         seconds, saved = [], []
         for size in sizes:
@@ -118,104 +121,70 @@ def _joined(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """Bytes by layer, as `LayerMeasurement` defines them."""
+class _LocalBytes(SavedBytes):
+    """Saved bytes of this process: of a tensor that is split, its part."""
 
-    saved: list[int]
-    saved_input: list[int]
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        tensors = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
+        weights = [nn.Parameter(_local(tensor), requires_grad=False) for tensor in tensors]
+        super().__init__(nn.ParameterList(weights), len(layers))
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        super()._pack(_local(tensor))
+        return tensor.detach()
 
 
-@dataclass
 class _SharedLayers:
     """The layers of this process, in order."""
 
-    layers: list[nn.Module]
-    device: torch.device
+    def __init__(
+        self, modules: Sequence[nn.Module], names: Sequence[str], clock: Clock, device: torch.device
+    ) -> None:
+        self.modules, self.clock, self.device = modules, clock, device
+        self._layers = [
+            Layer(name, type(module).__name__, module, None, (), (), None)
+            for name, module in zip(names, modules, strict=True)
+        ]
+        self._gradients = OutputGradients(0)
 
-    def timed(self, batch: Any, budget_seconds: float) -> np.ndarray:
-        """Seconds [pass, layer, forward and backward] of the slowest process."""
+    def timed(self, batch: Any, budget_seconds: float) -> TimedPasses:
+        """The passes, each with the seconds of the slowest process."""
         for _ in range(WARM_UPS):
-            one = self._pass(batch)
-        count = torch.tensor([budget_seconds / max(float(one.sum()), 1e-9)], dtype=torch.float64)
+            times = self._pass(batch)
+        count = torch.tensor([budget_seconds / max(float(times.sum()), 1e-9)], dtype=torch.float64)
         count = count.clamp(FEWEST, MOST).to(self.device)
         dist.broadcast(count, src=0)
-        times = torch.from_numpy(np.stack([self._pass(batch) for _ in range(int(count))])).to(self.device)
-        dist.all_reduce(times, op=dist.ReduceOp.MAX)
-        return np.asarray(times.cpu())
+        passes = torch.from_numpy(np.stack([self._pass(batch) for _ in range(int(count))])).to(self.device)
+        dist.all_reduce(passes, op=dist.ReduceOp.MAX)
+        return TimedPasses([LayerTimes(*directions) for directions in np.asarray(passes.cpu())])
 
     def _pass(self, batch: Any) -> np.ndarray:
-        """Each layer's forward, then each one's backward; gradients are added to those that are there."""
-        times = np.zeros((len(self.layers), 2))
-        leaves: list[list[Tensor]] = []
-        outputs: list[list[Tensor]] = []
-        value, gradients = batch, None
-        for index, layer in enumerate(self.layers):
-            own: list[Tensor] = []
-            value = _apart(value, own)
-            start = self._now()
-            value = layer(value)
-            times[index, 0] = self._now() - start
-            leaves.append(own)
-            outputs.append([each for each in _tensors(value) if each.requires_grad])
-        for index in reversed(range(len(self.layers))):
-            results = outputs[index]
-            if gradients is None:
-                gradients = [torch.ones_like(each) for each in results]
-            start = self._now()
-            if results:
-                torch.autograd.backward(results, gradients)
-            times[index, 1] = self._now() - start
-            gradients = [torch.zeros_like(own) if own.grad is None else own.grad for own in leaves[index]]
-        return times
+        """Seconds [forward or backward, layer] of this process."""
+        stamps = LayerStamps(self.clock, len(self._layers))
+        self.clock.settle()
+        run_layers(self._layers, batch, self._gradients, stamps)
+        times = stamps.times()
+        return np.stack([times.forward, times.backward])
 
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return perf_counter()
-
-    def saved_bytes(self, batch: Any) -> _Saved:
-        """Of one forward through all layers, each storage once, parameters and buffers not at all."""
-        own = {_key(each) for layer in self.layers for each in (*layer.parameters(), *layer.buffers())}
-        users: dict[int, list[int]] = {}
-        bytes: dict[int, int] = {}
-        alive: list[Tensor] = []
-        inputs: list[set[int]] = []
-        now = 0
-
-        def pack(tensor: Tensor) -> Tensor:
-            key = _key(tensor)
-            if key not in own:
-                users.setdefault(key, []).append(now)
-                bytes[key] = _local(tensor).untyped_storage().nbytes()
-                alive.append(tensor)
-            return tensor
-
-        value = batch
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            for now, layer in enumerate(self.layers):  # noqa: B007
-                inputs.append({_key(each) for each in _tensors(value)})
-                alive += _tensors(value)
-                value = layer(value)
-        saved, saved_input = [0] * len(self.layers), [0] * len(self.layers)
-        for key, layers in users.items():
-            saved[layers[0]] += bytes[key]
-            for index in range(layers[0] + 1, layers[-1] + 1):
-                saved_input[index] += bytes[key] * (key in inputs[index])
-        return _Saved(saved, saved_input)
+    def saved_bytes(self, batch: Any) -> SavedBytes:
+        """Of one forward through all layers."""
+        watcher = _LocalBytes(self.modules)
+        with watcher.hooks():
+            run_layers(self._layers, batch, self._gradients, watcher)
+        return watcher
 
 
 def _written(
     structure: Profile,
     run: _SharedLayers,
-    saved: Sequence[_Saved],
-    seconds: Sequence[np.ndarray],
+    saved: Sequence[SavedBytes],
+    seconds: Sequence[TimedPasses],
     processes: int,
 ) -> Profile:
     """The structure with what was measured. Bytes that stage outputs and workspaces take are the unshared
     model's: a layer's output is whole on every process."""
     document = structure.model_dump(mode="python", by_alias=True)
-    for index, (layer, own) in enumerate(zip(document["layers"], run.layers, strict=True)):
+    for index, (layer, own) in enumerate(zip(document["layers"], run.modules, strict=True)):
         parameters = [_local(each) for each in own.parameters()]
         trainable = [_local(each).nbytes for each in own.parameters() if each.requires_grad]
         layer |= {
@@ -224,16 +193,13 @@ def _written(
             "largest_parameter_bytes": max(trainable, default=0),
             "buffer_bytes": sum(each.nbytes for each in own.buffers()),
         }
-        for cost, bytes, times in zip(layer["costs"], saved, seconds, strict=True):
-            both = times[:, index].sum(axis=1)
-            low, middle, high = np.percentile(both, (25, 50, 75))
-            forward, backward = np.median(times[:, index], axis=0)
+        for cost, watcher, passes in zip(layer["costs"], saved, seconds, strict=True):
             cost |= {
-                "forward_seconds": float(forward),
-                "backward_seconds": float(backward),
-                "saved_bytes": bytes.saved[index],
-                "saved_input_bytes": bytes.saved_input[index],
-                "spread": float((high - low) / middle) if middle and len(times) > 1 else None,
+                "forward_seconds": float(passes.medians("forward")[index]),
+                "backward_seconds": float(passes.medians("backward")[index]),
+                "saved_bytes": watcher.saved_bytes[index],
+                "saved_input_bytes": watcher.saved_input_bytes[index],
+                "spread": passes.spreads()[index],
             }
     note = (
         f"measured by {processes} processes that share each layer: its seconds, with the collectives inside, "
@@ -253,27 +219,6 @@ def _written(
     return Profile.model_validate(document)
 
 
-def _apart(value: Any, leaves: list[Tensor]) -> Any:
-    """A copy of what crosses a cut, whose gradients are put into new leaves, in the order of the tensors."""
-    if isinstance(value, Tensor):
-        if not value.requires_grad:
-            return value
-        leaf = value.detach().requires_grad_()
-        leaves.append(leaf)
-        return leaf.clone()  # a layer may write to its input
-    if isinstance(value, tuple | list):
-        return type(value)(_apart(each, leaves) for each in value)
-    return value
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """All, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
-    return [tensor for each in inner for tensor in _tensors(each)]
-
-
 def _local(tensor: Tensor) -> Tensor:
     """This process's part."""
     if not isinstance(tensor, DTensor):
@@ -281,7 +226,3 @@ def _local(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         local: Tensor = tensor.to_local()
     return local
-
-
-def _key(tensor: Tensor) -> int:
-    return _local(tensor).untyped_storage().data_ptr()

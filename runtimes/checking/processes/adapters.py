@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ....profiler.passes.clocks import clock_for
 from ....profiler.user_model.loaded_model import ModelInput
 from ... import fairscale, torchgpipe
 from ...deepspeed import build as build_deepspeed
@@ -22,7 +23,7 @@ from ...pipelining.stage import InputForm, StageLoss, StageModule
 from ...torch_actions import splits_backward
 from ...torch_pipelining import build as build_torch
 from ..records import Case, StageSeconds
-from .stage_times import ActionStamps, PartitionStamps, clock_for, measure_isolated, stage_inputs
+from .stage_times import ActionStamps, PartitionStamps, measure_isolated, stage_inputs
 from .trained_model import LEARNING_RATE, TrainingTarget, apply_sgd
 
 

@@ -17,15 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....profiler.passes.clocks import Clock, CpuClock, CudaClock
+from ....profiler.passes.clocks import Clock, clock_for
 from ....profiler.torch_internals import backward_parts
 from ...pipelining.stage import pack_tensor
 from ..records import StageSeconds
-
-
-def clock_for(device: torch.device) -> Clock:
-    """The clock of a device."""
-    return CudaClock(device) if device.type == "cuda" else CpuClock()
 
 
 class ActionStamps:
