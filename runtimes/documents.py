@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections import Counter
@@ -518,6 +517,8 @@ class NemoExport(TrainerText):
 
     def text(self, path: Path) -> str:
         """A piece of YAML: sections to be put into a recipe."""
+        import yaml  # type: ignore[import-untyped,unused-ignore]  # only recipes need it
+
         sections = self.sections
         if self.actions:
             pipeline = {"pp_schedule_csv": path.with_suffix(".csv").name} | sections["distributed"][
@@ -526,20 +527,8 @@ class NemoExport(TrainerText):
             sections = sections | {"distributed": sections["distributed"] | {"pipeline": pipeline}}
         start = f"automodel RECIPE.yaml {self.torchrun_options}"
         about = shell_comment(f"Put these sections into the recipe of {self.model}; {start}")
-        return "".join(f"{text}\n" for text in (about, *self.warning_comments)) + "".join(_yaml(sections, ""))
-
-
-def _yaml(content: dict[str, Any], indent: str) -> list[str]:
-    """Lines of YAML; its scalars and inner lists are those of JSON."""
-    lines = []
-    for key, value in content.items():
-        if isinstance(value, dict):
-            lines += [f"{indent}{key}:\n", *_yaml(value, f"{indent}  ")]
-        elif isinstance(value, list):
-            lines += [f"{indent}{key}:\n", *(f"{indent}  - {json.dumps(item)}\n" for item in value)]
-        else:
-            lines.append(f"{indent}{key}: {json.dumps(value)}\n")
-    return lines
+        comments = "".join(f"{text}\n" for text in (about, *self.warning_comments))
+        return comments + str(yaml.safe_dump(sections, sort_keys=False, default_flow_style=None, width=100))
 
 
 KINDS: dict[str, type[ExportDocument]] = {

@@ -607,7 +607,7 @@ def _options_in(text: str, where: str) -> Options:
     except (ValueError, RecursionError):
         pass
     if re.search(rf"^\s*(?:{'|'.join(PARTITION_KEYS)}):", text, re.MULTILINE):
-        return parse_yaml(text) | _launcher_options(text)
+        return parse_yaml(text, where) | _launcher_options(text)
     options = parse_options(text, where)
     if subcommand := re.search(r"\bactivation_checkpoint(?::|\.mode[\s=]+)([\w-]+)", text):
         options["activation_checkpointing"] = [subcommand[1]]

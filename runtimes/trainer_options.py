@@ -11,7 +11,6 @@ from ..cost_models.errors import FileError
 
 Options = dict[str, list[str]]
 _KEY = re.compile(r"^(?:--)?((?:[A-Za-z]\w*[.-])*[A-Za-z]\w*)=(.+)$", re.DOTALL)
-_YAML = re.compile(r"^(\s*)(\w+):\s*(.*)$")
 
 
 FORMATS = (
@@ -96,30 +95,17 @@ def is_set(options: Options, name: str) -> bool:
     return name in options and options[name][:1] not in (["False"], ["false"])
 
 
-def parse_yaml(text: str) -> Options:
-    """The scalars of a piece of YAML by their last key, and of lists of lists their items by commas."""
-    options: Options = {}
-    key = ""
-    for line in text.splitlines():
-        line = line.split(" #")[0].rstrip()
-        match = _YAML.match(line)
-        if match:
-            key = match[2]
-            options[key] = [_plain(match[3])] if match[3] else []
-        elif line.lstrip().startswith("- ") and key:
-            _add_item(options[key], line.strip())
-    return options
+def parse_yaml(text: str, where: str) -> Options:
+    """The options of a recipe. Raises FileError where it is no YAML, or repeats parts by reference."""
+    import yaml  # type: ignore[import-untyped,unused-ignore]  # only recipes need it
 
-
-def _add_item(items: list[str], line: str) -> None:
-    """`- [a, b]` and `- - a` begin a list, `- b` after the latter goes on with it."""
-    item = line[2:].strip()
-    if item.startswith("["):
-        items.append(",".join(_plain(part) for part in item.strip("[]").split(",")))
-    elif item.startswith("- "):
-        items.append(_plain(item[2:]))
-    elif items:
-        items[-1] += f",{_plain(item)}"
+    try:
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise partition_error(where, "its YAML has references (*name)", "Write out what they stand for.")
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise partition_error(where, f"it is no YAML: {' '.join(str(error).split())}") from error
+    return flatten_options(content) if isinstance(content, Mapping) else {}
 
 
 def _plain(text: str) -> str:

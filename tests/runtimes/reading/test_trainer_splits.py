@@ -183,6 +183,8 @@ HUGE = 10**15
         ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 4"
          " --num-virtual-stages-per-pipeline-rank 2", "4, 5 layers by rank do not divide into 2"),
         ("--pipeline-model-parallel-size many", "pipeline_model_parallel_size is 'many'"),
+        ("pipeline_model_parallel_size: [3", "it is no YAML"),
+        ("a: &a [x, x]\nb: [*a, *a]\npipeline_model_parallel_size: 3", "has references"),
         (f"--pipeline-model-parallel-size {HUGE}", f"{HUGE} pipeline ranks .* more than the 9 layers"),
         (f"--pipeline-model-parallel-size {HUGE} --decoder-first-pipeline-num-layers 9", "than the 9"),
         (f"--pipeline-model-parallel-size 3 --num-virtual-stages-per-pipeline-rank {HUGE}", "than the 9"),
