@@ -7,7 +7,6 @@ is looked for where it is used, so that the other runtimes work without it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...profiler.torch_internals import Internal, check_internals
 from ..torch_actions import OWN_ORDER
-
-
-def _fake_tensor_mode() -> Callable[..., AbstractContextManager[Any]]:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode
 
 
 def _pipe_module() -> Any:
@@ -62,13 +55,7 @@ IGNORED = Internal(
     "replicas of stages that share a weight, whose gradients are added up over all that hold it",
     "Use replicate='fsdp', or a plan without replicas.",
 )
-FAKE_TENSORS = Internal(
-    "torch._subclasses.fake_tensor.FakeTensorMode",
-    _fake_tensor_mode,
-    "shapes and dtypes at the cuts of a model that runs parts under autocast",
-    "Let PyTorch run the stages to find out, as for models that the meta device cannot run.",
-)
-TORCH_INTERNALS = (OWN_SCHEDULE, NEIGHBOURS, IGNORED, FAKE_TENSORS)
+TORCH_INTERNALS = (OWN_SCHEDULE, NEIGHBOURS, IGNORED)
 DEEPSPEED_PARTITION = Internal(
     "deepspeed.runtime.pipe.module.PipelineModule._partition_layers, _set_bounds, _topo",
     lambda: (_pipe_module()._partition_layers, _pipe_module()._set_bounds),
@@ -104,12 +91,6 @@ DEEPSPEED_OPERATIONS = Internal(
     is_required=False,
 )
 DEEPSPEED_INTERNALS = (DEEPSPEED_PARTITION, DEEPSPEED_TIES, DEEPSPEED_INSTRUCTIONS, DEEPSPEED_OPERATIONS)
-
-
-def fake_tensors() -> AbstractContextManager[Any]:
-    """Inside, new tensors say that they are on a device, and have no values. Raises MachineError."""
-    check_internals([FAKE_TENSORS], torch.__version__)
-    return _fake_tensor_mode()(allow_non_fake_inputs=True)
 
 
 def load_order(schedule: Any, file: Path) -> None:

@@ -58,7 +58,6 @@ from ...profiler.torch_internals import (
 )
 from ...profiler.user_model.loaded_model import ModelInput, copy_model, copy_to_meta, scripted_parts
 from ...profiler.user_model.seeding import fixed_seed
-from .runtime_internals import fake_tensors
 
 _CARRIERS = {torch.int16: torch.float16, torch.int32: torch.float32, torch.int64: torch.float64}
 """Of the same size; what takes one byte goes by value, which float16 holds exactly."""
@@ -684,9 +683,8 @@ def trace_shapes(
 ) -> list[StageShapes] | None:
     """For each stage, with `inputs` of that form to the first; None where no trace runs.
 
-    The meta device knows no autocast: where the layers are under one, or switch one on, or do not run on
-    meta, they are traced with tensors that are said to be on `device` (default: the CPU). Layers that look at
-    values run there for real, on a copy of a stage at a time.
+    The meta device knows no autocast. If the layers are under one, switch one on, or look at values, a copy
+    of a stage at a time runs for real on `device` (default: the CPU).
 
     PyTorch computes weight gradients apart only on what lies between an input with a gradient and the output:
     where `splits_backward`, a stage behind frozen ones has such an input all the same, and its gradient is
@@ -695,7 +693,7 @@ def trace_shapes(
     Raises ExportError where PyTorch cannot run the two parts of a stage's backward.
     """
     place = device or torch.device("cpu")
-    for trace in (_trace_on_meta, _trace_pretending, _trace_for_real):
+    for trace in (_trace_on_meta, _trace_for_real):
         try:
             stages = trace(layers, parts, tuple(inputs), form, splits_backward, place)
         except ExportError:
@@ -722,22 +720,6 @@ def _trace_on_meta(
     with _notice_autocast() as noticed:
         stages = list(_trace_stages(meta_layers.__getitem__, parts, meta_inputs, form, splits_backward))
     return None if noticed or torch.is_autocast_enabled(place.type) else stages
-
-
-def _trace_pretending(
-    layers: nn.Sequential,
-    parts: Sequence[int],
-    inputs: tuple[Tensor, ...],
-    form: InputForm,
-    splits_backward: bool,  # noqa: ARG001 - such tensors have no two parts of a backward
-    place: torch.device,
-) -> list[StageShapes]:
-    meta_layers: Any = copy_to_meta(layers, "the model")
-    with fake_tensors():
-        _pretend(meta_layers, place)
-        fake_inputs = tuple(_pretended(tensor.to("meta"), place) for tensor in inputs)
-        stages = list(_trace_stages(meta_layers.__getitem__, parts, fake_inputs, form, splits_backward=False))
-    return [_on_meta(stage) for stage in stages]
 
 
 def _trace_for_real(
@@ -769,19 +751,6 @@ def _notice_autocast() -> Iterator[list[bool]]:
 
     with mock.patch.object(torch.autocast, "__enter__", noticing):
         yield entered
-
-
-def _pretend(layers: nn.Module, device: torch.device) -> None:
-    """Inside `fake_tensors`: makes parameters and buffers, which are on meta, look as if on `device`."""
-    for module in layers.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            setattr(module, name, nn.Parameter(_pretended(parameter, device), parameter.requires_grad))
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, _pretended(buffer, device))
-
-
-def _pretended(tensor: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_like(tensor.detach(), device=device).requires_grad_(tensor.requires_grad)
 
 
 def _on_meta(stage: StageShapes) -> StageShapes:
