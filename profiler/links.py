@@ -123,7 +123,7 @@ def _measure(
             nccl_group if isinstance(nccl_group, dist.ProcessGroup) else None
         )  # it is a number for who is not in it
     whole_sizes = sorted({-(-size // ELEMENT) * ELEMENT for size in sizes or SIZES[backend]})
-    bench = _Bench(process.rank, own.device, group, repeats, wait.total_seconds())
+    bench = LinkBench(process.rank, own.device, group, repeats, wait.total_seconds())
     seconds: dict[tuple[int, int], list[float]] = {}
     pairs = choose_pairs([member.node for member in members])
     for first, second in pairs:
@@ -213,7 +213,7 @@ def _members(everyone: Sequence[_Own]) -> list[Member]:
 
 
 @dataclass(frozen=True)
-class _Bench:
+class LinkBench:
     """Times what this process takes part in. `group`: None for the gloo group of all."""
 
     rank: int

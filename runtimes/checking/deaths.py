@@ -114,7 +114,10 @@ def _raised(failures: Mapping[int, Mapping[str, Any]], folder: Path) -> MachineE
     rank, failure = min(failures.items(), key=lambda item: float(item[1]["time"]))
     lost = "lost another process " if failure["lost"] else ""
     hint = failure["hint"] or _printed(folder, rank) or "Run it alone to see more."
-    return MachineError(f"check: rank {rank} {lost}{while_doing(folder, rank)}: {failure['what']}", hint)
+    what = failure["what"]
+    if not what.startswith("check: "):  # a process that hangs says what it was doing
+        what = f"check: rank {rank} {lost}{while_doing(folder, rank)}: {what}"
+    return MachineError(what, hint)
 
 
 def _died(deaths: Sequence[Death], folder: Path) -> MachineError:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +24,10 @@ from .records import CasePrediction, CheckMeasurements, Job
 POLL_SECONDS = 0.1
 STARTING_SECONDS = 60.0
 """At least allowed for the processes to start: they import torch, on a busy machine all at once."""
-STACK_SECONDS = 1.0
-"""How long to wait for a process to write down where it stands."""
+GRACE_SECONDS = 5.0
+"""How much longer than the processes, which watch themselves, this one waits for progress."""
 FOLDER = "pplan-check-"
 """What the name of a check's folder begins with; the id of its process follows."""
-IDLE = r"in watch$|/(threading|queue)\.py:\d+, in (wait|get)$"
-"""Frames of a thread that looks after its parent, or waits for another thread."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +42,8 @@ class ProgressCallbacks:
 def run_in_processes(job: Job, callbacks: ProgressCallbacks | None = None) -> CheckMeasurements:
     """Runs the job; no process of it is left behind.
 
-    Raises MachineError with the words of the process that failed, or of the one that hangs: nothing was begun
-    anew for `job.timeout_seconds`.
+    Raises MachineError with the words of the process that failed, or that hangs: it began nothing anew for
+    `job.timeout_seconds`.
     """
     _remove_abandoned_folders()
     with tempfile.TemporaryDirectory(prefix=f"{FOLDER}{os.getpid()}-") as name:
@@ -135,8 +132,12 @@ def _watch(launcher: subprocess.Popen[bytes], folder: Path, job: Job, callbacks:
             raise _error(folder)
         all_began = len(doing) == job.processes
         time_limit = job.timeout_seconds if all_began else max(job.timeout_seconds, STARTING_SECONDS)
-        if time.monotonic() - since > time_limit:
-            raise _hanging(folder, doing, job.timeout_seconds)
+        if time.monotonic() - since > time_limit + GRACE_SECONDS:
+            what = f"check: rank 0 waits {while_doing(folder, 0)}"
+            raise MachineError(
+                f"{what}: nothing went on for {job.timeout_seconds:g} s",
+                "Give a longer `timeout`, if that is how long it takes. Else see that no process is stopped.",
+            )
     _report_predictions(folder, callbacks, predictions)
     if launcher.returncode < 0:
         raise MachineError(
@@ -176,74 +177,6 @@ def _error(folder: Path) -> PplanError:
     return MachineError(
         f"check: the launcher of the processes ended: {lines[-1] if lines else 'it printed nothing'}",
         "See that torch works here.",
-    )
-
-
-def _hanging(folder: Path, doing: Mapping[str, object], seconds: float) -> PplanError:
-    """Names the process that is stopped, else one that computes while the others wait for it, and where it
-    stands."""
-    for rank, pid in sorted(_pids(folder).items()):
-        if is_stopped(pid):
-            return MachineError(
-                f"check: rank {rank} is stopped {while_doing(folder, rank)}: "
-                f"nothing went on for {seconds:g} s",
-                stopped_hint(pid),
-            )
-    stacks = _stacks(folder)
-    busy = {rank: where for rank, where in stacks.items() if where and not waits(where)}
-    rank = min(busy or stacks or doing or {"0": ""}, key=int)
-    stack = busy.get(rank) or stacks.get(rank) or []
-    return MachineError(
-        f"check: rank {rank} hangs {while_doing(folder, rank)}: nothing went on for {seconds:g} s",
-        f"It stands at {stack[0]}." if stack else "Give a longer `timeout`, where that is how long it takes.",
-    )
-
-
-def process_fields(pid: int) -> list[str]:
-    """Read the system's record of a process, from its state on. Empty if it is gone."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return []
-
-
-def is_stopped(pid: int) -> bool:
-    """Return whether a signal holds the process, if the system tells."""
-    return process_fields(pid)[:1] in (["T"], ["t"])
-
-
-def stopped_hint(pid: int) -> str:
-    """What to do about a process that is stopped."""
-    return f"Find what sent process {pid} a signal to stop (SIGSTOP): a debugger, or a job manager."
-
-
-def _stacks(folder: Path) -> dict[str, list[str]]:
-    """The stack of each process, innermost frame first."""
-    pids = _pids(folder)
-    for pid in pids.values():
-        with contextlib.suppress(OSError, AttributeError):
-            os.kill(pid, signal.SIGUSR1)
-    time.sleep(STACK_SECONDS)
-    stacks = {}
-    for rank in pids:
-        stacks[rank] = busy_frames("\n".join(read_lines(folder / f"{rank}.stack")))
-    return stacks
-
-
-def busy_frames(dump: str) -> list[str]:
-    """The frames, innermost first, of the thread that computes, from what faulthandler writes."""
-    threads = []
-    for thread in re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.MULTILINE):
-        frames = re.findall(r'File "(.+)", line (\d+) in (.+)', thread)
-        threads.append([f"{file}:{line}, in {function}" for file, line, function in frames])
-    threads = [frames for frames in threads if frames]
-    busy = [frames for frames in threads if not any(re.search(IDLE, frame) for frame in frames[:2])]
-    return (busy or threads or [[]])[0]
-
-
-def waits(frames: list[str]) -> bool:
-    """Whether it waits for another process."""
-    return any("/torch/distributed/" in frame and "pipelining" not in frame for frame in frames[:3]) or any(
-        re.search(r"in (wait|_wait_batch_p2p|barrier)$", frame) for frame in frames[:3]
     )
 
 

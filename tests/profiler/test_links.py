@@ -20,7 +20,7 @@ PPLAN = "import sys; from pplan.cli.app import main; sys.exit(main())"
 DIES = """
 import os, sys
 from pplan.profiler import links
-links._Bench.all_reduce = lambda *_: os._exit(7)
+links.LinkBench.all_reduce = lambda *_: os._exit(7)
 from pplan.cli.app import main
 sys.exit(main())
 """

@@ -1,9 +1,9 @@
-"""What a process of a check writes down of itself, and how it notices that it hangs or lost another.
+"""What a process of a check writes down of itself, and how it notices that it hangs.
 
-Under the user's own torchrun no parent watches the processes: each watches itself. A process that waits for
-the others ends with the timeout of torch.distributed, and cannot tell which of them hangs. The one that hangs
-in the model, or in its data, can: it reports what it was doing and where it stands, and ends, upon which
-torchrun ends the others. If a process is stopped, the first live process on its node reports it.
+A process that waits for the others ends with the timeout of torch.distributed, and cannot tell which of them
+hangs. The one that hangs in the model, or in its data, can: it reports what it was doing and where it stands,
+and ends, upon which its launcher ends the others. If a process is stopped, the first live process on its node
+reports it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import faulthandler
 import json
 import os
 import re
-import signal
 import sys
 import tempfile
 import threading
@@ -26,15 +25,7 @@ from ....cost_models.errors import PplanError
 from ....cost_models.text_files import escape_text
 from ....profiler.user_model.failures import at_user_line, first_line, is_out_of_memory
 from ..deaths import LAUNCHER, LOST, end_with
-from ..launching import (
-    STARTING_SECONDS,
-    busy_frames,
-    children,
-    is_stopped,
-    process_fields,
-    stopped_hint,
-    waits,
-)
+from ..launching import STARTING_SECONDS, children
 from ..records import CasePrediction
 
 
@@ -47,17 +38,11 @@ class RankJournal:
         self._predictions = 0
         self._steps = 0
 
-    def listen(self, *, all_threads: bool = False) -> None:
-        """Lets the parent ask where this process stands, and ends this process with the launcher.
-
-        `all_threads`: not the main one only, which may wait for others.
-        """
+    def listen(self) -> None:
+        """Tells the parent of this process, and ends this process with the launcher."""
         if self.folder is None:
             return
         self.write(f"{self.rank}.pid", os.getpid())
-        if hasattr(signal, "SIGUSR1"):
-            file = (self.folder / f"{self.rank}.stack").open("w")
-            faulthandler.register(signal.SIGUSR1, file=file, all_threads=all_threads)
         end_with(json.loads((self.folder / LAUNCHER).read_text()))
 
     def begin(self, doing: str) -> None:
@@ -109,6 +94,7 @@ def describe_failure(error: BaseException) -> dict[str, Any]:
 STATUS = 2
 """Of what the user or the machine must change."""
 POLL_SECONDS = 0.5
+STOPPED_HINT = "Find what sent process {} a signal to stop (SIGSTOP): a debugger, or a job manager."
 
 
 class HangWatch:
@@ -141,13 +127,17 @@ class HangWatch:
                 self._end(f"rank {self._journal.rank} hangs", f"It stands at {frames[0]}.")
             elif stopped := _find_stopped(self._journal.rank):
                 rank, pid = stopped
-                self._end(f"rank {rank} is stopped, rank {self._journal.rank} waits", stopped_hint(pid))
+                self._end(
+                    f"rank {rank} is stopped, rank {self._journal.rank} waits", STOPPED_HINT.format(pid)
+                )
 
     def _end(self, what: str, hint: str) -> None:
         """Ends the process, whatever its main thread is in, with two lines as of any other error."""
         doing = self._journal.doing
         started = f"while {doing}" if doing else "before it began"
         what = f"check: {what} {started}: nothing went on for {self._seconds:g} s"
+        failure = {"what": what, "hint": hint, "lost": False, "time": time.time()}
+        self._journal.write(f"{self._journal.rank}.failed", failure)
         for line in (f"pplan: {what}", f"  {hint}"):
             print(escape_text(line.replace("\n", " ")), file=sys.stderr, flush=True)
         os._exit(STATUS)
@@ -163,42 +153,6 @@ def _find_stopped(rank: int) -> tuple[int, int] | None:
     return min(stopped.items())
 
 
-class Siblings:
-    """The other processes of this torchrun on this node, as far as the system shows them."""
-
-    def __init__(self, rank: int) -> None:
-        ranks = {pid: _rank(pid) for pid in children(os.getppid())}
-        self._rank = rank
-        self._pids = {other: pid for pid, other in ranks.items() if other is not None and other != rank}
-
-    def find_dead(self, seconds: float) -> tuple[int, int | None] | None:
-        """Rank and exit code of a process that died, noticed within so many seconds.
-
-        The others may have died because they lost it. So one that a signal killed comes first, then one whose
-        exit code torchrun has collected: None.
-        """
-        until = time.monotonic() + seconds
-        while not (dead := [(rank, _exit_code(pid)) for rank, pid in self._pids.items() if not _runs(pid)]):
-            if time.monotonic() > until:
-                return None
-            time.sleep(POLL_SECONDS / 10)
-        return min(dead, key=lambda death: (1 if death[1] is None else 2 * (death[1] >= 0), death[0]))
-
-    def is_first_without(self, dead: int) -> bool:
-        """Return whether this process has the lowest rank on its node, apart from a dead one."""
-        return all(self._rank < rank for rank in self._pids if rank != dead)
-
-
-def _runs(pid: int) -> bool:
-    return bool(fields := process_fields(pid)) and fields[0] not in "ZX"
-
-
-def _exit_code(pid: int) -> int | None:
-    """The exit code that a dead process left for its parent; None if that has collected it."""
-    fields = process_fields(pid)
-    return os.waitstatus_to_exitcode(int(fields[-1])) if fields else None
-
-
 def _rank(pid: int) -> int | None:
     """The rank that torchrun gave a process; None where it is none of torchrun's, or has ended."""
     with contextlib.suppress(OSError, ValueError):
@@ -206,6 +160,28 @@ def _rank(pid: int) -> int | None:
             if variable.startswith(b"RANK="):
                 return int(variable.removeprefix(b"RANK="))
     return None
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal holds the process, if the system tells."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
+    return False
+
+
+IDLE = r"in watch$|/(threading|queue)\.py:\d+, in (wait|get)$"
+"""Frames of a thread that looks after its parent or for a hang, or waits for another thread."""
+
+
+def busy_frames(dump: str) -> list[str]:
+    """The frames, innermost first, of the thread that computes, from what faulthandler writes."""
+    threads = []
+    for thread in re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.MULTILINE):
+        frames = re.findall(r'File "(.+)", line (\d+) in (.+)', thread)
+        threads.append([f"{file}:{line}, in {function}" for file, line, function in frames])
+    threads = [frames for frames in threads if frames]
+    busy = [frames for frames in threads if not any(re.search(IDLE, frame) for frame in frames[:2])]
+    return (busy or threads or [[]])[0]
 
 
 def _frames() -> list[str]:
@@ -217,4 +193,8 @@ def _frames() -> list[str]:
 
 
 def _waits_for_others(frames: list[str]) -> bool:
-    return waits(frames) or "/torch/cuda/" in frames[0]
+    return (
+        "/torch/cuda/" in frames[0]
+        or any("/torch/distributed/" in frame and "pipelining" not in frame for frame in frames[:3])
+        or any(re.search(r"in (wait|_wait_batch_p2p|barrier)$", frame) for frame in frames[:3])
+    )

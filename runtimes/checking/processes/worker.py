@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 
 from ....cost_models.errors import MachineError
+from ....profiler.links import LinkBench
 from ....profiler.local_machine import device_name
 from ....profiler.torchrun_env import TorchrunEnv, read_torchrun_env
 from ....profiler.user_model.loaded_model import ModelInput
 from ...deepspeed import start as start_deepspeed
 from ...documents import DeepspeedExport, PipeExport
-from ..deaths import advice, describe_exit
 from ..prediction import count_recomputed, fit_corrections, predict_seconds
 from ..records import (
     Case,
@@ -44,54 +44,23 @@ from ..records import (
     StageSeconds,
 )
 from .adapters import DeepspeedAdapter, PipeAdapter, PipelineAdapter, TorchAdapter
-from .journal import HangWatch, RankJournal, Siblings, describe_failure
+from .journal import HangWatch, RankJournal, describe_failure
 from .trained_model import TrainingTarget, load_target, plain_losses, vary_samples, without_dropout
 
 LAST_SECONDS = 30
 """By which those that wait are more patient than their parent, who knows which of them hangs; without one,
 than the process that hangs itself (see journal.py)."""
-TRIPS, WARM_UP_TRIPS = 10, 3
+TRIPS = 10
 """Of each transfer."""
-ELEMENT = 4
 
 
-def measure_links(sizes: Sequence[int], device: torch.device) -> LinkSeconds:
-    """Medians over the pairs of neighbouring ranks, one pair after another. Every process calls it.
-
-    Half of a round trip of as many bytes there and back.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    trips: dict[int, list[float]] = {size: [] for size in sizes}
-    for first in range(world - 1):
-        for size in sizes:
-            if rank in (first, first + 1):
-                seconds = _half_round_trip(size, 2 * first + 1 - rank, device, asks=rank == first)
-                trips[size] += [seconds] if rank == first else []
-        dist.barrier()
-    everyone: list[dict[int, list[float]]] = [{}] * world
-    dist.all_gather_object(everyone, trips)
-    return LinkSeconds(
-        sizes=list(sizes),
-        seconds=[
-            median(value for seconds_by_size in everyone for value in seconds_by_size[size]) for size in sizes
-        ],
-    )
-
-
-def _half_round_trip(size: int, other: int, device: torch.device, *, asks: bool) -> float:
-    buffer = torch.zeros(max(size // ELEMENT, 1), device=device)
-    trips = []
-    for _ in range(WARM_UP_TRIPS + TRIPS):
-        start = time.perf_counter()
-        for sends in (asks, not asks):
-            if sends:
-                dist.send(buffer, other)
-            else:
-                dist.recv(buffer, other)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        trips.append((time.perf_counter() - start) / 2)
-    return median(trips[WARM_UP_TRIPS:])
+def measure_links(sizes: Sequence[int], group: CheckGroup) -> LinkSeconds:
+    """Medians over the pairs of neighbouring ranks, one pair after another. Every process calls it."""
+    rank, pairs = dist.get_rank(), range(dist.get_world_size() - 1)
+    bench = LinkBench(rank, group.device, None, TRIPS, group.job.timeout_seconds)
+    everyone = group.gather([bench.transfers(first, first + 1, sizes) for first in pairs])
+    by_size = zip(*(everyone[first][first] for first in pairs), strict=True)
+    return LinkSeconds(sizes=list(sizes), seconds=[median(seconds) for seconds in by_size])
 
 
 T = TypeVar("T")
@@ -283,10 +252,6 @@ def _gpus(devices: Sequence[torch.device]) -> list[torch.device]:
     return [device for device in dict.fromkeys(devices) if device.type == "cuda"]
 
 
-DEATH_SECONDS = 1.0
-"""How long to look for the death of a process that was lost: its sockets go first."""
-
-
 def run_job(job: Job, process: TorchrunEnv, journal: RankJournal) -> CheckMeasurements | None:
     """Runs the cases with the other processes; what was found, on rank 0, else None.
 
@@ -297,7 +262,7 @@ def run_job(job: Job, process: TorchrunEnv, journal: RankJournal) -> CheckMeasur
     links = None
     if job.link_sizes:
         journal.begin("measuring the links")
-        links = measure_links(job.link_sizes, group.device)
+        links = measure_links(job.link_sizes, group)
 
     def run(case: Case, corrections: Corrections | None, compared: int) -> CaseResult:
         return CaseRun(group, case, corrections, compared=compared).result()
@@ -366,11 +331,11 @@ def main(arguments: Sequence[str]) -> int:
     folder = Path(arguments[0])
     process = read_torchrun_env(os.environ, "check", at_least=1)
     journal = RankJournal(folder, process.rank)
-    # torchgpipe and FairScale, in one process, compute in threads of theirs.
-    journal.listen(all_threads=process.world_size == 1)
+    journal.listen()
     job = Job.model_validate_json((folder / "job.json").read_text()).naming(arguments[1:])
     try:
-        measurements = run_job(job, process, journal)
+        with HangWatch(journal, job.timeout_seconds):
+            measurements = run_job(job, process, journal)
     except BaseException as error:
         journal.write_failure(error)
         # Taking NCCL or gloo down would wait for the others.
@@ -391,26 +356,18 @@ def run_in_torchrun(job: Job, process: TorchrunEnv) -> CheckMeasurements | None:
 
     Raises RankFailedError in the process that fails, LostRankError in those that lose it.
     """
-    journal, siblings = RankJournal(None, process.rank), Siblings(process.rank)
+    journal = RankJournal(None, process.rank)
     try:
         with HangWatch(journal, job.timeout_seconds):
             return run_job(job, process, journal)
     except Exception as error:
         failure = describe_failure(error)
         doing = f"while {journal.doing}" if journal.doing else "before it began"
-        dead = siblings.find_dead(DEATH_SECONDS if failure["lost"] else 0.0)
-        is_killed = dead is not None and (dead[1] or 0) < 0
-        if not (failure["lost"] or is_killed):
-            hint = failure["hint"] or _hint(failure)
+        hint = failure["hint"] or _hint(failure)
+        if not failure["lost"]:
             raise RankFailedError(f"check: rank {process.rank} {doing}: {failure['what']}", hint) from error
-        if dead is None:
-            what = f"check: rank {process.rank} lost another {doing}: {failure['what']}"
-            raise LostRankError(what, _hint(failure), tells=process.local_rank == 0) from error
-        rank, code = dead
-        how = "see what it printed" if code is None else describe_exit(code)
-        what = f"check: rank {rank} died, rank {process.rank} lost it {doing}: {how}"
-        hint = advice(code or 0) or _hint(failure)
-        raise LostRankError(what, hint, tells=siblings.is_first_without(rank)) from error
+        what = f"check: rank {process.rank} lost another {doing}: {failure['what']}"
+        raise LostRankError(what, hint, tells=process.local_rank == 0) from error
 
 
 class RankFailedError(MachineError):
@@ -418,7 +375,8 @@ class RankFailedError(MachineError):
 
 
 class LostRankError(MachineError):
-    """Another process has gone, or does not answer. `tells`: this process says so for its node."""
+    """Another process has gone, or does not answer: torchrun says which. `tells`: this one speaks for its
+    node."""
 
     def __init__(self, what: str, hint: str, *, tells: bool) -> None:
         super().__init__(what, hint)

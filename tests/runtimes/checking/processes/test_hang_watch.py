@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -18,10 +18,9 @@ import pytest
 from faults import make_job
 
 from pplan.profiler.torchrun_env import TorchrunEnv
-from pplan.runtimes.checking.launching import is_stopped
 from pplan.runtimes.checking.processes import journal as hang_watch
 from pplan.runtimes.checking.processes import worker
-from pplan.runtimes.checking.processes.journal import HangWatch, RankJournal, Siblings
+from pplan.runtimes.checking.processes.journal import HangWatch, RankJournal, is_stopped
 from pplan.runtimes.checking.records import Job
 
 HANGS = """
@@ -83,6 +82,27 @@ def test_a_slow_start_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.parametrize("first", ["main", "worker"])
+def test_the_thread_that_computes(first: str) -> None:
+    """Where torchgpipe's main thread waits for one of its workers."""
+    threads = {
+        "worker": """Thread 0x7f01 (most recent call first):
+  File "/models/mine.py", line 12 in forward
+  File "/torchgpipe/worker.py", line 85 in worker""",
+        "main": """Current thread 0x7f03 (most recent call first):
+  File "/python/threading.py", line 320 in wait
+  File "/python/queue.py", line 171 in get
+  File "/torchgpipe/pipeline.py", line 200 in compute""",
+    }
+    watching = """Thread 0x7f02 (most recent call first):
+  File "/pplan/failure.py", line 90 in watch"""
+    order = sorted(threads, key=lambda name: name != first)
+    dump = "\n\n".join([watching, *(threads[name] for name in order)])
+    assert hang_watch.busy_frames(dump)[0] == "/models/mine.py:12, in forward"
+    assert hang_watch.busy_frames(threads["main"])[0] == "/python/threading.py:320, in wait"
+    assert hang_watch.busy_frames("") == []
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
 def test_one_that_is_stopped_is_told_by_the_first_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three, here the children of this process, the first and the last are stopped."""
@@ -104,82 +124,19 @@ def test_one_that_is_stopped_is_told_by_the_first_that_runs(monkeypatch: pytest.
             assert [hang_watch._find_stopped(rank) for rank in range(2)] == told
 
 
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[str]]]:
-    """Three children of this process, as torchrun would start them. A line on their input kills them."""
-    code = "import os; how = input(); os.kill(os.getpid(), 9) if how == 'kill' else os._exit(int(how))"
-    with contextlib.ExitStack() as stack:
-        children = []
-        for rank in range(3):
-            child = subprocess.Popen(
-                [sys.executable, "-c", code],
-                env=os.environ | {"RANK": str(rank)},
-                stdin=subprocess.PIPE,
-                text=True,
-            )
-            stack.enter_context(child)
-            stack.callback(child.kill)
-            children.append(child)
-        for child in children:
-            while hang_watch._rank(child.pid) is None:  # it is still a copy of this process
-                time.sleep(0.01)
-        monkeypatch.setattr(os, "getppid", os.getpid)
-        yield children
+@pytest.mark.parametrize("error", ["Connection reset by peer", "a fault of its own"])
+def test_under_torchrun_the_error_says_what_was_done(monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+    """torchrun names the rank that died first."""
 
-
-def die(child: subprocess.Popen[str], how: str) -> None:
-    """Has a child die, without collecting it."""
-    assert child.stdin is not None
-    child.stdin.write(f"{how}\n")
-    child.stdin.flush()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
-def test_the_process_that_a_signal_killed_is_the_one_that_was_lost(
-    ranks: list[subprocess.Popen[str]],
-) -> None:
-    """Rank 1 of 4 on this node; another has ended because it lost the same."""
-    siblings, first, second = Siblings(3), Siblings(0), Siblings(1)
-    assert siblings.find_dead(0.0) is None
-    die(ranks[0], "2")
-    assert siblings.find_dead(60.0) == (0, 2)
-    die(ranks[1], "kill")
-    assert siblings.find_dead(60.0) == (1, -9)
-    assert not siblings.is_first_without(1)
-    ranks[1].wait()
-    assert siblings.find_dead(60.0) == (1, None)
-    assert first.is_first_without(1)
-    assert second.is_first_without(0)
-    assert not second.is_first_without(2)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
-@pytest.mark.parametrize(
-    ("how", "error", "end"),
-    [
-        ("kill", "Connection reset by peer", "killed by SIGKILL (signal 9)"),
-        ("kill", "other words of torch", "killed by SIGKILL (signal 9)"),
-        ("7", "Connection reset by peer", "exit status 7"),
-        ("", "Connection reset by peer", "Connection reset"),
-    ],
-)
-def test_under_torchrun_the_error_names_the_rank_that_died(
-    ranks: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch, how: str, error: str, end: str
-) -> None:
     def lose(_: Job, __: TorchrunEnv, journal: RankJournal) -> None:
         journal.begin("step 3 (plan)")
-        if how:
-            die(ranks[2], how)
         raise RuntimeError(error)
 
     monkeypatch.setattr(worker, "run_job", lose)
-    monkeypatch.setattr(worker, "DEATH_SECONDS", 60.0 if how else 0.0)
     process = TorchrunEnv(rank=0, world_size=3, local_rank=0, local_world_size=3, node=0)
-    with pytest.raises(worker.LostRankError) as caught:
+    is_lost = error.startswith("Connection")
+    with pytest.raises(worker.LostRankError if is_lost else worker.RankFailedError) as caught:
         worker.run_in_torchrun(make_job(3, 1, 60.0), process)
-    lost = "rank 2 died, rank 0 lost it" if how else "rank 0 lost another"
-    assert caught.value.what.startswith(f"check: {lost} while step 3 (plan): ")
-    assert end in caught.value.what
-    assert ("out of memory" in caught.value.hint) == (how == "kill")
-    assert caught.value.tells
+    lost = "rank 0 lost another" if is_lost else "rank 0"
+    assert caught.value.what.startswith(f"check: {lost} while step 3 (plan): RuntimeError: {error}")
+    assert ("what torchrun says of them" in caught.value.hint) == is_lost
