@@ -1,6 +1,6 @@
 """What becomes of a check when a process of it fails: python benchmarks/faults.py [--times N]
 
-Every rank, and the launcher, is killed, stopped, slowed, made to raise or never comes, at a random instant.
+Every rank is killed, stopped, slowed, made to raise or never comes, at a random instant.
 Then there must be one clear message within the time limit, no process of the check 10 s later, and nothing in
 shared memory or the temporary folder. Takes some 20 s a fault and rank on two cores: about 8 minutes.
 """
@@ -31,13 +31,12 @@ from pplan.runtimes.torch_actions import action_rows, build_program, device_stag
 
 FAULTS: Mapping[str, str] = {
     "killed": r"rank {rank} died .*: killed by SIGKILL",
-    "stopped": r"rank {rank} is stopped .*: nothing went on for",
+    "stopped": r"rank {rank} is stopped, .*: nothing went on for",
     "slowed": "",
     "raises": r"rank {rank} .*: RuntimeError: the layer of rank {rank}",
     "runs out of memory": r"rank {rank} .*: does not fit in memory",
     "never comes": r"rank \d hangs ",
     "port taken": "",
-    "launcher killed": r"the launcher of the processes died .*: killed by SIGKILL",
 }
 """With what is said; nothing where the check goes on."""
 GONE_SECONDS = 10
@@ -156,11 +155,10 @@ class Fault(threading.Thread):
         return pids
 
     def _strike(self, pids: Mapping[str, int]) -> None:
-        numbers = {"killed": signal.SIGKILL, "launcher killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
-        victim = "launcher" if self.fault == "launcher killed" else str(self.rank)
+        numbers = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
         if self.fault in numbers:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pids[victim], numbers[self.fault])
+                os.kill(pids[str(self.rank)], numbers[self.fault])
         else:
             (self.folder / f"{self.fault}.{self.rank}").touch()
 

@@ -1,7 +1,7 @@
 """Deaths of the processes of a check: which of them is the cause of the others, and what it means. No torch.
 
-A process that raises writes down why (`RANK.failed`). The launcher writes down the exit code of a process
-that dies. The other processes fail next, because they lost that one: their errors are follow-ups.
+A process that raises writes down why (`RANK.failed`). The exit code tells how a process died. The other
+processes fail next, because they lost that one: their errors are follow-ups.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 from ...cost_models.errors import MachineError
 
-LAUNCHER = "launcher.pid"
-ENDED = "ended.json"
+PARENT = "parent.json"
+"""File with the id of the process that started the others."""
 CAUSE_SECONDS = 5.0
-"""How long the launcher waits for the death of the process that another one lost: a driver of a GPU may hold
+"""How long to wait for the death of the process that another one lost: a driver of a GPU may hold
 a dying process longer than its sockets."""
 LOST = (
     *("Connection closed", "Connection reset", "Broken pipe", "connect", "Timed out", "timed out"),
@@ -42,17 +42,6 @@ class Death(NamedTuple):
     time: float
 
 
-def write_deaths(folder: Path, deaths: Sequence[Death]) -> None:
-    """Write down deaths in their order."""
-    (folder / ENDED).write_text(json.dumps([death._asdict() for death in deaths]))
-
-
-def read_deaths(folder: Path) -> list[Death]:
-    """Deaths in their order, without those of processes that the launcher ended."""
-    path = folder / ENDED
-    return [Death(**death) for death in json.loads(path.read_text())] if path.is_file() else []
-
-
 def read_failures(folder: Path) -> dict[int, dict[str, Any]]:
     """The errors that processes raised, by rank."""
     return {int(path.stem): json.loads(path.read_text()) for path in folder.glob("[0-9]*.failed")}
@@ -67,13 +56,13 @@ def is_follow_up(death: Death, failures: Mapping[int, Mapping[str, Any]], folder
     )
 
 
-def find_death(folder: Path) -> MachineError | None:
+def find_death(folder: Path, deaths: Sequence[Death]) -> MachineError | None:
     """The error of the process that failed or died first, else of one that lost another; None if none did.
 
     A signal comes from outside, or from a fault of the process: it is always a cause. An abort and an exit
     status may be follow-ups, as errors may be that torch raises in other words than those that are known.
     """
-    failures, deaths = read_failures(folder), read_deaths(folder)
+    failures = read_failures(folder)
     silent = [death for death in deaths if death.rank not in failures]
     killed = [death for death in silent if _is_killed(death)]
     causes = killed or [death for death in silent if not is_follow_up(death, failures, folder)]

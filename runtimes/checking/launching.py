@@ -7,21 +7,22 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ...cost_models.errors import MachineError, PplanError
-from .deaths import CAUSE_SECONDS, advice, describe_exit, find_death, read_lines, while_doing
+from ...cost_models.errors import MachineError
+from .deaths import CAUSE_SECONDS, PARENT, Death, find_death, is_follow_up, read_failures, while_doing
 from .records import CasePrediction, CheckMeasurements, Job
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.05
 STARTING_SECONDS = 60.0
 """At least allowed for the processes to start: they import torch, on a busy machine all at once."""
 GRACE_SECONDS = 5.0
@@ -42,20 +43,20 @@ class ProgressCallbacks:
 def run_in_processes(job: Job, callbacks: ProgressCallbacks | None = None) -> CheckMeasurements:
     """Runs the job; no process of it is left behind.
 
-    Raises MachineError with the words of the process that failed, or that hangs: it began nothing anew for
+    Raises MachineError with the words of the process that failed, died, or hangs: it began nothing anew for
     `job.timeout_seconds`.
     """
     _remove_abandoned_folders()
     with tempfile.TemporaryDirectory(prefix=f"{FOLDER}{os.getpid()}-") as name:
         folder = Path(name)
         (folder / "job.json").write_text(job.model_dump_json(by_alias=True))
+        (folder / PARENT).write_text(json.dumps(os.getpid()))
         user_names = () if job.model is None else job.model.by_user
-        with _launch(folder, job.processes, user_names) as launcher:
-            _watch(launcher, folder, job, callbacks or ProgressCallbacks())
-        measurements_file = folder / "found.json"
-        if not measurements_file.is_file():
-            raise _error(folder)
-        return CheckMeasurements.model_validate_json(measurements_file.read_text())
+        with _start_workers(folder, job.processes, user_names) as workers:
+            deaths = _watch(workers, folder, job, callbacks or ProgressCallbacks())
+        if (error := find_death(folder, deaths)) is not None:
+            raise error
+        return CheckMeasurements.model_validate_json((folder / "found.json").read_text())
 
 
 def _remove_abandoned_folders() -> None:
@@ -70,26 +71,45 @@ def _remove_abandoned_folders() -> None:
 
 
 @contextmanager
-def _launch(folder: Path, processes: int, user_names: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """The launcher with its processes; at the end none of them is left."""
-    with (folder / "launcher.log").open("wb") as log:
-        launcher = subprocess.Popen(
-            _command(folder, processes, user_names),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=_environment(user_names),
-        )
+def _start_workers(
+    folder: Path, processes: int, user_names: Sequence[str]
+) -> Iterator[dict[int, subprocess.Popen[bytes]]]:
+    """The processes by rank; at the end none of them is left."""
+    command, shared = _command(folder, user_names), _environment(user_names)
+    shared |= {
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(_free_port()),
+    }
+    workers: dict[int, subprocess.Popen[bytes]] = {}
     try:
-        yield launcher
+        for rank in range(processes):
+            with (folder / f"{rank}.stdout").open("wb") as out, (folder / f"{rank}.stderr").open("wb") as err:
+                workers[rank] = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    start_new_session=True,
+                    env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                )
+        yield workers
     finally:
-        _end(launcher, folder)
+        _end(workers)
 
 
-def _command(folder: Path, processes: int, user_names: Sequence[str]) -> list[str]:
-    launcher = "pplan.runtimes.checking.processes.launcher"
-    return [sys.executable, "-m", launcher, str(folder), str(processes), *user_names]
+def _command(folder: Path, user_names: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "pplan.runtimes.checking.processes.worker", str(folder), *user_names]
+
+
+def _free_port() -> int:
+    """A port in which the processes find each other."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _environment(user_names: Sequence[str]) -> dict[str, str]:
@@ -111,12 +131,17 @@ def _loopback() -> str:
     return "lo" if sys.platform.startswith("linux") else "lo0"
 
 
-def _watch(launcher: subprocess.Popen[bytes], folder: Path, job: Job, callbacks: ProgressCallbacks) -> None:
-    """Watches the processes until the launcher ends. Raises MachineError when one fails, or none makes
-    progress."""
+def _watch(
+    workers: Mapping[int, subprocess.Popen[bytes]], folder: Path, job: Job, callbacks: ProgressCallbacks
+) -> list[Death]:
+    """Deaths in their order, until one is no follow-up of another's; none if all processes end well.
+
+    Raises MachineError when none makes progress.
+    """
     doing: dict[str, Doing] = {}
+    running, deaths, until = dict(workers), list[Death](), None
     since, predictions = time.monotonic(), [job.step_seconds]
-    while launcher.poll() is None:
+    while running and (until is None or time.monotonic() < until):
         time.sleep(POLL_SECONDS)
         _report_predictions(folder, callbacks, predictions)
         now = _doing(folder)
@@ -125,11 +150,15 @@ def _watch(launcher: subprocess.Popen[bytes], folder: Path, job: Job, callbacks:
                 steps_left = max(job.total_steps - now["0"].steps_done, 0)
                 callbacks.doing(now["0"].doing, steps_left * predictions[-1])
             doing, since = now, time.monotonic()
-        if any(folder.glob("*.failed")):
-            # The launcher knows who died before, and ends the others.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.wait(2 * CAUSE_SECONDS)
-            raise _error(folder)
+        ended = {rank: code for rank, worker in running.items() if (code := worker.poll()) is not None}
+        for rank, code in ended.items():
+            del running[rank]
+            deaths += [Death(rank=rank, exit_code=code, time=time.time())] if code else []
+        failures = read_failures(folder)
+        if any(not is_follow_up(death, failures, folder) for death in deaths):
+            break
+        if deaths and until is None:
+            until = time.monotonic() + CAUSE_SECONDS
         all_began = len(doing) == job.processes
         time_limit = job.timeout_seconds if all_began else max(job.timeout_seconds, STARTING_SECONDS)
         if time.monotonic() - since > time_limit + GRACE_SECONDS:
@@ -139,14 +168,7 @@ def _watch(launcher: subprocess.Popen[bytes], folder: Path, job: Job, callbacks:
                 "Give a longer `timeout`, if that is how long it takes. Else see that no process is stopped.",
             )
     _report_predictions(folder, callbacks, predictions)
-    if launcher.returncode < 0:
-        raise MachineError(
-            f"check: the launcher of the processes died {while_doing(folder, 0)}: "
-            f"{describe_exit(launcher.returncode)}",
-            advice(launcher.returncode) or "Run it again.",
-        )
-    if launcher.returncode:
-        raise _error(folder)
+    return deaths
 
 
 def _report_predictions(folder: Path, callbacks: ProgressCallbacks, step_seconds: list[float]) -> None:
@@ -169,48 +191,13 @@ def _doing(folder: Path) -> dict[str, Doing]:
     return {path.stem: Doing(**json.loads(path.read_text())) for path in sorted(folder.glob("*.doing"))}
 
 
-def _error(folder: Path) -> PplanError:
-    """The error of the process that is the cause, else of the launcher."""
-    if (error := find_death(folder)) is not None:
-        return error
-    lines = read_lines(folder / "launcher.log")
-    return MachineError(
-        f"check: the launcher of the processes ended: {lines[-1] if lines else 'it printed nothing'}",
-        "See that torch works here.",
-    )
-
-
-def _end(launcher: subprocess.Popen[bytes], folder: Path) -> None:
+def _end(workers: Mapping[int, subprocess.Popen[bytes]]) -> None:
     """Kills what still runs: each process has a session of its own, and may be stopped."""
-    if launcher.poll() is None:
-        groups = [*children(launcher.pid), *_pids(folder).values(), launcher.pid]
-    else:
-        # A launcher that was killed leaves its processes behind; of others the ids may be anyone's by now.
-        groups = [pid for pid in _pids(folder).values() if _works_in(pid, folder)]
-    for group in groups:
-        with contextlib.suppress(OSError):
-            os.killpg(group, signal.SIGKILL)
-    launcher.wait()
-
-
-def _works_in(pid: int, folder: Path) -> bool:
-    """Whether a process is one of this check; where the system does not tell, it ends by itself."""
-    with contextlib.suppress(OSError):
-        return os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
-
-
-def children(pid: int) -> list[int]:
-    """The processes that a process started, where the system tells. Elsewhere those of a launcher that have
-    not begun to write down anything end by themselves, as soon as they look for it."""
-    with contextlib.suppress(OSError, ValueError):
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
-
-
-def _pids(folder: Path) -> dict[str, int]:
-    """Process ids by rank, of processes that have begun."""
-    return {path.stem: json.loads(path.read_text()) for path in folder.glob("[0-9]*.pid")}
+    for worker in workers.values():
+        if worker.poll() is None:
+            with contextlib.suppress(OSError):
+                os.killpg(worker.pid, signal.SIGKILL)
+            worker.wait()
 
 
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")

@@ -1,1 +1,1 @@
-"""The processes of a check, and their launcher. Imports torch."""
+"""The processes of a check. Imports torch."""

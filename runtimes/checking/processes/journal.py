@@ -2,8 +2,8 @@
 
 A process that waits for the others ends with the timeout of torch.distributed, and cannot tell which of them
 hangs. The one that hangs in the model, or in its data, can: it reports what it was doing and where it stands,
-and ends, upon which its launcher ends the others. If a process is stopped, the first live process on its node
-reports it.
+and ends. Then `pplan check`, or torchrun, ends the others. If a process is stopped, the first live process on
+its node reports it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 from ....cost_models.errors import PplanError
 from ....cost_models.text_files import escape_text
 from ....profiler.user_model.failures import at_user_line, first_line, is_out_of_memory
-from ..deaths import LAUNCHER, LOST, end_with
-from ..launching import STARTING_SECONDS, children
+from ..deaths import LOST, PARENT, end_with
+from ..launching import STARTING_SECONDS
 from ..records import CasePrediction
 
 
@@ -39,11 +39,10 @@ class RankJournal:
         self._steps = 0
 
     def listen(self) -> None:
-        """Tells the parent of this process, and ends this process with the launcher."""
-        if self.folder is None:
-            return
-        self.write(f"{self.rank}.pid", os.getpid())
-        end_with(json.loads((self.folder / LAUNCHER).read_text()))
+        """Tells that this process has begun, and ends it with the one that started it."""
+        if self.folder is not None:
+            self.write(f"{self.rank}.pid", os.getpid())
+            end_with(json.loads((self.folder / PARENT).read_text()))
 
     def begin(self, doing: str) -> None:
         """Says what is being done."""
@@ -146,7 +145,7 @@ class HangWatch:
 def _find_stopped(rank: int) -> tuple[int, int] | None:
     """Rank and id of the first process beside this one, in the same torchrun, that is stopped; None where
     none is, or a process of a lower rank than this one can say so."""
-    pids = {other: pid for pid in children(os.getppid()) if (other := _rank(pid)) is not None}
+    pids = {other: pid for pid in _children(os.getppid()) if (other := _rank(pid)) is not None}
     stopped = {other: pid for other, pid in pids.items() if is_stopped(pid)}
     if not stopped or rank != min(pids.keys() - stopped.keys(), default=rank):
         return None
@@ -160,6 +159,13 @@ def _rank(pid: int) -> int | None:
             if variable.startswith(b"RANK="):
                 return int(variable.removeprefix(b"RANK="))
     return None
+
+
+def _children(pid: int) -> list[int]:
+    """The processes that a process started, where the system tells."""
+    with contextlib.suppress(OSError, ValueError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
 
 
 def is_stopped(pid: int) -> bool:

@@ -1,7 +1,7 @@
 """One process of a check: builds each case, measures it alone, predicts it and runs it with the other
 processes.
 
-Started by the launcher (`-m`, with a folder). If the user's torchrun started `pplan check`, that calls
+Started with `-m` and a folder. If the user's torchrun started `pplan check`, that calls
 `run_in_torchrun` itself.
 """
 

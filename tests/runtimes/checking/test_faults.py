@@ -42,6 +42,6 @@ def test_the_folder_of_a_check_that_was_killed_goes(tmp_path: Path, monkeypatch:
     file.touch()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(launching, "_command", lambda *_: [sys.executable, "-c", "raise SystemExit(1)"])
-    with pytest.raises(MachineError, match="launcher of the processes ended"):
+    with pytest.raises(MachineError, match="died before it began: exit status 1"):
         run_in_processes(make_job(2, 1, 4.0))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([runs.name, other.name, file.name])

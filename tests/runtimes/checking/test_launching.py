@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
 from pplan.cost_models.errors import MachineError
 from pplan.runtimes.checking import launching
-from pplan.runtimes.checking.deaths import Death, find_death, write_deaths
+from pplan.runtimes.checking.deaths import Death, find_death
 from pplan.runtimes.checking.launching import ProgressCallbacks, run_in_processes
 from pplan.runtimes.checking.records import Case, Job, ModelSpec
 
@@ -71,9 +71,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     end = launching._end
 
-    def noting(launcher: subprocess.Popen[bytes], folder: Path) -> None:
-        found.extend([launcher.pid, *launching._pids(folder).values()])
-        end(launcher, folder)
+    def noting(workers: Mapping[int, subprocess.Popen[bytes]]) -> None:
+        found.extend(worker.pid for worker in workers.values())
+        end(workers)
 
     monkeypatch.setattr(launching, "_end", noting)
     return found
@@ -107,41 +107,31 @@ def test_a_process_that_dies(make_case: MakeCase, started: list[int]) -> None:
         "check: rank 1 died while measuring the stages alone (1f1b x 4): exit status 7"
     )
     assert caught.value.hint.endswith("last words")
-    assert len(started) == 3
+    assert len(started) == 2
     assert all(map(gone, started))
 
 
 PRETENDING = """
-    import json, os, subprocess, sys, time
+    import json, os, sys, time
     from pathlib import Path
 
-    folder, how = Path(sys.argv[1]), {how!r}
+    from pplan.runtimes.checking.deaths import PARENT, end_with
 
-    def rank(number):
-        def write(name, content):
-            (folder / f".{{number}}").write_text(json.dumps(content))
-            (folder / f".{{number}}").replace(folder / name)
-        write(f"{{number}}.pid", os.getpid())
-        write(f"{{number}}.doing", {{"doing": "step 1 (plan)", "steps_done": 2}})
-        while how == "fails" and number == 1 and not (folder / "0.failed").exists():
-            time.sleep(0.01)  # the one that lost it is the first to say so
-        if how == "fails" and number == 1:
-            write("1.failed", {{"what": "it is wrong", "hint": "", "lost": False, "time": 2.0}})
-        if how == "fails" and number == 0:
-            write("0.failed", {{"what": "gone", "hint": "", "lost": True, "time": 1.0}})
-        if how == "fails":
-            sys.exit(1)
-        time.sleep(3600)
+    folder, how, number = Path(sys.argv[1]), {how!r}, int(os.environ["RANK"])
 
-    if len(sys.argv) > 2:
-        rank(int(sys.argv[2]))
-    started = [
-        subprocess.Popen([sys.executable, __file__, str(folder), str(number)], start_new_session=True)
-        for number in range(2)
-    ]
+    def write(name, content):
+        (folder / f".{{number}}").write_text(json.dumps(content))
+        (folder / f".{{number}}").replace(folder / name)
+
+    end_with(json.loads((folder / PARENT).read_text()))
+    write(f"{{number}}.doing", {{"doing": "step 1 (plan)", "steps_done": 2}})
+    while how == "fails" and number == 1 and not (folder / "0.failed").exists():
+        time.sleep(0.01)  # the one that lost it is the first to say so
+    if how == "fails" and number == 1:
+        write("1.failed", {{"what": "it is wrong", "hint": "", "lost": False, "time": 2.0}})
+    if how == "fails" and number == 0:
+        write("0.failed", {{"what": "gone", "hint": "", "lost": True, "time": 1.0}})
     if how == "fails":
-        for process in started:
-            process.wait()
         sys.exit(1)
     time.sleep(3600)
 """
@@ -149,7 +139,7 @@ PRETENDING = """
 
 @pytest.fixture
 def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Instead of torch's launcher a script that pretends to be one, with two processes that hang or fail."""
+    """Instead of the processes of a check a script that hangs or fails."""
 
     def make(how: str) -> None:
         script = tmp_path / "pretending.py"
@@ -175,7 +165,7 @@ def test_a_process_that_hangs(make_case: MakeCase, started: list[int]) -> None:
     doing = "measuring the stages alone (1f1b x 4)"
     assert caught.value.what == f"check: rank 1 hangs while {doing}: nothing went on for 8 s"
     assert "in stuck_in_the_model" in caught.value.hint
-    assert len(started) == 3
+    assert len(started) == 2
     assert all(map(gone, started))
 
 
@@ -187,7 +177,7 @@ def test_processes_that_all_wait(
     pretend("hangs")
     with pytest.raises(MachineError, match=r"^check: rank 0 waits while step 1 \(plan\): nothing went on"):
         run_in_processes(Job(model=None, cases=[make_case("1f1b")], timeout_seconds=1))
-    assert len(started) == 3
+    assert len(started) == 2
     assert all(map(gone, started))
 
 
@@ -201,23 +191,37 @@ def test_the_one_that_fails_speaks_and_not_those_that_lost_it(
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
-def test_a_launcher_that_is_killed_leaves_no_process(
-    make_case: MakeCase, pretend: Callable[[str], None], started: list[int]
+def test_a_check_that_is_killed_leaves_no_process(
+    make_case: MakeCase, tmp_path: Path, forked_python: Callable[..., Any]
 ) -> None:
-    def kill_launcher(*_: object) -> None:
-        for pid in launching.children(os.getpid()):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if any(word.endswith(b"pretending.py") for word in words):
-                folder = next(path for path in map(Path, map(os.fsdecode, words[1:-1])) if path.is_dir())
-                while len(launching._pids(folder)) < 2:  # those that have not begun end by themselves
-                    time.sleep(0.01)
-                os.kill(pid, signal.SIGKILL)
+    (tmp_path / "pretending.py").write_text(dedent(PRETENDING.format(how="hangs")))
+    (tmp_path / "job.json").write_text(
+        Job(model=None, cases=[make_case("1f1b")]).model_dump_json(by_alias=True)
+    )
+    check = """
+        import json, os, signal, sys
+        from pathlib import Path
+        from pplan.runtimes.checking import launching
+        from pplan.runtimes.checking.records import Job
 
-    pretend("hangs")
-    with pytest.raises(MachineError, match=r"the launcher of the processes died .*: killed"):
-        run_in_processes(Job(model=None, cases=[make_case("1f1b")]), ProgressCallbacks(doing=kill_launcher))
-    assert len(started) == 3
-    assert all(map(gone, started))
+        def kill(*_):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def note(workers, *_):
+            Path("pids.json").write_text(json.dumps([worker.pid for worker in workers.values()]))
+            return watch(workers, *_)
+
+        watch, launching._watch = launching._watch, note
+        launching._command = lambda folder, *_: [sys.executable, "pretending.py", str(folder)]
+        job = Job.model_validate_json(Path("job.json").read_text())
+        launching.run_in_processes(job, launching.ProgressCallbacks(doing=kill))
+    """
+    (tmp_path / "checks.py").write_text(dedent(check))
+    ended = forked_python(tmp_path / "output", tmp_path, "checks.py").wait(60)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    pids = json.loads((tmp_path / "pids.json").read_text())
+    assert len(pids) == 2
+    assert all(map(gone, pids))
 
 
 def test_an_interruption_leaves_nothing_behind(
@@ -235,11 +239,12 @@ def test_an_interruption_leaves_nothing_behind(
     assert all(map(gone, started))
 
 
-def test_a_launcher_that_ends_at_once(make_case: MakeCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [sys.executable, "-c", "print('no torch'); raise SystemExit(1)"]
+def test_processes_that_end_at_once(make_case: MakeCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-c", "import sys; sys.exit('no torch')"]
     monkeypatch.setattr(launching, "_command", lambda *_: command)
-    with pytest.raises(MachineError, match="the launcher of the processes ended: no torch"):
+    with pytest.raises(MachineError, match="died before it began: exit status 1") as caught:
         run_in_processes(Job(model=None, cases=[make_case("1f1b")]))
+    assert caught.value.hint.endswith("It printed: no torch")
 
 
 DYING = """
@@ -247,9 +252,6 @@ DYING = """
     from pathlib import Path
 
     folder, how = Path(sys.argv[1]), json.loads({how!r})
-    if len(sys.argv) < 3:
-        from pplan.runtimes.checking.processes import launcher
-        sys.exit(launcher.run_workers([sys.executable, __file__, str(folder), "worker"], folder, 3, 1))
     rank = os.environ["RANK"]
     mine = how.get(rank, "loses it")
 
@@ -362,8 +364,7 @@ def test_a_cause_that_nobody_knows(dying: Callable[..., MachineError]) -> None:
 )
 def test_several_that_died(tmp_path: Path, deaths: list[Death], what: str, hint: str) -> None:
     """A process aborts because of another; the kernel kills it of its own accord."""
-    write_deaths(tmp_path, deaths)
-    error = find_death(tmp_path)
+    error = find_death(tmp_path, deaths)
     assert error is not None
     assert error.what == f"check: {what}"
     assert error.hint.endswith(hint)
@@ -372,7 +373,6 @@ def test_several_that_died(tmp_path: Path, deaths: list[Death], what: str, hint:
 def test_an_error_in_unknown_words_does_not_hide_a_death(tmp_path: Path) -> None:
     failure = {"what": "RuntimeError: the peer left", "hint": "", "lost": False, "time": 1.0}
     (tmp_path / "0.failed").write_text(json.dumps(failure))
-    write_deaths(tmp_path, [Death(0, 1, 1.1), Death(1, -9, 1.2)])
-    error = find_death(tmp_path)
+    error = find_death(tmp_path, [Death(0, 1, 1.1), Death(1, -9, 1.2)])
     assert error is not None
     assert error.what == "check: rank 1 died before it began: killed by SIGKILL (signal 9)"

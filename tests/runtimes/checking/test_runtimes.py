@@ -1,4 +1,4 @@
-"""Checks of torchgpipe and DeepSpeed in the processes that the launcher starts."""
+"""Checks of torchgpipe and DeepSpeed in the processes that a check starts."""
 
 from __future__ import annotations
 
