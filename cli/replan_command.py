@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..api.options import ReplanOptions
-from ..cost_models.errors import UsageError
 from .output import AsJson, Force, Output, PlanFile, ProfileFile
 
 if TYPE_CHECKING:
@@ -22,8 +21,6 @@ def replan_command(
     as_json: AsJson = False,
 ) -> None:
     """Plan again without the devices that are gone: a fast plan that moves the fewest bytes of weights."""
-    if not loss.lost:
-        raise UsageError("replan: which devices are gone is not said", "Give --lost 3,7, say.")
     from ..api.explain import replan
     from ..api.load import read_plan
     from ..api.provenance import made_by

@@ -76,8 +76,6 @@ def solve_command(
         ("--frontier", frontier, ["points"]),
         ("--sweep gpus=2,4,8", bool(grid.sweep), ["csv", "backend", "jobs"]),
     )
-    if "gpus" not in grid.sweep and machine.gpus is None:
-        machine = replace(machine, gpus=count_gpus(machine))
     aim = f"--objective {objective.objective}"
     if plan_options.robust:
         aim = FIELDS[plan_options.robust_field]
@@ -86,6 +84,8 @@ def solve_command(
     path = _only(paths, bool(grid.sweep), frontier)
     content = read_bytes(path, "profile")
     profile = Profile.parse(decode_text(content, path, "profile"), str(path))
+    if "gpus" not in grid.sweep and machine.gpus is None:
+        machine = replace(machine, gpus=count_gpus(machine))
     keywords: dict[str, Any] = {**vars(machine), **vars(plan_options), **vars(objective)}
     about = {"model": profile.model, "profile.layers_sha256": profile.layers_sha256}
     if len(paths) == 1:

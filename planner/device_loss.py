@@ -92,7 +92,7 @@ def replan_problem(
 def _ranks_left(problem: Problem, present: ScoredPlan, lost: Iterable[int]) -> tuple[int, ...]:
     missing = sorted(set(lost))
     if not missing:
-        raise UsageError("`lost`: names no device", "Give the ranks of those that are gone: lost=[3, 7].")
+        raise UsageError("`lost`: names no device", "Give the ranks of those that are gone: lost=(3, 7).")
     strange = [rank for rank in missing if not 0 <= rank < problem.gpus]
     if strange:
         there = "there is" if problem.gpus == 1 else "there are"

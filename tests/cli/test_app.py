@@ -141,9 +141,14 @@ def test_help_and_version_load_nothing_heavy(here: Path, option: str) -> None:
             "It is an option of: pplan solve, pplan import-plan, pplan topology, pplan degrees, pplan lint.",
         ),
         (
-            ["solve"],
-            "--gpus: how many devices there are is not given",
-            "Give their number, as in --gpus 8, or a --topology that has it.",
+            ["solve", "missing.json"],
+            "missing.json: no such profile file",
+            "Name an existing profile file.",
+        ),
+        (
+            ["replan", "missing.json"],
+            "missing.json: no such plan file",
+            "Name an existing plan file.",
         ),
         (["profile"], "profile: missing argument 'MODEL'", "Give it: pplan profile MODEL."),
         (["solve", "--gpus"], "solve: option '--gpus' requires an argument", "See pplan solve --help"),

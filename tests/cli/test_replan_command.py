@@ -48,7 +48,7 @@ def test_the_plan_that_is_left(planned: Path, run: Run) -> None:
         (["--lost", "0,1,2,3"], "no device is left"),
         (["--lost", "x"], "--lost x"),
         (["--lost", "1", "--within", "much"], "--within much: is not a share"),
-        ([], "which devices are gone is not said"),
+        ([], "--lost: names no device"),
     ],
 )
 def test_what_cannot_be(options: list[str], what: str, planned: Path, run: Run) -> None:

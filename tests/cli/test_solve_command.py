@@ -329,3 +329,10 @@ def test_an_export_that_lacks_room_for_pytorchs_buffers_says_so(profile: Profile
     with pytest.warns(UserWarning, match="In PyTorch's pipelining device 1 needs 5 MiB more"):
         pplan.export("torch", lacking)
     pplan.export("deepspeed", lacking)
+
+
+def test_the_number_of_gpus_is_asked_for(run: Run, here: Path, profile: Profile) -> None:
+    profile.save(here / "toy.profile.json", force=False)
+    ran = run("solve")
+    assert ran.status == 2
+    assert "--gpus: how many devices there are is not given" in ran.err
