@@ -13,6 +13,7 @@ from ..cost_models.errors import MachineError, UsageError
 from ..cost_models.option_fields import describe_options, options_from
 from ..profiler.importing.import_options import ImportKeywords, ProfileImportOptions
 from ..profiler.importing.importer import import_profile as import_file
+from ..profiler.loading.torchvision_names import refuse_unknown_name
 from ..profiler.profile_file import Profile
 from ..profiler.profile_options import (
     ProfileKeywords,
@@ -69,6 +70,8 @@ def profile(
     Raises UsageError, FileError (`calibrate`, the TOML file), ModelError, MachineError. At Ctrl-C, after a
     micro-batch size was measured, the KeyboardInterrupt holds what there is as its `profile`.
     """
+    if isinstance(model, str):
+        refuse_unknown_name(model)
     _require_torch()
     from ..profiler.analytic import parse_analytic_device
     from ..profiler.local_machine import parse_device, parse_dtype

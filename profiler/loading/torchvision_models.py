@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 import warnings
 from typing import Any
@@ -16,6 +15,7 @@ from ..user_model.failures import first_line, is_out_of_memory
 from ..user_model.loaded_model import LoadedModel, ModelInput
 from ..user_model.seeding import fixed_seed, noise
 from .factories import refuse_module
+from .torchvision_names import unknown_name
 
 _DEFAULT_SIDE = 224
 _FRAMES = 16
@@ -39,12 +39,7 @@ def load_torchvision(
     if name.lower() not in names:
         if not known_only:
             refuse_module(name)
-        near = difflib.get_close_matches(name.lower(), names, n=5, cutoff=0.5)
-        raise ModelError(
-            f"model {name!r}: torchvision has no model of this name",
-            (f"Nearest: {', '.join(near)}. " if near else "")
-            + "A model of your own is named package.module:factory, one of transformers hf:NAME.",
-        )
+        raise unknown_name(name, names)
     name = name.lower()
     builder = torchvision.models.get_model_builder(name)
     if ".detection." in builder.__module__:
