@@ -12,7 +12,7 @@ import functools
 import inspect
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -246,16 +246,25 @@ def with_common_options(command: Command) -> Command:
     return run
 
 
-def action_parser(verb: str, actions: tuple[str, ...]) -> Callable[[str], str]:
-    """A parser of the word behind a verb that lists things or shows one."""
+def action_parser(
+    verb: str, actions: tuple[str, ...], list_names: Callable[[], Iterable[str]]
+) -> Callable[[str], str]:
+    """Make a parser of the action of a verb that lists things or shows one.
+
+    Args:
+        verb: The verb.
+        actions: The words that it takes.
+        list_names: Lists the things, for the advice to a user who omits the action.
+    """
 
     def parse(text: str) -> str:
         if text in actions:
             return text
-        matches = difflib.get_close_matches(text, actions, n=1, cutoff=0.5)
-        guess = (
-            f"Did you mean pplan {verb} {matches[0]}?" if matches else f"To see it: pplan {verb} show {text}"
-        )
+        near = [
+            *difflib.get_close_matches(text, actions, n=1, cutoff=0.5),
+            *(f"show {name}" for name in difflib.get_close_matches(text, list_names(), n=1)),
+        ]
+        guess = f"Did you mean pplan {verb} {near[0]}?" if near else f"To see it: pplan {verb} show {text}"
         raise UsageError(f"{verb} {text}: is not one of {', '.join(actions)}", guess)
 
     return parse

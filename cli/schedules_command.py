@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,11 +34,19 @@ class ScheduleSize(Options):
     )
 
 
+def _list_names() -> Iterable[str]:
+    from ..cost_models.schedules import SCHEDULES
+
+    return SCHEDULES
+
+
 def schedules_command(
     action: Annotated[
         str,
         typer.Argument(
-            metavar="[list|show]", help="List all, or show one.", parser=action_parser("schedules", ACTIONS)
+            metavar="[list|show]",
+            help="List all, or show one.",
+            parser=action_parser("schedules", ACTIONS, _list_names),
         ),
     ] = "list",
     name: Annotated[

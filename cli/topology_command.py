@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -29,13 +30,19 @@ class TopologyOptions(Options):
     )
 
 
+def _list_names() -> Iterable[str]:
+    from ..cost_models.machines.catalogue import MACHINES
+
+    return MACHINES
+
+
 def topology_command(
     action: Annotated[
         str,
         typer.Argument(
             metavar="[show|list]",
             help="Show one, or list the machines.",
-            parser=action_parser("topology", ACTIONS),
+            parser=action_parser("topology", ACTIONS, _list_names),
         ),
     ] = "list",
     name: Annotated[

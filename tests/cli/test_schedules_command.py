@@ -54,8 +54,9 @@ def test_arguments_are_refused(run: Run) -> None:
     assert ran.status == 2
     assert ran.lines == [
         "pplan: schedules zb-h1: is not one of list, show",
-        "  To see it: pplan schedules show zb-h1",
+        "  Did you mean pplan schedules show zb-h1?",
     ]
+    assert run("schedules", "zbv").lines[1] == "  Did you mean pplan schedules show zb-v?"
     for words in (("list", "zb-h1"), ("list", "--text"), ("show",), ("show", "zb-h1", "--json")):
         ran = run("schedules", *words)
         assert ran.status == 2
