@@ -38,7 +38,8 @@ FIELDS: dict[str, str] = {}
 """By the name of a field, the option that sets it. `with_options` enters those of a command."""
 
 ENTER_ALL: list[Callable[[], None]] = []
-"""Functions that enter the fields of all verbs. `cli/verbs.py` adds one, as it makes verbs on demand."""
+"""Callbacks that fill `FIELDS` with the options of all verbs: `cli/verbs.py`, which builds verbs on demand,
+registers one."""
 
 
 def name_field(name: str, option: str) -> None:
