@@ -6,7 +6,7 @@ import json
 import shlex
 from typing import TYPE_CHECKING
 
-from ..cost_models.number_format import compare_percent, format_amount, percent, percent_at_most
+from ..cost_models.number_format import compare_percent, describe_gap, format_amount, percent, percent_at_most
 from ..cost_models.quantities import format_bytes, format_count, format_seconds
 from ..cost_models.transformer.weight_update import NUMERIC_FORMATS
 from .table import Column, line, number, print_head, print_notes, print_table, text, word
@@ -105,10 +105,7 @@ def _proof(document: DegreesFile) -> str:
     if document.gap <= 1.1 * SAME:  # the search counts from the step, a gap from the bound
         faster = "faster" if document.gap <= 0 else "faster by more than a millionth"
         return f"Optimal in the search space ({searched}): none of these plans is {faster}."
-    return (
-        f"Best found; at most {percent_at_most(document.gap)} from the proven bound of "
-        f"{format_seconds(document.bound_seconds)} ({searched})."
-    )
+    return f"Best found; {describe_gap(document.gap, format_seconds(document.bound_seconds))} ({searched})."
 
 
 def _print_host_bytes(best: PlanEntry, console: Console) -> None:

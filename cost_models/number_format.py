@@ -23,6 +23,17 @@ def percent_at_most(share: float) -> str:
     return f"{math.ceil(round(100 * share * 10**digits, 6)) / 10**digits:.{digits}f} %"
 
 
+USEFUL = 1.0
+"""Gap above which a bound says next to nothing."""
+
+
+def describe_gap(gap: float, bound: str) -> str:
+    """`at most 6.2 % from the proven bound of 3.00 ms`; of a large gap `no useful bound is proven`."""
+    if gap > USEFUL:
+        return "no useful bound is proven"
+    return f"at most {percent_at_most(gap)} from the proven bound of {bound}"
+
+
 def whole_percent(share: float) -> str:
     """`0.0612` as `6 %`."""
     return f"{100 * share:.0f} %"

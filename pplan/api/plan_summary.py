@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..cost_models.number_format import compare_steps, percent, three_digits, whole_percent
+from ..cost_models.number_format import compare_steps, describe_gap, percent, three_digits, whole_percent
 from ..cost_models.optimizers import find_optimizer
 from ..cost_models.quantities import format_bytes, format_count, format_rate, format_seconds
 from ..cost_models.runtime import OFFLOAD, find_runtime
@@ -124,7 +124,7 @@ def _proof(plan: Plan) -> str:
     if prediction.exact:
         return f"Optimal in the search space{covers}: none of these plans is faster."
     bound = format_seconds(prediction.lower_bound_seconds)
-    return f"Best found; at most {percent(prediction.gap)} from the proven bound of {bound}{covers}."
+    return f"Best found; {describe_gap(prediction.gap, bound)}{covers}."
 
 
 def _objective_proof(plan: Plan, aim: Aim) -> str:
@@ -138,8 +138,8 @@ def _objective_proof(plan: Plan, aim: Aim) -> str:
     among = f" ({about})" if about else ""
     if aim.exact:
         return f"Optimal in the search space{among}: none of these plans has less. Proven: {step}."
-    gap, least = percent(aim.value / aim.lower_bound - 1), _amount(aim, aim.lower_bound)
-    return f"Best found; at most {gap} from the proven bound of {least}{among}. Proven: {step}."
+    gap = describe_gap(aim.value / aim.lower_bound - 1, _amount(aim, aim.lower_bound))
+    return f"Best found; {gap}{among}. Proven: {step}."
 
 
 def objective_value(aim: Aim) -> str:

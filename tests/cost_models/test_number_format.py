@@ -25,6 +25,7 @@ from pplan.cost_models.errors import (
 from pplan.cost_models.number_format import (
     compare_percent,
     compare_steps,
+    describe_gap,
     either,
     format_amount,
     html_table,
@@ -81,6 +82,18 @@ def test_a_gap_is_never_rounded_down(share: float, text: str) -> None:
     """What is called "at most" is so: 13.11 % are not at most 13.1 %, and 0.04 % not at most 0.0 %."""
     assert percent_at_most(share) == text
     assert float(text.removesuffix(" %")) >= 100 * share * (1 - 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("gap", "text"),
+    [
+        (0.0612, "at most 6.2 % from the proven bound of 3.00 s"),
+        (1.0, "at most 100.0 % from the proven bound of 3.00 s"),
+        (244.42, "no useful bound is proven"),
+    ],
+)
+def test_a_large_gap_is_no_useful_bound(gap: float, text: str) -> None:
+    assert describe_gap(gap, "3.00 s") == text
 
 
 @pytest.mark.parametrize(
