@@ -207,11 +207,12 @@ class _Total(NamedTuple):
 
     @property
     def samples_per_second(self) -> float | None:
-        """The whole model's rate; where it was not measured, that of its layers' sums."""
+        """Rate of the whole model; where that was not measured, of its layers on one device."""
         whole = self.whole
-        seconds = (
-            self.forward + self.backward if whole is None else whole.forward_seconds + whole.backward_seconds
-        )
+        if whole is None:
+            seconds = max(self.forward + self.backward, self.launch)
+        else:
+            seconds = whole.forward_seconds + whole.backward_seconds
         return self.size / seconds if seconds else None
 
 

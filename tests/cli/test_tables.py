@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import pplan
 from pplan.api.page.page_tables import stage_table
 from pplan.api.plan_summary import answer_lines
 from pplan.cli import streams
@@ -18,6 +19,7 @@ from pplan.cli.plan_tables import planned_memory, print_answer, print_ledger, pr
 from pplan.cli.profile_tables import print_profile
 from pplan.cli.table import Column, number, print_table, table, text, word
 from pplan.cost_models.document import MadeBy
+from pplan.cost_models.number_format import three_digits
 from pplan.cost_models.quantities import format_count
 from pplan.planner.plan_file import DefaultMiniBatch, Plan
 from pplan.profiler.profile_file import Profile
@@ -33,6 +35,33 @@ def test_profile(profile: Profile, golden: Golden, width: int, file: str, termin
     console = terminal(width)
     print_profile(profile, console)
     golden(file, console.text)
+
+
+@pytest.mark.parametrize("launch", [0.001, 0.5])
+def test_the_rate_of_an_estimate_is_that_of_one_gpu(
+    profile: Profile, terminal: Terminal, launch: float
+) -> None:
+    """With 0.5 s for each launch the device waits for its host."""
+    layers = [
+        layer.model_copy(
+            update={
+                "costs": [
+                    cost.model_copy(update={"forward_host_seconds": launch, "backward_host_seconds": launch})
+                    for cost in layer.costs
+                ]
+            }
+        )
+        for layer in profile.layers
+    ]
+    estimate = profile.model_copy(update={"layers": layers, "whole": [], "estimated": True})
+    plan = pplan.solve(
+        estimate, gpus=1, mini_batch=32, micro_batches=8, memory_bytes=2**40, recompute="never"
+    )
+    console = terminal(120)
+    print_profile(estimate, console)
+    totals = console.text.partition("Layer sum")[2].splitlines()
+    row = next(row.split() for row in totals if row.split()[:1] == ["4"])
+    assert three_digits(plan.prediction.samples_per_second) in row
 
 
 def test_equal_rows_of_an_estimate_are_one(profile: Profile, terminal: Terminal) -> None:
