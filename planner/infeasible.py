@@ -22,7 +22,6 @@ from .plan_options import PlanOptions
 from .planners import find_planner
 from .problem import Problem
 from .scoring import possible
-from .search.budget import SearchBudget
 from .smallest_plan import (
     SmallestPlan,
     fewest_devices,
@@ -43,8 +42,6 @@ _NARROWING = (
     *("schedule", "recompute", "planner"),
 )
 """Options that leave plans out."""
-MOST_COUNTED = 6
-"""Plans whose bytes are counted by action."""
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
@@ -209,12 +206,9 @@ def _enough_bytes(problem: Problem, smallest: SmallestPlan | None) -> float:
     """
     if smallest is not None and smallest.is_counted:
         return smallest.memory_bytes
-    from .other_schedules import propose_parts  # where the plan is not counted
+    from .other_schedules import propose_small_plans  # where the plan is not counted
 
-    problem = replace(problem, budget=SearchBudget())  # they are few, and the time may be over
-    proposals = islice(propose_parts(problem, problem.heuristic_schedules, by_memory=True), MOST_COUNTED)
-    first = [] if smallest is None else [smallest.proposal]
-    plans = (proposal for proposal in (*first, *proposals) if possible(problem.space, proposal))
+    plans = (plan for plan in propose_small_plans(problem) if possible(problem.space, plan))
     return min((fullest_bytes(problem.space, plan) for plan in plans), default=inf)
 
 

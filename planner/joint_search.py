@@ -20,7 +20,7 @@ from .planners.base import Planner, refusal_reason
 from .problem import Problem
 from .scoring import fastest
 from .search.branch_and_bound import SearchResult, search
-from .search.budget import WORK_A_SECOND, OutOfTime
+from .search.budget import WORK_A_SECOND, OutOfTime, SearchBudget
 from .smallest_plan import fitting_plans, nothing_fits
 from .unfit import UNFIT, unfit_reason
 
@@ -82,7 +82,7 @@ def find_best_plan(problem: Problem, planners: Sequence[str] = BASELINES) -> Joi
     simple = (*BASELINES, INTERLEAVED) if INTERLEAVED in problem.schedules else BASELINES
     by_planner = {name: plan_with(find_planner(name), problem) for name in simple}
     seeds = _allowed_plans(problem, by_planner)
-    if not seeds and (smallest := fastest(problem.space, filter(problem.allows, fitting_plans(problem)))):
+    if not seeds and (smallest := _fitting_plan(problem)) is not None:
         seeds = [smallest]
     for plan in seeds:
         tell_best(plan)
@@ -104,6 +104,16 @@ def find_best_plan(problem: Problem, planners: Sequence[str] = BASELINES) -> Joi
         }
         result = _faster_of(problem, result, _allowed_plans(problem, by_planner))
     return JointSearchResult(result, {name: by_planner[name] for name in planners})
+
+
+def _fitting_plan(problem: Problem) -> ScoredPlan | None:
+    """The fastest of a few plans that need little memory, also when the time is over."""
+    proposals = [*fitting_plans(problem)]
+    if problem.heuristic_schedules:
+        from .other_schedules import propose_small_plans  # most problems have no other schedules
+
+        proposals += propose_small_plans(problem)
+    return fastest(problem.space, filter(problem.allows, proposals), budget=SearchBudget())
 
 
 def _with_time_for_orders(problem: Problem) -> Problem:

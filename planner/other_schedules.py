@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 
 from ..cost_models.errors import UsageError
 from ..cost_models.optimizers import find_optimizer
@@ -17,11 +18,15 @@ from .cut_search.shape_search import FAR
 from .planners.base import full_shapes, shared_configs, work_seconds
 from .problem import Problem
 from .scoring import fastest
+from .search.budget import SearchBudget
 from .search.space import Space
+from .smallest_plan import find_smallest_plan
 from .stage_table import Floats
 
 MOST_NEAR = 4
 """Plans whose shapes are the first that cuts are searched of."""
+MOST_SMALL = 6
+"""Plans that need little memory."""
 
 
 def search_other_schedules(
@@ -118,6 +123,14 @@ def propose_parts(
                 proposal = Proposal(replace(config, virtual_stages=parts), ends, devices)
                 if problem.allows(proposal):
                     yield proposal
+
+
+def propose_small_plans(problem: Problem) -> Iterator[Proposal]:
+    """Propose a few plans that need little memory, also when the time is over."""
+    if (smallest := find_smallest_plan(problem)) is not None:
+        yield smallest.proposal
+    problem = replace(problem, budget=SearchBudget())
+    yield from islice(propose_parts(problem, problem.heuristic_schedules, by_memory=True), MOST_SMALL)
 
 
 def bytes_by_layer(space: Space, size: int) -> Floats:

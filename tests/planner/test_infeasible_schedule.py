@@ -11,6 +11,7 @@ import pytest
 
 from pplan.cost_models.errors import InfeasibleError
 from pplan.cost_models.layer import Chain
+from pplan.cost_models.quantities import parse_bytes
 from pplan.cost_models.schedules import SCHEDULES
 from pplan.cost_models.schedules.registration import register_schedule
 from pplan.cost_models.topology import Device, Group, Topology
@@ -73,3 +74,18 @@ def test_devices_of_two_sizes(make_chain: MakeChain, make_topology: MakeTopology
     options = PlanOptions(mini_batch=8, schedule="zb-h1")
     error = refused(Problem(make_chain(3, 8, cuts=1.1), topology, options))
     assert error.what.startswith("no plan under zb-h1 fits into 100 B to 200 B a device: stage ")
+
+
+@pytest.mark.parametrize("time_limit", [0.01, 2])
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "zb-h1", "any"])
+def test_the_memory_that_is_said_to_be_enough_is(
+    make_chain: MakeChain, make_topology: MakeTopology, schedule: str, time_limit: float
+) -> None:
+    options = PlanOptions(mini_batch=16, schedule=schedule, time_limit=time_limit)
+    chain = make_chain(5, 12, cuts=1.1)
+    error = refused(Problem(chain, make_topology(4, memory=10), options))
+    (enough,) = (change for change in error.details["would_fit"] if change.startswith("memory="))
+    size = parse_bytes(enough.split("'")[1])
+    for room in (size, 2 * size):
+        problem = Problem(chain, make_topology(4, memory=room), options)
+        assert find_best_plan(problem, planners=()).best is not None
