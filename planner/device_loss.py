@@ -1,26 +1,32 @@
 """The plan for the devices that are left of another plan's, which moves few weights.
 
-Of the plans that are looked at, the fastest has a step of T seconds. Of those with steps of at most 1 +
-`within` times T, the answer is the one whose devices get the fewest bytes of weights that they do not have;
-of equal ones the fastest. Looked at are, with the plan's schedule, where there are few, all cuts, replicas
-and micro-batches; else what follows from the plan by moving a cut or a device, joining or parting stages,
-again and again, from the fastest so far. Stages take the devices that are left in rank order, the faster
-ones first, or those that have most of their layers.
+Let T be the shortest step in seconds of the plans that are scored, `step(p)` the step of plan p, and
+`moved(p)` the bytes of weights and buffers that its devices must receive. The answer minimises
+
+    moved(p)    subject to    step(p) <= (1 + within) T
+
+and, among equals, the step. With `within` = 0 it is the fastest plan, whatever it moves. Plans keep the
+schedule and the global batch. Where there are few, all cuts, replicas and micro-batches are scored. Else the
+search solves the problem on the devices that are left, and plans near the old one and near the fastest so far
+are scored: a cut or a device moves, stages are joined or parted. Stages take the devices that are left in
+rank order, the faster ones first, or those that have most of their layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations, pairwise, product
+from itertools import combinations, groupby, pairwise, product
 from math import comb, inf
 
 import numpy as np
 
 from ..cost_models.errors import InfeasibleError, UsageError
+from ..cost_models.hardware import Group
 from ..cost_models.quantities import format_count
 from .candidate import SEARCHED, PipelineConfig, Proposal, ScoredPlan, Shape, near_shapes
+from .joint_search import find_best_plan
 from .problem import Problem
 from .scoring import fastest
 from .search.device_classes import is_uniform
@@ -33,6 +39,8 @@ MOST_SHAPES = 800
 """All plans are looked at where there are so many, times configurations; else about so many."""
 LEADING = 4
 """Plans that are varied at a time: the fastest so far."""
+SECONDS = 2.0
+"""Time limit of the search."""
 MOST_NEAR = 200
 """Plans that are near the fastest whose devices are chosen by what they have."""
 
@@ -69,7 +77,7 @@ def replan_problem(
     there are not, or where none is left, and InfeasibleError where no plan that was looked at fits."""
     ranks = _ranks_left(problem, present, lost)
     shapes = _Shapes(problem, present, ranks, within)
-    shapes.look()
+    shapes.look(lambda: _solve_left(problem, present.config.schedule, ranks))
     if not shapes.steps:
         raise InfeasibleError(
             f"no plan fits on what is left, {format_count(len(ranks), 'device')}",
@@ -87,6 +95,21 @@ def replan_problem(
     moves, seconds = list_moves(problem.topology, before, ranks, best.proposal, weights)
     alike = is_uniform(problem.topology)
     return ReplannedPlan(best, moves, seconds, fastest_seconds, shapes.complete, alike, ranks)
+
+
+def _solve_left(problem: Problem, schedule: str, ranks: Sequence[int]) -> ScoredPlan | None:
+    """Find the fastest plan for the devices of these ranks; None where none fits."""
+    topology, options = problem.topology, problem.options
+    kinds = [topology.device(rank) for rank in ranks]
+    groups = tuple(Group(kind, len(list(alike))) for kind, alike in groupby(kinds))
+    seconds = min(options.time_limit, SECONDS)
+    options = replace(options, mini_batch=problem.mini_batch, schedule=schedule, time_limit=seconds)
+    left = replace(problem, topology=replace(topology, groups=groups), options=options)
+    best = find_best_plan(left, planners=()).best
+    if best is None:
+        return None
+    devices = tuple(tuple(ranks[device] for device in stage) for stage in best.proposal.devices)
+    return fastest(problem.space, [replace(best.proposal, devices=devices)])
 
 
 def _ranks_left(problem: Problem, present: ScoredPlan, lost: Iterable[int]) -> tuple[int, ...]:
@@ -125,8 +148,8 @@ class _Shapes:
     complete: bool = False
     _scored: set[tuple[Shape, PipelineConfig]] = field(default_factory=set)
 
-    def look(self) -> None:
-        """At all plans, where there are few; else at those near the present one."""
+    def look(self, solve: Callable[[], ScoredPlan | None] = lambda: None) -> None:
+        """Score all plans, where there are few; else those near the present one and the one of `solve`."""
         configs = [own for own in self.problem.configs if own.schedule == self.present.config.schedule]
         if self._count() * len(configs) <= MOST_SHAPES:
             self.complete = True
@@ -134,6 +157,8 @@ class _Shapes:
             return
         left = [len(set(own) & set(self.ranks)) for own in self.present.proposal.devices]
         starts = list(self._starts(self.present.proposal.ends, left))
+        if (best := solve()) is not None and self._allows(best.proposal):
+            self.steps[_shape(best)] = best
         self._score((shape, self.present.config) for shape in starts)
         if not self.steps:  # fewer replicas have larger shares of a micro-batch, which may be too large
             self._score((shape, config) for shape in starts for config in configs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import combinations, permutations, product
 from typing import Any
 
@@ -262,6 +263,17 @@ def test_fewer_replicas_whose_shares_were_not_measured(make_chain: MakeChain) ->
     assert present is not None
     answer = replan_problem(problem, present, [3, 7])
     assert max(answer.plan.proposal.replicas) * 4 >= answer.plan.config.micro_batch_size
+
+
+def test_as_fast_as_solving_for_the_devices_that_are_left(make_chain: MakeChain) -> None:
+    """Where there are too many plans to score them all, and everything may move."""
+    chain = make_chain(4, 12, traffic=0.1, cuts=1.1)
+    problem, best = solved(chain, alike(6, 2_000), schedule="1f1b")
+    answer = replan_problem(problem, best, [1, 2], within=0.0)
+    assert not answer.complete
+    anew = find_best_plan(replace(problem, topology=alike(4, 2_000))).best
+    assert anew is not None
+    assert answer.plan.step_seconds <= anew.step_seconds * (1 + 1e-9)
 
 
 def test_sixty_four_devices(make_chain: MakeChain) -> None:
