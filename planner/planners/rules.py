@@ -31,7 +31,14 @@ from ...cost_models.layer import Chain
 from ...cost_models.quantities import format_count
 from ...cost_models.schedules import find_schedule
 from ..balance import balanced_ends
-from ..candidate import VIRTUAL_STAGES, PipelineConfig, Proposal, abbreviate, linear_pipeline
+from ..candidate import (
+    VIRTUAL_STAGES,
+    PipelineConfig,
+    Proposal,
+    abbreviate,
+    linear_pipeline,
+    replicated_pipeline,
+)
 from .base import (
     Ends,
     Planner,
@@ -62,21 +69,23 @@ def _one_gpu(problem: Problem) -> Iterator[Proposal]:
 
 
 def _data_parallel(problem: Problem) -> Iterator[Proposal]:
-    """One stage with all devices as its replicas; none where the runtime has no replicas."""
+    """One stage with all devices as its replicas, for each micro-batch that they can share; without a runtime
+    also unevenly. None where the runtime has no replicas."""
     devices, runtime = problem.topology.gpus, problem.runtime
     if runtime is None or runtime.runs_replicas([devices]):
-        whole = (len(problem.space.chain),)
-        yield from equal_pipelines(problem, linear_configs(problem), lambda *_: whole, 1, devices)
+        for config in linear_configs(problem):
+            size = config.micro_batch_size
+            shared = size >= devices and problem.may_share(size, [devices])
+            if shared and problem.space.fits_someone(size, devices):
+                yield replicated_pipeline(config, [len(problem.space.chain)], [devices])
 
 
 def _data_parallel_refusal(problem: Problem) -> str:
     devices, runtime = problem.topology.gpus, problem.runtime
     if runtime is not None and not runtime.runs_replicas([devices]):
         return f"{runtime.name} has no replicas"
-    if problem.mini_batch % devices:
-        return f"a global batch of {problem.mini_batch} does not divide by {devices} devices"
     which = "asked for" if problem.options.micro_batches is not None else "that the profile reaches"
-    return f"none of the micro-batches {which} divides by the devices"
+    return f"{devices} devices cannot share any of the micro-batches {which}"
 
 
 def _even(problem: Problem) -> Iterator[Proposal]:

@@ -270,7 +270,9 @@ def _rival(plan: Plan, rival: Baseline) -> str:
 
 
 def _replicates(plan: Plan) -> bool:
-    return find_runtime(plan.runtime or "").runs_replicas([plan.gpus or 1])
+    """Return whether the runtime runs data parallelism on all devices, which share a batch evenly there."""
+    gpus = plan.gpus or 1
+    return plan.mini_batch % gpus == 0 and find_runtime(plan.runtime or "").runs_replicas([gpus])
 
 
 def _unused_devices_line(plan: Plan, used: int, available: int) -> str:

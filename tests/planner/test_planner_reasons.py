@@ -19,9 +19,8 @@ MakeProblem = Callable[..., Problem]
 @pytest.mark.parametrize(
     ("batch", "micro_batches", "words"),
     [
-        (9, None, "a global batch of 9 does not divide by 4 devices"),
-        (8, 8, "none of the micro-batches asked for divides by the devices"),
-        (8, None, "none of the micro-batches that the profile reaches divides by the devices"),
+        (8, 8, "4 devices cannot share any of the micro-batches asked for"),
+        (8, None, "4 devices cannot share any of the micro-batches that the profile reaches"),
     ],
 )
 def test_the_batch_or_the_micro_batches(batch: int, micro_batches: int | None, words: str) -> None:

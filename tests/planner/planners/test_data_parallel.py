@@ -66,5 +66,10 @@ def test_memory_makes_it_accumulate_or_recompute(chain: Chain, make_topology: Ma
 
 
 def test_what_does_not_divide(chain: Chain, make_topology: MakeTopology) -> None:
-    """Every device has as many samples."""
-    assert isinstance(shared(chain, make_topology(2), mini_batch=7), str)
+    """The largest share counts; a runtime shares evenly."""
+    uneven, even = (shared(chain, make_topology(2), mini_batch=batch) for batch in (7, 8))
+    assert isinstance(uneven, ScoredPlan)
+    assert isinstance(even, ScoredPlan)
+    assert uneven.proposal.devices == ((0, 1),)
+    assert uneven.step_seconds <= even.step_seconds
+    assert isinstance(shared(chain, make_topology(2), mini_batch=7, runtime="deepspeed"), str)
